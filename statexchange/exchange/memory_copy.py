@@ -346,7 +346,9 @@ class MemoryCopies:
             return False
         with comm.phase("removing the copy in memory"):
             if _Hosts.of(comm).is_first:
-                dropped = MemoryDirectory(self.path, identity).drop(step)
+                directory = MemoryDirectory(self.path, identity)
+                dropped = directory.drop(step)
+                directory.remove_empty()
         return any(comm.all_gather_object(dropped))
 
 

@@ -7,9 +7,9 @@
   that share one /dev/shm have one each.
 * ``saves-<digest>/target.json``: the path, identity and host from which the digest was made.
 * ``saves-<digest>/step-000000700/``: a copy, with the names and formats of a save (save_directory.py). ``save.json``
-  lists the files of all ranks; only those of this host and its neighbour are here. ``headers.json`` has the digests of
-  their headers, as the digests in a header do not cover the header itself. A build (directory_build.py) makes the
-  directory appear as a whole, so each file that is there is complete.
+  lists the files of all ranks; only those of this host and its neighbour are here. ``headers.json`` has the process
+  that made the copy, and digests of the headers, since the digests in a header do not cover the header itself. A build
+  (directory_build.py) makes the directory appear as a whole, so each file that is there is complete.
 * ``saves-<digest>/.load-<nonce>.<owner>/``: files that a load has fetched from other hosts. It is removed at the end of
   the load.
 
@@ -18,6 +18,8 @@ cannot be used any more:
 
 * the directory of saves has a newer step, or is being copied again;
 * the directory of saves is gone, or has another identity;
+* another job lacks room for its copy, the process that made this one has provably ended, and the disk has the same
+  save: then it only saves time;
 * `.load-` directories and unfinished copies: their owner has provably ended.
 """
 
@@ -40,7 +42,7 @@ from statexchange.storage.local import local_path
 from statexchange.storage.opened_path import open_path
 from statexchange.storage.save_directory import SaveManifest, read_manifest
 from statexchange.storage.sealed_json import seal, unseal
-from statexchange.storage.steps import clear_leftovers, identity_of_saves, step_name, step_of
+from statexchange.storage.steps import clear_leftovers, identity_of_saves, read_saves, step_name, step_of
 from statexchange.storage.tensorfile import digest, read_header_bytes
 
 if TYPE_CHECKING:
@@ -105,7 +107,15 @@ class MemoryDirectory:
                 self._write_target(dir_fd)
         for old in self._steps():  # a failed or killed copy costs nothing: the disk has the newest save
             self.drop(old)
-        self.check_room(sum(manifest.nbytes[rank] for rank in ranks))
+        nbytes = sum(manifest.nbytes[rank] for rank in ranks)
+        try:
+            self.check_room(nbytes)
+        except StorageError:
+            for name in _names(base):
+                if name != os.path.basename(self.path):
+                    with contextlib.suppress(NotFoundError):  # another process removes it
+                        _drop_spare(os.path.join(base, name))
+            self.check_room(nbytes)
         return DirectoryBuild(os.path.join(self.path, step_name(step)), "0" * 32, check=None, reuse=False, resume=False)
 
     def _write_target(self, dir_fd: int) -> None:
@@ -191,17 +201,18 @@ class MemoryDirectory:
             if newest is not None and step < newest:
                 self.drop(step)
         base = os.path.dirname(self.path)
-        try:
-            with _private(base) as base_fd:
-                names = [name for name in files.list_names(base_fd, base) if _NAME.fullmatch(name)]
-        except NotFoundError:
-            return
-        for name in names:
+        for name in _names(base):
             path = os.path.join(base, name)
             with contextlib.suppress(NotFoundError):  # another process removes it
                 _clear(path)
                 if path != self.path:
                     _sweep_other(path)
+
+    def remove_empty(self) -> None:
+        """Remove the directory if it has no copy any more."""
+        if not self._steps():
+            with contextlib.suppress(NotFoundError):
+                _remove_directory(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,19 +261,30 @@ def _private(base: str) -> Iterator[int]:
         yield base_fd
 
 
+def _names(base: str) -> list[str]:
+    """Return the names of all directories with copies."""
+    try:
+        with _private(base) as base_fd:
+            return [name for name in files.list_names(base_fd, base) if _NAME.fullmatch(name)]
+    except NotFoundError:
+        return []
+
+
 def headers_to_bytes(digests: Mapping[str, str]) -> bytes:
-    """Return the text of ``headers.json``: the digest of each file's header, by the file's name."""
-    return json.dumps(seal({"schema": _SCHEMA, "headers": dict(digests)}), indent=1).encode()
+    """Return the text of ``headers.json``: this process, and the digest of each file's header by the file's name."""
+    record = {"schema": _SCHEMA, "owner": Owner.current().to_json(), "headers": dict(digests)}
+    return json.dumps(seal(record), indent=1).encode()
 
 
-def _headers(store: Store) -> dict[str, str]:
+def _headers(store: Store) -> tuple[Owner, dict[str, str]]:
+    """Return the process that made a copy, and the digests of headers."""
     path = store.path_of(HEADERS)
     parsed = parse_json(store.read_small(HEADERS), path)
     try:
         raw = unseal(parsed)
         if raw["schema"] != _SCHEMA:
             raise ValueError("it has another schema")
-        return dict(raw["headers"])
+        return Owner.from_json(raw["owner"]), dict(raw["headers"])
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptError(f"broken digests of headers: {error}", path=path) from None
 
@@ -272,7 +294,7 @@ def _host_copy(store: Store, step: int) -> HostCopy:
     ranks = []
     try:
         manifest = read_manifest(store)
-        headers = _headers(store)
+        _, headers = _headers(store)
         for rank, (name, nbytes) in enumerate(zip(manifest.files, manifest.nbytes, strict=True)):
             if name not in store.listing:
                 continue
@@ -323,7 +345,6 @@ def _remove_loading(name: str, parent: str) -> None:
 
 def _sweep_other(path: str) -> None:
     """Remove the directory of other saves if these are gone. That of another host is left to this host."""
-    base, name = os.path.split(path)
     try:
         target = _Target.read(path)
     except NotFoundError:  # its process was killed before it wrote the record
@@ -337,7 +358,29 @@ def _sweep_other(path: str) -> None:
             steps = [step for found in opened.store.directories if (step := step_of(found)) is not None]
         for step in steps:
             _drop(path, step)
-        with files.directory(path) as dir_fd:
-            files.remove_file(_TARGET, os.path.join(path, _TARGET), dir_fd)
+    _remove_directory(path)
+
+
+def _drop_spare(path: str) -> None:
+    """Remove the copies of other saves whose job has provably ended, if the disk has the same saves."""
+    with contextlib.suppress(CorruptError), open_path(path) as opened:
+        target = _Target.read(path)
+        for name in opened.store.directories:
+            step = step_of(name)
+            if step is None or target.host != host_identity() or target.is_gone:
+                continue
+            owner, _ = _headers(opened.store.below(name))
+            on_disk = read_saves(target.path).get(step)
+            is_same = isinstance(on_disk, SaveManifest) and on_disk.save == read_manifest(opened.store.below(name)).save
+            if owner.is_dead and is_same:
+                _drop(path, step)
+
+
+def _remove_directory(path: str) -> None:
+    """Remove a directory without copies; it stays while a process builds or loads there."""
+    base, name = os.path.split(path)
     with files.directory(base) as base_fd:
-        files.remove_directory(name, base_fd, path)  # does nothing while a process builds or loads there
+        with files.directory(name, base_fd, path) as dir_fd:
+            if set(files.list_names(dir_fd, path)) <= {_TARGET}:
+                files.remove_file(_TARGET, os.path.join(path, _TARGET), dir_fd)
+        files.remove_directory(name, base_fd, path)

@@ -97,6 +97,7 @@ def test_it_is_loaded_after_the_disk_has_lost_the_save(saves: Path, caplog: pyte
     shutil.rmtree(saves / "step-000000001")
     assert alone(saves) == [2, "memory", True]
     run_ranks(lambda: sx.Checkpoints(saves, memory=True).delete(2), 2)
+    assert copies_of(saves) == []
     assert alone(saves) == [None, "nowhere", True]
     with pytest.raises(FileNotFoundError, match="no save of step 2"):
         sx.Checkpoints(saves, memory=True).delete(2)
@@ -464,6 +465,26 @@ print(*load(sys.argv[1]))
     assert done.stdout == "3 disk True\n", done.stderr
     assert done.stderr.count("the newest save is not kept in memory, only on disk, because of rank 0") == 1
     assert "are free" in done.stderr
+
+
+def test_copies_of_jobs_that_have_ended_make_room(saves: Path, mounts: None) -> None:
+    program = """
+import os, shutil, sys
+from test_memory_copy import copies_of, load, save
+from pathlib import Path
+paths = [f"{sys.argv[1]}-{number}" for number in range(3)]
+pid = os.fork()
+if pid == 0:
+    save(paths[0], 1)
+    save(paths[1], 1)
+    shutil.rmtree(f"{paths[1]}/step-000000001")  # then the copy is all that is left of it
+    os._exit(0)
+os.waitpid(pid, 0)
+save(paths[2], 1)
+print(*[load(path)[1] for path in paths])
+"""
+    done = in_namespace("mount -t tmpfs -o size=130k tmpfs /dev/shm", program, str(saves))
+    assert done.stdout == "disk memory memory\n", done.stderr
 
 
 @pytest.mark.parametrize("owner", ["others may write", "another user"])
