@@ -14,9 +14,10 @@ import statexchange as sx
 from statexchange.exchange.exporting import ExportReport
 from statexchange.exchange.gather import _RankMessage, _TensorMetadata
 from statexchange.exchange.load import _OpenedSource
+from statexchange.exchange.memory_copy import _Answer
 from statexchange.exchange.rank_metadata import RankMetadata, check_equal_options
 from statexchange.exchange.reading import WantedBox
-from statexchange.exchange.receipts import CommittedRound, RoundStart, SavedFile
+from statexchange.exchange.saving import _Start, _Written
 from statexchange.sharding import records
 from statexchange.sharding.placements import DimSplit
 from statexchange.sharding.plan import Piece
@@ -25,7 +26,6 @@ from statexchange.sharding.sharding_spec import Placement
 from statexchange.sharding.shards import Box
 from statexchange.sharding.write_plan import BoxReceipt, BoxReceipts, WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import describe
-from statexchange.storage.workspace import RankName, Receipt
 
 LAYOUT = {
     "cut": {"dim": 1, "blocks": [1, 1]},
@@ -34,7 +34,6 @@ LAYOUT = {
     "scale": {"reduce": "max"},
 }
 STATE = {name: torch.ones(2, 2) for name in ("cut", "split.qkv", "own", "scale", "plain")}
-WRITTEN = Receipt(RankName.new("run", 3, 0, 2).relative, 100)
 PIECES = [Piece(Box((0, 0), (2, 2)), 1, 0, ((0, 1),)), Piece(Box((2, 0), (2, 2)), 0, 0)]
 PLAN = WritePlan(
     (WriteFile("/out/a", is_reserved=True), WriteFile("/out/b", is_reserved=False)),
@@ -69,9 +68,9 @@ CASES: list[tuple[Any, Callable[[Any], Any]]] = [
         ExportReport("/p", (("a", 1),), 1, 1, {"b": "a"}, 0.5, {"write": 0.1}, {"write": 1}, (1, 0)),
         ExportReport.from_json,
     ),
-    (RoundStart(4, has_layout=False), RoundStart.from_json),
-    (SavedFile(WRITTEN, "/ws"), SavedFile.from_json),
-    (CommittedRound(7, (WRITTEN,)), CommittedRound.from_json),
+    (_Start("step-000000007", "0123456789abcdef", "hidden", has_layout=False), _Start.from_json),
+    (_Written(100, "/saves"), _Written.from_json),
+    (_Answer("no room", "/dev/shm/hidden", "digest"), _Answer.from_json),
     (_OpenedSource("a", "b", "/p", "/p, round 3", {"strict": "True"}, has_layout=True), _OpenedSource.from_json),
 ]
 IDS = [type(record).__name__ for record, _ in CASES]
