@@ -6,7 +6,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line; an interrupt while its modules are being imported ends it like any other."""
+    """Run the command line. An interrupt while modules are imported ends it as one in a command does."""
     try:
         from statexchange.cli.main import main as run
 

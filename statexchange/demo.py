@@ -42,7 +42,7 @@ __all__ = ["DemoReport", "demo_rank", "killed_rank", "run_demo"]
 
 _RESUMED_RANKS = 2
 
-_PROMPTS = (b"The import statement is ", b"If the class defines an ")  # of one length: they form a batch
+_PROMPTS = (b"The import statement is ", b"If the class defines an ")  # of equal length, as they form a batch
 _GENERATED_BYTES = 160
 
 
@@ -114,7 +114,7 @@ def run_demo(
     began = time.perf_counter()
     _require_torch()
     with tempfile.TemporaryDirectory(prefix="statexchange-demo-") as scratch:
-        merged = _target(keep or scratch)
+        merged = _merged_path(keep or scratch)
         saved = os.path.join(scratch, "saves")
         losses, mesh = _train_until_killed(world_size, saved, steps, on_progress)
         args = (saved, merged, steps, _write_config(scratch))
@@ -143,15 +143,17 @@ def _require_torch() -> None:
         import torch  # noqa: F401
 
 
-def _target(directory: str) -> str:
+def _merged_path(directory: str) -> str:
     directory = resolve_path(directory, "keep")
     try:
         os.makedirs(directory, exist_ok=True)
     except OSError as error:
         raise StorageError.of(error, "make directory", path=directory) from error
     target = os.path.join(directory, "merged")
-    if os.path.lexists(target):  # the export would refuse it as well, but only after the training
-        raise TargetExistsError("the demo's checkpoint is already there: remove it, or keep another", path=target)
+    if os.path.lexists(target):  # the export would refuse it, too, but only after the training
+        raise TargetExistsError(
+            "the demo's checkpoint already exists: remove it, or choose another directory", path=target
+        )
     return target
 
 
@@ -214,14 +216,14 @@ def _run_ranks(world_size: int, args: tuple[str, str, int, str], on_progress: On
 
 
 def _load(merged: str, reference: list[list[float]]) -> dict[str, Any]:
-    """Load the merged checkpoint with an ordinary model and the safetensors library."""
+    """Load the merged checkpoint into an unsharded model by the safetensors library; return its part of the report."""
     import torch
     from safetensors.torch import load_file
 
     from statexchange.demo_model import Llama, LlamaConfig, generate
 
     model = Llama(LlamaConfig())
-    state = {name: tensor for path in _weights(merged) for name, tensor in load_file(path).items()}
+    state = {name: tensor for path in _weight_files(merged) for name, tensor in load_file(path).items()}
     model.load_state_dict(state)
     with _one_thread():
         whole, text = _logits(model), generate(model, _PROMPTS[0], _GENERATED_BYTES)
@@ -237,7 +239,7 @@ def _load(merged: str, reference: list[list[float]]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """So small a model only waits for its threads where others use the cores: 9 s in place of 0.5 s."""
+    """Let torch use one thread: on busy cores so small a model only waits for its threads, 9 s instead of 0.5 s."""
     import torch
 
     threads = torch.get_num_threads()
@@ -248,12 +250,12 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _weights(directory: str) -> list[str]:
+def _weight_files(directory: str) -> list[str]:
     return [os.path.join(directory, name) for name in sorted(os.listdir(directory)) if name.endswith(".safetensors")]
 
 
 def _logits(model: Llama) -> Tensor:
-    """The logits after each prompt: (prompts, vocabulary)."""
+    """Return the logits after each prompt, of shape (prompts, vocabulary)."""
     import torch
 
     from statexchange.demo_model import byte_tokens
@@ -287,7 +289,7 @@ def demo_rank(saved: str, out_dir: str, steps: int, config_dir: str) -> dict[str
     """One rank of the job that resumes: load from `saved`, train, export to `out_dir`, compare the own shards with it.
 
     Collective over torch.distributed's default group, which must be initialised; blocks as long as the demo
-    takes. The same `steps` on all ranks; `config_dir` holds the config.json to publish. Returns JSON values.
+    takes. `steps` is the same on all ranks; `config_dir` holds the config.json to publish. Returns JSON values.
     """
     from statexchange.testing.ranks import report
 
@@ -304,7 +306,7 @@ def demo_rank(saved: str, out_dir: str, steps: int, config_dir: str) -> dict[str
     peak = _peak_bytes()
     try:
         exported = _export(model, out_dir, config_dir)
-    except StateExchangeError as error:  # the same on all ranks: the parent raises it as it is
+    except StateExchangeError as error:  # the same on all ranks: the parent process raises it
         return {"refused": to_record(error, mesh.get_rank(), "export")}
     facts = {
         "mesh": tuple(mesh.shape),
@@ -379,21 +381,21 @@ def _export(model: Llama, out_dir: str, config_dir: str) -> ExportReport:
 
 @contextlib.contextmanager
 def _merged_slices(merged: str) -> Iterator[dict[str, Any]]:
-    """Each merged tensor as something that reads the regions it is indexed with."""
+    """Yield safetensors' lazy slice of each merged tensor; indexing one reads that region."""
     from safetensors import safe_open
 
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(safe_open(path, "pt")) for path in _weights(merged)]
+        files = [stack.enter_context(safe_open(path, "pt")) for path in _weight_files(merged)]
         yield {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def _mismatches(state: Mapping[str, DTensor], merged: str) -> Iterator[str]:
-    """The names whose shard here, or whose whole, is not bit for bit what was merged. Collective."""
-    # Where FSDP2 and tensor parallelism cut one dim, full_tensor gathers twice; torch warns that it is slow.
+    """Yield the names of tensors whose shard here, or whole, differs from the merged one in any bit. Collective."""
+    # If FSDP2 and tensor parallelism shard the same dim, full_tensor gathers twice, and torch warns that this is slow.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     with _merged_slices(merged) as slices:
         for name, tensor in state.items():
-            whole = tensor.full_tensor()  # collective: on all ranks, whatever this one finds
+            whole = tensor.full_tensor()  # collective: all ranks call it, whatever they have found so far
             if name not in slices or not (_same_bits(whole, slices[name][:]) and _same_shard(tensor, slices[name])):
                 yield name
 
@@ -414,7 +416,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process has had resident so far."""
+    """Return the peak resident memory of this process."""
     import resource
 
     if os.path.exists("/proc/self/status"):

@@ -1,6 +1,6 @@
 """A small Llama-style byte model for the demo: the model, its data, its training and its parallel form.
 
-The parameter names are those of transformers' LlamaForCausalLM, so what is exported is what other tools load.
+The parameter names are those of transformers' LlamaForCausalLM, so other tools load the exported checkpoint.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DATA_PARALLEL = 2  # parts of the sequences of a step
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of the model, under the names that transformers gives them.
+    """Sizes of the model, named as in transformers' LlamaConfig.
 
     Half of `intermediate_size` is odd: on a 2 x 2 mesh the shards differ in size.
     """
@@ -69,12 +69,12 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
-        """Elements of one attention head."""
+        """The size of one attention head."""
         return self.hidden_size // self.num_attention_heads
 
 
 def huggingface_config(config: LlamaConfig) -> dict[str, Any]:
-    """The `config.json` with which transformers builds the same model. Not collective."""
+    """Return the content of the `config.json` with which transformers builds the same model. Not collective."""
     sizes = asdict(config)
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -94,7 +94,7 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def _rotary(config: LlamaConfig, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of shape (length, head_dim). Source: arXiv:2104.09864."""
+    """Return the cosines and sines of rotary embeddings, of shape (length, head_dim). Source: arXiv:2104.09864."""
     exponents = torch.arange(0, config.head_dim, 2) / config.head_dim
     angles = torch.outer(torch.arange(length), config.rope_theta**-exponents).repeat(1, 2)
     return angles.cos(), angles.sin()
@@ -117,7 +117,7 @@ class _Attention(nn.Module):
         self.o_proj = _linear(config.hidden_size, config.hidden_size)
 
     def _heads(self, projected: Tensor) -> Tensor:
-        # -1: under tensor parallelism this rank has a part of the heads.
+        # -1: under tensor parallelism this rank has only some of the heads.
         return projected.view(*projected.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -180,13 +180,13 @@ class Llama(nn.Module):
         self.lm_head = _linear(config.hidden_size, config.vocab_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of the token after each token."""
-        # A copy: FSDP2 warns of a root whose output is a view, and a gathered DTensor's local tensor is one.
+        """Return the logits of the token that follows each token."""
+        # A copy: FSDP2 warns if the root module returns a view, and the local tensor of a gathered DTensor is a view.
         return self.lm_head(self.model(tokens)).clone()  # type: ignore[no-any-return]
 
 
 def shard_model(config: LlamaConfig, mesh: DeviceMesh) -> Llama:
-    """The model as DTensors on a ("dp", "tp") mesh: tensor parallel within "tp", FSDP2 over "dp".
+    """Return the model, sharded on a ("dp", "tp") mesh: tensor parallel within "tp", FSDP2 over "dp".
 
     Collective over `mesh`: blocks until all its ranks have called.
     """
@@ -200,13 +200,16 @@ def shard_model(config: LlamaConfig, mesh: DeviceMesh) -> Llama:
 
 
 def _shared_input(arguments: int) -> PrepareModuleInput:
-    """A module's first argument becomes one DTensor: its gradient is summed once, not once per projection."""
+    """Return a style that makes a module's first argument one DTensor.
+
+    So its gradient is summed over ranks once, not once per projection.
+    """
     layouts = (Replicate(), *[None] * (arguments - 1))
     return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts, use_local_output=False)
 
 
 def _tensor_parallel_plan() -> dict[str, Any]:
-    # Tuples: the order of the plan is the order of its collectives, and a set's differs between processes.
+    # Tuples, not sets: the order of the plan is that of its collectives, and a set's order differs between processes.
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     rows = ("self_attn.o_proj", "mlp.down_proj")
     layer = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(rows, RowwiseParallel())
@@ -220,17 +223,20 @@ def _tensor_parallel_plan() -> dict[str, Any]:
 
 
 def byte_tokens(text: bytes) -> Tensor:
-    """The bytes of `text` as a vector of int64 tokens. Not collective."""
+    """Return the bytes of `text` as a vector of int64 tokens. Not collective."""
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
 def corpus_tokens() -> Tensor:
-    """What the demo trains on: the English text of `pydoc_data`. Not collective."""
+    """Return the training data of the demo: the English text of `pydoc_data`, as tokens. Not collective."""
     return byte_tokens("\n".join(topics.values()).encode())
 
 
 def batch(corpus: Tensor, step: int, dp_rank: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets by `step` and `dp_rank` alone: tensor parallel peers see the same. Not collective."""
+    """Return inputs and targets that depend on `step` and `dp_rank` only: equal for tensor parallel peers.
+
+    Not collective.
+    """
     generator = torch.Generator().manual_seed(1_000 * step + dp_rank)
     starts = torch.randint(len(corpus) - _LENGTH, (_SEQUENCES, 1), generator=generator)
     window = corpus[starts + torch.arange(_LENGTH + 1)]
@@ -238,7 +244,7 @@ def batch(corpus: Tensor, step: int, dp_rank: int) -> tuple[Tensor, Tensor]:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """A short warm-up, then half a cosine down to a tenth. Not collective."""
+    """Return the learning rate of a step: a short warm-up, then half a cosine down to a tenth. Not collective."""
     warmup = min(1.0, (step + 1) / _WARMUP_STEPS)
     return _PEAK_LR * warmup * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
@@ -286,14 +292,14 @@ def _step(model: Llama, optimizer: torch.optim.Optimizer, batches: list[tuple[Te
 
 @torch.no_grad()
 def generate(model: Llama, prompt: bytes, count: int, temperature: float = 0.5) -> str:
-    """`count` bytes that the model writes after `prompt`, fit for a terminal. Not collective.
+    """Return `count` bytes that the model generates after `prompt`, as printable text. Not collective.
 
-    The same each time.
+    Equal weights give equal text: the sampling is seeded.
     """
     generator = torch.Generator().manual_seed(_SEED)
     tokens = byte_tokens(prompt)[None]
     for _ in range(count):
-        chances = (model(tokens)[:, -1] / temperature).softmax(-1)
-        tokens = torch.cat((tokens, torch.multinomial(chances, 1, generator=generator)), dim=1)
+        probabilities = (model(tokens)[:, -1] / temperature).softmax(-1)
+        tokens = torch.cat((tokens, torch.multinomial(probabilities, 1, generator=generator)), dim=1)
     text = bytes(tokens[0, len(prompt) :].tolist()).decode("utf-8", "replace")
     return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)

@@ -11,7 +11,7 @@ def bagua_net(seed: int = 0) -> nn.Sequential:
 
     Made from a seed of its own also where ranks are threads, which share torch's generator.
     """
-    made = nn.Sequential(
+    net = nn.Sequential(
         nn.Linear(2, 10, bias=False),
         nn.ReLU(),
         nn.Linear(10, 50),
@@ -20,6 +20,6 @@ def bagua_net(seed: int = 0) -> nn.Sequential:
         nn.Softmax(1),
     )
     generator = torch.Generator().manual_seed(seed)
-    for parameter in made.parameters():
+    for parameter in net.parameters():
         nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
-    return made
+    return net

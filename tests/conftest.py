@@ -1,4 +1,4 @@
-"""How the suite is spread over processes, and what its processes do once for all of them."""
+"""How the suite is distributed over processes, and fixtures that all test files share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share th
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Run the tests of one file in this process, which starts sooner than a worker; others by two workers a core.
+    """Run the tests of one file in this process, which starts sooner than a worker; more files by two workers per core.
 
     Tests wait for more than half of their time: for ranks that start, for disks, and for deadlines.
     """
@@ -39,13 +39,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests that may take long, so that no worker is left alone with one at the end."""
+    """Begin with tests that may take long, so that at the end no worker runs one while the others are idle."""
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Generator[None, object, object]:
-    """Skip a test that starts ranks under MPI where that cannot be."""
+    """Skip a test that starts ranks under MPI if this machine cannot."""
     try:
         return (yield)
     except MissingExtraError:
@@ -56,7 +56,7 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 
 @pytest.fixture
 def sweep_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A directory for a sweep over all events: a slow test's lies in memory, since on a disk it waits for its syncs."""
+    """Return a directory for a sweep over all events: in memory for a slow test, as syncs of a disk would take long."""
     is_slow = request.node.get_closest_marker("slow") is not None
     if not is_slow or not os.path.isdir("/dev/shm") or shutil.disk_usage("/dev/shm").free < 1 << 30:
         yield tmp_path
@@ -73,7 +73,7 @@ def mounts() -> None:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> tuple[Path, str]:
-    """The directory that `statexchange demo` has kept, and what it has printed; run once for all workers."""
+    """Run `statexchange demo` once for all workers; return the directory that it kept, and its output."""
     own = tmp_path_factory.getbasetemp()
     shared = own if worker_id == "master" else own.parent
     kept, printed = shared / "demo", shared / "demo.json"
@@ -100,7 +100,7 @@ def store() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def s3_server() -> Iterator[None]:
-    """A server on this host, and the environment that leads to it."""
+    """Start an S3 server on this host; yield the environment variables by which s3fs finds it."""
     server = pytest.importorskip("moto.server", reason="moto is not installed")
     pytest.importorskip("s3fs", reason="s3fs is not installed")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -113,7 +113,7 @@ def s3_server() -> Iterator[None]:
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
         patch.setenv("AWS_MAX_ATTEMPTS", "2")
-        fsspec.get_filesystem_class("s3").clear_instance_cache()  # made before with another environment
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # an instance made before has another environment
         yield
         fsspec.get_filesystem_class("s3").clear_instance_cache()
     running.stop()

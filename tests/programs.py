@@ -1,4 +1,4 @@
-"""What a user's machine may lack: a test that needs it is skipped, and the reason names it."""
+"""Skip tests that need something which this machine lacks; the reason names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts as their users start them: programs of one or several ranks."""
+"""Run scripts and commands of the pages as users start them, on one or several ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_mpiexec(ranks: int) -> tuple[str, ...]:
 
 
 class Block(NamedTuple):
-    """A fenced block of a page; the comment before it says what becomes of it."""
+    """A fenced block of a page, with the comment before it, which names what a test does with it."""
 
     marker: str
     text: str
@@ -51,7 +51,7 @@ def page_blocks(page: str) -> tuple[Block, ...]:
 
 
 def page_block(marker: str) -> str:
-    """The one block of all pages that is marked so."""
+    """Return the only block of all pages with this marker."""
     (block,) = [block for page in PAGES for block in page_blocks(page) if block.marker == marker]
     return block.text
 
@@ -59,7 +59,7 @@ def page_block(marker: str) -> str:
 def run_script(
     launcher: Sequence[str], name: str, text: str, folder: Path, *arguments: str | Path
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script called `name` in `folder`, which all its ranks must reach the end of.
+    """Run a script called `name` in `folder`; fail unless all its ranks reach its end.
 
     After that torch may abort a rank that used FSDP2 over Gloo: one of Gloo's threads that lets a tensor go while the
     interpreter ends dies of it. docs/limits.md says so, and it is no failure of the script.
@@ -76,7 +76,7 @@ def run_script(
 
 
 def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command line of a page in `folder`; its programs are those of this environment, and it must succeed."""
+    """Run a command line of a page in `folder`, with the programs of this environment; fail unless it succeeds."""
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "80"}
     started = ["bash", "-o", "pipefail", "-c", command]
     done = subprocess.run(started, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)

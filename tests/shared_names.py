@@ -1,4 +1,4 @@
-"""Names in the machine's /dev/shm, which other tests and programs use at the same time."""
+"""Names in /dev/shm, which other tests and programs use at the same time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterator
 
-_LIMIT_S = 30.0  # for other processes to drop what is theirs; this test's own processes have ended
+_LIMIT_S = 30.0  # for other processes to remove their names; the processes of this test have ended
 
 
 def arena_names() -> set[str]:

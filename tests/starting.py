@@ -1,4 +1,4 @@
-"""How a rank of a test begins, over one backend and nothing else."""
+"""Start the communicator of a test's rank over one given backend."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from statexchange.comm import bootstrap
 from statexchange.comm.failure import page_setup
 
 LAUNCHED_AS = {"threads": "threads", "shm": "processes", "gloo": "gloo", "mpi": "mpi", "hierarchical": "processes"}
-HOSTS = {3: "aba", 4: "abbb"}  # on which the ranks of a hierarchical world seem to be: unequal, and not in order
+HOSTS = {
+    3: "aba",
+    4: "abbb",
+}  # simulated hosts of 3 or 4 ranks: of unequal size, not in rank order
 
 
 def start(backend: str, directory: str, hosts: str | None = None) -> sx.comm.Communicator:
-    """This rank's communicator; the ranks were launched as LAUNCHED_AS says.
+    """Return this rank's communicator. The ranks must have been launched as LAUNCHED_AS[backend].
 
-    The ranks of a hierarchical world, 3 or 4 unless `hosts` says otherwise, seem to be on the hosts of these letters.
+    A hierarchical world simulates hosts: rank i is on the host with the i-th letter of `hosts`; by default it has 3 or
+    4 ranks.
     """
     if backend == "threads":
         return sx.get_communicator()

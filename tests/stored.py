@@ -1,4 +1,4 @@
-"""Files of a test, opened for reading as the product opens them."""
+"""Open files of a test for reading as the package opens them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from statexchange.storage.tensorfile import Header, read_header
 
 @contextlib.contextmanager
 def stored_file(path: str | Path) -> Iterator[StoredFile]:
-    """The file at `path`, pinned."""
+    """Open the file at `path` and return it."""
     with open_path(os.fspath(path)) as place:
         assert place.file is not None
         yield place.store.open(place.file)

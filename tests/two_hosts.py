@@ -1,15 +1,15 @@
 """Two hosts on one machine: each its own network, host name and /dev/shm, joined by one cable that can be cut.
 
-A host is a process that holds its namespaces. They have no names, so that nothing is left when it has ended: not the
-cable, not the tmpfs. The ranks of a host, processes of the fork server, enter its namespaces; they and the host end
-with the test.
+A host is a process that holds its namespaces. The namespaces have no names, so when the process has ended nothing is
+left: neither the cable nor the tmpfs. The ranks of a host, processes of the fork server, enter its namespaces; they and
+the host end with the test.
 
     with two_hosts(2, 2) as hosts:
         values = hosts.run(function, 1, 2)
 
 `function` stands at the top of a module; its arguments and results are JSON values.
-Inside a rank `report(word)` tells the test at once; `hosts.wait_for(word)` waits until all ranks have told it, and
-`wait_for_go()` until the test says `hosts.go()`.
+Inside a rank `report(word)` sends a JSON value to the test at once, and `wait_for_go()` waits until the test calls
+`hosts.go()`. `hosts.wait_for(word)` in the test waits until all ranks have reported `word`.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Outcome:
     message: str = ""
     exit_code: int | None = None
     stderr: str = ""
-    ended: float = 0.0  # CLOCK_MONOTONIC, which all hosts here share, of its result
+    ended: float = 0.0  # time of its result by CLOCK_MONOTONIC, which the simulated hosts share
     reports: list[tuple[float, Any]] = field(default_factory=list)
 
 
 @cache
 def missing() -> str | None:
-    """Why two hosts cannot be made here; None if they can."""
+    """Return why this machine cannot make two hosts, or None if it can."""
     absent = [program for program in ("unshare", "nsenter", "ip", "mount") if shutil.which(program) is None]
     if absent:
         return f"two hosts need {', '.join(absent)}"
@@ -106,12 +106,12 @@ class _Host:
 
 
 class _Rank:
-    """One process of the fork server, and the thread that hears its reports."""
+    """One process of the fork server, and the thread that receives its reports."""
 
-    def __init__(self, rank: int, task: dict[str, Any], stderr: Path, told: threading.Condition) -> None:
+    def __init__(self, rank: int, task: dict[str, Any], stderr: Path, reported: threading.Condition) -> None:
         self.outcome = Outcome(rank)
         self._stderr = stderr
-        self._told = told
+        self._reported = reported
         context = _fork_server()
         self.line, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, {**task, "stderr": str(stderr)}))
@@ -124,13 +124,13 @@ class _Rank:
         with contextlib.suppress(EOFError, ConnectionResetError):
             while True:
                 kind, when, what = json.loads(self.line.recv_bytes())
-                with self._told:
+                with self._reported:
                     self._note(kind, when, what)
-                    self._told.notify_all()
-        with self._told:
+                    self._reported.notify_all()
+        with self._reported:
             if self.outcome.state == "running":
                 self.outcome.state, self.outcome.ended = "exited", time.monotonic()
-            self._told.notify_all()
+            self._reported.notify_all()
 
     def _note(self, kind: str, when: float, what: Any) -> None:
         outcome = self.outcome
@@ -142,15 +142,15 @@ class _Rank:
             outcome.state, outcome.ended = "raised", when
             outcome.error, outcome.message = what
 
-    def has_said(self, word: Any) -> bool:
-        return any(said == word for _, said in self.outcome.reports)
+    def has_reported(self, word: Any) -> bool:
+        return any(report == word for _, report in self.outcome.reports)
 
     def send_signal(self, number: int) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
     def finish(self, deadline: float) -> None:
-        """Let it end until `deadline`, and end it then. May be called again."""
+        """Wait until the process has ended; kill it at `deadline`. May be called again."""
         if self.line.closed:
             return
         self.process.join(max(0.0, deadline - time.monotonic()))
@@ -175,7 +175,7 @@ class TwoHosts:
         self.counts = tuple(counts)
         self._fully = fully
         self._directory = directory
-        self._told = threading.Condition()
+        self._reported = threading.Condition()
         self._ranks: list[_Rank] = []
         self._hosts: list[_Host] = []
 
@@ -184,11 +184,11 @@ class TwoHosts:
         return sum(self.counts)
 
     def host_of(self, rank: int) -> str:
-        """The name of its host."""
+        """Return the name of the host of `rank`."""
         return NAMES[rank >= self.counts[0]]
 
     def open(self) -> None:
-        """Make the namespaces and plug the cable in."""
+        """Make the namespaces and connect the cable."""
         self._hosts = [_Host(name) for name in NAMES]
         for host in self._hosts:
             host.ready()
@@ -200,14 +200,14 @@ class TwoHosts:
             host.run("ip", "link", "set", CABLE, "up")
 
     def close(self) -> None:
-        """End whatever still runs."""
+        """Kill all ranks that still run, and end the hosts."""
         for rank in self._ranks:
             rank.finish(0.0)
         for host in self._hosts:
             host.close()
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """Start `function(*args)` on every rank; what ran before must have ended."""
+        """Start `function(*args)` on every rank; the ranks of an earlier start must have ended."""
         port = self._free_port()
         self._ranks = []
         for rank in range(self.world_size):
@@ -221,7 +221,7 @@ class TwoHosts:
                 "directory": os.getcwd(),
                 "fully": self._fully,
             }
-            self._ranks.append(_Rank(rank, task, self._directory / f"stderr-{rank}", self._told))
+            self._ranks.append(_Rank(rank, task, self._directory / f"stderr-{rank}", self._reported))
 
     def _environ(self, rank: int, node: int) -> dict[str, str]:
         local_rank = rank - node * self.counts[0]
@@ -240,40 +240,42 @@ class TwoHosts:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
 
     def wait_for(self, word: Any, ranks: Sequence[int] | None = None, timeout_s: float = 30.0) -> float:
-        """Return when all of `ranks` (default: all) have reported `word`: the time of the last."""
+        """Return when all of `ranks` (default: all) have reported `word`; return the time of the last."""
         waited = [self._ranks[rank] for rank in (range(self.world_size) if ranks is None else ranks)]
-        with self._told:
-            come = self._told.wait_for(
-                lambda: all(rank.has_said(word) or rank.outcome.state != "running" for rank in waited), timeout_s
+        with self._reported:
+            come = self._reported.wait_for(
+                lambda: all(rank.has_reported(word) or rank.outcome.state != "running" for rank in waited), timeout_s
             )
-        silent = [rank.outcome.rank for rank in waited if not rank.has_said(word)]
+        silent = [rank.outcome.rank for rank in waited if not rank.has_reported(word)]
         if silent or not come:
             raise AssertionError(f"ranks {silent} did not report {word!r}\n{self.describe(self.finish(1.0))}")
-        return max(when for rank in waited for when, said in rank.outcome.reports if said == word)
+        return max(when for rank in waited for when, report in rank.outcome.reports if report == word)
 
     def go(self) -> float:
-        """Let all ranks return from `wait_for_go`: the time."""
+        """Let all ranks return from `wait_for_go`; return the time."""
         for rank in self._ranks:
             rank.line.send_bytes(b"go")
         return time.monotonic()
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> float:
-        """Send a signal to a rank: the time."""
+        """Send a signal to a rank; return the time."""
         self._ranks[rank].send_signal(number)
         return time.monotonic()
 
     def link_down(self) -> float:
-        """Pull the cable out of the second host: the time."""
+        """Disconnect the cable from the second host; return the time."""
         self._hosts[1].run("ip", "link", "set", CABLE, "down")
         return time.monotonic()
 
     def link_up(self) -> None:
-        """Plug it in again."""
+        """Connect the cable again."""
         self._hosts[1].run("ip", "link", "set", CABLE, "up")
 
     def finish(self, timeout_s: float = 30.0, *, stuck: int = -1) -> list[Outcome]:
-        """The outcomes of all ranks, in rank order, once all but `stuck` have ended or `timeout_s` is over; then none
-        runs."""
+        """Wait until all ranks but `stuck` have ended, `timeout_s` at most; then kill the rest.
+
+        Returns the outcomes of all ranks, in rank order.
+        """
         deadline = time.monotonic() + timeout_s
         for rank in self._ranks:
             if rank.outcome.rank != stuck:
@@ -283,14 +285,14 @@ class TwoHosts:
         return [rank.outcome for rank in self._ranks]
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """What `function(*args)` returned on every rank; AssertionError unless all ended well."""
+        """Run `function(*args)` on every rank; return the results, or raise AssertionError if a rank failed."""
         self.start(function, *args)
         outcomes = self.finish(timeout_s)
         assert all(o.state == "ok" and o.exit_code == 0 for o in outcomes), self.describe(outcomes)
         return [outcome.value for outcome in outcomes]
 
     def describe(self, outcomes: Sequence[Outcome]) -> str:
-        """What became of the ranks, for people."""
+        """Return a text about the outcomes."""
         lines = []
         for o in outcomes:
             lines.append(
@@ -302,7 +304,7 @@ class TwoHosts:
 
 @contextlib.contextmanager
 def two_hosts(*counts: int, fully: bool = False) -> Iterator[TwoHosts]:
-    """Two hosts that have as many ranks as `counts` says. `fully`: the end of each rank's interpreter is part of it."""
+    """Make two hosts of `counts` ranks each. With `fully` each rank also finalizes its interpreter at its end."""
     with tempfile.TemporaryDirectory(prefix="two-hosts-") as directory:
         hosts = TwoHosts(counts, Path(directory), fully=fully)
         try:
@@ -313,17 +315,17 @@ def two_hosts(*counts: int, fully: bool = False) -> Iterator[TwoHosts]:
 
 
 def report(word: Any) -> None:
-    """Tell the test a JSON value, from within a rank."""
-    _say("report", word)
+    """Send a JSON value to the test. For ranks only."""
+    _send("report", word)
 
 
 def wait_for_go() -> None:
-    """Return once the test says `go`, from within a rank."""
+    """Wait until the test calls `go`. For ranks only."""
     assert _line is not None
     _line.recv_bytes()
 
 
-def _say(kind: str, what: Any) -> None:
+def _send(kind: str, what: Any) -> None:
     assert _line is not None
     _line.send_bytes(json.dumps([kind, time.monotonic(), what]).encode())
 
@@ -332,15 +334,15 @@ def _serve(line: Connection, task: dict[str, Any]) -> None:
     """One rank."""
     global _line
     _line = line
-    _settle(task)
+    _enter_host(task)
     code = 0
     try:
         module, name = task["function"]
-        _say("ok", getattr(importlib.import_module(module), name)(*task["args"]))
+        _send("ok", getattr(importlib.import_module(module), name)(*task["args"]))
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1
-    except Exception as error:  # noqa: BLE001 (whatever it is, the test is told)
-        _say("raised", [type(error).__name__, str(error)])
+    except Exception as error:  # noqa: BLE001 (the test gets any error)
+        _send("raised", [type(error).__name__, str(error)])
         sys.last_value = error
         traceback.print_exc()
         code = 1
@@ -348,8 +350,11 @@ def _serve(line: Connection, task: dict[str, Any]) -> None:
 
 
 def _end(code: int, *, fully: bool) -> None:
-    """End as a Python of its own does, which a fork server's child does not by itself: threads and exit functions have
-    their time. `fully`, also what takes seconds: the interpreter and torch are taken to pieces."""
+    """End as an own Python process does:
+
+    wait for threads, run exit functions. A child of the fork server does not by itself. With `fully` also finalize the
+    interpreter and torch, which takes seconds.
+    """
     if fully:
         ctypes.pythonapi.Py_Exit(code)
     threading._shutdown()
@@ -358,14 +363,14 @@ def _end(code: int, *, fully: bool) -> None:
     os._exit(code)
 
 
-def _settle(task: dict[str, Any]) -> None:
+def _enter_host(task: dict[str, Any]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for namespace in ("net", "uts", "mnt"):
         with open(f"/proc/{task['holder']}/ns/{namespace}", "rb") as file:
             if libc.setns(file.fileno(), 0):
                 raise OSError(ctypes.get_errno(), f"cannot enter the host's {namespace} namespace")
-    platform._uname_cache = None  # filled by the fork server, elsewhere
+    platform._uname_cache = None  # the fork server has filled it, with the name of another host
     os.chdir(task["directory"])
     os.environ.clear()
     os.environ.update(task["environ"])
@@ -377,6 +382,6 @@ def _settle(task: dict[str, Any]) -> None:
 
 
 def show() -> list[Any]:
-    """Where this rank is: for a test of the hosts themselves."""
+    """Return the namespaces and names that this rank sees, for a test of the hosts."""
     cards = sorted(name for _, name in socket.if_nameindex())
     return [os.environ["RANK"], socket.gethostname(), os.stat("/dev/shm").st_dev, cards]

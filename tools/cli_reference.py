@@ -1,4 +1,4 @@
-"""Write docs/reference/cli.md, the help of every command; tests/ranks/test_pages.py compares it with what they print.
+"""Write docs/reference/cli.md, the help of every command; tests/ranks/test_pages.py compares it with the commands.
 
 python tools/cli_reference.py
 """
@@ -26,7 +26,7 @@ truncation in pipes; `NO_COLOR` is honoured. [Errors](../errors.md#exit-codes) h
 
 
 def section(*words: str) -> str:
-    """The heading of a command and its help, as a block that a test runs."""
+    """Return the heading of a command and its help, as a block that a test runs."""
     command = [sys.executable, "-m", "statexchange", *words, "--help"]
     environment = {**os.environ, "COLUMNS": "80"}
     text = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout

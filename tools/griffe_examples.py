@@ -1,4 +1,4 @@
-"""An extension of griffe, by which mkdocs reads docstrings: "Example:" is a section of code, as "Examples:" is."""
+"""An extension of griffe, mkdocs' reader of docstrings, that treats the section "Example:" like "Examples:"."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _EXAMPLE = re.compile(r"^( *)Example:$", re.MULTILINE)
 
 
 class ExampleSections(Extension):
-    """Renames the sections of every docstring as they are loaded."""
+    """Renames "Example:" to "Examples:" in every docstring that griffe loads."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Rename the section in one docstring."""
+        """Rename the section in the docstring of `obj`."""
         if obj.docstring is not None:
             obj.docstring.value = _EXAMPLE.sub(r"\1Examples:", obj.docstring.value)

@@ -5,7 +5,7 @@
 #   tools/test_on_python.sh 3.10 lowest             # with the lowest versions that pyproject.toml claims
 #   tools/test_on_python.sh 3.10 lowest torch       # and with torch, whose wheels for CUDA take some gigabytes
 #
-# The interpreter is looked for on PATH and among pyenv's. Exit status 77: it is not on this machine.
+# The interpreter is looked up on PATH and among pyenv's. Exit status 77: it is not installed on this machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=$1 pins=${2:-} extra=${3:-}
@@ -20,20 +20,20 @@ if [ "$pins" = lowest ]; then
     constraints=$work/lowest.txt # "click>=8.1" becomes "click==8.1"
     sed -n '/^dependencies/,/^]/p; /^torch = /p; /^mpi = /p' pyproject.toml | grep -o '"[A-Za-z0-9_-]*>=[0-9.]*"' | tr -d '"' | sed 's/>=/==/' >"$constraints"
 fi
-# The tests' own tools are no part of what is claimed.
+# pyproject.toml claims no lowest versions of the tools that only tests need, so they are not pinned.
 "$work/venv/bin/pip" install -q -c "$constraints" ".${extra:+[$extra]}" pytest pytest-timeout pytest-xdist hypothesis tomli
 tests=(
     tests/unit/test_cgroups.py tests/unit/test_dependencies.py tests/unit/test_docs.py tests/unit/test_errors.py
     tests/unit/test_pictures.py tests/unit/test_regions.py tests/unit/test_version_0_1.py tests/unit/test_workspace.py
     tests/ranks/test_pages.py
 )
-# What reads tensors of ranks makes torch's of them; older versions of click word a usage line in another way.
+# Without torch: no tests that read tensors of ranks, which become torch's. cli.md: older click prints usage differently.
 left_out="not workspaces.md and not a_save_and and not a_ranks_file and not cli.md"
 if [ -n "$extra" ]; then
     tests+=(tests/unit/test_sources.py tests/ranks/test_gather.py tests/ranks/test_readme.py)
     left_out="not cli.md"
 fi
-unset PYTHONPATH # it may lead to another checkout
+unset PYTHONPATH # it may name another checkout
 export PET_STANDALONE=1 # torchrun --standalone: without it torch 2.6 always takes port 29500, which another job may have
 "$work/venv/bin/python" -c 'import importlib.metadata as m, platform, sys
 print("Python", platform.python_version(), *(f"{n} {m.version(n)}" for n in sys.argv[1:]))' numpy statexchange $extra

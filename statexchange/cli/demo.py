@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from statexchange.cli import command as commands
+from statexchange.cli import commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.errors import TargetExistsError
 from statexchange.storage.store import resolve_path

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from statexchange.cli import command as commands
+from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
 from statexchange.errors import InvalidArgumentError, without_secrets
 from statexchange.report.pictures import shape_text

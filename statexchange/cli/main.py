@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from statexchange import __version__
-from statexchange.cli.command import requested_format
+from statexchange.cli.commands import requested_format
 from statexchange.cli.output import EXIT_CODES, Output
 from statexchange.errors import CorruptError, IncompleteError, StateExchangeError, StorageError, without_secrets
 

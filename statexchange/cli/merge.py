@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from statexchange.cli import command as commands
+from statexchange.cli import commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.progress import Progress
 from statexchange.report.pictures import shape_text

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from statexchange.cli import command as commands
+from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
 from statexchange.cli.progress import Progress
 from statexchange.storage.steps import Retention, steps_text

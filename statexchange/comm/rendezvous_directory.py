@@ -1,15 +1,15 @@
 """A rendezvous in a directory that all ranks see.
 
-All that the ranks exchange there is the address of the key-value store that rank 0 serves over TCP (tcp_store.py). The
+The ranks exchange one thing there: the address of the key-value store that rank 0 serves over TCP (tcp_store.py). The
 directory may lie on NFS of any version, with or without locks, and the ranks may run on several hosts.
 
 Files in the directory; `nonce` is 128 random bits of one process and one rendezvous:
 
-    hello-<rank>-<nonce>.json   by each rank, first: its process, network, world_size, what directories it made
-    beat-<nonce>-<count>        by each rank, every quarter of a second while it waits; empty; only the newest stays
-    answer-<nonce>.json         by rank 0, once a live hello of every rank is there: the nonces of all ranks, by rank,
-                                and the address and port of the store, or the reason why there is none
-    refusal-<nonce>.json        by a rank that cannot reach that address: why
+    hello-<rank>-<nonce>.json   by each rank, first: its process, network, world_size, and how many directories it made
+    beat-<nonce>-<count>        by each rank, every quarter of a second while it waits; empty; then it removes its last
+    answer-<nonce>.json         by rank 0, when a hello of a live process of every rank exists: the nonces of all ranks,
+                                by rank, and the address and port of the store, or the reason why there is none
+    refusal-<nonce>.json        by a rank that cannot connect to that address: the reason
 
 States. A rank *waits* from its hello to the answer that holds its own nonce, then *connects*, removes its files, and
 *joins* the store. Rank 0 waits for hellos, serves and answers, waits until all have joined, removes its files and the
@@ -17,21 +17,25 @@ directory, and sets the key `complete`. The others return when they see that key
 
 Invariants, and why:
 
-* A name is written by one process, once, and never replaced: an NFS 4.1 client would go on showing what a replaced name
-  held before. So a hello is renewed by beats of new names.
-* A file is written under its final name. Half a file is no JSON object; its reader looks again.
-* Every scan opens the directory with O_DIRECTORY and lists it: looking a name up, or a directory by its whole path, may
-  be answered from the cache for 30 s. An absent directory is made from the deepest parent that can be opened.
+* A name is written by one process, once, and never replaced: after a replacement an NFS 4.1 client would go on showing
+  the earlier content. So a rank shows that it lives by beats, each under a new name.
+* A file is written under its final name. A file that is not yet complete is not valid JSON; its reader reads it again.
+* Every scan opens the directory with O_DIRECTORY and lists it: a lookup of one name, or of the directory by its whole
+  path, may be answered from the client's cache for 30 s. An absent directory is made below the deepest parent that can
+  be opened.
 * After a hello or an answer the directory changes once more, by a beat, at least 30 ms later. On NFS 3 two changes
-  within one tick of the server's clock look like one, and a client that has listed between them misses the second.
-* A hello counts only if its process runs. A process of this host is looked up; another must show two new beats,
-  since one new beat may be an old one that the cache has hidden. What a crashed run has left does neither, and no
-  answer of a crashed run holds a nonce of this one. Clocks of hosts are not compared.
+  within one tick of the server's clock look like one to a client: if it lists the directory between them, it does not
+  see the second.
+* A hello counts only if its process runs. A process of this host is looked up by pid and start time. A process of
+  another host must show two new beats, since the first may be an old one that the cache has hidden until then. A
+  process of a crashed run fulfils neither, and no answer of a crashed run holds a nonce of this one. Clocks of
+  different hosts are not compared.
 
-Failure. A rank that gives up, for whatever reason, removes its own files, and the directories that this rendezvous made
-once they are empty. A wait that runs out names the ranks that were never seen alive. Between the answer and `complete`,
-rank 0 collects refusals and absences and has all ranks that have joined raise its error. What a killed process has left
-is removed by the next rendezvous in that directory that can see that the process has ended.
+Failure. A rank whose rendezvous fails, for whatever reason, removes its own files, and the directories that this
+rendezvous made, once they are empty. The error of a wait that runs out names the ranks that were never seen alive.
+Between the answer and `complete`, a refusal, or a rank that does not join, fails rank 0, and all ranks that have joined
+raise its error. Files of a killed process are removed by the next rendezvous in that directory that can see that the
+process has ended.
 """
 
 from __future__ import annotations
@@ -82,9 +86,10 @@ _ANY_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def _open_directory(path: Path) -> tuple[int, int]:
-    """Return a descriptor of `path`, and how many directories at its end were made for that.
+    """Return a descriptor of `path`, and how many directories at the end of the path were made.
 
-    Each directory is opened below its opened parent, which makes an NFS client look again for what it knew as absent.
+    Each directory is opened below its opened parent, so that an NFS client asks the server again about names that it
+    has cached as absent.
     """
     try:
         return os.open(path, _DIRECTORY), 0
@@ -109,7 +114,7 @@ def _new_file(directory: int, name: str) -> TextIO:
 
 
 def _read(directory: int, name: str) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if it has gone, is not whole yet, or is none of ours."""
+    """Return the JSON object in a file; None if the file is gone, not complete, or holds anything else."""
     try:
         with open(os.open(name, _ANY_FILE, dir_fd=directory), encoding="utf-8") as file:
             found = json.load(file)
@@ -157,7 +162,7 @@ class _Answer:
 
 @dataclass(slots=True)
 class _Pulse:
-    """The beats of a process that cannot be looked up: the newest, when it was first seen, and how many were new."""
+    """The beats of a process of another host: the newest, when it was first seen, and how many new ones were seen."""
 
     newest: int
     since: float
@@ -165,7 +170,7 @@ class _Pulse:
 
 
 class _ConflictError(Exception):
-    """Two ranks contradict each other. Each rank detects that by itself, so their files must stay for a moment."""
+    """Two ranks contradict each other. Each rank detects this by itself, so their files must stay for a moment."""
 
     def __init__(self, error: StateExchangeError) -> None:
         super().__init__(error)
@@ -201,7 +206,7 @@ class DirectoryRendezvous:
                 self._publish_hello()
                 return self._lead() if self._rank == 0 else self._follow()
             except _ConflictError as conflict:
-                self._linger(set(self._hellos) - {self._nonce}, _NOTICE_S)  # so that the others detect it, too
+                self._linger(set(self._hellos) - {self._nonce}, _NOTICE_S)  # so that the other ranks detect it, too
                 raise conflict.error from None
             finally:
                 self._remove()
@@ -221,7 +226,9 @@ class DirectoryRendezvous:
         except (OSError, NotInitializedError) as error:
             self._answer(nonces, None, str(error))
             self._linger(set(nonces) - {self._nonce})
-            raise NotInitializedError(f"rank 0 on {platform.node()} cannot listen for the others: {error}") from error
+            raise NotInitializedError(
+                f"rank 0 on {platform.node()} cannot listen for the other ranks: {error}"
+            ) from error
         try:
             self._answer(nonces, server, None)
             return self._gather_all(server, nonces)
@@ -240,10 +247,10 @@ class DirectoryRendezvous:
         raise refusal
 
     def _addresses(self, nonces: list[str]) -> list[str]:
-        """Return where the others may reach this host, the best first.
+        """Return the addresses at which other ranks may reach this host, the most likely first.
 
-        The loopback address where all ranks share this network, else that of the interface that Gloo was given, else
-        those of the host's name, as Gloo does it, and of the other interfaces.
+        If all ranks share one network namespace: loopback. Else the address of GLOO_SOCKET_IFNAME's interface. Else the
+        addresses of the host's name, as Gloo uses them, and of all interfaces.
         """
         networks = {self._hellos[nonce].network for nonce in nonces}
         if len(networks) == 1 and None not in networks:
@@ -272,7 +279,7 @@ class DirectoryRendezvous:
         self._publish(f"answer-{self._nonce}.json", answer)
 
     def _gather_all(self, server: Server, nonces: list[str]) -> SharedStore:
-        """Return when all ranks have joined, and nothing is left in the directory."""
+        """Wait until all ranks have joined, remove the files, and tell them. Return the store."""
         where = str(self._path)
         store = self._connect(server.nonce, server.address, server.port)
         tcp_store.enroll(store, 0, self._nonce, where)
@@ -307,7 +314,9 @@ class DirectoryRendezvous:
         self._num_made = max(self._num_made, answer.num_made)
         where = str(self._path)
         if answer.refusal is not None:
-            raise NotInitializedError(f"rank 0 on {answer.host} cannot listen for the others: {answer.refusal}", rank=0)
+            raise NotInitializedError(
+                f"rank 0 on {answer.host} cannot listen for the other ranks: {answer.refusal}", rank=0
+            )
         try:
             store = self._connect(answer.server, answer.address, answer.port)
         except OSError as error:
@@ -327,7 +336,7 @@ class DirectoryRendezvous:
             beaten = self._beat()
             with self._scanned() as (directory, names):
                 if beaten:
-                    self._living(directory, names)  # to name missing ranks; rank 0 scans more often
+                    self._living(directory, names)  # so that an error can name missing ranks; rank 0 scans more often
                 for name in names:
                     answer = _read(directory, name) if _ANSWER.fullmatch(name) else None
                     if answer is not None and self._is_mine(answer):
@@ -356,7 +365,7 @@ class DirectoryRendezvous:
         self._publish(f"hello-{self._rank}-{self._nonce}.json", hello)
 
     def _wait_for_hellos(self) -> list[str]:
-        """Return the nonces of all ranks, once the processes of all run."""
+        """Wait until the process of every rank is known to run; return the nonces by rank."""
         while True:
             self._beat()
             with self._scanned() as (directory, names):
@@ -429,7 +438,7 @@ class DirectoryRendezvous:
         self._num_made = max(self._num_made, hello.num_made)
 
     def _linger(self, nonces: set[str], seconds: float = _LINGER_S) -> None:
-        """Leave this rank's files until the processes of `nonces` have removed theirs, or the time has passed."""
+        """Keep this rank's files until the processes of `nonces` have removed theirs, at most for `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self._beat()
@@ -453,7 +462,7 @@ class DirectoryRendezvous:
 
     @contextlib.contextmanager
     def _scanned(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield the directory, opened anew, and the names in it."""
+        """Yield the directory, newly opened, and the names in it."""
         with self._opened() as directory:
             yield directory, os.listdir(directory)
 
@@ -470,7 +479,7 @@ class DirectoryRendezvous:
                 break
 
     def _publish(self, name: str, value: dict[str, Any]) -> None:
-        """Write a new file, and change the directory once more when the server's clock has ticked."""
+        """Write a new file; the next beat then changes the directory once more, after a tick of the server's clock."""
         self._put(name, value)
         self._beat_due = time.monotonic() + _SETTLE_S
 
@@ -486,11 +495,11 @@ class DirectoryRendezvous:
         return True
 
     def _remove(self) -> None:
-        """Remove this rank's files, and what the rendezvous has made of the path where it is empty. May be repeated."""
+        """Remove this rank's files, and the directories that the rendezvous made if they are empty. May be repeated."""
         try:
             directory = os.open(self._path, _DIRECTORY)
         except OSError:
-            return  # removed with the last file
+            return  # another rank has removed it with its last file
         try:
             _remove_files(directory, os.listdir(directory), self._nonce)
         finally:

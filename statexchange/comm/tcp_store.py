@@ -1,7 +1,7 @@
 """TCP key-value stores that rank 0 serves and all ranks join.
 
-The server is one object, and all users of the store (Gloo groups, communicators, user code) have clients of their own.
-So closing the server frees its port, even while clients exist.
+One object owns the server. Each user of the store (a Gloo group, a communicator, user code) has a client of its own. So
+closing the server frees its port, even while clients exist.
 
 Keys and who writes them:
 
@@ -10,7 +10,7 @@ Keys and who writes them:
     joined/<rank>    each rank, once: a nonce of its process. A second process with that rank reads another nonce there,
                      and raises
     complete         rank 0, when all have joined
-    failed           rank 0, instead of `complete`: the error that it raises, which the others then raise, too
+    failed           rank 0, instead of `complete`: the error that it raises; the other ranks raise it, too
     failure_reads    a counter of the ranks that have read `failed`; rank 0 serves a second longer for them
 
 Only `get` and `wait` of torch's clients block, and they are called only for keys that exist already; everything else is
@@ -60,7 +60,7 @@ __all__ = [
     "wait_until_complete",
 ]
 
-_stores: Any = dist  # torch exports its stores there, but not for type checkers
+_stores: Any = dist  # torch.distributed exports the store classes, but hides them from type checkers
 _POLL_S = 0.02
 _ATTEMPT_S = 5.0  # for one attempt to connect
 _NOTICE_S = 1.0  # for the other ranks to read an error
@@ -90,7 +90,7 @@ class Server:
     def at(cls, host: str, port: int, timeout_s: float) -> Server:
         """Serve on all interfaces, at `port`; `host` must be a name of this host. NotInitializedError if it cannot.
 
-        torch.distributed may serve its store at the same port later: scripts give both one MASTER_PORT.
+        torch.distributed may serve its store at the same port later: scripts set one MASTER_PORT for both.
         """
         options = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
         try:
@@ -111,14 +111,14 @@ class Server:
             raise
         options = {"is_master": True, "wait_for_workers": False, "timeout": as_timedelta(timeout_s)}
         try:
-            # The store closes the descriptor.
+            # The store owns the descriptor and closes it.
             return cls(_stores.TCPStore(address, port, master_listen_fd=listener.detach(), **options))
         except RuntimeError as error:
             raise OSError(_first_line(error)) from error
 
     @property
     def address(self) -> str:
-        """The address at which this serves."""
+        """The address that the server listens at."""
         return str(self._store.host)
 
     @property
@@ -141,14 +141,14 @@ class SharedStore(NamedTuple):
 
     @property
     def lasting(self) -> Any:
-        """The store for a user that keeps it for the life of the process, as torch.distributed does."""
+        """The store for a user that keeps it as long as the process runs, as torch.distributed does."""
         return self.store if self.server is None else self.server.store
 
 
 def connect(address: str, port: int, timeout_s: float, attempt_s: float) -> Any:
     """Return a client of the store at `address` and `port`; OSError if nothing answers within `attempt_s`.
 
-    Whether something listens is tried first: torch's own attempts cannot be interrupted, and fill the log.
+    A plain connection is tried first: torch's own attempts cannot be interrupted, and write many lines to the log.
     """
     deadline = time.monotonic() + attempt_s
     while True:
@@ -168,7 +168,7 @@ def connect(address: str, port: int, timeout_s: float, attempt_s: float) -> Any:
 
 
 def server_nonce(store: Any) -> str | None:
-    """Return the nonce of the server of this client; None if it has not set one yet."""
+    """Return the nonce of the server that this client is connected to; None if the server has not set one yet."""
     with _lost_server():
         return store.get("server").decode() if store.check(["server"]) else None
 
@@ -179,11 +179,13 @@ def namespaced(store: Any, nonce: str) -> Any:
 
 
 def enroll(store: Any, rank: int, nonce: str, where: str) -> None:
-    """Join as `rank`. NotInitializedError if another process has. Not collective."""
+    """Join as `rank`. NotInitializedError if another process has joined as that rank. Not collective."""
     with _lost_server():
-        holder = store.compare_set(_joined(rank), "", nonce).decode()
-    if holder != nonce:
-        raise NotInitializedError(f"rank {rank} has joined at {where} already: does another job use it?", rank=rank)
+        joined = store.compare_set(_joined(rank), "", nonce).decode()
+    if joined != nonce:
+        raise NotInitializedError(
+            f"rank {rank} has already joined the rendezvous at {where}: does another job use it?", rank=rank
+        )
 
 
 def wait_for_all(
@@ -206,7 +208,7 @@ def failure_announced(store: Any, world_size: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(RuntimeError):  # the server itself is what failed
+        with contextlib.suppress(RuntimeError):  # if the server itself has failed
             store.set("failed", json.dumps(to_record(error, 0, _PHASE)))
             _wait_until_read(store, world_size)
         raise
@@ -222,7 +224,8 @@ def _wait_until_read(store: Any, world_size: int) -> None:
 def wait_until_complete(store: Any, world_size: int, deadline: float, timeout_s: float, where: str) -> None:
     """Wait until rank 0 has seen that all ranks have joined, or raise its error. For all ranks but 0.
 
-    If all have joined at the deadline, wait a second more: rank 0 may just have given up, and then reports that.
+    If all have joined at the deadline, wait a second more: rank 0 may have reached its own deadline just now, and then
+    publishes that error.
     """
     with _lost_server():
         while not store.check(["complete"]):
@@ -240,7 +243,7 @@ def wait_until_complete(store: Any, world_size: int, deadline: float, timeout_s:
 
 
 def complete(store: Any) -> None:
-    """Write that the rendezvous is complete. Rank 0 only."""
+    """Set the key `complete`, on which the other ranks return. Rank 0 only."""
     with _lost_server():
         store.set("complete", "1")
 

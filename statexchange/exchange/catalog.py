@@ -159,7 +159,8 @@ class Catalog:
         found = [name for name in names if name in loaded]
         if found:
             rank, other = names[found[0]]
-            others = f" and {len(found) - 1} other entries" if len(found) > 1 else ""
+            more = len(found) - 1
+            others = f" and {more} other {'entry' if more == 1 else 'entries'}" if more else ""
             text = _differing(f"different values of {found[0]!r}{others}", found[0], rank, other)
             raise ReplicaError(text, rank=other, path=self.source.path)
 

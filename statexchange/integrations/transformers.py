@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from statexchange.errors import UnsupportedError
+from statexchange.errors import NotFoundError, UnsupportedError
 from statexchange.exchange.checkpoints import Checkpoints
 from statexchange.integrations.random import RandomState
 
@@ -126,6 +126,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
 
         Raises:
             UnsupportedError: there is a `trial`.
+            NotFoundError: the newest save was not made by a CheckpointsTrainer.
             StateExchangeError: as `Checkpoints.load` and `Checkpoints.save`.
         """
         if trial is not None:
@@ -133,10 +134,13 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
         if resume_from_checkpoint is not True:
             return super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
         found: dict[str, Any] = {"trainer": {}}
-        report = self.saves.load(found, include="trainer.*")
+        report = self.saves.load(found, include="trainer.*", replicas="root")  # ranks measure times of their own
         if report is None:
             return super().train(None, None, ignore_keys_for_eval)
-        fields = dict(found["trainer"])
+        fields = dict(found.get("trainer", {}))
+        if "ranks" not in fields:
+            text = "CheckpointsTrainer did not make this save: load it into the model by Checkpoints.load, then train()"
+            raise NotFoundError(text, path=report.path)
         self._resumed_ranks = fields.pop("ranks")
         self._saved_step = report.step
         with tempfile.TemporaryDirectory() as folder:

@@ -30,9 +30,10 @@ __all__ = ["GO", "KEEP", "describe", "load", "report", "sender", "serve"]
 Send = Callable[[object], None]
 GO, KEEP = b"go", b"keep"  # the launcher's orders, besides tasks
 
+# How `report` reaches the launcher: by the context of a thread rank, else by the process of a process rank.
 sender: ContextVar[Send | None] = ContextVar("sender", default=None)
 _OWN_FILES = {os.path.join(os.path.dirname(__file__), name) for name in ("child.py", "worlds.py", "plugin.py")}
-_process_sender: Send | None = None  # of a rank that is a process: its own threads have no context of ours
+_process_sender: Send | None = None  # for all threads of the process: a new thread does not inherit the context
 
 
 def report(value: object) -> None:
@@ -63,7 +64,7 @@ def describe(error: BaseException) -> list[str]:
 
 
 class _Launcher:
-    """The rank's end of the pipe to the launcher. The launcher's death ends this process."""
+    """The rank's end of the pipe to the launcher. This process exits if the launcher dies."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -81,13 +82,14 @@ class _Launcher:
         return self._orders.get()
 
     def watch(self) -> None:
+        """Receive orders until GO; exit this process if the connection ends."""
         order = b""
         while order != GO:
             try:
                 order = self._connection.recv_bytes()
             except (EOFError, OSError):
                 if self.directory is not None:
-                    shutil.rmtree(self.directory, ignore_errors=True)  # a launcher killed by force cannot
+                    shutil.rmtree(self.directory, ignore_errors=True)  # a launcher that was killed has not removed it
                 os._exit(1)
             self._orders.put(order)
 
@@ -95,42 +97,42 @@ class _Launcher:
 def serve(connection: Connection) -> None:
     """Do the tasks that arrive through `connection`, until the launcher sends GO.
 
-    Not collective; blocks on the launcher, whose death ends this process. A rank that fails exits at once, so that its
+    Not collective; blocks on the launcher, and exits if the launcher dies. A rank that fails exits at once, so that its
     peers see their connections close; but under mpiexec it waits for GO, as its exit would end the job.
 
     When all ranks have done a task, the launcher sends GO, and the process ends, or KEEP. Then the rank restores its
     state, sends "clean" with None or with a description of what cannot be restored, and receives another task or GO.
     """
-    line = _Launcher(connection)
-    threading.Thread(target=line.watch, name="launcher", daemon=True).start()
-    order = line.order()
+    launcher = _Launcher(connection)
+    threading.Thread(target=launcher.watch, name="launcher", daemon=True).start()
+    order = launcher.order()
     while order != GO:
-        order = _serve_task(values.decode(order), line)
+        order = _serve_task(values.decode(order), launcher)
 
 
-def _serve_task(task: dict[str, Any], line: _Launcher) -> bytes:
-    """Do one task, and return the order that comes after it."""
+def _serve_task(task: dict[str, Any], launcher: _Launcher) -> bytes:
+    """Do one task, and return the launcher's next order."""
     global _process_sender
-    line.directory = task["directory"]
-    _process_sender = functools.partial(line.send, "report")
+    launcher.directory = task["directory"]
+    _process_sender = functools.partial(launcher.send, "report")
     _dump_stacks_into(f"{task['directory']}/stacks-{task['rank']}")
     group = contextlib.ExitStack()
     try:
-        _settle(task)
+        _set_environment(task)
         function = load(task["target"])
         before = _state_before(task)
         if task["backend"] == "gloo":
             group.enter_context(_gloo(task))
-        line.send("ready", None)
-        line.send("ok", function(*values.decode(task["args"])))
+        launcher.send("ready", None)
+        launcher.send("ok", function(*values.decode(task["args"])))
     except BaseException as error:  # noqa: BLE001 - SystemExit and pytest's outcomes must reach the launcher too
-        line.send("raised", describe(error))
-        _leave(line, patient=task["backend"] == "mpi")
-    order = line.order()
+        launcher.send("raised", describe(error))
+        _exit_after_failure(launcher, wait_for_go=task["backend"] == "mpi")
+    order = launcher.order()
     group.close()
     if order == KEEP and before is not None:
-        line.send("clean", before.restore())
-        order = line.order()
+        launcher.send("clean", before.restore())
+        order = launcher.order()
     return order
 
 
@@ -149,7 +151,7 @@ def _dump_stacks_into(path: str) -> None:
     faulthandler.register(signal.SIGUSR1, file)
 
 
-def _settle(task: dict[str, Any]) -> None:
+def _set_environment(task: dict[str, Any]) -> None:
     sys.path[:] = task["path"]
     if task["environ"] is not None:
         os.environ.clear()
@@ -171,10 +173,10 @@ def _gloo(task: dict[str, Any]) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _leave(line: _Launcher, *, patient: bool) -> NoReturn:
-    """Exit with status 1; if `patient`, when the launcher sends GO."""
-    if patient:
-        line.order()
+def _exit_after_failure(launcher: _Launcher, *, wait_for_go: bool) -> NoReturn:
+    """Exit with status 1; with `wait_for_go` not before the launcher sends GO."""
+    if wait_for_go:
+        launcher.order()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

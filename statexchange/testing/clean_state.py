@@ -1,10 +1,10 @@
 """The state of a rank's process between two tasks: restored where that is possible, checked where it is not.
 
-A rank that is used again must behave as a new process would. Some state can be set back: communicators, process
+A process that runs another task must behave as a new process would. Some state can be restored: communicators, process
 groups, the environment, the working directory, torch's seed. The rest is compared with how it was before the task,
 and any difference means that the process must not be used again: threads, child processes, sockets, shared memory,
 user and namespaces, limits, signal handlers, unreceived MPI messages, and functions of this package that a test has
-replaced. Modules stay imported, and what they keep in their variables stays too.
+replaced. Modules stay imported, and their variables keep their values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CleanState:
         self._environ = dict(os.environ)
         self._directory = os.getcwd()
         self._functions = _functions()
-        self._facts = _facts()
+        self._before = _checked_state()
 
     def restore(self) -> str | None:
         """Restore what can be restored; return a description of other differences, or None. Not collective."""
@@ -45,9 +45,9 @@ class CleanState:
         replaced = sorted(name for name, function in self._functions.items() if functions.get(name) != function)
         if replaced:
             return f"{', '.join(replaced)} has been replaced"
-        facts = _facts()
-        changed = [what for what in facts if facts[what] != self._facts[what]]
-        return "; ".join(f"{what}: {facts[what]}, before the task {self._facts[what]}" for what in changed) or None
+        now = _checked_state()
+        changed = [what for what in now if now[what] != self._before[what]]
+        return "; ".join(f"{what}: {now[what]}, before the task {self._before[what]}" for what in changed) or None
 
 
 def _close_communicators() -> None:
@@ -76,7 +76,7 @@ def _functions() -> dict[str, int]:
     }
 
 
-def _facts() -> dict[str, Any]:
+def _checked_state() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),

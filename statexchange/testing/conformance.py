@@ -5,8 +5,9 @@ To check a `Backend` (`all_gather_bytes`, `new_group`, `send` and `recv` will do
     comm = conformance.communicator_of(MyBackend(...))
     conformance.run(comm)
 
-Every check is a function of a communicator that all its ranks call; it raises AssertionError if a requirement is
-violated. The sizes cross the limits at which our own backends change their algorithms: 64 KiB, and windows of 1 MiB.
+Each check is a function that all ranks of a communicator call with it. It raises AssertionError if the communicator
+violates the requirement that the check's docstring states. Tensor sizes lie on both sides of the limits at which our
+own backends change their algorithms: 64 KiB, and windows of 1 MiB.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ _checks: list[Check] = []
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A requirement, and its test: `body` raises AssertionError on a rank that finds it violated."""
+    """One requirement and its test.
+
+    `name` is what `run` takes in `only`, `contract` is the requirement in words. `body` raises AssertionError on a rank
+    that finds the requirement violated. A communicator of fewer than `least_ranks` ranks is not checked.
+    """
 
     name: str
     contract: str
@@ -82,10 +87,10 @@ def communicator_of(backend: Backend, timeout_s: float = 30.0) -> Communicator:
 
 
 def run(comm: Communicator, only: Iterable[str] | None = None) -> list[str]:
-    """Run all checks that apply to `comm`, or those of them that `only` names, and return their names.
+    """Run all checks that apply to `comm`, or only those that `only` names, and return the names of those that ran.
 
-    Collective. The first failure raises AssertionError on every rank, with the rank and what it found; an unknown name
-    raises InvalidArgumentError.
+    Collective. The first failed check raises AssertionError on every rank; the message names the rank that failed and
+    what it found. An unknown name raises InvalidArgumentError.
     """
     known = {check.name: check for check in CHECKS}
     names = list(known) if only is None else list(only)
@@ -112,73 +117,77 @@ def _check(least_ranks: int = 1) -> Callable[[Callable[[Communicator], None]], C
     return register
 
 
-# What is expected
+# Assertions
 
 
 def _expect(condition: object, message: str) -> None:
-    """As `assert`, which -O would leave out."""
+    """Raise AssertionError unless `condition`. An assert statement would be removed by ``python -O``."""
     if not condition:
         raise AssertionError(message)
 
 
 def _plain(value: Any) -> torch.Tensor:
-    """A tensor, array or number as a contiguous CPU tensor."""
+    """Return a tensor, array or number as a contiguous CPU tensor."""
     if isinstance(value, np.ndarray):
         copy = np.array(value, order="C")
-        brain = copy.dtype == ml_dtypes.bfloat16
-        return torch.from_numpy(copy.view(np.uint16)).view(torch.bfloat16) if brain else torch.from_numpy(copy)
+        if copy.dtype == ml_dtypes.bfloat16:
+            return torch.from_numpy(copy.view(np.uint16)).view(torch.bfloat16)
+        return torch.from_numpy(copy)
     tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    # what has one element or none may be contiguous and have a step, with which torch does not see bytes
+    # A tensor of at most one element may be contiguous and have any stride; `view(torch.uint8)` requires stride 1.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _expect_same(found: Any, expected: Any, what: str) -> None:
-    """Equal to the last bit, in dtype and shape too."""
-    ours, theirs = _plain(found), _plain(expected)
-    about = f"{ours.dtype}{list(ours.shape)}"
+    """Raise unless both have equal dtype, shape and bits."""
+    actual, wanted = _plain(found), _plain(expected)
+    about = f"{actual.dtype}{list(actual.shape)}"
     _expect(
-        (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape),
-        f"{what}: {about} instead of {theirs.dtype}{list(theirs.shape)}",
+        (actual.dtype, actual.shape) == (wanted.dtype, wanted.shape),
+        f"{what}: {about} instead of {wanted.dtype}{list(wanted.shape)}",
     )
-    if torch.equal(_bits(ours), _bits(theirs)):
+    if torch.equal(_bits(actual), _bits(wanted)):
         return
-    wrong = (ours != theirs).flatten().nonzero().flatten()
+    wrong = (actual != wanted).flatten().nonzero().flatten()
     at = int(wrong[0]) if len(wrong) else 0
-    pair = f"{ours.flatten()[at].item()} instead of {theirs.flatten()[at].item()}"
+    pair = f"{actual.flatten()[at].item()} instead of {wanted.flatten()[at].item()}"
     raise AssertionError(f"{what}: {len(wrong)} elements of {about} are wrong, the first at {at}: {pair}")
 
 
 def _expect_all(found: Any, value: float, what: str) -> None:
-    """Every element is `value`."""
+    """Raise unless every element is `value`."""
     tensor = _plain(found)
     _expect_same(tensor, torch.full_like(tensor, value), what)
 
 
 def _expect_equal_bits(comm: Communicator, tensor: Any, what: str) -> None:
-    """All ranks hold the same bits. Collective."""
+    """Raise unless all ranks hold the same bits. Collective."""
     digest = hashlib.blake2b(_bits(_plain(tensor)).numpy().data, digest_size=8).hexdigest()
     digests = comm.all_gather_object(digest)
     _expect(len(set(digests)) == 1, f"{what}: ranks hold different bits: {digests}")
 
 
 def _raised(kind: type[BaseException], what: str, act: Callable[..., Any], *args: Any, **named: Any) -> BaseException:
-    """The error of `kind` that the call must raise."""
+    """Return the error of `kind` that ``act(*args, **named)`` raises; AssertionError if it raises none."""
     try:
-        found = act(*args, **named)
+        result = act(*args, **named)
     except kind as error:
         return error
-    raise AssertionError(f"{what}: no {kind.__name__}, but {excerpt(found, 200)}")
+    raise AssertionError(f"{what}: no {kind.__name__}, but {excerpt(result, 200)}")
 
 
-# What is sent
+# Test data
 
 
 def _pattern(rank: int, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Small integers that depend on rank and position; sums and products over four ranks are exact in every dtype."""
+    """Return small integers that depend on rank and position.
+
+    Sums and products over four ranks are exact in every dtype.
+    """
     return _counted(shape, dtype) + rank
 
 
@@ -193,13 +202,13 @@ def _one_to_thirteen(n: int, device: torch.device) -> torch.Tensor:
 
 
 def _sum(comm: Communicator, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The sum of all ranks' patterns."""
+    """Return the sum of all ranks' patterns."""
     n = comm.world_size
     return _counted(shape, dtype) * n + n * (n - 1) // 2
 
 
 def _noise(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
-    """Any bits at all."""
+    """Return random bits, NaNs among them; the same on every rank that asks for `rank`'s."""
     data = _random_bytes(rank, n * dtype.itemsize)
     tensor = data.view(dtype) if dtype != torch.bool else data > 127
     return tensor.to(torch.empty(0).device)
@@ -212,7 +221,7 @@ def _random_bytes(rank: int, nbytes: int) -> torch.Tensor:
 
 
 def _fresh(like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape and dtype that holds something else."""
+    """Return a tensor of the same shape and dtype, filled with a value that no check expects as a result."""
     return torch.full_like(like, _UNTOUCHED if like.dtype.is_signed else 77)
 
 
@@ -221,13 +230,13 @@ def _roots(comm: Communicator) -> list[int]:
 
 
 def _sizes(itemsize: int) -> list[int]:
-    """Numbers of elements on both sides of every border, odd ones, and several windows with a short last one."""
+    """Return numbers of elements on both sides of each limit, odd ones, and several windows with a short last one."""
     small, window = _SMALL_BYTES // itemsize, _WINDOW_BYTES // itemsize
     return [0, 1, 1001, small, small + 1, window, window + 1, 2 * window + 12_347]
 
 
 def _few_sizes(itemsize: int) -> list[int]:
-    """One of each kind."""
+    """Return one number of elements each for the smallest messages, a part of a window and several windows."""
     return [7, _SMALL_BYTES // itemsize + 1, _WINDOW_BYTES // itemsize + 1001]
 
 
@@ -235,10 +244,10 @@ def _few_sizes(itemsize: int) -> list[int]:
 
 
 @_check()
-def inference_mode_holds_for_later_work_too(comm: Communicator) -> None:
-    """Tensors made in torch.inference_mode are written inside it, also by asynchronous work, and refused outside.
+def inference_tensors_are_changed_in_inference_mode_only(comm: Communicator) -> None:
+    """Collectives change inference tensors inside torch.inference_mode, also asynchronously, and refuse them outside.
 
-    It comes first: what a backend sets up with its first call, here, must serve outside too.
+    This check runs first: what a backend sets up in its first call, which is made here, must work outside, too.
     """
     n = comm.world_size
     with torch.inference_mode():
@@ -252,36 +261,36 @@ def inference_mode_holds_for_later_work_too(comm: Communicator) -> None:
 
 
 @_check()
-def all_reduce_has_the_formulas_of_lux(comm: Communicator) -> None:
-    """f64[512] of rank + 1 becomes N(N+1)/2 by sum and (N+1)/2 by avg, in place or in `out`, which is returned."""
+def all_reduce_gives_the_values_of_lux(comm: Communicator) -> None:
+    """all_reduce of f64[512] filled with rank + 1 gives N(N+1)/2 (sum) or (N+1)/2 (avg), in place or in `out`."""
     n = comm.world_size
     for op, expected in (("sum", n * (n + 1) / 2), ("avg", (n + 1) / 2)):
         ours = torch.full((512,), comm.rank + 1.0, dtype=torch.float64)
         out = torch.zeros_like(ours)
         _expect(comm.all_reduce(ours, op, out=out) is out, "all_reduce must return out")
         _expect_all(out, expected, f"all_reduce {op} into out")
-        _expect_all(ours, comm.rank + 1.0, f"what all_reduce {op} was given beside out")
+        _expect_all(ours, comm.rank + 1.0, f"the input of all_reduce {op} with out")
         _expect(comm.all_reduce(ours, op) is ours, "all_reduce must return the tensor")
         _expect_all(ours, expected, f"all_reduce {op} in place")
 
 
 @_check()
-def broadcast_has_the_formulas_of_lux(comm: Communicator) -> None:
-    """f64[512] of ones on root comes to all, by one buffer or two; `out` is written on root too, the tensor not."""
+def broadcast_gives_the_values_of_lux(comm: Communicator) -> None:
+    """A broadcast of root's f64[512] of ones writes in place, or only into `out`, on root too."""
     for root in _roots(comm):
         mine = float(comm.rank == root)
         ours = torch.full((512,), mine, dtype=torch.float64)
         out = torch.zeros_like(ours)
         _expect(comm.broadcast(ours, root=root, out=out) is out, "broadcast must return out")
         _expect_all(out, 1.0, f"out of a broadcast from {root}")
-        _expect_all(ours, mine, f"what a broadcast from {root} was given beside out")
+        _expect_all(ours, mine, f"the input of a broadcast from {root} with out")
         _expect(comm.broadcast(ours, root=root) is ours, "broadcast must return the tensor")
         _expect_all(ours, 1.0, f"broadcast from {root} in place")
 
 
 @_check()
-def reduce_has_the_formulas_of_lux(comm: Communicator) -> None:
-    """f64[512] and int64[4] of rank + 1 become N(N+1)/2 or (N+1)/2 on root; on other ranks tensor and `out` stay."""
+def reduce_gives_the_values_of_lux(comm: Communicator) -> None:
+    """A reduce of rank + 1 gives N(N+1)/2 (sum) or (N+1)/2 (avg) on root; on other ranks tensor and `out` stay."""
     n = comm.world_size
     cells = [("sum", torch.float64, n * (n + 1) / 2), ("avg", torch.float64, (n + 1) / 2)]
     cells.append(("sum", torch.int64, n * (n + 1) / 2))
@@ -291,15 +300,15 @@ def reduce_has_the_formulas_of_lux(comm: Communicator) -> None:
             out = _fresh(ours)
             found = comm.reduce(ours, op, root=root, out=out)
             _expect(found is (out if comm.rank == root else ours), "reduce must return out on root only")
-            _expect_all(ours, comm.rank + 1, f"what reduce {op} was given beside out")
+            _expect_all(ours, comm.rank + 1, f"the input of reduce {op} with out")
             _expect_all(out, expected if comm.rank == root else _UNTOUCHED, f"out of a reduce {op} to {root}")
             _expect(comm.reduce(ours, op, root=root) is ours, "reduce must return the tensor")
             _expect_all(ours, expected if comm.rank == root else comm.rank + 1, f"reduce {op} to {root} in place")
 
 
 @_check()
-def sums_have_the_formulas_of_flashlight(comm: Communicator) -> None:
-    """f32[10] of rank, scaled by 2, becomes N(N-1); scaled by 1/N, twice N times that does; f32[3, 3] its sum."""
+def all_reduce_gives_the_values_of_flashlight(comm: Communicator) -> None:
+    """all_reduce of f32[10] filled with rank gives N(N-1) at scale 2 and (N-1)/2 at scale 1/N; f32[3, 3] is summed."""
     n = comm.world_size
     for async_op in (False, True):
         ours = torch.full((10,), float(comm.rank))
@@ -314,8 +323,8 @@ def sums_have_the_formulas_of_flashlight(comm: Communicator) -> None:
 
 
 @_check()
-def a_set_of_tensors_has_the_formula_of_flashlight(comm: Communicator) -> None:
-    """Five tensors of rank + 1, scaled by 2, asynchronous, contiguous, become N(N+1): 20 MiB where memory is shared."""
+def all_reduce_multiple_gives_the_values_of_flashlight(comm: Communicator) -> None:
+    """all_reduce_multiple of five tensors of rank + 1 gives N(N+1) at scale 2; in shared memory they are 20 MiB."""
     n = comm.world_size
     length = 1 << 20 if comm.backend == "shm" else 1 << 10
     tensors = [torch.full((length,), comm.rank + 1.0) for _ in range(5)]
@@ -327,8 +336,8 @@ def a_set_of_tensors_has_the_formula_of_flashlight(comm: Communicator) -> None:
 
 
 @_check()
-def every_op_is_what_its_name_says(comm: Communicator) -> None:
-    """sum, avg, min, max and prod by name, in capitals, and as torch's ReduceOp."""
+def ops_are_taken_by_name_and_as_reduce_op(comm: Communicator) -> None:
+    """sum, avg, min, max and prod are accepted by name, by name in capitals, and as torch's ReduceOp."""
     n, names = comm.world_size, ("sum", "avg", "min", "max", "prod")
     parts = torch.stack([_pattern(rank, 101, torch.float64) * (-1) ** rank for rank in range(n)])
     expected = dict(
@@ -343,8 +352,8 @@ def every_op_is_what_its_name_says(comm: Communicator) -> None:
 
 
 @_check()
-def every_dtype_is_reduced_right_or_refused(comm: Communicator) -> None:
-    """Small numbers in every dtype by every op, booleans by or and and; what has no right value is refused."""
+def every_dtype_is_reduced_correctly_or_refused(comm: Communicator) -> None:
+    """Every op is right for small numbers of every dtype (booleans: or, and), or refused where no value is right."""
     for dtype in (*_FLOATS, *_INTEGERS, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.float8_e5m2):
         parts = [_small(rank, dtype) for rank in range(comm.world_size)]
         for op in ("sum", "avg", "min", "max", "prod"):
@@ -357,7 +366,7 @@ def every_dtype_is_reduced_right_or_refused(comm: Communicator) -> None:
 
 
 def _small(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """One, two and three, or true and false."""
+    """Return a vector of ones, twos and threes, or of true and false."""
     numbers = (_counted(29, torch.int64) + rank) % 3
     return numbers.bool() if dtype == torch.bool else (numbers + 1).to(dtype)
 
@@ -379,8 +388,8 @@ def _reference(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @_check()
-def nan_and_infinity_are_no_accident_of_order(comm: Communicator) -> None:
-    """A NaN on any rank is NaN on all, by every op; infinities are IEEE's; an average of halves does not overflow."""
+def nan_and_infinity_do_not_depend_on_order(comm: Communicator) -> None:
+    """A NaN on one rank gives NaN on all, for every op; infinities follow IEEE 754; averages do not overflow."""
     nan, inf, n = float("nan"), float("inf"), comm.world_size
     for dtype in _FLOATS:
         for op in ("sum", "avg", "min", "max", "prod"):
@@ -398,8 +407,8 @@ def nan_and_infinity_are_no_accident_of_order(comm: Communicator) -> None:
 
 
 @_check()
-def reductions_are_right_at_every_size(comm: Communicator) -> None:
-    """all_reduce, reduce and reduce_scatter of float32, int8 and bfloat16 on both sides of borders between sizes."""
+def reductions_are_correct_at_every_size(comm: Communicator) -> None:
+    """all_reduce, reduce and reduce_scatter are right at sizes on both sides of limits: float32, int8, bfloat16."""
     cells = [(torch.float32, n) for n in _sizes(4)]
     cells += [(torch.int8, n) for n in _few_sizes(8)]  # integers are added up as int64
     cells += [(torch.bfloat16, n) for n in _few_sizes(2)]
@@ -425,12 +434,12 @@ def _scatter_sums(comm: Communicator, n: int, dtype: torch.dtype) -> None:
     part = comm.reduce_scatter(whole)
     expected = _sum(comm, (rows * comm.world_size, 1), dtype)[comm.rank * rows :][:rows]
     _expect_same(part, expected, f"reduce_scatter of {dtype}[{len(whole)}, 1]")
-    _expect_same(whole, before, "what reduce_scatter was given")
+    _expect_same(whole, before, "the input of reduce_scatter")
 
 
 @_check()
 def ranks_get_equal_bits(comm: Communicator) -> None:
-    """Whatever the order in which a backend adds, all ranks have the same bits, in every float dtype and size."""
+    """All ranks get the same bits, in whatever order the backend adds, for every float dtype and size."""
     for dtype in _FLOATS:
         for n in _few_sizes(dtype.itemsize):
             generator = torch.Generator("cpu").manual_seed(comm.rank)
@@ -441,8 +450,8 @@ def ranks_get_equal_bits(comm: Communicator) -> None:
 
 
 @_check()
-def scale_is_applied_once_when_the_sum_is_there(comm: Communicator) -> None:
-    """`scale` multiplies the reduction, not the parts: with avg, integers, halves whose sum overflows, async."""
+def scale_is_applied_to_the_reduced_value(comm: Communicator) -> None:
+    """`scale` multiplies the result, not the inputs: with avg, integers, async, and float16 sums out of range."""
     n = comm.world_size
     large = 3 * _WINDOW_BYTES // 4 + 5
     works = [comm.all_reduce(torch.full((large,), 1.0 + i), scale=0.5, async_op=True) for i in range(4)]
@@ -456,8 +465,8 @@ def scale_is_applied_once_when_the_sum_is_there(comm: Communicator) -> None:
 
 
 @_check()
-def an_integer_that_does_not_fit_is_an_error_on_every_rank(comm: Communicator) -> None:
-    """What leaves an integer dtype by sum, product or scale is a NumericOverflowError, and nothing is written."""
+def integer_overflow_is_an_error_on_every_rank(comm: Communicator) -> None:
+    """A result that does not fit its integer dtype raises NumericOverflowError on all ranks; nothing is written."""
     cells = [(torch.int8, 127, "sum", 2), (torch.uint8, 200, "sum", 2.0), (torch.int64, 2**62, "prod", 4.0)]
     cells += [(torch.int32, 1, "max", 1e30), (torch.int64, 3, "sum", -(2.0**62))]
     for dtype, value, op, scale in cells:
@@ -473,12 +482,12 @@ def an_integer_that_does_not_fit_is_an_error_on_every_rank(comm: Communicator) -
             _expect_all(out, 5, f"out after an overflow of {dtype}")
 
 
-# Several at once
+# Several tensors in one call
 
 
 @_check()
-def several_tensors_are_reduced_as_each_would_be(comm: Communicator) -> None:
-    """all_reduce_multiple, contiguous or not, of mixed dtypes, shapes, layouts and arrays; the list is returned."""
+def several_tensors_are_reduced_like_each_alone(comm: Communicator) -> None:
+    """all_reduce_multiple takes tensors of mixed dtypes, shapes and layouts, and arrays, and returns them."""
     dtypes = (torch.float32, torch.float64, torch.int16, torch.bfloat16, torch.float32)
     shapes: tuple[tuple[int, ...], ...] = ((5,), (2, 3), (), (0, 3), (70_001,))
     for contiguous in (True, False):
@@ -490,13 +499,13 @@ def several_tensors_are_reduced_as_each_would_be(comm: Communicator) -> None:
         found = comm.all_reduce_multiple(tensors, contiguous=contiguous)
         _expect(len(found) == len(tensors), "all_reduce_multiple must return its tensors")
         for i, (ours, tensor, theirs) in enumerate(zip(found, tensors, expected, strict=True)):
-            _expect(ours is tensor, "all_reduce_multiple must return the tensors that it got")
+            _expect(ours is tensor, "all_reduce_multiple must return its own arguments")
             _expect_same(ours, theirs, f"tensor {i} of several, contiguous={contiguous}")
 
 
 @_check()
 def several_tensors_take_op_scale_and_async(comm: Communicator) -> None:
-    """all_reduce_multiple has all_reduce's op, scale and async_op; an empty list is done at once and stays empty."""
+    """all_reduce_multiple takes op, scale and async_op as all_reduce does; an empty list completes and stays empty."""
     n = comm.world_size
     for contiguous in (True, False):
         pair = [torch.full((3,), comm.rank + 1.0), torch.full((2,), comm.rank + 1.0, dtype=torch.float64)]
@@ -508,12 +517,12 @@ def several_tensors_take_op_scale_and_async(comm: Communicator) -> None:
     _expect(list(comm.all_reduce_multiple([], async_op=True).wait()) == [], "an empty list must stay empty")
 
 
-# Moves
+# Collectives that move data
 
 
 @_check()
 def moves_keep_every_bit_at_every_size(comm: Communicator) -> None:
-    """broadcast, all_gather, gather, scatter and all_to_all of any bits, at sizes on both sides of borders."""
+    """broadcast, all_gather, gather, scatter and all_to_all keep every bit, at sizes on both sides of limits."""
     dtypes = (torch.float32, torch.uint8, torch.float8_e4m3fn, torch.complex64, torch.uint16, torch.bool)
     cells = [(torch.float32, n) for n in _sizes(4)] + [(torch.uint8, _WINDOW_BYTES + 1)]
     for i, (dtype, n) in enumerate(cells + [(dtype, 997) for dtype in dtypes]):
@@ -539,7 +548,7 @@ def _moves_with_root(comm: Communicator, theirs: list[torch.Tensor], root: int) 
 
 @_check()
 def parts_may_differ_in_shape_and_dtype(comm: Communicator) -> None:
-    """What scatter and all_to_all bring has the shape and dtype that its sender gave it, large or empty."""
+    """Tensors that scatter and all_to_all deliver have the shape and dtype that they had on the sender."""
     n, dtypes = comm.world_size, (torch.float64, torch.uint8, torch.bool, torch.bfloat16)
 
     def part(src: int, dst: int) -> torch.Tensor:
@@ -547,30 +556,30 @@ def parts_may_differ_in_shape_and_dtype(comm: Communicator) -> None:
         return _noise(src * n + dst, torch.Size(shape).numel(), dtypes[(src + dst) % 4]).view(shape)
 
     for root in _roots(comm):
-        given = [part(root, dst) for dst in range(n)] if comm.rank == root else None
-        _expect_same(comm.scatter(given, root=root), part(root, comm.rank), f"scatter from {root}")
+        tensors = [part(root, dst) for dst in range(n)] if comm.rank == root else None
+        _expect_same(comm.scatter(tensors, root=root), part(root, comm.rank), f"scatter from {root}")
     found = comm.all_to_all([part(comm.rank, dst) for dst in range(n)])
     for src, ours in enumerate(found):
-        _expect_same(ours, part(src, comm.rank), f"what all_to_all brought from {src}")
+        _expect_same(ours, part(src, comm.rank), f"the tensor that all_to_all delivered from {src}")
 
 
 @_check()
-def results_are_new_and_their_own(comm: Communicator) -> None:
-    """all_gather, gather, scatter, reduce_scatter and all_to_all give new memory; what they were given stays."""
+def results_share_no_memory_with_arguments(comm: Communicator) -> None:
+    """all_gather, gather, scatter, reduce_scatter and all_to_all return new memory, and leave their arguments alone."""
     ours = _pattern(comm.rank, (comm.world_size, 3))
     results = [*comm.all_gather(ours), *comm.gather(ours), comm.reduce_scatter(ours)]
     results += [comm.scatter([ours] * comm.world_size), *comm.all_to_all([ours] * comm.world_size)]
     for result in results:
         result.fill_(_UNTOUCHED)
-    _expect_same(ours, _pattern(comm.rank, (comm.world_size, 3)), "what was given, after its results were overwritten")
+    _expect_same(ours, _pattern(comm.rank, (comm.world_size, 3)), "an argument, after the results were overwritten")
 
 
-# From rank to rank
+# Point to point
 
 
 @_check(least_ranks=2)
-def what_is_sent_arrives_in_order(comm: Communicator) -> None:
-    """Tensors are sent round a ring, async or not: several tensors in order, at every size; recv returns its tensor."""
+def messages_arrive_in_order(comm: Communicator) -> None:
+    """Tensors sent round a ring arrive in order, at every size, asynchronously or not; recv returns its tensor."""
     following, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     sizes = _sizes(4)
     works = [comm.send(_noise(comm.rank, n, torch.float32), following, async_op=True) for n in sizes]
@@ -581,32 +590,35 @@ def what_is_sent_arrives_in_order(comm: Communicator) -> None:
     for work in works:
         work.wait()
     targets = [torch.zeros(5) for _ in range(3)]
-    receipts = [comm.recv(target, before, async_op=True) for target in targets]
+    receives = [comm.recv(target, before, async_op=True) for target in targets]
     for i in range(3):
         comm.send(torch.full((5,), 10.0 * comm.rank + i), following)
-    for i, receipt in enumerate(receipts):
-        _expect_all(receipt.wait(), 10.0 * before + i, f"message {i} of three from rank {before}")
+    for i, receive in enumerate(receives):
+        _expect_all(receive.wait(), 10.0 * before + i, f"message {i} of three from rank {before}")
 
 
 @_check(least_ranks=2)
-def both_ends_must_want_the_same(comm: Communicator) -> None:
-    """A send and a recv of another shape or dtype are a MismatchError on both, with both sites; then all goes on."""
-    wants: list[tuple[Act, Act]] = [
+def send_and_recv_must_agree_on_shape_and_dtype(comm: Communicator) -> None:
+    """A send and a recv that differ in shape or dtype raise MismatchError on both ranks, with both lines of code.
+
+    The communicator works afterwards.
+    """
+    pairs: list[tuple[Act, Act]] = [
         (lambda c: c.send(torch.ones(3), 1), lambda c: c.recv(torch.ones(4), 0)),
         (lambda c: c.send(torch.ones(3), 1), lambda c: c.recv(torch.ones(3).double(), 0)),
         (lambda c: c.send(torch.ones(9**6), 1), lambda c: c.recv(torch.ones(3), 0)),
     ]
-    for sends, receives in wants:
+    for send, recv in pairs:
         if comm.rank < 2:
-            act = (sends, receives)[comm.rank]
+            act = (send, recv)[comm.rank]
             error = _raised(MismatchError, "send and recv that differ", act, comm)
-            _expect_sites(error, sends, receives)
+            _expect_sites(error, send, recv)
     _expect_it_still_works(comm)
 
 
 @_check()
-def nobody_sends_to_itself_or_to_nobody(comm: Communicator) -> None:
-    """A destination or source that is no other rank is an InvalidArgumentError, and a rank of its own goes on."""
+def send_and_recv_refuse_ranks_that_are_no_peers(comm: Communicator) -> None:
+    """Sending to, or receiving from, the own or an absent rank raises InvalidArgumentError on the calling rank only."""
     for peer in (comm.rank, comm.world_size, -1):
         _raised(InvalidArgumentError, f"send to {peer}", comm.send, torch.ones(3), peer)
         _raised(InvalidArgumentError, f"recv from {peer}", comm.recv, torch.ones(3), peer)
@@ -617,7 +629,7 @@ def nobody_sends_to_itself_or_to_nobody(comm: Communicator) -> None:
 
 
 def _layouts(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors of shape (4, 6) in all manners of lying in memory."""
+    """Return tensors of shape (4, 6) with different layouts in memory."""
 
     def memory(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -633,7 +645,7 @@ def _layouts(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _other_layouts(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors of various shapes."""
+    """Return tensors of various shapes and layouts."""
     return {
         "0-d": torch.zeros((), dtype=dtype),
         "0-d inside a larger storage": torch.zeros(9, dtype=dtype)[4],
@@ -651,13 +663,13 @@ def _other_layouts(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of the storage in which `tensor` lies."""
+    """Return all elements of the storage of `tensor`."""
     n = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.as_strided((n,), (1,), 0)
 
 
 def _beside(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of its storage that are not the tensor's, one after another."""
+    """Return the elements of the storage that do not belong to `tensor`, as a vector."""
     memory = _memory_of(tensor)
     mask = torch.ones(memory.shape, dtype=torch.bool)
     mask.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)
@@ -666,16 +678,19 @@ def _beside(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _only_the_tensor_changes(tensor: torch.Tensor, what: str) -> Iterator[None]:
-    """A block that writes into `tensor` and into nothing else of its storage, nor changes how it lies."""
-    before, how = _beside(tensor).clone(), (tensor.data_ptr(), tensor.stride())
+    """Expect that the block changes nothing in the storage but `tensor`, and neither its address nor its strides."""
+    before, layout = _beside(tensor).clone(), (tensor.data_ptr(), tensor.stride())
     yield
-    _expect_same(_beside(tensor), before, f"what lies beside the tensor that is {what}")
-    _expect((tensor.data_ptr(), tensor.stride()) == how, f"the tensor that is {what} was moved")
+    _expect_same(_beside(tensor), before, f"the storage beside the tensor that is {what}")
+    _expect((tensor.data_ptr(), tensor.stride()) == layout, f"the tensor that is {what} was moved")
 
 
 @_check()
-def results_go_where_the_tensor_lies(comm: Communicator) -> None:
-    """Transposed, stepped, 0-d, empty, channels_last, inside a larger storage: written in place, nothing beside."""
+def results_are_written_in_place_in_every_layout(comm: Communicator) -> None:
+    """Results are written in place, and nothing beside them, into tensors of every layout.
+
+    Transposed, with steps, 0-d, empty, channels_last, inside a larger storage.
+    """
     for dtype in (torch.float32, torch.int16):
         layouts = {**_layouts(dtype), **_other_layouts(dtype)}
         for what, tensor in layouts.items():
@@ -691,23 +706,25 @@ def results_go_where_the_tensor_lies(comm: Communicator) -> None:
 
 
 def _write_out(comm: Communicator, out: torch.Tensor, what: str) -> None:
-    """`out` of a layout, from a contiguous tensor."""
+    """Write into `out`, whose layout is `what`, from a contiguous tensor."""
     shape, dtype, last = out.shape, out.dtype, comm.world_size - 1
     ours = _pattern(comm.rank, shape, dtype)
     with _only_the_tensor_changes(out, what):
-        _expect_same(comm.all_reduce(ours, out=out), _sum(comm, shape, dtype), f"all_reduce into what is {what}")
-        _expect_same(comm.broadcast(ours, root=last, out=out), _pattern(last, shape, dtype), f"broadcast into {what}")
+        _expect_same(comm.all_reduce(ours, out=out), _sum(comm, shape, dtype), f"all_reduce into out, {what}")
+        _expect_same(
+            comm.broadcast(ours, root=last, out=out), _pattern(last, shape, dtype), f"broadcast into out, {what}"
+        )
         out.fill_(_UNTOUCHED)
         comm.reduce(ours, out=out)
     if comm.rank == 0:
-        _expect_same(out, _sum(comm, shape, dtype), f"reduce into what is {what}")
+        _expect_same(out, _sum(comm, shape, dtype), f"reduce into out, {what}")
     else:
         _expect_all(out, _UNTOUCHED, f"out of a reduce to another rank that is {what}")
 
 
 @_check()
-def ranks_may_lay_their_tensors_differently(comm: Communicator) -> None:
-    """Only shape and dtype must agree: what is transposed on one rank may be a slice on another."""
+def ranks_may_use_different_layouts(comm: Communicator) -> None:
+    """Only shape and dtype must agree: a tensor may be transposed on one rank and a slice on another."""
     for turn in range(6):
         ours = list(_layouts(torch.float32).values())[(turn + comm.rank) % 6]
         ours.copy_(_pattern(comm.rank, (4, 6)))
@@ -716,29 +733,29 @@ def ranks_may_lay_their_tensors_differently(comm: Communicator) -> None:
         parts = comm.all_to_all([ours] * comm.world_size)
         for rank, part in enumerate(parts):
             _expect_same(part, _pattern(rank, (4, 6)), f"all_to_all, part {rank}")
-        given = [ours] * comm.world_size if comm.rank == 0 else None
-        _expect_same(comm.scatter(given), _pattern(0, (4, 6)), "scatter")
+        tensors = [ours] * comm.world_size if comm.rank == 0 else None
+        _expect_same(comm.scatter(tensors), _pattern(0, (4, 6)), "scatter")
         _expect_same(comm.all_reduce(ours), _sum(comm, (4, 6)), "all_reduce")
 
 
 @_check()
-def some_ranks_may_give_out(comm: Communicator) -> None:
-    """Whether a rank's result goes into `out`, and whether it waits for it at once, is its own affair."""
+def only_some_ranks_may_pass_out_or_async_op(comm: Communicator) -> None:
+    """Each rank decides for itself whether it passes `out`, and whether it passes `async_op`."""
     for n in (7, _SMALL_BYTES // 4 + 1, _WINDOW_BYTES // 4 + 1):
-        for who in _roots(comm):
-            out = torch.zeros(n) if comm.rank == who else None
+        for chosen in _roots(comm):
+            out = torch.zeros(n) if comm.rank == chosen else None
             found = comm.all_reduce(_pattern(comm.rank, n), out=out)
-            _expect_same(found, _sum(comm, n), f"all_reduce of {n} where rank {who} gives out")
+            _expect_same(found, _sum(comm, n), f"all_reduce of {n} where rank {chosen} passes out")
             found = comm.broadcast(_pattern(comm.rank, n), out=out)
-            _expect_same(found, _pattern(0, n), f"broadcast of {n} where rank {who} gives out")
-            work = comm.all_reduce(_pattern(comm.rank, n), async_op=comm.rank == who)
+            _expect_same(found, _pattern(0, n), f"broadcast of {n} where rank {chosen} passes out")
+            work = comm.all_reduce(_pattern(comm.rank, n), async_op=comm.rank == chosen)
             found = work.wait() if isinstance(work, Work) else work
-            _expect_same(found, _sum(comm, n), f"all_reduce of {n} where rank {who} waits later")
+            _expect_same(found, _sum(comm, n), f"all_reduce of {n} where rank {chosen} waits later")
 
 
 @_check(least_ranks=2)
 def strided_tensors_can_be_sent_and_received(comm: Communicator) -> None:
-    """Tensors are sent from and received into every layout, with nothing written beside."""
+    """Tensors of every layout can be sent and received, and recv writes nothing beside its tensor."""
     for what, tensor in {**_layouts(torch.float32), **_other_layouts(torch.float32)}.items():
         _memory_of(tensor).fill_(_UNTOUCHED)
         if comm.rank == 0:
@@ -747,12 +764,12 @@ def strided_tensors_can_be_sent_and_received(comm: Communicator) -> None:
         if comm.rank == comm.world_size - 1:
             with _only_the_tensor_changes(tensor, what):
                 comm.recv(tensor, 0)
-            _expect_same(tensor, _pattern(0, tensor.shape), f"recv into what is {what}")
+            _expect_same(tensor, _pattern(0, tensor.shape), f"recv into a tensor that is {what}")
 
 
 @_check()
-def conjugate_and_negative_views_are_written_too(comm: Communicator) -> None:
-    """A lazy conjugate or negative view holds the result after the call, as any tensor, or is refused on every rank."""
+def conjugate_and_negative_views_hold_the_result(comm: Communicator) -> None:
+    """A lazy conjugate or negative view holds the result after the call like any tensor, or is refused on all ranks."""
     n = comm.world_size
     for kind in ("conjugate", "negative"):
         memory = torch.zeros(4, dtype=torch.complex64)
@@ -764,8 +781,8 @@ def conjugate_and_negative_views_are_written_too(comm: Communicator) -> None:
 
 
 @_check()
-def the_default_device_is_of_no_matter(comm: Communicator) -> None:
-    """Results lie where the tensors lie, and all verbs work, under whatever torch.set_default_device says."""
+def the_default_device_has_no_effect(comm: Communicator) -> None:
+    """Under any default device of torch all operations work, and results are on the device of their arguments."""
     n, ours = comm.world_size, _pattern(comm.rank, (comm.world_size, 3))
     following, before = (comm.rank + 1) % n, (comm.rank - 1) % n
     integers, into, array = _pattern(comm.rank, 5, torch.int64), torch.zeros(n, 3), np.ones(3)
@@ -780,7 +797,7 @@ def the_default_device_is_of_no_matter(comm: Communicator) -> None:
             comm.recv(into, before)
             if isinstance(work, Work):
                 work.wait()
-    _expect(all(tensor.device == ours.device for tensor in found), "a result lies elsewhere")
+    _expect(all(tensor.device == ours.device for tensor in found), "a result is on another device")
     _expect(shared.device.type == "cpu", f"empty gave a tensor on {shared.device}")
     _expect_same(found[-1], _sum(comm, (n, 3)), "all_reduce_multiple")
     _expect_same(integers, _sum(comm, 5, torch.int64), "all_reduce of integers")
@@ -788,24 +805,27 @@ def the_default_device_is_of_no_matter(comm: Communicator) -> None:
     _expect_same(into, _pattern(before, (n, 3)) if n > 1 else torch.zeros(n, 3), "recv")
 
 
-# What holds gradients, and numpy's arrays
+# Tensors that require grad, and numpy's arrays
 
 
 @_check()
 def leaves_that_require_grad_stay_leaves(comm: Communicator) -> None:
-    """Tensors that require grad and Parameters are written in place, as `out` too, and stay leaves without history."""
+    """Parameters and tensors that require grad are written in place, also as `out`, and stay leaves without grad_fn."""
     n = comm.world_size
     for make in (lambda: torch.ones(5, requires_grad=True), lambda: torch.nn.Parameter(torch.ones(5))):
         for act in _writers(make):
             leaf, what, expected = act(comm)
-            _expect(leaf.is_leaf and leaf.requires_grad and leaf.grad_fn is None, f"{what} left no leaf")
+            _expect(leaf.is_leaf and leaf.requires_grad and leaf.grad_fn is None, f"after {what} the tensor is no leaf")
             _expect_all(leaf, expected if expected else n, what)
     received = [*comm.all_gather(torch.ones(5, requires_grad=True)), comm.broadcast(torch.nn.Parameter(torch.ones(5)))]
-    _expect(all(tensor.grad_fn is None for tensor in received), "a result has a history")
+    _expect(all(tensor.grad_fn is None for tensor in received), "a result has a grad_fn")
 
 
 def _writers(make: Callable[[], torch.Tensor]) -> list[Callable[[Communicator], tuple[torch.Tensor, str, float]]]:
-    """Calls that write into a tensor of `make`: it, what was done, and the value of its elements (0: world size)."""
+    """Return functions that each write into a new tensor of `make`.
+
+    Each returns the tensor, a description, and the value that its elements must have (0: world size).
+    """
 
     def in_place(comm: Communicator) -> tuple[torch.Tensor, str, float]:
         leaf = make()
@@ -836,38 +856,38 @@ def _writers(make: Callable[[], torch.Tensor]) -> list[Callable[[Communicator], 
 
 
 def _arrays(comm: Communicator) -> dict[str, np.ndarray[Any, Any]]:
-    """Arrays of shape (3, 4) that hold this rank's pattern."""
+    """Return arrays of shape (3, 4) that hold this rank's pattern."""
     values = _pattern(comm.rank, (3, 4)).cpu().numpy()
     stepped = np.zeros((6, 8), np.float32)[::2, ::2]
     stepped[...] = values
     backwards = np.zeros((3, 4), np.int64)[:, ::-1]
     backwards[...] = values
     half, double = values.astype(np.float16), np.asfortranarray(values.astype(np.float64))
-    brain = values.astype(ml_dtypes.bfloat16)
-    stepped_brain = np.zeros((3, 8), ml_dtypes.bfloat16)[:, ::2]
-    stepped_brain[...] = brain
+    bfloat16 = values.astype(ml_dtypes.bfloat16)
+    stepped_bfloat16 = np.zeros((3, 8), ml_dtypes.bfloat16)[:, ::2]
+    stepped_bfloat16[...] = bfloat16
     return {
         "stepped": stepped,
         "backwards": backwards,
         "float16": half,
         "Fortran": double,
-        "bfloat16": brain,
-        "stepped bfloat16": stepped_brain,
+        "bfloat16": bfloat16,
+        "stepped bfloat16": stepped_bfloat16,
     }
 
 
 @_check()
-def numpy_arrays_are_exchanged_as_they_are(comm: Communicator) -> None:
-    """Arrays, also strided ones and ml_dtypes' bfloat16, are written in place; new results are arrays like them."""
+def numpy_arrays_are_accepted_in_place_of_tensors(comm: Communicator) -> None:
+    """Arrays are written in place, also strided ones and ml_dtypes' bfloat16; new results are arrays, too."""
     for what, array in _arrays(comm).items():
         before = _plain(array).clone()
         dtype = before.dtype
         out = np.zeros_like(array)
         _expect(comm.all_reduce(array, out=out) is out, "all_reduce must return out")
         _expect_same(out, _sum(comm, (3, 4), dtype), f"all_reduce of an array that is {what} into out")
-        _expect_same(array, before, f"an array that is {what} beside out")
+        _expect_same(array, before, f"the input array, {what}, with out")
         parts = comm.all_gather(array)
-        _expect(all(isinstance(part, np.ndarray) and part.dtype == array.dtype for part in parts), f"kinds of {what}")
+        _expect(all(isinstance(part, np.ndarray) and part.dtype == array.dtype for part in parts), f"types of {what}")
         for rank, part in enumerate(parts):
             _expect_same(part, _pattern(rank, (3, 4), dtype), f"all_gather of an array that is {what}")
         _expect(comm.all_reduce(array) is array, "all_reduce must return the array")
@@ -893,8 +913,8 @@ def read_only_arrays_can_be_read(comm: Communicator) -> None:
 
 
 @_check()
-def what_cannot_be_right_is_refused_on_every_rank(comm: Communicator) -> None:
-    """Dtypes without a right value are UnsupportedError, a TypeError; arguments that cannot be InvalidArgumentError."""
+def impossible_arguments_are_refused_on_every_rank(comm: Communicator) -> None:
+    """A dtype without a right result raises UnsupportedError (a TypeError), a wrong value InvalidArgumentError."""
     n, ones = comm.world_size, torch.ones(4)
     expanded, wrong = torch.zeros(1).expand(4), torch.zeros(5)
     invalid: dict[str, Callable[[], Any]] = {
@@ -903,7 +923,7 @@ def what_cannot_be_right_is_refused_on_every_rank(comm: Communicator) -> None:
         "an expanded out": lambda: comm.all_reduce(ones, out=expanded),
         "an out of another shape": lambda: comm.all_reduce(ones, out=wrong),
         "an out of another dtype": lambda: comm.broadcast(ones, out=wrong[:4].double()),
-        "a root that is none": lambda: comm.broadcast(ones, root=n),
+        "an absent root": lambda: comm.broadcast(ones, root=n),
         "a negative root": lambda: comm.reduce(ones, root=-1),
         "too many tensors": lambda: comm.all_to_all([ones] * (n + 1)),
         "too few tensors": lambda: comm.scatter([ones] * (n - 1)),
@@ -914,7 +934,7 @@ def what_cannot_be_right_is_refused_on_every_rank(comm: Communicator) -> None:
         "an average of booleans": lambda: comm.reduce(torch.ones(4, dtype=torch.bool), "avg"),
         "integers scaled by a half": lambda: comm.all_reduce(torch.ones(4, dtype=torch.int64), scale=0.5),
         "a sum of float8": lambda: comm.all_reduce(torch.zeros(4, dtype=torch.float8_e4m3fn)),
-        "the least complex number": lambda: comm.reduce_scatter(torch.ones(n, dtype=torch.complex64), "min"),
+        "the minimum of complex numbers": lambda: comm.reduce_scatter(torch.ones(n, dtype=torch.complex64), "min"),
         "a list": lambda: comm.all_gather([1.0, 2.0]),
         "a sparse tensor": lambda: comm.all_reduce(torch.eye(3).to_sparse()),
         "an array of objects": lambda: comm.broadcast(np.array([None, 1])),
@@ -930,7 +950,7 @@ def what_cannot_be_right_is_refused_on_every_rank(comm: Communicator) -> None:
 
 @_check(least_ranks=2)
 def a_refusal_on_one_rank_is_an_error_on_all(comm: Communicator) -> None:
-    """Where one rank's arguments are refused and the others call in earnest, all raise the refusal, and go on."""
+    """If one rank's arguments are refused, all ranks raise the refusal, and the communicator works afterwards."""
     read_only = np.ones(4)
     read_only.flags.writeable = False
     cells: list[tuple[type[BaseException], Act, Act]] = [
@@ -948,17 +968,17 @@ def a_refusal_on_one_rank_is_an_error_on_all(comm: Communicator) -> None:
         (UnsupportedError, lambda c: c.all_reduce_multiple([None]), lambda c: c.all_reduce_multiple([torch.ones(4)])),
     ]
     for kind, bad, good in cells:
-        for who in (0, comm.world_size - 1):
-            act = bad if comm.rank == who else good
+        for chosen in (0, comm.world_size - 1):
+            act = bad if comm.rank == chosen else good
             _raised(kind, "a refusal on one rank", act, comm)
-            later = bad if comm.rank == who else functools.partial(_asynchronously, good)
+            later = bad if comm.rank == chosen else functools.partial(_asynchronously, good)
             _raised(kind, "a refusal of asynchronous work", later, comm)
     _expect_it_still_works(comm)
 
 
 @_check(least_ranks=2)
-def nonsense_on_one_rank_is_an_error_on_all(comm: Communicator) -> None:
-    """An argument of a type that nobody expects raises on its rank, and promptly on those who call in earnest too."""
+def wrong_types_on_one_rank_are_an_error_on_all(comm: Communicator) -> None:
+    """An argument of a wrong type raises on its rank, and within a second on ranks with valid arguments, too."""
     cells: list[tuple[Callable[[Any], Any], Act]] = [
         (lambda c: c.all_to_all(None), lambda c: c.all_to_all([torch.ones(4)] * c.world_size)),
         (lambda c: c.all_reduce_multiple(7), lambda c: c.all_reduce_multiple([torch.ones(4)])),
@@ -969,22 +989,22 @@ def nonsense_on_one_rank_is_an_error_on_all(comm: Communicator) -> None:
         (lambda c: c.gather_object(1, root=-1), lambda c: c.gather_object(1)),
     ]
     for bad, good in cells:
-        for who in (0, comm.world_size - 1):
+        for chosen in (0, comm.world_size - 1):
             comm.barrier()
             began = time.monotonic()
-            _raised(Exception, f"nonsense at {_site(bad)}", bad if comm.rank == who else good, comm)
+            _raised(Exception, f"a wrong type at {_site(bad)}", bad if comm.rank == chosen else good, comm)
             took = time.monotonic() - began
-            _expect(took < _PROMPTLY_S, f"nonsense at {_site(bad)} was reported after {took:.1f} s")
+            _expect(took < _PROMPTLY_S, f"a wrong type at {_site(bad)} was reported after {took:.1f} s")
     _expect_it_still_works(comm)
 
 
 def _asynchronously(act: Act, comm: Communicator) -> Any:
-    """What `act` does, with `async_op`."""
-    return act(_Later(comm)).wait()  # type: ignore[arg-type]
+    """Run `act` with `async_op=True` added to its call, and wait for the result."""
+    return act(_AsyncOperations(comm)).wait()  # type: ignore[arg-type]
 
 
-class _Later:
-    """A communicator whose verbs all have `async_op`."""
+class _AsyncOperations:
+    """A communicator that adds `async_op=True` to every call."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -994,12 +1014,12 @@ class _Later:
         return functools.partial(getattr(self._comm, verb), async_op=True)
 
 
-# Work
+# Asynchronous work
 
 
 @_check()
-def work_goes_on_in_order(comm: Communicator) -> None:
-    """Every verb takes `async_op`: its Work gives what the call would have, each time; calls keep their order."""
+def asynchronous_calls_keep_their_order(comm: Communicator) -> None:
+    """Every operation takes `async_op`; `wait` returns what the call would have; operations keep their order."""
     n, last = comm.world_size, comm.world_size - 1
     ours = _pattern(comm.rank, (n, 5))
     into = torch.zeros(n, 5)
@@ -1028,42 +1048,42 @@ def work_goes_on_in_order(comm: Communicator) -> None:
 
 
 @_check(least_ranks=2)
-def work_can_be_asked_and_waited_for(comm: Communicator) -> None:
-    """`is_completed` is false, and `wait` with a time a StallError, until all ranks have come; then `wait` succeeds."""
+def work_completes_when_all_ranks_have_called(comm: Communicator) -> None:
+    """Until all ranks have called, `is_completed` is false and `wait` with a timeout raises StallError."""
     began = time.monotonic()
     comm.barrier()
     if comm.rank == 0:
         work = comm.all_reduce(torch.ones(3), async_op=True)
         done = work.is_completed()
         if time.monotonic() - began < 0.2:  # the others are surely still asleep
-            _expect(not done, "work cannot be completed before all ranks have come")
+            _expect(not done, "work cannot be completed before all ranks have called")
             _raised(StallError, "waiting for 20 ms", work.wait, 0.02)
         _expect_all(work.wait(), comm.world_size, "the sum")
-        _expect(work.is_completed(), "what has been waited for is completed")
+        _expect(work.is_completed(), "work is completed after wait")
     else:
         time.sleep(0.3)
         comm.all_reduce(torch.ones(3))
 
 
 @_check(least_ranks=2)
-def tensors_are_sent_while_work_goes_on(comm: Communicator) -> None:
-    """Sends and receives do not wait for collectives under way: the last rank joins one after it has received."""
+def send_and_recv_do_not_wait_for_collectives(comm: Communicator) -> None:
+    """Sends and receives do not wait for collectives under way: the last rank calls one only after it has received."""
     last, n = comm.world_size - 1, 70_001
     if comm.rank == last:
-        _expect_same(comm.recv(torch.zeros(n), 0), _pattern(0, n), "what was sent while work went on")
+        _expect_same(comm.recv(torch.zeros(n), 0), _pattern(0, n), "a message sent during a collective")
         work = comm.all_reduce(_pattern(comm.rank, n), async_op=True)
         comm.send(_pattern(comm.rank, n), 0)
     else:
         work = comm.all_reduce(_pattern(comm.rank, n), async_op=True)
         if comm.rank == 0:
             comm.send(_pattern(0, n), last)
-            _expect_same(comm.recv(torch.zeros(n), last), _pattern(last, n), "what was received while work went on")
-    _expect_same(work.wait(), _sum(comm, n), "the work that went on")
+            _expect_same(comm.recv(torch.zeros(n), last), _pattern(last, n), "a message received during a collective")
+    _expect_same(work.wait(), _sum(comm, n), "the collective")
 
 
 @_check()
-def a_call_comes_after_the_work_before_it(comm: Communicator) -> None:
-    """A blocking call, a barrier or an exchange of objects after asynchronous work does not overtake it."""
+def a_blocking_call_does_not_overtake_earlier_work(comm: Communicator) -> None:
+    """A blocking call returns only after the asynchronous work that was begun before it is completed."""
     n = comm.world_size
     for follow in ("all_reduce", "barrier", "object", "agree"):
         tensor = torch.full((100_001,), 1.0)
@@ -1085,8 +1105,8 @@ def a_call_comes_after_the_work_before_it(comm: Communicator) -> None:
 
 
 @_check()
-def objects_arrive_as_they_were(comm: Communicator) -> None:
-    """JSON values with tuples, NaN, integer keys and long text; on `root` only by gather_object, from any root."""
+def objects_arrive_unchanged(comm: Communicator) -> None:
+    """Objects arrive equal: JSON values with tuples, NaN, integer keys and long text, from any root and to any root."""
     n = comm.world_size
     theirs = [{"rank": rank, 3: (1, None, "x" * 5000 * rank), "nested": [[rank], {}]} for rank in range(n)]
     _expect(comm.all_gather_object(theirs[comm.rank]) == theirs, "all_gather_object")
@@ -1097,12 +1117,12 @@ def objects_arrive_as_they_were(comm: Communicator) -> None:
         _expect(received == theirs[root], f"broadcast_object from {root}")
     nan = comm.broadcast_object(float("nan") if comm.rank == 0 else 0.0)
     _expect(nan != nan, f"NaN arrived as {nan}")
-    _raised(InvalidArgumentError, "a root that is none", comm.gather_object, 1, root=n)
+    _raised(InvalidArgumentError, "an absent root", comm.gather_object, 1, root=n)
 
 
 @_check()
-def a_barrier_is_passed_when_all_have_come(comm: Communicator) -> None:
-    """Files that ranks wrote before a barrier are there after it; removed before the next, they are gone after that."""
+def a_barrier_waits_for_all_ranks(comm: Communicator) -> None:
+    """Files that ranks create before a barrier exist after it; if ranks remove them, they are gone after the next."""
     node = comm.node
     directory = node.broadcast_object(tempfile.mkdtemp() if node.rank == 0 else None)
     try:
@@ -1122,10 +1142,13 @@ def a_barrier_is_passed_when_all_have_come(comm: Communicator) -> None:
 
 
 @_check()
-def agreement_carries_failure(comm: Communicator) -> None:
-    """An error that one rank passes to `agree` is raised on all, ours as itself; ranks in another call raise it too."""
+def agree_raises_the_error_of_one_rank_on_all(comm: Communicator) -> None:
+    """`agree` raises the error of one rank on all: a StateExchangeError as it is, any other in a PeerError.
+
+    Ranks in another call raise it, too.
+    """
     last = comm.world_size - 1
-    _expect(comm.agree(note=comm.rank) == list(range(comm.world_size)), "agree must bring all notes")
+    _expect(comm.agree(note=comm.rank) == list(range(comm.world_size)), "agree must return all notes")
     ours = MismatchError("salt", rank=last) if comm.rank == last else None
     error = _raised(MismatchError, "agree with an error of ours", comm.agree, ours)
     _expect("salt" in str(error), f"the message was lost: {error}")
@@ -1133,29 +1156,29 @@ def agreement_carries_failure(comm: Communicator) -> None:
         foreign = KeyError("pepper") if comm.rank == last else None
         error = _raised(PeerError, "agree with a KeyError", comm.agree, foreign, phase="cooking")
         _expect("pepper" in str(error) and f"rank {last}" in str(error), f"the rank and the cause are missing: {error}")
-        act, given = (comm.agree, ValueError("sugar")) if comm.rank == last else (comm.all_reduce, _ones(9))
-        error = _raised(PeerError, "a failure while others are in a collective", act, given)
+        act, argument = (comm.agree, ValueError("sugar")) if comm.rank == last else (comm.all_reduce, _ones(9))
+        error = _raised(PeerError, "a failure while others are in a collective", act, argument)
         _expect("sugar" in str(error), f"the cause is missing: {error}")
     _expect_it_still_works(comm)
 
 
-# Memory of ours
+# Tensors from `empty`
 
 
 @_check()
-def tensors_from_empty_are_tensors(comm: Communicator) -> None:
-    """`empty` gives a writable contiguous tensor of any shape and dtype."""
+def empty_returns_ordinary_tensors(comm: Communicator) -> None:
+    """`empty` returns a writable contiguous tensor of any shape and dtype."""
     for shape, dtype in (((5,), torch.float32), ((3, 0), torch.int8), ((), torch.float64), ((7, 5), torch.bfloat16)):
         tensor = comm.empty(shape, dtype)
         _expect((tuple(tensor.shape), tensor.dtype) == (shape, dtype), f"{dtype}{shape} became {tensor.dtype}")
-        _expect(tensor.is_contiguous() and not tensor.requires_grad, "empty gave an odd tensor")
+        _expect(tensor.is_contiguous() and not tensor.requires_grad, "empty gave a strided tensor, or grad")
         tensor.copy_(_pattern(comm.rank, shape, dtype))
         _expect_same(comm.all_reduce(tensor), _sum(comm, shape, dtype), f"all_reduce of empty({shape})")
 
 
 @_check()
-def tensors_from_empty_are_reduced_where_they_lie(comm: Communicator) -> None:
-    """all_reduce, reduce and broadcast of a large `empty`, of its views, and of one with others' ordinary tensors."""
+def tensors_from_empty_are_reduced_in_place(comm: Communicator) -> None:
+    """all_reduce, reduce and broadcast are right for tensors of `empty`, views of them, and if one rank has one."""
     n, last = 2 * _WINDOW_BYTES // 4 + 12_347, comm.world_size - 1
     tensor = comm.empty((n,), torch.float32)
     for ours in (tensor, tensor[:-1], tensor[1001:], tensor[::2], tensor[16 * comm.rank :][: n - 64]):
@@ -1173,15 +1196,15 @@ def tensors_from_empty_are_reduced_where_they_lie(comm: Communicator) -> None:
 
 
 @_check()
-def memory_from_empty_is_kept_as_long_as_it_is_used(comm: Communicator) -> None:
-    """Memory of a dropped `empty` is used again, never that of a living one, also if only some ranks dropped theirs."""
+def memory_of_empty_is_reused_only_when_dropped(comm: Communicator) -> None:
+    """`empty` may return memory of a dropped tensor, never of a live one, also if only some ranks dropped theirs."""
     n = _WINDOW_BYTES // 4 + 17
     kept = comm.empty((n,), torch.float32).fill_(comm.rank + 1)
     for turn in range(4):
         other = comm.empty((n,), torch.float32).fill_(100.0 * turn)
         comm.all_reduce(other)
         del other
-    _expect_all(kept, comm.rank + 1, "a living empty after others have come and gone")
+    _expect_all(kept, comm.rank + 1, "a live tensor of empty, after others were made and dropped")
     ours: torch.Tensor | None = comm.empty((n,), torch.float32)
     if comm.rank:
         ours = None
@@ -1197,11 +1220,14 @@ def memory_from_empty_is_kept_as_long_as_it_is_used(comm: Communicator) -> None:
 
 @_check()
 def groups_are_communicators_of_their_ranks(comm: Communicator) -> None:
-    """`new_group` counts its ranks in the order given, needs nobody else, is made once; wrong ranks are ValueErrors."""
+    """`new_group` numbers its ranks in the given order, is called by them alone, and returns one object for one list.
+
+    Wrong ranks raise InvalidArgumentError.
+    """
     n = comm.world_size
     backwards = comm.new_group(list(reversed(range(n))))
     _expect((backwards.rank, backwards.world_size) == (n - 1 - comm.rank, n), f"ranks of {backwards}")
-    _expect(backwards.all_gather_object(comm.rank) == list(reversed(range(n))), "objects in the order of the subset")
+    _expect(backwards.all_gather_object(comm.rank) == list(reversed(range(n))), "objects in the order of the group")
     found = backwards.broadcast(torch.full((3,), float(comm.rank)))
     _expect_all(found, n - 1, "rank 0 of the reversed group is the last")
     _expect(comm.new_group(list(reversed(range(n)))) is backwards, "a group must be made once")
@@ -1214,24 +1240,24 @@ def groups_are_communicators_of_their_ranks(comm: Communicator) -> None:
 
 
 @_check(least_ranks=3)
-def groups_have_one_order(comm: Communicator) -> None:
-    """Ranks that call `new_group` with the same ranks in different orders all raise MismatchError, and it goes on."""
+def new_group_with_different_orders_is_a_mismatch(comm: Communicator) -> None:
+    """Ranks that call `new_group` with the same ranks in different orders all raise MismatchError."""
     for n in {comm.world_size, comm.world_size - 1} - {2}:
         if comm.rank < n:
             orders = [[*range(1, n), 0], [n - 1, *range(n - 1)]]
             error = _raised(MismatchError, f"two orders of {n} ranks", comm.new_group, orders[comm.rank == 0])
-            _expect(all(f"new_group({order})" in str(error) for order in orders), f"no orders in: {error}")
+            _expect(all(f"new_group({order})" in str(error) for order in orders), f"an order is missing: {error}")
             _expect_all(comm.new_group(orders[0]).all_reduce(_ones(3)), n, f"a sum over {n} ranks")
     _expect_it_still_works(comm)
 
 
 @_check()
 def split_puts_ranks_of_one_color_together(comm: Communicator) -> None:
-    """`split` orders the ranks of one color by key, then rank; a rank that gives None gets None."""
+    """`split` orders the ranks of one color by key, then rank; a rank that passes None gets None."""
     n = comm.world_size
     part = comm.split(comm.rank % 2, key=-comm.rank)
-    mates = [rank for rank in reversed(range(n)) if rank % 2 == comm.rank % 2]
-    _expect(part is not None and part.all_gather_object(comm.rank) == mates, "ranks of one color, backwards")
+    expected = [rank for rank in reversed(range(n)) if rank % 2 == comm.rank % 2]
+    _expect(part is not None and part.all_gather_object(comm.rank) == expected, "ranks of one color, backwards")
     alone = comm.split(None if comm.rank else 7)
     _expect((alone is None) == (comm.rank > 0), "None must give None")
     if alone is not None:
@@ -1240,23 +1266,23 @@ def split_puts_ranks_of_one_color_together(comm: Communicator) -> None:
 
 
 @_check()
-def hosts_are_known(comm: Communicator) -> None:
-    """`node` has the ranks of this host by local rank, `leaders` the one with local rank 0 of each by node rank."""
+def node_and_leaders_match_the_hosts(comm: Communicator) -> None:
+    """`node` holds the ranks of this host by local rank, `leaders` the local ranks 0 of all hosts by node rank."""
     n, node, leaders = comm.world_size, comm.node, comm.leaders
     _expect((node.rank, node.world_size) == (comm.local_rank, comm.local_world_size), f"ranks of {node}")
     _expect((leaders is None) == (comm.local_rank > 0), "leaders are the first ranks of their hosts")
-    facts = comm.all_gather_object([comm.node_rank, comm.local_rank, comm.hosts[comm.rank]])
-    _expect(len({fact[0] for fact in facts}) == comm.num_nodes, f"hosts: {facts}")
-    by_node = sorted(range(n), key=lambda rank: facts[rank][:2])  # which need not be rank order
-    _expect(node.all_gather_object(comm.rank) == [r for r in by_node if facts[r][0] == comm.node_rank], "mates")
+    places = comm.all_gather_object([comm.node_rank, comm.local_rank, comm.hosts[comm.rank]])
+    _expect(len({place[0] for place in places}) == comm.num_nodes, f"hosts: {places}")
+    by_node = sorted(range(n), key=lambda rank: places[rank][:2])  # need not be rank order
+    _expect(node.all_gather_object(comm.rank) == [r for r in by_node if places[r][0] == comm.node_rank], "node")
     if leaders is not None:
         _expect((leaders.rank, leaders.world_size) == (comm.node_rank, comm.num_nodes), f"ranks of {leaders}")
-        _expect(leaders.all_gather_object(comm.rank) == [r for r in by_node if facts[r][1] == 0], "leaders")
+        _expect(leaders.all_gather_object(comm.rank) == [r for r in by_node if places[r][1] == 0], "leaders")
     _expect(comm.device.type in ("cpu", "cuda"), f"device {comm.device}")
     _expect(len(set(comm.all_gather_object(comm.run))) == 1, "a run has one identity")
 
 
-# Ranks that do not do the same
+# Ranks in different calls
 
 
 def _ones(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -1264,7 +1290,7 @@ def _ones(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def _site(act: Act) -> str:
-    """Where a lambda of one line calls."""
+    """Return file and line of a lambda."""
     code: Any = act.__code__
     return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
@@ -1287,7 +1313,7 @@ _DIFFERENT: dict[str, tuple[Act, Act]] = {
     "op": (lambda c: c.all_reduce(_ones(5)), lambda c: c.all_reduce(_ones(5), "max")),
     "sum or avg": (lambda c: c.all_reduce(_ones(5)), lambda c: c.all_reduce(_ones(5), "avg")),
     "scale": (lambda c: c.all_reduce(_ones(5)), lambda c: c.all_reduce(_ones(5), scale=2.0)),
-    "scale by a trifle": (
+    "scale by a billionth": (
         lambda c: c.all_reduce(_ones(5), scale=1 / 3),
         lambda c: c.all_reduce(_ones(5), scale=1 / 3 + 1e-9),
     ),
@@ -1311,10 +1337,10 @@ _DIFFERENT: dict[str, tuple[Act, Act]] = {
         lambda c: c.scatter([_ones(5)] * c.world_size),
     ),
     "broadcast or all_reduce": (lambda c: c.broadcast(_ones(70_000)), lambda c: c.all_reduce(_ones(70_000))),
-    "one call more": (lambda c: c.barrier(), lambda c: c.all_reduce(_ones(5))),
-    "one large call more": (lambda c: c.barrier(), lambda c: c.all_reduce(_ones(9**6))),
+    "one more call on some ranks": (lambda c: c.barrier(), lambda c: c.all_reduce(_ones(5))),
+    "one more large call on some ranks": (lambda c: c.barrier(), lambda c: c.all_reduce(_ones(9**6))),
     "objects or tensors": (lambda c: c.all_gather_object(1), lambda c: c.all_gather(_ones(5))),
-    "objects by other ways": (lambda c: c.all_gather_object(1), lambda c: c.broadcast_object(1)),
+    "all_gather_object or broadcast_object": (lambda c: c.all_gather_object(1), lambda c: c.broadcast_object(1)),
     "barriers": (lambda c: c.barrier(tag="lunch"), lambda c: c.barrier(tag="tea")),
     "number of tensors": (
         lambda c: c.all_reduce_multiple([_ones(5)]),
@@ -1340,19 +1366,19 @@ _DIFFERENT: dict[str, tuple[Act, Act]] = {
 
 
 @_check(least_ranks=2)
-def ranks_that_differ_all_learn_it_at_once(comm: Communicator) -> None:
-    """A rank that differs in shape, dtype, op, root, scale, verb or number of calls: MismatchError on all, promptly.
+def ranks_in_different_calls_all_raise_promptly(comm: Communicator) -> None:
+    """If one rank differs in shape, dtype, op, root, scale, operation or number of calls, all raise MismatchError.
 
-    Within a second; the message names both call sites, and the communicator works afterwards.
+    They raise within a second; the message names both call sites, and the communicator works afterwards.
     """
     for what, (usual, odd) in _DIFFERENT.items():
-        for who in (0, comm.world_size - 1):
-            _differ(comm, what, usual, odd, who)
+        for chosen in (0, comm.world_size - 1):
+            _differ(comm, what, usual, odd, chosen)
     _expect_it_still_works(comm)
 
 
-def _differ(comm: Communicator, what: str, usual: Act, odd: Act, who: int) -> None:
-    act = odd if comm.rank == who else usual
+def _differ(comm: Communicator, what: str, usual: Act, odd: Act, chosen: int) -> None:
+    act = odd if comm.rank == chosen else usual
     comm.barrier()
     began = time.monotonic()
     error = _raised(MismatchError, f"ranks that differ in {what}", act, comm)
@@ -1364,9 +1390,9 @@ def _differ(comm: Communicator, what: str, usual: Act, odd: Act, who: int) -> No
 
 
 @_check(least_ranks=2)
-def ranks_that_differ_after_they_agreed_learn_it_too(comm: Communicator) -> None:
-    """Nothing is taken for granted because it went well before: the same calls, in another order on one rank."""
-    first: Act = lambda c: c.all_reduce(_ones(5))  # noqa: E731 (its line is its site)
+def different_calls_after_equal_ones_are_detected(comm: Communicator) -> None:
+    """Calls that matched before are compared again: one rank repeats them in another order, and all raise."""
+    first: Act = lambda c: c.all_reduce(_ones(5))  # noqa: E731 (the message names its line)
     second: Act = lambda c: c.broadcast(_ones(5))  # noqa: E731
     for _ in range(3):
         first(comm)
@@ -1377,22 +1403,22 @@ def ranks_that_differ_after_they_agreed_learn_it_too(comm: Communicator) -> None
 
 
 @_check(least_ranks=2)
-def a_mismatch_leaves_buffers_alone(comm: Communicator) -> None:
-    """Where ranks are in different calls, neither tensors nor `out`s have changed."""
+def a_mismatch_changes_no_buffers(comm: Communicator) -> None:
+    """If ranks are in different calls, neither tensors nor `out` change."""
     for n in (5, 70_000):
         ours, out = _pattern(comm.rank, n), torch.full((n,), float(_UNTOUCHED))
         op = "max" if comm.rank == 0 else "sum"
         root = 1 if comm.rank == 0 else 0
-        _raised(MismatchError, "other ops", comm.all_reduce, ours, op)
-        _raised(MismatchError, "other ops", comm.all_reduce, ours, op, out=out)
-        _raised(MismatchError, "other roots", comm.broadcast, ours, root=root, out=out)
-        _raised(MismatchError, "other ops", comm.reduce, ours, op, out=out)
+        _raised(MismatchError, "different ops", comm.all_reduce, ours, op)
+        _raised(MismatchError, "different ops", comm.all_reduce, ours, op, out=out)
+        _raised(MismatchError, "different roots", comm.broadcast, ours, root=root, out=out)
+        _raised(MismatchError, "different ops", comm.reduce, ours, op, out=out)
         _expect_same(ours, _pattern(comm.rank, n), "a tensor after a mismatch")
         _expect_all(out, _UNTOUCHED, "an out after a mismatch")
 
 
 def _expect_it_still_works(comm: Communicator) -> None:
-    """Use every algorithm that a backend may have, twice: this fails if a rank is out of step."""
+    """Use every algorithm that a backend may have, twice. This fails if one rank is a message ahead of another."""
     for turn in range(2):
         for n in (3, 20_001, 270_001):
             _expect_same(comm.all_reduce(_pattern(comm.rank, n)), _sum(comm, n), f"all_reduce of {n}, afterwards")

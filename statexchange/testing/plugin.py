@@ -5,8 +5,8 @@ may ask for `tmp_path`, the same directory on all ranks, and for parameters that
 world size may be a `pytest.param` with marks of its own. With ``reuse=True`` the ranks may serve several tests, see
 `run_ranks`.
 
-With ``--no-skips`` a skip fails the session, unless its reason begins with "no GPU", "no cgroup" or "no Slurm", which
-only some machines have.
+With ``--no-skips`` a skip fails the session, unless its reason begins with "no GPU", "no cgroup" or "no Slurm": few
+machines have these.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _with_marks(value: Any) -> tuple[Any, Collection[Any]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_for_several_tests() -> Iterator[None]:
-    """End the ranks that are kept for several tests; fail the session if they do not end well."""
+    """End the ranks that are kept for several tests; fail the session if one ends with an error."""
     yield
     dismiss_kept()
 
@@ -113,7 +113,7 @@ def _portable(test: Callable[..., None], arguments: dict[str, Any]) -> tuple[str
 
 
 def _on_rank(target: str, arguments: dict[str, Any], paths: list[str]) -> None:
-    """Call the test in a rank's process, with pytest's rewriting of its asserts."""
+    """Call the test in a rank's process, with pytest's assertion rewriting."""
     _rewriting().mark_rewrite(target.partition(":")[0])
     child.load(target)(**{name: Path(value) if name in paths else value for name, value in arguments.items()})
 

@@ -15,18 +15,18 @@ from statexchange.testing.worlds import LAUNCH_METHODS, World, open_world
 
 __all__ = ["RankFailure", "RankOutcome", "RankOutcomes", "report", "run_ranks"]
 
-_START_S = 60.0  # for all ranks to import what they run: on a busy machine torch takes its time
-_GRACE_S = 2.0  # for the peers of a failed rank to fail by themselves
-_EXIT_S = 8.0  # for a process to end after its work: on a busy machine torch and MPI take their time
+_START_S = 60.0  # for all ranks to import their function: torch takes long on a busy machine
+_GRACE_S = 2.0  # for the peers of a failed rank to end by themselves
+_EXIT_S = 8.0  # for a process to end after its work: torch and MPI take long on a busy machine
 
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
     """The end of one rank.
 
-    `state` is "ok", "raised" (`error` is the exception's type name), "exited" (its process ended unasked) or
-    "running" (its time was up; `traceback` is its stack). `exit_code` is negative for a signal, and None for
-    threads and for processes that the launcher ended or keeps. Under mpiexec it is the job's.
+    `state` is "ok", "raised" (`error` is the exception's type name), "exited" (its process ended without an outcome)
+    or "running" (at its time limit; `traceback` is its stack). `exit_code` is negative for a signal, and None for
+    threads and for processes that the launcher ended or keeps. Under mpiexec it is that of the whole job.
     """
 
     rank: int
@@ -43,23 +43,27 @@ class RankOutcome:
 
 
 class RankOutcomes(tuple[RankOutcome, ...]):
-    """The outcomes of all ranks, in rank order; the properties are by rank, of those ranks that have one."""
+    """The outcomes of all ranks, in rank order.
+
+    `values`, `errors`, `messages`, `tracebacks` and `exit_codes` are dictionaries by rank; a rank without a value is
+    no key.
+    """
 
     __slots__ = ()
 
     @property
     def ok(self) -> bool:
-        """Whether every rank returned and its process ended well."""
+        """Whether every rank returned, and no process crashed at its exit."""
         return all(outcome.state == "ok" for outcome in self)
 
     @property
     def values(self) -> dict[int, Any]:
-        """The results of the ranks that ended well."""
+        """What the ranks that ended well returned."""
         return {outcome.rank: outcome.value for outcome in self if outcome.state == "ok"}
 
     @property
     def errors(self) -> dict[int, str]:
-        """The type names of what was raised."""
+        """The type names of the exceptions that were raised."""
         return {outcome.rank: outcome.error for outcome in self if outcome.error is not None}
 
     @property
@@ -69,7 +73,7 @@ class RankOutcomes(tuple[RankOutcome, ...]):
 
     @property
     def tracebacks(self) -> dict[int, str]:
-        """The tracebacks of what was raised, and the stacks of ranks that were running or crashed."""
+        """The tracebacks of exceptions, and the stacks of ranks that were running or crashed."""
         return {outcome.rank: outcome.traceback for outcome in self if outcome.traceback}
 
     @property
@@ -136,10 +140,10 @@ def run_ranks(
     allow_failure: bool = False,
     reuse: bool = False,
 ) -> list[Any] | RankOutcomes:
-    """Run ``fn(*args)`` on `world_size` ranks and return what they returned, in rank order.
+    """Run ``fn(*args)`` on `world_size` ranks and return their results, in rank order.
 
     Not collective; blocks until all ranks have ended, about `timeout_s` at most; leaves no process behind
-    unless `reuse` is given. The time counts from when all ranks have imported `fn`, for which they get a minute: on a
+    unless `reuse` is given. The time starts when all ranks have imported `fn`, for which they get a minute: on a
     busy machine the import of torch takes longer than most tests.
 
     `backend`: "threads" of this process, each with a communicator of its own as its default; "processes",
@@ -152,9 +156,9 @@ def run_ranks(
 
     With `reuse` the processes may have served earlier calls with `reuse`, and may be kept for later ones, until this
     process ends. It saves the launch, seconds under mpiexec. Communicators, process groups, environment, working
-    directory and torch's seed are set back in between; a world in which anything failed, or a rank left a thread, a
-    child process, a socket or other state behind, is not used again. The exit of the ranks is then not part of the
-    call, and no exit code is given. `fn` must not depend on a new process, nor change variables of modules.
+    directory and torch's seed are restored in between; a world in which anything failed, or a rank left a thread, a
+    child process, a socket or other state behind, is not used again. The call then does not wait for the ranks to
+    exit, and there are no exit codes. `fn` must not depend on a new process, nor change variables of modules.
     """
     if backend not in LAUNCH_METHODS:
         raise InvalidArgumentError(f"no backend {backend!r}: use one of {', '.join(LAUNCH_METHODS)}")
@@ -164,7 +168,7 @@ def run_ranks(
     world = open_world(backend, fn, args, world_size, reuse=reuse)
     try:
         world.start()
-        outcomes = _watch(world, world_size, timeout_s, on_message, patient=allow_failure)
+        outcomes = _watch(world, world_size, timeout_s, on_message, full_timeout=allow_failure)
     finally:
         world.close()
     if allow_failure:
@@ -176,9 +180,12 @@ def run_ranks(
 
 
 def _watch(
-    world: World, world_size: int, timeout_s: float, on_message: OnMessage | None, *, patient: bool
+    world: World, world_size: int, timeout_s: float, on_message: OnMessage | None, *, full_timeout: bool
 ) -> RankOutcomes:
-    """Collect the outcomes of all ranks; end those that are still running at their time limit."""
+    """Collect the outcomes of all ranks; end those that still run at the time limit.
+
+    After a failure the other ranks get `_GRACE_S` more, or with `full_timeout` all of `timeout_s`.
+    """
     ends: dict[int, RankOutcome] = {}
     ready: set[int] = set()
     limit = f"was not ready within {_START_S:g} s"
@@ -194,9 +201,9 @@ def _watch(
                     on_message(rank, payload)
             elif rank not in ends:
                 ends[rank] = _outcome(rank, kind, payload)
-                given_s, since = (timeout_s, "") if patient else (_GRACE_S, f" of the failure of rank {rank}")
-                if kind != "ok" and time.monotonic() + given_s < deadline:
-                    limit, deadline = f"did not finish within {given_s:g} s{since}", time.monotonic() + given_s
+                grace_s, since = (timeout_s, "") if full_timeout else (_GRACE_S, f" of the failure of rank {rank}")
+                if kind != "ok" and time.monotonic() + grace_s < deadline:
+                    limit, deadline = f"did not finish within {grace_s:g} s{since}", time.monotonic() + grace_s
     running = set(range(world_size)) - ends.keys()
     if all(end.state == "ok" for end in ends.values()) and not running and world.keep():
         return RankOutcomes(end for _, end in sorted(ends.items()))
@@ -224,12 +231,12 @@ def _end(world: World, end: RankOutcome) -> RankOutcome:
     code = world.exit_code(end.rank)
     if end.state == "raised" or (end.state == "ok" and not code):
         return replace(end, exit_code=code)
-    message = ("returned, then " if end.state == "ok" else "") + _how(code)
+    message = ("returned, then " if end.state == "ok" else "") + _exit_text(code)
     _, stack = world.stack(end.rank)
     return RankOutcome(end.rank, "exited", message=message, traceback=stack, exit_code=code)
 
 
-def _how(code: int | None) -> str:
+def _exit_text(code: int | None) -> str:
     if code is None:
         return "ended without an outcome"
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"

@@ -39,10 +39,10 @@ Event = tuple[int, str, Any]  # rank; "ready", "report", "ok", "raised" or "exit
 
 _POLL_S = 0.05
 _STACK_S = 1.0
-_CLEAN_S = 8.0  # for a rank to set its state back, or to end after that
+_CLEAN_S = 8.0  # for a rank to restore its state, or to end after that
 _log = logging.getLogger("statexchange")
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_OPEN_MPI = {  # which otherwise refuses root, and more ranks than cores
+_OPEN_MPI = {  # without these Open MPI refuses to run as root, and to start more ranks than cores
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -62,13 +62,13 @@ class World(Protocol):
         """Return the innermost frame and the whole stack of `rank`, or those of its crash if they are known."""
 
     def kill(self, ranks: set[int]) -> None:
-        """End ranks that do not end by themselves."""
+        """Kill ranks that do not end by themselves."""
 
     def release(self) -> None:
-        """Let the ranks that have done their work end."""
+        """Let ranks that have finished their task end."""
 
     def keep(self) -> bool:
-        """Keep the ranks, which have all done their work, for another task; return False if they must end."""
+        """Keep the ranks, all of which have finished their task, for another one; return False if they must end."""
 
     def ended(self, rank: int, wait_s: float) -> bool:
         """Whether `rank` has ended within `wait_s`."""
@@ -83,12 +83,12 @@ class World(Protocol):
 def open_world(
     backend: str, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, *, reuse: bool = False
 ) -> World:
-    """Return a world whose ranks call ``fn(*args)`` when it starts; with `reuse` a kept one, if there is one."""
+    """Return a world whose ranks call ``fn(*args)`` when it starts; with `reuse` an idle one, if one fits."""
     if backend == "threads":
         return _Threads(fn, args, world_size)
     task = {"target": _target(fn, backend), "args": values.encode(args), "world_size": world_size}
     task |= {"backend": backend, "reuse": reuse}
-    kind = _Job if backend == "mpi" else _Processes
+    kind = _MpiJob if backend == "mpi" else _Processes
     world = _take_kept(kind, world_size) if reuse else None
     if world is None:
         return kind(task)
@@ -96,11 +96,11 @@ def open_world(
     return world
 
 
-# Worlds of ranks that are idle, the longest kept first; of each kind and size at most one.
+# Worlds whose ranks wait for another task, the oldest first; at most one of each kind and size.
 _kept: list[_Remote] = []
-_ended_badly: list[str] = []  # ranks of such worlds, for `dismiss_kept` to report
+_ended_badly: list[str] = []  # ranks of such worlds that failed at their end; `dismiss_kept` reports them
 _MOST_KEPT_RANKS = 8
-_MOST_TASKS = 50  # of one world, as each may leave a little state behind that is not detected
+_MOST_TASKS = 50  # of one world: each may leave some state that CleanState does not detect
 
 
 def _take_kept(kind: type[_Remote], world_size: int) -> _Remote | None:
@@ -108,7 +108,7 @@ def _take_kept(kind: type[_Remote], world_size: int) -> _Remote | None:
         if type(world) is kind and world.world_size == world_size:
             _kept.remove(world)
             if not world.is_alive():
-                _log.warning("ranks that were kept for other tests have died meanwhile")
+                _log.warning("ranks that were kept for other tests have died in the meantime")
                 world.dismiss()
             elif world.fits():
                 return world
@@ -126,7 +126,7 @@ def _put_kept(world: _Remote) -> None:
 
 
 def dismiss_kept() -> None:
-    """End the ranks that are kept for another task; RuntimeError if one of them does not end well."""
+    """End the ranks that are kept for another task; RuntimeError if one of them ends with an error."""
     while _kept:
         _ended_badly.extend(_kept.pop().dismiss())
     if _ended_badly:
@@ -148,14 +148,14 @@ def _target(fn: Callable[..., Any], backend: str) -> str:
             f"another process cannot import {qualname or fn!r}: with backend {backend!r} give a function from"
             " the top of a module, no lambda, nested function or partial; 'threads' takes any callable"
         )
-    unnamed = backend == "mpi" or not hasattr(sys.modules["__main__"], "__file__")
-    if module == "__main__" and unnamed:
+    not_importable = backend == "mpi" or not hasattr(sys.modules["__main__"], "__file__")
+    if module == "__main__" and not_importable:
         raise InvalidArgumentError(f"another process cannot import {qualname} from __main__: put it in a module")
     return f"{module}:{qualname}"
 
 
 class _Threads:
-    """Ranks that are threads of this process. One that hangs cannot be killed, but is reported."""
+    """Ranks that are threads of this process. A thread that hangs cannot be killed; it is reported."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int) -> None:
         self._fn = fn
@@ -193,11 +193,11 @@ class _Threads:
             self._events.put((rank, "ok", value))
 
     def events(self, wait_s: float) -> Iterator[Event]:
-        with contextlib.suppress(queue.Empty):  # time is up, which the caller sees for itself
+        with contextlib.suppress(queue.Empty):  # no event within wait_s: the caller checks the time
             yield self._events.get(timeout=wait_s)
 
     def stack(self, rank: int) -> tuple[str, str]:
-        frame = sys._current_frames().get(self._threads[rank].ident or 0)  # noqa: SLF001 - the documented way
+        frame = sys._current_frames().get(self._threads[rank].ident or 0)  # noqa: SLF001 - documented by sys
         if frame is None:
             return "its exit", ""
         last = traceback.extract_stack(frame)[-1]
@@ -206,7 +206,7 @@ class _Threads:
 
     def kill(self, ranks: set[int]) -> None:
         for rank in ranks:
-            self._communicators[rank].close(error=StallError("the launcher gave this rank up", rank=rank))
+            self._communicators[rank].close(error=StallError("the launcher ended this rank", rank=rank))
 
     def release(self) -> None: ...
 
@@ -236,7 +236,7 @@ class _Remote:
         self.take(task)
 
     def take(self, task: dict[str, Any]) -> None:
-        """Make `task` the one that `start` gives to the ranks."""
+        """Set the task that `start` sends to the ranks."""
         self._directory = tempfile.TemporaryDirectory(prefix="statexchange-")
         self._task = {**task, "path": sys.path, "environ": None, "directory": self._directory.name}
         self._tasks += 1
@@ -245,7 +245,7 @@ class _Remote:
     def start(self) -> None:
         if self._connections:
             for rank in self._connections:
-                self._give_task(rank)
+                self._send_task(rank)
         else:
             self._launch()
 
@@ -257,18 +257,18 @@ class _Remote:
         self._connections[rank] = connection
         self._open[connection] = rank
         self._pids[rank] = pid
-        self._give_task(rank)
+        self._send_task(rank)
 
-    def _give_task(self, rank: int) -> None:
+    def _send_task(self, rank: int) -> None:
         task = {**self._task, "rank": rank, "environ": self._environ(rank)}
         self._send(rank, values.encode(task).encode())
 
     def _environ(self, rank: int) -> dict[str, str] | None:  # noqa: ARG002
-        """The environment of a rank; None: as it has been launched."""
+        """Return the environment of a rank; None: the one in which it was launched."""
         return None
 
     def _send(self, rank: int, message: bytes) -> None:
-        with contextlib.suppress(ConnectionError):  # it has ended, which its connection shows
+        with contextlib.suppress(ConnectionError):  # it has ended; `_read` then reports "exited"
             self._connections[rank].send_bytes(message)
 
     def _read(self, connections: Iterable[Connection]) -> Iterator[Event]:
@@ -289,7 +289,8 @@ class _Remote:
                 os.kill(self._pids[rank], signal.SIGUSR1)
             _wait_for_text(file)
         threads = file.read_text().split("\n\n") if file.exists() else []
-        threads = [thread for thread in threads if " in watch\n" not in thread]  # the launcher's own
+        # without the thread that reads the launcher's orders
+        threads = [thread for thread in threads if " in watch\n" not in thread]
         return _innermost(threads), "\n\n".join(threads)
 
     def release(self) -> None:
@@ -322,11 +323,11 @@ class _Remote:
         return not wait(list(self._open), 0)
 
     def fits(self) -> bool:
-        """Whether the ranks were launched as they would be now."""
+        """Whether the ranks were launched in the environment that new ranks would get now."""
         return True
 
     def dismiss(self) -> list[str]:
-        """End ranks that have been kept; return a line for each that does not end well."""
+        """End ranks that have been kept; return a line for each that ends with an error."""
         self.is_kept = False
         self.release()
         ended = [self.ended(rank, _CLEAN_S) for rank in range(self.world_size)]
@@ -444,13 +445,13 @@ def mpi_missing() -> str | None:
     return "no mpiexec: pip install mpich" if _mpiexec() is None else None
 
 
-class _Job(_Remote):
+class _MpiJob(_Remote):
     """Ranks under mpiexec, which connect to a socket of the launcher. Only the job as a whole has an exit code."""
 
     _ok: set[int]
 
     def __init__(self, task: dict[str, Any]) -> None:
-        self._launched_in = _surroundings()
+        self._launched_in = _launch_environment()
         super().__init__(task)
         self._listener = socket.socket(socket.AF_UNIX)
         self._job: subprocess.Popen[bytes] | None = None
@@ -514,7 +515,7 @@ class _Job(_Remote):
         self._ok = set()
 
     def fits(self) -> bool:
-        return self._launched_in == _surroundings()
+        return self._launched_in == _launch_environment()
 
     def _end(self) -> None:
         self._listener.close()
@@ -527,8 +528,8 @@ class _Job(_Remote):
         super()._end()
 
 
-def _surroundings() -> tuple[str, dict[str, str]]:
-    """Working directory and environment, which a job inherits when it is launched."""
+def _launch_environment() -> tuple[str, dict[str, str]]:
+    """Return the working directory and environment that a job launched now inherits."""
     return os.getcwd(), {name: value for name, value in _mpi_environ().items() if name != "PYTEST_CURRENT_TEST"}
 
 

@@ -1,4 +1,4 @@
-"""``python tests/fuzz``: run the fuzzer, print what came of it, and keep what it found.
+"""``python tests/fuzz``: run the fuzzer, print the outcomes, and keep the findings.
 
 Exits with 1 if there are findings.
 """
@@ -60,7 +60,7 @@ def _names(only: list[str] | None, *, quick: bool) -> list[str]:
 
 
 class _Fuzzer:
-    """The cases of one run, and what came of them."""
+    """The cases of one run, and their outcomes."""
 
     def __init__(self, root: Path, findings: Path) -> None:
         self._root = root
@@ -72,7 +72,10 @@ class _Fuzzer:
         self.found: Counter[str] = Counter()
 
     def fuzz(self, names: list[str], seed: int, cases: range, limit_s: float) -> None:
-        """Run cases: each is a source, most often of the valid kinds, with what its own random numbers change."""
+        """Run `cases` cases.
+
+        Each takes a source, mostly of the valid kinds, and changes it by random numbers of its own.
+        """
         whole = [name for name in names if name in SOURCES]
         hostile = [name for name in names if name in SECTION_E]
         for number in cases:
@@ -86,19 +89,19 @@ class _Fuzzer:
         source = self._made(name)
         folder = self._root / "case"
         shutil.copytree(self._root / "sources" / name, folder, copy_function=os.link)
-        told = [] if name in SECTION_E and chance.random() < 0.3 else mutate(folder, chance)
+        changes = [] if name in SECTION_E and chance.random() < 0.3 else mutate(folder, chance)
         path = source.path.format(folder) if chance.random() < 0.9 else _other_path(folder, chance)
         kept = self._root / "kept"
         shutil.copytree(folder, kept, symlinks=True, copy_function=_link)
         outcomes = run(folder, path, source, self._expected[name])
         shown = source.path if "://" in path else os.path.relpath(path, folder)
-        about = {"source": name, "seed": seed, "case": number, "changes": told, "path": shown}
+        about = {"source": name, "seed": seed, "case": number, "changes": changes, "path": shown}
         self._note(name, outcomes, kept, about)
         for used in (folder, kept):
             _remove(used)
 
     def _made(self, name: str) -> Source:
-        """The source, made at its first use."""
+        """Return the source; make it at its first use."""
         source = {**SOURCES, **SECTION_E}[name]
         if name not in self._expected:
             folder = self._root / "sources" / name
@@ -128,7 +131,7 @@ class _Fuzzer:
             )
 
     def replay(self, target: Path) -> None:
-        """Run the steps once more on files that were kept."""
+        """Run the steps again on files that were kept."""
         about = json.loads((target / "finding.json").read_text())
         source = self._made(about["source"])
         folder = self._root / "case"
@@ -141,7 +144,7 @@ class _Fuzzer:
                 print(f"{outcome.step}: {outcome.problem}")
 
     def show(self) -> None:
-        """Print what came of each step, by kind of source, and what was found."""
+        """Print the outcomes of each step by kind of source, and the findings."""
         for line in self._lines():
             print(line)
 
@@ -167,7 +170,7 @@ class _Fuzzer:
 
 
 def _last_line(text: str) -> str:
-    """What an error says, without where it arose."""
+    """Return the message of an error, without its traceback."""
     lines = [line for line in text.strip().splitlines() if not line.startswith("hint:")]
     return lines[-1][:200]
 
@@ -177,7 +180,7 @@ def _counts(outcomes: dict[str, int]) -> str:
 
 
 def _tensors_of(path: str) -> dict[str, Any]:
-    """Dtype and shape of the tensors that a whole source has; of one that cannot be opened, none."""
+    """Return dtype and shape of the tensors of a valid source; {} if it cannot be opened."""
     try:
         with sx.open_checkpoint(path) as found:
             return {
@@ -188,12 +191,12 @@ def _tensors_of(path: str) -> dict[str, Any]:
 
 
 def _other_path(folder: Path, chance: random.Random) -> str:
-    """Another path than the source's: something in it, or the directory that holds it."""
+    """Return a path other than that of the source: of something inside it, or of the directory above it."""
     return str(chance.choice([folder, *sorted(folder.rglob("*"))]))
 
 
 def _link(source: str, target: str) -> None:
-    """Link a file, which is never written in place; of a FIFO make another one."""
+    """Hard link a file, as files are never written in place; make another FIFO for a FIFO."""
     if os.path.isfile(source):
         os.link(source, target)
     else:
@@ -201,7 +204,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _copy(source: str, target: str) -> None:
-    """Copy a file; of a FIFO make another one."""
+    """Copy a file; make another FIFO for a FIFO."""
     if os.path.isfile(source):
         shutil.copyfile(source, target)
     else:

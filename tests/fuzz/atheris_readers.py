@@ -1,11 +1,11 @@
-"""Fuzz the readers of pickles, headers and manifests by coverage, with atheris.
+"""Fuzz the readers of pickles, headers and manifests with atheris, which follows coverage.
 
-``python tests/fuzz/atheris_readers.py pickle|header|manifest --minutes 30`` ends when no new edge has come for so long.
-It starts itself again as libFuzzer's process, follows what that prints, and says when the last new edge came. A reader
-may raise a StateExchangeError and nothing else; an input for which another error came, or which took 10 s or 2 GiB, is
-kept as a file in the directory of --findings, and is run again by its path: ``... pickle --input FILE``.
+``python tests/fuzz/atheris_readers.py pickle|header|manifest --minutes 30`` ends when libFuzzer has found no new edge
+for 30 minutes. It starts itself again as libFuzzer's process, reads that process's output, and reports when it found
+the last new edge. A reader may raise nothing but a StateExchangeError. An input that raises another error, or takes 10
+s or 2 GiB, is kept as a file in the directory of --findings; ``... pickle --input FILE`` runs it again.
 
-The first byte of an input chooses what it is read as. All files lie in memory.
+The first byte of an input selects the kind of file that it is read as. All files lie in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TARGETS = ("pickle", "header", "manifest")
 
 
 def main() -> int:
-    """Fuzz one target; return 1 if something was found."""
+    """Fuzz one target; return 1 if there are findings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--minutes", type=float, default=30, help="end when no new edge has come for so long")
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def _follow(arguments: list[str], options: argparse.Namespace) -> int:
-    """Run libFuzzer in a process, until no new edge has come for long; say how far it came."""
+    """Run libFuzzer in a process until it has found no new edge for long; print its progress."""
     limits = [f"-timeout={_LIMIT_S}", f"-rss_limit_mb={_LIMIT_MB}", f"-max_len={_MAX_BYTES}", f"-seed={options.seed}"]
     environment = {**os.environ, _CHILD: "\n".join([*arguments, *limits])}
     command = [sys.executable, __file__, options.target, "--seed", str(options.seed)]
@@ -80,7 +80,7 @@ def _follow(arguments: list[str], options: argparse.Namespace) -> int:
                 print(f"{now - began:7.0f} s  {edges} edges, {features} features", flush=True)
         elif line:
             last_lines.append(line.decode(errors="replace"))
-        if not edges:  # it still imports, and makes its first inputs
+        if not edges:  # it still imports modules and makes its first inputs
             began = last = now
         if now - last > 60 * options.minutes or now - began > 60 * options.total_minutes:
             reader.end()
@@ -93,7 +93,7 @@ def _follow(arguments: list[str], options: argparse.Namespace) -> int:
 
 
 class _Lines:
-    """The lines that a process prints, and its end."""
+    """The lines that a process prints, until it ends."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -105,7 +105,7 @@ class _Lines:
         self.code = 0
 
     def next(self) -> bytes | None:
-        """The next line; b"" if none came for a second, None at the end."""
+        """Return the next line; b"" if none came for a second, None at the end."""
         for _ in range(10):
             chunk = self._pipe.read(1 << 16)
             if chunk == b"":
@@ -120,7 +120,7 @@ class _Lines:
         return b""
 
     def end(self) -> None:
-        """Ask libFuzzer to end, once."""
+        """Signal libFuzzer to end, once."""
         if not self.is_asked_to_end:
             self._process.send_signal(signal.SIGINT)
         self.is_asked_to_end = True
@@ -161,7 +161,7 @@ def _fuzz(target: str, seed: int, arguments: list[str]) -> NoReturn:
 
 
 class _Readers:
-    """One method per target. What is imported when this is made is instrumented."""
+    """One method per target. Modules that are imported when this is made are instrumented."""
 
     def __init__(self) -> None:
         from statexchange import errors
@@ -182,7 +182,7 @@ class _Readers:
         self._store_of = _memory_stores(store.Store, store.StoredFile, errors.NotFoundError)
 
     def pickle(self, data: bytes) -> None:
-        """The pickle of a file of torch.save, or the metadata of a DCP directory."""
+        """Read the data as the pickle of a file of torch.save, or as the metadata of a DCP directory."""
         kind, pickled = data[:1], data[1:]
         if kind == b"d":
             self._read("dcp", {".metadata": pickled, "__0_0.distcp": _zip(_ENTRY)})
@@ -190,7 +190,7 @@ class _Readers:
             self._read("torch", {"x.pt": _zip(pickled)})
 
     def header(self, data: bytes) -> None:
-        """A safetensors file, a header with as many bytes as it says behind it, or one of a workspace."""
+        """Read the data as a safetensors file, as a header and as many bytes as it claims, or as a workspace's file."""
         kind, text = data[:1], data[1:]
         if kind == b"r":
             self._read("hf", {"model.safetensors": text})
@@ -285,7 +285,7 @@ _ENTRY = b""
 
 
 def _tensor_file(header: bytes) -> bytes:
-    """A safetensors file of a header, with the bytes that its tensors need if they are few."""
+    """Return a safetensors file with this header, and the bytes that its tensors need if they are few."""
     ends = [int(found) for found in re.findall(rb'"data_offsets":\s*\[\d{1,5},\s*(\d{1,5})\]', header)]
     return struct.pack("<Q", len(header)) + header + bytes(max(ends, default=0))
 
@@ -305,7 +305,7 @@ def _with_own_digest(text: bytes) -> bytes:
 
 
 def _seeds(target: str) -> list[bytes]:
-    """Inputs from the sources of the corpus, as far as they can be made here: some need torch."""
+    """Return inputs from those sources of the corpus that can be made here: some need torch."""
     from corpus import SECTION_E, SOURCES
 
     found: list[bytes] = []
@@ -324,7 +324,7 @@ def _seeds(target: str) -> list[bytes]:
 
 
 def _inputs(target: str, path: Path) -> list[bytes]:
-    """The inputs that a file of a source is for a target."""
+    """Return the inputs for a target that a file of a source makes."""
     data, name = path.read_bytes(), path.name
     if target == "pickle":
         if name == ".metadata":

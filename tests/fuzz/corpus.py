@@ -1,6 +1,6 @@
-"""What the fuzzers begin with, made anew in each run: small valid sources of every kind, and the files of section E.
+"""The fuzzers' sources: small valid ones of every kind, and the hostile files of section E, made anew in each run.
 
-A source is a directory with what lies at the path to open, and perhaps a layout file and the state to load it into.
+A source is a directory with a path to open, and sometimes a layout file and the state to load it into.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ State = Callable[[], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Source:
-    """How to make a source: `make` fills an empty directory; what is to be opened is `path` with its name.
+    """How to make a source.
 
-    `state` makes what it is to be loaded into; without one it is loaded into the tensors that it had when it was whole.
-    A source that is `slow` takes long to make.
+    `make` fills an empty directory; `path` is the name to open in it. `state` makes the state to load it into; without
+    it, the tensors that the valid source has. A `slow` source takes long to make.
     """
 
     make: Callable[[Path], object]
@@ -92,7 +92,7 @@ def indexed(folder: Path) -> None:
 
 
 def published(folder: Path) -> None:
-    """Of two ranks' parts, in two files, with a tensor in two boxes."""
+    """Write the parts of two ranks as two files, with one tensor of two boxes."""
     workspace(folder / "from")
     sx.merge_checkpoint(folder / "from" / "x", folder / "x", max_shard_size=100)
 
@@ -105,13 +105,17 @@ def zipped(folder: Path) -> None:
 
 
 def torch_shards(folder: Path) -> None:
-    """Two parts of a tensor, as torch's HuggingFaceStorageWriter names and describes them."""
+    """Write two parts of a tensor, named and described as torch's HuggingFaceStorageWriter does."""
     (folder / "x").mkdir()
     floats = _weights()["model.embed.weight"]
     for rank in range(2):
-        said = json.dumps({"w": {"saved_offsets": [3 * rank, 0]}})
+        sharding_info = json.dumps({"w": {"saved_offsets": [3 * rank, 0]}})
         name = f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
-        save_file({"w": floats[3 * rank :][:3]}, folder / "x" / name, {"DCP_SHARDING_INFO": said, "DCP_VERSION": "1.0"})
+        save_file(
+            {"w": floats[3 * rank :][:3]},
+            folder / "x" / name,
+            {"DCP_SHARDING_INFO": sharding_info, "DCP_VERSION": "1.0"},
+        )
 
 
 def rank_files(folder: Path) -> None:
@@ -128,7 +132,7 @@ def rank_files(folder: Path) -> None:
 
 
 def claimed(folder: Path) -> None:
-    """What a publisher to an object store leaves that was interrupted."""
+    """Write what an interrupted publisher to an object store leaves."""
     indexed(folder)
     (folder / "x" / CLAIM_NAME).write_bytes(Claim.new("0" * 32, "0" * 32, ("a",)).to_bytes())
 
@@ -137,7 +141,7 @@ def claimed(folder: Path) -> None:
 
 
 def workspace(folder: Path, *, commit: bool = True) -> None:
-    """Two ranks' parts of one tensor, one that both have, one of rank 1 alone, and configs."""
+    """Write two ranks' parts of one tensor, a tensor that both have, one of rank 1 only, and configs."""
     folder.mkdir(parents=True, exist_ok=True)
     space = Workspace(folder / "x")
     weights = _weights()
@@ -145,19 +149,19 @@ def workspace(folder: Path, *, commit: bool = True) -> None:
     for rank in range(2):
         rows = weights["model.embed.weight"][3 * rank :][:3]
         boxes = (Box((3 * rank, 0), (1, 4)), Box((3 * rank + 1, 0), (2, 4)))
-        held = [
+        tensors = [
             ShardData(Shard("model.embed.weight", "F32", (6, 4), boxes), memoryview(rows.tobytes())),
             ShardData(
                 Shard("model.0.bias", "I64", (4,), (Box((0,), (4,)),)), memoryview(weights["model.0.bias"].tobytes())
             ),
         ]
         if rank:
-            dtype = "C64" if commit else "C128"  # which safetensors has not, and so no merge
+            dtype = "C64" if commit else "C128"  # safetensors lacks this dtype, so it cannot be merged
             pairs = Shard("pairs", dtype, (2,), (Box((0,), (2,)),))
-            held.append(ShardData(pairs, memoryview(bytes(range(pairs.nbytes)))))
+            tensors.append(ShardData(pairs, memoryview(bytes(range(pairs.nbytes)))))
         config = values.encode({"rank": rank, "shape": (1, 2), "lr": float("nan"), 3: {"a", "b"}})
         written = space.write(
-            held, run="job", round=1, rank=rank, world_size=2, config=config, extra={"aliases": {}}, pending=commit
+            tensors, run="job", round=1, rank=rank, world_size=2, config=config, extra={"aliases": {}}, pending=commit
         )
         receipts.append(written)
     if commit:
@@ -230,7 +234,7 @@ def torch_save(folder: Path) -> None:
 
 
 def torch_save_protocol_5(folder: Path) -> None:
-    """With tensors that cannot be read."""
+    """Write a file of pickle protocol 5, whose tensors cannot be read."""
     import torch
 
     state = {**_torch_state(), "sparse": torch.eye(2).to_sparse(), "of a class": Opaque(torch.ones(1))}
@@ -250,7 +254,7 @@ def torch_indexed(folder: Path) -> None:
 
 
 def torch_ranks(folder: Path) -> None:
-    """Two ranks' parts of DTensors: rows on a mesh of two, of both ways in which torch has described a mesh."""
+    """Write two ranks' parts of DTensors: rows on a mesh of two, with both formats of torch for a mesh."""
     (folder / "x").mkdir()
     space = "torch.distributed."
     for rank in range(2):
@@ -279,13 +283,13 @@ def torch_ranks(folder: Path) -> None:
 
 
 def distributed_checkpoint(folder: Path) -> None:
-    """What torch.distributed.checkpoint writes."""
+    """Write a directory of torch.distributed.checkpoint."""
     import torch
     import torch.distributed.checkpoint as dcp
 
     state = {"model": _tensors(), "step": 7, "rng": [torch.ones(3)], "groups": {"lr": 0.1}}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
+        warnings.simplefilter("ignore")  # torch warns that there is no process group
         dcp.save(state, checkpoint_id=folder / "x", no_dist=True)
 
 

@@ -1,4 +1,4 @@
-"""Headers, indexes, manifests and tensors that ask for much: rows E8 to E13 of the defects, and what is like them.
+"""Headers, indexes, manifests and tensors that request much memory or time: rows E8 to E13 of the defects, and similar.
 
 Each function writes its files into an empty directory.
 """
@@ -31,11 +31,11 @@ def safetensors(path: Path, header: dict[str, Any] | bytes, nbytes: int = 0) -> 
     os.truncate(path, 8 + len(text) + nbytes)
 
 
-def published(path: Path, shape: list[int], nbytes: int, boxes: list[Any], **said: Any) -> None:
-    """A directory with one tensor `w`, and a manifest that lists its boxes as (offsets, shape, digest, rank)."""
+def published(path: Path, shape: list[int], nbytes: int, boxes: list[Any], **fields: Any) -> None:
+    """Write a directory with one tensor `w`, and a manifest that lists its boxes as (offsets, shape, digest, rank)."""
     entry = {"dtype": "U8", "shape": shape, "data_offsets": [0, nbytes]}
-    safetensors(path / "model.safetensors", {"w": entry, **said.pop("header", {})}, nbytes)
-    fact = {"file": "model.safetensors", "dtype": "U8", "shape": shape, "source": "w", "boxes": boxes, **said}
+    safetensors(path / "model.safetensors", {"w": entry, **fields.pop("header", {})}, nbytes)
+    fact = {"file": "model.safetensors", "dtype": "U8", "shape": shape, "source": "w", "boxes": boxes, **fields}
     (path / "statexchange.json").write_text(json.dumps({"files": ["model.safetensors"], "tensors": {"w": fact}}))
 
 
@@ -57,7 +57,7 @@ def twelve_dims(path: Path) -> None:
 
 
 def many_columns(path: Path) -> None:
-    """Boxes that all reach from the begin of a file to its end; each window has a few of them."""
+    """Write boxes that each reach from the start of a file to its end; each window holds a few of them."""
     columns, width = 20_000, 1 << 13
     known = xxhash.xxh3_128_hexdigest(bytes(2 * width))
     boxes = [[[0, column * width], [2, width], known, 0] for column in range(columns)]
@@ -95,7 +95,7 @@ def other_shape(path: Path) -> None:
 
 
 def part_with_boxes(path: Path) -> None:
-    """Torch says that the file has a part of the tensor, the manifest that it has all of it."""
+    """Write a file that is a part of the tensor by torch's metadata, and all of it by the manifest."""
     header = {"__metadata__": {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [3, 3]}})}}
     boxes = [[[row, 0], [1, 2], NO_DIGEST, 0] for row in range(2)]
     published(path, [2, 2], 4, boxes, header=header)
@@ -126,7 +126,7 @@ def part(shape: Pickled, strides: Pickled, offset: int = 0) -> Pickled:
 
 
 def strided(length: int, local: Pickled, mesh: list[int], *factors: int) -> Pickled:
-    """A DTensor of one dim, cut along each axis of a mesh as a _StridedShard of a factor."""
+    """Write a DTensor of one dim, cut along each axis of a mesh as a _StridedShard with a split factor."""
     cuts = [made(PLACEMENTS + "_StridedShard", dim=integer(0), split_factor=integer(factor)) for factor in factors]
     device_mesh = made(
         MESH,

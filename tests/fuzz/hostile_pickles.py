@@ -1,4 +1,4 @@
-"""Files of torch.save, of DCP and of ranks that ask for much: rows E1 to E8 of the defects, and what is like them."""
+"""Files of torch.save, DCP and ranks that request much memory or time: rows E1 to E8 of the defects, and similar."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from statexchange.storage.workspace import MANIFEST, Manifest, Workspace, _manif
 Build = Callable[[Path], Path]
 """Writes files into an empty folder, and returns the path to open."""
 
-PRIME = (1 << 61) - 1  # numbers that differ by a multiple of it have one hash
+PRIME = (1 << 61) - 1  # numbers that differ by a multiple of it have equal hashes
 
 
 def torch_file(value: Callable[[], Pickled]) -> Build:
     return lambda folder: archive(folder / "x.pt", value())
 
 
-# Names of files that claim much
+# Names of files that claim many ranks
 
 
 def claimed(folder: Path, *, committed: bool) -> Path:
     """One rank's file of a world of 999,999,999."""
     world_size = 999_999_999
-    held = [ShardData(Shard("w", "U8", (4,), (Box((0,), (4,)),)), memoryview(bytes(4)))]
-    receipt = Workspace(folder / "ws").write(held, run="job", round=1, rank=0, world_size=world_size)
+    tensors = [ShardData(Shard("w", "U8", (4,), (Box((0,), (4,)),)), memoryview(bytes(4)))]
+    receipt = Workspace(folder / "ws").write(tensors, run="job", round=1, rank=0, world_size=world_size)
     if committed:
         manifest = _manifest_text(Manifest("job", 1, 1, world_size, (receipt,), {}))
         (folder / "ws" / "job" / "000001" / MANIFEST).write_bytes(manifest)
@@ -86,7 +86,7 @@ def repeated_key(key: Pickled, times: int) -> Pickled:
 
 
 def equal_keys() -> Pickled:
-    """Two texts of one content, of which neither is the other."""
+    """Return two equal strings that are different objects."""
     first = mapped([(keep(0, text("k" * 300_000)), b"N"), (keep(1, text("k" * 300_000)), b"N")])
     return listed([first, *[mapped([(again(0), b"N"), (again(1), b"N")])] * 20_000])
 
@@ -96,7 +96,7 @@ def colliding_numbers() -> Pickled:
 
 
 def colliding_pairs() -> Pickled:
-    """Pairs with one hash: the second number follows from the first by how Python hashes a tuple."""
+    """Return pairs with one hash: the second number is computed from the first by Python's hash of tuples."""
     one, two, five, size = 11400714785074694791, 14029467366897019727, 2870177450012600261, 1 << 64
     inverse, keys = pow(two, -1, size), []
     for first in range(1, 80_000):
@@ -112,7 +112,7 @@ def colliding_pairs() -> Pickled:
 
 
 def shared_wrappers() -> Pickled:
-    """A tensor in 10,000 Parameters, all of them under 10,000 names."""
+    """Return one tensor in 10,000 Parameters, each under a name of its own."""
     parameter = keep(0, symbol("torch._utils._rebuild_parameter"))
     first = parameter + b"(" + (again(0) + b"(") * 10_000 + tensor() + b"\x89NtR" * 10_000 + b"\x89NtR"
     return listed([keep(1, first), *[again(1)] * 10_000])
@@ -123,7 +123,7 @@ def shared_list() -> Pickled:
 
 
 def distributed(ranks: Pickled, count: int = 1) -> Pickled:
-    """DTensors in two parts, on meshes of their own that share a list of ranks."""
+    """Return DTensors in two parts, on meshes of their own that share one list of ranks."""
     space = "torch.distributed."
     wrapper, kind = symbol("torch._utils._rebuild_wrapper_subclass"), symbol(space + "tensor.DTensor")
     cut = made(space + "tensor.placement_types.Shard", dim=integer(0))
@@ -150,20 +150,20 @@ def distributed(ranks: Pickled, count: int = 1) -> Pickled:
 
 
 def shared_refusals() -> Pickled:
-    """One sparse tensor, and one object with a tensor in it, each under 100,000 names."""
+    """Return one sparse tensor, and one object that holds a tensor, each under 100,000 names."""
     sparse = call(symbol("torch._utils._rebuild_sparse_tensor"), b"N")
     holding = call(symbol("some.Class"), tensor())
     return listed([keep(0, sparse), *[again(0)] * 100_000, keep(1, holding), *[again(1)] * 100_000])
 
 
 def shared_opaque() -> Pickled:
-    """A list of one opaque object many times, many times."""
+    """Return a list of lists that repeat one opaque object."""
     opaque = call(symbol("some.Class"), b"N")
     return listed([keep(0, listed([keep(1, opaque), *[again(1)] * 60_000])), *[again(0)] * 10_000])
 
 
 def opaque_of_opaque() -> Pickled:
-    """Objects that hold one another, 10,000 deep, each of them under a name too."""
+    """Return objects that hold one another, 10,000 deep, each of them also under a name."""
     found, value = [], b"N"
     for number in range(10_000):
         value = keep(number, call(symbol("some.Class"), value))
@@ -173,7 +173,7 @@ def opaque_of_opaque() -> Pickled:
 
 
 def equal_ranks() -> Pickled:
-    """Two ranks that are pairs, equal and not the same, so that which is less takes 2**40 steps."""
+    """Return two ranks that are nested pairs, equal but not identical, so that comparing them takes 2**40 steps."""
     other = pairs()
     for level in reversed(range(41)):
         other = other.replace((1000 + level).to_bytes(4, "little"), (2000 + level).to_bytes(4, "little"))
@@ -181,7 +181,7 @@ def equal_ranks() -> Pickled:
 
 
 def shared_arguments() -> Pickled:
-    """Tensors of 100,000 arguments, the same ones."""
+    """Return tensors of 100,000 arguments, which are all one object."""
     first = [storage(), integer(0), SIZE, integer(1) + b"\x85", b"\x89", ORDERED + b")R"]
     arguments = keep(0, several([*first, *[b"N"] * 100_000]))
     return listed([keep(1, REBUILD) + arguments + b"R", *[again(1) + again(0) + b"R"] * 10_000])
@@ -224,7 +224,7 @@ def stored(
 
 
 def dcp(facts: dict[str, Pickled], *entries: tuple[Pickled, Pickled], data: Pickled = b"N") -> Build:
-    """A DCP directory with one file, in which lies an archive of this pickle."""
+    """Write a DCP directory with one file that holds an archive of this pickle."""
 
     def build(folder: Path) -> Path:
         (folder / "dcp").mkdir()
@@ -242,7 +242,7 @@ FILE = text("__0_0.distcp")
 
 
 def one_place() -> Build:
-    """2,000 entries that are one place in the file, with a pickle of 200,000 bytes."""
+    """Return 2,000 entries at one place of the file, with a pickle of 200,000 bytes."""
     data = listed([b"N"] * 200_000)
 
     def build(folder: Path) -> Path:
@@ -254,7 +254,7 @@ def one_place() -> Build:
 
 
 def shared_chunks() -> Build:
-    """2,000 tensors of the same 1,000 parts."""
+    """Return 2,000 tensors that have the same 1,000 parts."""
     parts = [
         made(CHECKPOINT + "metadata.ChunkStorageMetadata", offsets=integer(n) + b"\x85", sizes=keep(501, ZERO))
         for n in range(1000)
@@ -265,7 +265,7 @@ def shared_chunks() -> Build:
 
 
 def long_name_of_parts() -> Build:
-    """A tensor with a name of 300,000 characters and 5,000 parts, all of them stored nowhere."""
+    """Return a tensor with a name of 300,000 characters and 5,000 parts, none of which is stored."""
     parts = [
         made(CHECKPOINT + "metadata.ChunkStorageMetadata", offsets=integer(n) + b"\x85", sizes=integer(1) + b"\x85")
         for n in range(5000)

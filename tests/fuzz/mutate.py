@@ -1,7 +1,7 @@
-"""Change the files of a source a little, by what they are: JSON, safetensors, pickles, zips, directories, bytes.
+"""Make small changes to the files of a source, by their kind: JSON, safetensors, pickles, zips, directories, bytes.
 
-Everything follows from the files and one `random.Random`. A file is never written in place, as its bytes may be shared
-with the source that it was linked from. What a mutator did is returned as a line of text.
+All changes follow from the files and one `random.Random`. A file is never written in place, since it may be a hard link
+to the file of the source. A mutator returns a line of text about its change.
 """
 
 from __future__ import annotations
@@ -155,12 +155,12 @@ TAGS = (
 
 
 class Pairs(list):  # type: ignore[type-arg]
-    """An object: [key, value] lists, whose keys may be equal."""
+    """A JSON object as a list of [key, value] lists, so that keys may be equal."""
 
 
 @dataclass
 class Raw:
-    """Text that stands as it is where a value should."""
+    """Text that is written as it is in place of a value."""
 
     text: str
 
@@ -187,7 +187,7 @@ RAW = (
 
 
 def mutated_json(text: str, chance: random.Random) -> tuple[str, str]:
-    """JSON with one value, key or entry changed; text that is JSON itself is changed inside."""
+    """Change one value, key or entry of JSON; in a value that is itself JSON as text, change that."""
     root = json.loads(text, object_pairs_hook=lambda pairs: Pairs([list(pair) for pair in pairs]))
     holder = [root]
     slots = _slots(holder)
@@ -207,7 +207,7 @@ def mutated_json(text: str, chance: random.Random) -> tuple[str, str]:
 
 
 def _slots(holder: list[Any]) -> list[tuple[Any, int]]:
-    """Every place of a value: a list or Pairs, and the index in it."""
+    """Return the place of every value: a list or Pairs, and the index in it."""
     found: list[tuple[Any, int]] = []
     waiting: list[Any] = [holder]
     while waiting:
@@ -255,7 +255,7 @@ def _replace(container: Any, at: int, slots: list[Any], chance: random.Random) -
 
 
 def _tweak(container: Any, at: int, slots: list[Any], chance: random.Random) -> str:
-    """A value near the one that is there, or one that stands elsewhere."""
+    """Replace a value by one near it, or by one from another place."""
     value = _get(container, at)
     if type(value) is int:
         value = chance.choice(
@@ -274,7 +274,7 @@ def _tweak(container: Any, at: int, slots: list[Any], chance: random.Random) -> 
 
 
 def _delete(container: Any, at: int, slots: list[Any], chance: random.Random) -> str:
-    if len(slots) == 1 or container is slots[0][0]:  # the root stays
+    if len(slots) == 1 or container is slots[0][0]:  # the root cannot be deleted
         return "nothing"
     return f"{container.pop(at)!r:.60}"
 
@@ -359,7 +359,7 @@ def with_own_digest(text: str) -> str:
 
 
 def mutated_safetensors(data: bytes, chance: random.Random) -> tuple[bytes, str]:
-    """A file with another header, another length of it, or another body."""
+    """Return a file with another header, another header length, or another body."""
     (length,) = struct.unpack("<Q", data[:8])
     header, body = data[8 : 8 + length], data[8 + length :]
     kind = chance.randrange(12)
@@ -441,9 +441,9 @@ OPCODES = [
 
 
 def mutated_pickle(data: bytes, chance: random.Random) -> tuple[bytes, str]:
-    """A pickle with a few of its opcodes changed."""
+    """Return a pickle with a few of its opcodes changed."""
     codes = _codes(data)
-    told = []
+    changes = []
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         at = chance.randrange(len(codes))
         kind = chance.randrange(10)
@@ -471,12 +471,12 @@ def mutated_pickle(data: bytes, chance: random.Random) -> tuple[bytes, str]:
         else:
             codes.insert(at, chance.choice(OPCODES) * chance.choice((1, 2, 50, 5000)))
             what = f"many {codes[at]!r:.40}"
-        told.append(f"at {at} {what}")
-    return b"".join(codes), "; ".join(told)
+        changes.append(f"at {at} {what}")
+    return b"".join(codes), "; ".join(changes)
 
 
 def _codes(data: bytes) -> list[bytes]:
-    """The bytes of each opcode; what follows the last one that is understood as one piece."""
+    """Return the bytes of each opcode; the bytes after the last one that can be parsed are one piece."""
     begins = []
     try:
         for _, _, position in pickletools.genops(data):
@@ -489,7 +489,7 @@ def _codes(data: bytes) -> list[bytes]:
 
 
 def _other_argument(code: bytes, codes: list[bytes], chance: random.Random) -> tuple[bytes, str]:
-    """An opcode of the same kind with another argument, or one that stands elsewhere."""
+    """Return an opcode of the same kind with another argument, or one from another place."""
     first = code[:1]
     number = chance.choice((*NUMBERS, *LARGE[:-1]))
     if first in b"KMJ\x8a":
@@ -514,7 +514,7 @@ def _other_argument(code: bytes, codes: list[bytes], chance: random.Random) -> t
 
 
 def _mutated_zip(data: bytes, chance: random.Random) -> tuple[bytes, str]:
-    """A zip that torch.save writes, or a file of DCP, which is several of them one after another."""
+    """Change a zip of torch.save, or a file of DCP, which is several zips one after another."""
     ends = [match.end() + 18 for match in re.finditer(rb"PK\x05\x06", data)]
     number = chance.randrange(len(ends)) if ends else 0
     begin, end = [0, *ends][number], [*ends, len(data)][number]
@@ -547,7 +547,7 @@ def _one_zip(data: bytes, chance: random.Random) -> tuple[bytes, str]:
         what = f"{members[at][0]}: {what}"
     method = zipfile.ZIP_DEFLATED if chance.random() < 0.02 else zipfile.ZIP_STORED
     room = len(data) - len(_zip_of(members, method))
-    if room >= 120:  # a member fills what has become free, so that what follows stays where it was
+    if room >= 120:  # another member fills the freed bytes, so that the following ones keep their offsets
         members.append(["archive/padding", bytes(room - 128)] if room >= 128 else ["p", b""])
     return _zip_of(members, method), what
 
@@ -560,13 +560,13 @@ def _zip_of(members: list[list[Any]], method: int) -> bytes:
             info.filename = name.replace("\0", "_")
             info.compress_type = method
             if info.filename in file.NameToInfo:
-                del file.NameToInfo[info.filename]  # it would warn
+                del file.NameToInfo[info.filename]  # zipfile warns of equal names
             file.writestr(info, content)
     return found.getvalue()
 
 
 def _patched_zip(data: bytes, chance: random.Random) -> tuple[bytes, str]:
-    """One field of a local header, of an entry of the directory or of its end."""
+    """Change one field of a local header, of an entry of the central directory, or of the end record."""
     marks = [match.start() for match in re.finditer(rb"PK(\x01\x02|\x03\x04|\x05\x06)", data)]
     mark, width = chance.choice(marks), chance.choice((2, 4))
     at = mark + 2 * chance.randrange(2, 22)
@@ -603,7 +603,7 @@ def _mutated_bytes(data: bytes, chance: random.Random) -> tuple[bytes, str]:
 
 
 def _mutated_file(path: Path, chance: random.Random) -> str:
-    """Change one file by its kind; one time in eight, and if it is large, as bytes."""
+    """Change one file by its kind, or, one time in eight and if it is large, as bytes."""
     size = path.stat().st_size
     if size > 4 * MAX_STRUCTURED_BYTES:
         return _patched_in_place(path, size, chance)
@@ -627,7 +627,7 @@ def _mutated_file(path: Path, chance: random.Random) -> str:
 
 
 def _zip_of_safetensors(data: bytes, chance: random.Random) -> tuple[bytes, str]:
-    """A zip that is read as a directory: one of its files is changed, or the zip itself."""
+    """Change a zip that is read as a directory: one of its files, or the zip itself."""
     if chance.random() < 0.2:
         return _patched_zip(data, chance)
     with zipfile.ZipFile(io.BytesIO(data)) as file:
@@ -660,7 +660,7 @@ def _patched_in_place(path: Path, size: int, chance: random.Random) -> str:
 
 
 def _data_of(fd: int, size: int) -> list[tuple[int, int]]:
-    """Where a file has data, not holes."""
+    """Return the ranges of a file that hold data, not holes."""
     found, at = [], 0
     while at < size:
         try:
@@ -705,7 +705,7 @@ def _shown(name: str) -> str:
 
 
 def _below(root: Path) -> list[Path]:
-    """Everything below a directory, and the directory itself, in an order that does not depend on random names."""
+    """Return a directory and everything below it, in an order that does not depend on random names."""
     found = [root]
     for depth in range(MAX_DIRECTORY_DEPTH):
         found += sorted(
@@ -782,12 +782,12 @@ def _remove(path: Path) -> None:
 
 
 def mutate(folder: Path, chance: random.Random) -> list[str]:
-    """Change what lies in `folder`; return what was done."""
-    told = []
+    """Change the files in `folder`; return lines about the changes."""
+    changes = []
     for _ in range(chance.choice((1, 1, 1, 1, 2, 3))):
         files = [path for path in _below(folder) if path.is_file() and not path.is_symlink()]
         if files and chance.random() < 0.85:
-            told.append(_mutated_file(chance.choice(files), chance))
+            changes.append(_mutated_file(chance.choice(files), chance))
         elif len(_below(folder)) > 1:
-            told.append(_mutated_directory(folder, chance))
-    return told
+            changes.append(_mutated_directory(folder, chance))
+    return changes

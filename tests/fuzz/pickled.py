@@ -1,4 +1,4 @@
-"""Pickles and files of torch.save, put together from the bytes of opcodes, without torch."""
+"""Build pickles and files of torch.save from the bytes of opcodes, without torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-Pickled = bytes  # the opcodes that push one value
+Pickled = bytes  # opcodes that push one value
 
 
 def keep(number: int, value: Pickled) -> Pickled:
-    """`value` with a number, by which `again` names it in 5 bytes."""
+    """Push `value` and memoise it under a number, by which `again` pushes it in 5 bytes."""
     return value + b"r" + number.to_bytes(4, "little")
 
 
@@ -62,14 +62,14 @@ def made(kind: str, **state: Pickled) -> Pickled:
 
 
 def pairs(depth: int = 40) -> Pickled:
-    """Pairs of one pair each: 2**depth values in 7 bytes a level."""
+    """Nested pairs: 2**depth values in 7 bytes a level."""
     value = keep(1000, integer(1) + b"\x85")
     for level in range(depth):
         value = keep(1001 + level, value + again(1000 + level) + b"\x86")
     return value
 
 
-# What torch.save writes
+# The pickles of torch.save
 
 FLOATS = symbol("torch.FloatStorage")
 REBUILD = symbol("torch._utils._rebuild_tensor_v2")
@@ -101,7 +101,7 @@ def tensor(
 
 
 def dtensor(wrapped: Pickled, state: Pickled) -> Pickled:
-    """A DTensor whose wrapper was made with the arguments `wrapped`."""
+    """A DTensor whose wrapper was built with the arguments `wrapped`."""
     wrapper = symbol("torch._utils._rebuild_wrapper_subclass")
     rebuild = symbol("torch._tensor._rebuild_from_type_v2")
     return call(rebuild, wrapper, symbol("torch.distributed.tensor.DTensor"), wrapped, state)

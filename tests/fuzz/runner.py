@@ -1,9 +1,9 @@
 """Run every reader and command on a source, in a forked process with little memory and processor time.
 
 An outcome is the name of an exit code (OK, CORRUPT, ...) or of a StateExchangeError. Anything else is a finding:
-another exception, exit code 70, a traceback, a process that was killed, memory or processor time used up, a secret or
-an escape sequence in what is printed, files left beside the target of a merge that was refused, a target that a merge
-which was refused has changed, and values that contradict their digest or what another reader has read.
+another exception, exit code 70, a traceback, a killed process, exceeded memory or processor time, a secret or an escape
+sequence in the output, files left beside the target of a refused merge, a target that a refused merge has changed, and
+values that contradict their digest or the values of another reader.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ HANG_S = 300
 MAX_READ_BYTES = 32 << 20  # of a tensor that is read here
 SECRET = "PASSWORD"
 CODES = {number: name for name, number in EXIT_CODES.items()}
-# One process of one rank: an error of another one would be one that this package did not expect.
+# Ranks are one process each; PeerError would mean that the package treats an own error as that of a peer.
 UNEXPECTED = ("PeerError", "StallError", "INTERNAL", "INTERRUPTED", "TIMEOUT")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one step."""
+    """The outcome of one step."""
 
     step: str
     name: str
@@ -60,11 +60,11 @@ class Outcome:
 
 
 class FoundError(Exception):
-    """What must not be."""
+    """A finding."""
 
 
 def preload() -> None:
-    """Import what the children need, so that no child does."""
+    """Import what the children need, so that the children do not."""
     for package in ("cli", "checkpoint", "comm", "exchange", "formats", "report", "storage"):
         for module in pkgutil.iter_modules(import_module(f"statexchange.{package}").__path__):
             if not module.name.startswith("mpi"):
@@ -75,7 +75,7 @@ def preload() -> None:
 
 
 def nbytes_of(folder: Path) -> int:
-    """Bytes of all files that take room, and some for each name."""
+    """Return the allocated bytes of all files, plus some for each name."""
     found = 0
     for path in folder.rglob("*"):
         status = path.lstat()
@@ -90,7 +90,7 @@ def run(folder: Path, path: str, source: Source, expected: dict[str, Any]) -> li
     gone afterwards.
     """
     receive, send = os.pipe()
-    gc.freeze()  # so that the child can collect what its steps leave, and nothing else
+    gc.freeze()  # so that gc.collect in the child skips objects that exist already
     pid = os.fork()
     if not pid:
         os.close(receive)
@@ -101,13 +101,13 @@ def run(folder: Path, path: str, source: Source, expected: dict[str, Any]) -> li
     code = os.waitstatus_to_exitcode(status)
     if code or unfinished:
         name = signal.Signals(-code).name if code < 0 else f"exit {code}"
-        told = (folder / "stderr").read_text(errors="replace")[-2000:] if (folder / "stderr").exists() else ""
-        found.append(Outcome(unfinished or "end", name, f"the process ended with {name}: {told}"))
+        stderr = (folder / "stderr").read_text(errors="replace")[-2000:] if (folder / "stderr").exists() else ""
+        found.append(Outcome(unfinished or "end", name, f"the process ended with {name}: {stderr}"))
     return found
 
 
 def _received(pipe: int, pid: int) -> tuple[list[Outcome], str]:
-    """The outcomes that a child sends, and the step in which it ended, if any."""
+    """Return the outcomes that a child sends, and the step in which it ended early, if any."""
     found, data, current, ends = [], b"", "", time.monotonic() + HANG_S
     while True:
         ready, _, _ = select.select([pipe], [], [], max(0.0, ends - time.monotonic()))
@@ -120,10 +120,10 @@ def _received(pipe: int, pid: int) -> tuple[list[Outcome], str]:
             break
         *lines, data = (data + chunk).split(b"\n")
         for line in lines:
-            told = json.loads(line)
-            current = told if isinstance(told, str) else ""
-            if not isinstance(told, str):
-                found.append(Outcome(*told))
+            record = json.loads(line)
+            current = record if isinstance(record, str) else ""
+            if not isinstance(record, str):
+                found.append(Outcome(*record))
     os.close(pipe)
     return found, current
 
@@ -145,7 +145,7 @@ def _in_child(send: int, folder: Path, path: str, source: Source, expected: dict
             _limit_cpu(allowed)
             os.write(send, json.dumps(name).encode() + b"\n")
             os.write(send, json.dumps([name, *_outcome(step, allowed)]).encode() + b"\n")
-            gc.collect()  # errors refer to the frames in which they arose
+            gc.collect()  # tracebacks keep frames alive
         code = 0
     except BaseException:  # noqa: BLE001 (the parent fails with what is printed)
         traceback.print_exc(file=sys.__stderr__)
@@ -155,13 +155,13 @@ def _in_child(send: int, folder: Path, path: str, source: Source, expected: dict
 
 
 def _limit_cpu(allowed: float) -> None:
-    """Have this process killed if it takes far more processor time from now on than `allowed`."""
+    """Let the kernel kill this process if it uses far more processor time than `allowed` from now on."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + 4 * allowed) + 2, hard))
 
 
 def _outcome(step: Callable[[], str], allowed: float) -> tuple[str, str | None]:
-    """The name of a step's outcome, and why it is a finding."""
+    """Return the name of a step's outcome, and why it is a finding."""
     began = time.process_time()
     try:
         name, problem = step(), None
@@ -183,13 +183,13 @@ def _outcome(step: Callable[[], str], allowed: float) -> tuple[str, str | None]:
 
 
 def _flaw_of_text(text: str) -> str | None:
-    """Why this may not be printed, and its end."""
+    """Return why this output is a finding, with its end."""
     found = [repr(flaw) for flaw in (SECRET, "Traceback (most recent call last)", "\x1b") if flaw in text]
     return f"{', '.join(found)} in the output: {text[-2500:]}" if found else None
 
 
 def _command(*words: str) -> str:
-    """Run a command of the command line; the name of its exit code."""
+    """Run a command of the command line; return the name of its exit code."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         try:
@@ -205,7 +205,7 @@ def _command(*words: str) -> str:
 
 
 class _Steps:
-    """The steps of one case. What the readers have read is compared."""
+    """The steps of one case. The values of different readers are compared."""
 
     def __init__(self, folder: Path, path: str, source: Source, expected: dict[str, Any]) -> None:
         self._folder = folder
@@ -217,7 +217,7 @@ class _Steps:
         self._out = folder / "out"
 
     def all(self) -> Iterator[tuple[str, Callable[[], str]]]:
-        """Name and work of each step, in order."""
+        """Yield name and function of each step, in order."""
         yield "info", lambda: _command("info", self._path, "--json")
         yield "info, text", lambda: _command("info", self._path)
         yield "ls", lambda: _command("ls", self._path)
@@ -243,7 +243,7 @@ class _Steps:
         return "OK"
 
     def _open(self) -> str:
-        """Read every tensor; those with digests are hashed once more here. Large ones take what they ask for."""
+        """Read every tensor; hash those with digests again. A read of a large tensor allocates its whole size."""
         errors = []
         with sx.open_checkpoint(self._path) as found, open_source(self._path) as source:
             shards: dict[str, list[Any]] = {}
@@ -291,7 +291,7 @@ class _Steps:
             raise FoundError(f"beside the target lies {left}, not {names}")
 
     def _merge(self, options: list[str]) -> str:
-        """Merge; what was merged verifies, and has the values that were read."""
+        """Merge; then verify the result, and compare its values with those that were read."""
         name = _command("merge", self._path, str(self._out / "x"), "--threads", "1", *options)
         self._check_out(["x"] if name == "OK" else [])
         if name == "OK":
@@ -325,7 +325,7 @@ class _Steps:
         return "OK" if config is not None or weights else "nothing"
 
     def _overwrite(self) -> str:
-        """Publish a small checkpoint in the place of what lies there; if that is refused, all stays as it was."""
+        """Publish a small checkpoint over the source; if that is refused, nothing may change."""
         good = self._folder / "good"
         good.mkdir()
         (good / "model.safetensors").write_bytes(b"\x4a\0\0\0\0\0\0\0" + _GOOD + b"0123")
@@ -370,7 +370,7 @@ _GOOD = b'{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'.ljust(0x4A)
 
 
 def _names_of(folder: Path) -> dict[str, Any]:
-    """Everything below a directory: names, with sizes and times of files."""
+    """Return everything below a directory: names, with sizes and times of files."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()

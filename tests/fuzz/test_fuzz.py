@@ -1,4 +1,4 @@
-"""Changed sources of every kind under every reader and command: a few with a fixed seed, more under `slow`."""
+"""Fuzz every reader and command with changed sources of every kind: a few cases by default, more under `slow`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOME = os.fspath(Path(statexchange.__file__).parents[1])
 
 
 @pytest.mark.parametrize("options", [["--cases", "16", "--quick"], slow(["--cases", "100"])], ids=["few", "many"])
-def test_whatever_a_source_holds_the_outcome_has_a_name(tmp_path: Path, options: list[str]) -> None:
+def test_every_changed_source_has_a_named_outcome(tmp_path: Path, options: list[str]) -> None:
     command = [sys.executable, str(Path(__file__).parent), "--seed", "14", "--findings", str(tmp_path), *options]
     environment = {**os.environ, "PYTHONPATH": HOME, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=230, env=environment, check=False)
@@ -28,7 +28,7 @@ def test_whatever_a_source_holds_the_outcome_has_a_name(tmp_path: Path, options:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mutator_does_the_same_with_the_same_random_numbers() -> None:
+def test_equal_random_numbers_make_equal_changes() -> None:
     for mutator, source in ((mutated_json, '{"a":[1,"{}"],"b":{"c":null}}'), (mutated_pickle, pairs(5))):
         found = [[mutator(source, random.Random(number)) for number in range(50)] for _ in range(2)]
         assert found[0] == found[1]

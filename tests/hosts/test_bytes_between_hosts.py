@@ -20,7 +20,7 @@ NUMEL = 1 << 20
 BUCKET = 4 * NUMEL
 HOSTS = 2
 
-# What the docstrings say, for HOSTS hosts and a bucket of float32; without the hierarchy as a control
+# The bytes that the docstrings state, for HOSTS hosts and a bucket of float32; without hierarchy for comparison
 FORMULAS: list[tuple[Algorithm, int]] = [
     (GradientAllReduce(hierarchical=True), 2 * (HOSTS - 1) * BUCKET),
     (ScatterGatherAllReduce(hierarchical=True), 3 * (HOSTS - 1) * BUCKET),
@@ -33,14 +33,14 @@ FORMULAS: list[tuple[Algorithm, int]] = [
 
 
 def sent_bytes() -> int:
-    """What this host has put on the cable so far."""
+    """Return the number of bytes that this host has sent over the cable so far."""
     with open("/proc/self/net/dev") as file:
         line = next(line for line in file if line.strip().startswith(f"{CABLE}:"))
     return int(line.partition(":")[2].split()[8])
 
 
 def bytes_of_a_step() -> list[int]:
-    """What this host sends in one step of each algorithm."""
+    """Return by algorithm the number of bytes that this host sends in one step."""
     comm = start()
     found = []
     for algorithm, _ in FORMULAS:
@@ -62,7 +62,7 @@ def bytes_of_a_step() -> list[int]:
 
 
 @pytest.mark.slow
-def test_bytes_between_hosts_are_those_of_the_docstrings() -> None:
+def test_each_algorithm_sends_the_bytes_that_its_docstring_states() -> None:
     with two_hosts(2, 2) as hosts:
         by_rank = hosts.run(bytes_of_a_step, timeout_s=120)
     for at, (algorithm, expected) in enumerate(FORMULAS):

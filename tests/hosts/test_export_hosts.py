@@ -1,4 +1,4 @@
-"""Export from ranks on two hosts: into a directory that both see, and into one that only root's host sees."""
+"""Export from ranks on two hosts: into a directory that both hosts see, and into one that only root's host sees."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def whole() -> dict[str, torch.Tensor]:
 
 
 def parts(rank: int, world_size: int) -> dict[str, Any]:
-    """What a rank holds; the last one also has a tensor of its own."""
+    """Return the tensors that a rank holds; the last rank also has a tensor of its own."""
     full = whole()
     rows = torch.tensor_split(full["rows"], world_size)[rank]
     columns = torch.tensor_split(full["columns"], world_size, 1)[rank]
@@ -65,7 +65,9 @@ def check(out: str) -> None:
 
 @pytest.mark.parametrize("counts", [slow((2, 2)), (1, 2), slow((2, 1))], ids=str)
 @pytest.mark.parametrize("options", [slow({}), {"max_shard_size": 1_500_000}], ids=["one file", "several"])
-def test_a_directory_that_both_hosts_see(counts: tuple[int, int], options: dict[str, Any], tmp_path: Path) -> None:
+def test_export_to_a_directory_that_both_hosts_see(
+    counts: tuple[int, int], options: dict[str, Any], tmp_path: Path
+) -> None:
     with two_hosts(*counts, fully=True) as hosts:
         found = hosts.run(exports, str(tmp_path / "out"), options)
     assert all(one == found[0] for one in found)
@@ -75,7 +77,7 @@ def test_a_directory_that_both_hosts_see(counts: tuple[int, int], options: dict[
 
 @pytest.mark.parametrize("counts", [slow((2, 2)), (1, 2)], ids=str)
 @pytest.mark.parametrize("options", [slow({}), {"max_shard_size": 1_500_000}], ids=["one file", "several"])
-def test_a_directory_that_only_roots_host_sees(counts: tuple[int, int], options: dict[str, Any]) -> None:
+def test_export_to_a_directory_that_only_roots_host_sees(counts: tuple[int, int], options: dict[str, Any]) -> None:
     with two_hosts(*counts, fully=True) as hosts:
         found = hosts.run(exports, "/dev/shm/below/out", options)
     for rank, (_, ours, _, tensors) in enumerate(found):
@@ -94,7 +96,7 @@ def reduces_and_counts_on(out: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-def test_copies_on_several_hosts_are_reduced_and_experts_counted_on() -> None:
+def test_copies_on_several_hosts_are_reduced_and_experts_renumbered() -> None:
     with two_hosts(2, 2, fully=True) as hosts:
         found = hosts.run(reduces_and_counts_on, "/dev/shm/below/out")
     assert found[0] == {"scale": [3, 0], **{f"experts.{rank}.w": [rank, rank] for rank in range(4)}}
@@ -104,13 +106,13 @@ def fails(out: str, how: str) -> Any:
     comm = sx.init("auto", timeout_s=5.0)
     state = parts(comm.rank, comm.world_size)
 
-    def trip(done: int, total: int) -> None:
+    def fail(done: int, total: int) -> None:
         if comm.rank == comm.world_size - 1:
             raise KeyError("lost")
 
     if how == "exists" and comm.rank == 0:
         os.makedirs(out)
-    options: dict[str, Any] = {"on_progress": trip} if how == "raises" else {}
+    options: dict[str, Any] = {"on_progress": fail} if how == "raises" else {}
     with pytest.raises((sx.errors.PeerError, sx.errors.TargetExistsError)) as caught:
         sx.export_checkpoint(state, out, layout=LAYOUT, **options)
     report("failed")
@@ -119,11 +121,11 @@ def fails(out: str, how: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [("raises", "rank 3 on bert failed in export_checkpoint (writing): KeyError: 'lost'"), slow("exists", "exists")],
 )
-def test_a_failure_on_one_host_is_raised_on_both(how: str, said: str) -> None:
+def test_a_failure_on_one_host_is_raised_on_both(how: str, message: str) -> None:
     with two_hosts(2, 2, fully=True) as hosts:
         for text, left in hosts.run(fails, "/dev/shm/below/out", how):
-            assert said in text
+            assert message in text
             assert not left

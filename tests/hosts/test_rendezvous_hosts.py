@@ -1,4 +1,4 @@
-"""Ranks of two hosts meet in a directory that both see, and name who cannot be reached."""
+"""Ranks of two hosts rendezvous in a directory that both see, or all raise an error that names the unreachable rank."""
 
 import os
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_ranks_of_two_hosts_meet_in_a_directory(tmp_path: Path) -> None:
 
 def cannot_reach(directory: str) -> str:
     if os.environ["RANK"] == "0":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # where only ranks of its own host reach it
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # only ranks of the same host can connect to it there
     with pytest.raises(sx.errors.NotInitializedError) as caught:
         by_hand(directory)
     return str(caught.value)
@@ -45,9 +45,9 @@ def cannot_reach(directory: str) -> str:
 def test_a_rank_that_cannot_reach_rank_0_is_named_on_all_ranks(tmp_path: Path) -> None:
     with two_hosts(2, 1) as hosts:
         found = hosts.run(cannot_reach, str(tmp_path / "meeting"))
-    for said in found:
-        assert "rank 2 on bert cannot reach rank 0 on anna at 127.0.0.1, port " in said
-        assert "Set GLOO_SOCKET_IFNAME" in said
+    for message in found:
+        assert "rank 2 on bert cannot reach rank 0 on anna at 127.0.0.1, port " in message
+        assert "Set GLOO_SOCKET_IFNAME" in message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -62,14 +62,14 @@ def has_no_interface(directory: str) -> str:
 def test_an_interface_that_rank_0_lacks_is_named_on_all_ranks(tmp_path: Path) -> None:
     with two_hosts(1, 1) as hosts:
         found = hosts.run(has_no_interface, str(tmp_path / "meeting"))
-    for said in found:
-        assert "rank 0 on anna cannot listen for the others" in said
-        assert "GLOO_SOCKET_IFNAME=absent0 names no network interface with an address" in said
+    for message in found:
+        assert "rank 0 on anna cannot listen for the other ranks" in message
+        assert "GLOO_SOCKET_IFNAME=absent0 names no network interface with an address" in message
     assert list(tmp_path.iterdir()) == []
 
 
 def address_without_a_hint(directory: str) -> str:
-    """Where the store is, if nothing says which interface to take."""
+    """Return the address at which rank 0 serves the store if no variable names an interface."""
     del os.environ["GLOO_SOCKET_IFNAME"]
     from statexchange.comm import rendezvous
 
@@ -77,12 +77,12 @@ def address_without_a_hint(directory: str) -> str:
     shared = rendezvous.store_at(f"file://{directory}", rank, size, 30.0)
     address = str(shared.store.underlying_store.host)
     if rank == 0:
-        shared.store.get("done")  # it serves until the other has looked
+        shared.store.get("done")  # it serves until the other rank has read the address
     else:
         shared.store.set("done", "1")
     return address
 
 
-def test_without_a_hint_an_address_is_taken_that_is_not_of_one_host_alone(tmp_path: Path) -> None:
+def test_without_an_interface_rank_0_serves_at_an_address_that_other_hosts_reach(tmp_path: Path) -> None:
     with two_hosts(1, 1) as hosts:
         assert hosts.run(address_without_a_hint, str(tmp_path / "meeting")) == [ADDRESSES[0]] * 2

@@ -1,4 +1,4 @@
-"""Ranks on two hosts: the verbs by way of the leaders, and every fault named on all ranks, also across the cable."""
+"""Ranks on two hosts: collectives through the leaders, and faults that all ranks of both hosts report."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ Act = Callable[[sx.comm.Communicator], Any]
 def start(timeout_s: float = 30.0) -> sx.comm.Communicator:
     torch.set_num_threads(1)
     comm = sx.init("auto", timeout_s=timeout_s)
-    assert comm.backend in ("hierarchical", "gloo"), comm.backend  # one rank on each host leaves nothing to do locally
+    assert comm.backend in ("hierarchical", "gloo"), comm.backend  # gloo with one rank per host
     assert comm.num_nodes == 2
     return comm
 
@@ -33,7 +33,7 @@ def start(timeout_s: float = 30.0) -> sx.comm.Communicator:
 # The hosts themselves
 
 
-def test_hosts_are_apart_and_leave_nothing() -> None:
+def test_hosts_are_separate_and_leave_nothing() -> None:
     before = os.listdir("/proc/self/ns"), sorted(os.listdir("/sys/class/net")), os.stat("/dev/shm").st_dev
     with two_hosts(1, 2) as hosts:
         seen = hosts.run(show)
@@ -60,7 +60,7 @@ def suite() -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [(2, 2), (1, 3)], ids=str)
-def test_everything_that_a_communicator_promises(counts: tuple[int, int]) -> None:
+def test_the_conformance_suite_passes(counts: tuple[int, int]) -> None:
     with two_hosts(*counts) as hosts:
         assert hosts.run(suite, timeout_s=150) == ["hierarchical"] * 4
 
@@ -72,7 +72,7 @@ def by_hosts() -> list[Any]:
     found = comm.all_reduce(values.clone(), "avg")
     parts = torch.stack([rank * 1e4 + torch.arange(70_000) % 7 for rank in range(n)])
     assert torch.allclose(found, parts.mean(0))
-    halves = torch.full((1000,), 40_000.0, dtype=torch.float16)  # two of them are out of range
+    halves = torch.full((1000,), 40_000.0, dtype=torch.float16)  # two of these roots are out of range
     assert comm.all_reduce(halves, "avg").eq(40_000).all()
     shared = comm.empty((300_000,), torch.float32).fill_(comm.rank + 1.0)
     assert comm.all_reduce(shared).eq(n * (n + 1) / 2).all()
@@ -96,7 +96,7 @@ def by_hosts() -> list[Any]:
 
 
 @pytest.mark.parametrize("counts", [slow((2, 2)), slow((1, 3)), (2, 1)], ids=str)
-def test_sums_and_averages_are_of_ranks_not_of_hosts(counts: tuple[int, int]) -> None:
+def test_sums_and_averages_are_over_ranks_not_hosts(counts: tuple[int, int]) -> None:
     n = sum(counts)
     with two_hosts(*counts, fully=True) as hosts:
         for rank, (where, on_node, between, names) in enumerate(hosts.run(by_hosts)):
@@ -132,7 +132,7 @@ def failure_of(comm: sx.comm.Communicator, verb: str) -> sx.StateExchangeError |
 
 
 def caught(comm: sx.comm.Communicator, verb: str) -> list[Any]:
-    """What the call raised, when; and that the next raises the same."""
+    """Return the error that the call raised and the time; check that the next call raises the same."""
     error = failure_of(comm, verb)
     when = time.monotonic()
     assert error is not None, f"{verb} came to an end"
@@ -141,8 +141,8 @@ def caught(comm: sx.comm.Communicator, verb: str) -> list[Any]:
     return [when, type(error).__name__, *about, str(error)]
 
 
-def sit(victim: int, verb: str, how: str = "", timeout_s: float = 30.0) -> Any:
-    """All but `victim` wait for it in a collective."""
+def wait_for_victim(victim: int, verb: str, how: str = "", timeout_s: float = 30.0) -> Any:
+    """Wait in a collective for `victim`, on all other ranks."""
     comm = start()
     call(comm, verb)
     comm.barrier()
@@ -164,8 +164,8 @@ def sit(victim: int, verb: str, how: str = "", timeout_s: float = 30.0) -> Any:
     return None
 
 
-def run_on(timeout_s: float = 30.0) -> Any:
-    """All go round and round, until something happens."""
+def call_endlessly(timeout_s: float = 30.0) -> Any:
+    """Call collectives without end on all ranks, until one raises."""
     comm = start()
     comm.barrier()
     comm._session.timeout_s = timeout_s
@@ -175,8 +175,8 @@ def run_on(timeout_s: float = 30.0) -> Any:
     return caught(comm, "barrier")
 
 
-def go_together(verb: str, timeout_s: float) -> Any:
-    """All call once the test says so."""
+def call_on_go(verb: str, timeout_s: float) -> Any:
+    """Call a collective on all ranks as soon as the test calls `go`."""
     comm = start()
     call(comm, verb)
     comm._session.timeout_s = timeout_s
@@ -214,9 +214,9 @@ def expect_named(outcomes: Sequence[Outcome], hosts: TwoHosts, victim: int, sinc
     ],
     ids=lambda value: str(value).replace(" ", ""),
 )
-def test_a_killed_rank_is_named_by_those_who_wait_for_it(counts: tuple[int, int], victim: int, verb: str) -> None:
+def test_a_killed_rank_is_named_by_ranks_that_wait_for_it(counts: tuple[int, int], victim: int, verb: str) -> None:
     with two_hosts(*counts) as hosts:
-        hosts.start(sit, victim, verb)
+        hosts.start(wait_for_victim, victim, verb)
         hosts.wait_for("in")
         time.sleep(0.3)
         killed = hosts.kill(victim)
@@ -226,9 +226,9 @@ def test_a_killed_rank_is_named_by_those_who_wait_for_it(counts: tuple[int, int]
 @pytest.mark.parametrize(
     ("counts", "victim"), [slow((2, 2), 3), slow((2, 2), 2), slow((2, 2), 0), ((2, 1), 2)], ids=str
 )
-def test_a_rank_killed_at_work_is_named(counts: tuple[int, int], victim: int) -> None:
+def test_a_rank_killed_during_collectives_is_named(counts: tuple[int, int], victim: int) -> None:
     with two_hosts(*counts) as hosts:
-        hosts.start(run_on)
+        hosts.start(call_endlessly)
         hosts.wait_for("in")
         time.sleep(0.3)
         killed = hosts.kill(victim)
@@ -236,9 +236,9 @@ def test_a_rank_killed_at_work_is_named(counts: tuple[int, int], victim: int) ->
 
 
 @pytest.mark.parametrize(("how", "code"), [("raises", 1), slow("leaves", 0), slow("exits", 3), slow("ends", 4)])
-def test_a_rank_that_goes_is_named(how: str, code: int) -> None:
+def test_a_rank_that_exits_is_named(how: str, code: int) -> None:
     with two_hosts(2, 1) as hosts:
-        hosts.start(sit, 2, "all_reduce", how)
+        hosts.start(wait_for_victim, 2, "all_reduce", how)
         since = hosts.wait_for("in") + 0.5
         outcomes = hosts.finish(15)
         assert outcomes[2].exit_code == code, hosts.describe(outcomes)
@@ -248,7 +248,10 @@ def test_a_rank_that_goes_is_named(how: str, code: int) -> None:
 
 
 def expect_missing(outcomes: Sequence[Outcome], gone: dict[int, tuple[int, ...]], since: float) -> None:
-    """Ranks in `gone` raise StallError or its kind, or PeerError for its first, about the ranks given there."""
+    """Check the errors of ranks in `gone`:
+
+    a StallError that names the given missing ranks, or a PeerError that names one.
+    """
     for outcome in outcomes:
         when, kind, about, _, named, text = outcome.value
         absent = gone[outcome.rank]
@@ -258,7 +261,7 @@ def expect_missing(outcomes: Sequence[Outcome], gone: dict[int, tuple[int, ...]]
 
 
 def far_from(hosts: TwoHosts) -> dict[int, tuple[int, ...]]:
-    """For each rank those of the other host."""
+    """Return for each rank the ranks of the other host."""
     ranks = range(hosts.world_size)
     return {rank: tuple(r for r in ranks if hosts.host_of(r) != hosts.host_of(rank)) for rank in ranks}
 
@@ -266,7 +269,7 @@ def far_from(hosts: TwoHosts) -> dict[int, tuple[int, ...]]:
 @pytest.mark.parametrize("verb", by_default(CALLS, 0))
 def test_a_host_that_is_cut_off_is_named_on_both_sides(verb: str) -> None:
     with two_hosts(2, 2) as hosts:
-        hosts.start(go_together, verb, TIMEOUT_S)
+        hosts.start(call_on_go, verb, TIMEOUT_S)
         hosts.wait_for("in")
         hosts.link_down()
         since = hosts.go()
@@ -275,9 +278,9 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(verb: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "cut off"])
-def test_processes_come_to_their_end_after_a_fault(how: str) -> None:
+def test_processes_exit_after_a_fault(how: str) -> None:
     with two_hosts(2, 2, fully=True) as hosts:
-        hosts.start(run_on, TIMEOUT_S)
+        hosts.start(call_endlessly, TIMEOUT_S)
         hosts.wait_for("in")
         time.sleep(0.3)
         if how == "killed":
@@ -288,9 +291,9 @@ def test_processes_come_to_their_end_after_a_fault(how: str) -> None:
 
 
 @pytest.mark.parametrize("counts", [slow((2, 2)), (1, 2)], ids=str)
-def test_a_host_that_is_cut_off_at_work_is_named_on_both_sides(counts: tuple[int, int]) -> None:
+def test_a_host_that_is_cut_off_during_collectives_is_named_on_both_sides(counts: tuple[int, int]) -> None:
     with two_hosts(*counts) as hosts:
-        hosts.start(run_on, TIMEOUT_S)
+        hosts.start(call_endlessly, TIMEOUT_S)
         hosts.wait_for("in")
         time.sleep(0.5)
         since = hosts.link_down()
@@ -298,9 +301,9 @@ def test_a_host_that_is_cut_off_at_work_is_named_on_both_sides(counts: tuple[int
 
 
 @pytest.mark.slow
-def test_a_short_interruption_harms_nobody() -> None:
+def test_a_short_interruption_of_the_cable_raises_no_error() -> None:
     with two_hosts(2, 2) as hosts:
-        hosts.start(calm)
+        hosts.start(all_reduce_on_go)
         hosts.wait_for("in")
         hosts.link_down()
         hosts.go()
@@ -309,7 +312,7 @@ def test_a_short_interruption_harms_nobody() -> None:
         assert [outcome.value for outcome in others(hosts.finish(20), hosts, -1)] == [6.0] * 4
 
 
-def calm() -> float:
+def all_reduce_on_go() -> float:
     comm = start()
     comm.barrier()
     report("in")
@@ -320,9 +323,9 @@ def calm() -> float:
 
 
 @pytest.mark.parametrize(("counts", "victim"), [slow((2, 2), 3), slow((2, 2), 0), ((2, 1), 2)], ids=str)
-def test_a_stuck_rank_is_named_at_the_deadline(counts: tuple[int, int], victim: int) -> None:
+def test_a_stopped_rank_is_named_at_the_deadline(counts: tuple[int, int], victim: int) -> None:
     with two_hosts(*counts) as hosts:
-        hosts.start(sit, victim, "all_reduce", "", TIMEOUT_S)
+        hosts.start(wait_for_victim, victim, "all_reduce", "", TIMEOUT_S)
         hosts.wait_for("in")
         stopped = hosts.kill(victim, signal.SIGSTOP)
         outcomes = hosts.finish(15, stuck=victim)
@@ -343,20 +346,20 @@ def disagree(odd: int) -> dict[str, Any]:
     comm = start()
     found: dict[str, Any] = {}
     for what, (call, other) in DISAGREEMENTS.items():
-        for act in (call, other):  # so that each has been made before
+        for act in (call, other):  # so that neither call is the first of its kind
             act(comm)
         comm.barrier()
         begun = time.monotonic()
         with pytest.raises(sx.errors.MismatchError) as caught:
             (other if comm.rank == odd else call)(comm)
         found[what] = [time.monotonic() - begun, str(caught.value)]
-        assert float(comm.all_reduce(torch.ones(1))[0]) == comm.world_size  # all know, and go on
+        assert float(comm.all_reduce(torch.ones(1))[0]) == comm.world_size  # it still works
     sx.shutdown()
     return found
 
 
 @pytest.mark.parametrize("counts", [slow((2, 2)), (1, 2)], ids=str)
-def test_ranks_of_two_hosts_that_disagree_all_learn_of_it(counts: tuple[int, int]) -> None:
+def test_a_mismatch_is_raised_on_all_ranks_of_two_hosts(counts: tuple[int, int]) -> None:
     with two_hosts(*counts) as hosts:
         for rank, found in enumerate(hosts.run(disagree, sum(counts) - 1)):
             for what, (took, text) in found.items():
@@ -364,16 +367,16 @@ def test_ranks_of_two_hosts_that_disagree_all_learn_of_it(counts: tuple[int, int
                 assert text.count("test_two_hosts.py:") == sum(counts), text
 
 
-def sit_without_board(victim: int) -> Any:
+def wait_without_failure_detector(victim: int) -> Any:
     bootstrap.start_failure_detector = lambda *_: None  # type: ignore[assignment]
-    return sit(victim, "all_reduce", "", TIMEOUT_S)
+    return wait_for_victim(victim, "all_reduce", "", TIMEOUT_S)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=str)
-def test_without_a_board_the_deadline_still_holds(number: int) -> None:
+def test_without_a_failure_detector_the_deadline_still_holds(number: int) -> None:
     with two_hosts(2, 2) as hosts:
-        hosts.start(sit_without_board, 3)
+        hosts.start(wait_without_failure_detector, 3)
         hosts.wait_for("in")
         since = hosts.kill(3, number)
         for outcome in others(hosts.finish(15, stuck=3), hosts, 3):

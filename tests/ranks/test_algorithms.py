@@ -1,4 +1,4 @@
-"""Algorithms: Bagua's net and formulas, what 8 bits lose, switching while training, and the tuner of bucket sizes."""
+"""Algorithms: Bagua's network and formulas, quantisation errors, switching while training, tuner of bucket sizes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Weights = list[list[Any]]
 
 
 def net(seed: int = 0) -> nn.Sequential:
-    """In float64, where algorithms that should be equal are so to the last bit."""
+    """Return the network in float64, so that equal algorithms are equal to the last bit."""
     return bagua_net(seed).double()
 
 
@@ -74,7 +74,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained(algorithm: Algorithm | str, steps: int = STEPS, **settings: Any) -> Callable[[], list[Any]]:
-    """Run Bagua's training on a rank, seeded by the rank; return its weights at the end."""
+    """Run Bagua's training on a rank, seeded by the rank; return its final weights."""
 
     def work() -> list[Any]:
         rank = sx.get_rank()
@@ -86,8 +86,8 @@ def trained(algorithm: Algorithm | str, steps: int = STEPS, **settings: Any) -> 
     return work
 
 
-def of_one_process(world_size: int) -> list[Any]:
-    """The same run as one process makes it: gradients added in the order of ranks, then divided."""
+def trained_in_one_process(world_size: int) -> list[Any]:
+    """Run the same training in one process: gradients are added in the order of ranks, then divided."""
     module = net(0)
     optimizer = sgd(module)
     for step in range(STEPS):
@@ -106,7 +106,7 @@ def of_one_process(world_size: int) -> list[Any]:
 def test_baguas_net_is_bit_equal_between_ranks_and_to_one_process(algorithm: str, world_size: int) -> None:
     results = run_ranks(trained(algorithm), world_size)
     assert all(result == results[0] for result in results)
-    expected = of_one_process(world_size)
+    expected = trained_in_one_process(world_size)
     if world_size < 3:
         assert results[0] == expected
     else:
@@ -128,7 +128,7 @@ def test_scatter_gather_with_buckets_of_any_size(settings: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_quantised_values_are_half_a_step_off_at_most(scale: float) -> None:
+def test_quantised_values_differ_by_half_a_step_at_most(scale: float) -> None:
     chunks = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)) * scale
     chunks[1] = chunks[1, 0]
     for row, sent in zip(chunks, quantize(chunks), strict=True):
@@ -138,7 +138,7 @@ def test_quantised_values_are_half_a_step_off_at_most(scale: float) -> None:
 
 
 def quantised_average(gradients: list[list[torch.Tensor]], *, error_feedback: bool = False) -> list[list[Any]]:
-    """Return the average on each rank after each round, of gradients by round and rank."""
+    """Return the averages on each rank after each round; gradients are given by round and rank."""
 
     def work() -> list[Any]:
         comm = sx.get_communicator()
@@ -159,7 +159,7 @@ def quantised_average(gradients: list[list[torch.Tensor]], *, error_feedback: bo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize(("world_size", "numel"), [(1, 7), (2, 1), (2, 1001), (3, 1001)])
-def test_a_quantised_average_is_half_a_step_of_each_stage_off(world_size: int, numel: int, dtype: torch.dtype) -> None:
+def test_a_quantised_average_differs_by_half_a_step_per_stage(world_size: int, numel: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(world_size)
     theirs = [torch.randn(numel, generator=generator, dtype=torch.float32).to(dtype) + 5 for _ in range(world_size)]
     results = [result[0] for result in quantised_average([theirs])]
@@ -177,7 +177,7 @@ def test_a_quantised_average_is_half_a_step_of_each_stage_off(world_size: int, n
         assert (result[begin : begin + chunk] - mean).abs().max() <= (first + second) * 1.0001 + rounding
 
 
-def test_error_feedback_makes_up_for_what_was_lost() -> None:
+def test_error_feedback_compensates_the_quantisation_error() -> None:
     generator = torch.Generator().manual_seed(1)
     theirs = [torch.randn(64, generator=generator) for _ in range(2)]
     errors = []
@@ -193,9 +193,9 @@ def test_the_largest_values_that_can_be_quantised() -> None:
     torch.testing.assert_close(result, largest)
 
 
-def test_what_fills_a_bucket_up_has_no_part_in_its_range() -> None:
-    """If it had, the large gradient of the first round would stay there."""
-    large = torch.tensor([0, 0, 0, -1e8, 2.1e8])  # between these two no level is 0
+def test_the_padding_of_a_bucket_does_not_change_its_range() -> None:
+    """If it did, the large gradient of the first round would stay in the padding."""
+    large = torch.tensor([0, 0, 0, -1e8, 2.1e8])  # no quantisation level between these two is 0
     rounds = [[large] * 2, [torch.full((5,), 1e-6)] * 2]
     assert all(torch.equal(result[1], rounds[1][0]) for result in quantised_average(rounds))
 
@@ -226,11 +226,11 @@ def test_a_gradient_that_cannot_be_quantised_is_named_on_all_ranks(bad: float, s
     assert all(torch.tensor(weight).isfinite().all() for weight in results[0][3])
 
 
-def test_a_quantised_run_stays_near_the_exact_one() -> None:
+def test_a_quantised_training_stays_near_the_exact_one() -> None:
     for algorithm in ("quantize", QuantizedAllReduce(error_feedback=True)):
         results = run_ranks(trained(algorithm), 3)
         assert all(result == results[0] for result in results)
-        for ours, theirs in zip(results[0], of_one_process(3), strict=True):
+        for ours, theirs in zip(results[0], trained_in_one_process(3), strict=True):
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=1e-4)
 
 
@@ -238,7 +238,7 @@ def test_a_quantised_run_stays_near_the_exact_one() -> None:
 
 
 def pairs_by_hand(world_size: int, communication: int) -> dict[int, int]:
-    """Bagua's formula, from its test; with an odd number the last rank does not exist."""
+    """Return the weights by Bagua's formula, from its test; with an odd number of ranks the last one has no peer."""
     ranks = world_size + world_size % 2
     peers = {}
     for rank in range(ranks):
@@ -315,12 +315,12 @@ def test_decentralised_weights_are_those_of_the_formula(peers: Any, interval: in
 
 
 @pytest.mark.parametrize("peers", ["all", "shift_one"])
-def test_peers_have_equal_bits_after_they_met(peers: Any) -> None:
+def test_peers_have_equal_bits_after_a_communication(peers: Any) -> None:
     def work() -> list[Any]:
         module = net()
         wrapped, optimizer = data_parallel(module, sgd(module), Decentralized(peers))
         train(wrapped, optimizer, sx.get_rank(), range(STEPS))
-        optimizer.finalize()  # the averages with which the next step would begin
+        optimizer.finalize()  # the averages, with which the next step begins
         return weights(module)
 
     results = run_ranks(work, 4)
@@ -361,12 +361,12 @@ def test_switching_through_all_algorithms_keeps_adams_state() -> None:
         for name in ("quantize", Decentralized("shift_one", 2), "sg-allreduce", "allreduce"):
             train(wrapped, optimizer, comm.rank, range(begin, begin + 4))
             begin += 4
-            held = {key: value.clone() for key, value in adam.state[module[0].weight].items()}
-            apart.append([held["exp_avg"].tolist(), weights(module)])
+            before = {key: value.clone() for key, value in adam.state[module[0].weight].items()}
+            apart.append([before["exp_avg"].tolist(), weights(module)])
             assert wrapped.switch_to(name) is wrapped
             state = adam.state[module[0].weight]
-            told = comm.all_gather(held["exp_avg"])
-            expected = sum(told) / comm.world_size if name == "sg-allreduce" else told[comm.rank]
+            gathered = comm.all_gather(before["exp_avg"])
+            expected = sum(gathered) / comm.world_size if name == "sg-allreduce" else gathered[comm.rank]
             torch.testing.assert_close(state["exp_avg"], expected)
             assert state["step"].item() == begin
             reached.append((weights(module), module.mean.item(), module.seen.item()))
@@ -445,7 +445,7 @@ def test_the_first_step_after_a_switch_communicates() -> None:
     assert one == two
 
 
-def test_a_switch_is_as_good_as_a_fresh_start_in_the_same_state() -> None:
+def test_a_switch_equals_a_fresh_start_with_the_same_state() -> None:
     def work() -> bool:
         comm = sx.get_communicator()
         module, other = net(), net()
@@ -471,8 +471,8 @@ def test_schedulers_clipping_and_gradients_after_backward_stay_as_they_are() -> 
             loss_of(wrapped, comm.rank, 0).backward()
             nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
             if wrapped.algorithm.averages_weights is False:
-                told = comm.all_gather(module[0].weight.grad)
-                assert all(torch.equal(grad, told[0]) for grad in told)
+                gathered = comm.all_gather(module[0].weight.grad)
+                assert all(torch.equal(grad, gathered[0]) for grad in gathered)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
@@ -531,7 +531,7 @@ def test_join_with_a_ring() -> None:
 # The module
 
 
-def test_a_module_is_what_it_wraps() -> None:
+def test_a_module_behaves_like_the_module_that_it_wraps() -> None:
     module = net()
     module.note = "mine"
     module.register_buffer("seen", torch.tensor(3))
@@ -552,7 +552,7 @@ def test_a_module_is_what_it_wraps() -> None:
         wrapped.switch_to("quantize")
 
 
-def test_a_copy_is_a_module_of_its_own_that_nothing_trains() -> None:
+def test_a_copy_is_independent_and_not_averaged() -> None:
     def work() -> None:
         module = net()
         wrapped, optimizer = data_parallel(module, sgd(module))
@@ -593,7 +593,7 @@ def test_ignored_names_stay_this_ranks_own() -> None:
 # Refusals
 
 
-def test_unknown_algorithms_list_the_known() -> None:
+def test_an_unknown_algorithm_lists_the_known_ones() -> None:
     with pytest.raises(InvalidArgumentError, match="known: allreduce, sg-allreduce, quantize, decentralize"):
         as_algorithm("bytegrad")
     with pytest.raises(ValueError, match="known: all, shift_one, ring"):
@@ -647,7 +647,7 @@ def ignoring(names: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", range(len(WRONG)))
-def test_what_is_wrong_is_an_error_on_all_ranks(case: int) -> None:
+def test_a_wrong_argument_is_an_error_on_all_ranks(case: int) -> None:
     act, kind, message = WRONG[case]
 
     def work() -> bool:
@@ -736,7 +736,7 @@ def test_step_times_can_be_reported_and_the_slowest_rank_counts() -> None:
         comm = sx.get_communicator()
         module = net()
         wrapped, optimizer = data_parallel(module, sgd(module), bucket_bytes=2048)
-        assert not wrapped.ask_and_update_hyperparameters()  # nothing was measured
+        assert not wrapped.ask_and_update_hyperparameters()  # no step was measured
         answers = []
         for seconds in (5.0, 4.0, 1.0, 3.0, 2.0, 7.0):
             train(wrapped, optimizer, comm.rank, range(1))
@@ -762,7 +762,7 @@ def test_step_times_can_be_reported_and_the_slowest_rank_counts() -> None:
 
 
 def everything(backend: str, directory: str) -> list[Any]:
-    """All algorithms one after the other, and the tuner."""
+    """Train with all algorithms one after the other, and with the tuner."""
     comm = start(backend, directory)
     module = net(comm.rank)
     wrapped, optimizer = data_parallel(module, torch.optim.Adam(module.parameters()), bucket_bytes=512)
@@ -776,7 +776,7 @@ def everything(backend: str, directory: str) -> list[Any]:
 
 
 def uneven(backend: str, directory: str) -> list[Any]:
-    """Train by each average of gradients with unequal amounts of data, one rank without; return the weights."""
+    """Train by each averaging algorithm with unequal amounts of data, one rank without any; return the weights."""
     comm = start(backend, directory)
     found = []
     for name in ("allreduce", "sg-allreduce", "quantize"):
@@ -789,7 +789,10 @@ def uneven(backend: str, directory: str) -> list[Any]:
 
 
 def scaled(backend: str, directory: str) -> list[Any]:
-    """A GradScaler and inf on one rank in step 1: the scale, and whether weights change, in each step."""
+    """Train with a GradScaler and inf on one rank in step 1.
+
+    Returns the scale, and whether weights changed, for each step.
+    """
     comm = start(backend, directory)
     found = []
     for name in ("allreduce", "sg-allreduce"):
@@ -824,14 +827,14 @@ def over(backend: str, work: Callable[..., list[Any]], tmp_path: Path) -> list[l
 
 
 @BACKENDS
-def test_everywhere(backend: str, tmp_path: Path) -> None:
+def test_every_algorithm_trains_over_every_backend(backend: str, tmp_path: Path) -> None:
     first, *others = over(backend, everything, tmp_path)
     assert others == [first] * len(others)
     assert first[0] is True
 
 
 @SHM
-def test_uneven_data_is_joined_by_every_average(backend: str, tmp_path: Path) -> None:
+def test_every_averaging_algorithm_joins_uneven_data(backend: str, tmp_path: Path) -> None:
     first, *others = over(backend, uneven, tmp_path)
     assert others == [first] * len(others)
     module, world_size = net(), 1 + len(others)
@@ -854,7 +857,10 @@ def test_a_grad_scaler_skips_the_same_step_on_all_ranks(backend: str, tmp_path: 
 
 
 def over_two_hosts(directory: str) -> list[Any]:
-    """Every algorithm with the hierarchy and without, and the tuner, which tries both; three ranks of two hosts."""
+    """Train three ranks on two hosts.
+
+    Runs every algorithm with and without hierarchy, and the tuner, which tries both.
+    """
     comm = start("hierarchical", directory)
     kinds: list[Any] = [GradientAllReduce, ScatterGatherAllReduce, QuantizedAllReduce, Decentralized]
     found: dict[bool | None, list[Any]] = {}
@@ -866,7 +872,7 @@ def over_two_hosts(directory: str) -> list[Any]:
         train(wrapped, optimizer, comm.rank, range(STEPS))
         right = all(
             torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=1e-9, atol=1e-12)
-            for ours, theirs in zip(weights(module), of_one_process(comm.world_size), strict=True)
+            for ours, theirs in zip(weights(module), trained_in_one_process(comm.world_size), strict=True)
         )
         for kind in [*kinds[1:], kinds[0]]:
             wrapped.switch_to(kind(hierarchical=hierarchical))
@@ -884,7 +890,7 @@ def over_two_hosts(directory: str) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_hierarchy_is_the_callers_choice_or_the_tuners(tmp_path: Path) -> None:
+def test_the_hierarchy_is_chosen_by_the_caller_or_the_tuner(tmp_path: Path) -> None:
     results = run_ranks(over_two_hosts, 3, backend="processes", args=(str(tmp_path),), timeout_s=60.0)
     assert results[1:] == results[:1] * 2
     found, backend = results[0]
@@ -898,7 +904,7 @@ WEIGHTS = [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
 def averages_of_hosts(directory: str, hosts: str, cases: list[Any]) -> list[list[float]]:
-    """What a weight becomes by each of `cases`, in three steps that begin with WEIGHTS."""
+    """Return a weight after each of three steps, which begin with WEIGHTS, for each of `cases`."""
     comm = start("hierarchical", directory, hosts)
     found = []
     for peers, dtype, hierarchical in cases:
@@ -918,7 +924,7 @@ def averages_of_hosts(directory: str, hosts: str, cases: list[Any]) -> list[list
 
 
 def expected_of_hosts(peers: Any, hosts: str) -> list[list[float]]:
-    """By rank: in each step the mean over all ranks of its host and of the hosts that are its peers."""
+    """Return by rank the mean, in each step, over all ranks of its host and of the hosts that are its peers."""
     names = sorted(set(hosts))
     found: list[list[float]] = [[] for _ in hosts]
     for step in range(3):
@@ -934,7 +940,7 @@ CASES = [("shift_one", "float32", True), ("shift_one", "bfloat16", None), ("ring
 
 
 @pytest.mark.parametrize("hosts", ["aabb", slow("abbb"), slow("aabbc")])
-def test_peers_are_hosts_where_there_is_a_hierarchy(hosts: str, tmp_path: Path) -> None:
+def test_with_a_hierarchy_peers_are_hosts(hosts: str, tmp_path: Path) -> None:
     args = (str(tmp_path), hosts, [*CASES, ("shift_one", "float32", False), ("ring", "complex64", True)])
     results = run_ranks(averages_of_hosts, len(hosts), backend="processes", args=args, timeout_s=60.0)
     if hosts == "aabb":
@@ -946,7 +952,7 @@ def test_peers_are_hosts_where_there_is_a_hierarchy(hosts: str, tmp_path: Path) 
 
 
 def quantised_by_hosts(directory: str) -> list[Any]:
-    """Averages of gradients of ones and a spread on each rank, and the names in the errors of what has none."""
+    """Return averages of gradients over uneven hosts. Also returns the names in errors for NaN and inf."""
     comm = start("hierarchical", directory)
     found: list[Any] = []
     for error_feedback in (False, True):
@@ -976,7 +982,7 @@ def spread_of(rank: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_quantised_averages_of_uneven_hosts_are_of_ranks(tmp_path: Path) -> None:
+def test_quantised_averages_on_uneven_hosts_are_over_ranks(tmp_path: Path) -> None:
     results = run_ranks(quantised_by_hosts, 4, backend="processes", args=(str(tmp_path),), timeout_s=60.0)
     assert results[1:] == results[:1] * 3
     mean = sum(spread_of(rank) for rank in range(4)) / 4
@@ -987,7 +993,7 @@ def test_quantised_averages_of_uneven_hosts_are_of_ranks(tmp_path: Path) -> None
 
 
 def refused_without_hierarchy(directory: str) -> list[str]:
-    """Two hosts of two ranks over Gloo alone."""
+    """Ask for a hierarchy on two simulated hosts of two ranks over Gloo alone."""
     bootstrap.host_identity = page_setup.host_identity = lambda: "aabb"[int(os.environ["RANK"])]
     comm = sx.init("gloo", rendezvous=f"file://{directory}")
     errors = []
@@ -1001,12 +1007,12 @@ def refused_without_hierarchy(directory: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_hierarchy_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_hierarchy_that_the_communicator_lacks_is_refused(tmp_path: Path) -> None:
     results = run_ranks(refused_without_hierarchy, 4, backend="processes", args=(str(tmp_path),), timeout_s=60.0)
     assert all("init('auto')" in error for errors in results for error in errors)
 
 
-def test_the_ranks_of_one_host_average_among_themselves_if_they_are_told_to() -> None:
+def test_hierarchical_on_one_host_averages_over_its_ranks() -> None:
     def work() -> float:
         rank = sx.get_rank()
         module = nn.ParameterList([nn.Parameter(torch.zeros(3))])
@@ -1021,8 +1027,8 @@ def test_the_ranks_of_one_host_average_among_themselves_if_they_are_told_to() ->
 # Several optimizers
 
 
-def test_several_optimizers_step_as_often_as_they_like() -> None:
-    """As a generator and a discriminator do: each steps with averages, also of several backwards."""
+def test_several_optimizers_may_step_at_different_times() -> None:
+    """Like a generator and a discriminator: each steps with averages, also of several backwards."""
 
     def work() -> list[Any]:
         rank = sx.get_rank()
@@ -1046,7 +1052,7 @@ def test_several_optimizers_step_as_often_as_they_like() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["allreduce", "decentralize"])
-def test_several_optimizers_are_one_with_the_groups_of_all(algorithm: str) -> None:
+def test_several_optimizers_equal_one_with_all_param_groups(algorithm: str) -> None:
     def work() -> list[Any]:
         rank = sx.get_rank()
         found = []

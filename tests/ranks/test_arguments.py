@@ -1,4 +1,4 @@
-"""A caller's mistake is an InvalidArgumentError or UnsupportedError on all ranks, be it on one of them only."""
+"""A wrong argument is an InvalidArgumentError or UnsupportedError on all ranks, also if only one rank passes it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def entered(block: contextlib.AbstractContextManager[Any]) -> None:
         pass
 
 
-# Each call, with wrong arguments where it is told to
+# Calls by name; with `wrong` each passes a wrong argument
 CALLS: dict[str, Call] = {
     "op": lambda w: comm().all_reduce(ones(), op=[] if w else "sum"),
     "scale": lambda w: comm().all_reduce(ones(), scale="x" if w else 1.0),
@@ -121,12 +121,12 @@ CALLS: dict[str, Call] = {
 
 @pytest.mark.parametrize("wrong_on", ["all", "one"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_callers_mistake_is_no_failure_of_a_peer(name: str, wrong_on: str) -> None:
+def test_a_wrong_argument_is_no_failure_of_a_peer(name: str, wrong_on: str) -> None:
     def work() -> str:
         wrong = wrong_on == "all" or sx.get_rank() == 1
         with pytest.raises((InvalidArgumentError, UnsupportedError)) as caught:
             CALLS[name](wrong)
-        comm().barrier()  # and they go on together
+        comm().barrier()  # the communicator still works
         return str(caught.value)
 
     one, other = run_ranks(work, 2)
@@ -134,7 +134,7 @@ def test_a_callers_mistake_is_no_failure_of_a_peer(name: str, wrong_on: str) -> 
 
 
 @pytest.mark.parametrize("name", ["out", "filename_pattern", "url", "source"])
-def test_a_callers_mistake_about_files_is_none_either(name: str, tmp_path: Path) -> None:
+def test_a_wrong_argument_about_files_is_no_failure_of_a_peer(name: str, tmp_path: Path) -> None:
     def work() -> None:
         with pytest.raises((InvalidArgumentError, UnsupportedError)):
             if name == "out":
@@ -169,13 +169,13 @@ def test_arguments_of_init_are_checked_before_anything_begins(arguments: dict[st
         sx.init(backend, **arguments)
 
 
-def test_ranks_that_are_none_are_refused() -> None:
+def test_absent_ranks_are_refused() -> None:
     for ranks in (5, None, [0, "1"], [0, 0.5]):
         with pytest.raises(InvalidArgumentError, match="ranks are a sequence of integers"):
             entered(sx.get_tensors_parallel(ones(), ranks))  # type: ignore[arg-type]
 
 
-def test_what_python_says_of_an_argument_is_kept_as_the_cause() -> None:
+def test_pythons_own_error_is_kept_as_the_cause() -> None:
     with pytest.raises(StateExchangeError, match="all_reduce: could not convert string to float: 'x'") as caught:
         comm().all_reduce(ones(), scale="x")  # type: ignore[arg-type]
     assert isinstance(caught.value.__cause__, ValueError)

@@ -38,7 +38,7 @@ OPS: dict[str, Callable[..., torch.Tensor]] = {
 }
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-PROMISED = (torch.float32, torch.float64, torch.int64, torch.uint8)  # by all_reduce, whatever `reduces` says
+PROMISED = (torch.float32, torch.float64, torch.int64, torch.uint8)  # reduced by all_reduce, whatever `reduces` is
 KINDS = ("gloo", "bare gloo", "store", "mpi")
 WORLDS = {"gloo": "gloo", "bare gloo": "processes", "store": "processes", "mpi": "mpi"}
 NAN, INF = float("nan"), float("inf")
@@ -49,7 +49,7 @@ def wait(timeout_s: float = 10.0) -> Wait:
 
 
 def open_backend(kind: str, path: str) -> Backend:
-    """This rank's backend in a world that `run_ranks` has started."""
+    """Return this rank's backend in a world that `run_ranks` has started."""
     if kind == "gloo":
         group = torch_groups.default_group()
         assert group is not None
@@ -61,7 +61,7 @@ def open_backend(kind: str, path: str) -> Backend:
     return bootstrap if kind == "store" else bootstrap.transport(10.0)
 
 
-# What a backend must do, for any order and number of ranks
+# Requirements of every backend, for any order and number of ranks
 
 
 def messages(b: Backend) -> None:
@@ -106,7 +106,10 @@ def uneven_moves(b: Backend) -> None:
 
 
 def values(dtype: torch.dtype, size: int, rank: int, op: str) -> torch.Tensor:
-    """Numbers whose reduction every order of ranks gives exactly, and those that some transports get wrong."""
+    """Return numbers whose reduction is exact in every order of ranks.
+
+    Some are numbers that some transports reduce wrong.
+    """
     random = torch.Generator().manual_seed(1000 * rank + size)
     if not dtype.is_floating_point:
         limits = torch.iinfo(dtype)
@@ -169,7 +172,7 @@ def promised_reductions(b: Backend) -> None:
 
 
 def wide_halves(b: Backend) -> None:
-    """An average of numbers whose sum is out of float16's range."""
+    """Average float16 numbers whose sum is out of range."""
     if b.reduces("sum", torch.float16):
         for size in (3, 200_000):
             tensor = torch.full((size,), 60000.0, dtype=torch.float16)
@@ -178,7 +181,7 @@ def wide_halves(b: Backend) -> None:
 
 
 def equal_bits(b: Backend) -> None:
-    """Sums that depend on their order are at least the same on all ranks."""
+    """Check that sums which depend on their order are at least equal on all ranks."""
     for size in (100, 40_001):
         tensor = torch.rand(size, generator=torch.Generator().manual_seed(b.rank)) ** 9
         b.all_reduce(tensor, "sum", Finish(), wait())
@@ -186,10 +189,10 @@ def equal_bits(b: Backend) -> None:
 
 
 def pairs(b: Backend) -> None:
-    """All ranks send to all, both ways at once, with all tags, while they reduce."""
+    """Send from all ranks to all, both ways at once, with all tags, during reductions."""
     failures: list[BaseException] = []
 
-    def talk(verb: str, peer: int) -> None:
+    def exchange(verb: str, peer: int) -> None:
         try:
             for round_ in range(3):
                 for tag, size in ((0, 320), (1, 0), (2, 400_000), (0, 1)):
@@ -202,7 +205,7 @@ def pairs(b: Backend) -> None:
             failures.append(error)
 
     peers = [rank for rank in range(b.world_size) if rank != b.rank]
-    threads = [threading.Thread(target=talk, args=(verb, peer)) for peer in peers for verb in ("send", "recv")]
+    threads = [threading.Thread(target=exchange, args=(verb, peer)) for peer in peers for verb in ("send", "recv")]
     for thread in threads:
         thread.start()
     for _ in range(5):
@@ -230,7 +233,10 @@ def all_of_it(b: Backend) -> None:
 
 
 def as_nccl_would(b: TorchBackend) -> None:
-    """NCCL's backend calls what every process group has; a group without GPUs shows whether it calls it right."""
+    """Run NCCL's backend with calls that every process group has:
+
+    a group without GPUs shows whether it calls them correctly.
+    """
     nccl = NCCLBackend(torch_groups.default_group(), b)
     messages(nccl)
     moves(nccl)
@@ -263,20 +269,20 @@ def serve(kind: str, path: str) -> None:
                 pair = b.new_group(ranks, 10.0)
                 assert pair.all_gather_bytes(bytes([rank]), wait()) == [bytes([r]) for r in ranks]
     turned.all_gather_bytes(b"", wait())
-    if kind == "mpi":  # whose worlds are slow to start: the tests below, in this one
-        meets_by_mpi(b)
+    if kind == "mpi":  # worlds of these are slow to start: one runs all tests below
+        bootstraps_over_mpi(b)
         leaves_the_callers_messages_alone(b)
-        waits_in_vain(b, kind, path)
+        times_out(b, kind, path)
     b.close()
 
 
 @pytest.mark.parametrize("kind", by_default(KINDS, 0))
-def test_every_method_does_what_its_formula_says(kind: str, tmp_path: Any) -> None:
+def test_every_method_is_correct(kind: str, tmp_path: Any) -> None:
     run_ranks(serve, 3, backend=WORLDS[kind], args=(kind, str(tmp_path / "store")), timeout_s=60)
 
 
-def meets_by_mpi(b: Backend) -> None:
-    """MPI tells where a store is, and that a launcher is another MPI's."""
+def bootstraps_over_mpi(b: Backend) -> None:
+    """Bootstrap over MPI: it sends the address of a store, and detects a launcher of another MPI."""
 
     shared = rendezvous.store_of(launch("mpich", 3), 10.0)
     bootstrap = StoreBootstrap(shared.store, shared.rank, shared.world_size, server=shared.server)
@@ -287,7 +293,7 @@ def meets_by_mpi(b: Backend) -> None:
 
 
 def leaves_the_callers_messages_alone(b: Backend) -> None:
-    """A receive for any message, posted before the ranks meet, gets the caller's next message and none of ours."""
+    """Check that a receive for any message, posted before the rendezvous, gets the caller's next message."""
     from mpi4py import MPI
 
     theirs = MPI.COMM_WORLD.Dup()
@@ -336,12 +342,12 @@ def stalls(seconds: float) -> Iterator[SimpleNamespace]:
     found.missing = caught.value.missing
 
 
-def waits_in_vain(b: Backend, kind: str, path: str) -> None:
+def times_out(b: Backend, kind: str, path: str) -> None:
     done = [Path(f"{path}.waited-{rank}") for rank in range(2)]
     if b.rank < 2:
         waits_for_rank_2(b, kind)
         done[b.rank].touch()
-    while not all(file.exists() for file in done):  # nobody leaves while another waits
+    while not all(file.exists() for file in done):  # no rank exits while another waits
         time.sleep(0.02)
 
 
@@ -357,17 +363,17 @@ def waits_for_rank_2(b: Backend, kind: str) -> None:
     assert found.missing == ((2,) if kind == "store" else ())
 
 
-def peer_does_not_come(kind: str, path: str) -> None:
-    waits_in_vain(open_backend(kind, path), kind, path)
+def peer_does_not_call(kind: str, path: str) -> None:
+    times_out(open_backend(kind, path), kind, path)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mpi"])
-def test_a_peer_that_does_not_come_is_named_at_the_deadline(kind: str, tmp_path: Any) -> None:
-    run_ranks(peer_does_not_come, 3, backend=WORLDS[kind], args=(kind, str(tmp_path / "store")), timeout_s=60)
+def test_a_peer_that_does_not_call_is_named_at_the_deadline(kind: str, tmp_path: Any) -> None:
+    run_ranks(peer_does_not_call, 3, backend=WORLDS[kind], args=(kind, str(tmp_path / "store")), timeout_s=60)
 
 
-class _KnowsOfFailure(FailureMonitor):
-    """Another rank has reported that rank 7 has failed."""
+class _FailedMonitor(FailureMonitor):
+    """A failure monitor to which a failure of rank 7 was reported."""
 
     def check(self, operation: str) -> None:
         raise sx.errors.PeerError(7, "its own work", "no more fuel")
@@ -387,11 +393,11 @@ def waits_beside_a_failure() -> None:
         time.sleep(0.5)
         return
     with pytest.raises(sx.errors.PeerError, match="rank 7 failed in its own work"):
-        b.all_gather_bytes(b"", Wait(10, "a test", _KnowsOfFailure()))
+        b.all_gather_bytes(b"", Wait(10, "a test", _FailedMonitor()))
     assert b._abandoned  # type: ignore[attr-defined]
 
 
-def test_what_the_monitor_knows_ends_a_wait() -> None:
+def test_a_failure_in_the_monitor_ends_a_wait() -> None:
     run_ranks(waits_beside_a_failure, 2, backend="gloo")
 
 
@@ -415,7 +421,7 @@ time.sleep(0.1)
 """
 
 
-def test_a_process_ends_well_while_it_still_receives() -> None:
+def test_a_process_exits_cleanly_during_a_receive() -> None:
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run([sys.executable, "-c", ENDS], env=environ, capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stderr) == (0, "")
@@ -428,7 +434,7 @@ def launch(launcher: str, size: int) -> Launch:
     return Launch(launcher, 0, size, 0, size, "THE_VARIABLE")
 
 
-def test_ranks_without_a_place_to_meet_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_a_rendezvous_get_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(sx.errors.NotInitializedError, match="set MASTER_ADDR"):
         rendezvous.store_of(launch("slurm", 2), 1.0)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -438,7 +444,7 @@ def test_ranks_without_a_place_to_meet_are_told_so(monkeypatch: pytest.MonkeyPat
         rendezvous.store_of(launch("torchrun", 2), 1.0)
 
 
-def test_a_world_of_one_meets_itself_as_often_as_it_likes() -> None:
+def test_a_world_of_one_can_be_made_again_and_again() -> None:
     for _ in range(2):
         shared = rendezvous.store_of(launch("none", 1), 1.0)
         bootstrap = StoreBootstrap(shared.store, shared.rank, shared.world_size)
@@ -459,7 +465,7 @@ def test_torchs_default_group_starts_on_a_store(tmp_path: Any) -> None:
 
 
 @pytest.mark.skipif(dist.is_nccl_available() and torch.cuda.is_available(), reason="there is a GPU")
-def test_nccl_without_a_gpu_says_what_to_install() -> None:
+def test_nccl_without_a_gpu_names_what_is_missing() -> None:
     with pytest.raises(
         (sx.errors.MissingExtraError, sx.errors.UnsupportedError), match="NCCL needs a CUDA build of torch and a GPU"
     ):
@@ -468,7 +474,7 @@ def test_nccl_without_a_gpu_says_what_to_install() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_nccl_does_what_the_formulas_say_on_one_gpu() -> None:
+def test_nccl_is_correct_on_one_gpu() -> None:
     group = torch_groups.start_nccl(dist.HashStore(), 0, 1, 30.0)
     b = NCCLBackend(group, TorchBackend(group, 30.0))
     try:
@@ -497,6 +503,6 @@ def test_nccl_does_what_the_formulas_say_on_one_gpu() -> None:
         dist.destroy_process_group()
 
 
-def test_timeouts_of_torch_come_after_ours() -> None:
+def test_timeouts_of_torch_are_longer_than_ours() -> None:
     assert torch_groups.torch_timeout(Wait(3, "a test")) == timedelta(seconds=4)
     assert torch_groups.torch_timeout(Wait(INF, "a test")) == timedelta(days=1)

@@ -1,4 +1,4 @@
-"""Export in the background: the state of the moment, while training goes on; failures where the result is asked for."""
+"""Export in the background: it exports the state at the call while training goes on; `result()` raises failures."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def start(backend: str) -> Any:
     return sx.init("mpi") if backend == "mpi" else sx.get_communicator()
 
 
-def goes_on(backend: str, out: str) -> Any:
-    """The weights change and collectives run while what was there is exported."""
+def trains_during_an_export(backend: str, out: str) -> Any:
+    """Change the weights and call collectives while the earlier state is exported."""
     comm = start(backend)
     weight = torch.arange(300_000.0).reshape(3000, 100) + 1000 * comm.rank
     tied = weight.T
@@ -55,8 +55,10 @@ def goes_on(backend: str, out: str) -> Any:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", [slow(1), 3])
-def test_training_goes_on_while_what_was_there_is_exported(backend: str, world_size: int, tmp_path: Path) -> None:
-    found = run_ranks(goes_on, world_size, backend=backend, args=(backend, str(tmp_path / "out")), timeout_s=60)
+def test_training_goes_on_during_an_export_of_the_earlier_state(backend: str, world_size: int, tmp_path: Path) -> None:
+    found = run_ranks(
+        trains_during_an_export, world_size, backend=backend, args=(backend, str(tmp_path / "out")), timeout_s=60
+    )
     assert found == [[str(tmp_path / f"out-{turn}") for turn in range(3)]] * world_size
 
 
@@ -80,10 +82,10 @@ def meets_failures(backend: str, out: str) -> None:
     with pytest.raises(sx.errors.TargetExistsError):
         future.result(30)
 
-    def trip(done: int, total: int) -> None:
+    def fail(done: int, total: int) -> None:
         raise KeyError("lost")
 
-    options: dict[str, Any] = {"on_progress": trip} if comm.rank == 0 else {}
+    options: dict[str, Any] = {"on_progress": fail} if comm.rank == 0 else {}
     future = sx.export_checkpoint(state, f"{out}-2", background=True, **options)
     with pytest.raises(sx.errors.PeerError, match=r"rank 0 .*in export_checkpoint \(writing\): KeyError: 'lost'"):
         future.result(30)
@@ -96,7 +98,7 @@ def meets_failures(backend: str, out: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_failure_is_raised_on_all_and_the_next_export_is_well(backend: str, tmp_path: Path) -> None:
+def test_a_failure_is_raised_on_all_ranks_and_the_next_export_succeeds(backend: str, tmp_path: Path) -> None:
     run_ranks(meets_failures, 2, backend=backend, args=(backend, str(tmp_path / "out")), timeout_s=60)
     left = sorted(p.name for p in tmp_path.iterdir() if not p.name.endswith(".lock"))
     assert left == ["out", "out-4"]
@@ -117,7 +119,7 @@ def dies(out: str) -> str:
     return str(caught.value)
 
 
-def test_a_killed_rank_is_told_by_the_result(tmp_path: Path) -> None:
+def test_result_names_a_killed_rank(tmp_path: Path) -> None:
     outcomes = run_ranks(dies, 2, backend="gloo", args=(str(tmp_path / "out"),), allow_failure=True)
     assert "died" in outcomes[0].value
     assert not (tmp_path / "out").exists()
@@ -135,7 +137,7 @@ sx.export_checkpoint({"w": torch.ones(1000)}, sys.argv[1], on_progress=wait, bac
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["w"], torch.ones(1000))
 
 
-def test_a_snapshot_is_taken_in_the_memory_of_the_last_one(tmp_path: Path) -> None:
+def test_a_snapshot_reuses_the_memory_of_the_last_one(tmp_path: Path) -> None:
     state = {"w": torch.ones(16 << 20)}
 
     def resident() -> int:
@@ -149,8 +151,8 @@ def test_a_snapshot_is_taken_in_the_memory_of_the_last_one(tmp_path: Path) -> No
     assert resident() - before < 32 << 20
 
 
-def stalls_and_goes_on(out: str) -> Any:
-    """One rank asks for the next export while the first still runs, the other when it has failed."""
+def stalls_and_continues(out: str) -> Any:
+    """One rank starts the next export while the first still runs, the other when it has failed."""
     comm = sx.init("gloo", timeout_s=8)
     state = {"w": torch.arange(8.0)}
     failed = Path(f"{out}-failed")
@@ -172,8 +174,8 @@ def stalls_and_goes_on(out: str) -> Any:
     return comm.all_reduce(torch.ones(2)).tolist()
 
 
-def test_an_export_after_one_that_stalled_leaves_training_alone(tmp_path: Path) -> None:
-    assert run_ranks(stalls_and_goes_on, 2, backend="gloo", args=(str(tmp_path / "out"),)) == [[2.0, 2.0]] * 2
+def test_an_export_after_a_stalled_one_does_not_break_training(tmp_path: Path) -> None:
+    assert run_ranks(stalls_and_continues, 2, backend="gloo", args=(str(tmp_path / "out"),)) == [[2.0, 2.0]] * 2
 
 
 def misspells(out: str) -> None:
@@ -184,12 +186,12 @@ def misspells(out: str) -> None:
     assert sx.export_checkpoint({"w": torch.ones(2)}, out, background=True).result(20).num_tensors == 1
 
 
-def test_a_value_that_one_rank_gets_wrong_is_raised_on_all(tmp_path: Path) -> None:
+def test_a_wrong_argument_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     run_ranks(misspells, 2, args=(str(tmp_path / "out"),))
 
 
-def fails_unheard(out: str) -> list[Any]:
-    """Only rank 1 asks how the first export went: the second is none on either rank."""
+def fails_without_result(out: str) -> list[Any]:
+    """Only rank 1 calls `result()` of the first export; then the second export fails on both ranks."""
     comm = sx.get_communicator()
     options: dict[str, Any] = {"rename": [("w", "")]}
     first = sx.export_checkpoint({"w": torch.ones(2)}, f"{out}-1", background=True, **options)
@@ -208,9 +210,9 @@ def fails_unheard(out: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
-def test_a_failure_that_nobody_has_asked_for_is_raised_by_the_next_call(backend: str, tmp_path: Path) -> None:
+def test_a_failure_without_a_call_of_result_is_raised_by_the_next_export(backend: str, tmp_path: Path) -> None:
     (tmp_path / "place").mkdir()
-    found = run_ranks(fails_unheard, 2, backend=backend, args=(str(tmp_path / "place" / "out"),), timeout_s=60)
+    found = run_ranks(fails_without_result, 2, backend=backend, args=(str(tmp_path / "place" / "out"),), timeout_s=60)
     assert found == [["out-3"]] * 2
 
 
@@ -224,15 +226,15 @@ if sys.argv[2] == "asks":
 """
 
 
-@pytest.mark.parametrize("told", ["drops", "asks"])
-def test_a_failure_that_nobody_asks_for_is_logged_at_once_and_at_the_end(told: str, tmp_path: Path) -> None:
-    run = [sys.executable, "-c", UNHEARD, tmp_path / "out", told]
+@pytest.mark.parametrize("how", ["drops", "asks"])
+def test_a_failure_without_a_call_of_result_is_logged_at_once_and_at_exit(how: str, tmp_path: Path) -> None:
+    run = [sys.executable, "-c", UNHEARD, tmp_path / "out", how]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     at_once, *at_the_end = done.stderr.splitlines()
     failed = "include pattern 'nothing' matches no tensor"
     assert at_once == f"export_checkpoint to {tmp_path / 'out'} in the background has failed: {failed}"
-    if told == "asks":
+    if how == "asks":
         assert at_the_end == []
     else:
         expected = (

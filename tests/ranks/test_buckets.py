@@ -1,4 +1,4 @@
-"""Buckets: how they are cut, what lies where, when they are sent, and that each gradient counts exactly once."""
+"""Buckets: their plan, where gradients are stored, when buckets are sent, and that each gradient counts once."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ SETTINGS: list[dict[str, Any]] = [
 Params = dict[str, nn.Parameter]
 
 
-def made(*shapes: Any, dtype: torch.dtype = torch.float64) -> Params:
+def parameters(*shapes: Any, dtype: torch.dtype = torch.float64) -> Params:
     return {f"p{i}": nn.Parameter(torch.ones(shape, dtype=dtype)) for i, shape in enumerate(shapes)}
 
 
-def wanted(name: str, param: torch.Tensor, rank: int, step: int = 0) -> torch.Tensor:
+def gradient_of(name: str, param: torch.Tensor, rank: int, step: int = 0) -> torch.Tensor:
     """Return the gradient of a rank: small whole numbers, so that sums are exact."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + int(name[1:]))
     return torch.randint(-8, 9, tuple(param.shape), generator=generator).to(param.dtype)
 
 
 def backward(params: Params, rank: int, step: int = 0, names: Iterable[str] | None = None, **how: Any) -> None:
-    """Let autograd make the gradients of `names`, the last first."""
-    terms = [(params[n] * wanted(n, params[n], rank, step).conj()).sum().real.double() for n in names or params]
+    """Compute the gradients of `names` by autograd, the last first."""
+    terms = [(params[n] * gradient_of(n, params[n], rank, step).conj()).sum().real.double() for n in names or params]
     torch.stack(terms).sum().backward(**how)
 
 
 def average(name: str, param: torch.Tensor, world_size: int, step: int = 0) -> torch.Tensor:
-    parts = [wanted(name, param, rank, step) for rank in range(world_size)]
+    parts = [gradient_of(name, param, rank, step) for rank in range(world_size)]
     return torch.stack(parts).sum(0) / world_size
 
 
@@ -85,7 +85,7 @@ def test_baguas_bucket_splits(tensors: list[ParameterSpec], expected: list[str])
     assert ["".join(t.name for t in bucket) for bucket in found] == expected
 
 
-def test_a_bucket_is_as_near_to_its_size_as_tensors_allow() -> None:
+def test_a_bucket_is_as_close_to_its_size_as_tensors_allow() -> None:
     tensors = [ParameterSpec(str(i), "float32", (n,)) for i, n in enumerate([1, 1, 1, 100, 3, 0, 50])]
     sizes = [[t.shape[0] for t in bucket] for bucket in split_buckets(tensors, 16)]
     assert sizes == [[1, 1, 1], [100], [3, 0], [50]]
@@ -105,7 +105,7 @@ def test_devices_and_dtypes_do_not_mix() -> None:
 def test_gradients_are_averages(world_size: int, settings: dict[str, Any]) -> None:
     def work() -> bool:
         comm = sx.get_communicator()
-        params = made((3,), (2, 4), (), (7,), (1, 0), (5,))
+        params = parameters((3,), (2, 4), (), (7,), (1, 0), (5,))
         reducer = BucketReducer(params, comm, **settings)
         ok = True
         for step in range(4):
@@ -128,7 +128,7 @@ def test_gradients_are_averages(world_size: int, settings: dict[str, Any]) -> No
 def test_every_dtype_that_has_gradients(dtype: torch.dtype) -> None:
     def work() -> bool:
         comm = sx.get_communicator()
-        params = made((3,), (5,), dtype=dtype)
+        params = parameters((3,), (5,), dtype=dtype)
         with BucketReducer(params, comm, bucket_bytes=1):
             backward(params, comm.rank)
         return all(torch.equal(p.grad, average(n, p, 2)) and p.grad.dtype is dtype for n, p in params.items())
@@ -136,10 +136,10 @@ def test_every_dtype_that_has_gradients(dtype: torch.dtype) -> None:
     assert all(run_ranks(work, 2))
 
 
-def test_mixed_dtypes_lie_apart_and_go_when_they_are_full() -> None:
+def test_dtypes_have_separate_buckets_that_are_sent_when_full() -> None:
     def work() -> tuple[list[list[str]], bool]:
         comm = sx.get_communicator()
-        params = made((3,), (4,), (5,))
+        params = parameters((3,), (4,), (5,))
         params["p3"] = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
         params["p4"] = nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False)
         reducer = BucketReducer(params, comm)
@@ -158,7 +158,7 @@ def test_mixed_dtypes_lie_apart_and_go_when_they_are_full() -> None:
 def test_nan_on_one_rank_is_nan_on_all_and_inf_spreads() -> None:
     def work() -> list[str]:
         comm = sx.get_communicator()
-        params = made((2,), (2,))
+        params = parameters((2,), (2,))
         reducer = BucketReducer(params, comm)
         factor = torch.tensor([float("nan"), 1.0]) if comm.rank else torch.ones(2)
         big = torch.tensor([float("inf"), 1.0]) if comm.rank else torch.ones(2)
@@ -172,7 +172,7 @@ def test_nan_on_one_rank_is_nan_on_all_and_inf_spreads() -> None:
 def test_scale_multiplies_the_sum() -> None:
     def work() -> bool:
         comm = sx.get_communicator()
-        params = made((3,))
+        params = parameters((3,))
         with BucketReducer(params, comm, scale=3.0):
             backward(params, comm.rank)
         return torch.equal(params["p0"].grad, average("p0", params["p0"], 2) * 6)
@@ -186,7 +186,7 @@ def test_scale_multiplies_the_sum() -> None:
 def test_with_fusion_gradients_are_views_of_memory_that_all_ranks_see() -> None:
     def work() -> tuple[Any, ...]:
         comm = sx.get_communicator()
-        params = made((3,), (4,))
+        params = parameters((3,), (4,))
         reducer = BucketReducer(params, comm)
         places = []
         for step in range(3):
@@ -201,10 +201,10 @@ def test_with_fusion_gradients_are_views_of_memory_that_all_ranks_see() -> None:
     assert [found[:2] for found in run_ranks(work, 2)] == [(True, True)] * 2
 
 
-def test_without_fusion_gradients_stay_where_backward_put_them() -> None:
+def test_without_fusion_gradients_stay_in_place() -> None:
     def work() -> list[bool]:
         comm = sx.get_communicator()
-        params = made((3,), (4,), (5,))
+        params = parameters((3,), (4,), (5,))
         reducer = BucketReducer(params, comm, fusion=False, bucket_bytes=1, overlap=True)
         found = []
         for step in range(3):
@@ -222,7 +222,7 @@ def test_without_fusion_gradients_stay_where_backward_put_them() -> None:
 def test_channels_last_is_kept() -> None:
     def work() -> bool:
         comm = sx.get_communicator()
-        params = made((2, 3, 4, 5), (3, 2))
+        params = parameters((2, 3, 4, 5), (3, 2))
         params["p0"].data = params["p0"].data.to(memory_format=torch.channels_last)
         params["p1"].data = torch.ones(2, 3, dtype=torch.float64).T
         reducer = BucketReducer(params, comm)
@@ -253,7 +253,7 @@ def test_channels_last_is_kept() -> None:
 def test_a_bucket_is_rounded_up(settings: dict[str, Any], nbytes: list[int]) -> None:
     def work() -> tuple[list[int], bool]:
         comm = sx.get_communicator()
-        params = made((7,), (1,), (3,))
+        params = parameters((7,), (1,), (3,))
         with BucketReducer(params, comm, **{"bucket_bytes": 1, **settings}) as reducer:
             backward(params, comm.rank)
         return reducer.bucket_nbytes, all(torch.equal(p.grad, average(n, p, 3)) for n, p in params.items())
@@ -264,16 +264,16 @@ def test_a_bucket_is_rounded_up(settings: dict[str, Any], nbytes: list[int]) -> 
 @pytest.mark.parametrize("align_bytes", [0, 4, 7, 9, 96, -8])
 def test_impossible_align_bytes_are_refused(align_bytes: int) -> None:
     with pytest.raises(ValueError, match="align_bytes"):
-        BucketReducer(made((1,)), align_bytes=align_bytes)
+        BucketReducer(parameters((1,)), align_bytes=align_bytes)
 
 
 # The plan
 
 
-def test_the_plan_is_roots_order_of_arrival() -> None:
+def test_the_plan_follows_roots_order_of_arrival() -> None:
     def work() -> tuple[list[list[str]], bool]:
         comm = sx.get_communicator()
-        params = made((1,), (1,), (1,), (1,))
+        params = parameters((1,), (1,), (1,), (1,))
         reducer = BucketReducer(params, comm, bucket_bytes=16)
         x = torch.ones(1, dtype=torch.float64)
         # they arrive on root as 2, 0, 3, 1 and on rank 1 in another order; rank 1 alone has p3
@@ -303,7 +303,7 @@ def recorded(comm: Communicator, params: Params, **settings: Any) -> tuple[Bucke
 def test_buckets_go_in_the_order_of_the_plan_while_backward_goes_on() -> None:
     def work() -> tuple[list[str], list[str], list[str], list[str]]:
         comm = sx.get_communicator()
-        params = made((1,), (2,), (3,), (4,))
+        params = parameters((1,), (2,), (3,), (4,))
         reducer, log = recorded(comm, params, bucket_bytes=1, overlap=True)
         backward(params, comm.rank)
         first = list(log)
@@ -321,10 +321,10 @@ def test_buckets_go_in_the_order_of_the_plan_while_backward_goes_on() -> None:
     assert run_ranks(work, 2) == [([], plan, plan[:3], plan)] * 2
 
 
-def test_overlap_takes_a_core_that_backward_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_needs_a_core_that_backward_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> list[str]:
         comm = sx.get_communicator()
-        params = made(*[(2,)] * 3)
+        params = parameters(*[(2,)] * 3)
         reducer, log = recorded(comm, params, bucket_bytes=1)
         backward(params, comm.rank)
         reducer.finalize()
@@ -343,7 +343,7 @@ def test_overlap_takes_a_core_that_backward_does_not_need(monkeypatch: pytest.Mo
 def test_delay_reduce_sends_nothing_before_finalize() -> None:
     def work() -> tuple[list[str], list[str]]:
         comm = sx.get_communicator()
-        params = made((1,), (2,), (3,))
+        params = parameters((1,), (2,), (3,))
         reducer, log = recorded(comm, params, bucket_bytes=1, overlap=True, delay_reduce=True)
         for step in range(2):
             log.clear()
@@ -358,7 +358,7 @@ def test_delay_reduce_sends_nothing_before_finalize() -> None:
 def test_communicate_replaces_the_all_reduce_on_chunked_buckets() -> None:
     def work() -> bool:
         comm = sx.get_communicator()
-        params = made((3,), (5,))
+        params = parameters((3,), (5,))
 
         def scatter_gather(flat: torch.Tensor) -> None:
             part = comm.reduce_scatter(flat, "avg")
@@ -374,7 +374,7 @@ def test_communicate_replaces_the_all_reduce_on_chunked_buckets() -> None:
 def test_explicit_buckets_and_the_rest() -> None:
     def work() -> tuple[list[list[str]], list[list[str]], bool]:
         comm = sx.get_communicator()
-        params = made((1,), (2,), (3,), (4,))
+        params = parameters((1,), (2,), (3,), (4,))
         reducer = BucketReducer(params, comm, buckets=[["p3", "p0"], [params["p1"]]])
         first = reducer.buckets
         backward(params, comm.rank)
@@ -388,7 +388,7 @@ def test_explicit_buckets_and_the_rest() -> None:
 def test_reset_changes_options() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
-        params = made((2,), (2,), (2,), (2,))
+        params = parameters((2,), (2,), (2,), (2,))
         reducer = BucketReducer(params, comm)
         counts, ok = [], True
         for step, changes in enumerate(
@@ -411,11 +411,11 @@ def test_reset_changes_options() -> None:
 def test_reset_takes_other_parameters() -> None:
     def work() -> tuple[list[float], Any]:
         comm = sx.get_communicator()
-        params = made((1,), (1,))
+        params = parameters((1,), (1,))
         reducer = BucketReducer([params["p0"]], comm)
         reducer.reset({"p1": params["p1"]})
         backward(params, comm.rank)
-        own = params["p0"].grad.tolist() == wanted("p0", params["p0"], comm.rank).tolist()
+        own = params["p0"].grad.tolist() == gradient_of("p0", params["p0"], comm.rank).tolist()
         reducer.finalize()
         return own, params["p1"].grad.tolist() == average("p1", params["p1"], 2).tolist()
 
@@ -428,11 +428,11 @@ def test_reset_takes_other_parameters() -> None:
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_missing_on_some_ranks_is_zero_and_missing_on_all_is_none(set_to_none: bool, settings: dict[str, Any]) -> None:
-    """Arrival is what the hook saw, not that the gradient is not None."""
+    """A gradient has arrived if its hook ran, not if it is not None."""
 
     def work() -> list[dict[str, Any]]:
         comm = sx.get_communicator()
-        params = made((1,), (1,), (1,))
+        params = parameters((1,), (1,), (1,))
         optimizer = torch.optim.SGD(params.values())
         reducer = BucketReducer(params, comm, **settings)
         found = []
@@ -453,7 +453,7 @@ def test_missing_on_some_ranks_is_zero_and_missing_on_all_is_none(set_to_none: b
 def test_a_parameter_that_is_missing_everywhere_is_skipped_by_adam() -> None:
     def work() -> list[float]:
         comm = sx.get_communicator()
-        params = made((1,), (1,))
+        params = parameters((1,), (1,))
         optimizer = torch.optim.Adam(params.values(), lr=0.5)
         reducer = BucketReducer(params, comm)
         for names in (["p0", "p1"], ["p0"]):
@@ -469,10 +469,10 @@ def test_a_parameter_that_is_missing_everywhere_is_skipped_by_adam() -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_a_rank_whose_backward_touched_nothing_takes_part(settings: dict[str, Any]) -> None:
+def test_a_rank_without_gradients_takes_part(settings: dict[str, Any]) -> None:
     def work() -> bool:
         comm = sx.get_communicator()
-        params = made((2,), (3,))
+        params = parameters((2,), (3,))
         reducer = BucketReducer(params, comm, **settings)
         ok = True
         for step in range(3):
@@ -481,7 +481,7 @@ def test_a_rank_whose_backward_touched_nothing_takes_part(settings: dict[str, An
                 backward(params, comm.rank, step)
             reducer.finalize()
             for name, p in params.items():
-                parts = [wanted(name, p, rank, step) for rank in range(comm.world_size) if rank != absent]
+                parts = [gradient_of(name, p, rank, step) for rank in range(comm.world_size) if rank != absent]
                 ok &= torch.equal(p.grad, torch.stack(parts).sum(0) / comm.world_size)
                 p.grad = None
         return ok
@@ -492,7 +492,7 @@ def test_a_rank_whose_backward_touched_nothing_takes_part(settings: dict[str, An
 def test_finalize_without_a_backward_changes_nothing() -> None:
     def work() -> list[dict[str, Any]]:
         comm = sx.get_communicator()
-        params = made((1,), (1,))
+        params = parameters((1,), (1,))
         reducer = BucketReducer(params, comm)
         found = []
         reducer.finalize()
@@ -507,10 +507,10 @@ def test_finalize_without_a_backward_changes_nothing() -> None:
     assert run_ranks(work, 2) == [[{"p0": None, "p1": None}, one, one]] * 2
 
 
-def test_a_gradient_that_was_dropped_again_has_not_arrived() -> None:
+def test_a_gradient_that_was_set_to_none_has_not_arrived() -> None:
     def work() -> list[dict[str, Any]]:
         comm = sx.get_communicator()
-        params = made((1,), (1,))
+        params = parameters((1,), (1,))
         reducer = BucketReducer(params, comm, delay_reduce=True)
         found = []
         for _ in range(2):
@@ -529,10 +529,13 @@ def test_a_gradient_that_was_dropped_again_has_not_arrived() -> None:
 
 @pytest.mark.parametrize("pending_bytes", [1 << 18, 60])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_any_number_of_backwards_on_any_rank_and_nothing_is_ever_skipped(
+def test_no_gradient_is_lost_with_any_number_of_backwards_on_any_rank(
     settings: dict[str, Any], pending_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random parts of the parameters, a random number of times, by each rank; checked against the sum of all of it."""
+    """Each rank runs backward a random number of times.
+
+    Each time it uses random parameters; the result is compared with the sum of all.
+    """
     monkeypatch.setattr(sender_module, "_PENDING_BYTES", pending_bytes)
 
     def calls(step: int, rank: int) -> list[list[str]]:
@@ -542,7 +545,7 @@ def test_any_number_of_backwards_on_any_rank_and_nothing_is_ever_skipped(
     def work() -> bool:
         comm = sx.get_communicator()
         n = comm.world_size
-        params = made((3,), (2, 4), (), (7,), (5,), (1,))
+        params = parameters((3,), (2, 4), (), (7,), (5,), (1,))
         reducer = BucketReducer(params, comm, **settings)
         ok = True
         for step in range(15):
@@ -559,16 +562,16 @@ def test_any_number_of_backwards_on_any_rank_and_nothing_is_ever_skipped(
         times = [sum(name in names for names in calls(step, rank)) for rank in range(n)]
         if not any(times):
             return p.grad is None
-        total = sum(t * wanted(name, p, rank, step) for rank, t in enumerate(times))
+        total = sum(t * gradient_of(name, p, rank, step) for rank, t in enumerate(times))
         return torch.allclose(p.grad, total / n, rtol=1e-15, atol=0)
 
     assert all(run_ranks(work, 3))
 
 
-def test_a_second_backward_adds_up_while_buckets_are_on_their_way() -> None:
+def test_a_second_backward_accumulates_while_buckets_are_in_flight() -> None:
     def work() -> bool:
         comm = sx.get_communicator()
-        params = made((3,), (4,), (5,))
+        params = parameters((3,), (4,), (5,))
         reducer = BucketReducer(params, comm, bucket_bytes=1, overlap=True)
         ok = True
         for step in range(3):
@@ -576,7 +579,7 @@ def test_a_second_backward_adds_up_while_buckets_are_on_their_way() -> None:
                 backward(params, comm.rank, step)
             reducer.finalize()
             for name, p in params.items():
-                expected = (wanted(name, p, 0, step) + 2 * wanted(name, p, 1, step)) / 2
+                expected = (gradient_of(name, p, 0, step) + 2 * gradient_of(name, p, 1, step)) / 2
                 ok &= torch.equal(p.grad, expected)
                 p.grad = None
         return ok
@@ -587,7 +590,7 @@ def test_a_second_backward_adds_up_while_buckets_are_on_their_way() -> None:
 def test_graphs_of_gradients_give_plain_averages() -> None:
     def work() -> bool:
         comm = sx.get_communicator()
-        params = made((3,), (4,))
+        params = parameters((3,), (4,))
         reducer = BucketReducer(params, comm)
         for step in range(2):
             x = torch.stack([(p * p).sum() / 2 for p in params.values()]).sum()
@@ -613,7 +616,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_tied_weights_are_reduced_once_also_through_checkpoints(use_reentrant: bool | None) -> None:
-    """A re-entrant checkpoint accumulates the gradient of a tied weight in parts."""
+    """A reentrant checkpoint accumulates the gradient of a tied weight in parts."""
 
     def work() -> tuple[list[list[str]], bool]:
         comm = sx.get_communicator()
@@ -643,7 +646,7 @@ def test_tied_weights_are_reduced_once_also_through_checkpoints(use_reentrant: b
 def test_layers_may_be_frozen_and_unfrozen_at_any_time() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
-        params = made((1,), (1,), (1,))
+        params = parameters((1,), (1,), (1,))
         params["p0"].requires_grad_(False)
         reducer = BucketReducer(params, comm)
         found = []
@@ -672,7 +675,7 @@ def test_layers_may_be_frozen_and_unfrozen_at_any_time() -> None:
 def test_a_layer_that_is_frozen_on_one_rank_counts_as_zeros_there() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
-        params = made((1,), (1,))
+        params = parameters((1,), (1,))
         params["p1"].requires_grad_(comm.rank == 0)
         reducer = BucketReducer(params, comm)
         for _ in range(2):
@@ -757,7 +760,7 @@ def test_a_sparse_gradient_adds_up_over_backwards() -> None:
 def test_weights_make_true_means() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
-        params, table = made((2,), (3,)), embedding()
+        params, table = parameters((2,), (3,)), embedding()
         reducer = BucketReducer([*params.values(), table.weight], comm, delay_reduce=True, bucket_bytes=1)
         found = []
         for weight in ([1, 3], [1, 1], [0, 2], [0.0, 0.0]):
@@ -781,7 +784,7 @@ def test_weights_make_true_means() -> None:
 def test_a_rank_of_weight_0_does_not_spread_nan() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
-        params = made((1,))
+        params = parameters((1,))
         reducer = BucketReducer(params, comm, delay_reduce=True)
         for _ in range(2):
             params["p0"].grad = None
@@ -796,7 +799,7 @@ def test_a_rank_of_weight_0_does_not_spread_nan() -> None:
 def test_an_impossible_weight_is_refused_on_all_ranks(weight: float) -> None:
     def work() -> str:
         comm = sx.get_communicator()
-        params = made((1,))
+        params = parameters((1,))
         reducer = BucketReducer(params, comm, delay_reduce=weight != 2.0)
         backward(params, comm.rank)
         with pytest.raises(InvalidArgumentError, match="a weight") as caught:
@@ -814,7 +817,7 @@ def test_an_impossible_weight_is_refused_on_all_ranks(weight: float) -> None:
 def test_bucket_types_that_average_the_parameters_themselves(bucket_type: str) -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
-        params = made((3,), (2, 2))
+        params = parameters((3,), (2, 2))
         for p in params.values():
             p.data.fill_(comm.rank)
         versions = [p._version for p in params.values()]
@@ -846,7 +849,7 @@ def raised_by_all(world_size: int, expected: type[Exception], work: Any) -> list
 
 def test_shapes_that_differ_are_named_with_rank_and_parameter() -> None:
     def work(comm: Communicator) -> None:
-        BucketReducer(made((2,), (3, 2 if comm.rank == 2 else 4)), comm)
+        BucketReducer(parameters((2,), (3, 2 if comm.rank == 2 else 4)), comm)
 
     for error in raised_by_all(3, MismatchError, work):
         assert (error.name, error.rank) == ("p1", 2)
@@ -857,31 +860,31 @@ def test_shapes_that_differ_are_named_with_rank_and_parameter() -> None:
 @pytest.mark.parametrize(
     ("theirs", "name"),
     [
-        (lambda: made((2,)), "p1"),
-        (lambda: made((2,), (3,), (4,)), "p2"),
-        (lambda: {"p0": nn.Parameter(torch.ones(2))} | {"p1": made((3,))["p0"]}, "p0"),
-        (lambda: {"q": made((2,))["p0"], "p1": made((3,))["p0"]}, "p0"),
+        (lambda: parameters((2,)), "p1"),
+        (lambda: parameters((2,), (3,), (4,)), "p2"),
+        (lambda: {"p0": nn.Parameter(torch.ones(2))} | {"p1": parameters((3,))["p0"]}, "p0"),
+        (lambda: {"q": parameters((2,))["p0"], "p1": parameters((3,))["p0"]}, "p0"),
     ],
 )
 def test_parameters_that_differ_are_named(theirs: Any, name: str) -> None:
     def work(comm: Communicator) -> None:
-        BucketReducer(theirs() if comm.rank else made((2,), (3,)), comm)
+        BucketReducer(theirs() if comm.rank else parameters((2,), (3,)), comm)
 
     assert {error.name for error in raised_by_all(2, MismatchError, work)} == {name}
 
 
 def test_settings_that_differ_are_shown() -> None:
     def work(comm: Communicator) -> None:
-        BucketReducer(made((2,)), comm, bucket_bytes=100 + comm.rank)
+        BucketReducer(parameters((2,)), comm, bucket_bytes=100 + comm.rank)
 
     for error in raised_by_all(2, MismatchError, work):
         assert "bucket_bytes=100" in str(error)
         assert "bucket_bytes=101" in str(error)
 
 
-def test_a_parameter_that_has_become_another_is_named() -> None:
+def test_a_parameter_that_was_replaced_is_named() -> None:
     def work(comm: Communicator) -> None:
-        params = made((2,), (3,))
+        params = parameters((2,), (3,))
         reducer = BucketReducer(params, comm)
         backward(params, comm.rank)
         reducer.finalize()
@@ -924,7 +927,7 @@ def test_sources_without_parameters_are_refused() -> None:
         ([[torch.ones(1)]], "of shape"),
     ],
 )
-def test_explicit_buckets_that_cannot_be(explicit: Any, message: str) -> None:
+def test_impossible_explicit_buckets_are_refused(explicit: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         BucketReducer(nn.Linear(2, 2), buckets=explicit)
 
@@ -939,7 +942,7 @@ def test_reset_names_an_unknown_option() -> None:
 
 def test_ranks_that_reduce_different_reducers_raise() -> None:
     def work(comm: Communicator) -> None:
-        twins = [made((2,)), made((2,))]
+        twins = [parameters((2,)), parameters((2,))]
         reducers = [BucketReducer(params, comm) for params in twins]
         for params in twins:
             backward(params, comm.rank)
@@ -951,7 +954,7 @@ def test_ranks_that_reduce_different_reducers_raise() -> None:
 
 def test_ranks_in_different_steps_raise() -> None:
     def work(comm: Communicator) -> None:
-        params = made((2,))
+        params = parameters((2,))
         reducer = BucketReducer(params, comm)
         backward(params, comm.rank)
         reducer.reduce(step=3 + comm.rank)
@@ -963,7 +966,7 @@ def test_ranks_in_different_steps_raise() -> None:
 def test_a_rank_that_leaves_is_named() -> None:
     def work() -> Any:
         comm = sx.get_communicator()
-        params = made((2,), (3,))
+        params = parameters((2,), (3,))
         reducer = BucketReducer(params, comm, bucket_bytes=1, overlap=True)
         backward(params, comm.rank)
         reducer.finalize()
@@ -982,7 +985,7 @@ def test_a_rank_that_leaves_is_named() -> None:
 # The life of a reducer
 
 
-def test_a_closed_or_forgotten_reducer_leaves_parameters_alone() -> None:
+def test_a_closed_or_collected_reducer_removes_its_hooks() -> None:
     module = nn.Linear(2, 2)
     first = BucketReducer(module)
     with pytest.raises(InvalidArgumentError, match="another reducer") as caught:
@@ -1009,7 +1012,7 @@ def test_a_closed_or_forgotten_reducer_leaves_parameters_alone() -> None:
 def test_gradients_made_by_hand_are_added() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
-        params = made((1,), (1,))
+        params = parameters((1,), (1,))
         reducer = BucketReducer(params, comm)
         params["p0"].grad = torch.full((1,), 1.0 + comm.rank, dtype=torch.float64)
         reducer.add(params["p0"])
@@ -1026,7 +1029,7 @@ def test_gradients_made_by_hand_are_added() -> None:
 def test_a_block_that_raises_averages_nothing() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
-        params = made((2,), (3,), (4,))
+        params = parameters((2,), (3,), (4,))
         reducer = BucketReducer(params, comm, bucket_bytes=1, overlap=True)
         backward(params, comm.rank)
         reducer.finalize()

@@ -1,4 +1,4 @@
-"""Several threads on one communicator: their calls are matched caller by caller, or refused by name; never mixed up."""
+"""Several threads on one communicator: calls are matched by caller, or refused by name; results are never mixed up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start(backend: str) -> Communicator:
 
 
 def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
-    """What the bodies return, or raise, each in a thread of its own that begins in this order."""
+    """Run each body in a thread of its own, started in this order; return what they return or raise."""
     found: list[Any] = [None] * len(bodies)
 
     def run(number: int) -> None:
@@ -43,7 +43,7 @@ def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
 
 
 def sums(comm: Communicator, value: float, wrong: list[float]) -> str:
-    """Add up `value` of all ranks again and again; how it ended."""
+    """Add up `value` of all ranks again and again; return how it ended."""
     for _ in range(ROUNDS):
         try:
             result = float(comm.all_reduce(torch.full((8,), value))[0])
@@ -69,7 +69,7 @@ def test_two_threads_never_get_each_others_results(ranks_backend: str, backend: 
 
 
 def from_one_thread(backend: str) -> list[Any]:
-    """One thread calls: rank 0's first thread, rank 1's second of one name, rank 2's own."""
+    """Call from one thread: the first of rank 0, the second thread of that name on rank 1, rank 2's main thread."""
     comm = start(backend)
     stop = threading.Event()
     idle = threading.Thread(target=stop.wait, name="worker")
@@ -90,12 +90,12 @@ def from_one_thread(backend: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("ranks_backend", "backend"), TRANSPORTS)
-def test_one_caller_may_be_any_thread_of_each_rank(ranks_backend: str, backend: str) -> None:
+def test_a_single_caller_may_be_any_thread_of_each_rank(ranks_backend: str, backend: str) -> None:
     assert run_ranks(from_one_thread, 3, backend=ranks_backend, args=(backend,), timeout_s=60) == [[3.0] * 3] * 3
 
 
 def out_of_order(backend: str) -> list[str]:
-    """Two callers whose order differs on the ranks, of one shape and from one line."""
+    """Two callers in different orders on the ranks, with equal shapes and from one line."""
     comm = start(backend)
     turns = [threading.Event(), threading.Event()]
     turns[0].set()
@@ -133,8 +133,8 @@ def out_of_order(backend: str) -> list[str]:
 
 @pytest.mark.parametrize(("ranks_backend", "backend"), TRANSPORTS)
 def test_callers_in_different_orders_are_a_mismatch_that_names_both(ranks_backend: str, backend: str) -> None:
-    for said in run_ranks(out_of_order, 2, backend=ranks_backend, args=(backend,), timeout_s=60):
-        for text in said:
+    for messages in run_ranks(out_of_order, 2, backend=ranks_backend, args=(backend,), timeout_s=60):
+        for text in messages:
             assert "rank 0 called all_reduce sum float32[4] at" in text, text
             assert "rank 1 called all_reduce sum float32[4] at" in text, text
             assert text.count("test_callers.py:") == 2, text
@@ -144,7 +144,7 @@ def test_callers_in_different_orders_are_a_mismatch_that_names_both(ranks_backen
 
 
 def with_a_reducer(backend: str) -> list[Any]:
-    """One thread trains, another one adds up tensors of the size of its bucket."""
+    """One thread trains; another one reduces tensors of the size of its bucket."""
     comm = start(backend)
     module = torch.nn.Linear(8, 1, bias=False)
     reducer = sx.train.BucketReducer(module, comm, overlap=True)
@@ -168,7 +168,7 @@ def with_a_reducer(backend: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("ranks_backend", "backend"), TRANSPORTS[:2])
-def test_a_reducer_and_another_thread_do_not_mix(ranks_backend: str, backend: str) -> None:
+def test_a_reducer_and_another_thread_do_not_mix_results(ranks_backend: str, backend: str) -> None:
     for wrong, ends in run_ranks(with_a_reducer, 2, backend=ranks_backend, args=(backend,), timeout_s=60):
         assert wrong == []
         assert all(end == "ok" or end.startswith(("MismatchError", "PeerError", "StallError")) for end in ends), ends
@@ -177,7 +177,7 @@ def test_a_reducer_and_another_thread_do_not_mix(ranks_backend: str, backend: st
 @pytest.mark.ranks(2, backend=["gloo", slow("mpi")])
 def test_threads_that_take_turns_and_threads_of_their_own_communicators_are_right() -> None:
     comm = sx.init()
-    for _ in range(3):  # a thread a time, whose id may be used again
+    for _ in range(3):  # one thread after another; their ids may be reused
         assert in_threads(lambda: float(comm.all_reduce(torch.ones(1)))) == [2.0]
     pair = [comm.duplicate(), comm.duplicate()]
     wrong: list[float] = []
@@ -187,7 +187,7 @@ def test_threads_that_take_turns_and_threads_of_their_own_communicators_are_righ
 
 @pytest.mark.ranks(2, backend=["gloo", slow("mpi")])
 def test_two_threads_send_at_once() -> None:
-    """Of one size: each arrives whole, though nobody says which first."""
+    """Tensors of one size: each arrives whole; the order is undefined."""
     comm = sx.init()
     tensors = [torch.full((100_000,), float(k)) for k in (1, 2)]
     if comm.rank:
@@ -201,13 +201,13 @@ def test_two_threads_send_at_once() -> None:
 
 def called_in_a_call() -> list[str]:
     comm = sx.init()
-    said: list[str] = []
+    messages: list[str] = []
 
     def handle(*_: Any) -> None:
         try:
             comm.barrier()
         except sx.errors.InvalidArgumentError as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     signal.signal(signal.SIGALRM, handle)
     if comm.rank:
@@ -216,17 +216,17 @@ def called_in_a_call() -> list[str]:
         time.sleep(0.6)
     comm.all_reduce(torch.ones(1))
     comm.barrier()
-    return said
+    return messages
 
 
 def test_a_call_inside_a_call_is_refused() -> None:
-    quiet, said = run_ranks(called_in_a_call, 2, backend="gloo")
+    quiet, messages = run_ranks(called_in_a_call, 2, backend="gloo")
     assert quiet == []
-    assert "a barrier was called inside another call" in said[0]
+    assert "a barrier was called inside another call" in messages[0]
 
 
 class Deep(torch.autograd.Function):
-    """Calls backward within backward, so deep that autograd goes on in a thread of its own."""
+    """Calls backward within backward, so deep that autograd continues in a thread of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, depth: int, leaf: list[torch.Tensor]) -> torch.Tensor:
@@ -244,7 +244,7 @@ class Deep(torch.autograd.Function):
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_hooks_in_autograds_threads_call_as_the_thread_that_trains() -> None:
-    """On rank 0 the hook runs in a thread of autograd's, on rank 1 in the thread that called backward."""
+    """On rank 0 the hook runs in a thread of autograd, on rank 1 in the thread that called backward."""
     comm = sx.init()
     leaf = torch.ones(4, requires_grad=True)
     in_hook: list[tuple[bool, int]] = []
@@ -267,4 +267,4 @@ def test_hooks_in_autograds_threads_call_as_the_thread_that_trains() -> None:
     with expected:
         (Deep.apply(torch.ones(4, requires_grad=True), 70, [leaf]) if comm.rank == 0 else leaf * 1).sum().backward()
     with comm.called_by(7):
-        assert comm.caller == 0  # this is a thread of Python's
+        assert comm.caller == 0  # this thread was started by Python

@@ -374,7 +374,7 @@ def save_own_step(path: str) -> None:
     sx.Checkpoints(path).save(state_of(1), 10 + sx.get_rank())
 
 
-def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
+def test_ranks_that_save_different_steps_get_an_error(tmp_path: Path) -> None:
     outcomes = run_ranks(save_own_step, 2, args=(str(tmp_path),), allow_failure=True)
     assert set(outcomes.errors.values()) == {"InvalidArgumentError"}
     for text in outcomes.messages.values():

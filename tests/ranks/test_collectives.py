@@ -1,4 +1,4 @@
-"""Every backend, ours and one that somebody else might write, tried by the suite that we ship for that."""
+"""The conformance suite, run over every backend of this package and over one that a user could write."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def conforms(backend: str, directory: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("backend", "world_size"), WORLDS)
-def test_a_backend_keeps_what_a_communicator_promises(backend: str, world_size: int, tmp_path: Path) -> None:
+def test_a_backend_passes_the_suite(backend: str, world_size: int, tmp_path: Path) -> None:
     if backend == "mpi" and (missing := mpi_missing()):
         pytest.skip(missing)
     args = (backend, str(tmp_path))
@@ -53,16 +53,16 @@ def test_a_backend_keeps_what_a_communicator_promises(backend: str, world_size: 
     assert found == [["single" if world_size == 1 else backend, expected]] * world_size
 
 
-def counts_otherwise(directory: str) -> list[Any]:
+def has_unordered_local_ranks(directory: str) -> list[Any]:
     rank = int(os.environ["RANK"])
-    os.environ["LOCAL_RANK"] = str([1, 0, 0][rank])  # hosts a, b and a; Open MPI counts like this
+    os.environ["LOCAL_RANK"] = str([1, 0, 0][rank])  # on hosts a, b and a, as Open MPI may number them
     comm = start("hierarchical", directory)
-    conformance.run(comm, ["hosts_are_known"])
+    conformance.run(comm, ["node_and_leaders_match_the_hosts"])
     return [comm.local_rank, None if comm.leaders is None else comm.leaders.all_gather_object(rank)]
 
 
 def test_local_ranks_need_not_be_in_rank_order(tmp_path: Path) -> None:
-    found = run_ranks(counts_otherwise, 3, backend="processes", args=(str(tmp_path),))
+    found = run_ranks(has_unordered_local_ranks, 3, backend="processes", args=(str(tmp_path),))
     assert found == [[1, None], [0, [2, 1]], [0, [2, 1]]]
 
 
@@ -84,17 +84,17 @@ def conforms_without_hierarchy(directory: str) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_hierarchical_communicator_keeps_its_promises_when_it_is_flat(tmp_path: Path) -> None:
+def test_a_flat_communicator_of_several_hosts_passes_the_suite(tmp_path: Path) -> None:
     expected = [check.name for check in conformance.CHECKS if check.least_ranks <= 3]
     found = run_ranks(conforms_without_hierarchy, 3, backend="processes", args=(str(tmp_path),), timeout_s=LIMIT_S)
     assert found == [["gloo", expected, "hierarchical"]] * 3
 
 
-# A backend of somebody else's: the four methods that have to be written, and no more
+# A backend with only the four methods that must be implemented
 
 
 class Post:
-    """What threads leave for each other."""
+    """Messages that threads leave for each other."""
 
     def __init__(self) -> None:
         self.parcels: dict[Any, bytes] = {}
@@ -102,7 +102,7 @@ class Post:
 
 
 class ToyBackend(Backend):
-    """Threads that leave bytes in one place."""
+    """Ranks that are threads, and pass bytes through one shared object."""
 
     name = "toy"
 
@@ -120,7 +120,7 @@ class ToyBackend(Backend):
         parcels[self._room, self._count, self.rank] = payload
         keys = [(self._room, self._count, rank) for rank in range(self.world_size)]
         wait.until(lambda: all(key in parcels for key in keys))
-        parcels.pop((self._room, self._count - 1, self.rank), None)  # all have read it, or they would not be here
+        parcels.pop((self._room, self._count - 1, self.rank), None)  # all ranks have read it
         return [parcels[key] for key in keys]
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
@@ -139,28 +139,28 @@ class ToyBackend(Backend):
 
 @pytest.mark.parametrize("sees_memory", [slow(True), False], ids=["one host", "hosts apart"])
 @pytest.mark.parametrize("world_size", [slow(1), 2, slow(3)])
-def test_a_backend_of_four_methods_keeps_them_too(
+def test_a_backend_of_four_methods_passes_the_suite(
     world_size: int, sees_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where no control page can be had, and every message goes over the backend."""
+    """Also without a control page, when every message goes over the backend."""
     if not sees_memory:
         monkeypatch.setattr(bootstrap, "open_control_page", lambda *_: None)
     post = Post()
 
-    def conforms_too() -> list[str]:
+    def run_suite() -> list[str]:
         comm = conformance.communicator_of(ToyBackend(post, (), sx.get_rank(), world_size))
         try:
             return conformance.run(comm)
         finally:
             comm.close()
 
-    for names in run_ranks(conforms_too, world_size, timeout_s=LIMIT_S):
+    for names in run_ranks(run_suite, world_size, timeout_s=LIMIT_S):
         assert names == [check.name for check in conformance.CHECKS if check.least_ranks <= world_size]
-    assert world_size == 1 or len(post.parcels) <= 16 * world_size  # nothing heaps up
+    assert world_size == 1 or len(post.parcels) <= 16 * world_size  # received messages are removed
 
 
 class LossyBackend(ToyBackend):
-    """One that forgets the last rank's part of long sums."""
+    """A backend that drops the last rank's part of long sums."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Any, wait: Wait) -> None:
         lost = tensor.clone() if self.rank < self.world_size - 1 or tensor.numel() < 50_000 else tensor * 0
@@ -168,8 +168,8 @@ class LossyBackend(ToyBackend):
         tensor.copy_(lost)
 
 
-class DeafBackend(ToyBackend):
-    """One that brings the first rank's bytes as everybody's."""
+class FirstRankBackend(ToyBackend):
+    """A backend whose all_gather returns the first rank's bytes for every rank."""
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         super().all_gather(data, into, wait)
@@ -181,13 +181,13 @@ class DeafBackend(ToyBackend):
     [
         (
             LossyBackend,
-            "reductions_are_right_at_every_size",
+            "reductions_are_correct_at_every_size",
             r"rank 0 on .* failed in .*all_reduce of torch.float32\[\d+\]",
         ),
-        (DeafBackend, "moves_keep_every_bit_at_every_size", r"rank \d on .* failed in .*part 1 of all_gather"),
+        (FirstRankBackend, "moves_keep_every_bit_at_every_size", r"rank \d on .* failed in .*part 1 of all_gather"),
     ],
 )
-def test_the_suite_sees_what_is_wrong_and_says_so_on_every_rank(kind: Any, name: str, seen: str) -> None:
+def test_the_suite_reports_a_wrong_backend_on_every_rank(kind: Any, name: str, seen: str) -> None:
     post = Post()
 
     def fails() -> str:
@@ -201,18 +201,18 @@ def test_the_suite_sees_what_is_wrong_and_says_so_on_every_rank(kind: Any, name:
     assert messages[0] == messages[1]
 
 
-def test_checks_have_names_contracts_and_a_choice() -> None:
+def test_checks_have_unique_names_and_contracts_and_can_be_selected() -> None:
     assert len(set(NAMES)) == len(NAMES)
     assert all(check.contract.endswith(".") for check in conformance.CHECKS)
     comm = sx.get_communicator()
     assert conformance.run(comm, NAMES[:2]) == NAMES[:2]
-    assert conformance.run(comm, ["ranks_that_differ_all_learn_it_at_once"]) == []  # it takes two
+    assert conformance.run(comm, ["ranks_in_different_calls_all_raise_promptly"]) == []  # it needs two ranks
     with pytest.raises(ValueError, match="no check is called nonsense"):
         conformance.run(comm, ["nonsense"])
 
 
 def waits_for_one_that_fails(backend: str, directory: str) -> list[Any]:
-    """Rank 0 receives and rank 1 sends, the one now, the other meanwhile, when rank 2 fails in a phase of its own."""
+    """Rank 0 receives and rank 1 sends, first now, then asynchronously, when rank 2 fails in a phase of its own."""
     comm = start(backend, directory)
     comm.barrier()
     with pytest.raises(sx.errors.PeerError) as caught:
@@ -224,9 +224,8 @@ def waits_for_one_that_fails(backend: str, directory: str) -> list[Any]:
             time.sleep(0.3)
             with comm.phase("cooking"):
                 raise KeyError("salt")
-    with pytest.raises(
-        sx.errors.PeerError, match="salt"
-    ):  # what was broken off lies around half: no later call may meet it
+    # A message may have been sent in part, so no later call may run.
+    with pytest.raises(sx.errors.PeerError, match="salt"):
         comm.barrier()
     return [str(caught.value), caught.value.host == comm.hosts[2]]
 
@@ -236,13 +235,13 @@ def test_a_failure_reaches_ranks_that_wait_for_a_message(backend: str, tmp_path:
     if backend == "mpi" and (missing := mpi_missing()):
         pytest.skip(missing)
     found = run_ranks(waits_for_one_that_fails, 3, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)))
-    for said, names_host in found:
-        assert re.fullmatch(r"rank 2 on \S+ failed in cooking: KeyError: 'salt'", said)
+    for message, names_host in found:
+        assert re.fullmatch(r"rank 2 on \S+ failed in cooking: KeyError: 'salt'", message)
         assert names_host
 
 
 def has_work_under_way(backend: str, directory: str) -> None:
-    """Rank 0 brings a failure to an agreement while its own work waits for rank 1, which waits for a message."""
+    """Rank 0 passes an error to an agreement. Its asynchronous work waits for rank 1, which waits for a message."""
     comm = start(backend, directory)
     comm.barrier()
     work = comm.all_reduce(torch.ones(4), async_op=True) if comm.rank == 0 else None
@@ -258,14 +257,14 @@ def has_work_under_way(backend: str, directory: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["threads", "shm", "gloo", slow("mpi")])
-def test_a_failure_overtakes_work_under_way(backend: str, tmp_path: Path) -> None:
+def test_a_failure_reaches_ranks_with_work_under_way(backend: str, tmp_path: Path) -> None:
     if backend == "mpi" and (missing := mpi_missing()):
         pytest.skip(missing)
     run_ranks(has_work_under_way, 2, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)))
 
 
 def agrees_twice() -> None:
-    """An error that was agreed on long ago, raised again in a later block, is a failure like any other."""
+    """Raise an error of an earlier agreement again in a later block: it is a failure like any other."""
     comm = sx.get_communicator()
     with pytest.raises(sx.errors.PeerError) as caught, comm.phase("first"):
         if comm.rank == 1:
@@ -277,7 +276,7 @@ def agrees_twice() -> None:
     comm.barrier()
 
 
-def test_an_error_of_long_ago_is_agreed_on_anew() -> None:
+def test_an_old_error_can_be_raised_in_a_later_agreement() -> None:
     run_ranks(agrees_twice, 2)
 
 

@@ -1,4 +1,4 @@
-"""Communicators: who we are, exchange of values, agreement, and failure that reaches everyone in time."""
+"""Communicators: ranks and sizes, exchange of values, agreement, and failures that reach all ranks in time."""
 
 import os
 import platform
@@ -25,12 +25,12 @@ from statexchange.testing import run_ranks
 
 ALL = ("threads", "gloo", "mpi")
 MPI_SLOW = ("threads", "gloo", slow("mpi"))
-STARTING_S = 60.0  # four ranks that import torch at once on two cores, with other tests beside them
+STARTING_S = 60.0  # four ranks import torch at once on two cores, with other tests running
 REAL = ("gloo", "mpi")
 
 
 def start() -> Any:
-    """The communicator of this rank on any backend; under MPI it takes an init."""
+    """Return the communicator of this rank on any backend; under MPI it calls sx.init."""
     under_mpi = detect_launch().launcher in ("mpich", "openmpi")
     return sx.init() if "mpi4py" in sys.modules or under_mpi else sx.get_communicator()
 
@@ -57,7 +57,7 @@ def test_long_and_short_messages_mix() -> None:
 
 
 @pytest.mark.ranks(4, backend=MPI_SLOW, timeout_s=STARTING_S)
-def test_a_subset_needs_only_its_members_and_keeps_their_order() -> None:
+def test_a_group_needs_only_its_members_and_keeps_their_order() -> None:
     comm = start()
     if comm.rank == 2:
         return
@@ -71,7 +71,7 @@ def test_a_subset_needs_only_its_members_and_keeps_their_order() -> None:
 
 
 @pytest.mark.ranks(3, backend=MPI_SLOW, timeout_s=STARTING_S, reuse=True)
-def test_an_error_on_one_rank_is_raised_on_all_and_they_go_on() -> None:
+def test_an_error_on_one_rank_is_raised_on_all_and_the_communicator_works_on() -> None:
     comm = start()
     with pytest.raises(sx.errors.PeerError) as caught, comm.phase("cooking"):
         if comm.rank == 1:
@@ -100,7 +100,7 @@ def test_a_root_that_does_not_exist_is_refused() -> None:
         comm.gather_object(1, root=2)
 
 
-def meets_death(how: str) -> str:
+def waits_for_a_dead_rank(how: str) -> str:
     comm = start()
     comm.barrier()
     if comm.rank == 1:
@@ -114,13 +114,13 @@ def meets_death(how: str) -> str:
     with pytest.raises(sx.errors.PeerError) as caught:
         comm.barrier()
     with pytest.raises(sx.errors.PeerError, match="rank 1"):
-        comm.barrier()  # and so does every later call
+        comm.barrier()  # every later call raises the same
     return str(caught.value)
 
 
 @pytest.mark.parametrize("how", ["kill", "exit", "close"])
-def test_a_rank_that_leaves_is_named(how: str) -> None:
-    outcomes = run_ranks(meets_death, 3, backend="gloo", args=(how,), allow_failure=True)
+def test_a_rank_that_exits_is_named(how: str) -> None:
+    outcomes = run_ranks(waits_for_a_dead_rank, 3, backend="gloo", args=(how,), allow_failure=True)
     for rank in (0, 2):
         assert outcomes[rank].value.startswith(f"rank 1 on {platform.node()} failed"), outcomes[rank]
     assert how != "close" or "had enough" in outcomes[0].value
@@ -137,12 +137,12 @@ def stalls() -> list[int]:
     return list(caught.value.missing)
 
 
-def test_a_barrier_names_who_is_missing() -> None:
+def test_a_barrier_names_missing_ranks() -> None:
     assert run_ranks(stalls, 3, backend="gloo")[:2] == [[2], [2]]
 
 
 def moves_slowly() -> float:
-    """Rank 1 takes longer than the stall deadline, but says that it moves."""
+    """Rank 1 takes longer than the stall deadline, but reports progress."""
     comm = start()
     began = time.monotonic()
     with comm.phase("moving", timeout_s=0.5):
@@ -152,12 +152,12 @@ def moves_slowly() -> float:
     return time.monotonic() - began
 
 
-def test_a_stall_deadline_is_not_a_total_one() -> None:
+def test_a_stall_deadline_does_not_limit_the_total_time() -> None:
     assert min(run_ranks(moves_slowly, 2, backend="gloo")) > 1.1
 
 
 def hidden(kind: str) -> str | None:
-    """Ranks whose /proc shows nothing of the other, as in containers with PID namespaces of their own."""
+    """Return ranks whose /proc shows no other rank, as in containers with PID namespaces of their own."""
     import ctypes
 
     clone_newns = 0x00020000
@@ -178,7 +178,7 @@ def hidden(kind: str) -> str | None:
 
 @pytest.mark.usefixtures("mounts")
 @pytest.mark.parametrize(("kind", "expected"), [("nothing", "memfd"), ("no_proc", None), ("no_shm", None)])
-def test_ranks_that_cannot_share_memory_fall_back_together(kind: str, expected: str | None) -> None:
+def test_ranks_that_cannot_share_memory_all_fall_back(kind: str, expected: str | None) -> None:
     with no_names_left():
         assert run_ranks(hidden, 2, backend="gloo", args=(kind,)) == [expected, expected]
 
@@ -186,7 +186,7 @@ def test_ranks_that_cannot_share_memory_fall_back_together(kind: str, expected: 
 # Which communicator a call uses
 
 
-def test_outside_any_launcher_there_is_a_world_of_one() -> None:
+def test_without_a_launcher_there_is_a_world_of_one() -> None:
     assert (sx.get_rank(), sx.get_world_size(), sx.comm.get_backend(), sx.is_initialized()) == (
         0,
         1,
@@ -207,7 +207,7 @@ def uses_torch_distributed() -> list[Any]:
     comm = sx.get_communicator()
     assert sx.get_communicator() is comm
     assert sx.init() is comm
-    assert sx.init("gloo") is comm  # with a warning: the first one stays
+    assert sx.init("gloo") is comm  # with a warning: the first communicator stays
     odd = dist.new_group([1, 2])
     group = sx.comm.from_process_group(odd) if dist.get_rank() else None
     return [
@@ -274,7 +274,7 @@ def test_launchers_are_recognised(
     ) == expected
 
 
-def test_an_unknown_backend_lists_the_known() -> None:
+def test_an_unknown_backend_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown backend 'smoke'.*auto, single, shm, gloo, nccl, mpi"):
         sx.init("smoke")
 
@@ -360,7 +360,7 @@ def forks() -> str:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 on: fork beside threads
-def test_a_forked_child_does_not_leave_for_its_parent() -> None:
+def test_the_exit_of_a_forked_child_does_not_end_its_parent() -> None:
     assert run_ranks(forks, 2, backend="gloo") == ["ok", "ok"]
 
 
@@ -375,7 +375,7 @@ assert not dist.is_initialized()
 
 
 @pytest.mark.slow
-def test_auto_under_torchrun_leaves_torch_alone_and_makes_subsets(tmp_path: Path) -> None:
+def test_auto_under_torchrun_does_not_touch_torch_and_makes_groups(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(STORE)
     torchrun = Path(sys.executable).with_name("torchrun")
     command = [torchrun, "--nproc-per-node", "3", tmp_path / "script.py"]
@@ -403,8 +403,8 @@ PUBLIC: dict[str, Callable[[str], Any]] = {
 }
 
 
-def meets_in_different_calls(out: str) -> list[list[str]]:
-    """Every rank's account of every call of rank 0 that meets the next one on rank 1."""
+def makes_different_calls(out: str) -> list[list[str]]:
+    """Return every rank's errors for every call of rank 0 against the next call on rank 1."""
     comm = sx.get_communicator()
     comm.barrier()
     sx.export_checkpoint(STATE, out)  # to be loaded
@@ -416,8 +416,8 @@ def meets_in_different_calls(out: str) -> list[list[str]]:
     return accounts
 
 
-def test_ranks_in_different_calls_are_told_of_the_calls_that_they_made(tmp_path: Path) -> None:
-    found = run_ranks(meets_in_different_calls, 2, backend="gloo", args=(str(tmp_path / "out"),), timeout_s=60)
+def test_a_mismatch_names_the_calls_of_all_ranks(tmp_path: Path) -> None:
+    found = run_ranks(makes_different_calls, 2, backend="gloo", args=(str(tmp_path / "out"),), timeout_s=60)
     for first, second, text in [account for rank in found for account in rank]:
         line = r"at \S+test_comm\.py:\d+"
         assert re.fullmatch(
@@ -426,7 +426,7 @@ def test_ranks_in_different_calls_are_told_of_the_calls_that_they_made(tmp_path:
 
 
 def leaves_a_block(out: str) -> str:
-    """What the user calls inside the block of a gather is no part of the gather."""
+    """Fail in a call of the user inside the block of a gather; the error must not name the gather."""
     comm = sx.get_communicator()
     comm.barrier()
     with pytest.raises(sx.errors.MismatchError) as caught, sx.gather_state(STATE):
@@ -440,7 +440,7 @@ def test_a_call_inside_the_block_of_a_gather_has_its_own_name(tmp_path: Path) ->
         assert re.search(r"rank 0 called barrier 'inside' at .*; rank 1 called gather_state at ", text)
 
 
-def test_a_call_that_goes_on_in_a_thread_says_where_it_was_made() -> None:
+def test_a_call_that_continues_in_a_thread_names_its_line() -> None:
     with public_call("outer", "train.py:7"), public_call("inner"):
         assert (call_site(), step_text("writing")) == ("train.py:7", "outer (writing)")
     assert "test_comm.py:" in call_site()
@@ -454,19 +454,19 @@ def is_interrupted(out: str) -> list[str]:
         if comm.rank == 0:
             raise KeyboardInterrupt
 
-    told = []
+    messages = []
     with pytest.raises((KeyboardInterrupt, sx.errors.PeerError)) as caught:
         sx.export_checkpoint({f"w{comm.rank}": torch.ones(3)}, out, on_progress=progress)
-    told.append(str(caught.value))
+    messages.append(str(caught.value))
     for again in (comm.barrier, lambda: sx.save_checkpoint(STATE, out), lambda: comm.all_reduce(torch.ones(2))):
         with pytest.raises(sx.errors.NotInitializedError if comm.rank == 0 else sx.errors.PeerError) as closed:
             again()
-        told.append(str(closed.value))
-    return told
+        messages.append(str(closed.value))
+    return messages
 
 
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
-def test_after_an_interrupt_a_rank_says_of_itself_why_it_is_closed(backend: str, tmp_path: Path) -> None:
+def test_after_an_interrupt_the_error_names_the_cause(backend: str, tmp_path: Path) -> None:
     interrupted, other = run_ranks(is_interrupted, 2, backend=backend, args=(str(tmp_path / "out"),), timeout_s=30)
     closed = (
         "this communicator is closed since KeyboardInterrupt ended export_checkpoint: make a new one, as "
@@ -484,6 +484,6 @@ def closes() -> str:
     return str(caught.value)
 
 
-def test_a_communicator_that_was_closed_says_so() -> None:
+def test_a_closed_communicator_is_a_named_error() -> None:
     closed = "this communicator is closed: make a new one, as shutdown() and init() do"
     assert run_ranks(closes, 2) == [f"{closed} [rank {rank}]" for rank in range(2)]

@@ -22,7 +22,7 @@ from statexchange.testing import run_ranks
 from statexchange.train.data import DistributedDataContainer, part_of
 from statexchange.train.synchronize import synchronize
 
-# A fork is what DataLoader does by default, and what Python 3.12 warns of.
+# DataLoader forks by default, of which Python 3.12 warns.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 MODES = ("short", "pad", "drop", "balanced")
 
@@ -52,14 +52,14 @@ def sizes(num_samples: int, world_size: int, uneven: Any) -> list[int]:
     ("num_samples", "expected"),
     [
         (10, [[10], [5, 5], [4, 4, 2], [3, 3, 3, 1]]),
-        (5, [[5], [3, 2], [2, 2, 1], [2, 2, 1, 0]]),  # from here on Lux has a BoundsError for four
+        (5, [[5], [3, 2], [2, 2, 1], [2, 2, 1, 0]]),  # for these Lux raises BoundsError on four ranks
         (9, [[9], [5, 4], [3, 3, 3], [3, 3, 3, 0]]),
         (6, [[6], [3, 3], [2, 2, 2], [2, 2, 2, 0]]),
         (2, [[2], [1, 1], [1, 1, 0], [1, 1, 0, 0]]),
         (0, [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]),
     ],
 )
-def test_short_is_luxs_chunks_and_small_data_leave_ranks_empty(num_samples: int, expected: list[list[int]]) -> None:
+def test_short_gives_luxs_chunks_and_some_ranks_may_be_empty(num_samples: int, expected: list[list[int]]) -> None:
     for counts in expected:
         found = parts(num_samples, len(counts))
         assert [len(part) for part in found] == counts
@@ -75,7 +75,7 @@ def test_partial_sums_add_up_to_the_total() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_pad_is_fluxs_wrapping(world_size: int) -> None:
+def test_pad_repeats_samples_as_flux_does(world_size: int) -> None:
     for num_samples in (4 * world_size, 7, 10):
         found = parts(num_samples, world_size, uneven="pad")
         size = -(-num_samples // world_size)
@@ -84,7 +84,7 @@ def test_pad_is_fluxs_wrapping(world_size: int) -> None:
         assert sum(map(sum, found)) == sum(range(num_samples)) + sum(range(padding))
 
 
-def test_the_other_ways_where_ranks_do_not_divide_the_samples() -> None:
+def test_the_other_options_if_ranks_do_not_divide_the_samples() -> None:
     assert parts(10, 4, uneven="drop") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert parts(10, 4, uneven="balanced") == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
     assert parts(10, 4, uneven="pad") == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 1]]
@@ -170,12 +170,12 @@ def test_data_without_samples_are_refused(data: Any, words: str) -> None:
         DistributedDataContainer(data)
 
 
-def test_an_unknown_way_lists_the_known() -> None:
+def test_an_unknown_option_lists_the_known_ones() -> None:
     with pytest.raises(sx.errors.InvalidArgumentError, match="short, pad, drop, balanced, not 'repeat'"):
         DistributedDataContainer([1], uneven="repeat")
 
 
-def test_numbers_that_no_sample_has_are_index_errors() -> None:
+def test_indices_out_of_range_are_index_errors() -> None:
     container = DistributedDataContainer([1, 2])
     assert container[-2] == 1
     for index in (2, -3):
@@ -190,7 +190,7 @@ def test_a_launcher_without_a_communicator_is_an_error(monkeypatch: pytest.Monke
         DistributedDataContainer([1])
 
 
-def test_it_takes_any_communicator_and_keeps_none() -> None:
+def test_it_takes_any_communicator_and_does_not_keep_it() -> None:
     def ranks() -> list[Any]:
         comm = sx.get_communicator()
         container = DistributedDataContainer(list(range(6)), comm.new_group([comm.rank]))
@@ -220,7 +220,7 @@ def test_shuffled_parts_have_the_same_samples(uneven: str) -> None:
     assert counts == {"short": {1: 11}, "pad": {1: 10, 2: 1}, "drop": {1: 9}, "balanced": {1: 11}}[uneven]
 
 
-def test_seeds_and_epochs_do_not_stand_for_each_other() -> None:
+def test_seed_and_epoch_are_independent() -> None:
     orders = set()
     for seed in range(4):
         container = DistributedDataContainer(list(range(20)), shuffle=True, seed=seed)
@@ -231,7 +231,7 @@ def test_seeds_and_epochs_do_not_stand_for_each_other() -> None:
 
 
 def test_the_order_of_a_seed_never_changes() -> None:
-    """A state that an older version saved continues alike."""
+    """A state that an older version saved continues in the same order."""
     assert list(DistributedDataContainer(list(range(8)), shuffle=True, seed=0)) == [3, 7, 2, 0, 4, 6, 1, 5]
 
 
@@ -269,7 +269,7 @@ def test_a_state_loaded_after_workers_began_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("how", ["pickle", "deepcopy", "spawn"])
-def test_copies_go_their_own_way_and_still_reach_their_workers(how: str) -> None:
+def test_copies_are_independent_and_reach_their_workers(how: str) -> None:
     container = DistributedDataContainer(list(range(9)), shuffle=True)
     container.set_epoch(4)
     if how == "pickle":
@@ -315,7 +315,7 @@ ALL = 1000
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("uneven", MODES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_as_many_ranks_go_on_each_in_its_part(world_size: int, uneven: str, shuffle: bool) -> None:
+def test_with_the_same_number_of_ranks_each_continues_its_part(world_size: int, uneven: str, shuffle: bool) -> None:
     options = {"uneven": uneven, "shuffle": shuffle, "num_samples": 11}
     whole, _ = trained(world_size, ALL, **options)
     for steps in (0, 1, 2, 7):
@@ -352,7 +352,7 @@ def test_the_documented_example_of_another_number_of_ranks() -> None:
     assert trained(2, ALL, state, num_samples=12)[0] == [[2, 3, 6], [7, 10, 11]]
 
 
-def test_ranks_with_short_parts_are_taken_to_have_consumed_them() -> None:
+def test_ranks_with_shorter_parts_count_as_having_consumed_them() -> None:
     first, state = trained(4, 1, num_samples=10)  # 3, 3, 3 and 1
     assert first == [[0, 1], [3, 4], [6, 7], [9]]
     assert trained(1, ALL, state, num_samples=10)[0] == [[2, 5, 8]]
@@ -405,7 +405,7 @@ def test_a_state_of_other_data_is_refused(change: dict[str, Any], words: str) ->
     assert container.state_dict() == before
 
 
-def test_more_than_there_is_cannot_be_consumed() -> None:
+def test_consuming_more_than_a_part_is_refused() -> None:
     container = DistributedDataContainer([1, 2, 3])
     container.advance(2)
     for number in (2, -1):
@@ -419,7 +419,7 @@ def test_more_than_there_is_cannot_be_consumed() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_synchronize_takes_it_like_other_state() -> None:
+def test_synchronize_accepts_it_as_state() -> None:
     container = DistributedDataContainer(list(range(10)))
     if sx.get_communicator().rank == 0:
         container.advance(3)

@@ -39,7 +39,7 @@ DTYPES = [
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Different small values in every place."""
+    """Return different small values for every element."""
     count = torch.Size(shape).numel()
     return (torch.arange(count) % 120).to(torch.float32).to(dtype).reshape(shape)
 
@@ -47,7 +47,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def known_tensors() -> dict[str, torch.Tensor]:
     tensors = {f"dtypes.{str(dtype).removeprefix('torch.')}": numbers(7, 3, dtype=dtype) for dtype in DTYPES}
     return tensors | {
-        "few": numbers(1, 4),  # fewer rows than ranks: some parts are empty
+        "few": numbers(1, 4),  # fewer rows than ranks, so some parts are empty
         "cube": numbers(5, 6, 7),
         "large": torch.randn(700, 801, generator=torch.Generator().manual_seed(3)),
         "größe": numbers(3),
@@ -55,7 +55,7 @@ def known_tensors() -> dict[str, torch.Tensor]:
 
 
 def write_placements(mesh_shape: list[int], out: str) -> None:
-    """Every tensor cut in several ways, plain tensors of several kinds, and what is no tensor."""
+    """Write every tensor with several placements, plain tensors of several dtypes, and values that are no tensors."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -170,7 +170,7 @@ def write_with_accelerate(out: str) -> None:
 
 def test_what_accelerate_writes_is_read(tmp_path: Path) -> None:
     run_ranks(write_with_accelerate, 2, backend="gloo", args=(str(tmp_path),), timeout_s=60)
-    (tmp_path / "scheduler.bin").write_bytes(b"")  # accelerate's save_state puts such files beside them
+    (tmp_path / "scheduler.bin").write_bytes(b"")  # accelerate's save_state writes such files beside them
     with pytest.raises(InvalidArgumentError, match="optimizer_0, pytorch_model_fsdp_0"):
         open_source(tmp_path)
     merge_checkpoint(tmp_path / "pytorch_model_fsdp_0", tmp_path / "out", rename=[(r"^model\.", "")])
@@ -227,21 +227,21 @@ def test_broken_sharding_facts_are_corrupt(tmp_path: Path, text: str) -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> Path:
-    """A directory of one rank with w, b, and lr."""
+    """Return a directory that one rank wrote, with w, b and lr."""
     dcp.save({"w": numbers(40, 50), "b": numbers(5), "lr": 0.5}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     recwarn.clear()
     return tmp_path / "dcp"
 
 
 def rewrite(saved: Path, change: Any) -> None:
-    """Change the metadata as torch's own objects."""
+    """Change the metadata, as objects of torch."""
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     change(metadata)
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def refused(saved: Path, kind: type[StateExchangeError], match: str) -> StateExchangeError:
-    """The error that reading, merging and verifying all tell of; nothing is published."""
+    """Return the error that reading, merging and verifying all raise; nothing is published."""
     with pytest.raises(kind, match=match) as caught:
         merge_checkpoint(saved, saved.parent / "never")
     assert not (saved.parent / "never").exists()
@@ -254,7 +254,7 @@ def test_a_directory_of_one_rank_is_a_lazy_mapping(saved: Path) -> None:
     assert checkpoint["w"].read().tolist() == numbers(40, 50).tolist()
 
 
-def test_the_metadata_is_told_from_its_directory(saved: Path) -> None:
+def test_the_metadata_file_alone_is_no_checkpoint(saved: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=f"give its directory, {saved} "):
         open_source(saved / ".metadata")
 
@@ -280,11 +280,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, 
     return ended.value.code, *capsys.readouterr()
 
 
-def test_the_command_line_tells_of_it(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_shows_it(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "info", str(saved), "--json")
-    told = json.loads(out)["data"]
-    assert (code, told["kind"], told["num_tensors"], told["ranks"]) == (0, "dcp", 2, [0])
-    assert told["others"] == {"lr": "float 0.5"}
+    info = json.loads(out)["data"]
+    assert (code, info["kind"], info["num_tensors"], info["ranks"]) == (0, "dcp", 2, [0])
+    assert info["others"] == {"lr": "float 0.5"}
     assert "1: lr (float 0.5)" in run(capsys, "info", str(saved))[1]
     assert "[40,50]" in run(capsys, "ls", str(saved))[1]
     assert run(capsys, "verify", str(saved))[0] == 0
@@ -310,7 +310,7 @@ def test_a_truncated_file_is_named(saved: Path, left: int) -> None:
 
 
 def test_a_file_with_bytes_changed_in_its_zip_is_refused_or_has_other_values(saved: Path) -> None:
-    """Whatever byte is changed, the reader ends with an error of ours or a source: never anything else."""
+    """Whatever byte is changed, the reader raises a StateExchangeError or returns a source."""
     path = saved / "__0_0.distcp"
     data = path.read_bytes()
     for at in range(0, len(data), 29):
@@ -338,7 +338,7 @@ def test_metadata_that_points_past_the_end_is_refused(saved: Path) -> None:
     refused(saved, CorruptError, "sizes")
 
 
-def test_entries_that_are_swapped_are_refused(saved: Path) -> None:
+def test_swapped_entries_are_refused(saved: Path) -> None:
     def swap(metadata: Any) -> None:
         w, b = storage_of(metadata, "w"), storage_of(metadata, "b")
         w.offset, b.offset, w.length, b.length = b.offset, w.offset, b.length, w.length
@@ -357,7 +357,7 @@ def test_another_dtype_or_shape_in_the_metadata_is_refused(saved: Path) -> None:
     refused(saved, IncompleteError, r"\[5:6\]")
 
 
-def test_a_part_that_is_stored_nowhere_is_missed(saved: Path) -> None:
+def test_a_part_without_a_place_in_a_file_is_incomplete(saved: Path) -> None:
     def forget(metadata: Any) -> None:
         metadata.storage_data = {i: p for i, p in metadata.storage_data.items() if i.fqn != "b"}
 
@@ -367,25 +367,25 @@ def test_a_part_that_is_stored_nowhere_is_missed(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x.distcp", "/etc/passwd", "__0_0.distcp/..", "", 5, None])
-def test_metadata_cannot_lead_elsewhere(saved: Path, name: Any) -> None:
+def test_metadata_cannot_name_files_elsewhere(saved: Path, name: Any) -> None:
     rewrite(saved, lambda m: setattr(storage_of(m, "b"), "relative_path", name))
     with pytest.raises(CorruptError):
         open_source(saved, strict=False)
 
 
-def test_bytes_that_went_through_an_extension_are_refused(saved: Path) -> None:
+def test_bytes_of_a_storage_extension_are_refused(saved: Path) -> None:
     rewrite(saved, lambda m: setattr(storage_of(m, "b"), "transform_descriptors", ["stream.zstd"]))
     refused(saved, UnsupportedError, "zstd")
 
 
-def test_an_object_of_a_class_that_is_not_known_is_listed_but_not_made(saved: Path) -> None:
+def test_an_object_of_an_unknown_class_is_listed_and_not_built(saved: Path) -> None:
     shutil.rmtree(saved)
     dcp.save({"w": numbers(2), "path": Unknown()}, checkpoint_id=saved, no_dist=True)
     source = open_source(saved)
     assert "Unknown" in source.others["path"]
 
 
-def test_tensors_in_an_object_that_is_not_known_are_refused_by_name(saved: Path) -> None:
+def test_tensors_in_an_unknown_object_are_refused_by_name(saved: Path) -> None:
     shutil.rmtree(saved)
     holding = Unknown()
     holding.deep = [torch.ones(1)]  # type: ignore[attr-defined]
@@ -412,7 +412,7 @@ def test_a_saved_state_of_random_generators_is_named(saved: Path) -> None:
     assert report.notes == ("1 entry is not a tensor, not written: lr (list of 1, with tensors in it)",)
 
 
-def test_a_tensor_of_a_dtype_that_is_not_known_hides_no_other(saved: Path) -> None:
+def test_a_tensor_of_an_unknown_dtype_does_not_hide_others(saved: Path) -> None:
     rewrite(saved, lambda m: setattr(m.state_dict_metadata["b"].properties, "dtype", torch.bits8))
     with pytest.raises(UnsupportedError, match="dtype bits8 is not supported") as caught:
         merge_checkpoint(saved, saved.parent / "never")
@@ -429,7 +429,7 @@ class Unknown:
 @pytest.mark.parametrize(
     "value", [None, 5, [], {}, {"state_dict_metadata": {}}, torch.Size((1,)), [[[[]]]], torch.device("cpu")]
 )
-def test_metadata_that_is_something_else_is_corrupt(saved: Path, value: Any) -> None:
+def test_metadata_of_another_type_is_corrupt(saved: Path, value: Any) -> None:
     (saved / ".metadata").write_bytes(pickle.dumps(value))
     with pytest.raises((CorruptError, UnsafeError)) as caught:
         open_source(saved)

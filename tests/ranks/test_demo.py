@@ -85,7 +85,7 @@ def test_transformers_loads_it_and_gives_the_same_logits(demo: tuple[Path, str])
 
 @pytest.mark.slow
 @pytest.mark.ranks(4, backend="gloo")
-def test_one_altered_bit_is_found_by_its_holders_and_by_the_whole(tmp_path: Path) -> None:
+def test_one_altered_bit_is_found_in_shards_and_in_the_whole(tmp_path: Path) -> None:
     import torch
     import torch.distributed as dist
     from safetensors.torch import save_file
@@ -102,13 +102,13 @@ def test_one_altered_bit_is_found_by_its_holders_and_by_the_whole(tmp_path: Path
     dist.barrier()
     assert list(_mismatches(state, os.fspath(tmp_path))) == [name, "lm_head.weight"]
     with _merged_slices(os.fspath(tmp_path)) as merged:
-        held = _same_shard(state[name], merged[name])
-    assert held == (dist.get_rank() != 3), "the last row lies on the last rank of both axes"
+        same_shard = _same_shard(state[name], merged[name])
+    assert same_shard == (dist.get_rank() != 3), "the last row lies on the last rank of both axes"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_other_worlds(world_size: int) -> None:
+def test_other_numbers_of_ranks(world_size: int) -> None:
     report = run_demo(world_size, steps=2)
     _check(report, world_size, 2)
     assert report.first_mesh == (world_size, 1)
@@ -120,7 +120,7 @@ def test_importing_the_demo_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_without_torch_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_torch_it_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingExtraError, match=r'pip install "statexchange\[torch\]"'):
         run_demo(2, keep=os.fspath(tmp_path / "kept"))

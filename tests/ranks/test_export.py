@@ -1,4 +1,4 @@
-"""Exporting live sharded state: the merged directory is what one process would have saved, or it is not there."""
+"""Export of live sharded state: the merged directory is what one process would have saved, or it does not exist."""
 
 import json
 import os
@@ -28,7 +28,7 @@ BOTH = ("threads", "gloo")
 def part(
     rank: int, world_size: int, rows: int, columns: int, dim: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """This rank's chunk of arange(rows * columns), cut along `dim` as torch.chunk cuts; possibly empty."""
+    """Return a rank's chunk of arange(rows * columns), cut along `dim` as torch.chunk does; it may be empty."""
     whole = torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns).to(dtype)
     chunks = torch.chunk(whole, world_size, dim)
     return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
@@ -67,7 +67,7 @@ def test_cut_tensors_and_replicas_become_the_file_that_save_file_writes(tmp_path
 
 
 def mesh_modules(shape: tuple[int, ...], out: str) -> dict[str, Any]:
-    """FSDP2 x TP (x HSDP) on a mesh; returns names whose merged value differs from full_tensor()."""
+    """Export FSDP2 x TP (x HSDP) on a mesh; return names whose merged value differs from full_tensor()."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -81,10 +81,10 @@ def mesh_modules(shape: tuple[int, ...], out: str) -> dict[str, Any]:
     if "tp" in names:
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
-    held = describe(model, rank=dist.get_rank()).held
+    shards = describe(model, rank=dist.get_rank()).held
     whole = [n for n, t in model.state_dict().items() if getattr(t, "device_mesh", mesh["dp"]).size() == mesh.size()]
     assert whole
-    assert all(held[name].placement is not None for name in whole if hasattr(model.state_dict()[name], "placements"))
+    assert all(shards[name].placement is not None for name in whole if hasattr(model.state_dict()[name], "placements"))
     report = sx.export_checkpoint(model, out, max_shard_size=400)
     merged: dict[str, torch.Tensor] = {}
     for file in sorted(Path(out).glob("*.safetensors")):
@@ -109,7 +109,7 @@ def test_fsdp2_and_tensor_parallel_modules_merge_bit_equal(shape: tuple[int, ...
 
 
 def placements(out: str) -> list[str]:
-    """DTensors of every kind of placement on a 2 x 2 mesh."""
+    """Export DTensors of every kind of placement on a 2 x 2 mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -185,7 +185,7 @@ def test_options_select_rename_cast_and_split(tmp_path: Path) -> None:
     ]
     second, first = (
         load_file(tmp_path / "out" / name) for name, _ in report.files[:2]
-    )  # a tensor over the limit goes first
+    )  # a tensor larger than the limit comes first
     assert torch.equal(first["a"], torch.arange(4.0).bfloat16())
     assert torch.equal(second["b"], torch.arange(3))
 
@@ -226,11 +226,11 @@ def test_pipeline_parts_have_different_names_on_each_rank(tmp_path: Path) -> Non
     assert len(merged) == 4
 
 
-# What may go wrong
+# Failures
 
 
 def expect(error: type[Exception], match: str, state: dict[str, torch.Tensor], out: Path, **options: Any) -> None:
-    """The same error on this rank as on all, nothing left behind, and the communicator still usable."""
+    """Check that all ranks raise the same error, that nothing is left, and that the communicator still works."""
     with pytest.raises(error, match=match):
         sx.export_checkpoint(state, out, **options)
     comm = sx.get_communicator()
@@ -240,7 +240,7 @@ def expect(error: type[Exception], match: str, state: dict[str, torch.Tensor], o
 
 
 @pytest.mark.ranks(2, backend=BOTH)
-def test_rules_of_a_layout_file_are_for_live_ranks_too(tmp_path: Path) -> None:
+def test_rules_of_a_layout_file_apply_to_live_ranks(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     gate, up, down = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0))
     q, k = gate.clone(), up[:2].clone()
@@ -303,7 +303,7 @@ def test_every_refusal_names_its_reason_on_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2, backend=BOTH)
-def test_an_existing_target_is_kept_unless_overwrite_is_said(tmp_path: Path) -> None:
+def test_an_existing_target_is_kept_without_overwrite(tmp_path: Path) -> None:
     comm = sx.get_communicator()
     out = tmp_path / "out"
     sx.export_checkpoint({"w": torch.ones(2)}, out)
@@ -321,7 +321,7 @@ def test_an_existing_target_is_kept_unless_overwrite_is_said(tmp_path: Path) -> 
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_an_exception_in_on_progress_reaches_all_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_exception_in_on_progress_is_raised_on_all_and_leaves_nothing(tmp_path: Path) -> None:
     comm = sx.get_communicator()
 
     def progress(done: int, total: int) -> None:
@@ -392,7 +392,7 @@ def test_a_full_disk_is_one_clear_error_on_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(1, 3, backend=BOTH)
-def test_save_checkpoint_keeps_everything_as_it_lies_and_merges_later(tmp_path: Path) -> None:
+def test_save_checkpoint_keeps_the_sharding_and_can_be_merged(tmp_path: Path) -> None:
     comm = sx.get_communicator()
     weight = part(comm.rank, comm.world_size, 7, 4, 0)
     model = nn.Linear(2, 2)
@@ -455,7 +455,7 @@ def odd_meshes(out: str) -> None:
     assert torch.equal(merged["head"], torch.ones(2))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch says that a mesh of fewer ranks leaves some out
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns that a mesh leaves some ranks out
 def test_meshes_of_some_ranks_and_of_ranks_out_of_order(tmp_path: Path) -> None:
     run_ranks(odd_meshes, 3, backend="gloo", args=(str(tmp_path / "out"),))
 
@@ -508,7 +508,7 @@ def exports_the_same(out: str) -> list[Any]:
     return [dict(report.phase_nbytes), sorted(report.phases), report.nbytes]
 
 
-def test_of_equal_descriptions_one_travels_and_the_report_counts_by_phase(tmp_path: Path) -> None:
+def test_equal_descriptions_are_sent_once_and_the_report_counts_bytes_by_phase(tmp_path: Path) -> None:
     ((alone, _, _),) = run_ranks(exports_the_same, 1, args=(str(tmp_path / "one"),))
     found = run_ranks(exports_the_same, 4, args=(str(tmp_path / "four"),))
     assert found == found[:1] * 4
@@ -521,7 +521,7 @@ def test_of_equal_descriptions_one_travels_and_the_report_counts_by_phase(tmp_pa
 
 @pytest.mark.ranks(2, backend="threads")
 @pytest.mark.parametrize(
-    ("option", "values", "told"),
+    ("option", "values", "message"),
     [
         ("dtype", (None, "float16"), "dtype is None on rank 0 and 'float16' on rank 1"),
         ("dtype", (torch.bfloat16, torch.float32), "dtype is 'bfloat16' on rank 0 and 'float32' on rank 1"),
@@ -533,9 +533,13 @@ def test_of_equal_descriptions_one_travels_and_the_report_counts_by_phase(tmp_pa
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )
-def test_an_option_that_differs_between_ranks_is_named(option: str, values: Any, told: str, tmp_path: Path) -> None:
+def test_an_option_that_differs_between_ranks_is_named(option: str, values: Any, message: str, tmp_path: Path) -> None:
     expect(
-        sx.errors.InvalidArgumentError, told, {"w": torch.ones(2)}, tmp_path / "out", **{option: values[sx.get_rank()]}
+        sx.errors.InvalidArgumentError,
+        message,
+        {"w": torch.ones(2)},
+        tmp_path / "out",
+        **{option: values[sx.get_rank()]},
     )
     assert not (tmp_path / "out").exists()
 
@@ -551,7 +555,7 @@ def fails_beside_replicas(out: str) -> None:
         sx.export_checkpoint(state, out, dtype="bfloat16", on_progress=stop if comm.rank == 0 else None)
 
 
-def test_a_rank_that_only_compares_replicas_hears_of_a_failure(tmp_path: Path) -> None:
+def test_a_rank_that_only_compares_replicas_raises_the_failure(tmp_path: Path) -> None:
     run_ranks(fails_beside_replicas, 2, backend="gloo", args=(str(tmp_path / "out"),))
 
 
@@ -570,7 +574,7 @@ def exports_copies(out: str, layout: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"files_from": {"config.json": {"a": 1}}}, "must be str or bytes"),
         ({"files_from": {5: "a"}}, "not a plain file name"),
@@ -584,14 +588,14 @@ def exports_copies(out: str, layout: Any) -> None:
         ({"layout": {"a": {"global_shape": [4], "boxes": {"0": [[[0], [4]]]}}}}, "boxes must be a list"),
     ],
 )
-def test_wrong_options_are_told_before_anything_is_written(options: Any, told: str, tmp_path: Path) -> None:
+def test_wrong_options_are_errors_before_anything_is_written(options: Any, message: str, tmp_path: Path) -> None:
     state = {"a": np.arange(4.0), "b": np.arange(8.0)}
-    with pytest.raises(sx.errors.InvalidArgumentError, match=told):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=message):
         sx.export_checkpoint(state, tmp_path / "out", **options)
     assert [p for p in tmp_path.iterdir() if not p.name.endswith(".lock")] == []
 
 
-def test_a_matrix_is_its_elements(tmp_path: Path) -> None:
+def test_a_numpy_matrix_is_exported_as_its_elements(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PendingDeprecationWarning)
         sx.export_checkpoint({"m": np.matrix([[1.0, 2.0], [3.0, 4.0]])}, tmp_path / "out")
@@ -619,14 +623,12 @@ def test_ranks_that_reduce_much_are_waited_for(tmp_path: Path) -> None:
     run_ranks(reduces_slowly, 2, backend="gloo", args=(str(tmp_path / "out"),), timeout_s=60)
 
 
-def test_the_report_is_of_what_was_written_though_the_target_is_moved_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_is_right_if_the_target_is_moved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = Publication.commit
 
     def commit_and_lose(publication: Publication, facts: Any) -> Any:
         found = commit(publication, facts)
-        os.rename(tmp_path / "out", tmp_path / "aside")  # as another publisher does
+        os.rename(tmp_path / "out", tmp_path / "aside")  # as another publisher would
         return found
 
     monkeypatch.setattr(Publication, "commit", commit_and_lose)

@@ -1,4 +1,4 @@
-"""What the ranks that go on are told of a failure: the right type, the cause, the operation and the user's line."""
+"""The errors that surviving ranks raise after a failure: type, cause, operation and the user's line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def loss_of(module: nn.Module) -> torch.Tensor:
 
 
 def marked_line(function: Any) -> str:
-    """The place of the line of `function` that ends with "# here", as messages have it."""
+    """Return the place of the line of `function` that ends with "# here", as messages show it."""
     code = function.__code__
     lines = Path(code.co_filename).read_text().splitlines()
     found = [n for n in range(code.co_firstlineno, len(lines)) if lines[n - 1].endswith("# here")]
@@ -66,7 +66,7 @@ def dies_or_raises(how: str, kind: str) -> list[Any]:
         try:
             loss_of(ddp).backward()
         except ZeroDivisionError as error:
-            comm.close(error)  # as the end of a process does it with an uncaught one
+            comm.close(error)  # as Python does for an uncaught exception at exit
             return []
     with pytest.raises(PeerError) as caught:
         loss_of(ddp).backward()
@@ -84,24 +84,24 @@ STRIKES = [
 def test_under_ddp_a_failed_rank_is_a_peer_error_in_backward(kind: str, how: str, cause: str) -> None:
     outcomes = run_ranks(dies_or_raises, 2, backend="gloo", args=(how, kind), timeout_s=60, allow_failure=True)
     assert outcomes[0].state == "ok", outcomes
-    rank, said = outcomes[0].value
+    rank, message = outcomes[0].value
     assert rank == 1
-    assert re.search(cause, said)
+    assert re.search(cause, message)
 
 
-def meets_differently_under_ddp() -> list[Any]:
+def mismatches_under_ddp() -> list[Any]:
     comm = sx.get_communicator()
     module = net()
     ddp = DistributedDataParallel(module)
     ddp.register_comm_hook(None, as_comm_hook(comm))
-    for _ in range(2):  # in the second DDP makes its buckets anew
+    for _ in range(2):  # in the second step DDP rebuilds its buckets
         loss_of(ddp).backward()
     with pytest.raises(MismatchError) as caught:
         if comm.rank == 0:
             loss_of(ddp).backward()  # here
         else:
             comm.all_reduce(torch.ones(3))
-    # All have met, so the communicator goes on, and so does DDP.
+    # All ranks have called, so the communicator still works, and DDP, too.
     module.zero_grad()
     loss_of(ddp).backward()
     reference = net()
@@ -110,10 +110,10 @@ def meets_differently_under_ddp() -> list[Any]:
     return [str(caught.value), same]
 
 
-def test_ddp_goes_on_after_a_mismatch_that_its_backward_has_raised() -> None:
-    for said, same in run_ranks(meets_differently_under_ddp, 2, backend="gloo", timeout_s=60):
-        where = marked_line(meets_differently_under_ddp)
-        assert f"at {where} (bucket 0 of DDP: parameters of shapes [3], [3, 8], [8], [8, 4])" in said
+def test_ddp_works_after_a_mismatch_in_its_backward() -> None:
+    for message, same in run_ranks(mismatches_under_ddp, 2, backend="gloo", timeout_s=60):
+        where = marked_line(mismatches_under_ddp)
+        assert f"at {where} (bucket 0 of DDP: parameters of shapes [3], [3, 8], [8], [8, 4])" in message
         assert same == [True] * 4
 
 
@@ -124,7 +124,7 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
-def meets_differently_in_backward(directory: str) -> str:
+def mismatches_in_backward(directory: str) -> str:
     comm = start("shm", directory)
     module = net()
     kept = DistributedOptimizer(sgd(module), comm, module=module)
@@ -139,10 +139,10 @@ def meets_differently_in_backward(directory: str) -> str:
 
 
 def test_a_mismatch_in_backward_names_the_line_and_the_parameters(tmp_path: Path) -> None:
-    where = marked_line(meets_differently_in_backward)
-    for said in run_ranks(meets_differently_in_backward, 2, backend="processes", args=(str(tmp_path),), timeout_s=60):
-        found = re.search(r"rank 0 called all_reduce avg float32\[68\] at (\S+) \((.*)\); rank 1 called", said)
-        assert found is not None, said
+    where = marked_line(mismatches_in_backward)
+    for message in run_ranks(mismatches_in_backward, 2, backend="processes", args=(str(tmp_path),), timeout_s=60):
+        found = re.search(r"rank 0 called all_reduce avg float32\[68\] at (\S+) \((.*)\); rank 1 called", message)
+        assert found is not None, message
         assert found[1] == where
         assert found[2] == "bucket 0: 2.bias, 2.weight, 0.bias, 0.weight"
 
@@ -169,16 +169,16 @@ def has_buckets_left(directory: str) -> list[Any]:
     return [len(reducer.buckets), str(caught.value)]
 
 
-def test_a_mismatch_in_one_bucket_ends_those_behind_it_at_once(tmp_path: Path) -> None:
-    """No bucket behind it waits for a call of rank 1, which might even be taken for one."""
+def test_a_mismatch_in_one_bucket_ends_the_following_ones_at_once(tmp_path: Path) -> None:
+    """No following bucket waits for a call of rank 1, which could be taken for its counterpart."""
     found = run_ranks(has_buckets_left, 2, backend="processes", args=(str(tmp_path),), timeout_s=60)
     assert found[1] == [True]
     assert found[0][0] == 4
     assert "(bucket 0: " in found[0][1]
 
 
-def works_in_line(comm: Any) -> list[Any]:
-    """Of works behind one that fails, those fail too that were begun before its error was raised."""
+def queued_works(comm: Any) -> list[Any]:
+    """After a failed work, works that were begun before its error was raised fail, too."""
     first, second = torch.ones(3 + comm.rank), torch.ones(3)
     works = [comm.all_reduce(first, async_op=True), comm.all_reduce(second, async_op=True)]
     with pytest.raises(MismatchError) as early:
@@ -189,23 +189,23 @@ def works_in_line(comm: Any) -> list[Any]:
     assert str(late.value) == str(early.value)
     assert second.tolist() == [1.0] * 3
     found = third.wait().tolist()
-    # Nor does it matter which of them is waited for first.
+    # The order of waits does not matter.
     works = [comm.all_reduce(first, async_op=True), comm.all_reduce(second, async_op=True)]
     with pytest.raises(MismatchError):
         works[1].wait()
     comm.all_reduce(second)
-    comm.wait_all()  # the error was raised once
+    comm.wait_all()  # the error has been raised, so later works succeed
     return [found, second.tolist()]
 
 
-def in_line(backend: str, directory: str) -> list[Any]:
-    return works_in_line(start(backend, directory))
+def queues_works(backend: str, directory: str) -> list[Any]:
+    return queued_works(start(backend, directory))
 
 
 @pytest.mark.parametrize("backend", ["threads", slow("shm"), "gloo"])
-def test_works_behind_a_mismatch_are_not_done(backend: str, tmp_path: Path) -> None:
+def test_works_after_a_mismatch_fail(backend: str, tmp_path: Path) -> None:
     args = (backend, str(tmp_path))
-    found = run_ranks(in_line, 2, backend=LAUNCHED_AS[backend], args=args, timeout_s=60)
+    found = run_ranks(queues_works, 2, backend=LAUNCHED_AS[backend], args=args, timeout_s=60)
     assert found == [[[2.0] * 3, [2.0] * 3]] * 2
 
 
@@ -220,7 +220,7 @@ def trains_alone_after_a_failure(directory: str) -> list[Any]:
     with pytest.raises(PeerError, match="boom"):
         loss_of(module).backward()
     with pytest.raises(PeerError, match="boom"):
-        loss_of(module).backward()  # it says so for as long as nobody has closed it
+        loss_of(module).backward()  # it raises this until it is closed
     sx.shutdown()
     module.zero_grad()
     loss_of(module).backward()
@@ -235,13 +235,13 @@ def trains_alone_after_a_failure(directory: str) -> list[Any]:
     return same
 
 
-def test_after_a_failure_and_shutdown_parameters_are_free(tmp_path: Path) -> None:
+def test_after_a_failure_and_shutdown_parameters_can_be_trained_alone(tmp_path: Path) -> None:
     found = run_ranks(trains_alone_after_a_failure, 2, backend="processes", args=(str(tmp_path),), timeout_s=60)
     assert found[0] == [True] * 4
 
 
 @pytest.mark.parametrize("delay", [False, True])
-def test_a_closed_optimizer_lets_go_of_the_parameters_and_does_not_step(delay: bool) -> None:
+def test_a_closed_optimizer_removes_its_hooks_and_does_not_step(delay: bool) -> None:
     module = net()
     optimizer = DistributedOptimizer(sgd(module), module=module, delay_reduce=delay)
     loss_of(module).backward()
@@ -263,7 +263,7 @@ def shuts_down_between_backward_and_step(directory: str) -> None:
     sx.shutdown()
     loss_of(trained).backward()
     with pytest.raises(sx.errors.NotInitializedError, match="closed"):
-        optimizer.step()  # neither is it due nor could it be
+        optimizer.step()  # no reduction is pending, and none could run
 
 
 def test_no_step_is_silently_local_after_shutdown(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("backend", "verb", "how"), by_default(ENDS, 0, 2, 3))
-def test_one_that_waits_for_a_failed_rank_is_told_the_cause_and_the_operation(
+def test_a_rank_that_waits_for_a_failed_one_raises_its_cause_and_operation(
     backend: str, verb: str, how: str, tmp_path: Path
 ) -> None:
     args = (backend, str(tmp_path), verb, how)
@@ -316,7 +316,7 @@ def test_one_that_waits_for_a_failed_rank_is_told_the_cause_and_the_operation(
         assert phase.startswith(f"{verb} "), phase
 
 
-# Groups in the making
+# Groups that are being made
 
 
 def dies_in_the_making(backend: str, directory: str, where: str) -> list[Any]:
@@ -339,11 +339,11 @@ def dies_in_the_making(backend: str, directory: str, where: str) -> list[Any]:
 def test_a_rank_that_dies_while_the_first_async_call_makes_its_communicator_is_named(
     where: str, tmp_path: Path
 ) -> None:
-    """Long before the deadline, which is that of the default: 300 s."""
+    """The error comes long before the default deadline of 300 s."""
     args = ("gloo", str(tmp_path), where)
     outcomes = run_ranks(dies_in_the_making, 3, backend="gloo", args=args, timeout_s=60, allow_failure=True)
     for rank in (0, 2):
         assert outcomes[rank].state == "ok", outcomes
-        assert outcomes[rank].exit_code == 0  # though torch's constructor may still wait in a thread
+        assert outcomes[rank].exit_code == 0  # although torch's constructor may still wait in a thread
         assert outcomes[rank].value[0] == 1
         assert re.fullmatch(r"its process \d+ died", outcomes[rank].value[1])

@@ -1,7 +1,7 @@
-"""What goes wrong on one rank is the same named error on all, soon; what was there stays, and the next run is clean.
+"""A fault on one rank is the same named error on all, soon; the old target stays, and the next run succeeds.
 
-The faults are real: signals, limits, missing rights, files that vanish, and what the kernel itself does to a system
-call when strace says so.
+The faults are real: signals, limits, missing rights, files that vanish, and errors and signals that strace injects at
+system calls.
 """
 
 from __future__ import annotations
@@ -29,39 +29,40 @@ from statexchange.report.verify import verify
 from statexchange.testing import run_ranks
 
 RANKS = 3
-LEFT = (".out.lock", ".owner", ".partial", ".discarded")  # what docs/shared_storage.md allows of a killed rank
+# names that a killed rank may leave, by docs/shared_storage.md
+LEFT = (".out.lock", ".owner", ".partial", ".discarded")
 LAYOUT = {"rows": {"dim": 0}}
 SAVES = ("save", "async save")
 Content = dict[str, bytes]
 
 
 class Trapped(dict[str, Any]):
-    """A state that does something when it is looked at for the first time."""
+    """A state that runs an action when it is read for the first time."""
 
-    def __init__(self, items: Any, deed: Any) -> None:
+    def __init__(self, items: Any, action: Any) -> None:
         super().__init__(items)
-        self.deed = deed
+        self.action = action
 
     def items(self) -> Any:
-        deed, self.deed = self.deed, lambda: None
-        deed()
+        action, self.action = self.action, lambda: None
+        action()
         return super().items()
 
 
 class TrappedPath:
-    """A path that does something when root asks for it, in planning."""
+    """A path that runs an action when root reads it, in planning."""
 
-    def __init__(self, path: str, deed: Any) -> None:
+    def __init__(self, path: str, action: Any) -> None:
         self.path = path
-        self.deed = deed
+        self.action = action
 
     def __fspath__(self) -> str:
-        self.deed()
+        self.action()
         return self.path
 
 
 def under_strace(call: str, what: str, when: int, path: str | None = None) -> None:
-    """Let something happen to this process at the n-th call of one kind, of those on `path` if that is given."""
+    """Inject a fault at the n-th system call of one kind in this process, of those on `path` if that is given."""
     mine = [] if path is None else ["-P", path]
     command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={call}", *mine]
     command += ["-e", f"inject={call}:{what}:when={when}", "-p", str(os.getpid())]
@@ -72,16 +73,16 @@ def under_strace(call: str, what: str, when: int, path: str | None = None) -> No
 
 
 def strike(how: str, after_s: float = 0.0) -> None:
-    """`after_s` lets the other ranks come to where they wait for this one."""
+    """Return an action that causes a fault; `after_s` lets the other ranks reach the call first."""
     time.sleep(after_s)
     if how == "raise":
         raise ZeroDivisionError("oops")
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "interrupt": signal.SIGINT}[how])
-    time.sleep(0.1)  # for Python to notice
+    time.sleep(0.1)  # for Python to handle the signal
 
 
 def close_fails(out: str, how: str) -> None:
-    """Let closing the file that this process is writing for an export fail."""
+    """Make close() fail for the file that this process is writing for an export."""
     under_strace("close", how, 1, str(next(Path(out).parent.glob(".*.partial/model.safetensors"))))
 
 
@@ -103,8 +104,11 @@ def act(verb: str, out: str, state: Any, options: dict[str, Any]) -> None:
         sx.load_checkpoint(state, out)
 
 
-def meets(verb: str, out: str, rank: int, at: str, how: str, when: int) -> Any:
-    """Do it, while this happens to `rank`: in its state, in on_progress, in files_from, or at a system call."""
+def runs_into(verb: str, out: str, rank: int, at: str, how: str, when: int) -> Any:
+    """Run the operation while a fault happens to `rank`:
+
+    in its state, in on_progress, in files_from, or at a system call.
+    """
     comm = sx.get_communicator()
     mine = comm.rank == rank
     state: Any = state_of(comm.rank, 2.0)
@@ -129,7 +133,7 @@ def meets(verb: str, out: str, rank: int, at: str, how: str, when: int) -> Any:
     elif at == "rights":
         with tempfile.TemporaryDirectory() as elsewhere:
             first = comm.broadcast_object(elsewhere)
-            act(verb, f"{first}/out", state, {})  # whoever loses its rights may not import any more
+            act(verb, f"{first}/out", state, {})  # a process that loses its rights cannot import modules
             comm.barrier()
         if mine:
             os.seteuid(65534)
@@ -149,7 +153,7 @@ def content(path: Path) -> Content:
 
 
 def value_of(verb: str, out: Path) -> float:
-    """What all tensors of a target are full of, after reading and checking all of it."""
+    """Return the value that fills all tensors of a target, after reading and checking all of it."""
     assert not verify(out).findings
     if verb in SAVES:
         whole: Any = {"rows": [torch.zeros(10, 100)], "own0": torch.zeros(50), "same": torch.zeros(7)}
@@ -173,7 +177,7 @@ def next_run(verb: str, out: str) -> None:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What was there before."""
+    """Return the targets as they were before the fault."""
     path = tmp_path_factory.mktemp("before")
     for verb in ("export", "save"):
         run_ranks(prepares, RANKS, args=(verb, str(path / verb)))
@@ -190,14 +194,14 @@ def left_beside(out: Path) -> list[str]:
 
 
 def run_next(verb: str, out: Path) -> None:
-    """The next run is as if nothing had been."""
+    """Check that the next run succeeds as if nothing had happened."""
     run_ranks(next_run, RANKS, args=(verb, str(out)))
     assert value_of(verb, out) == 3.0
     assert left_beside(out) == []
 
 
 def needs_strace(at: str, how: str) -> None:
-    """Skip the test where the fault is at a system call, and there is no strace."""
+    """Skip the test if its fault is at a system call and strace is missing."""
     if at == "while root publishes" or "=" in how:
         require("strace")
 
@@ -239,7 +243,7 @@ KILLED = [
     ("async save", 1, "state", "kill", 0, "the end of taking a snapshot"),
     ("async save", 2, "linkat", KILL, 1, "the end of saving"),
 ]
-PUBLISHED = [("while root publishes", 0), ("renameat2", 2)]  # at, when: after the two directories were exchanged
+PUBLISHED = [("while root publishes", 0), ("renameat2", 2)]  # `at`, `when`: after the two directories were exchanged
 
 
 @pytest.mark.parametrize(
@@ -252,13 +256,13 @@ def test_a_killed_rank(
     out = target(prepared, verb, tmp_path)
     before = content(out)
     outcomes = run_ranks(
-        meets, RANKS, backend="gloo", args=(verb, str(out), rank, at, how, when), allow_failure=True, timeout_s=30
+        runs_into, RANKS, backend="gloo", args=(verb, str(out), rank, at, how, when), allow_failure=True, timeout_s=30
     )
     assert outcomes[rank].exit_code == -signal.SIGKILL, str(outcomes)
-    told = [outcomes[survivor].value for survivor in range(RANKS) if survivor != rank]
+    raised = [outcomes[survivor].value for survivor in range(RANKS) if survivor != rank]
     text = f"rank {rank} on {platform.node()} failed in {CALLS[verb]} ({phase}"
-    assert all(": its process " in said and said.endswith(" died") for _, said, _ in told), told
-    assert all(kind == "PeerError" and said.startswith(text) for kind, said, _ in told), told
+    assert all(": its process " in message and message.endswith(" died") for _, message, _ in raised), raised
+    assert all(kind == "PeerError" and message.startswith(text) for kind, message, _ in raised), raised
     assert value_of(verb, out) == (2.0 if (at, when) in PUBLISHED else 1.0)
     if verb == "load":
         assert (content(out), left_beside(out)) == (before, [])
@@ -269,7 +273,7 @@ def test_a_killed_rank(
     run_next(verb, out)
 
 
-def meets_over_mpi(out: str, rank: int) -> None:
+def runs_into_over_mpi(out: str, rank: int) -> None:
     comm = sx.init("mpi")
 
     def progress(done: int, total: int) -> None:
@@ -283,18 +287,18 @@ def meets_over_mpi(out: str, rank: int) -> None:
 def test_a_killed_rank_ends_the_mpi_job(prepared: Path, tmp_path: Path) -> None:
     out = target(prepared, "export", tmp_path)
     before = content(out)
-    outcomes = run_ranks(meets_over_mpi, RANKS, backend="mpi", args=(str(out), 1), allow_failure=True, timeout_s=30)
+    outcomes = run_ranks(runs_into_over_mpi, RANKS, backend="mpi", args=(str(out), 1), allow_failure=True, timeout_s=30)
     assert not any(outcome.state in ("ok", "running") for outcome in outcomes)
     assert content(out) == before
     run_next("export", out)
 
 
-# A rank that fails, is interrupted, or whose system calls do
+# A rank that fails, is interrupted, or whose system calls fail
 
 
-def check_failure(told: list[Any], out: Path, before: Content, verb: str) -> None:
-    """The same was told on all ranks, soon, and nothing has changed nor lies around."""
-    assert len({(kind, said) for kind, said, _ in told}) == 1, told
+def check_failure(raised: list[Any], out: Path, before: Content, verb: str) -> None:
+    """Check that all ranks raised the same, soon, and that nothing has changed or is left."""
+    assert len({(kind, message) for kind, message, _ in raised}) == 1, raised
     assert content(out) == before
     assert left_beside(out) == []
     if verb != "load":
@@ -321,10 +325,10 @@ def test_an_exception_of_the_users_own(
 ) -> None:
     out = target(prepared, verb, tmp_path)
     before = content(out)
-    told = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), rank, at, "raise", 0))
-    said = f"rank {rank} on {platform.node()} failed in {CALLS[verb]} ({phase}): ZeroDivisionError: oops"
-    assert told[0][:2] == ["PeerError", said]
-    check_failure(told, out, before, verb)
+    raised = run_ranks(runs_into, RANKS, backend="gloo", args=(verb, str(out), rank, at, "raise", 0))
+    message = f"rank {rank} on {platform.node()} failed in {CALLS[verb]} ({phase}): ZeroDivisionError: oops"
+    assert raised[0][:2] == ["PeerError", message]
+    check_failure(raised, out, before, verb)
 
 
 @pytest.mark.parametrize(
@@ -340,12 +344,12 @@ def test_an_exception_of_the_users_own(
 def test_ctrl_c_on_one_rank(verb: str, rank: int, at: str, prepared: Path, tmp_path: Path) -> None:
     out = target(prepared, verb, tmp_path)
     before = content(out)
-    told = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), rank, at, "interrupt", 0))
-    assert told.pop(rank)[0] == "KeyboardInterrupt"
-    assert told[0][0] == "PeerError"
-    assert told[0][1].startswith(f"rank {rank} on {platform.node()} failed in ")
-    assert "KeyboardInterrupt" in told[0][1]
-    check_failure(told, out, before, verb)
+    raised = run_ranks(runs_into, RANKS, backend="gloo", args=(verb, str(out), rank, at, "interrupt", 0))
+    assert raised.pop(rank)[0] == "KeyboardInterrupt"
+    assert raised[0][0] == "PeerError"
+    assert raised[0][1].startswith(f"rank {rank} on {platform.node()} failed in ")
+    assert "KeyboardInterrupt" in raised[0][1]
+    check_failure(raised, out, before, verb)
 
 
 REFUSED = [
@@ -365,43 +369,43 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("verb", "rank", "at", "how", "when", "said"), by_default(REFUSED, 0, 3, 4, 6, 9, 12))
-def test_what_the_system_refuses_to_one_rank(
-    verb: str, rank: int, at: str, how: str, when: int, said: str, prepared: Path, tmp_path: Path
+@pytest.mark.parametrize(("verb", "rank", "at", "how", "when", "message"), by_default(REFUSED, 0, 3, 4, 6, 9, 12))
+def test_system_errors_on_one_rank(
+    verb: str, rank: int, at: str, how: str, when: int, message: str, prepared: Path, tmp_path: Path
 ) -> None:
     needs_strace(at, how)
     out = target(prepared, verb, tmp_path)
     before = content(out)
-    told = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), rank, at, how, when))
-    kind, text, _ = told[0]
-    assert kind == "StorageError", told
-    assert said in text
+    raised = run_ranks(runs_into, RANKS, backend="gloo", args=(verb, str(out), rank, at, how, when))
+    kind, text, _ = raised[0]
+    assert kind == "StorageError", raised
+    assert message in text
     assert f"rank {rank}" in text
     assert str(out.parent) in text
-    check_failure(told, out, before, verb)
+    check_failure(raised, out, before, verb)
 
 
 @pytest.mark.parametrize("verb", ["export", "save"])
-def test_root_alone_may_not_write_there(verb: str, prepared: Path) -> None:
-    with tempfile.TemporaryDirectory() as directory:  # the parents of which anybody may enter
+def test_only_root_may_not_write_there(verb: str, prepared: Path) -> None:
+    with tempfile.TemporaryDirectory() as directory:  # any user may enter its parents
         os.chmod(directory, 0o755)
         out = Path(directory, "out")
         shutil.copytree(prepared / verb, out)
         before = content(out)
-        told = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), 0, "rights", "", 0))
-        kind, text, _ = told[0]
-        assert kind == "StorageError", told
+        raised = run_ranks(runs_into, RANKS, backend="gloo", args=(verb, str(out), 0, "rights", "", 0))
+        kind, text, _ = raised[0]
+        assert kind == "StorageError", raised
         assert "Permission denied" in text
         assert directory in text
         assert "rank 0" in text
-        check_failure(told, out, before, verb)
+        check_failure(raised, out, before, verb)
 
 
-# What others do to the target and the source meanwhile
+# Other processes that change the target or the source meanwhile
 
 
-def others_meddle(out: str, how: str) -> Any:
-    """While the ranks write, somebody does something to the target, or to what is to become it."""
+def target_changes(out: str, how: str) -> Any:
+    """Let another process change the target, or the directory that becomes it, while the ranks write."""
 
     def meddle(done: int, total: int) -> None:
         if comm.rank == 1 and done == total:
@@ -433,14 +437,14 @@ def others_meddle(out: str, how: str) -> Any:
         ("the building", "StorageError|NotFoundError"),
     ],
 )
-def test_what_others_do_to_the_target_meanwhile(how: str, kind: str, prepared: Path, tmp_path: Path) -> None:
+def test_changes_of_the_target_during_an_export(how: str, kind: str, prepared: Path, tmp_path: Path) -> None:
     out = target(prepared, "export", tmp_path)
     before = content(out)
     if how == "appears":
         shutil.rmtree(out)
-    told = run_ranks(others_meddle, 2, args=(str(out), how))
-    assert told[0] == told[1]
-    assert told[0][0] in kind.split("|"), told
+    raised = run_ranks(target_changes, 2, args=(str(out), how))
+    assert raised[0] == raised[1]
+    assert raised[0][0] in kind.split("|"), raised
     assert left_beside(out) == []
     if how == "vanishes":
         assert value_of("export", out) == 2.0
@@ -451,7 +455,7 @@ def test_what_others_do_to_the_target_meanwhile(how: str, kind: str, prepared: P
 
 
 def source_changes(out: str, how: str) -> Any:
-    """After all ranks have read the headers, and before they read the rest."""
+    """Change the source after all ranks have read the headers, before they read the rest."""
     comm = sx.get_communicator()
 
     def change() -> None:
@@ -477,11 +481,11 @@ def source_changes(out: str, how: str) -> Any:
 @pytest.mark.parametrize(
     ("how", "kind"), [("vanishes", "nothing"), ("is truncated", "CorruptError"), ("is emptied", "CorruptError")]
 )
-def test_what_others_do_to_the_source_meanwhile(how: str, kind: str, prepared: Path, tmp_path: Path) -> None:
+def test_changes_of_the_source_during_a_load(how: str, kind: str, prepared: Path, tmp_path: Path) -> None:
     out = target(prepared, "load", tmp_path)
-    told = run_ranks(source_changes, 2, backend="gloo", args=(str(out), how))
-    assert told[0][0] == kind, told
-    assert told[0][:2] == told[1][:2]
-    if how != "vanishes":  # what is held open is read as it was
-        assert "model.safetensors" in told[0][1]
-        assert "rank" in told[0][1]
+    raised = run_ranks(source_changes, 2, backend="gloo", args=(str(out), how))
+    assert raised[0][0] == kind, raised
+    assert raised[0][:2] == raised[1][:2]
+    if how != "vanishes":  # an open file is read as it was
+        assert "model.safetensors" in raised[0][1]
+        assert "rank" in raised[0][1]

@@ -1,4 +1,4 @@
-"""A communicator belongs to one process: a forked child of a rank takes no part, whatever it calls."""
+"""A communicator belongs to one process: in a forked child of a rank every call raises ForkedError."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"
 
 
 def in_child(body: Callable[[], Any]) -> Any:
-    """What `body` returns in a forked child, which then runs its exit handlers."""
+    """Return the result of `body` in a forked child, which then runs its exit handlers."""
     reads, writes = os.pipe()
     child = os.fork()
     if not child:
@@ -36,10 +36,10 @@ def in_child(body: Callable[[], Any]) -> Any:
         os._exit(0)
     os.close(writes)
     with os.fdopen(reads) as answer:
-        told = answer.read()
+        text = answer.read()
     status = os.waitpid(child, 0)[1]
-    assert status == 0, (status, told)
-    return json.loads(told)
+    assert status == 0, (status, text)
+    return json.loads(text)
 
 
 def raised_by(call: Callable[[], Any]) -> str:
@@ -55,7 +55,7 @@ def start(backend: str) -> Any:
 
 
 def entries(comm: Any, made: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """Every way into a communicator."""
+    """Return every call that uses a communicator."""
     one = torch.ones(4)
     each = [torch.ones(2)] * comm.world_size
     other = (comm.rank + 1) % comm.world_size
@@ -109,22 +109,22 @@ def entries(comm: Any, made: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
 
 def tries(backend: str) -> list[Any]:
-    """While the ranks beside it wait in the first call that its child tries, rank 1 forks."""
+    """Fork on rank 1 while the other ranks wait in the first call that the child tries."""
     comm = start(backend)
     module = torch.nn.Linear(2, 2)
-    made = {
+    groups = {
         "subset": comm.new_group(list(reversed(range(comm.world_size)))),
         "reducer": sx.train.BucketReducer(module, comm),
         "inline": sx.train.InlineReducer(comm),
     }
     value = torch.full((4,), float(comm.rank + 1))
     if comm.rank == 1:
-        made["work"] = comm.all_reduce(value, async_op=True)
-        found = in_child(lambda: {name: raised_by(call) for name, call in entries(comm, made).items()})
+        groups["work"] = comm.all_reduce(value, async_op=True)
+        found = in_child(lambda: {name: raised_by(call) for name, call in entries(comm, groups).items()})
         known = in_child(lambda: [sx.get_rank(), sx.get_world_size(), sx.is_initialized(), comm.rank])
         found["shutdown"] = in_child(lambda: [raised_by(comm.close), raised_by(sx.shutdown), raised_by(sx.init)])
         comm.barrier(tag="the child has ended")
-        made["work"].wait()
+        groups["work"].wait()
     else:
         comm.all_reduce(value)
         found, known = {}, []
@@ -145,27 +145,27 @@ def check(outcomes: Any, size: int) -> None:
 @pytest.mark.parametrize(
     ("ranks_backend", "backend"), [("gloo", "auto"), slow("gloo", "gloo"), slow("mpi", "mpi"), slow("mpi", "auto")]
 )
-def test_a_forked_child_takes_no_part(ranks_backend: str, backend: str) -> None:
+def test_every_call_in_a_forked_child_is_refused(ranks_backend: str, backend: str) -> None:
     check(run_ranks(tries, 3, backend=ranks_backend, args=(backend,), timeout_s=60), 3)
 
 
 def alone() -> list[str]:
-    """A child of a process that runs alone has a world of its own."""
-    held = sx.get_communicator()
+    """Fork a process that runs alone: the child has a world of its own."""
+    parent = sx.get_communicator()
 
     def body() -> list[str]:
         mine = sx.get_communicator()
-        return [raised_by(held.barrier), str(mine.all_gather_object(7)), raised_by(lambda: sx.average_gradients([]))]
+        return [raised_by(parent.barrier), str(mine.all_gather_object(7)), raised_by(lambda: sx.average_gradients([]))]
 
     return list(in_child(body))
 
 
-def test_a_child_of_a_world_of_one_is_another_world_of_one() -> None:
+def test_a_child_of_a_world_of_one_has_a_world_of_its_own() -> None:
     assert run_ranks(alone, 1, backend="processes")[0] == ["ForkedError", "[7]", "nothing"]
 
 
 def own_worlds() -> list[Any]:
-    """Children that are given a rendezvous make a world of their own."""
+    """Fork children with a rendezvous: they make a world of their own."""
     comm = sx.get_communicator()
     directory = comm.broadcast_object(tempfile.mkdtemp())
 

@@ -1,4 +1,4 @@
-"""Gathering through shared memory and a workspace: everything comes back bit-equal, in place, on the first rank."""
+"""Gathering through shared memory and a workspace: everything arrives bit-equal, in rank order, on the first rank."""
 
 import enum
 import os
@@ -46,7 +46,7 @@ class Unknown:
 
 
 def odd_tensors() -> dict[str, torch.Tensor]:
-    """One of everything that a state dict may hold, the same on every rank that makes it."""
+    """Return tensors of every kind that a state dict may hold, equal on every rank."""
     base = torch.arange(1 << 20, dtype=torch.float32)
     grid = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     tied = torch.arange(3.0)
@@ -136,7 +136,7 @@ def test_any_number_of_tensors_in_a_config(count: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(4, backend=BOTH)
-def test_none_keeps_its_place_and_the_order_is_that_of_ranks() -> None:
+def test_none_keeps_its_place_and_entries_are_in_rank_order() -> None:
     rank = sx.get_communicator().rank
     for nobody in range(4):
         config = None if rank == nobody else {"rank": rank}
@@ -148,7 +148,7 @@ def test_none_keeps_its_place_and_the_order_is_that_of_ranks() -> None:
 
 
 @pytest.mark.ranks(1, 2, backend=BOTH)
-def test_configs_of_any_shape_survive(tmp_path: Path) -> None:
+def test_configs_of_any_structure_arrive_equal(tmp_path: Path) -> None:
     comm = sx.get_communicator()
     for path in (None, tmp_path / "ws"):
         layer = Layer(f"layer{comm.rank}", torch.arange(4.0) + comm.rank, by_rank={3: (1, 2), -1: ()})
@@ -167,7 +167,7 @@ def test_configs_of_any_shape_survive(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_dataclass_that_the_first_rank_does_not_know_is_a_mapping() -> None:
+def test_a_dataclass_that_the_first_rank_cannot_build_is_a_mapping() -> None:
     rank = sx.get_communicator().rank
     with sx.get_configs_parallel(Unknown(7) if rank else None, [0, 1]) as configs:
         if rank == 0:
@@ -196,7 +196,7 @@ def test_without_any_launcher_a_script_is_a_world_of_one() -> None:
 
 @pytest.mark.ranks(4, backend="gloo")
 def test_only_members_take_part_and_different_sets_work_at_once() -> None:
-    """torch.distributed runs, nothing was initialised here, and the sets make different numbers of calls."""
+    """torch.distributed runs, sx.init was not called, and the sets make different numbers of calls."""
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -220,13 +220,13 @@ def test_a_kept_tensor_stays_valid_and_unchanged() -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_memory_is_recycled_once_nobody_looks_at_it() -> None:
+def test_memory_is_reused_once_no_view_of_it_is_left() -> None:
     comm = sx.get_communicator()
     seen = set()
     for i in range(8):
         with sx.get_tensors_parallel(
             torch.full((100_000,), float(i)), [0, 1]
-        ) as tensors:  # the list outlives the block
+        ) as tensors:  # the list is used after the block
             assert [float(t[-1]) for t in tensors] == ([float(i)] * 2 if comm.rank == 0 else [])
             seen |= set(sx.get_communicator().arenas.attached_ids())
     assert len(seen) <= 2
@@ -262,7 +262,7 @@ def test_nested_blocks_and_another_root() -> None:
             assert [float(s["w"][0]) for s in outer] == [0.0, 1.0]
 
 
-# What may go wrong
+# Failures
 
 
 @pytest.mark.ranks(2, backend="threads")
@@ -276,7 +276,7 @@ def test_bad_ranks_are_refused(ranks: list[int]) -> None:
 
 
 @pytest.mark.ranks(2, backend="threads")
-def test_a_caller_that_is_no_member_is_refused() -> None:
+def test_a_caller_outside_of_ranks_is_refused() -> None:
     if sx.get_communicator().rank == 1:
         with pytest.raises(ValueError, match="rank 1 is not among"), sx.get_configs_parallel({}, [0]):
             pass
@@ -284,7 +284,7 @@ def test_a_caller_that_is_no_member_is_refused() -> None:
 
 @pytest.mark.ranks(3, backend=BOTH)
 @pytest.mark.parametrize("who", [0, 1])
-def test_an_exception_in_the_block_reaches_every_member(who: int, tmp_path: Path) -> None:
+def test_an_exception_in_the_block_is_raised_on_every_member(who: int, tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     for workspace in (None, tmp_path / "ws"):
         with (
@@ -298,12 +298,12 @@ def test_an_exception_in_the_block_reaches_every_member(who: int, tmp_path: Path
             assert "KeyError: 'boo'" in str(caught.value)
     sx.get_communicator().barrier()  # each rank removes its own file after the agreement
     assert not list(tmp_path.rglob("*.safetensors"))
-    with sx.gather_state({"w": torch.ones(3)}) as states:  # and they go on together
+    with sx.gather_state({"w": torch.ones(3)}) as states:  # the communicator still works
         assert len(states) in (0, 3)
 
 
 @pytest.mark.ranks(3, backend=BOTH)
-def test_what_cannot_be_sent_is_named_on_every_rank() -> None:
+def test_a_value_that_cannot_be_sent_is_named_on_every_rank() -> None:
     rank = sx.get_communicator().rank
     bad = torch.ones(3).to_sparse() if rank == 1 else torch.ones(3)
     with (
@@ -319,7 +319,7 @@ def test_what_cannot_be_sent_is_named_on_every_rank() -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_workspace_that_cannot_be_is_an_error_with_its_path_on_every_rank(tmp_path: Path) -> None:
+def test_an_impossible_workspace_is_an_error_with_its_path_on_every_rank(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     target = tmp_path / "file"
     if rank == 0:
@@ -354,7 +354,7 @@ def test_a_rank_that_dies_in_the_block_is_named_by_the_others(how: str) -> None:
     assert "rank 1" in outcomes[2].value
 
 
-def never_comes(timeout_s: float) -> list[int]:
+def never_calls(timeout_s: float) -> list[int]:
     import torch.distributed as dist
 
     comm = sx.comm.from_process_group(dist.group.WORLD, timeout_s=timeout_s)
@@ -369,8 +369,8 @@ def never_comes(timeout_s: float) -> list[int]:
     return list(caught.value.missing)
 
 
-def test_a_rank_that_never_comes_is_named_when_the_wait_runs_out() -> None:
-    assert run_ranks(never_comes, 3, backend="gloo", args=(0.5,))[::2] == [[1], [1]]
+def test_a_rank_that_never_calls_is_named_at_the_deadline() -> None:
+    assert run_ranks(never_calls, 3, backend="gloo", args=(0.5,))[::2] == [[1], [1]]
 
 
 def one_job(seed: int) -> list[float]:
@@ -382,7 +382,7 @@ def one_job(seed: int) -> list[float]:
     return found
 
 
-def test_two_jobs_at_once_on_one_host_do_not_meet() -> None:
+def test_two_jobs_at_once_on_one_host_do_not_interfere() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(2) as pool:
@@ -403,7 +403,7 @@ def test_views_of_one_memory_that_differ_in_value_or_kind_stay_apart() -> None:
 
 
 @pytest.mark.ranks(2, backend=BOTH)
-def test_ranks_stay_in_step_through_many_errors() -> None:
+def test_ranks_stay_synchronised_after_many_errors() -> None:
     comm = sx.get_communicator()
     tensor = torch.ones(10)
     for i in range(100):
@@ -415,7 +415,7 @@ def test_ranks_stay_in_step_through_many_errors() -> None:
 
 
 @pytest.mark.ranks(2, backend="threads")
-def test_what_has_no_bytes_is_refused_on_every_rank() -> None:
+def test_tensors_without_plain_bytes_are_refused_on_every_rank() -> None:
     rank = sx.get_communicator().rank
     freed = torch.randn(1000)
     freed.untyped_storage().resize_(0)
@@ -435,7 +435,7 @@ def test_what_has_no_bytes_is_refused_on_every_rank() -> None:
 
 
 def starts_over(folder: str) -> list[list[int]]:
-    """torch.distributed is torn down and comes back with the ranks swapped."""
+    """Destroy torch.distributed's group, and make one with the ranks swapped."""
     import torch.distributed as dist
 
     found = []

@@ -1,4 +1,4 @@
-"""What needs a GPU: NCCL, here with one rank, and CUDA tensors on every other backend. Run with -m gpu."""
+"""Tests that need a GPU: NCCL with one rank, and CUDA tensors on every other backend. Run with -m gpu."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ pytestmark = [
 
 
 def verbs(comm: sx.comm.Communicator, device: str) -> None:
-    """Every verb on tensors of `device`: results lie there too, and staged ones are always copied back."""
+    """Run every operation on tensors of `device`: results are on it, too, and staged ones are always copied back."""
     n, rank = comm.world_size, comm.rank
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
         t = torch.full((100_003,), rank + 1, device=device).to(dtype)
@@ -77,7 +77,7 @@ def test_nccl_with_one_rank() -> None:
 
 
 def scaled_while_computing() -> float:
-    """The scale is applied when the reduction completes, also behind a long kernel."""
+    """The scale is applied when the reduction completes, also after a long kernel."""
     comm = sx.init("nccl")
     t = torch.ones(50_000_000, device="cuda:0")
     torch.cuda._sleep(100_000_000)
@@ -94,14 +94,14 @@ def devices_in_turn() -> str:
     return str(sx.init("auto").device)
 
 
-def test_gpus_are_dealt_in_turn() -> None:
+def test_ranks_get_gpus_in_turn() -> None:
     count = torch.cuda.device_count()
     found = run_ranks(devices_in_turn, 2, backend="mpi", timeout_s=60)
     assert found == [f"cuda:{rank % count}" for rank in range(2)]
 
 
 def state_on(device: str) -> dict[str, Any]:
-    """Tensors in and out of order, of more than one window, and of none."""
+    """Return tensors in C order and not, of more than one window, and empty."""
     numbers = torch.arange(3_000_000, device=device)
     return {
         "plain": numbers.float().reshape(3000, 1000),
@@ -112,7 +112,7 @@ def state_on(device: str) -> dict[str, Any]:
     }
 
 
-def state_goes_to_files_and_back(folder: str) -> None:
+def exports_and_loads(folder: str) -> None:
     comm = sx.init("auto")
     layout = {"plain": {"dim": 0}, "strided": {"dim": 1}}
     for way in ("now", "background"):
@@ -143,12 +143,12 @@ def state_goes_to_files_and_back(folder: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_state_goes_from_a_gpu_to_files_and_back(world_size: int, tmp_path: Path) -> None:
-    run_ranks(state_goes_to_files_and_back, world_size, backend="mpi", args=(str(tmp_path),), timeout_s=60)
+def test_state_is_exported_from_a_gpu_and_loaded_back(world_size: int, tmp_path: Path) -> None:
+    run_ranks(exports_and_loads, world_size, backend="mpi", args=(str(tmp_path),), timeout_s=60)
 
 
 def takes_a_fused_step_after_a_load(folder: str) -> None:
-    """An optimizer whose `step` lies on the GPU goes on as if it had never stopped."""
+    """Check that an optimizer whose `step` is on the GPU continues after a load as if it had not stopped."""
 
     def job() -> dict[str, Any]:
         torch.manual_seed(0)
@@ -169,5 +169,5 @@ def takes_a_fused_step_after_a_load(folder: str) -> None:
     assert torch.equal(first["model"].weight, second["model"].weight)
 
 
-def test_a_fused_optimizer_goes_on(tmp_path: Path) -> None:
+def test_a_fused_optimizer_continues_after_a_load(tmp_path: Path) -> None:
     run_ranks(takes_a_fused_step_after_a_load, 1, backend="processes", args=(str(tmp_path / "saved"),), timeout_s=60)

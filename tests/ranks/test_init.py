@@ -1,4 +1,4 @@
-"""How ranks find each other and choose what they move data with: init, rendezvous, devices, starts and stops."""
+"""init: rendezvous, choice of backend and device, repeated starts and stops."""
 
 import contextlib
 import json
@@ -31,12 +31,12 @@ from statexchange.processes import Owner
 from statexchange.testing import run_ranks
 
 
-def me() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def by_hand(url: str, backend: str = "auto", timeout_s: float = 20.0) -> sx.comm.Communicator:
-    rank, size = me()
+def init_by_hand(url: str, backend: str = "auto", timeout_s: float = 20.0) -> sx.comm.Communicator:
+    rank, size = rank_and_size()
     return sx.init(backend, rendezvous=url, rank=rank, world_size=size, timeout_s=timeout_s)
 
 
@@ -48,8 +48,8 @@ def facts(comm: sx.comm.Communicator) -> list[Any]:
 # Rendezvous
 
 
-def meets(url: str, backend: str) -> list[Any]:
-    comm = by_hand(url, backend)
+def initialises(url: str, backend: str) -> list[Any]:
+    comm = init_by_hand(url, backend)
     found = facts(comm)
     sx.shutdown()
     return found
@@ -57,7 +57,7 @@ def meets(url: str, backend: str) -> list[Any]:
 
 @pytest.mark.parametrize(("backend", "name"), [("auto", "shm"), ("shm", "shm"), ("gloo", "gloo")])
 def test_ranks_started_by_hand_meet_in_a_directory(backend: str, name: str, tmp_path: Path) -> None:
-    found = run_ranks(meets, 3, backend="processes", args=(f"file://{tmp_path}/new/meeting", backend))
+    found = run_ranks(initialises, 3, backend="processes", args=(f"file://{tmp_path}/new/meeting", backend))
     assert found == [[name, rank, 3, rank, 1, 6.0] for rank in range(3)]
     assert list(tmp_path.iterdir()) == []
 
@@ -71,7 +71,7 @@ def free_port() -> int:
 
 
 def test_ranks_started_by_hand_meet_at_an_address() -> None:
-    found = run_ranks(meets, 2, backend="processes", args=(f"tcp://127.0.0.1:{free_port()}", "auto"))
+    found = run_ranks(initialises, 2, backend="processes", args=(f"tcp://127.0.0.1:{free_port()}", "auto"))
     assert found == [["shm", rank, 2, rank, 1, 3.0] for rank in range(2)]
 
 
@@ -82,7 +82,7 @@ def put_hello(directory: Path, rank: int, nonce: str, owner: Owner) -> None:
     (directory / f"beat-{nonce}-7").touch()
 
 
-def test_what_a_crashed_run_has_left_is_not_taken_for_fresh(tmp_path: Path) -> None:
+def test_files_of_a_crashed_run_are_ignored(tmp_path: Path) -> None:
     ours = Owner.current()
     for rank in range(2):
         put_hello(tmp_path, rank, f"{rank}a".ljust(32, "0"), replace(ours, boot="another boot", pid=1, start=1))
@@ -90,33 +90,33 @@ def test_what_a_crashed_run_has_left_is_not_taken_for_fresh(tmp_path: Path) -> N
     nonces = ["0a".ljust(32, "0"), "1a".ljust(32, "0")]
     answer = {"nonces": nonces, "host": "h", "address": "192.0.2.1", "port": 1, "server": "0" * 32, "refusal": None}
     (tmp_path / f"answer-{nonces[0]}.json").write_text(json.dumps(answer))
-    found = run_ranks(meets, 2, backend="processes", args=(f"file://{tmp_path}", "shm"))
+    found = run_ranks(initialises, 2, backend="processes", args=(f"file://{tmp_path}", "shm"))
     assert [row[0] for row in found] == ["shm", "shm"]
-    # What has provably ended is removed; what may live on another host is not.
+    # Files of processes that have provably ended are removed; those of other hosts are not.
     of_other_hosts = [f"hello-{r}-{n}.json" for r, n in enumerate(nonces)] + [f"beat-{n}-7" for n in nonces]
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == sorted([f"answer-{nonces[0]}.json", *of_other_hosts])
 
 
-def waits_in_vain(directory: str) -> list[Any]:
-    if me()[0] in (1, 3):
+def times_out(directory: str) -> list[Any]:
+    if rank_and_size()[0] in (1, 3):
         return []
     with pytest.raises(sx.errors.StallError) as caught:
-        by_hand(f"file://{directory}", timeout_s=2 + me()[0])
+        init_by_hand(f"file://{directory}", timeout_s=2 + rank_and_size()[0])
     return [str(caught.value), list(caught.value.missing)]
 
 
 def test_all_that_wait_name_all_that_never_came_and_nothing_is_left(tmp_path: Path) -> None:
     """Rank 0 gives up first: rank 2 does not say that it was not there."""
-    found = run_ranks(waits_in_vain, 4, backend="processes", args=(f"{tmp_path}/new/meeting",))
-    for said, missing in (found[0], found[2]):
-        assert said.startswith(f"ranks [1, 3] did not join at {tmp_path}/new/meeting in ")
+    found = run_ranks(times_out, 4, backend="processes", args=(f"{tmp_path}/new/meeting",))
+    for message, missing in (found[0], found[2]):
+        assert message.startswith(f"ranks [1, 3] did not join at {tmp_path}/new/meeting in ")
         assert missing == [1, 3]
     assert list(tmp_path.iterdir()) == []
 
 
 def waits_for_rank_0(kind: str, place: str) -> list[Any]:
-    if me()[0] == 0:
+    if rank_and_size()[0] == 0:
         return []
     with pytest.raises(sx.errors.StallError) as caught:
         init_as(kind, place, 3.0)
@@ -124,28 +124,28 @@ def waits_for_rank_0(kind: str, place: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp", "env", slow("agent")])
-def test_without_rank_0_the_others_name_it(kind: str, tmp_path: Path) -> None:
+def test_an_absent_rank_0_is_named_by_the_others(kind: str, tmp_path: Path) -> None:
     with place_of(kind, tmp_path) as place:
         found = run_ranks(waits_for_rank_0, 3, backend="processes", args=(kind, place))
     assert found[0] == []
-    for missing, said in found[1:]:
+    for missing, message in found[1:]:
         assert missing == [0]
-        assert said.startswith("ranks [0] did not join at ")
-        assert (" in 3 s: " in said) == (kind in ("tcp", "env"))  # with what the last try has met
+        assert message.startswith("ranks [0] did not join at ")
+        assert (" in 3 s: " in message) == (kind in ("tcp", "env"))  # with what the last try has met
     assert list(tmp_path.iterdir()) == []
 
 
-def comes_and_goes(directory: str) -> list[Any]:
-    rank, _ = me()
+def joins_late(directory: str) -> list[Any]:
+    rank, _ = rank_and_size()
     if rank == 1:
-        time.sleep(2.5)  # comes when rank 0 has given up
+        time.sleep(2.5)  # joins after rank 0 has given up
     with pytest.raises(sx.errors.StallError) as caught:
-        by_hand(f"file://{directory}", timeout_s=[1.0, 2.0, 5.0][rank])
+        init_by_hand(f"file://{directory}", timeout_s=[1.0, 2.0, 5.0][rank])
     return [list(caught.value.missing), str(caught.value)]
 
 
 def test_a_rank_0_that_gave_up_is_not_said_never_to_have_come(tmp_path: Path) -> None:
-    found = run_ranks(comes_and_goes, 3, backend="processes", args=(str(tmp_path),))
+    found = run_ranks(joins_late, 3, backend="processes", args=(str(tmp_path),))
     assert found[0] == [[1], f"ranks [1] did not join at {tmp_path} in 1 s"]
     assert found[1] == [[0], f"ranks [0] did not join at {tmp_path} in 2 s"]  # in its own two seconds, that is
     assert found[2][0][0] == 0
@@ -153,19 +153,19 @@ def test_a_rank_0_that_gave_up_is_not_said_never_to_have_come(tmp_path: Path) ->
 
 
 def loses_rank_0(port: int) -> str:
-    if me()[0] == 0:
+    if rank_and_size()[0] == 0:
         server = tcp_store.Server.at("127.0.0.1", port, 20.0)
         while not server.store.check(["joined/1"]):
             time.sleep(0.01)
-        server.close()  # as it does a second after it has given up, whoever has not run meanwhile
+        server.close()  # as it does a second after it has given up
         return ""
     with pytest.raises(sx.errors.StallError) as caught:
-        by_hand(f"tcp://127.0.0.1:{port}", timeout_s=2)
+        init_by_hand(f"tcp://127.0.0.1:{port}", timeout_s=2)
     assert caught.value.missing == (0,)
     return str(caught.value)
 
 
-def test_a_rank_0_that_left_the_address_is_not_said_never_to_have_come() -> None:
+def test_a_rank_0_that_left_the_address_is_not_called_absent() -> None:
     port = free_port()
     found = run_ranks(loses_rank_0, 2, backend="processes", args=(port,))
     assert found[1].startswith(f"ranks [0] joined at tcp://127.0.0.1:{port}, but left before all had joined")
@@ -188,35 +188,35 @@ def test_at_its_deadline_a_rank_waits_a_moment_for_rank_0_to_decide(decision: st
     if decision == "complete":
         waits()
     else:
-        said, missing = {
+        message, missing = {
             "failed": ("rank 1 came too late", (1,)),
             None: ("all ranks joined at there, but rank 0 did not answer in 0.1 s", (0,)),
         }[decision]
         with pytest.raises(sx.errors.StallError) as caught:
             waits()
-        assert caught.value.message == said
+        assert caught.value.message == message
         assert caught.value.missing == missing
     if decision is not None:
         decides.join()
     server.close()
 
 
-def comes_often(directory: str) -> list[str]:
+def joins_repeatedly(directory: str) -> list[str]:
     backends = []
     for _ in range(5):
-        backends.append(by_hand(f"file://{directory}").backend)
+        backends.append(init_by_hand(f"file://{directory}").backend)
         sx.shutdown()
     return backends
 
 
-def test_ranks_meet_in_one_directory_again_and_again(tmp_path: Path) -> None:
-    found = run_ranks(comes_often, 3, backend="processes", args=(f"{tmp_path}/new",), timeout_s=60)
+def test_one_directory_serves_several_rendezvous(tmp_path: Path) -> None:
+    found = run_ranks(joins_repeatedly, 3, backend="processes", args=(f"{tmp_path}/new",), timeout_s=60)
     assert found == [["shm"] * 5] * 3
     assert list(tmp_path.iterdir()) == []
 
 
-def holds_the_old_one(url: str, by_slurm: bool) -> list[float]:
-    rank, size = me()
+def keeps_old_communicators(url: str, by_slurm: bool) -> list[float]:
+    rank, size = rank_and_size()
     if by_slurm:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             del os.environ[name]
@@ -224,53 +224,53 @@ def holds_the_old_one(url: str, by_slurm: bool) -> list[float]:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=url.rpartition(":")[2])
     held, sums = [], []
     for turn in range(3):
-        comm = sx.init(timeout_s=20) if by_slurm else by_hand(url, "auto")
+        comm = sx.init(timeout_s=20) if by_slurm else init_by_hand(url, "auto")
         sums.append(float(comm.all_reduce(torch.ones(3))[0]))
         held += [comm, comm.split(0)]
         if rank == 0 and turn == 1:
-            time.sleep(1)  # the others come back while rank 0 still serves what they have left
+            time.sleep(1)  # the other ranks join again while rank 0 still serves the old store
         sx.shutdown()
     return sums
 
 
 @pytest.mark.parametrize("by_slurm", [False, slow(True)])
-def test_init_after_shutdown_at_the_same_address_though_somebody_holds_the_communicator(by_slurm: bool) -> None:
+def test_init_after_shutdown_at_the_same_address_while_old_communicators_exist(by_slurm: bool) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    found = run_ranks(holds_the_old_one, 2, backend="processes", args=(url, by_slurm), timeout_s=60)
+    found = run_ranks(keeps_old_communicators, 2, backend="processes", args=(url, by_slurm), timeout_s=60)
     assert found == [[2.0] * 3] * 2
 
 
 def fails_then_works(url: str) -> list[Any]:
-    rank, _ = me()
+    rank, _ = rank_and_size()
     if rank == 1:
         time.sleep(2)  # comes when rank 0 has given up once
-        return [by_hand(url).world_size]
+        return [init_by_hand(url).world_size]
     with pytest.raises(sx.errors.StallError, match=r"ranks \[1\] did not join at tcp://") as caught:
-        by_hand(url, timeout_s=1)
+        init_by_hand(url, timeout_s=1)
     assert caught.value.missing == (1,)
-    return [by_hand(url).world_size]
+    return [init_by_hand(url).world_size]
 
 
-def test_an_address_can_be_used_again_after_a_rank_has_not_come() -> None:
+def test_an_address_can_be_reused_after_a_rank_was_absent() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     assert run_ranks(fails_then_works, 2, backend="processes", args=(url,), timeout_s=60) == [[2], [2]]
 
 
 def dies_while_meeting(directory: str, kill: bool) -> list[Any]:
-    if kill and me()[0] == 1:
+    if kill and rank_and_size()[0] == 1:
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-        return [by_hand(f"file://{directory}").rank, time.sleep(5)]
-    if kill and me()[0] == 2:
+        return [init_by_hand(f"file://{directory}").rank, time.sleep(5)]
+    if kill and rank_and_size()[0] == 2:
         time.sleep(3)
         return []
     if kill:
         with pytest.raises(sx.errors.StallError, match=r"ranks \[1, 2\] did not join at .* in 1.5 s"):
-            by_hand(f"file://{directory}", timeout_s=1.5)
+            init_by_hand(f"file://{directory}", timeout_s=1.5)
         return []
-    return facts(by_hand(f"file://{directory}"))
+    return facts(init_by_hand(f"file://{directory}"))
 
 
-def test_a_run_after_a_crash_in_the_meeting_works(tmp_path: Path) -> None:
+def test_a_run_after_a_crash_in_the_rendezvous_works(tmp_path: Path) -> None:
     outcomes = run_ranks(dies_while_meeting, 3, backend="processes", args=(str(tmp_path), True), allow_failure=True)
     assert outcomes[0].state == "ok", outcomes
     assert len(run_ranks(dies_while_meeting, 3, backend="processes", args=(str(tmp_path), False))) == 3
@@ -278,13 +278,13 @@ def test_a_run_after_a_crash_in_the_meeting_works(tmp_path: Path) -> None:
 
 def same_rank(directory: str) -> str:
     with pytest.raises(sx.StateExchangeError) as caught:
-        sx.init(rendezvous=f"file://{directory}", rank=0 if me()[0] == 0 else 1, world_size=3, timeout_s=2)
+        sx.init(rendezvous=f"file://{directory}", rank=0 if rank_and_size()[0] == 0 else 1, world_size=3, timeout_s=2)
     return str(caught.value)
 
 
-def test_two_processes_of_one_rank_are_found_out(tmp_path: Path) -> None:
-    said = run_ranks(same_rank, 3, backend="processes", args=(str(tmp_path),))
-    assert "two processes claim rank 1" in said[0]
+def test_two_processes_of_one_rank_are_detected(tmp_path: Path) -> None:
+    messages = run_ranks(same_rank, 3, backend="processes", args=(str(tmp_path),))
+    assert "two processes claim rank 1" in messages[0]
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_two_processes_of_one_rank_are_found_out(tmp_path: Path) -> None:
         ({"check": "shapes"}, "check must be 'auto' or 'off'"),
     ],
 )
-def test_arguments_that_cannot_be_right(arguments: dict[str, Any], message: str) -> None:
+def test_impossible_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sx.init(**arguments)
     assert not sx.is_initialized()
@@ -322,25 +322,25 @@ def test_nobody_listens_at_the_address() -> None:
 def twice() -> list[Any]:
     import logging
 
-    said: list[str] = []
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("statexchange").addHandler(handler)
     before = [sx.get_rank(), sx.get_world_size(), sx.comm.get_backend(), sx.is_initialized()]
     first = sx.init(devices=False, timeout_s=70)
     assert sx.init() is first
     assert sx.init(timeout_s=70, devices=False) is first
-    assert said == []
+    assert logged == []
     assert sx.init("single", timeout_s=80) is first
     sx.shutdown()
     assert (sx.get_rank(), sx.get_world_size(), sx.is_initialized()) == (0, 1, False)
-    return [before, said]
+    return [before, logged]
 
 
 def test_init_is_idempotent_and_a_different_one_warns() -> None:
-    for before, said in run_ranks(twice, 2, backend="mpi", reuse=True):
+    for before, logged in run_ranks(twice, 2, backend="mpi", reuse=True):
         assert before == [0, 1, "single", False]
-        (line,) = said
+        (line,) = logged
         assert "backend='single', timeout_s=80 is not used" in line
 
 
@@ -400,7 +400,7 @@ def test_twenty_starts_and_stops_leave_nothing(backend: str, launcher: list[str]
 
 
 @pytest.mark.parametrize("missing", [True, False])
-def test_slurm_needs_to_be_told_where_to_meet(missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_without_an_address_is_an_error(missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}.items():
         monkeypatch.setenv(name, value)
     if not missing:
@@ -412,7 +412,7 @@ def test_slurm_needs_to_be_told_where_to_meet(missing: bool, monkeypatch: pytest
 
 
 def under_slurm(port: int) -> list[Any]:
-    rank, size = me()
+    rank, size = rank_and_size()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
     os.environ.update(SLURM_PROCID=str(rank), SLURM_STEP_NUM_TASKS=str(size), SLURM_LOCALID=str(rank))
@@ -420,12 +420,12 @@ def under_slurm(port: int) -> list[Any]:
     return facts(sx.init())
 
 
-def test_ranks_of_slurm_meet_at_the_master() -> None:
+def test_ranks_of_slurm_meet_at_master_addr() -> None:
     assert [row[0] for row in run_ranks(under_slurm, 2, backend="processes", args=(free_port(),))] == ["shm", "shm"]
 
 
-def test_an_mpiexec_of_another_mpi_is_found_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As when Open MPI's mpiexec starts a Python whose mpi4py found MPICH: each rank would be a world of one."""
+def test_an_mpiexec_of_another_mpi_is_detected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Open MPI's mpiexec starts a Python whose mpi4py found MPICH: each rank would be a world of one."""
     script = "import statexchange as sx; sx.init('mpi')"
     environ = {**os.environ, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environ)
@@ -438,7 +438,7 @@ def test_an_mpiexec_of_another_mpi_is_found_out(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_nccl_without_a_gpu_says_what_to_install() -> None:
+def test_nccl_without_a_gpu_names_what_is_missing() -> None:
     with pytest.raises((sx.errors.MissingExtraError, sx.errors.UnsupportedError), match="CUDA build of torch"):
         sx.init("nccl")
     assert not sx.is_initialized()
@@ -454,10 +454,10 @@ def chooses(devices: Any) -> Any:
 def test_each_rank_gets_its_device_or_all_an_error() -> None:
     assert run_ranks(chooses, 2, backend="mpi", args=(["cpu", "cpu"],), reuse=True) == ["cpu", "cpu"]
     assert run_ranks(chooses, 2, backend="mpi", args=(False,), reuse=True) == ["cpu", "cpu"]
-    for said in run_ranks(chooses, 2, backend="mpi", args=(["cpu"],), reuse=True):
-        assert "devices=['cpu'] has no device for local_rank 1" in said
-    for said in run_ranks(chooses, 2, backend="mpi", args=(["cpu", "toaster"],), reuse=True):
-        assert "'toaster' is no device" in said
+    for message in run_ranks(chooses, 2, backend="mpi", args=(["cpu"],), reuse=True):
+        assert "devices=['cpu'] has no device for local_rank 1" in message
+    for message in run_ranks(chooses, 2, backend="mpi", args=(["cpu", "toaster"],), reuse=True):
+        assert "'toaster' is no device" in message
 
 
 # Shared memory alone
@@ -469,11 +469,11 @@ def sockets() -> set[str]:
 
 
 def without_sockets(url: str) -> int:
-    comm = by_hand(url, "shm")
-    before = sockets()  # the launcher's pipe and the store's, which only new groups use
+    comm = init_by_hand(url, "shm")
+    before = sockets()  # the pipe of the launcher, and the store's socket, which only new groups use
     assert before
-    made: list[str] = []
-    sys.addaudithook(lambda event, _args: made.append(event) if event.startswith("socket.") else None)
+    sockets_made: list[str] = []
+    sys.addaudithook(lambda event, _args: sockets_made.append(event) if event.startswith("socket.") else None)
     for elements in (10, 100_000, 1_000_000):
         t = torch.ones(elements)
         comm.all_reduce(t)
@@ -485,7 +485,7 @@ def without_sockets(url: str) -> int:
         comm.recv(t.clone(), (comm.rank + 1) % 2)
         work.wait()
         assert sockets() <= before
-    assert made == []
+    assert sockets_made == []
     return 1
 
 
@@ -505,34 +505,39 @@ def drop_ptrace(libc: Any) -> None:
 
 
 def hides(kind: str, url: str) -> list[Any]:
-    """Ranks that cannot, or can hardly, see each other's memory."""
+    """Reduce on ranks that cannot, or can hardly, see each other's memory."""
     import ctypes
     import logging
 
-    said: list[str] = []
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("statexchange").addHandler(handler)
     libc = ctypes.CDLL(None, use_errno=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if kind != "own /proc":
-        assert libc.prctl(4, 0, 0, 0, 0) == 0  # PR_SET_DUMPABLE: others may not look into /proc/<pid>/fd,
-        drop_ptrace(libc)  # which root only may because of this
+        assert libc.prctl(4, 0, 0, 0, 0) == 0  # PR_SET_DUMPABLE: other processes may not read /proc/<pid>/fd,
+        drop_ptrace(libc)  # which root may only with this capability
     else:
         assert libc.unshare(0x00020000) == 0  # CLONE_NEWNS
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     if kind == "own /proc":
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/proc"], check=True)
-    comm = by_hand(url)
+    comm = init_by_hand(url)
     t = comm.all_reduce(torch.ones(3_000_000))
     assert float(t[-1]) == 2
     room = 40 << 20 if kind == "small /dev/shm" else 1000
-    return [comm.backend, len(said), float(comm.all_reduce(comm.empty((room,), torch.uint8).fill_(1))[0]), len(said)]
+    return [
+        comm.backend,
+        len(logged),
+        float(comm.all_reduce(comm.empty((room,), torch.uint8).fill_(1))[0]),
+        len(logged),
+    ]
 
 
 @pytest.mark.usefixtures("mounts")
 @pytest.mark.parametrize("kind", ["own /proc", "not dumpable"])
-def test_ranks_that_hide_from_each_other_fall_back_together_with_one_warning(kind: str, tmp_path: Path) -> None:
+def test_ranks_that_cannot_see_each_other_all_fall_back_with_one_warning(kind: str, tmp_path: Path) -> None:
     with no_names_left():
         found = run_ranks(hides, 2, backend="processes", args=(kind, f"file://{tmp_path}/meeting"))
     name = "shm" if kind == "not dumpable" else "gloo"
@@ -554,7 +559,10 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.usefixtures("mounts")
 def test_a_small_dev_shm_is_no_harm(tmp_path: Path) -> None:
-    """64 MB of /dev/shm, which only ranks that may not open each other's memory use: two times 40 MiB do not fit."""
+    """64 MB of /dev/shm, in which two times 40 MiB do not fit:
+
+    only ranks that may not open each other's memory use it.
+    """
     script = tmp_path / "script.py"
     script.write_text(SMALL)
     mounted = "mount --make-rprivate / && mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "
@@ -578,27 +586,27 @@ if __name__ == "__main__":
 
 
 def reduces(url: str) -> list[Any]:
-    """Ranks that may not open each other's memory, so that they need /dev/shm."""
+    """Reduce on ranks that may not open each other's memory, so that they need /dev/shm."""
     import ctypes
     import logging
 
-    said: list[str] = []
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("statexchange").addHandler(handler)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(4, 0, 0, 0, 0) == 0
     drop_ptrace(libc)
     with pytest.raises(sx.errors.UnsupportedError, match="room for some MiB of each rank"):
-        by_hand(url, "shm")
-    comm = by_hand(url)
-    return [comm.backend, float(comm.all_reduce(torch.ones(3_000_000))[-1]), len(said), os.listdir("/dev/shm")]
+        init_by_hand(url, "shm")
+    comm = init_by_hand(url)
+    return [comm.backend, float(comm.all_reduce(torch.ones(3_000_000))[-1]), len(logged), os.listdir("/dev/shm")]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces and other users need root")
-def test_a_tiny_dev_shm_is_found_out_at_init(tmp_path: Path) -> None:
-    """1 MiB of /dev/shm, in which a control page finds room, but not what the first collective needs."""
+def test_a_tiny_dev_shm_is_detected_at_init(tmp_path: Path) -> None:
+    """1 MiB of /dev/shm has room for a control page, but not for the first collective."""
     script = tmp_path / "script.py"
     script.write_text(TINY)
     mounted = "mount --make-rprivate / && mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "
@@ -617,7 +625,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_init_sweeps_what_killed_ranks_have_left_in_dev_shm() -> None:
+def test_init_removes_files_of_killed_ranks_from_dev_shm() -> None:
     left: list[str] = []
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, timeout=60)
@@ -629,7 +637,7 @@ def test_init_sweeps_what_killed_ranks_have_left_in_dev_shm() -> None:
 
 
 def facts_of_shm(url: str) -> list[Any]:
-    return facts(by_hand(url, "shm"))
+    return facts(init_by_hand(url, "shm"))
 
 
 APART = """
@@ -644,7 +652,7 @@ sx.shutdown()
 
 
 @pytest.mark.usefixtures("mounts")
-def test_ranks_of_different_pid_namespaces_meet_and_fall_back(tmp_path: Path) -> None:
+def test_ranks_of_different_pid_namespaces_fall_back(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(APART)
     apart = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, str(tmp_path / "script.py")]
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -654,18 +662,18 @@ def test_ranks_of_different_pid_namespaces_meet_and_fall_back(tmp_path: Path) ->
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert said == ["gloo 2.0\n", "gloo 2.0\n"]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert outputs == ["gloo 2.0\n", "gloo 2.0\n"]
     assert [rank.returncode for rank in ranks] == [0, 0]
 
 
-# Ranks that never come
+# Absent ranks
 
 
 def init_as(kind: str, place: str, timeout_s: float) -> sx.comm.Communicator:
-    """Meet the other ranks in this way, at `place`."""
+    """Call sx.init for this kind of rendezvous, at `place`."""
     if kind in ("tcp", "file"):
-        return by_hand(place, timeout_s=timeout_s)
+        return init_by_hand(place, timeout_s=timeout_s)
     if kind == "mpi":
         return sx.init("mpi", timeout_s=timeout_s)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=place, TORCHELASTIC_USE_AGENT_STORE=str(kind == "agent"))
@@ -674,7 +682,7 @@ def init_as(kind: str, place: str, timeout_s: float) -> sx.comm.Communicator:
 
 @contextlib.contextmanager
 def place_of(kind: str, directory: Path) -> Iterator[str]:
-    """Where ranks that `init_as` this kind meet; the store of a launcher's agent is there meanwhile."""
+    """Yield the place of the rendezvous for `init_as`; the store of a launcher's agent runs meanwhile."""
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if kind == "agent" else None
     port = free_port() if agent is None else agent.port
     yield {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{directory}"}.get(kind, str(port))
@@ -687,7 +695,7 @@ def waits_for_rank_1(kind: str, place: str, timeouts_s: list[float]) -> list[Any
 
         rank = MPI.COMM_WORLD.Get_rank()
     else:
-        rank = me()[0]
+        rank = rank_and_size()[0]
     if rank == 1:
         return []
     with pytest.raises(sx.errors.StallError) as caught:
@@ -697,24 +705,24 @@ def waits_for_rank_1(kind: str, place: str, timeouts_s: list[float]) -> list[Any
 
 @pytest.mark.parametrize("timeouts_s", [[2.0, 0.0, 4.0], slow([4.0, 0.0, 2.0])], ids=["rank 0 first", "rank 2 first"])
 @pytest.mark.parametrize("kind", ["env", "agent", "tcp", slow("file"), slow("mpi")])
-def test_every_kind_of_init_names_the_rank_that_never_came(kind: str, timeouts_s: list[float], tmp_path: Path) -> None:
+def test_every_kind_of_init_names_the_absent_rank(kind: str, timeouts_s: list[float], tmp_path: Path) -> None:
     launched = "mpi" if kind == "mpi" else "processes"
     with place_of(kind, tmp_path) as place:
         found = run_ranks(waits_for_rank_1, 3, backend=launched, args=(kind, place, timeouts_s), timeout_s=60)
-    for said, missing in (found[0], found[2]):
+    for message, missing in (found[0], found[2]):
         assert missing == [1]
-        assert said.startswith("ranks [1] did not ")
+        assert message.startswith("ranks [1] did not ")
 
 
 def dies_in_init(backend: str, directory: str, where: str) -> list[Any]:
-    if me()[0] == 1:
+    if rank_and_size()[0] == 1:
 
         def die(*_: Any, **__: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         setattr(dist.distributed_c10d if where == "_new_process_group_helper" else dist, where, die)
     with pytest.raises(sx.errors.PeerError) as caught:
-        start(backend, directory) if backend == "hierarchical" else by_hand(f"file://{directory}", backend, 300.0)
+        start(backend, directory) if backend == "hierarchical" else init_by_hand(f"file://{directory}", backend, 300.0)
     return [caught.value.rank, caught.value.cause, caught.value.host]
 
 
@@ -727,7 +735,7 @@ def dies_in_init(backend: str, directory: str, where: str) -> list[Any]:
     ],
 )
 def test_a_rank_that_dies_inside_torchs_own_start_is_named(backend: str, where: str, tmp_path: Path) -> None:
-    """Long before the deadline of 300 s, while torch still waits for the rank."""
+    """The error comes long before the deadline of 300 s, while torch still waits for the rank."""
     args = (backend, str(tmp_path / "meeting"), where)
     outcomes = run_ranks(dies_in_init, 3, backend="processes", args=args, timeout_s=60, allow_failure=True)
     for survivor in (outcomes[0], outcomes[2]):
@@ -751,7 +759,7 @@ def uses_one_port_twice(port: int) -> list[Any]:
     return found
 
 
-def test_torch_may_meet_at_the_same_master_port() -> None:
+def test_torch_may_use_the_same_master_port() -> None:
     found = run_ranks(uses_one_port_twice, 2, backend="processes", args=(free_port(),), timeout_s=60)
     assert found == [[["shm", 2.0, 2.0]] * 2] * 2
 
@@ -760,8 +768,8 @@ def test_torch_may_meet_at_the_same_master_port() -> None:
 
 
 def counts_as_open_mpi_does(directory: str) -> list[Any]:
-    rank, size = me()
-    os.environ["LOCAL_RANK"] = str([0, 2, 1][rank])  # Open MPI 5 counts like this where cores are shared
+    rank, size = rank_and_size()
+    os.environ["LOCAL_RANK"] = str([0, 2, 1][rank])  # Open MPI 5 numbers ranks like this if they share cores
     before = sx.comm.get_local_rank()
     comm = sx.init(rendezvous=f"file://{directory}")
     assert comm.node.world_size == size
@@ -776,15 +784,15 @@ def test_the_local_rank_is_one_before_and_after_init(tmp_path: Path) -> None:
     assert found == [[0, 0, 0, 0, True, None], [2, 2, 2, 2, False, 0], [1, 1, 1, 1, False, 1]]
 
 
-def says_nonsense_of_hosts(directory: str) -> list[int]:
-    os.environ["LOCAL_RANK"] = "0"  # as if each rank had a host of its own
+def has_impossible_local_ranks(directory: str) -> list[int]:
+    os.environ["LOCAL_RANK"] = "0"  # as if each rank were alone on its host
     before = sx.comm.get_local_rank()
     comm = sx.init(rendezvous=f"file://{directory}")
     return [before, sx.comm.get_local_rank(), comm.local_rank]
 
 
-def test_local_ranks_that_do_not_fit_the_host_still_give_one_answer(tmp_path: Path) -> None:
-    found = run_ranks(says_nonsense_of_hosts, 2, backend="processes", args=(str(tmp_path),))
+def test_impossible_local_ranks_still_give_one_consistent_local_rank(tmp_path: Path) -> None:
+    found = run_ranks(has_impossible_local_ranks, 2, backend="processes", args=(str(tmp_path),))
     assert found == [[0, 0, 0], [0, 0, 1]]
 
 
@@ -792,7 +800,7 @@ def test_local_ranks_that_do_not_fit_the_host_still_give_one_answer(tmp_path: Pa
 
 
 @pytest.mark.parametrize("wrong", [0, -1, float("nan"), "5", True])
-def test_no_public_call_takes_a_deadline_that_is_none(wrong: Any, tmp_path: Path) -> None:
+def test_every_public_call_refuses_an_invalid_deadline(wrong: Any, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     sx.save_checkpoint({"w": torch.ones(2)}, folder)
     comm = sx.get_communicator()
@@ -806,7 +814,7 @@ def test_no_public_call_takes_a_deadline_that_is_none(wrong: Any, tmp_path: Path
         "save": lambda: sx.save_checkpoint({"w": torch.ones(2)}, folder, stall_timeout_s=wrong),
         "load": lambda: sx.load_checkpoint({"w": torch.ones(2)}, folder, stall_timeout_s=wrong),
         "export": lambda: sx.export_checkpoint({"w": torch.ones(2)}, tmp_path / "out", stall_timeout_s=wrong),
-        "run_ranks": lambda: run_ranks(me, 1, timeout_s=wrong),
+        "run_ranks": lambda: run_ranks(rank_and_size, 1, timeout_s=wrong),
     }
     if wrong != 0:
         work = comm.all_reduce(torch.ones(1), async_op=True)
@@ -823,24 +831,24 @@ def test_no_public_call_takes_a_deadline_that_is_none(wrong: Any, tmp_path: Path
 def refuses_deadlines() -> str:
     comm = sx.get_communicator()
     for wrong in (0, -1, float("nan"), "5"):
-        given: Any = wrong if comm.rank else None
+        timeout: Any = wrong if comm.rank else None
         with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
-            comm.barrier(timeout_s=given)
+            comm.barrier(timeout_s=timeout)
         with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
-            comm.agree(timeout_s=given)
+            comm.agree(timeout_s=timeout)
         with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
-            comm.all_gather_bytes(b"", timeout_s=given)
+            comm.all_gather_bytes(b"", timeout_s=timeout)
     comm.barrier(timeout_s=float("inf"))
     comm.barrier(timeout_s=10**400)
     return "ok"
 
 
-def test_a_wrong_deadline_of_one_rank_is_refused_on_all_and_they_go_on() -> None:
+def test_a_wrong_deadline_of_one_rank_is_refused_on_all_ranks() -> None:
     assert run_ranks(refuses_deadlines, 2) == ["ok", "ok"]
 
 
 def waits_for_ever(url: str, backend: str) -> list[Any]:
-    comm = by_hand(url, backend, timeout_s=float("inf"))
+    comm = init_by_hand(url, backend, timeout_s=float("inf"))
     found = facts(comm)
     comm.all_reduce(torch.ones(2), async_op=True).wait(timeout_s=float("inf"))
     sx.shutdown()
@@ -848,7 +856,7 @@ def waits_for_ever(url: str, backend: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_there_may_be_no_deadline_at_all(backend: str, tmp_path: Path) -> None:
+def test_an_infinite_deadline_is_accepted(backend: str, tmp_path: Path) -> None:
     found = run_ranks(waits_for_ever, 2, backend="processes", args=(f"file://{tmp_path}/meeting", backend))
     assert found == [[backend, rank, 2] for rank in range(2)]
 
@@ -862,7 +870,7 @@ def counts_by_the_launcher() -> list[int]:
 
 
 def test_the_local_rank_is_the_one_that_the_launcher_counts() -> None:
-    """tools/test_on_open_mpi.sh runs this, too: Open MPI 5 counts otherwise than in rank order."""
+    """tools/test_on_open_mpi.sh runs this, too: Open MPI 5 does not number local ranks in rank order."""
     require_mpi()
     for before, *after in run_ranks(counts_by_the_launcher, 4, backend="mpi", timeout_s=60):
         assert after == [before] * 3
@@ -913,8 +921,8 @@ print("reached the end")
 
 
 @pytest.mark.parametrize("backend", ["mpi", "auto"])
-def test_mpi_alone_takes_no_torch(backend: str, tmp_path: Path) -> None:
-    """In an environment that has all but torch: the installed packages, linked one by one."""
+def test_mpi_works_without_torch(backend: str, tmp_path: Path) -> None:
+    """In an environment with everything but torch: the installed packages, linked one by one."""
     require_mpi()
     packages = tmp_path / "packages"
     packages.mkdir()
@@ -923,7 +931,7 @@ def test_mpi_alone_takes_no_torch(backend: str, tmp_path: Path) -> None:
             (packages / entry.name).symlink_to(entry)
     (packages / "statexchange").symlink_to(Path(sx.__file__).parent)
     environment = {**os.environ, "PYTHONPATH": str(packages)}
-    environment["LD_LIBRARY_PATH"] = f"{sys.prefix}/lib"  # MPI's, which mpi4py looks for beside site-packages
+    environment["LD_LIBRARY_PATH"] = f"{sys.prefix}/lib"  # libmpi, which mpi4py searches beside site-packages
     (tmp_path / "script.py").write_text(WITHOUT_TORCH)
     words = ["-n", "3", sys.executable, "-S", str(tmp_path / "script.py"), backend, str(tmp_path / "meeting")]
     done = subprocess.run(

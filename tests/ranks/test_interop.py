@@ -1,4 +1,4 @@
-"""What ranks export, torch's readers, transformers and safetensors load; what torch's writers save is loaded here."""
+"""Interoperation: torch, transformers and safetensors load our exports, and we load what torch's writers save."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sharded(name: str, seed: int, mesh: Any = None) -> Any:
 
 
 def tensor_parallel(path: str) -> Any:
-    """A model that transformers itself distributes."""
+    """Return a model that transformers itself distributes."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -40,7 +40,7 @@ def tensor_parallel(path: str) -> Any:
 
 
 def wrong(found: Any, name: str) -> list[str]:
-    """Names of what is not as in the model that was exported."""
+    """Return the names of tensors that differ from the exported model."""
     expected = build(name).state_dict()
     full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
     assert full.keys() == expected.keys()
@@ -48,7 +48,10 @@ def wrong(found: Any, name: str) -> list[str]:
 
 
 def writes(out: str) -> None:
-    """Ours from FSDP2 and from tensor parallelism, theirs from FSDP2; and theirs reads ours at once."""
+    """Write with our export from FSDP2 and from tensor parallelism.
+
+    Also write with torch's writer from FSDP2; torch reads ours at once.
+    """
     for name in NAMES:
         place = f"{out}/{name}"
         options = {"files_from": f"{place}/config"}
@@ -70,12 +73,15 @@ def writes(out: str) -> None:
 
 
 def untied_names(state: Any, name: str) -> dict[str, Any]:
-    """torch's reader wants every name, and its writer none twice: of tied tensors ours has one."""
+    """Drop the second name of tied tensors:
+
+    torch's reader needs every name, and its writer refuses names of one tensor.
+    """
     return {n: t for n, t in state.items() if name != "tied" or n != "lm_head.weight"}
 
 
 def reads(out: str) -> None:
-    """Theirs and ours, saved by two ranks, on a mesh of three and on one with replicas."""
+    """Load torch's and our saves of two ranks on a mesh of three, and on one with replicas."""
     from torch.distributed.device_mesh import init_device_mesh
 
     meshes = [init_device_mesh("cpu", (3,)), init_device_mesh("cpu", (3, 1), mesh_dim_names=("replicate", "shard"))]
@@ -136,9 +142,9 @@ def test_torchs_reader_loads_exports_and_merges(
         state = untied_names(build(name, 2).state_dict(), name)
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(source)), no_dist=True)
         assert_same(state, untied_names(build(name).state_dict(), name))
-    recwarn.clear()  # torch's own, of no_dist
+    recwarn.clear()  # torch's warning about no_dist
 
 
 @pytest.mark.slow
-def test_what_torch_and_we_have_saved_is_loaded_into_other_meshes(written: Path) -> None:
+def test_saves_of_torch_and_ours_are_loaded_on_other_meshes(written: Path) -> None:
     run_ranks(reads, 3, backend="gloo", args=(str(written),), timeout_s=60)

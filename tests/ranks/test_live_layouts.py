@@ -1,4 +1,4 @@
-"""Every way in which live state lies across ranks, exported: the files are those of the whole model, bit for bit."""
+"""Export of every sharding of live state: the files are those of the whole model, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ State = dict[str, torch.Tensor]
 
 
 def model_of() -> nn.Sequential:
-    torch.manual_seed(0)  # of this process: for ranks that are processes
+    torch.manual_seed(0)  # in this process only, if ranks are processes
     return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 10), nn.Linear(10, 7, bias=False), nn.LayerNorm(7))
 
 
@@ -39,7 +39,7 @@ def exported(path: Path | str) -> State:
 
 
 def equal(one: State, other: State) -> bool:
-    """Bit for bit."""
+    """Whether both are equal bit for bit."""
     same = [
         one[n].dtype == other[n].dtype and one[n].shape == other[n].shape and np.array_equal(raw(one[n]), raw(other[n]))
         for n in one.keys() & other.keys()
@@ -52,7 +52,7 @@ def raw(tensor: torch.Tensor) -> Any:
 
 
 def refused(error: type[Exception], match: str, state: Any, out: Path, **options: Any) -> None:
-    """The same error on all ranks, and nothing left behind."""
+    """Check that all ranks raise the same error, and that nothing is left."""
     with pytest.raises(error, match=match):
         sx.export_checkpoint(state, out, **options)
     sx.get_communicator().barrier()
@@ -89,7 +89,10 @@ def test_modules_over_a_mesh(kind: str, ranks: int, tmp_path: Path) -> None:
 
 
 def experts_on_a_submesh(out: str) -> list[bool]:
-    """Two pipeline stages, each with its experts on a mesh of its own two ranks; and all experts on one axis of 2-D."""
+    """Export two pipeline stages, each with its experts on a mesh of its own two ranks.
+
+    Then export all experts on one axis of a 2-D mesh.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -112,7 +115,7 @@ def test_experts_on_a_submesh(tmp_path: Path) -> None:
     assert found == [[True, True]] * 4
 
 
-def a_rule_for_what_knows_its_place(out: str) -> bool:
+def names_dtensors_in_a_layout(out: str) -> bool:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -130,12 +133,12 @@ def a_rule_for_what_knows_its_place(out: str) -> bool:
     return equal(exported(out), {"w.weight": w, "scale": torch.ones(2), "v.weight": w})
 
 
-def test_a_plan_may_speak_of_tensors_that_know_their_place(tmp_path: Path) -> None:
-    assert all(run_ranks(a_rule_for_what_knows_its_place, 2, backend="gloo", args=(str(tmp_path / "out"),)))
+def test_a_tp_plan_may_name_dtensors(tmp_path: Path) -> None:
+    assert all(run_ranks(names_dtensors_in_a_layout, 2, backend="gloo", args=(str(tmp_path / "out"),)))
 
 
 class Chunked(torch.Tensor):
-    """Rows that lie in turn on two ranks, told by torch's protocol."""
+    """Rows that two ranks hold in turn, described by torch's protocol."""
 
     rank: int
     parts: torch.Tensor
@@ -163,7 +166,7 @@ class Chunked(torch.Tensor):
 
 
 @pytest.mark.ranks(2, backend="threads")
-def test_tensors_that_tell_their_chunks_by_torchs_protocol(tmp_path: Path) -> None:
+def test_tensors_with_torchs_chunk_protocol(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     whole = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
     sx.export_checkpoint({"w": Chunked.of(rank, whole[rank::2].clone())}, tmp_path / "out")
@@ -203,13 +206,13 @@ def clean_names(out: str) -> list[str]:
     return wrong
 
 
-def test_wrappers_leave_names_as_they_are(tmp_path: Path) -> None:
+def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
     assert run_ranks(clean_names, 2, backend="gloo", args=(str(tmp_path / "out"),)) == [[], []]
 
 
 @pytest.mark.ranks(2, backend=BOTH)
 def test_pipeline_stages_are_lists_of_modules(tmp_path: Path) -> None:
-    """Interleaved stages: rank 0 has the first and third, rank 1 the others; a tied head is on the last."""
+    """Interleaved stages: rank 0 has the first and third, rank 1 the others; the last one has a tied head."""
     comm = sx.get_communicator()
     stages = [nn.ModuleDict({str(n): nn.Linear(3, 3)}) for n in range(4)]
     for n, stage in enumerate(stages):
@@ -261,7 +264,7 @@ def test_plain_tensors_with_every_kind_of_rule(tmp_path: Path) -> None:
 
 
 def tiny_llama(*, tied: bool) -> Any:
-    with IMPORTING:  # in one thread at a time
+    with IMPORTING:  # one thread at a time
         from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -277,7 +280,7 @@ def tiny_llama(*, tied: bool) -> Any:
 
 
 def cut_as_transformers_does(model: Any, rank: int) -> State:
-    """This rank's plain tensors: rows of what is colwise and of the embedding, columns of what is rowwise."""
+    """Return this rank's plain tensors: rows of colwise tensors and of the embedding, columns of rowwise ones."""
     dims = {"colwise": 0, "colwise_gather_output": 0, "embedding_rowwise": 0, "rowwise": 1}
     words = {}
     for pattern, word in model.tp_plan.items():
@@ -291,7 +294,7 @@ def cut_as_transformers_does(model: Any, rank: int) -> State:
 
 
 @pytest.mark.ranks(2, backend="threads", timeout_s=60)
-def test_a_models_tp_plan_is_a_layout_of_live_ranks(tmp_path: Path) -> None:
+def test_a_models_tp_plan_is_a_layout_for_live_ranks(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     for tied in (False, True):
         model = tiny_llama(tied=tied)
@@ -311,7 +314,7 @@ def test_a_models_tp_plan_is_a_layout_of_live_ranks(tmp_path: Path) -> None:
 
 
 def merged(path: Path, states: list[State], layout: Any, **options: Any) -> State:
-    """The same state, left in one plain file per rank and merged."""
+    """Return what a merge makes of the same state, written to one plain file per rank."""
     path.mkdir()
     for rank, state in enumerate(states):
         save_file({name: value.contiguous() for name, value in state.items()}, path / f"rank{rank}.safetensors")
@@ -320,7 +323,7 @@ def merged(path: Path, states: list[State], layout: Any, **options: Any) -> Stat
 
 
 def alike(path: Path, states_of: Callable[[], list[State]], layout: Any, **options: Any) -> State:
-    """What the live ranks export, which is what merging their files gives."""
+    """Return the export of the live ranks, after comparing it with the merge of their files."""
     comm = sx.get_communicator()
     states = states_of()
     sx.export_checkpoint(states[comm.rank], path / "live", layout=layout, **options)
@@ -333,9 +336,9 @@ def alike(path: Path, states_of: Callable[[], list[State]], layout: Any, **optio
 
 
 def digests(path: Path) -> dict[str, Any]:
-    """What the manifest says of each tensor, except for who supplied it."""
+    """Return the manifest's entry of each tensor, without the ranks that supplied it."""
     tensors = json.loads((path / "statexchange.json").read_text())["tensors"]
-    return {name: {**told, "boxes": [box[:3] for box in told["boxes"]]} for name, told in tensors.items()}
+    return {name: {**entry, "boxes": [box[:3] for box in entry["boxes"]]} for name, entry in tensors.items()}
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -350,13 +353,13 @@ def scales() -> list[State]:
         state = {f"{str(dtype).removeprefix('torch.')}_scale": values.to(dtype) for dtype in DTYPES}
         state["nan_scale"] = torch.where(torch.rand(9, generator=seed) < 0.2, torch.nan, torch.randn(9, generator=seed))
         state["scalar_scale"] = torch.randn((), generator=seed)
-        state["large_scale"] = torch.randn(1100, 1001, generator=seed)  # more than a message holds
+        state["large_scale"] = torch.randn(1100, 1001, generator=seed)  # larger than one message
         states.append(state)
     return states
 
 
 @pytest.mark.ranks(3, backend=BOTH)
-def test_copies_are_reduced_as_they_are_in_files(tmp_path: Path) -> None:
+def test_copies_are_reduced_as_in_files(tmp_path: Path) -> None:
     for reduce in ("max", "min"):
         path = tmp_path / f"{reduce}"
         path.mkdir(exist_ok=True)
@@ -388,7 +391,7 @@ def test_a_reduction_with_a_cut_and_a_cast(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2, backend=BOTH)
-def test_the_state_stays_as_it_is_and_what_has_no_order_is_refused(tmp_path: Path) -> None:
+def test_a_reduction_does_not_change_the_state_and_complex_numbers_are_refused(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     mine = torch.full((3,), float(rank))
     future = sx.export_checkpoint({"s": mine}, tmp_path / "out", layout={"s": {"reduce": "max"}}, background=True)
@@ -400,8 +403,8 @@ def test_the_state_stays_as_it_is_and_what_has_no_order_is_refused(tmp_path: Pat
     complex_ = {"s": torch.zeros(2, dtype=torch.complex64)}
     refused(sx.errors.UnsupportedError, "complex numbers have no max.*'s'", complex_, tmp_path / "x", layout=layout)
     uneven = {"s": mine if rank else mine.bfloat16()}
-    told = r"copies to be reduced differ in dtype: expected BF16, found F32.*'s', rank 1"
-    refused(sx.errors.CorruptError, told, uneven, tmp_path / "x", layout=layout, dtype="float16")
+    message = r"copies to be reduced differ in dtype: expected BF16, found F32.*'s', rank 1"
+    refused(sx.errors.CorruptError, message, uneven, tmp_path / "x", layout=layout, dtype="float16")
 
 
 def exports_by_rules(layout: Any, states: list[State], out: str) -> None:
@@ -410,7 +413,7 @@ def exports_by_rules(layout: Any, states: list[State], out: str) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(cut_by_rules())
-def test_whatever_rules_say_is_what_live_ranks_export(tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
+def test_random_rules_give_the_same_export_as_files(tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
     layout, whole, states = case
     out = tmp_path_factory.mktemp("rules", numbered=True) / "out"
     run_ranks(exports_by_rules, len(states), backend="threads", args=(layout, states, str(out)))
@@ -421,7 +424,7 @@ MESH = {"pp": 2, "ep": 2, "tp": 1}
 
 
 def experts() -> list[State]:
-    """Stages of 2 and 1 layers; each expert parallel rank has three experts of each, which it numbers from 0."""
+    """Return stages of 2 and 1 layers; each expert parallel rank has three experts of each layer, numbered from 0."""
     seed = torch.Generator().manual_seed(3)
     states: list[State] = []
     for layers in (2, 1):
@@ -438,7 +441,7 @@ def experts() -> list[State]:
 
 
 @pytest.mark.ranks(4, backend=BOTH)
-def test_experts_and_layers_are_counted_on_as_they_are_in_files(tmp_path: Path) -> None:
+def test_experts_and_layers_are_renumbered_as_in_files(tmp_path: Path) -> None:
     layers, numbers = {"renumber": "layers", "axis": "pp"}, {"renumber": "experts", "axis": "ep"}
     split = {"dim": 0, "axis": [], "split": {"gate_up": {"gate": 1, "up": 1}}}
     rules = {
@@ -460,7 +463,7 @@ def test_experts_and_layers_are_counted_on_as_they_are_in_files(tmp_path: Path) 
 
 
 @pytest.mark.ranks(2, backend=BOTH)
-def test_names_that_cannot_be_counted_on(tmp_path: Path) -> None:
+def test_names_that_cannot_be_renumbered_are_refused(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     layout = {"*.w": {"renumber": "experts"}}
     bad = {"experts.w": torch.ones(1)}
@@ -474,8 +477,8 @@ def test_names_that_cannot_be_counted_on(tmp_path: Path) -> None:
     state = {"experts.0.w": torch.ones(1), f"experts.{rank}.v": torch.ones(1)}
     twice = {"experts.0.w": torch.ones(1), **({"experts.1.v": torch.ones(1)} if rank else {})}
     rename = {"*.w": [{"renumber": "experts"}, {"dim": 0, "split": {"w": {"v": 1}}}]}
-    told = r"the layout gives this name to two tensors of one rank.*'experts\.1\.v', rank 1"
-    refused(ValueError, told, twice, tmp_path / "x", layout=rename)
+    message = r"the layout gives this name to two tensors of one rank.*'experts\.1\.v', rank 1"
+    refused(ValueError, message, twice, tmp_path / "x", layout=rename)
     sx.export_checkpoint(state, tmp_path / "out", layout=layout)
     assert sorted(exported(tmp_path / "out")) == ["experts.0.v", "experts.0.w", "experts.1.v", "experts.1.w"]
 

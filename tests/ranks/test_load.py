@@ -77,7 +77,7 @@ def test_strided_live_tensors_and_arrays_are_filled(tmp_path: Path) -> None:
     assert spread.tolist() == list(range(6))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a warning of torch.compile
 def test_a_model_with_tied_weights_and_one_that_is_compiled(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -93,7 +93,7 @@ def test_a_model_with_tied_weights_and_one_that_is_compiled(tmp_path: Path) -> N
     assert other.head.weight is other.embed.weight
 
 
-def test_names_that_differ_are_told_all_at_once_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_all_names_that_differ_are_in_one_error_and_nothing_is_changed(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "model.safetensors")
     live = {"a": torch.zeros(2), "c": torch.zeros(2)}
     with pytest.raises(FileNotFoundError, match=r"1 missing in the source: c; 1 not in the state: b.*strict=False"):
@@ -107,19 +107,19 @@ def test_names_that_differ_are_told_all_at_once_and_nothing_is_changed(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("live", "told"),
+    ("live", "message"),
     [
         (torch.zeros(3), r"shape differs.*expected \(2,\), found \(3,\).*'a'"),
         (torch.zeros(2, dtype=torch.float16), "dtype differs.*expected F32, found F16.*'a'"),
     ],
 )
-def test_shapes_and_dtypes_must_be_equal(live: torch.Tensor, told: str, tmp_path: Path) -> None:
+def test_shapes_and_dtypes_must_be_equal(live: torch.Tensor, message: str, tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         sx.load_checkpoint({"a": live}, tmp_path)
 
 
-def test_bytes_that_changed_are_found(tmp_path: Path) -> None:
+def test_changed_bytes_are_detected(tmp_path: Path) -> None:
     sx.export_checkpoint({"a": torch.ones(1000)}, tmp_path / "out")
     file = tmp_path / "out/model.safetensors"
     data = bytearray(file.read_bytes())
@@ -135,7 +135,7 @@ def exports_halves(out: str) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_ranks_piece_of_a_merged_tensor_is_checked(rank: int, tmp_path: Path) -> None:
+def test_the_digest_of_each_ranks_box_is_checked(rank: int, tmp_path: Path) -> None:
     run_ranks(exports_halves, 2, args=(str(tmp_path / "out"),))
     whole = {"a": torch.zeros(81, 30)}
     sx.load_checkpoint(whole, tmp_path / "out")
@@ -149,7 +149,7 @@ def test_each_ranks_piece_of_a_merged_tensor_is_checked(rank: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["nothing", "file.txt"])
-def test_a_source_that_is_none(name: str, tmp_path: Path) -> None:
+def test_an_absent_source_is_not_found(name: str, tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("hello")
     with pytest.raises(FileNotFoundError):
         sx.load_checkpoint({"a": torch.zeros(1)}, tmp_path / name)
@@ -158,7 +158,7 @@ def test_a_source_that_is_none(name: str, tmp_path: Path) -> None:
 # Nested state
 
 
-def test_a_job_resumes_where_it_was(tmp_path: Path) -> None:
+def test_a_job_resumes_where_it_stopped(tmp_path: Path) -> None:
     model = model_of(1)
     optimizer = torch.optim.AdamW([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}])
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
@@ -205,7 +205,7 @@ def test_an_optimizer_finds_its_parameters_by_name(tmp_path: Path) -> None:
         assert same(optimizer.state[one], turned.state[other])
 
 
-def test_what_was_not_saved_is_told(tmp_path: Path) -> None:
+def test_state_that_was_not_saved_is_named(tmp_path: Path) -> None:
     sx.save_checkpoint({"model": model_of(1), "step": 7}, tmp_path / "ckpt")
     with pytest.raises(FileNotFoundError, match=r"1 missing in the source: epoch; 1 not in the state: step"):
         sx.load_checkpoint({"model": model_of(2), "epoch": 7}, tmp_path / "ckpt")
@@ -235,7 +235,7 @@ def test_an_optimizer_without_state_in_the_source_is_missing(tmp_path: Path) -> 
 
 
 class Extra(nn.Module):
-    """A module with extra state, of numbers or a tensor, and one tensor that it saves as a copy."""
+    """A module with extra state (numbers or a tensor), and with a tensor that it saves as a copy."""
 
     def __init__(self, value: int, *, as_tensor: bool) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class Extra(nn.Module):
 
 @pytest.mark.parametrize("as_tensor", [True, False])
 @pytest.mark.parametrize("nested", [True, False])
-def test_what_a_module_gives_as_a_copy_goes_back_by_its_own_way(as_tensor: bool, nested: bool, tmp_path: Path) -> None:
+def test_a_tensor_saved_as_a_copy_is_loaded_by_its_module(as_tensor: bool, nested: bool, tmp_path: Path) -> None:
     one, other = (nn.Sequential(Extra(value, as_tensor=as_tensor)) for value in (5, 0))
     sx.save_checkpoint({"m": one} if nested else one, tmp_path / "saved")
     sx.load_checkpoint({"m": other} if nested else other, tmp_path / "saved")
@@ -272,7 +272,7 @@ def test_fsdp1_is_refused(tmp_path: Path) -> None:
         sx.load_checkpoint(FullyShardedDataParallel(1, 1), tmp_path)
 
 
-def test_names_under_a_prefix_are_taken_by_a_mapping_of_modules(tmp_path: Path) -> None:
+def test_a_mapping_of_modules_loads_names_with_a_prefix(tmp_path: Path) -> None:
     one, other = model_of(1), model_of(2)
     save_file({f"model.{n}": t for n, t in one.state_dict().items()}, tmp_path / "model.safetensors")
     with pytest.raises(FileNotFoundError, match=r'under "model": give \{"model": state\}'):
@@ -283,8 +283,8 @@ def test_names_under_a_prefix_are_taken_by_a_mapping_of_modules(tmp_path: Path) 
     assert report.missing == ("head.weight", "head.bias")
 
 
-def test_a_config_that_holds_no_state_is_none(tmp_path: Path) -> None:
-    """What an NFSWorkspace has beside its weights."""
+def test_a_config_without_state_is_ignored(tmp_path: Path) -> None:
+    """An NFSWorkspace has such a config beside its weights."""
     sx.NFSWorkspace(tmp_path).write_configs_and_weights({"hidden": 3}, {"a": torch.ones(2)})
     live = {"a": torch.zeros(2)}
     sx.load_checkpoint(live, tmp_path)
@@ -319,7 +319,7 @@ def test_an_optimizer_of_fewer_or_more_parameters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("live", "told"),
+    ("live", "message"),
     [
         ({"a": torch.zeros(1).expand(2)}, "several elements share memory"),
         ({"a": FROZEN}, "read-only"),
@@ -331,9 +331,9 @@ def test_an_optimizer_of_fewer_or_more_parameters(tmp_path: Path) -> None:
     ],
     ids=["expanded", "read-only", "scaler", "tuple"],
 )
-def test_what_cannot_be_filled_is_found_before_anything_is_changed(live: Any, told: str, tmp_path: Path) -> None:
+def test_state_that_cannot_be_filled_is_refused_before_any_change(live: Any, message: str, tmp_path: Path) -> None:
     sx.save_checkpoint({"a": torch.ones(2), "s": None}, tmp_path / "saved")
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         sx.load_checkpoint({"first": torch.zeros(2), "s": None, **live}, tmp_path / "saved", strict=False)
     assert not live["a"].any()
 
@@ -359,7 +359,7 @@ def test_a_source_is_a_path(source: Any) -> None:
         sx.load_checkpoint({"a": torch.zeros(1)}, source)
 
 
-def test_three_tied_names_of_which_the_source_has_one(tmp_path: Path) -> None:
+def test_three_tied_names_are_loaded_from_one(tmp_path: Path) -> None:
     model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
     model["b"].weight = model["c"].weight = model["a"].weight
     save_file({"b.weight": torch.full((2, 2), 7.0)}, tmp_path / "model.safetensors")
@@ -384,7 +384,7 @@ def mesh_of(shape: list[int]) -> Any:
 
 
 def saves_and_loads(folder: str, cases: list[Any]) -> None:
-    """Tensors that lie in one way are saved, and loaded into tensors that lie in another."""
+    """Save tensors with one placement, and load them into tensors with another."""
     import torch.distributed as dist
 
     state, live, wholes = {}, {}, {}
@@ -462,16 +462,16 @@ def resumes(folder: str) -> list[Any]:
     sx.load_checkpoint(state, folder)
     assert state["step"] == 3
     assert optimizer.param_groups[0]["lr"] == 0.1
-    kinds = {type(value).__name__ for held in optimizer.state.values() for value in held.values()}
+    kinds = {type(value).__name__ for values in optimizer.state.values() for value in values.values()}
     assert kinds == {"Tensor", "DTensor"}
     found = sums(model, optimizer)
-    trained(model, optimizer, 1)  # goes on
+    trained(model, optimizer, 1)  # continues
     dist.barrier()
     return [found]
 
 
 def sums(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Every bit of a state, as numbers."""
+    """Return a state as numbers that contain every bit."""
     tensors = list(model.state_dict().values())
     for parameter in model.parameters():
         tensors += [optimizer.state[parameter][key] for key in ("step", "exp_avg", "exp_avg_sq")]
@@ -501,7 +501,7 @@ def test_an_error_of_one_rank_is_raised_on_all(backend: str, tmp_path: Path) -> 
 
 
 def builds_stages(folder: str) -> list[Any]:
-    """A pipeline of two stages, whose optimizers number their parameters alike."""
+    """Save a pipeline of two stages, whose optimizers number their parameters alike."""
     rank = sx.get_communicator().rank
     torch.manual_seed(rank)
     stage = nn.ModuleDict({f"layer{rank}": nn.Linear(3, 3)})
@@ -527,7 +527,7 @@ def test_stages_of_a_pipeline_are_loaded_into_one_process(tmp_path: Path) -> Non
 
 
 def resumes_stages(folder: str) -> None:
-    """On as many ranks as before each stage finds its own, strictly."""
+    """Load on the same number of ranks: each stage finds its own state, with strict=True."""
     rank = sx.get_communicator().rank
     stage = nn.ModuleDict({f"layer{rank}": nn.Linear(3, 3)})
     optimizer = torch.optim.SGD(stage.parameters(), lr=1.0, momentum=0.9)
@@ -542,7 +542,7 @@ def test_stages_of_a_pipeline_resume_on_their_ranks(tmp_path: Path) -> None:
 
 
 def keeps_its_own(folder: str) -> None:
-    """What each rank saved under one name, as a generator's state, it gets back."""
+    """Check that each rank gets back what it saved under one name, as the state of a generator."""
     comm = sx.get_communicator()
     saved = {"rng": torch.full((3,), comm.rank), "seed": 10 + comm.rank, "same": torch.ones(2)}
     sx.save_checkpoint(saved, folder)
@@ -551,16 +551,19 @@ def keeps_its_own(folder: str) -> None:
     assert (live["rng"].tolist(), live["seed"]) == ([comm.rank] * 3, 10 + comm.rank)
 
 
-def test_what_ranks_saved_differently_is_never_mixed_up(tmp_path: Path) -> None:
+def test_values_that_differ_between_ranks_are_loaded_on_their_ranks(tmp_path: Path) -> None:
     run_ranks(keeps_its_own, 2, backend="gloo", args=(str(tmp_path / "saved"),))
+    live = {"rng": torch.zeros(3, dtype=torch.int64), "seed": 0, "same": torch.zeros(2)}
+    with pytest.raises(sx.errors.ReplicaError, match=r"ranks 0 and 1 saved different values of 'seed': .*exclude="):
+        sx.load_checkpoint(live, tmp_path / "saved")
     with pytest.raises(sx.errors.ReplicaError, match=r"ranks 0 and 1 saved different values.*'rng'"):
-        sx.load_checkpoint(
-            {"rng": torch.zeros(3, dtype=torch.int64), "seed": 0, "same": torch.zeros(2)}, tmp_path / "saved"
-        )
+        sx.load_checkpoint(live, tmp_path / "saved", exclude="seed")
+    assert sx.load_checkpoint(live, tmp_path / "saved", exclude=["seed", "rng"]).missing == ()
+    assert (live["rng"].tolist(), live["seed"], live["same"].tolist()) == ([0, 0, 0], 0, [1.0, 1.0])
 
 
 def test_the_saved_tree_can_be_read(tmp_path: Path) -> None:
-    """Names of parameters, not numbers, in what lies on disk."""
+    """The files have names of parameters, not numbers."""
     model = model_of(1)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     trained(model, optimizer, 1)
@@ -584,8 +587,8 @@ def stored() -> dict[str, torch.Tensor]:
     }
 
 
-def reads_a_store(backend: str, directory: str, url: str) -> int:
-    """What the ranks want alike and what each wants alone; returns the bytes that this rank has read for it."""
+def load_from_a_store(backend: str, directory: str, url: str) -> int:
+    """Load boxes that all ranks need and boxes that one needs; return the bytes that this rank has read."""
     comm = start(backend, directory)
     state: dict[str, Any] = {
         "same": nn.Parameter(torch.zeros(1000, 300)),
@@ -604,11 +607,11 @@ def reads_a_store(backend: str, directory: str, url: str) -> int:
 
 
 @pytest.mark.parametrize("backend", ["gloo", slow("shm"), "hierarchical", slow("mpi")])
-def test_what_ranks_of_a_host_want_alike_is_read_from_a_store_once(backend: str, tmp_path: Path) -> None:
+def test_a_box_that_several_ranks_of_a_host_need_is_read_from_a_store_once(backend: str, tmp_path: Path) -> None:
     sx.export_checkpoint(stored(), tmp_path / "out")
     (tmp_path / "meet").mkdir()
     args = (backend, str(tmp_path / "meet"), f"local://{tmp_path}/out")
-    found = run_ranks(reads_a_store, 3, backend=LAUNCHED_AS[backend], args=args, timeout_s=60)
+    found = run_ranks(load_from_a_store, 3, backend=LAUNCHED_AS[backend], args=args, timeout_s=60)
     whole = sum(t.nbytes for n, t in stored().items() if n != "rows" or backend == "gloo")
     hosts = 2 if backend == "hierarchical" else 1
     alone = stored()["rows"].nbytes if backend == "gloo" else 0
@@ -626,7 +629,7 @@ def opens_another(backend: str, directory: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
-def test_ranks_that_open_different_checkpoints_are_told(backend: str, tmp_path: Path) -> None:
+def test_ranks_that_open_different_checkpoints_get_an_error(backend: str, tmp_path: Path) -> None:
     for value, name in ((1.0, "one"), (2.0, "two")):
         sx.export_checkpoint({"w": torch.full((3,), value)}, tmp_path / name)
     run_ranks(opens_another, 2, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path), str(tmp_path)))
@@ -640,7 +643,7 @@ def saves_parts_of_its_own(folder: str) -> None:
     assert state["buffer"].tolist() == list(range(3 + rank))
 
 
-def test_ranks_get_back_what_had_another_shape_on_each(tmp_path: Path) -> None:
+def test_tensors_with_another_shape_on_each_rank_are_loaded(tmp_path: Path) -> None:
     run_ranks(saves_parts_of_its_own, 2, args=(str(tmp_path / "saved"),))
 
 
@@ -670,13 +673,13 @@ def saves_at_two_places(folder: str) -> None:
         sx.load_checkpoint({"w": torch.ones(3)}, f"{folder}/saved", stall_timeout_s="3")  # type: ignore[arg-type]
 
 
-def test_ranks_that_save_at_different_places_are_told(tmp_path: Path) -> None:
+def test_ranks_that_save_to_different_paths_get_an_error(tmp_path: Path) -> None:
     (tmp_path / "in1").mkdir()
     run_ranks(saves_at_two_places, 2, args=(str(tmp_path),))
 
 
 class Copying(nn.Module):
-    """A module that gives a copy of a tensor, which is no parameter or buffer of its own."""
+    """A module that saves a copy of a tensor that is no parameter or buffer of its own."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -688,7 +691,7 @@ class Copying(nn.Module):
         destination[prefix + "copy"] = torch.zeros(self.size)
 
 
-def test_a_copy_of_another_shape_is_found_before_anything_is_changed(tmp_path: Path) -> None:
+def test_a_copy_of_another_shape_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
     sx.save_checkpoint({"model": Copying(3)}, tmp_path / "saved")
     live = Copying(4)
     with pytest.raises(sx.errors.InvalidArgumentError, match=r"shape or dtype differs.*copy"):
@@ -700,17 +703,17 @@ def test_a_copy_of_another_shape_is_found_before_anything_is_changed(tmp_path: P
 
 
 def saves_statistics(folder: str) -> None:
-    """What DistributedDataParallel leaves: equal parameters, statistics of each rank's own batches."""
+    """Save the state that DistributedDataParallel leaves: equal parameters, and statistics of each rank's batches."""
     rank = sx.get_rank()
     norm = nn.BatchNorm1d(3)
     norm.running_mean.fill_(1.0 + rank)
     sx.save_checkpoint({"model": norm}, folder)
     live = nn.BatchNorm1d(3)
     sx.load_checkpoint({"model": live}, folder, replicas="root")
-    assert live.running_mean.tolist() == [1.0 + rank] * 3  # on as many ranks each gets its own
+    assert live.running_mean.tolist() == [1.0 + rank] * 3  # on the same number of ranks each gets its own
 
 
-def test_the_lowest_ranks_copy_is_taken_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_replicas_root_loads_the_lowest_ranks_copy(tmp_path: Path) -> None:
     run_ranks(saves_statistics, 2, args=(str(tmp_path / "saved"),))
     live = nn.BatchNorm1d(3)
     with pytest.raises(sx.errors.ReplicaError, match=r"pass replicas=\"root\" to take rank 0's .*running_mean"):
@@ -720,7 +723,7 @@ def test_the_lowest_ranks_copy_is_taken_where_that_is_asked_for(tmp_path: Path) 
 
 
 class Block(nn.Module):
-    """Part `rank` of `ranks` of an MLP, cut by hand."""
+    """Part `rank` of `ranks` of an MLP that was cut by hand."""
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         super().__init__()
@@ -733,7 +736,7 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.ones(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Not the sum over ranks: the gradients just have to be of the right shape."""
+        """Omits the sum over ranks: the gradients only need the right shapes."""
         half = self.gate_up.shape[0] // 2
         hidden = torch.nn.functional.linear(x, self.gate_up)
         return torch.nn.functional.linear(hidden[:, :half] * hidden[:, half:], self.down) * self.scale.detach()
@@ -753,10 +756,10 @@ def block_state(rank: int, ranks: int, *, steps: int) -> dict[str, Any]:
 
 
 def plain_block(state: dict[str, Any]) -> Any:
-    """Every number of a block and its optimizer, by name."""
-    held = {name: state["optimizer"].state.get(p, {}) for name, p in state["model"].named_parameters()}
+    """Return all tensors of a block and its optimizer, by name."""
+    states = {name: state["optimizer"].state.get(p, {}) for name, p in state["model"].named_parameters()}
     tensors = {name: p.detach() for name, p in state["model"].named_parameters()}
-    tensors |= {f"{name}.{key}": value for name, entries in held.items() for key, value in entries.items()}
+    tensors |= {f"{name}.{key}": value for name, entries in states.items() for key, value in entries.items()}
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
@@ -775,7 +778,7 @@ def cut_by_hand(folder: str) -> list[Any]:
 
 
 def is_the_part_of(folder: str) -> list[Any]:
-    """What one process saved or exported, loaded into parts."""
+    """Load what one process saved or exported into parts."""
     rank = sx.get_rank()
     found = []
     for source in ("one", "exported"):
@@ -786,7 +789,7 @@ def is_the_part_of(folder: str) -> list[Any]:
     return found
 
 
-def test_state_that_is_cut_by_hand_is_saved_and_loaded_with_a_layout(tmp_path: Path) -> None:
+def test_state_that_was_cut_by_hand_is_saved_and_loaded_with_a_layout(tmp_path: Path) -> None:
     parts = [found[0] for found in run_ranks(cut_by_hand, 2, args=(str(tmp_path),))]
     whole = block_state(0, 1, steps=0)
     sx.load_checkpoint(whole, tmp_path / "two")
@@ -824,7 +827,7 @@ def renames_and_splits(folder: str) -> None:
         sx.load_checkpoint(stage, folder, layout={"mesh": {"pp": 2}, "rules": {}} if rank else None)
 
 
-def test_a_layout_may_split_and_count_on_what_is_loaded(tmp_path: Path) -> None:
+def test_a_layout_may_split_and_renumber_loaded_tensors(tmp_path: Path) -> None:
     state = {}
     for layer in range(4):
         state[f"layers.{layer}.q"] = torch.arange(16.0).reshape(8, 2) + 1000 * layer
@@ -835,15 +838,15 @@ def test_a_layout_may_split_and_count_on_what_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "told"),
+    ("rule", "message"),
     [
         ({"dim": 0, "split": {"w": {"a": 1, "b": 1}}}, "'x.w' renames tensors"),
         ({"renumber": "x"}, "'x.w' renames tensors"),
         ({"reduce": "max"}, "'x.w' reduces copies"),
     ],
 )
-def test_a_save_refuses_rules_that_change_what_there_is(rule: Any, told: str, tmp_path: Path) -> None:
-    with pytest.raises(sx.errors.InvalidArgumentError, match=told):
+def test_a_save_refuses_rules_that_change_names_or_values(rule: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(sx.errors.InvalidArgumentError, match=message):
         sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path / "saved", layout={"x.w": rule})
     with pytest.raises(sx.errors.InvalidArgumentError, match="layout pattern 'y' matches no tensor"):
         sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path / "saved", layout={"y": {"dim": 0}})
@@ -853,7 +856,7 @@ def test_a_save_refuses_rules_that_change_what_there_is(rule: Any, told: str, tm
             sx.load_checkpoint({"x": {"w": torch.zeros(2)}}, tmp_path / "saved", layout={"x.w": rule})
 
 
-def test_values_are_cast_to_the_states_dtype_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_dtype_state_casts_values_to_the_dtype_of_the_state(tmp_path: Path) -> None:
     values = torch.tensor([1.0, 1 / 3, -1e30, NAN, 7.0, 0.1])
     sx.save_checkpoint({"a": values, "b": values.double(), "c": values, "n": torch.arange(6)}, tmp_path / "saved")
     live: dict[str, Any] = {
@@ -877,39 +880,39 @@ def test_values_are_cast_to_the_states_dtype_where_that_is_asked_for(tmp_path: P
         sx.load_checkpoint({**live, "n": torch.zeros(6)}, tmp_path / "saved", dtype="state")
 
 
-def test_an_optimizer_of_another_dtype_goes_on(tmp_path: Path) -> None:
+def test_an_optimizer_of_another_dtype_continues(tmp_path: Path) -> None:
     model, fresh = nn.Linear(3, 2), nn.Linear(3, 2).bfloat16()
     optimizer, its = (torch.optim.Adam(one.parameters()) for one in (model, fresh))
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path / "saved")
     sx.load_checkpoint({"model": fresh, "optimizer": its}, tmp_path / "saved", dtype="state")
-    held = its.state[fresh.weight]
-    assert {key: value.dtype for key, value in held.items()} == {
+    state = its.state[fresh.weight]
+    assert {key: value.dtype for key, value in state.items()} == {
         "step": torch.float32,
         "exp_avg": torch.bfloat16,
         "exp_avg_sq": torch.bfloat16,
     }
-    assert torch.equal(held["exp_avg"], optimizer.state[model.weight]["exp_avg"].bfloat16())
+    assert torch.equal(state["exp_avg"], optimizer.state[model.weight]["exp_avg"].bfloat16())
     fresh(torch.ones(1, 3).bfloat16()).sum().backward()
     its.step()
 
 
 def casts_from_a_store(url: str) -> None:
-    """Ranks of one host that want one tensor in two dtypes."""
+    """Load one tensor in two dtypes, on ranks of one host."""
     rank = sx.get_rank()
     live = {"w": torch.zeros(4, dtype=torch.float32 if rank == 2 else torch.bfloat16)}
     sx.load_checkpoint(live, url, dtype="state")
     assert live["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_ranks_may_want_a_tensor_in_several_dtypes(tmp_path: Path) -> None:
+def test_ranks_may_load_a_tensor_in_different_dtypes(tmp_path: Path) -> None:
     sx.export_checkpoint({"w": torch.arange(4.0)}, tmp_path / "out")
     run_ranks(casts_from_a_store, 3, args=(f"local://{tmp_path}/out",))
 
 
 @pytest.mark.parametrize("nested", [True, False])
-def test_what_is_not_included_stays_as_it_is(nested: bool, tmp_path: Path) -> None:
+def test_names_that_are_not_included_do_not_change(nested: bool, tmp_path: Path) -> None:
     saved = {"enc": model_of(1), "head": nn.Linear(2, 2)}
     live = {"enc": model_of(2), "head": nn.Linear(3, 3), "new": nn.Linear(1, 1), "step": 0}
     if nested:
@@ -932,7 +935,7 @@ def test_what_is_not_included_stays_as_it_is(nested: bool, tmp_path: Path) -> No
         assert live["step"] == 7
 
 
-def test_an_optimizer_is_included_whole(tmp_path: Path) -> None:
+def test_include_loads_an_optimizer_whole(tmp_path: Path) -> None:
     model, fresh = model_of(1), model_of(2)
     optimizer, its = (torch.optim.Adam(one.parameters(), lr=lr) for one, lr in ((model, 0.5), (fresh, 0.1)))
     trained(model, optimizer)
@@ -946,7 +949,7 @@ def test_an_optimizer_is_included_whole(tmp_path: Path) -> None:
     assert same(fresh.state_dict(), model.state_dict())
 
 
-def test_names_of_the_source_become_those_of_the_state(tmp_path: Path) -> None:
+def test_rename_maps_names_of_the_source_to_the_state(tmp_path: Path) -> None:
     model, fresh = model_of(1), model_of(2)
     flat = {f"module.net.{name}": tensor for name, tensor in model.state_dict().items()}
     sx.export_checkpoint(flat, tmp_path / "flat")
@@ -981,19 +984,19 @@ def test_a_saved_tree_is_loaded_under_other_names(tmp_path: Path) -> None:
     assert same(alone.state_dict(), fresh.state_dict())
 
 
-def test_progress_is_told_in_bytes(tmp_path: Path) -> None:
+def test_progress_is_reported_in_bytes(tmp_path: Path) -> None:
     state = {"a": torch.zeros(5 << 20), "b": torch.zeros(7, 3).T, "c": torch.zeros(2, dtype=torch.bfloat16)}
     saved = {"a": torch.ones(5 << 20), "b": torch.ones(3, 7), "c": torch.ones(2)}
     sx.export_checkpoint(saved, tmp_path / "out")
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     report = sx.load_checkpoint(
-        state, tmp_path / "out", dtype="state", on_progress=lambda done, total: told.append((done, total))
+        state, tmp_path / "out", dtype="state", on_progress=lambda done, total: progress.append((done, total))
     )
-    assert told[-1] == (report.nbytes, report.nbytes)
+    assert progress[-1] == (report.nbytes, report.nbytes)
     assert report.nbytes == sum(tensor.nbytes for tensor in saved.values())
-    assert {total for _, total in told} == {report.nbytes}
-    assert [done for done, _ in told] == sorted({done for done, _ in told})
-    assert len(told) > 4
+    assert {total for _, total in progress} == {report.nbytes}
+    assert [done for done, _ in progress] == sorted({done for done, _ in progress})
+    assert len(progress) > 4
 
 
 def is_given_other_options(folder: str) -> None:
@@ -1007,8 +1010,8 @@ def is_given_other_options(folder: str) -> None:
         ({"include": 5}, "include must be"),
         ({"layout": 5} if rank else {}, "layout must map"),
     ]
-    for given_options, told in options:
-        with pytest.raises(sx.errors.InvalidArgumentError, match=told):
+    for given_options, message in options:
+        with pytest.raises(sx.errors.InvalidArgumentError, match=message):
             sx.load_checkpoint({"w": torch.zeros(2)}, folder, **given_options)
 
 
@@ -1017,7 +1020,7 @@ def test_options_of_a_load_that_are_wrong_or_differ_are_named(tmp_path: Path) ->
     run_ranks(is_given_other_options, 2, args=(str(tmp_path / "saved"),))
 
 
-def test_a_load_that_finds_nothing_is_an_error_that_says_how_it_would_find_all(tmp_path: Path) -> None:
+def test_a_load_without_any_matching_name_suggests_a_rename(tmp_path: Path) -> None:
     model = model_of(1)
     sx.save_checkpoint({"model": model}, tmp_path / "nested")
     sx.export_checkpoint(model, tmp_path / "flat")

@@ -1,6 +1,6 @@
 """Megatron-Core's sharded state dicts, by their attributes alone: Megatron-Core is not installed.
 
-The classes here are our own stand-ins for its classes: they have the attributes of those, and nothing else that counts.
+The classes here stand for Megatron-Core's classes, and have the attributes that are used.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LocalNonpersistentObject:
 
 
 def sharded(key: str, data: torch.Tensor, *cuts: tuple[int, int, int], prepended: int = 0, **more: Any) -> Any:
-    """A ShardedTensor whose data is number `at` of `parts` along `axis`, for each (axis, at, parts) of `cuts`."""
+    """Return a ShardedTensor. Its data is number `at` of `parts` along `axis`, for each (axis, at, parts) of `cuts`."""
     offset, shape = [0] * (prepended + data.ndim), [1] * prepended + list(data.shape)
     fragments = [1] * len(shape)
     for axis, at, parts in cuts:
@@ -79,7 +79,7 @@ def sharded(key: str, data: torch.Tensor, *cuts: tuple[int, int, int], prepended
 
 
 def gated(key: str, data: torch.Tensor, at: int, parts: int, *stacked: tuple[int, int, int]) -> ShardedTensorFactory:
-    """A rank's gate and up projection in one parameter; in the checkpoint all gates come before all ups."""
+    """Return a rank's gate and up projection in one parameter; the checkpoint has all gates before all ups."""
     axis = len(stacked)
 
     def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
@@ -94,7 +94,7 @@ LAYERS, HIDDEN, FFN, VOCABULARY = 4, 6, 8, 10
 
 
 def whole(seed: int) -> dict[str, torch.Tensor]:
-    """The model as the checkpoint has it: the layers are stacked."""
+    """Return the model as in the checkpoint: the layers are stacked."""
     shapes = {
         "embedding.word_embeddings.weight": (VOCABULARY, HIDDEN),
         "decoder.layers.self_attention.linear_qkv.weight": (LAYERS, 3 * HIDDEN, HIDDEN),
@@ -104,12 +104,12 @@ def whole(seed: int) -> dict[str, torch.Tensor]:
         "decoder.final_layernorm.weight": (HIDDEN,),
     }
     generator = torch.Generator().manual_seed(seed)
-    made = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
-    return {key: value.bfloat16() if "qkv" in key else value for key, value in made.items()}
+    tensors = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+    return {key: value.bfloat16() if "qkv" in key else value for key, value in tensors.items()}
 
 
 def rank_state(model: dict[str, torch.Tensor], rank: int, tp: int, pp: int) -> dict[str, Any]:
-    """What Megatron-Core's `sharded_state_dict` gives on a rank; tensor parallel ranks are next to each other."""
+    """Return what Megatron-Core's `sharded_state_dict` returns on a rank; tensor parallel ranks are neighbours."""
     at, stage = rank % tp, rank // tp
     own = range(stage * LAYERS // pp, (stage + 1) * LAYERS // pp)
     state: dict[str, Any] = {}
@@ -169,7 +169,7 @@ def test_a_sharded_state_dict_is_exported_by_its_keys_and_loaded_in_place(tmp_pa
 
 @pytest.mark.ranks(4, backend="threads")
 def test_a_saved_state_is_loaded_on_another_mesh(tmp_path: Path) -> None:
-    """Paths in the dict mean other layers on other stages; keys do not."""
+    """Paths in the dict name other layers on other stages; keys do not."""
     comm = sx.get_communicator()
 
     def job(seed: int, tp: int, pp: int) -> dict[str, Any]:
@@ -210,14 +210,14 @@ def saves(folder: str) -> None:
     sx.save_checkpoint({"model": rank_state(whole(0), sx.get_communicator().rank, 1, 4)}, folder)
 
 
-def test_an_offset_of_another_length_is_told(tmp_path: Path) -> None:
+def test_an_offset_of_another_length_is_an_error(tmp_path: Path) -> None:
     wrong = sharded("w", torch.ones(2, 2))
     wrong.global_offset = (0,)
     with pytest.raises(sx.errors.CorruptError, match=r"do not fit.*'w'"):
         sx.export_checkpoint({"w": wrong}, tmp_path / "out")
 
 
-def test_chunks_of_one_rank_that_count_alike_are_told(tmp_path: Path) -> None:
+def test_chunks_of_one_rank_with_equal_offsets_are_an_error(tmp_path: Path) -> None:
     chunks = {f"model{n}": {"x": sharded("layers.0.w", torch.full((2,), float(n)))} for n in range(2)}
     with pytest.raises(sx.errors.ReplicaError, match=r"two copies of rank 0 have.*layers.0.w"):
         sx.export_checkpoint(chunks, tmp_path / "out")
@@ -238,7 +238,7 @@ def test_a_padded_vocabulary_may_have_other_padding(rows: int, tmp_path: Path) -
     assert bool((live[both:] == -1).all())
 
 
-def test_names_that_differ_are_told_by_key(tmp_path: Path) -> None:
+def test_names_that_differ_are_reported_by_key(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "model.safetensors")
     live = {"x": sharded("a", torch.zeros(2)), "y": sharded("c", torch.zeros(2))}
     with pytest.raises(FileNotFoundError, match=r"1 missing in the source: c; 1 not in the state: b"):
@@ -280,7 +280,7 @@ def test_a_sharded_tensor_in_a_dataclass_is_saved_and_loaded(tmp_path: Path) -> 
     assert fresh["stage"].tensors["w"].data.tolist() == [1, 1]
 
 
-def test_a_factory_that_copies_is_merged_again(tmp_path: Path) -> None:
+def test_a_copy_of_a_factory_is_written_back(tmp_path: Path) -> None:
     def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
         return {"turned": sharded(key, data.T.contiguous(), replica_id=replica_id)}
 
@@ -331,9 +331,11 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("state", "error", "told"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_be_exported_is_named(state: Any, error: type[Exception], told: str, tmp_path: Path) -> None:
-    with pytest.raises(error, match=told):
+@pytest.mark.parametrize(("state", "error", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_state_that_cannot_be_exported_is_named(
+    state: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
         sx.export_checkpoint({"a": state}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

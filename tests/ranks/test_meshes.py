@@ -1,4 +1,4 @@
-"""Any mesh, placement and shape, over every kind of communicator: exported as `full_tensor()` says, loaded as saved."""
+"""Any mesh, placement and shape, over every communicator: the export equals `full_tensor()`, and the load the save."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from torch import nn
 import statexchange as sx
 from statexchange.testing import run_ranks
 
-CARRIED = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)  # by Gloo, for `full_tensor`
+CARRIED = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)  # Gloo, for `full_tensor`
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool", "complex64")
 
 
-# What is drawn, in one process, and sent to all ranks
+# Cases, drawn in one process and sent to all ranks
 
 
 def meshes(world_size: int) -> list[list[int]]:
-    """All shapes of one to three axes, axes of one rank among them."""
+    """Return all shapes of one to three axes, also with axes of one rank."""
     sizes = range(1, world_size + 1)
     every = [[a] for a in sizes] + [[a, b] for a in sizes for b in sizes]
     every += [[a, b, c] for a in sizes for b in sizes for c in sizes]
@@ -36,12 +36,12 @@ def meshes(world_size: int) -> list[list[int]]:
 
 
 @st.composite
-def lies(draw: Any, world_size: int, dims: int) -> Any:
-    """A mesh, and on each axis: "r" for Replicate, a dim for Shard, "dim/split factor" for _StridedShard."""
+def mesh_placements(draw: Any, world_size: int, dims: int) -> Any:
+    """Draw a mesh, and for each axis: "r" for Replicate, a dim for Shard, "dim/split factor" for _StridedShard."""
     mesh = draw(st.sampled_from(meshes(world_size)))
     kinds = st.sampled_from(["r", *map(str, range(dims))])
     found = draw(st.lists(kinds, min_size=len(mesh), max_size=len(mesh)))
-    strided = draw(st.none() | st.integers(0, len(mesh) - 1))  # of one axis: of more torch itself makes no whole again
+    strided = draw(st.none() | st.integers(0, len(mesh) - 1))  # one: with more full_tensor is wrong
     if strided is not None and found[strided] != "r":
         found[strided] += f"/{draw(st.integers(2, 3))}"
     return [mesh, found]
@@ -49,19 +49,19 @@ def lies(draw: Any, world_size: int, dims: int) -> Any:
 
 @st.composite
 def placed_cases(draw: Any, world_size: int) -> Any:
-    """How a tensor lies before, and how it is wanted."""
+    """Draw the placements of a tensor before and after."""
     shape = draw(st.lists(st.integers(0, 9), max_size=3))
     return {
         "shape": shape,
         "dtype": draw(st.sampled_from(DTYPES)),
-        "before": draw(lies(world_size, len(shape))),
-        "after": draw(lies(world_size, len(shape))),
+        "before": draw(mesh_placements(world_size, len(shape))),
+        "after": draw(mesh_placements(world_size, len(shape))),
     }
 
 
 @st.composite
 def plain_cases(draw: Any, world_size: int) -> Any:
-    """Plain tensors cut anywhere along a dim, in blocks, or into boxes that each rank has several of, or none."""
+    """Draw plain tensors cut anywhere along a dim, in blocks, or into boxes of which a rank has several or none."""
     shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
     case = {"shape": shape, "dim": dim, "dtype": draw(st.sampled_from(DTYPES))}
@@ -79,14 +79,14 @@ def plain_cases(draw: Any, world_size: int) -> Any:
 
 @st.composite
 def wrapped_cases(draw: Any, world_size: int) -> Any:
-    """Layers, and meshes for replicas, FSDP2 and tensor parallelism, each of which may have one rank only."""
+    """Draw layers, and meshes for replicas, FSDP2 and tensor parallelism, each of which may have one rank only."""
     cubes = st.sampled_from([mesh for mesh in meshes(world_size) if len(mesh) == 3])
     sizes = draw(st.lists(st.integers(1, 11), min_size=3, max_size=4))
     return {"sizes": sizes, "before": draw(cubes), "after": draw(cubes)}
 
 
 def drawn(strategy: Any, count: int) -> list[Any]:
-    """The first examples of a strategy, the same in every run."""
+    """Return the first examples of a strategy, the same in every run."""
     found: list[Any] = []
 
     @settings(max_examples=count, deadline=None, derandomize=True, database=None)
@@ -102,7 +102,7 @@ def drawn(strategy: Any, count: int) -> list[Any]:
 
 
 def numbers(shape: list[int], dtype: str, seed: int) -> torch.Tensor:
-    """Random bits, among them NaNs of every kind."""
+    """Return random bits, NaNs of every kind among them."""
     kind = getattr(torch, dtype)
     nbytes = math.prod(shape) * kind.itemsize
     high = 2 if kind is torch.bool else 256
@@ -131,7 +131,7 @@ def distributed(whole: torch.Tensor, where: Any, known: dict[str, Any]) -> Any:
 
 
 def part_of(whole: torch.Tensor, case: Any, rank: int, world_size: int) -> tuple[torch.Tensor, Any]:
-    """A rank's plain tensor, and the rule that says what it is."""
+    """Return a rank's plain tensor, and the rule that describes it."""
     dim = case["dim"]
     if "ends" in case:
         return whole.tensor_split(case["ends"], dim)[rank], {"dim": dim}
@@ -155,7 +155,7 @@ def part_of(whole: torch.Tensor, case: Any, rank: int, world_size: int) -> tuple
 
 
 def joins(backend: str, folder: str) -> sx.comm.Communicator:
-    """A communicator of the kind asked for; DTensors have torch's own group over Gloo beside it."""
+    """Return a communicator of this kind; DTensors use torch's own group over Gloo."""
     comm = start(backend, folder)
     if not dist.is_initialized():
         dist.init_process_group(
@@ -200,7 +200,7 @@ def proves_placed(folder: str, placed: list[Any], plain: list[Any], comm: sx.com
         f"{folder}/saved",
         f"{folder}/exported",
         f"local://{folder}/exported",
-    ):  # at a URL, ranks share reads
+    ):  # from a URL each box is read by one rank of a host
         into = {name: tensor for name, tensor in live.items() if "exported" in source or name.startswith("placed")}
         for tensor in into.values():
             (tensor.to_local() if hasattr(tensor, "to_local") else tensor).zero_()
@@ -217,7 +217,7 @@ def layers(sizes: list[int], seed: int) -> nn.Module:
 
 
 def wrapped(model: nn.Module, mesh_shape: list[int]) -> nn.Module:
-    """The layers under tensor parallelism and FSDP2, with replicas where the mesh has them."""
+    """Apply tensor parallelism and FSDP2 to the layers, with replicas if the mesh has them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

@@ -1,4 +1,4 @@
-"""Real models by real writers: what is merged is bit by bit what one process has and saves, and loads again."""
+"""Real models by real writers: a merge equals bit by bit what one process saves, and it can be loaded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mixtral() -> Any:
 
 
 def clip() -> Any:
-    """With position_ids in the state dict, as transformers had them, and a mask of bool as GPT-2's."""
+    """Return a model with position_ids in its state dict, as older transformers, and with a bool mask, as GPT-2."""
     from transformers import CLIPConfig, CLIPModel
 
     tower = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -82,13 +82,13 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def untied(state: Any) -> State:
-    """Of tensors that share memory the first, as files have them."""
+    """Keep the first of tensors that share memory, as files do."""
     first: dict[Any, str] = {}
     return {n: t for n, t in state.items() if first.setdefault((t.data_ptr(), t.shape), n) == n}
 
 
 def assert_loads(out: Path, expected: Any) -> None:
-    """transformers and statexchange fill a model from the directory with what `expected` has."""
+    """Check that transformers and statexchange load the directory into a model with the values of `expected`."""
     loaded = type(expected).from_pretrained(out, dtype="auto")
     named = dict(expected.named_parameters())
     assert_same(dict(loaded.named_parameters()), named)
@@ -106,7 +106,7 @@ def write_sharded(out: str) -> None:
     rank = torch.distributed.get_rank()
     for name in MODELS:
         model = build(name)
-        whole = {p for p in model.parameters() if not p.ndim}  # which FSDP2 does not take
+        whole = {p for p in model.parameters() if not p.ndim}  # FSDP2 does not accept it
         for layer in [m for m in model.modules() if type(m).__name__.endswith(("DecoderLayer", "EncoderLayer"))]:
             fully_shard(layer)
         fully_shard(model, ignored_params=whole)
@@ -117,7 +117,7 @@ def write_sharded(out: str) -> None:
 
 
 def write_tensor_parallel(out: str) -> None:
-    """The local tensors of a model that transformers itself distributes, as plain files."""
+    """Write the local tensors of a model that transformers itself distributes, as plain files."""
     from torch.distributed.tensor import DTensor
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
@@ -140,7 +140,7 @@ def write_all(out: str) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every model as every writer writes it; "expected" is what `save_pretrained` writes of one process's."""
+    """Write every model with every writer; "expected" is the `save_pretrained` of one process."""
     out = tmp_path_factory.mktemp("models")
     for name in MODELS:
         build(name).save_pretrained(out / name / "expected")
@@ -150,19 +150,19 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("writer", ["statexchange", "dcp", "torch"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_sharded_model_becomes_one_processs_own(written: Path, tmp_path: Path, name: str, writer: str) -> None:
+def test_a_merged_model_equals_save_pretrained(written: Path, tmp_path: Path, name: str, writer: str) -> None:
     model = build(name)
     report = sx.merge_checkpoint(
         written / name / writer, tmp_path / "out", rename=FROM_MODEL, files_from=written / name / "expected"
     )
     state = model.state_dict()
-    one_name = name != "tied" or writer != "dcp"  # torch DCP keeps no ties: both names have the values
+    one_name = name != "tied" or writer != "dcp"  # torch DCP does not record ties: both names have the values
     kept = untied(state) if one_name else {n: t.clone() for n, t in state.items()}
     assert report.aliases == ({"lm_head.weight": "model.embed_tokens.weight"} if name == "tied" and one_name else {})
     save_file({n: t.contiguous() for n, t in kept.items()}, tmp_path / "expected", {"format": "pt"})
     merged = (tmp_path / "out/model.safetensors").read_bytes()
     assert merged == (tmp_path / "expected").read_bytes()
-    if name != "mixtral" and one_name:  # whose experts save_pretrained writes one by one
+    if name != "mixtral" and one_name:  # save_pretrained writes its experts one by one
         assert merged == (written / name / "expected/model.safetensors").read_bytes()
     if name != "clip":
         assert_loads(tmp_path / "out", model)
@@ -183,7 +183,7 @@ def test_a_sharded_model_is_loaded_without_a_merge(written: Path, name: str) -> 
         assert_same(fresh, {f"model.{n}": t for n, t in build(name).state_dict().items()})
 
 
-def test_clip_keeps_what_is_neither_cut_nor_floating(written: Path, tmp_path: Path) -> None:
+def test_clip_keeps_tensors_that_are_neither_sharded_nor_floating(written: Path, tmp_path: Path) -> None:
     sx.merge_checkpoint(written / "clip/dcp", tmp_path / "out", rename=FROM_MODEL, dtype="bfloat16")
     found, state = load_file(tmp_path / "out/model.safetensors"), build("clip").state_dict()
     assert {t.dtype for t in state.values()} == {torch.float32, torch.int64, torch.bool}
@@ -215,8 +215,8 @@ def write_ranks(path: Path, states: list[State]) -> Path:
     return path
 
 
-def test_experts_of_their_own_on_each_rank_are_counted_on(written: Path, tmp_path: Path) -> None:
-    """What save_pretrained writes, on expert ranks that count their two of four from 0."""
+def test_experts_of_expert_parallel_ranks_are_renumbered(written: Path, tmp_path: Path) -> None:
+    """The merge equals save_pretrained; expert ranks number their two of four experts from 0."""
     whole = load_file(written / "mixtral/expected/model.safetensors")
     states: list[State] = [{}, {}]
     for name, tensor in whole.items():
@@ -246,7 +246,7 @@ def test_stacked_experts_by_the_models_own_plan(tmp_path: Path) -> None:
 
 
 def test_stacked_experts_over_expert_and_tensor_ranks(tmp_path: Path) -> None:
-    """ep 2 x tp 2: gate and up, fused, are cut each by itself; the attention only by tp, and the router not at all."""
+    """ep 2 x tp 2: the fused gate and up are each cut, the attention is cut by tp only, and the router is not cut."""
     model = build("mixtral")
     whole = model.state_dict()
     plan = {**{f"*.{p}_proj.weight": 0 for p in "qkv"}, "*.o_proj.weight": 1, "*.experts.down_proj": 2}
@@ -274,7 +274,10 @@ def test_stacked_experts_over_expert_and_tensor_ranks(tmp_path: Path) -> None:
 
 
 def quantized(state: State, inputs: dict[str, torch.Tensor], columns: slice = slice(None)) -> State:
-    """Weights in float8 with a scale per row, and the scale of what was seen to come in: of some columns only."""
+    """Return float8 weights with a scale per row, and the scale of the inputs that the rank saw:
+
+    of some columns only.
+    """
     found = dict(state)
     for name, seen in inputs.items():
         weight = state[f"{name}.weight"]
@@ -286,7 +289,7 @@ def quantized(state: State, inputs: dict[str, torch.Tensor], columns: slice = sl
     return found
 
 
-def test_float8_weights_whose_ranks_saw_other_inputs(tmp_path: Path) -> None:
+def test_float8_scales_that_differ_between_ranks_are_reduced(tmp_path: Path) -> None:
     model = llama()
     inputs: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
@@ -295,7 +298,7 @@ def test_float8_weights_whose_ranks_saw_other_inputs(tmp_path: Path) -> None:
     model(torch.arange(9)[None])
     expected = quantized(model.state_dict(), inputs)
     rules: dict[str, Any] = {"*.input_scale": {"reduce": "max"}}
-    rules |= {f"*.{p}_proj.weight": {"dim": 1} for p in ("o", "down")}  # the scales of whose rows all ranks have
+    rules |= {f"*.{p}_proj.weight": {"dim": 1} for p in ("o", "down")}  # all ranks have the scales of its rows
     rules |= {f"*.{p}_proj.weight*": {"dim": 0} for p in ("q", "k", "v", "gate", "up")}
     states: list[State] = []
     for rank in range(2):
@@ -322,12 +325,12 @@ def saved_by(writer: str, state: Any, path: Path, recwarn: pytest.WarningsRecord
         torch.save(state, path)
     else:
         dcp.save(dict(state), checkpoint_id=path, no_dist=True)
-        recwarn.clear()  # torch's own
+        recwarn.clear()  # a warning of torch
     return path
 
 
 @pytest.mark.parametrize("writer", ["torch", "dcp"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a warning of torch.compile
 def test_a_compiled_model_loses_its_wrapper(
     written: Path, tmp_path: Path, writer: str, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -370,8 +373,8 @@ def test_an_average_is_merged_whole_or_as_the_model(
     assert_loads(tmp_path / "plain", averaged.module)
 
 
-def test_an_average_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Without its count the next update would forget all before it."""
+def test_an_average_continues_after_a_load(tmp_path: Path) -> None:
+    """Without its count the next update would discard the average so far."""
     torch.manual_seed(1)
     model = torch.nn.Linear(3, 2)
     averaged, fresh = (AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for _ in range(2))
@@ -383,7 +386,7 @@ def test_an_average_goes_on_where_it_was(tmp_path: Path) -> None:
         each.update_parameters(model)
     assert not fresh.module.weight.equal(model.weight)
     assert_same(fresh.state_dict(), averaged.state_dict())
-    sx.export_checkpoint(averaged, tmp_path / "out")  # of the model alone
+    sx.export_checkpoint(averaged, tmp_path / "out")  # the model alone
     assert_same(load_file(tmp_path / "out/model.safetensors"), averaged.module.state_dict())
     sx.merge_checkpoint(tmp_path / "saved", tmp_path / "both")
     assert load_file(tmp_path / "both/model.safetensors")["average.n_averaged"] == 1
@@ -393,7 +396,7 @@ def test_an_average_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def write_sparse(path: Path, shapes: dict[str, tuple[int, ...]], values: State) -> None:
-    """A safetensors file of bfloat16 that is holes, and `values`: the last elements of some of its tensors."""
+    """Write a bfloat16 safetensors file of holes, with `values` as the last elements of some tensors."""
     sizes = {name: 2 * math.prod(shape) for name, shape in shapes.items()}
     ends = {name: sum(list(sizes.values())[: n + 1]) for n, name in enumerate(sizes)}
     entries = {n: {"dtype": "BF16", "shape": shapes[n], "data_offsets": [ends[n] - sizes[n], ends[n]]} for n in shapes}
@@ -415,7 +418,7 @@ def ramp(*shape: int, begin: int = 1) -> torch.Tensor:
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A directory where holes cost nothing when they are read, either."""
+    """Return a directory in memory, where reading holes costs nothing."""
     with TemporaryDirectory(dir="/dev/shm") as directory:
         yield Path(directory)
 

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: equal to one process, to DDP, and, apart from the averages, to a plain optimizer."""
+"""DistributedOptimizer equals one process, DDP and, but for the averages, a plain optimizer."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Random, without touching the generator that thread ranks share."""
+    """Return random numbers without using torch's generator, which thread ranks share."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def same(module: Any) -> Any:
-    """`module` with values that do not depend on when it was made."""
+    """Fill `module` with values that do not depend on when it was made."""
     for i, parameter in enumerate(module.parameters()):
         parameter.data.copy_(numbers(*parameter.shape, seed=i) / 2)
     return module
@@ -74,7 +74,7 @@ def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_equal_one_process_that_adds_in_their_order(world_size: int, name: str, settings: dict[str, Any]) -> None:
-    """Bit for bit, for any numbers: the sum is made in the order of ranks, then divided."""
+    """Bit for bit, for any numbers: the sum is computed in the order of ranks, then divided."""
 
     def work() -> list[Any]:
         comm = sx.get_communicator()
@@ -138,7 +138,10 @@ def test_ranks_equal_one_process_on_the_concatenated_batch(world_size: int) -> N
 
 
 def test_lux_distributed_optimizer() -> None:
-    """Zeros, Adam 1e-3, gradients of ones: as the plain optimizer; its state, its hyperparameters, synchronize."""
+    """Zeros, Adam 1e-3, gradients of ones:
+
+    equal to the plain optimizer, with its state and hyperparameters; and synchronize.
+    """
 
     def run(wrap: Callable[[Optimizer], Optimizer], scale: float) -> tuple[list[Any], Optimizer]:
         params = [nn.Parameter(torch.zeros(4, dtype=torch.float64)) for _ in "ab"]
@@ -182,7 +185,7 @@ def test_baguas_net_is_bit_equal_on_all_ranks_after_ten_steps() -> None:
 # The rest of an optimizer's interface
 
 
-def test_lr_schedulers_take_it() -> None:
+def test_lr_schedulers_accept_it() -> None:
     def lrs(wrap: Callable[[Optimizer], Optimizer]) -> list[Any]:
         found = []
         for make in (
@@ -213,7 +216,7 @@ def test_lr_schedulers_take_it() -> None:
     assert run_ranks(work, 2) == [True] * 2
 
 
-def test_its_state_dict_is_the_inner_ones() -> None:
+def test_its_state_dict_is_that_of_the_inner_optimizer() -> None:
     def work() -> list[bool]:
         comm = sx.get_communicator()
         plain_module, module = net(), net()
@@ -233,7 +236,7 @@ def test_its_state_dict_is_the_inner_ones() -> None:
     assert run_ranks(work, 2) == [[True] * 3] * 2
 
 
-def test_hooks_groups_and_what_it_looks_like() -> None:
+def test_hooks_groups_and_repr() -> None:
     module = net()
     optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), sx.get_communicator())
     log: list[str] = []
@@ -268,7 +271,7 @@ def test_a_group_that_is_added_is_averaged_too() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "lbfgs"])
-def test_closures_see_averages_so_that_ranks_decide_alike(kind: str) -> None:
+def test_closures_get_averages_so_that_ranks_decide_alike(kind: str) -> None:
     def work() -> tuple[list[Any], float, int]:
         comm = sx.get_communicator()
         module = net()
@@ -365,7 +368,7 @@ def test_a_grad_scaler_skips_the_same_step_on_all_ranks() -> None:
     assert [scale for _, scale in one] == [4.0, 2.0, 2.0]
 
 
-def test_a_fused_optimizer_gets_no_scale_that_it_would_not_see() -> None:
+def test_a_fused_optimizer_with_a_grad_scaler_steps_with_unscaled_gradients() -> None:
     module = net(torch.float32)
     inner = torch.optim.SGD(module.parameters(), lr=0.1, fused=True)
     optimizer = DistributedOptimizer(inner, sx.get_communicator())
@@ -380,7 +383,7 @@ def test_a_fused_optimizer_gets_no_scale_that_it_would_not_see() -> None:
 
 
 def rounds(optimizer: DistributedOptimizer) -> list[int]:
-    """Count, from now on, how often ranks average."""
+    """Return a list that counts how often ranks average from now on."""
     count: list[int] = []
     original = optimizer.reducer.reduce
 
@@ -453,7 +456,7 @@ def test_a_gradient_of_an_earlier_micro_step_alone_is_not_lost() -> None:
     assert run_ranks(work, 2) == [[[0.5, 0.5, 1.0]] * 3] * 2
 
 
-def test_several_backwards_in_a_step_add_up() -> None:
+def test_several_backwards_in_a_step_accumulate() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         params = [nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3)]
@@ -505,7 +508,7 @@ def test_missing_gradients_in_three_states() -> None:
         assert values[0][1] != values[1][1]
 
 
-def test_a_rank_whose_backward_touches_nothing_steps_with_the_others() -> None:
+def test_a_rank_without_gradients_steps_with_the_others() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         module = net()
@@ -550,7 +553,7 @@ def test_ranks_that_step_unequally_often_raise() -> None:
     assert one == other
 
 
-def test_a_second_backward_without_its_graph_is_torchs_own_error_and_training_goes_on() -> None:
+def test_after_torchs_error_of_a_second_backward_training_continues() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         module = net()
@@ -571,7 +574,7 @@ def test_a_second_backward_without_its_graph_is_torchs_own_error_and_training_go
 
 
 class Fails(torch.autograd.Function):
-    """The identity, whose backward fails."""
+    """The identity function with a backward that fails."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -583,7 +586,7 @@ class Fails(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}], ids=str)
-def test_a_backward_that_breaks_off_is_forgotten_by_zero_grad(settings: dict[str, Any]) -> None:
+def test_zero_grad_discards_a_failed_backward(settings: dict[str, Any]) -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         module = net()
@@ -653,7 +656,7 @@ def test_the_true_mean_over_tokens(how: str) -> None:
             assert torch.allclose(torch.tensor(a), torch.tensor(b), rtol=1e-12)
 
 
-def test_a_weight_that_comes_too_late_is_refused() -> None:
+def test_a_late_weight_is_refused() -> None:
     module = net()
     optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), sx.get_communicator())
     loss_of(module, 0, 0).backward()
@@ -678,7 +681,7 @@ def train_joined(optimizer: DistributedOptimizer, module: nn.Module, rank: int, 
 @pytest.mark.parametrize("settings", JOINS, ids=["plain", "overlap", "weight", "delay", "no fusion"])
 @pytest.mark.parametrize("batches", [(2, 4, 3), (0, 3, 1), (2, 2, 2), (0, 0, 0)], ids=str)
 def test_uneven_inputs_are_joined(batches: tuple[int, ...], settings: dict[str, Any]) -> None:
-    """The result is the mean over the ranks that still have data, and in the end all ranks have it."""
+    """The result is the mean over the ranks that still have data; at the end all ranks have it."""
 
     def work() -> list[Any]:
         comm = sx.get_communicator()
@@ -720,7 +723,7 @@ def test_buffers_of_the_module_are_joined_too() -> None:
     assert one[-1] == 3
 
 
-def test_joins_may_follow_each_other() -> None:
+def test_join_can_be_entered_again() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         module = net()
@@ -736,8 +739,8 @@ def test_joins_may_follow_each_other() -> None:
 # Several at once
 
 
-def test_two_optimizers_that_play_against_each_other() -> None:
-    """A generator's backward makes unwanted gradients for the discriminator."""
+def test_a_generator_and_a_discriminator() -> None:
+    """The generator's backward also makes gradients for the discriminator, which must not count."""
 
     def train(wrap: Callable[[Optimizer], Any], ranks: list[int], no_sync: bool) -> list[Any]:
         generator = same(nn.Linear(4, 3, dtype=torch.float64))
@@ -794,7 +797,7 @@ def test_optimizers_that_share_a_module_and_a_backward() -> None:
 
 
 def raised(work: Callable[[], Any], expected: type[Exception]) -> StateExchangeError:
-    """The error that all ranks of two raise alike."""
+    """Return the error that both ranks raise alike."""
 
     def caught() -> StateExchangeError:
         with pytest.raises(expected) as error:
@@ -833,7 +836,7 @@ def test_a_parameter_whose_shape_differs_is_named_by_the_names_of_the_module() -
     assert (error.name, error.rank) == ("1.weight", 1)
 
 
-def test_settings_that_cannot_be() -> None:
+def test_impossible_settings_are_refused() -> None:
     module = net()
     inner = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.raises(InvalidArgumentError, match="accumulate"):
@@ -847,7 +850,7 @@ def test_settings_that_cannot_be() -> None:
         DistributedOptimizer(inner, reducer=reducer, weight=lambda: 1.0)
 
 
-def test_a_reducer_of_the_callers_is_used() -> None:
+def test_a_reducer_of_the_caller_is_used() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         module = net()
@@ -991,7 +994,7 @@ def against_ddp() -> dict[str, list[bool]]:
         )
         parameters = all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in both)
         buffers = all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(theirs.buffers(), ours.buffers(), strict=True))
-        found[name] = [parameters, buffers or rank > 0]  # DDP's are root's
+        found[name] = [parameters, buffers or rank > 0]  # DDP broadcasts root's buffers
     return found
 
 
@@ -1077,7 +1080,7 @@ def trains_over(backend: str, directory: str) -> list[Any]:
         optimizer.step()
         plain.step()
     pairs = zip(ours.parameters(), reference.parameters(), strict=True)
-    right = all(torch.allclose(a, b, rtol=0.01, atol=1e-5) for a, b in pairs)  # as near as bfloat16 lets them be
+    right = all(torch.allclose(a, b, rtol=0.01, atol=1e-5) for a, b in pairs)  # equal within the precision of bfloat16
     digest = comm.all_gather_object([float(p.detach().double().sum()) for p in ours.parameters()])
     return [comm.backend, right, all(other == digest[0] for other in digest), len(optimizer.reducer.buckets)]
 

@@ -1,4 +1,4 @@
-"""No call returns as if all were well when another rank has given it up."""
+"""No collective returns normally on one rank if another rank has given it up."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ PATIENCE_S = 0.5
 
 
 def start(where: str, timeout_s: float = 20.0) -> Communicator:
-    """A communicator of ranks on one host, or of ranks with Gloo and a failure detector between them."""
+    """Return a communicator of ranks on one host, or of ranks over Gloo with a failure detector between them."""
     if where == "one host":
         return sx.init(timeout_s=timeout_s)
-    bootstrap = TorchBackend(dist.new_group(backend="gloo"), timeout_s)  # the default one is for the tests themselves
+    bootstrap = TorchBackend(dist.new_group(backend="gloo"), timeout_s)  # the tests use the default group
     topology = Topology(bootstrap.rank, tuple(range(RANKS)), ("anna", "bert", "carl"))
     detector = start_failure_detector(bootstrap, topology, timeout_s)
     assert detector is not None
@@ -51,8 +51,8 @@ def end_of(comm: Communicator, verb: str, patience_s: float | None) -> list[Any]
     return ["passed"]
 
 
-def comes_late(where: str, verb: str) -> list[Any]:
-    """Rank 2 comes when the others have given up, which they let it know."""
+def calls_late(where: str, verb: str) -> list[Any]:
+    """Rank 2 calls after the others have given up; they tell it when."""
     comm = start(where, PATIENCE_S if verb == "all_reduce" else 20.0)
     comm.barrier()
     if comm.rank == 2:
@@ -68,8 +68,8 @@ def comes_late(where: str, verb: str) -> list[Any]:
 
 @pytest.mark.parametrize("verb", ["barrier", "agree", "all_reduce"])
 @pytest.mark.parametrize("where", ["one host", "several hosts"])
-def test_who_comes_when_the_others_have_given_up_raises_what_they_raise(where: str, verb: str) -> None:
-    for end, later in run_ranks(comes_late, RANKS, backend="gloo", args=(where, verb), timeout_s=60):
+def test_a_late_rank_raises_the_error_of_the_others(where: str, verb: str) -> None:
+    for end, later in run_ranks(calls_late, RANKS, backend="gloo", args=(where, verb), timeout_s=60):
         assert end[0] == "StallError", end
         assert "ranks [2] did not reach" in end[1], end
         assert end[2] == [2]
@@ -77,7 +77,7 @@ def test_who_comes_when_the_others_have_given_up_raises_what_they_raise(where: s
 
 
 def races(where: str, trials: int, seed: int) -> list[list[str]]:
-    """Again and again the last one comes at about the moment when the others' deadline runs out."""
+    """Repeatedly: the last rank calls about when the deadline of the others runs out."""
     own = random.Random(seed)
     ends = []
     for _ in range(trials):
@@ -100,14 +100,14 @@ def races(where: str, trials: int, seed: int) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("where", "trials"), [("one host", 8), ("several hosts", 8), slow("one host", 150), slow("several hosts", 150)]
 )
-def test_all_fail_or_all_succeed_when_the_last_one_comes_at_the_deadline(where: str, trials: int) -> None:
+def test_all_fail_or_all_succeed_if_the_last_rank_calls_at_the_deadline(where: str, trials: int) -> None:
     outcomes = run_ranks(races, RANKS, backend="gloo", args=(where, trials, 7), timeout_s=200)
     for ends in zip(*outcomes, strict=True):
         assert set(ends) in ({"passed"}, {"StallError"}), outcomes
 
 
 def interrupted(where: str) -> list[Any]:
-    """Rank 0 is interrupted in its wait; rank 2 comes later."""
+    """Rank 0 is interrupted in its wait; rank 2 calls later."""
     comm = start(where)
     comm.barrier()
     if comm.rank == 0:
@@ -125,7 +125,7 @@ def interrupted(where: str) -> list[Any]:
 
 
 def is_late_after_the_entry() -> list[Any]:
-    """Rank 2 has met the others, and moves its data when they have given up, which they let it know."""
+    """Rank 2 has entered with the others, but moves its data only after they have given up."""
     comm = sx.init("gloo", timeout_s=2.0)
     comm.barrier()
     backend = comm._session.backend
@@ -154,7 +154,7 @@ def test_over_gloo_on_one_host_a_late_rank_raises_too() -> None:
 
 
 @pytest.mark.parametrize("where", ["one host", "several hosts"])
-def test_a_rank_that_was_interrupted_has_not_met_the_others(where: str) -> None:
+def test_an_interrupted_rank_counts_as_absent(where: str) -> None:
     first, *others = run_ranks(interrupted, RANKS, backend="gloo", args=(where,), timeout_s=60)
     assert first == ["KeyboardInterrupt"]
     for end in others:
@@ -163,7 +163,7 @@ def test_a_rank_that_was_interrupted_has_not_met_the_others(where: str) -> None:
 
 
 def cut_off() -> list[Any]:
-    """Rank 2 is stopped before the call: it cannot answer whether it has completed it."""
+    """Rank 2 is stopped before the call, so it cannot answer whether it has completed it."""
     comm = start("several hosts")
     comm.barrier()
     pids = comm.all_gather_object(os.getpid())
@@ -181,7 +181,7 @@ def cut_off() -> list[Any]:
             os.kill(pids[2], signal.SIGKILL)
 
 
-def test_where_a_rank_cannot_answer_the_outcome_is_unknown() -> None:
+def test_the_outcome_is_unknown_if_a_rank_cannot_answer() -> None:
     outcomes = run_ranks(cut_off, RANKS, backend="gloo", timeout_s=60, allow_failure=True)
     for rank in (0, 1):
         end, later = outcomes[rank].value

@@ -1,13 +1,13 @@
 """Every block of README.md and of docs is run: here, or by the test that OF_OTHER_TESTS names.
 
-A comment before each block says what becomes of it:
+A comment before each block names what a test does with it:
 
 * ``runs: COMMAND``: a script, written to the file that the command names, then started so.
-* ``prints``: what the block before it has printed.
+* ``prints``: the output of the block before it.
 * ``writes: NAME``: a file.
-* ``console``: commands, each with what it prints where the page shows that.
+* ``console``: commands, each followed by its output if the page shows that.
 * ``layout``: a layout file, which the parser of layouts accepts.
-* ``programs``: commands that take too long, or need what few machines have: their programs and options exist.
+* ``programs``: commands that take too long or need rare machines: the test checks that programs and options exist.
 * ``block: NAME``, ``output: NAME``, ``commands``, ``commands: NAME``: a test of its own runs it.
 
 The blocks of a page share a directory, and run in the order in which they stand.
@@ -44,6 +44,8 @@ OF_OTHER_TESTS = {
     "block: read.py": "test_readme",
     "output: read.py": "test_readme",
     "block: on_save.py": "test_recipes",
+    "block: fit_trainer.py": "test_integrations",
+    "block: loop.py": "test_integrations",
     "block: pipeline.py": "test_recipes",
     "block: to_hf.py": "test_recipes",
     "block: lora.py": "test_recipes",
@@ -67,13 +69,13 @@ def test_every_fenced_block_is_one_that_a_test_runs() -> None:
 
 
 def run_here() -> list[object]:
-    """The pages with blocks that are run here."""
+    """Return the pages with blocks that are run here."""
     found = [page for page in PAGES if any(kind_of(block.marker) in HERE for block in page_blocks(page))]
     return [slow(page) if page in SLOW else page for page in found]
 
 
 @pytest.mark.parametrize("page", run_here())
-def test_the_blocks_of_a_page_do_what_it_says(page: str, tmp_path: Path) -> None:
+def test_the_blocks_of_a_page_print_what_it_shows(page: str, tmp_path: Path) -> None:
     printed = ""
     for marker, text in page_blocks(page):
         kind, _, argument = marker.partition(": ")
@@ -95,7 +97,7 @@ def test_the_blocks_of_a_page_do_what_it_says(page: str, tmp_path: Path) -> None
 
 
 def check_program(line: str) -> None:
-    """The program of a command line exists, and knows the options that the line gives it."""
+    """Check that the program of a command line exists, and that it has the options of the line."""
     program, *arguments = shlex.split(line, comments=True)[1:]
     path = HOME / program
     assert path.exists(), line
@@ -115,7 +117,7 @@ def test_the_readme_is_short_and_its_links_lead_to_files() -> None:
 
 
 def test_no_page_has_code_that_is_not_fenced() -> None:
-    """But for the two commands of the README, which CI runs."""
+    """Except for the two commands of the README, which CI runs."""
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page_text(page), flags=re.MULTILINE | re.DOTALL)
         indented = re.findall(r"(?<=\n\n) {4}\S.*", text)

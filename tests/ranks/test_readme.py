@@ -91,8 +91,8 @@ def test_the_collectives_print_what_their_page_shows(launcher: tuple[str, ...], 
 @pytest.mark.parametrize(("launcher", "ranks"), [slow(with_torchrun(2), 2), slow(ALONE, 1)])
 def test_the_training_script_learns(launcher: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
     done = run_script(launcher, "fit.py", page_block("block: fit.py"), tmp_path)
-    said, loss = re.fullmatch(r"(\d) ranks, loss (\d\.\d+)\n", done.stdout).groups()
-    assert (int(said), float(loss) < 0.2) == (ranks, True)
+    printed_ranks, loss = re.fullmatch(r"(\d) ranks, loss (\d\.\d+)\n", done.stdout).groups()
+    assert (int(printed_ranks), float(loss) < 0.2) == (ranks, True)
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_the_examples_train_export_and_compare(example: str, launcher: tuple[str
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_demo_prints_what_its_page_shows(demo: tuple[Path, str]) -> None:
-    """Its lines, and those of its figures that no machine changes; it was told to keep its files."""
+    """Compare its lines, and the figures that do not depend on the machine; this demo keeps its files."""
     kept, text = demo
     text, _, picture = text.rpartition("\n\n")
     assert picture == f"picture  {kept}/supply.svg\n"
@@ -189,7 +189,7 @@ def test_every_name_of_the_four_systems_is_in_the_table() -> None:
     ]
 
 
-def test_what_the_table_names_exists_and_what_is_open_does_not() -> None:
+def test_names_in_the_table_exist_and_open_ones_do_not() -> None:
     for _, name, here in rows():
         if here == "open":
             assert not hasattr(sx, name), f"{name} exists: the table should say so"
@@ -209,7 +209,7 @@ def test_the_bench_of_small_tensors_runs() -> None:
     assert "|" in done.stdout
 
 
-def test_both_commands_stand_in_the_readme_as_the_project_promises_them() -> None:
+def test_the_readme_has_both_commands() -> None:
     start = "    python3 -m venv .venv && .venv/bin/pip install -c tools/constraints.txt "
     assert f'{start}".[torch]" && .venv/bin/statexchange demo\n' in page_text("README.md")
     assert f'{start}".[test]" && .venv/bin/pytest\n' in page_text("README.md")

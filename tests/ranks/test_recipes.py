@@ -1,4 +1,4 @@
-"""The recipes of the how-to pages; what they leave is what torch, transformers and peft make of it."""
+"""The recipes of the how-to pages; torch, transformers and peft load their outputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(
     look: str = "",
     replace: dict[str, str] | None = None,
 ) -> None:
-    """Start a recipe as its page says; `look` is put in `before` a line, to see what it has there."""
+    """Start a recipe as its page says, with the lines `look` inserted before the line `before`."""
     script = page_block(f"block: {recipe}.py")
     for old, new in {**(replace or {}), **({before: look + before} if look else {})}.items():
         assert script.count(old) == 1, old
@@ -43,7 +43,7 @@ def assert_same(found: State, expected: State) -> None:
 
 
 def whole_state(of: str, to: str) -> str:
-    """Lines that save what torch gathers of a sharded module."""
+    """Return lines of code that save what torch gathers of a sharded module."""
     return (
         f"whole = {{n: t.full_tensor() for n, t in {of}.items()}}\n"
         f"if dist.get_rank() == 0:\n    torch.save(whole, {to!r})\n"
@@ -59,8 +59,8 @@ def logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("way", [slow("ddp"), slow("fsdp2"), slow("alone")])
-def test_trainers_callback_leaves_what_trainer_saves_itself(way: str, tmp_path: Path) -> None:
-    """accelerate shards nothing on CPU; transformers itself does."""
+def test_the_callback_exports_what_trainer_saves(way: str, tmp_path: Path) -> None:
+    """accelerate shards nothing on CPU, so transformers shards the model itself."""
     torch.manual_seed(0)
     start = LlamaForCausalLM(LlamaConfig(**CONFIG, num_hidden_layers=2))
     sharded = {
@@ -109,7 +109,7 @@ def test_a_pipeline_becomes_the_model_that_one_process_trains(tmp_path: Path) ->
 
 
 class Attention(nn.Module):
-    """As torchtitan has it: rotary embeddings turn neighbouring elements, as complex numbers."""
+    """Attention as in torchtitan: rotary embeddings rotate neighbouring elements, as complex numbers."""
 
     def __init__(self, heads: tuple[int, int], size: int) -> None:
         super().__init__()
@@ -170,14 +170,14 @@ def test_a_model_with_torchtitans_names_becomes_transformers_own(tmp_path: Path)
     with torch.no_grad():
         expected = titan(TOKENS)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").double()
-    torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=1e-5)  # its angles are of float32
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=1e-5)  # its angles are float32
     assert load_file(tmp_path / "hf/model.safetensors").keys() == loaded.state_dict().keys()
 
 
 # --- adapters ---
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # that peft still asks for it
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's use of it
 @pytest.mark.slow
 def test_peft_loads_the_adapter(tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict

@@ -1,4 +1,4 @@
-"""Reducers: Flashlight's formulas, its threshold rule, and what the block of a `with` does."""
+"""Reducers: Flashlight's formulas, its threshold rule, and the context manager."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from statexchange.testing import run_ranks
 from statexchange.train.reducers import CoalescingReducer, InlineReducer, Reducer
 
 CACHE = 20 << 10
-SMALL = 1 << 10  # elements of float32: five of them fill the cache
+SMALL = 1 << 10  # float32 elements: five such tensors fill the cache
 
 
 def filled(n: int, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -22,7 +22,7 @@ def filled(n: int, value: float, dtype: torch.dtype = torch.float32) -> torch.Te
 
 
 def batches_of(comm: Communicator) -> list[list[int]]:
-    """What is sent over `comm` together, from now on: the sizes in bytes."""
+    """Return a list of the sizes in bytes of each batch that is sent over `comm` from now on."""
     batches: list[list[int]] = []
     original = comm.all_reduce_multiple
 
@@ -73,7 +73,7 @@ def test_flashlights_coalescing_reducer(world_size: int, async_op: bool, contigu
     assert all(run_ranks(work, world_size))
 
 
-def test_the_true_cache_of_20_mib() -> None:
+def test_the_default_cache_of_20_mib() -> None:
     def work() -> tuple[Any, ...]:
         comm = sx.get_communicator()
         batches = batches_of(comm)
@@ -119,7 +119,7 @@ def test_the_threshold_rule(sizes: list[int], expected: list[list[int]]) -> None
     assert run_ranks(work, 2) == [(expected, True)] * 2
 
 
-def test_a_cache_of_nothing_sends_everything_at_once() -> None:
+def test_a_cache_of_0_bytes_sends_everything_at_once() -> None:
     def work() -> list[list[int]]:
         comm = sx.get_communicator()
         batches = batches_of(comm)
@@ -161,7 +161,7 @@ def test_a_gradient_that_requires_grad_and_a_leaf_are_changed_in_place() -> None
 
 
 @pytest.mark.parametrize("kind", [InlineReducer, CoalescingReducer])
-def test_finalize_may_be_called_again_and_without_anything(kind: type[Reducer]) -> None:
+def test_finalize_may_be_called_again_and_without_tensors(kind: type[Reducer]) -> None:
     def work() -> list[float]:
         comm = sx.get_communicator()
         tensor = filled(2, comm.rank)
@@ -191,7 +191,7 @@ def test_a_block_that_raises_finalizes_nothing() -> None:
     assert run_ranks(work, 2) == [([float(rank)], [[4]], [0.5]) for rank in range(2)]
 
 
-def test_nothing_is_sent_when_a_reducer_is_forgotten() -> None:
+def test_a_collected_reducer_sends_nothing() -> None:
     def work() -> list[list[int]]:
         comm = sx.get_communicator()
         batches = batches_of(comm)
@@ -219,7 +219,7 @@ def test_what_cannot_be_averaged_is_refused_on_all_ranks_and_the_reducer_goes_on
     assert run_ranks(work, 2) == [(True, [0.5])] * 2
 
 
-def test_ranks_that_add_different_tensors_are_told() -> None:
+def test_ranks_that_add_different_tensors_get_an_error() -> None:
     def work() -> str:
         comm = sx.get_communicator()
         with pytest.raises(MismatchError, match="different calls") as caught, CoalescingReducer(comm) as reducer:
@@ -232,7 +232,7 @@ def test_ranks_that_add_different_tensors_are_told() -> None:
     assert "[3]" in first
 
 
-def test_what_a_reducer_cannot_be() -> None:
+def test_impossible_reducers_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="cache_bytes"):
         CoalescingReducer(cache_bytes=-1)
     with pytest.raises(TypeError, match="abstract"):

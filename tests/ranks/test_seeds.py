@@ -1,8 +1,8 @@
 """The rows of the four seed systems: one test for each, named after it, with the seed's own values.
 
 ModelOpt's `export.distribute`, Lux's `DistributedUtils` (with FluxMPI's and Flux's differences), Bagua's
-`torch_api.distributed` and Flashlight's `fl::distributed`. Where this project does something else on purpose, the test
-says so. By default on ranks that are threads; under `slow` over shared memory, Gloo, MPI and two seeming hosts.
+`torch_api.distributed` and Flashlight's `fl::distributed`. A comment names what this project does differently on
+purpose. By default ranks are threads; under `slow` they use shared memory, Gloo, MPI and two simulated hosts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ ROWS: dict[str, Row] = {}
 
 
 def on_ranks(*sizes: int, backends: tuple[str, ...] = ("shm", "gloo", "mpi", "hierarchical")) -> Callable[[Row], Any]:
-    """Make a test of what each rank does: on threads in worlds of `sizes`, and under `slow` over `backends`."""
+    """Make a test of a function that each rank runs:
+
+    on threads in worlds of `sizes`, and under `slow` over `backends`.
+    """
 
     def make(row: Row) -> Any:
         ROWS[row.__name__] = row
@@ -56,7 +59,7 @@ def on_ranks(*sizes: int, backends: tuple[str, ...] = ("shm", "gloo", "mpi", "hi
                 run_ranks(lambda: row(sx.get_communicator(), tmp_path), world_size)
                 return
             args = (row.__name__, backend, str(tmp_path))
-            run_ranks(of_a_row, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=60.0, reuse=True)
+            run_ranks(run_row, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=60.0, reuse=True)
 
         test.__name__ = row.__name__
         return test
@@ -64,8 +67,8 @@ def on_ranks(*sizes: int, backends: tuple[str, ...] = ("shm", "gloo", "mpi", "hi
     return make
 
 
-def of_a_row(name: str, backend: str, directory: str) -> None:
-    """What a rank in a process of its own does."""
+def run_row(name: str, backend: str, directory: str) -> None:
+    """Run the function of a test by its name, on a rank in a process of its own."""
     identity = bootstrap.host_identity, page_setup.host_identity
     try:
         comm = start(backend, directory)
@@ -105,13 +108,13 @@ def test_modelopt_nfs_workspace(comm: Communicator, directory: Path) -> None:
         assert config == {"layers": [1, 2], "rank": rank}
         assert torch.equal(found["w"], torch.full((2, 3), rank + 0.5, dtype=torch.bfloat16))
         assert found["empty"].shape == (0, 4)
-    with pytest.raises(NotFoundError, match=f"rank {comm.world_size} has written"):  # there it is (None, None)
+    with pytest.raises(NotFoundError, match=f"rank {comm.world_size} has written"):  # ModelOpt returns (None, None)
         workspace.read_configs_and_weights_from_rank(comm.world_size)
     comm.barrier()
 
 
 def shared(comm: Communicator, directory: Path) -> dict[str, Any]:
-    """Through memory where ranks share it, else through a directory."""
+    """Return the workspace for ranks that share no memory, else None."""
     return {} if comm.shared_memory else {"workspace_path": directory / "shared"}
 
 
@@ -132,7 +135,7 @@ def test_modelopt_get_tensors_parallel(comm: Communicator, directory: Path) -> N
         for tensor in tensors:
             assert isinstance(tensor, nn.Parameter)
             assert torch.equal(tensor, parameter)
-    with sx.get_tensors_parallel(ours, [comm.rank]) as tensors:  # where it asserts that there are several
+    with sx.get_tensors_parallel(ours, [comm.rank]) as tensors:  # ModelOpt asserts that there are several
         assert tensors[0] is ours
     with pytest.raises(ValueError, match="distinct"), sx.get_tensors_parallel(ours, [0, 0, 1, 2]):
         pass
@@ -141,9 +144,7 @@ def test_modelopt_get_tensors_parallel(comm: Communicator, directory: Path) -> N
 @on_ranks(3)
 def test_modelopt_get_tensors_parallel_when_the_block_raises(comm: Communicator, directory: Path) -> None:
     with (
-        pytest.raises(
-            KeyError if comm.rank == 0 else sx.errors.PeerError, match="mine"
-        ),  # there peers never hear of it
+        pytest.raises(KeyError if comm.rank == 0 else sx.errors.PeerError, match="mine"),  # in ModelOpt the peers hang
         sx.get_tensors_parallel(torch.ones(3), [0, 1, 2], **shared(comm, directory)),
     ):
         if comm.rank == 0:
@@ -151,7 +152,7 @@ def test_modelopt_get_tensors_parallel_when_the_block_raises(comm: Communicator,
     comm.barrier()
 
 
-@sx.register_config  # where the first rank has none itself
+@sx.register_config  # also if the first rank has None
 @dataclasses.dataclass
 class LinearConfig:
     weight: torch.Tensor
@@ -163,9 +164,9 @@ class LinearConfig:
 def test_modelopt_get_configs_parallel(comm: Communicator, directory: Path) -> None:
     where = shared(comm, directory)
     ours = LinearConfig(torch.full((2, 3), comm.rank + 1.0), None, ["a", str(comm.rank)])
-    for absent in range(4):  # None keeps its place, where there it is dropped
-        given = None if comm.rank == absent else ours
-        with sx.get_configs_parallel(given, [0, 1, 2], **where) as configs:
+    for absent in range(4):  # None keeps its place; ModelOpt drops it
+        local_config = None if comm.rank == absent else ours
+        with sx.get_configs_parallel(local_config, [0, 1, 2], **where) as configs:
             assert [config is None for config in configs] == ([r == absent for r in range(3)] if comm.rank == 0 else [])
             for rank, config in enumerate(configs):
                 if config is not None:
@@ -174,11 +175,11 @@ def test_modelopt_get_configs_parallel(comm: Communicator, directory: Path) -> N
                     assert config.bias is None
     big = torch.arange(1 << 20, dtype=torch.float32)
     strange = {"view": big[:10], "expanded": torch.ones(1).expand(5), "0-d": torch.tensor(2.0), "empty": {}}
-    for count in (1, 39, 40, 1000):  # 40 are too many there
-        given = {"many": {str(i): torch.tensor([float(i)]) for i in range(count)}, **strange}
-        with sx.get_configs_parallel(given, [0, 1, 2], **where) as configs:
+    for count in (1, 39, 40, 1000):  # ModelOpt fails with 40
+        local_config = {"many": {str(i): torch.tensor([float(i)]) for i in range(count)}, **strange}
+        with sx.get_configs_parallel(local_config, [0, 1, 2], **where) as configs:
             for config in configs:
-                assert config["many"].keys() == given["many"].keys()
+                assert config["many"].keys() == local_config["many"].keys()
                 assert config["many"][str(count - 1)].item() == count - 1
                 assert config["view"].tolist() == list(range(10))
                 assert config["expanded"].tolist() == [1.0] * 5
@@ -200,7 +201,7 @@ def test_modelopt_helpers_size_rank_barrier_broadcast_allgather(comm: Communicat
 
 @on_ranks(4)
 def test_modelopt_pipeline_then_tensor_parallel(comm: Communicator, directory: Path) -> None:
-    """TP 2 x PP 2: ranks [0, 2] and [1, 3] are the stages; stages of unequal depth, where zip truncates there."""
+    """TP 2 x PP 2: ranks [0, 2] and [1, 3] are the stages, of unequal depth; ModelOpt's zip truncates them."""
     where = shared(comm, directory)
     stage, part = divmod(comm.rank, 2)
     layers = [torch.full((2, 2), 10.0 * (stage * 3 + i) + part) for i in range((3, 1)[stage])]
@@ -249,13 +250,13 @@ def test_lux_local_rank_and_total_workers(comm: Communicator, directory: Path) -
 @on_ranks(1, 2, 3)
 def test_lux_bcast(comm: Communicator, directory: Path) -> None:
     for root in {0, comm.world_size - 1}:
-        given = ones_of(comm.rank == root)
+        value = ones_of(comm.rank == root)
         out = ones_of(7.0)
-        assert comm.broadcast(given, root=root, out=out) is out
-        assert out.eq(1).all()  # on root too, where Lux leaves it
-        assert given.eq(float(comm.rank == root)).all()
-        assert comm.broadcast(given, root=root) is given
-        assert given.eq(1).all()
+        assert comm.broadcast(value, root=root, out=out) is out
+        assert out.eq(1).all()  # on root, too; Lux leaves it unchanged there
+        assert value.eq(float(comm.rank == root)).all()
+        assert comm.broadcast(value, root=root) is value
+        assert value.eq(1).all()
     with pytest.raises(InvalidArgumentError, match="root"):
         comm.broadcast(ones_of(1), root=comm.world_size)
 
@@ -270,7 +271,7 @@ def test_lux_reduce(comm: Communicator, directory: Path) -> None:
             assert given.eq(comm.rank + 1).all()
             assert out.eq(expected if comm.rank == root else 7).all()
             comm.reduce(given, op, root=root)
-            assert given.eq(expected if comm.rank == root else comm.rank + 1).all()  # Lux divides everywhere
+            assert given.eq(expected if comm.rank == root else comm.rank + 1).all()  # Lux divides on all ranks
 
 
 @on_ranks(1, 2, 3)
@@ -300,7 +301,7 @@ def test_lux_op_argument_and_avg(comm: Communicator, directory: Path) -> None:
 
 @on_ranks(2)
 def test_lux_arrays_on_the_host_of_any_kind(comm: Communicator, directory: Path) -> None:
-    """CPU arrays work whatever the backend, as Lux's NCCLBackend hands them to MPI."""
+    """CPU arrays work on every backend; Lux's NCCLBackend sends them over MPI."""
     array = np.full((3, 4), comm.rank + 1.0)
     n = comm.world_size
     assert comm.all_reduce(array.T) is not None
@@ -326,7 +327,7 @@ def test_lux_synchronize(comm: Communicator, directory: Path) -> None:
     assert sx.synchronize(comm.rank) == 0
     assert sx.synchronize(None) is None
     assert sx.synchronize(()) == ()
-    assert sx.synchronize(f"symbol{comm.rank}") == "symbol0"  # Lux leaves symbols as they are
+    assert sx.synchronize(f"symbol{comm.rank}") == "symbol0"  # Lux does not change symbols
     ours = object()
     assert sx.synchronize(ours) is ours
     for kind in (torch.optim.Adam, torch.optim.SGD):
@@ -382,11 +383,11 @@ def test_lux_distributed_data_container(comm: Communicator, directory: Path) -> 
     assert len(part) == max(0, min(chunk, 10 - comm.rank * chunk))
     total = sum(part[i] for i in range(len(part))) + torch.zeros(1)
     assert comm.all_reduce(total).item() == 45
-    for count in (0, 1, 5, 9):  # where ceil-chunking yields too few chunks Lux raises BoundsError
+    for count in (0, 1, 5, 9):  # Lux raises BoundsError if ceil-chunking gives too few chunks
         sizes = comm.all_gather_object(len(sx.train.DistributedDataContainer(list(range(count)))))
         assert sum(sizes) == count
     pair = sx.train.DistributedDataContainer((data, data.view(10, 1)))
-    assert len(pair) == len(part)  # samples, not fields
+    assert len(pair) == len(part)  # the length counts samples, not fields
 
 
 @on_ranks(1, 2, 3)
@@ -429,7 +430,7 @@ def test_flux_differences(comm: Communicator, directory: Path) -> None:
     optimizer.step()
     assert torch.equal(used.grad, torch.ones(5, 3))
     assert unused.grad.dtype == torch.float64
-    assert unused.grad.eq(1 / n).all()  # zeros where it was missing
+    assert unused.grad.eq(1 / n).all()  # zeros for a missing gradient
 
 
 # Bagua
@@ -458,13 +459,13 @@ def flat(module: nn.Module) -> torch.Tensor:
 
 @on_ranks(2)
 def test_bagua_init_process_group_twice(comm: Communicator, directory: Path) -> None:
-    assert sx.init("gloo") is comm  # a warning, not RepeatedInitializationError
+    assert sx.init("gloo") is comm  # a warning; Bagua raises RepeatedInitializationError
 
 
 @on_ranks(1, 2, 3)
 def test_bagua_allreduce_broadcast_and_their_coalesced(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
-    floats = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # the last two Bagua refuses
+    floats = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # Bagua refuses the last two
     for dtype in (*floats, torch.uint8, torch.int64, torch.int32):
         tensor = ones_of(comm.rank + 1, 100, dtype)
         assert comm.all_reduce(tensor).eq(n * (n + 1) / 2).all()
@@ -531,12 +532,12 @@ def test_bagua_bucket_split(order: str, halves: str, expected: list[str]) -> Non
     tensors = declared({name: "float16" if name in halves else "float32" for name in order})
     found = split_buckets(tensors, 20 << 20)
     assert ["".join(tensor.name for tensor in bucket) for bucket in found] == expected
-    assert all(len({tensor.dtype for tensor in bucket}) == 1 for bucket in found)  # of which Bagua mixes two
+    assert all(len({tensor.dtype for tensor in bucket}) == 1 for bucket in found)  # Bagua mixes two of these
 
 
 @on_ranks(2, 3)
 def test_bagua_unused_parameters_and_two_backwards(comm: Communicator, directory: Path) -> None:
-    """mark_tensor_ready: a parameter without a gradient never makes its bucket ready there, and the step hangs."""
+    """mark_tensor_ready: in Bagua a parameter without a gradient never makes its bucket ready, and the step hangs."""
     module = bagua_net()
     reducer = sx.train.BucketReducer(module, bucket_bytes=256)
     for step in range(3):
@@ -544,7 +545,7 @@ def test_bagua_unused_parameters_and_two_backwards(comm: Communicator, directory
             parameter.grad = None
         loss = module[0].weight.sum() if comm.rank == 0 and step else loss_of(module, comm.rank, step)
         loss.backward()
-        loss_of(module, comm.rank, step + 10).backward()  # after one forward there, only the first would count
+        loss_of(module, comm.rank, step + 10).backward()  # in Bagua only the first counts after one forward
         reducer.finalize()
         assert all(same_everywhere(comm, parameter.grad) for parameter in module.parameters())
     assert len(reducer.buckets) > 1
@@ -556,15 +557,17 @@ def test_bagua_unused_parameters_and_two_backwards(comm: Communicator, directory
 def test_bagua_switch_to(comm: Communicator, directory: Path) -> None:
     module = bagua_net(comm.rank)
     wrapped, optimizer = sx.train.data_parallel(module, torch.optim.Adam(module.parameters(), lr=0.01))
-    assert torch.equal(flat(module), flat(bagua_net(0)))  # at first root's
+    assert torch.equal(flat(module), flat(bagua_net(0)))  # at first those of root
     for name in ("sg-allreduce", "decentralize", "quantize", "allreduce"):
         with torch.no_grad():
             module[0].weight.fill_(comm.rank + 1)
         assert wrapped.switch_to(name) is wrapped
-        assert module[0].weight.eq((comm.world_size + 1) / 2).all()  # later the average
+        assert module[0].weight.eq((comm.world_size + 1) / 2).all()  # later their average
         train(wrapped, optimizer, comm.rank, 2)
     assert optimizer.state[module[0].weight]["step"].item() == 8
-    with pytest.raises(ValueError, match="known: allreduce, sg-allreduce, quantize, decentralize"):  # KeyError there
+    with pytest.raises(
+        ValueError, match="known: allreduce, sg-allreduce, quantize, decentralize"
+    ):  # Bagua raises KeyError
         wrapped.switch_to("unknown")
 
 
@@ -577,7 +580,7 @@ def test_bagua_state_dict_and_forward(comm: Communicator, directory: Path) -> No
     assert flat(module).eq(0).all()
     wrapped.eval()
     for _ in range(4):
-        wrapped(torch.zeros(1, 2))  # counts in training mode only
+        wrapped(torch.zeros(1, 2))  # it counts in training mode only
     wrapped.train()
     for step in range(6):
         optimizer.zero_grad()
@@ -590,12 +593,12 @@ def test_bagua_state_dict_and_forward(comm: Communicator, directory: Path) -> No
 def test_bagua_report_metrics_and_ask_and_update_hyperparameters(comm: Communicator, directory: Path) -> None:
     module = bagua_net()
     wrapped, optimizer = sx.train.data_parallel(module, sgd(module), bucket_bytes=1024)
-    assert wrapped.ask_and_update_hyperparameters() is False  # of an empty list Bagua makes NaN
+    assert wrapped.ask_and_update_hyperparameters() is False  # Bagua averages an empty list to NaN
     train(wrapped, optimizer, comm.rank, 2)
     wrapped.report_metrics([1.0, 1.0])
     before = optimizer.setting
     assert wrapped.ask_and_update_hyperparameters() is True
-    assert optimizer.setting != before  # which is a no-op there
+    assert optimizer.setting != before  # a no-op in Bagua
     wrapped.switch_to("decentralize")
     wrapped.report_metrics([1.0])
     assert wrapped.ask_and_update_hyperparameters() is False
@@ -604,38 +607,38 @@ def test_bagua_report_metrics_and_ask_and_update_hyperparameters(comm: Communica
 @on_ranks(1, 2, 3)
 def test_bagua_broadcast_parameters_and_allreduce_parameters(comm: Communicator, directory: Path) -> None:
     def module() -> nn.Module:
-        made = nn.BatchNorm1d(3)
-        for value in (*made.parameters(), *made.buffers()):
+        model = nn.BatchNorm1d(3)
+        for value in (*model.parameters(), *model.buffers()):
             value.data.fill_(comm.rank + 1)
-        return made
+        return model
 
     n = comm.world_size
-    made = module()
-    sx.train.broadcast_parameters(made, root=n - 1)
-    assert all(value.eq(n).all() for value in made.state_dict().values())
-    made = module()
-    sx.train.broadcast_parameters(made, broadcast_buffers=False)
-    assert made.weight.eq(1).all()
-    assert made.running_mean.eq(comm.rank + 1).all()
-    made = module()
-    sx.train.allreduce_parameters(made)
-    assert made.weight.eq((n + 1) / 2).all()
-    assert made.running_mean.eq((n + 1) / 2).all()
-    assert made.num_batches_tracked.item() == 1  # an integer is root's, and no broken average
+    model = module()
+    sx.train.broadcast_parameters(model, root=n - 1)
+    assert all(value.eq(n).all() for value in model.state_dict().values())
+    model = module()
+    sx.train.broadcast_parameters(model, broadcast_buffers=False)
+    assert model.weight.eq(1).all()
+    assert model.running_mean.eq(comm.rank + 1).all()
+    model = module()
+    sx.train.allreduce_parameters(model)
+    assert model.weight.eq((n + 1) / 2).all()
+    assert model.running_mean.eq((n + 1) / 2).all()
+    assert model.num_batches_tracked.item() == 1  # an integer is root's; Bagua averages it wrongly
 
 
 @on_ranks(1, 2)
 def test_bagua_init(comm: Communicator, directory: Path) -> None:
-    made = nn.Sequential(bagua_net(comm.rank), nn.BatchNorm1d(4))
-    made[1].running_mean.fill_(comm.rank)
-    first = torch.optim.SGD(made[0].parameters(), lr=0.01)
-    second = torch.optim.Adam(made[1].parameters(), lr=0.01)
+    model = nn.Sequential(bagua_net(comm.rank), nn.BatchNorm1d(4))
+    model[1].running_mean.fill_(comm.rank)
+    first = torch.optim.SGD(model[0].parameters(), lr=0.01)
+    second = torch.optim.Adam(model[1].parameters(), lr=0.01)
     module, optimizers = sx.train.data_parallel(
-        made, [first, second], "allreduce", broadcast_buffers=False, bucket_bytes=1 << 10, delay_reduce=True
+        model, [first, second], "allreduce", broadcast_buffers=False, bucket_bytes=1 << 10, delay_reduce=True
     )
     assert [optimizer.inner for optimizer in optimizers] == [first, second]
-    assert made[1].running_mean.eq(comm.rank).all()
-    assert same_everywhere(comm, flat(made))
+    assert model[1].running_mean.eq(comm.rank).all()
+    assert same_everywhere(comm, flat(model))
     for name in ("quantize", "decentralize", "allreduce"):
         for step in range(2):
             loss_of(module, comm.rank, step).backward()
@@ -647,7 +650,7 @@ def test_bagua_init(comm: Communicator, directory: Path) -> None:
     loss_of(module, comm.rank, 2).backward()
     for optimizer in optimizers:
         optimizer.step()
-    assert same_everywhere(comm, flat(made))
+    assert same_everywhere(comm, flat(model))
     assert len(optimizers[0].reducer.buckets) > 1  # message_size is honoured
 
 
@@ -657,7 +660,7 @@ def test_bagua_hierarchical_reduce_on_one_host(comm: Communicator, directory: Pa
 
 
 def weight_after(peers: Any, comm: Communicator, *, hierarchical: bool) -> float:
-    """What a weight of 1, 2, 4, 8 by rank is after a step."""
+    """Return the weight after a step, if it was 1, 2, 4, 8 by rank."""
     module = nn.ParameterList([nn.Parameter(torch.full((5,), 0.0))])
     _, optimizer = sx.train.data_parallel(module, sgd(module), Decentralized(peers, hierarchical=hierarchical), comm)
     module[0].data.fill_(2.0**comm.rank)
@@ -699,7 +702,7 @@ def test_bagua_decentralized(comm: Communicator, directory: Path) -> None:
         algorithm = Decentralized(peers, hierarchical=False)
         wrapped, optimizer = sx.train.data_parallel(module, sgd(module), algorithm)
         train(wrapped, optimizer, comm.rank, 10)
-        optimizer.finalize()  # the communication with which the next step would begin
+        optimizer.finalize()  # the communication, with which the next step begins
         parts = comm.all_gather(flat(module))
         met = algorithm.peers_of(comm.rank, comm.world_size, 10)
         assert all(torch.equal(parts[peer], parts[comm.rank]) for peer in met)
@@ -728,7 +731,7 @@ def test_bagua_broadcast_state(comm: Communicator, directory: Path) -> None:
     ):
         module = bagua_net(comm.rank)
         optimizer = kind(module.parameters(), **settings)
-        if comm.rank == 0:  # the others have no state at all, on which Bagua hangs
+        if comm.rank == 0:  # the other ranks have no state, on which Bagua hangs
             train(module, optimizer, comm.rank, 50)
         sx.synchronize([module, optimizer])
         assert same_everywhere(comm, flat(module))
@@ -760,19 +763,19 @@ def test_bagua_multi_models(comm: Communicator, directory: Path) -> None:
 @on_ranks(2, 4)
 def test_bagua_communicator(comm: Communicator, directory: Path) -> None:
     n, r = comm.world_size, comm.rank
-    given = torch.randn(100, generator=torch.Generator().manual_seed(r))
-    gathered = comm.all_gather(given)
-    total = comm.all_reduce(given.clone())
+    local = torch.randn(100, generator=torch.Generator().manual_seed(r))
+    gathered = comm.all_gather(local)
+    total = comm.all_reduce(local.clone())
     torch.testing.assert_close(total, torch.stack(gathered).sum(0))
-    assert torch.equal(comm.all_reduce(given.clone(), "avg"), total / n)
-    part = comm.reduce_scatter(torch.cat([given] * n))
+    assert torch.equal(comm.all_reduce(local.clone(), "avg"), total / n)
+    part = comm.reduce_scatter(torch.cat([local] * n))
     torch.testing.assert_close(part, total)
     assert [tensor[0].item() for tensor in comm.all_to_all([torch.tensor([10 * r + i]) for i in range(n)])] == [
         10 * i + r for i in range(n)
     ]
     if n % 2 == 0:  # from even to odd ranks
         peer = r + 1 - 2 * (r % 2)
-        moved = comm.recv(torch.empty(100), peer) if r % 2 else comm.send(given, peer)
+        moved = comm.recv(torch.empty(100), peer) if r % 2 else comm.send(local, peer)
         assert torch.equal(moved, gathered[r - r % 2])
     sent = {"lr": 0.02, "weight_decay": 1e-4, "momentum": 0.9}
     assert comm.broadcast_object(sent if r == 0 else None) == sent
@@ -793,7 +796,7 @@ def test_bagua_process_group(comm: Communicator, directory: Path) -> None:
 
 @on_ranks(2)
 def test_flashlight_distributed_init_twice(comm: Communicator, directory: Path) -> None:
-    assert sx.init("auto", timeout_s=5.0) is comm  # and a warning
+    assert sx.init("auto", timeout_s=5.0) is comm  # with a warning
     assert sx.is_initialized()
     assert (sx.get_rank(), sx.get_world_size()) == (comm.rank, comm.world_size)
     assert sx.comm.get_backend() == comm.backend
@@ -804,7 +807,7 @@ def test_flashlight_uninitialised_values() -> None:
         assert not sx.is_initialized()
         assert (sx.get_rank(), sx.get_world_size()) == (0, 1)
         assert sx.comm.get_backend() == "single"
-        scaled = sx.get_communicator().all_reduce(torch.ones(3), scale=2.0)  # no throw, and scaled
+        scaled = sx.get_communicator().all_reduce(torch.ones(3), scale=2.0)  # Flashlight throws; here it is scaled
         assert scaled.tolist() == [2.0] * 3
 
 
@@ -818,7 +821,7 @@ def through_a_directory(directory: str) -> int:
 
 @pytest.mark.slow
 def test_flashlight_file_store(tmp_path: Path) -> None:
-    for _ in range(2):  # what the first has left does no harm: it is nothing
+    for _ in range(2):  # the first rendezvous has left nothing behind
         assert run_ranks(through_a_directory, 2, backend="processes", args=(str(tmp_path),), timeout_s=60.0) == [3, 3]
         assert not list(tmp_path.iterdir())
 
@@ -826,7 +829,7 @@ def test_flashlight_file_store(tmp_path: Path) -> None:
 @on_ranks(1, 2, 3, 4)
 def test_flashlight_all_reduce(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
-    for async_op in (False, True):  # which Gloo cannot there
+    for async_op in (False, True):  # Flashlight's Gloo does not support this
         tensor = ones_of(comm.rank, 10, torch.float32)
         result = comm.all_reduce(tensor, scale=2.0, async_op=async_op)
         if async_op:
@@ -851,7 +854,7 @@ def test_flashlight_all_reduce_multiple(comm: Communicator, directory: Path) -> 
             if async_op:
                 work.wait()
             assert all(tensor.eq(n * (n + 1)).all() for tensor in tensors)
-            mixed = [ones_of(1, 3), ones_of(1, 3, torch.float32)]  # which cannot be contiguous there
+            mixed = [ones_of(1, 3), ones_of(1, 3, torch.float32)]  # in Flashlight these cannot be contiguous
             comm.all_reduce_multiple(mixed, contiguous=contiguous)
             assert all(tensor.eq(n).all() for tensor in mixed)
     assert comm.all_reduce_multiple([]) == []
@@ -861,7 +864,7 @@ def test_flashlight_all_reduce_multiple(comm: Communicator, directory: Path) -> 
 @on_ranks(2, backends=("shm",))
 def test_flashlight_all_reduce_set_of_20_mib(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
-    for count in (5, 30):  # 120 MiB throw there
+    for count in (5, 30):  # 120 MiB throw in Flashlight
         tensors = [ones_of(comm.rank + 1, 1 << 20, torch.float32) for _ in range(count)]
         comm.all_reduce_multiple(tensors, scale=2.0, async_op=True).wait()
         assert all(tensor.eq(n * (n + 1)).all() for tensor in tensors)
@@ -874,12 +877,12 @@ def test_flashlight_sync_distributed(comm: Communicator, directory: Path) -> Non
     comm.all_reduce(tensor, scale=0.5, async_op=True)
     comm.wait_all()
     n = comm.world_size
-    assert tensor.eq(n * (n + 1) / 4).all()  # scaled after the sum, in whatever order streams run
+    assert tensor.eq(n * (n + 1) / 4).all()  # scaled after the sum, in any order of streams
 
 
 @on_ranks(1, 2, 3)
 def test_flashlight_barrier(comm: Communicator, directory: Path) -> None:
-    time.sleep(0.02 * comm.rank)  # the order in which ranks come, nothing more
+    time.sleep(0.02 * comm.rank)  # the order in which ranks arrive
     (directory / f"rank-{comm.rank}").touch()
     comm.barrier()
     found = {path.name for path in directory.glob("rank-*")}
@@ -905,7 +908,7 @@ def test_flashlight_inline_reducer(comm: Communicator, directory: Path) -> None:
 @on_ranks(1, 2, 3)
 def test_flashlight_coalescing_reducer(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
-    small = 1 << 10  # of which five fill the cache
+    small = 1 << 10  # five of these fill the cache
     for async_op in (False, True):
         for contiguous in (False, True):
             reducer = sx.train.CoalescingReducer(
@@ -921,9 +924,9 @@ def test_flashlight_coalescing_reducer(comm: Communicator, directory: Path) -> N
     fit = [ones_of(1, small, torch.float32) for _ in range(5)]
     for tensor in fit:
         reducer.add(tensor)
-    assert all(tensor.eq(1).all() for tensor in fit)  # exactly the threshold fits
+    assert all(tensor.eq(1).all() for tensor in fit)  # a tensor of exactly the threshold fits
     reducer.add(big := ones_of(1, 6 * small, torch.float32))
-    assert all(tensor.eq(n).all() for tensor in (*fit, big))  # flushed, then what exceeds it alone at once
+    assert all(tensor.eq(n).all() for tensor in (*fit, big))  # flushed, then sent alone, as it is too large
     reducer.finalize()
 
 
@@ -934,7 +937,10 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_flashlight_coalescing_reducer_that_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    """Its destructor finalizes, which communicates; here it says what has not been reduced, and sends nothing."""
+    """Flashlight's destructor finalizes, which communicates.
+
+    Here a warning names what was not reduced, and nothing is sent.
+    """
     for end in ("finalize", "discard"):
         reducer = sx.train.CoalescingReducer()
         reducer.add(torch.ones(3))
@@ -987,7 +993,7 @@ def test_flashlight_all_reduce_parameters_and_gradients(comm: Communicator, dire
 
 @on_ranks(2)
 def test_flashlight_sync_meter(comm: Communicator, directory: Path) -> None:
-    """An average over ranks of unequal counts is a sum of values times counts, and of counts."""
+    """An average over ranks of unequal counts is computed from sums of values times counts, and of counts."""
     value, count = float(comm.rank + 1), comm.rank + 1
     total, counts = comm.all_reduce(torch.tensor([value * count, count], dtype=torch.float64)).tolist()
     n = comm.world_size
@@ -996,7 +1002,7 @@ def test_flashlight_sync_meter(comm: Communicator, directory: Path) -> None:
 
 @on_ranks(2)
 def test_flashlight_example_trains_a_perceptron(comm: Communicator, directory: Path) -> None:
-    """10 to 100 to 1, momentum 0.9, each rank on its half of the samples: the loss of the whole falls twentyfold."""
+    """10 to 100 to 1, momentum 0.9, each rank trains on half of the samples: the whole loss falls to a twentieth."""
     generator = torch.Generator().manual_seed(5)
     module = nn.Sequential(nn.Linear(10, 100), nn.ReLU(), nn.Linear(100, 1))
     for parameter in module.parameters():

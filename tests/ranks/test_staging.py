@@ -1,4 +1,4 @@
-"""Tensors of any strides and dtype through two small buffers, against torch and numpy themselves."""
+"""Tensors of any strides and dtype are copied through two small buffers; compared with torch and numpy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def name_of(tensor: Any) -> str:
 
 @st.composite
 def views(draw: st.DrawFn) -> torch.Tensor:
-    """A view of any order and steps, or the tensor itself."""
+    """Draw a view with any order of dims and any steps, or the tensor itself."""
     shape = draw(st.lists(st.integers(0, 6), max_size=4))
     count = int(np.prod(shape))
     tensor = torch.arange(count).remainder(97).to(draw(st.sampled_from(DTYPES))).reshape(shape)
@@ -38,7 +38,7 @@ def views(draw: st.DrawFn) -> torch.Tensor:
 
 @settings(deadline=None)
 @given(views(), st.integers(16, 200))
-def test_out_of_any_tensor_come_its_bytes_in_c_order(tensor: torch.Tensor, window_bytes: int) -> None:
+def test_parts_give_the_bytes_of_any_tensor_in_c_order(tensor: torch.Tensor, window_bytes: int) -> None:
     parts = [(box, bytes(data)) for box, data in Staging(window_bytes).parts(tensor, name_of(tensor))]
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
     assert b"".join(data for _, data in parts) == flat.view(torch.uint8).numpy().tobytes()
@@ -47,7 +47,7 @@ def test_out_of_any_tensor_come_its_bytes_in_c_order(tensor: torch.Tensor, windo
 
 @settings(deadline=None)
 @given(views(), st.integers(16, 200))
-def test_what_is_put_in_is_in_the_tensor(tensor: torch.Tensor, window_bytes: int) -> None:
+def test_targets_fill_any_tensor(tensor: torch.Tensor, window_bytes: int) -> None:
     staging, wanted = Staging(window_bytes), tensor.resolve_conj().contiguous()
     parts = b"".join(bytes(data) for _, data in staging.parts(wanted, name_of(tensor)))
     tensor.zero_()
@@ -59,7 +59,7 @@ def test_what_is_put_in_is_in_the_tensor(tensor: torch.Tensor, window_bytes: int
 
 
 @pytest.mark.parametrize("window_bytes", [16, 4096])
-def test_arrays_of_any_strides_and_what_is_cast(window_bytes: int) -> None:
+def test_arrays_of_any_strides_and_casts(window_bytes: int) -> None:
     staging = Staging(window_bytes)
     array = np.arange(60.0, dtype=np.float32).reshape(3, 4, 5).transpose(2, 0, 1)
     assert b"".join(bytes(data) for _, data in staging.parts(array, "F32")) == array.tobytes()
@@ -80,7 +80,10 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def patterns(dtype: torch.dtype) -> torch.Tensor:
-    """All bits of two bytes; of wider dtypes these as first two bytes, before others at which roundings turn."""
+    """Return all bit patterns of two bytes.
+
+    In wider dtypes these are the first two bytes, followed by bytes at rounding limits.
+    """
     first = np.arange(1 << 16, dtype=np.uint64)
     left = 8 * dtype.itemsize - 16
     rest = [0, (1 << left) - 1, *(((1 << at) + step) % (1 << left) for at in range(left) for step in (-1, 0, 1))]
@@ -89,7 +92,7 @@ def patterns(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("target", FLOATS, ids=str)
-def test_a_cast_gives_the_same_bits_in_every_way(target: torch.dtype) -> None:
+def test_a_cast_gives_the_same_bits_by_every_code_path(target: torch.dtype) -> None:
     for dtype in FLOATS:
         if dtype == target:
             continue
@@ -105,7 +108,7 @@ def test_a_cast_gives_the_same_bits_in_every_way(target: torch.dtype) -> None:
 
 
 def replicas_with_nan(folder: str) -> None:
-    """Each rank holds the same values, in another order of memory."""
+    """Export a replica in which each rank has the same values in another order of memory."""
     tensor = torch.full((64, 33), float("nan"))
     sx.export_checkpoint({"w": tensor if sx.get_rank() else tensor.T.contiguous().T}, f"{folder}/out", dtype="bfloat16")
 
@@ -119,7 +122,7 @@ def peak() -> int:
 
 
 def strided_trip(folder: str) -> list[int]:
-    """Bytes that exports, and then a load and a save, add to the peak; the tensor lies in an order of its own."""
+    """Return the bytes that exports, and then a load and a save, add to the peak; the tensor is strided."""
     tensor = torch.ones(6000, 8000).T
     small = {"w": torch.ones(30, 20).T}
     sx.export_checkpoint(small, f"{folder}/small", dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""What a state may hold: each kind of value comes back as what it was, or is refused by its name."""
+"""Kinds of state: each kind of value round-trips, or is refused by its name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from statexchange.testing import run_ranks
 
 def quantized() -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's advice to use another package
+        warnings.simplefilter("ignore")  # torch's deprecation warning
         return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear})
 
 
@@ -43,7 +43,7 @@ def gathers(state: Any) -> None:
 
 
 @pytest.mark.parametrize("verb", ["export", "save", "gather"])
-def test_a_module_whose_weights_are_no_tensors_is_refused_by_name(verb: str, tmp_path: Path) -> None:
+def test_a_module_with_weights_that_are_no_tensors_is_refused_by_name(verb: str, tmp_path: Path) -> None:
     verbs = {"export": sx.export_checkpoint, "save": sx.save_checkpoint, "gather": lambda state, _: gathers(state)}
     with pytest.raises(TypeError, match=r"_packed_params"):
         verbs[verb](quantized(), tmp_path / "out")
@@ -51,7 +51,7 @@ def test_a_module_whose_weights_are_no_tensors_is_refused_by_name(verb: str, tmp
 
 
 class Odd(nn.Module):
-    """It has a plain value and extra state in its state dict."""
+    """A module with a plain value and extra state in its state dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def test_a_plain_value_of_a_module_is_left_out_with_a_warning(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: nn.Sequential(nn.LazyLinear(3)), "call the module once, on every rank"),
         (lambda: {"a": torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)])}, "not a nested one"),
@@ -87,7 +87,7 @@ def test_a_plain_value_of_a_module_is_left_out_with_a_warning(tmp_path: Path, ca
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Lazy modules are a new feature")
 @pytest.mark.parametrize("verb", ["export", "save", "load", "gather", "synchronize"])
 def test_tensors_without_plain_memory_are_refused_by_name(
-    verb: str, make: Callable[[], Any], told: str, tmp_path: Path
+    verb: str, make: Callable[[], Any], message: str, tmp_path: Path
 ) -> None:
     state = make()
     sx.save_checkpoint({"a": torch.ones(2), "0.weight": torch.ones(2), "0.bias": torch.ones(2)}, tmp_path / "saved")
@@ -98,7 +98,7 @@ def test_tensors_without_plain_memory_are_refused_by_name(
         "gather": lambda: gathers(state),
         "synchronize": lambda: sx.synchronize(state),
     }
-    with pytest.raises(sx.StateExchangeError, match=told):
+    with pytest.raises(sx.StateExchangeError, match=message):
         verbs[verb]()
 
 
@@ -119,7 +119,7 @@ def test_an_export_of_no_tensors_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_module_that_fsdp1_wraps_is_refused_at_the_save(tmp_path: Path) -> None:
+def test_save_refuses_a_module_that_fsdp1_wraps(tmp_path: Path) -> None:
     class FullyShardedDataParallel(nn.Linear):
         """It is known by its name."""
 
@@ -128,7 +128,7 @@ def test_a_module_that_fsdp1_wraps_is_refused_at_the_save(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-# It comes back
+# It round-trips
 
 
 def test_live_containers_keep_their_types(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_scheduler_that_counts_milestones_goes_on(tmp_path: Path) -> None:
     assert live["scheduler"].get_last_lr() == [0.1]
 
 
-def test_a_scheduler_that_was_synchronized_goes_on() -> None:
+def test_a_synchronized_scheduler_continues() -> None:
     assert run_ranks(synchronizes_a_scheduler, 2) == [[[2, 4], "Counter"]] * 2
 
 
@@ -181,7 +181,7 @@ def synchronizes_a_scheduler() -> list[Any]:
     return [sorted(scheduler.milestones.elements()), type(scheduler.milestones).__name__]
 
 
-def test_numpys_random_state_comes_back_in_its_place(tmp_path: Path) -> None:
+def test_numpys_random_state_is_restored(tmp_path: Path) -> None:
     generator = np.random.RandomState(5)
     sx.save_checkpoint({"rng": generator.get_state(), "list": [generator.get_state()]}, tmp_path / "saved")
     wanted = generator.rand(3)
@@ -261,7 +261,7 @@ def test_plain_values_come_back_with_their_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (torch.Generator(), r"Generator as JSON, at \.a: give its get_state\(\), a tensor"),
         (object(), r"object as JSON, at \.a: give plain values, tensors, or a dataclass of them"),
@@ -269,12 +269,12 @@ def test_plain_values_come_back_with_their_types(tmp_path: Path) -> None:
     ],
     ids=["generator", "object", "longdouble"],
 )
-def test_other_values_are_refused_with_what_to_write(value: Any, told: str, tmp_path: Path) -> None:
-    with pytest.raises(sx.StateExchangeError, match=told):
+def test_other_values_are_refused_with_what_to_write(value: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(sx.StateExchangeError, match=message):
         sx.save_checkpoint({"a": value}, tmp_path / "saved")
 
 
-def test_loading_counts_as_a_change_in_place(tmp_path: Path) -> None:
+def test_a_load_increments_the_version_of_a_tensor(tmp_path: Path) -> None:
     parameter = nn.Parameter(torch.ones(3))
     sx.save_checkpoint({"p": torch.zeros(3)}, tmp_path / "saved")
     loss = (parameter * parameter).sum()
@@ -284,7 +284,7 @@ def test_loading_counts_as_a_change_in_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (2, 3)])
-def test_a_tensor_that_overlaps_itself_is_refused_and_one_that_interlocks_is_not(
+def test_a_tensor_that_overlaps_itself_is_refused_and_an_interleaved_one_is_not(
     shape: tuple[int, int], tmp_path: Path
 ) -> None:
     wanted = torch.arange(float(shape[0] * shape[1])).view(shape)
@@ -308,7 +308,7 @@ def test_an_optimizer_resumes_from_torchs_own_checkpoint(flatten: bool, tmp_path
     options = dcp.state_dict.StateDictOptions(flatten_optimizer_state_dict=flatten)
     model_state, optimizer_state = get_state_dict(one, first, options=options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own: there is one process
+        warnings.simplefilter("ignore")  # torch's warning that there is one process
         saved = {"model": model_state, "optim": optimizer_state, "step": 7, "seen": {"epochs": [1, 2]}}
         dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
     live: dict[str, Any] = {"model": other, "optim": second, "step": 0}

@@ -1,4 +1,4 @@
-"""Every kind of state on every trip: the same bits come back, or it is refused by name; docs/state.md has the table."""
+"""Every kind of state with every operation: bit-equal, or refused by name; docs/state.md has the table."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Job:
 
 def quantized(seed: int) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's advice to use another package
+        warnings.simplefilter("ignore")  # torch's deprecation warning
         return torch.quantize_per_tensor(torch.full((2,), float(seed)), 0.1, 0, torch.qint8)
 
 
@@ -182,7 +182,7 @@ ALIKE = {
 
 
 def content(value: Any) -> Any:
-    """A value as nested containers of tensors and plain values, to be compared."""
+    """Return a value as nested containers of tensors and plain values, for comparison."""
     if isinstance(value, nn.Module | torch.optim.Optimizer) or hasattr(value, "load_state_dict"):
         return content(value.state_dict())
     if is_dataclass(value):
@@ -206,18 +206,18 @@ def equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other or one != one)
 
 
-# Each trip brings the state of seed 2 to where that of seed 3 is, on 2 ranks unless it says otherwise. States are made
-# before the ranks, which are threads and share torch's generator.
+# Each operation moves the state of seed 2 into that of seed 3, on 2 ranks unless named otherwise. States are made
+# before the ranks start, which are threads and share torch's generator.
 
 
 def flat(value: Any) -> Any:
-    """What takes modules and mappings of tensors takes it: a lone value becomes one."""
+    """Return what functions of modules and mappings of tensors accept: a single value in a mapping."""
     return value if isinstance(value, nn.Module | Mapping) else {"x": value}
 
 
 def synchronizes(make: Callable[[int], Any], path: str) -> list[Any]:
-    given = [make(2), make(3)]
-    return run_ranks(lambda: content(sx.synchronize({"x": given[sx.get_rank()]})["x"]), 2)
+    states = [make(2), make(3)]
+    return run_ranks(lambda: content(sx.synchronize({"x": states[sx.get_rank()]})["x"]), 2)
 
 
 def gathers(make: Callable[[int], Any], path: str) -> list[Any]:
@@ -293,10 +293,10 @@ def table() -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ALIKE else ()) for kind in KINDS]
 )
-def test_the_same_bits_come_back_or_it_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+def test_every_outcome_is_that_of_the_table(kind: str, tmp_path: Path) -> None:
     found = [outcome(kind, trip, str(tmp_path / str(number))) for number, trip in enumerate(TRIPS)]
     assert found == table()[kind]
 
 
-def test_the_table_has_no_other_kinds() -> None:
+def test_the_table_has_every_kind_and_no_other() -> None:
     assert table().keys() == KINDS.keys()

@@ -61,7 +61,7 @@ def filled(value: float, root: int = 0) -> torch.Tensor:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit-equal, with NaN like any other."""
+    """Whether both are bit-equal; NaN equals NaN."""
     return torch.equal(one.resolve_conj().contiguous().view(-1), other.resolve_conj().contiguous().view(-1)) or (
         one.contiguous().view(-1).view(torch.uint8).tolist() == other.contiguous().view(-1).view(torch.uint8).tolist()
     )
@@ -72,7 +72,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("last", [False, True])
-def test_nested_tensors_become_roots_in_place(last: bool) -> None:
+def test_nested_tensors_get_roots_values_in_place(last: bool) -> None:
     root = here()[1] - 1 if last else 0
     tensors = [filled(1.0, root) for _ in range(6)]
     tree = {"a": Pair(tensors[0], tensors[1]), "d": (tensors[2], [tensors[3]]), "e": Frozen(0.1, tensors[4])}
@@ -98,7 +98,7 @@ def test_adams_state_set_to_one_on_root_is_one_everywhere() -> None:
 
 
 @pytest.mark.ranks(*WORLDS)
-def test_leaves_without_tensors_become_roots_or_stay_this_ranks_own() -> None:
+def test_leaves_without_tensors_get_roots_values_or_do_not_change() -> None:
     rank = here()[0]
     own = object()
     assert synchronize(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1 + rank)).param_groups[0]["lr"] == 0.1
@@ -135,26 +135,26 @@ def odd_values(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.ranks(2, 3)
-def test_values_become_roots_with_their_types() -> None:
+def test_values_become_those_of_root_with_their_types() -> None:
     got, wanted = synchronize(odd_values(here()[0])), odd_values(0)
     assert got == wanted
     assert {name: type(value) for name, value in got.items()} == {name: type(value) for name, value in wanted.items()}
 
 
 @pytest.mark.ranks(2)
-def test_nan_is_a_value() -> None:
+def test_nan_is_copied_like_any_value() -> None:
     assert np.isnan(synchronize(float("nan") if here()[0] == 0 else 1.0))
 
 
 @pytest.mark.ranks(2)
-def test_objects_stay_this_ranks_own() -> None:
+def test_objects_are_not_replaced() -> None:
     rank = here()[0]
     tree = {"device": torch.device("cpu", rank), "bytes": b"%d" % rank, "handler": Handler.ONE, "call": here}
     assert synchronize(dict(tree)) == tree
 
 
 @pytest.mark.ranks(2, 4)
-def test_containers_are_changed_in_place_where_they_can_be() -> None:
+def test_mutable_containers_are_changed_in_place() -> None:
     rank = here()[0]
     inner, config, frozen = [rank, "same"], Config(float(rank)), Frozen(float(rank), torch.full((2,), float(rank)))
     tree = OrderedDict(z=inner, a=config, f=frozen, p=Pair(rank, "same"), t=(rank, inner))
@@ -171,7 +171,7 @@ def test_containers_are_changed_in_place_where_they_can_be() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_the_order_of_keys_is_nothing() -> None:
+def test_the_order_of_keys_does_not_matter() -> None:
     rank = here()[0]
     items = [("a", torch.full((3,), 1.0 + rank)), (1, torch.full((4,), 2.0 + rank)), ("b", rank)]
     tree = synchronize(dict(items if rank == 0 else reversed(items)))
@@ -215,7 +215,7 @@ def odd_tensors(rank: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("limits", [(64 << 20, 1 << 20), (64, 1), (64, 48)])
-def test_any_dense_tensor_becomes_roots_in_place(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_dense_tensor_gets_roots_values_in_place(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synchronize_module, "_WINDOW_BYTES", limits[0])
     monkeypatch.setattr(synchronize_module, "_ALONE_BYTES", limits[1])
     rank = here()[0]
@@ -258,12 +258,12 @@ def odd_arrays(rank: int) -> dict[str, Any]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("limits", [(64 << 20, 1 << 20), (16, 1)])
-def test_any_array_becomes_roots_in_place(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_array_gets_roots_values_in_place(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synchronize_module, "_WINDOW_BYTES", limits[0])
     monkeypatch.setattr(synchronize_module, "_ALONE_BYTES", limits[1])
     arrays, wanted = odd_arrays(here()[0]), odd_arrays(0)
     if here()[0] == 0:
-        arrays["plain"].flags.writeable = False  # root's are only read
+        arrays["plain"].flags.writeable = False  # those of root are only read
     before = dict(arrays)
     for name, array in synchronize(arrays).items():
         assert array is before[name]
@@ -272,14 +272,14 @@ def test_any_array_becomes_roots_in_place(limits: tuple[int, int], monkeypatch: 
 
 
 @pytest.mark.ranks(2)
-def test_a_tensor_in_two_places_is_one() -> None:
+def test_a_tensor_in_two_places_is_sent_once() -> None:
     weight = torch.full((3,), float(here()[0]))
     tree = synchronize({"a": weight, "b": [weight, weight[:]]})
     assert tree["a"] is tree["b"][0] is weight
     assert weight.tolist() == [0.0] * 3
 
 
-def test_windows_are_cut_by_shape_alone_and_never_larger_than_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_depend_on_shapes_only_and_stay_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synchronize_module, "_WINDOW_BYTES", 256)
     monkeypatch.setattr(synchronize_module, "_ALONE_BYTES", 100)
     shapes = [(3,), (100,), (1, 300), (7, 5, 9), (2, 2), (0, 4), (), (25,), (24,), (26,)] + [(5,)] * 40
@@ -298,7 +298,7 @@ def test_windows_are_cut_by_shape_alone_and_never_larger_than_they_may_be(monkey
 
 
 @pytest.mark.ranks(2)
-def test_many_small_tensors_of_many_dtypes_travel_together() -> None:
+def test_many_small_tensors_of_many_dtypes_are_sent_together() -> None:
     comm = sx.get_communicator()
     sizes: list[int] = []
     broadcast = comm.broadcast
@@ -314,7 +314,7 @@ def test_many_small_tensors_of_many_dtypes_travel_together() -> None:
 
 
 class Tied(nn.Module):
-    """Tied weights, a frozen layer, buffers that a state dict has and one that it has not."""
+    """Tied weights, a frozen layer, a buffer in the state dict and one that is not in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class Tied(nn.Module):
 
 
 def fill(tensors: Iterable[torch.Tensor], generator: torch.Generator) -> None:
-    """Random numbers of a separate generator: thread ranks share torch's."""
+    """Fill tensors with random numbers of a separate generator, since thread ranks share torch's."""
     with torch.no_grad():
         for tensor in tensors:
             tensor.copy_(torch.rand(tensor.shape, generator=generator))
@@ -344,7 +344,7 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_modules_parameters_and_buffers_become_roots() -> None:
+def test_a_modules_parameters_and_buffers_get_roots_values() -> None:
     rank, world_size = here()
     model, wanted = tied(rank), tensors_of(tied(world_size - 1))
     before = tensors_of(model)
@@ -357,7 +357,7 @@ def test_a_modules_parameters_and_buffers_become_roots() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_ignored_names_stay_this_ranks_own() -> None:
+def test_ignored_names_do_not_change() -> None:
     rank = here()[0]
     model = tied(rank)
     model._ddp_params_and_buffers_to_ignore = ["frozen.weight", "cache"]
@@ -412,7 +412,7 @@ def test_averages_are_cut_into_windows_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("verb", [broadcast_parameters, allreduce_parameters])
-def test_no_module_is_an_error_on_all_ranks(verb: Callable[..., None]) -> None:
+def test_another_type_than_a_module_is_an_error_on_all_ranks(verb: Callable[..., None]) -> None:
     def ranks() -> str:
         with pytest.raises(sx.errors.InvalidArgumentError) as caught:
             verb(None if here()[0] == 1 else nn.Linear(1, 1))
@@ -446,7 +446,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def trained(kind: str, rank: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model with a frozen layer and two param groups after some steps on this rank's own data."""
+    """Return a model with a frozen layer and two param groups, after some steps on this rank's data."""
     generator = torch.Generator().manual_seed(rank)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
     fill(model.parameters(), generator)
@@ -482,22 +482,22 @@ def assert_equal_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("steps", [(3, 0), (0, 3), (3, 2), (0, 0)], ids=["resumed root", "fresh root", "both", "none"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_an_optimizer_becomes_roots_and_goes_on_like_it(kind: str, steps: tuple[int, int]) -> None:
+def test_an_optimizer_gets_roots_state_and_continues_equally(kind: str, steps: tuple[int, int]) -> None:
     rank = here()[0]
     model, optimizer = trained(kind, rank, steps[rank])
-    groups, held = list(optimizer.param_groups), dict(optimizer.state)
+    groups, state = list(optimizer.param_groups), dict(optimizer.state)
     assert synchronize([model, optimizer]) == [model, optimizer]
     root_model, root_optimizer = trained(kind, 0, steps[0])
     assert_equal_state(optimizer, root_optimizer)
     assert all(group is own for group, own in zip(optimizer.param_groups, groups, strict=True))
-    assert all(optimizer.state[key] is held[key] for key in optimizer.state.keys() & held.keys())
+    assert all(optimizer.state[key] is state[key] for key in optimizer.state.keys() & state.keys())
     for one, two in ((model, optimizer), (root_model, root_optimizer)):
         train_step(one, two, torch.ones(4, 3))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), root_model.parameters(), strict=True))
 
 
 @pytest.mark.ranks(2)
-def test_state_tensors_that_fit_stay_the_same_objects() -> None:
+def test_state_tensors_of_the_same_shape_stay_the_same_objects() -> None:
     _, optimizer = trained("adam", here()[0], 1)
     before = [tensor for state in optimizer.state.values() for tensor in state.values()]
     synchronize(optimizer)
@@ -507,14 +507,14 @@ def test_state_tensors_that_fit_stay_the_same_objects() -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adam", "rprop"])
-def test_after_fifty_steps_of_each_its_own_all_ranks_are_rank_0(kind: str) -> None:
+def test_after_fifty_different_steps_all_ranks_equal_rank_0(kind: str) -> None:
     model, optimizer = trained(kind, here()[0], 50)
     synchronize({"model": model, "optimizer": optimizer})
     assert_equal_state(optimizer, trained(kind, 0, 50)[1])
 
 
 @pytest.mark.ranks(2)
-def test_a_nested_state_comes_over_too() -> None:
+def test_nested_optimizer_state_is_synchronized() -> None:
     rank = here()[0]
     model = nn.Linear(3, 1)
     optimizer = torch.optim.LBFGS(model.parameters())
@@ -572,7 +572,7 @@ def test_a_tensor_that_two_parameters_states_share_is_not_filled_twice() -> None
     assert optimizer.state[second]["count"].tolist() == [1, 1]
 
 
-def test_a_type_that_a_fresh_optimizer_does_not_know_is_an_error_on_all() -> None:
+def test_state_of_a_type_that_a_rank_does_not_know_is_an_error_on_all() -> None:
     def ranks() -> None:
         optimizer = sgd((1,))
         if here()[0] == 0:
@@ -584,7 +584,7 @@ def test_a_type_that_a_fresh_optimizer_does_not_know_is_an_error_on_all() -> Non
     assert [error.name for error in errors] == ["x", "x"]
 
 
-def test_an_object_in_roots_optimizer_stays_each_ranks_own() -> None:
+def test_an_object_in_the_state_of_an_optimizer_is_not_replaced() -> None:
     def ranks(both: bool) -> bool:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
         own = object()
@@ -671,7 +671,7 @@ DIFFERENT: dict[str, tuple[Any, Any, str, str, str]] = {
 @pytest.mark.parametrize("case", DIFFERENT)
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_different_trees_are_one_error_on_all_ranks(case: str, odd: int) -> None:
-    """One rank, root or another, has something else than the others."""
+    """One rank, root or another, has a different tree."""
     first, second, path, theirs, ours = DIFFERENT[case]
     if odd == 0:
         first, second, theirs, ours = second, first, ours, theirs
@@ -698,7 +698,7 @@ def test_different_trees_are_one_error_on_all_ranks(case: str, odd: int) -> None
     assert [mark.tolist() for mark in marks] == [[float(rank)] * 2 for rank in range(3)]
 
 
-def test_another_key_is_shown_with_roots() -> None:
+def test_a_different_key_is_shown_with_that_of_root() -> None:
     error = raised_on_all(lambda: synchronize({"a": 0, "weight" if here()[0] == 0 else "wait": T23}))[0]
     assert "expected float32[2, 3] (rank 0), found nothing (rank 1) [tensor 'weight', rank 1]" in str(error)
 
@@ -714,7 +714,7 @@ def test_a_root_that_does_not_exist_is_an_error_on_all_ranks() -> None:
     assert outcomes.errors == {0: "InvalidArgumentError", 1: "InvalidArgumentError"}
 
 
-def test_parameters_that_differ_are_named_by_the_other_verbs_too() -> None:
+def test_parameters_that_differ_are_named_by_broadcast_and_allreduce_parameters() -> None:
     def ranks(verb: Callable[..., None]) -> None:
         verb(nn.Sequential(nn.Linear(2, 3 + here()[0])))
 
@@ -825,8 +825,8 @@ def test_read_only_memory_is_allowed_on_root_only(case: str) -> None:
     make, words = UNWRITABLE[case]
 
     def ranks(bad: int) -> Any:
-        given = make()
-        mine = given if here()[0] == bad else np.array(given) if case == "read-only" else torch.zeros(3)
+        tensor = make()
+        mine = tensor if here()[0] == bad else np.array(tensor) if case == "read-only" else torch.zeros(3)
         return synchronize({"x": mine})["x"].tolist()
 
     first, second = run_ranks(ranks, 2, args=(0,))
@@ -843,7 +843,7 @@ def test_an_enum_that_a_rank_does_not_know_is_an_error_on_all() -> None:
     assert str(errors[0]) == str(errors[1])
 
 
-def test_a_rank_that_fails_before_it_comes_does_not_leave_the_others_waiting() -> None:
+def test_a_rank_that_fails_before_the_call_does_not_let_the_others_wait() -> None:
     def ranks() -> None:
         if here()[0] == 1:
             raise RuntimeError("lost")
@@ -853,7 +853,7 @@ def test_a_rank_that_fails_before_it_comes_does_not_leave_the_others_waiting() -
     assert outcomes.errors == {0: "PeerError", 1: "RuntimeError", 2: "PeerError"}
 
 
-def test_ranks_in_other_calls_raise() -> None:
+def test_ranks_in_different_calls_raise() -> None:
     def ranks() -> None:
         if here()[0] == 1:
             broadcast_parameters(nn.Linear(1, 1))
@@ -864,7 +864,7 @@ def test_ranks_in_other_calls_raise() -> None:
     assert set(outcomes.errors.values()) == {"MismatchError"}
 
 
-def test_alone_everything_stays() -> None:
+def test_in_a_world_of_one_nothing_changes() -> None:
     model, optimizer = trained("adam", 0, 1)
     tree = {"model": model, "optimizer": optimizer, "x": [1, None, object()], "array": np.arange(3)}
     assert synchronize(tree) is tree
@@ -893,7 +893,7 @@ def tree_of(rank: int, steps: int) -> dict[str, Any]:
 
 @pytest.mark.ranks(2, backend=("gloo", slow("mpi")), timeout_s=60)
 def test_on_processes() -> None:
-    """Everything at once, on transports that cross processes."""
+    """Synchronize all kinds at once, on transports between processes."""
     comm = sx.init("gloo" if dist.is_initialized() else "mpi")
     tree, wanted = tree_of(comm.rank, 3 * comm.rank), tree_of(1, 3)
     assert synchronize(tree, root=1) is tree
@@ -920,7 +920,7 @@ def test_on_processes() -> None:
 
 
 def on_a_mesh() -> None:
-    """DTensors: replicated ones are filled, sharded ones refused by name."""
+    """Synchronize DTensors: replicated ones are filled, sharded ones refused by name."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     rank = dist.get_rank()

@@ -38,7 +38,7 @@ def thread_rank() -> int:
     return current().rank
 
 
-def meet_on_threads() -> list[int]:
+def reduce_on_threads() -> list[int]:
     from statexchange.comm.defaults import current
 
     return current().all_gather_object(current().rank)
@@ -94,7 +94,7 @@ def exit_3() -> None:
 
 def hang_on_rank_1() -> str:
     if rank_here() == 1:
-        time.sleep(600)  # in C, so that this function is the innermost line of the stack
+        time.sleep(600)  # in C, so this function is the innermost frame of the stack
     return "fine"
 
 
@@ -128,7 +128,7 @@ def leave_a_thread() -> str:
     return "done"
 
 
-def tell_pid_and_wait(directory: str) -> None:
+def report_pid_and_wait(directory: str) -> None:
     Path(directory, str(os.getpid())).touch()
     time.sleep(60)
 
@@ -178,7 +178,7 @@ def test_gloo_ranks_have_a_default_group() -> None:
     assert run_ranks(all_reduce, 2, backend="gloo") == [6.0, 6.0]
 
 
-def test_mpi_ranks_meet() -> None:
+def test_mpi_ranks_form_a_communicator() -> None:
     assert run_ranks(all_reduce_mpi, 2, backend="mpi") == [3, 3]
 
 
@@ -229,7 +229,7 @@ def test_report_needs_a_rank() -> None:
 
 
 @pytest.mark.parametrize("backend", REMOTE)
-def test_a_failing_rank_is_told_of_with_its_traceback(backend: str) -> None:
+def test_a_failing_rank_is_reported_with_its_traceback(backend: str) -> None:
     with pytest.raises(RankFailure, match="rank 1: raised ValueError: lost its shard") as caught:
         run_ranks(raise_on_rank_1, 2, backend=backend)
     failure = caught.value
@@ -252,11 +252,11 @@ def test_every_failing_rank_has_its_traceback(backend: str) -> None:
     assert all("in raise_everywhere" in caught.value.tracebacks[rank] for rank in range(3))
 
 
-def test_peers_of_a_failed_thread_learn_of_it() -> None:
+def test_peers_of_a_failed_thread_raise_its_error() -> None:
     def work() -> None:
         if thread_rank() == 1:
             raise ValueError("lost its shard")
-        meet_on_threads()
+        reduce_on_threads()
 
     with pytest.raises(RankFailure) as caught:
         run_ranks(work, 2)
@@ -273,7 +273,7 @@ def test_a_failure_is_seen_soon_where_each_yield_of_the_core_takes_long(monkeypa
     def work() -> None:
         if thread_rank() == 1:
             raise ValueError("lost its shard")
-        meet_on_threads()
+        reduce_on_threads()
 
     monkeypatch.setattr("statexchange.comm.failure.control_page.yield_core", yield_beside_other_work)
     outcomes = run_ranks(work, 2, allow_failure=True)
@@ -292,7 +292,7 @@ def test_a_result_that_is_no_json_value_fails_its_rank() -> None:
         run_ranks(return_an_object, 1, backend="processes")
 
 
-def test_a_killed_rank_is_told_of() -> None:
+def test_a_killed_rank_is_reported() -> None:
     outcomes = run_ranks(kill_rank_1, 2, backend="processes", allow_failure=True)
     assert outcomes.values == {0: "alive"}
     assert outcomes.exit_codes == {0: 0, 1: -signal.SIGKILL}
@@ -300,13 +300,13 @@ def test_a_killed_rank_is_told_of() -> None:
         run_ranks(kill_rank_1, 2, backend="gloo")
 
 
-def test_a_crash_shows_where() -> None:
+def test_a_crash_is_reported_with_its_line() -> None:
     with pytest.raises(RankFailure, match="rank 0: exited: killed by SIGSEGV") as caught:
         run_ranks(crash_rank_0, 1, backend="processes")
     assert "in crash_rank_0" in caught.value.tracebacks[0]
 
 
-def test_an_exit_code_is_told() -> None:
+def test_an_exit_code_is_reported() -> None:
     assert run_ranks(exit_3, 1, backend="processes", allow_failure=True).messages == {0: "exit code 3"}
 
 
@@ -356,7 +356,7 @@ def test_a_process_that_does_not_exit_is_named() -> None:
 
 
 @pytest.mark.parametrize("backend", REMOTE)
-def test_what_cannot_be_imported_is_refused(backend: str) -> None:
+def test_a_function_that_cannot_be_imported_is_refused(backend: str) -> None:
     with pytest.raises(InvalidArgumentError, match="lambda"):
         run_ranks(lambda: 1, 2, backend=backend)
 
@@ -369,7 +369,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def run_script(directory: Path, body: str) -> subprocess.Popen[bytes]:
-    """A launcher of its own, so that something may happen to it."""
+    """Run a launcher in a process of its own, which a test can kill or interrupt."""
     (directory / "script.py").write_text(textwrap.dedent(body))
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
     environ = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(directory)}
@@ -383,11 +383,11 @@ def test_ranks_end_with_a_killed_launcher(tmp_path: Path, backend: str) -> None:
         f"""
         import os
         from statexchange.testing import run_ranks
-        from test_testing import tell_pid_and_wait
+        from test_testing import report_pid_and_wait
 
         if __name__ == "__main__":
             os.mkdir("pids")
-            run_ranks(tell_pid_and_wait, 2, backend={backend!r}, args=(os.path.abspath("pids"),))
+            run_ranks(report_pid_and_wait, 2, backend={backend!r}, args=(os.path.abspath("pids"),))
         """,
     )
     assert wait_until(lambda: len(list(tmp_path.glob("pids/*"))) == 2, limit_s=120)
@@ -415,7 +415,7 @@ def test_an_interrupt_ends_the_wait_for_threads() -> None:
         if thread_rank() == 0:
             os.kill(os.getpid(), signal.SIGINT)
         with contextlib.suppress(PeerError):
-            meet_on_threads()
+            reduce_on_threads()
 
     with pytest.raises(KeyboardInterrupt):
         run_ranks(work, 2)
@@ -434,7 +434,7 @@ def own_pid() -> int:
 
 
 def leave(what: str) -> list[object]:
-    """Leave this process in another state than it was in."""
+    """Change the state of this process."""
     import torch
 
     from statexchange import processes
@@ -480,7 +480,7 @@ def test_ranks_that_are_reused_are_the_same_processes(backend: str) -> None:
 
 @pytest.mark.parametrize("what", ["nothing", "variable", "directory", "seed", "group"])
 @pytest.mark.parametrize("backend", ["processes", slow("mpi")])
-def test_what_a_task_leaves_is_set_back(backend: str, what: str) -> None:
+def test_the_state_that_a_task_changed_is_restored(backend: str, what: str) -> None:
     first = run_ranks(leave, 2, backend=backend, args=(what,), reuse=True, timeout_s=60)
     assert run_ranks(leave, 2, backend=backend, args=("nothing",), reuse=True) == [
         [pid, None, False, False] for pid, *_ in first
@@ -489,7 +489,7 @@ def test_what_a_task_leaves_is_set_back(backend: str, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["thread", "socket", "child", "signal handler", "function", "dtype"])
 @pytest.mark.parametrize("backend", ["processes", slow("mpi")])
-def test_ranks_that_leave_what_cannot_be_set_back_are_not_reused(backend: str, what: str) -> None:
+def test_ranks_that_leave_state_that_cannot_be_restored_are_not_reused(backend: str, what: str) -> None:
     children: list[int] = []
     args, options = (what,), {"reuse": True, "timeout_s": 60.0}
     first = run_ranks(leave, 2, backend=backend, args=args, on_message=lambda _, pid: children.append(pid), **options)
@@ -509,10 +509,10 @@ def test_a_world_in_which_a_rank_failed_is_not_reused(backend: str) -> None:
     assert not any(map(is_alive, first))
 
 
-def test_a_reused_world_that_has_died_meanwhile_is_replaced() -> None:
+def test_an_idle_world_that_has_died_is_replaced() -> None:
     first = run_ranks(own_pid, 2, backend="processes", reuse=True)
     os.kill(first[0], signal.SIGKILL)
-    assert wait_until(lambda: not os.path.exists(f"/proc/{first[0]}"))  # all its threads have ended
+    assert wait_until(lambda: not os.path.exists(f"/proc/{first[0]}"))  # wait until all its threads have ended
     assert not set(run_ranks(own_pid, 2, backend="processes", reuse=True)) & set(first)
     assert not any(map(is_alive, first))
 
@@ -551,7 +551,7 @@ def test_marked_tests_run_on_ranks(tmp_path: Path, shape: tuple[int, int] | None
 
 @pytest.mark.ranks(2)
 def test_marked_tests_run_on_threads(tmp_path: Path) -> None:
-    assert meet_on_threads() == [0, 1]
+    assert reduce_on_threads() == [0, 1]
 
 
 @pytest.mark.ranks(2, backend="mpi")
@@ -603,13 +603,13 @@ def test_a_skip_fails_the_session_only_where_none_is_allowed(inner: pytest.Pytes
     assert inner.runpytest("-p", "statexchange.testing.plugin", "--no-skips").ret == 1
 
 
-def test_skips_of_xdists_workers_count_too(inner: pytest.Pytester) -> None:
+def test_skips_of_xdists_workers_count(inner: pytest.Pytester) -> None:
     inner.makepyfile("import pytest\ndef test_it(): pytest.skip('just so')\ndef test_gpu(): pytest.skip('no GPU')\n")
     found = inner.runpytest_subprocess("-p", "xdist", "-n", "2", "-p", "statexchange.testing.plugin", "--no-skips")
     assert found.ret == 1
     found.assert_outcomes(skipped=2)
     text = found.stdout.str()
-    assert "--no-skips: test_skips_of_xdists_workers_count_too.py::test_it: just so" in text
+    assert "--no-skips: test_skips_of_xdists_workers_count.py::test_it: just so" in text
     assert "::test_gpu: no GPU" not in text
 
 

@@ -103,7 +103,7 @@ def test_views_are_read_in_their_own_order(tmp_path: Path) -> None:
     assert verify(tmp_path / "views.pt").findings == ()
 
 
-def test_large_views_are_read_in_spans(tmp_path: Path) -> None:
+def test_large_views_are_read_in_ranges(tmp_path: Path) -> None:
     base = torch.arange(3000 * 1001, dtype=torch.float32).reshape(3000, 1001)
     state = {"t": base.t(), "columns": base[:, 5:9], "cube": base[:, :1000].reshape(3000, 10, 100).permute(1, 2, 0)}
     torch.save(state, tmp_path / "views.pt")
@@ -138,7 +138,7 @@ def test_tied_tensors_are_one_and_recorded(tmp_path: Path) -> None:
     assert_same(merged(tmp_path / "tied.pt"), {"embed.weight": embedding.weight.detach()})
 
 
-def test_nesting_becomes_dots_and_what_is_no_tensor_is_listed(tmp_path: Path) -> None:
+def test_nested_names_have_dots_and_other_values_are_listed(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
@@ -164,24 +164,24 @@ def test_nesting_becomes_dots_and_what_is_no_tensor_is_listed(tmp_path: Path) ->
     assert found["model.0.weight"].equal(model[0].weight)
     assert found["parameter"].tolist() == [1, 1]
     assert source.others["optimizer.param_groups.0.lr"] == "float 0.001"
-    told = ("step", "note", "device", "dtype", "size", "nothing", "names")
-    assert [source.others[name] for name in told] == [
+    plain_values = ("step", "note", "device", "dtype", "size", "nothing", "names")
+    assert [source.others[name] for name in plain_values] == [
         "int 7", "str 'a'", "a device", "bfloat16", "tuple of 2", "dict of 0", "a set"
     ]  # fmt: skip
 
 
 def test_the_command_line_works_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"model": {"w": torch.ones(2, 3).t()}, "step": 7}, tmp_path / "x.pt")
-    told = {}
+    outputs = {}
     for command in (["info"], ["ls"], ["verify"], ["merge", str(tmp_path / "out")]):
         with pytest.raises(SystemExit) as ended:
             main([command[0], str(tmp_path / "x.pt"), *command[1:]])
-        told[command[0]] = capsys.readouterr().out
+        outputs[command[0]] = capsys.readouterr().out
         assert ended.value.code == 0
-    assert "kind        torch" in told["info"]
-    assert "1: step (int 7)" in told["info"]
-    assert "[3,2]" in told["ls"]
-    assert "x.pt" in told["ls"]
+    assert "kind        torch" in outputs["info"]
+    assert "1: step (int 7)" in outputs["info"]
+    assert "[3,2]" in outputs["ls"]
+    assert "x.pt" in outputs["ls"]
     assert load_file(tmp_path / "out/model.safetensors")["model.w"].tolist() == [[1, 1]] * 3
 
 
@@ -190,7 +190,7 @@ def test_a_tensor_alone(tmp_path: Path) -> None:
     assert merged(tmp_path / "t.pt")["tensor"].tolist() == [0, 1, 2]
 
 
-def test_names_that_nesting_makes_equal_are_refused(tmp_path: Path) -> None:
+def test_nested_names_that_become_equal_are_refused(tmp_path: Path) -> None:
     torch.save({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, tmp_path / "t.pt")
     with pytest.raises(CorruptError, match="two entries") as caught:
         open_source(tmp_path / "t.pt")
@@ -218,7 +218,7 @@ def test_a_directory_with_an_index_is_read_by_it(tmp_path: Path) -> None:
         open_source(tmp_path)
 
 
-def test_ranks_are_those_of_the_names_or_the_order(tmp_path: Path) -> None:
+def test_ranks_follow_numbers_in_file_names_or_their_order(tmp_path: Path) -> None:
     for name in ("m-rank10.pt", "m-rank9.pt"):
         torch.save({"a": torch.ones(1), name: torch.ones(1)}, tmp_path / name)
     assert [(h.rank, Path(h.path).name) for h in open_source(tmp_path).files] == [
@@ -367,8 +367,8 @@ def shape_of(state: dict[str, Any], cuts: list[DimSplit | None]) -> list[int]:
 
 
 @pytest.mark.parametrize("state", OLDER_MESHES.values(), ids=OLDER_MESHES)
-def test_meshes_of_older_torch_are_understood(state: dict[str, Any]) -> None:
-    """Spelled from the sources of these versions, of which none is installed here."""
+def test_meshes_of_older_torch_are_read(state: dict[str, Any]) -> None:
+    """Written by hand after the sources of these versions, none of which is installed here."""
     assert shape_of(state, [DimSplit(0), DimSplit(0)]) == [2, 3]
     key = "_flatten_mesh_list" if "mesh" in state else "_flatten_rank_map"
     assert shape_of(state | {key: (0, 2, 1, 3, 4, 5)}, [DimSplit(0), None]) == [2, 3]
@@ -410,7 +410,7 @@ def test_tensors_that_have_no_plain_bytes_are_refused_by_name(tmp_path: Path, va
             checkpoint["odd"].read()
 
 
-def test_the_format_of_before_torch_1_6_is_refused_with_the_cure(tmp_path: Path) -> None:
+def test_the_format_before_torch_1_6_is_refused_with_advice(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     shutil.copy(tmp_path / "old.pt", tmp_path / "old")
     for name in ("old.pt", "old"):
@@ -418,7 +418,7 @@ def test_the_format_of_before_torch_1_6_is_refused_with_the_cure(tmp_path: Path)
             open_source(tmp_path / name)
 
 
-def test_what_is_no_file_of_torch(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(b"hello")
     with pytest.raises(CorruptError, match=r"not a file of torch\.save"):
         open_source(tmp_path / "x.pt")
@@ -436,7 +436,7 @@ def members(path: Path) -> list[tuple[str, bytes]]:
 
 
 def repacked(path: Path, change: Any = None, method: int = zipfile.ZIP_STORED) -> None:
-    """Write a file's zip anew, with members changed by name (None leaves one out)."""
+    """Write the zip of a file again, with members changed by name (None omits one)."""
     kept = members(path)
     with zipfile.ZipFile(path, "w", method) as archive:
         for name, data in kept:
@@ -477,7 +477,7 @@ def test_storages_that_are_missing_or_of_another_size_are_refused(saved: Path) -
         open_source(saved)
 
 
-def test_a_member_twice_is_refused(saved: Path) -> None:
+def test_a_duplicate_member_is_refused(saved: Path) -> None:
     with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(saved, "a") as archive:
         archive.writestr("x/data/0", b"")
     with pytest.raises(CorruptError, match="two members"):
@@ -492,7 +492,7 @@ def test_truncated_files_are_corrupt(saved: Path, left: int) -> None:
     assert caught.value.path == str(saved)
 
 
-def test_whatever_byte_is_changed_the_answer_is_ours(tmp_path: Path) -> None:
+def test_any_changed_byte_gives_a_source_or_a_named_error(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(6).reshape(2, 3).t(), "step": 7}, tmp_path / "x.pt")
     data = (tmp_path / "x.pt").read_bytes()
     for at in range(len(data)):
@@ -505,7 +505,7 @@ def test_whatever_byte_is_changed_the_answer_is_ours(tmp_path: Path) -> None:
 
 
 def huge_archive(path: Path, hole_nbytes: int) -> None:
-    """A sparse file of a storage over 4 GiB, as torch writes it: zip64, with the numbers in extra fields."""
+    """Write a sparse file with a storage over 4 GiB, as torch does: zip64, with sizes in extra fields."""
     template = io.BytesIO()
     torch.save({"big": torch.zeros(2, dtype=torch.uint8)}, template)
     with zipfile.ZipFile(template) as archive:
@@ -568,7 +568,7 @@ def test_deep_nesting_is_refused(tmp_path: Path, depth: int) -> None:
         open_source(tmp_path / "x.pt")
 
 
-def test_a_list_that_is_named_again_and_again_is_refused(tmp_path: Path) -> None:
+def test_a_list_that_is_referenced_very_often_is_refused(tmp_path: Path) -> None:
     doubling = b"\x80\x02(](K\x01]eq\x00"
     for level in range(1, 60):
         doubling += b"](h" + bytes([level - 1]) + b"h" + bytes([level - 1]) + b"eq" + bytes([level])
@@ -584,22 +584,22 @@ def test_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:
 
 
 class Arguments:
-    """Not known."""
+    """An unknown class."""
 
 
 class RankShards:
-    """Not known, and it holds a tensor."""
+    """An unknown class that holds a tensor."""
 
     def __init__(self, *values: Any) -> None:
         self.values = {"deep": [values]}
 
 
 def rng_state() -> dict[str, Any]:
-    """What Trainer and verl save beside the weights."""
+    """Return the state that Trainer and verl save beside the weights."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
 
 
-def test_objects_of_any_class_are_named_and_the_tensors_are_read(
+def test_objects_of_unknown_classes_are_named_and_tensors_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = {
@@ -644,7 +644,7 @@ def test_objects_of_any_class_are_named_and_the_tensors_are_read(
         lambda: collections.deque([torch.ones(1)]),
     ],
 )
-def test_tensors_in_what_is_not_understood_are_refused_by_name(tmp_path: Path, value: Any) -> None:
+def test_tensors_in_unknown_objects_are_refused_by_name(tmp_path: Path, value: Any) -> None:
     torch.save({"w": torch.ones(2), "odd": value(), "again": value()}, tmp_path / "x.pt")
     with pytest.raises(UnsupportedError, match="contains tensors, but its class is not supported") as caught:
         merge_checkpoint(tmp_path / "x.pt", tmp_path / "out")
@@ -660,7 +660,7 @@ def test_a_tensor_that_two_objects_share_is_found_in_both(tmp_path: Path) -> Non
     assert (list(source.unsupported), list(source.others)) == (["a", "b"], ["c"])
 
 
-def test_a_function_beside_tensors_is_opaque_and_one_that_is_called_is_refused(tmp_path: Path) -> None:
+def test_a_function_as_a_value_is_opaque_and_a_call_is_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "f": os.path.join}, tmp_path / "x.pt")
     assert list(open_source(tmp_path / "x.pt").others) == ["f"]
     assert_same(merged(tmp_path / "x.pt"), {"w": torch.ones(2)})

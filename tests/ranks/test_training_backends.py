@@ -1,4 +1,4 @@
-"""What the other tests of the training layer try on threads, once over every backend: values, and bad input."""
+"""The training layer over every backend: values and wrong input. Other tests of it use threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from statexchange.testing.worlds import mpi_missing
 
 
 def model_of(seed: int) -> nn.Module:
-    """Ranks may be threads, which share torch's own generator."""
+    """Return a model from a generator of its own, since thread ranks share torch's."""
     generator = torch.Generator().manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     with torch.no_grad():
@@ -41,7 +41,7 @@ def synchronises(comm: sx.comm.Communicator) -> None:
         torch.optim.AdamW(m.parameters(), lr=0.1 * (seed + 1)) for m, seed in ((model, comm.rank), (expected, root))
     ]
     trained(expected, optimizers[1], root)
-    if comm.rank == root:  # the others come with fresh ones
+    if comm.rank == root:  # the other ranks have fresh optimizers
         trained(model, optimizers[0], root)
     tree = {
         "model": model,
@@ -111,7 +111,7 @@ def parts_data(comm: sx.comm.Communicator) -> None:
 
 
 def names_what_differs(comm: sx.comm.Communicator) -> None:
-    """Each is an error on all ranks, and the communicator goes on."""
+    """Check errors on all ranks, after each of which the communicator works."""
     last = comm.rank == comm.world_size - 1
     shape = nn.Linear(3 + last, 2)
     bad: list[tuple[Callable[[], Any], str]] = [
@@ -128,7 +128,7 @@ def names_what_differs(comm: sx.comm.Communicator) -> None:
 
 
 def spreads_nan(comm: sx.comm.Communicator) -> None:
-    """NaN on one rank is NaN on all, and in no other element."""
+    """Check that a NaN on one rank is NaN on all, and in no other element."""
     model = nn.Linear(3, 2)
     optimizer = sx.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), module=model)
     factor = torch.tensor([float("nan") if comm.rank == 1 else 1.0, 1.0])
@@ -141,7 +141,7 @@ def spreads_nan(comm: sx.comm.Communicator) -> None:
 PARTS = [synchronises, moves_parameters, reduces, parts_data, names_what_differs, spreads_nan]
 
 
-def does_all(backend: str, directory: str) -> list[str]:
+def run_all(backend: str, directory: str) -> list[str]:
     comm = start(backend, directory)
     for part in PARTS:
         part(comm)
@@ -150,8 +150,8 @@ def does_all(backend: str, directory: str) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", by_default(LAUNCHED_AS, *map(list(LAUNCHED_AS).index, ("shm", "gloo"))))
-def test_the_training_layer_over(backend: str, tmp_path: Path) -> None:
+def test_the_training_layer(backend: str, tmp_path: Path) -> None:
     if backend == "mpi" and (missing := mpi_missing()):
         pytest.skip(missing)
-    found = run_ranks(does_all, 3, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)), timeout_s=60)
+    found = run_ranks(run_all, 3, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)), timeout_s=60)
     assert found == [[backend]] * 3

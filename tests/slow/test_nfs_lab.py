@@ -1,4 +1,4 @@
-"""The command line of tools/nfs_lab, as far as it needs no boot: the lab itself runs in CI and by hand."""
+"""The command line of tools/nfs_lab, without booting hosts: the lab itself runs in CI and by hand."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ def test_every_check_has_a_summary_and_its_name_is_in_the_docs():
 
 
 @pytest.mark.parametrize("row", ["A1", "A2", "A3", "A5", "A6", "C1", "C2", "C7", "C8", "C9", "C10", "G15"])
-def test_every_row_that_the_lab_can_show_has_a_check(row):
+def test_every_defect_row_that_the_lab_covers_has_a_check(row):
     assert any(row in line.replace(",", " ").split() for line in listed())
 
 
@@ -69,7 +69,7 @@ def test_a_pattern_without_a_check_is_a_usage_error():
 
 
 @pytest.mark.parametrize("arguments", [(), ("check",), ("up",), ("--only", "C7")])
-def test_a_machine_that_cannot_run_it_is_told_what_is_missing(arguments, tmp_path):
+def test_what_the_machine_lacks_is_named(arguments, tmp_path):
     done = lab(*arguments, PATH=str(tmp_path), TMPDIR=str(tmp_path))
     assert done.returncode == CANNOT_RUN, done.stderr
     assert "cannot run here" in done.stderr
@@ -78,7 +78,7 @@ def test_a_machine_that_cannot_run_it_is_told_what_is_missing(arguments, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_command_for_a_lab_that_is_not_up_says_so():
+def test_a_command_for_a_lab_that_is_not_up_is_an_error():
     with tempfile.TemporaryDirectory() as workdir:
         done = lab("on", "--workdir", workdir, "cA", "true")
         assert done.returncode == 3

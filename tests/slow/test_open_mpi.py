@@ -1,4 +1,4 @@
-"""Open MPI beside MPICH: tools/test_on_open_mpi.sh runs the MPI tests on its wheel, here a part of them."""
+"""Open MPI: tools/test_on_open_mpi.sh runs the MPI tests on its wheel; a part of them runs here."""
 
 import os
 import subprocess

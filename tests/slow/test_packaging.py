@@ -1,4 +1,4 @@
-"""What users install: wheel and sdist are built, installed into empty environments, and tried from another folder."""
+"""Wheel and sdist are built, installed into empty environments, and tried from another folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def run(*command: object, folder: Path) -> str:
-    """Run a command that knows nothing of this checkout, and return what it prints."""
+    """Run a command without this checkout on its path, and return its output."""
     environment = {name: text for name, text in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
     done = subprocess.run(
         list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=500
@@ -31,7 +31,7 @@ def run(*command: object, folder: Path) -> str:
 
 
 def environment(folder: Path, *requirements: object) -> Path:
-    """The folder of the programs of a new environment in which `requirements` are installed."""
+    """Return the folder of programs of a new environment in which `requirements` are installed."""
     run(sys.executable, "-m", "venv", folder, folder=folder.parent)
     run(folder / "bin/pip", "install", "-q", "-c", CONSTRAINTS, *requirements, folder=folder.parent)
     return folder / "bin"
@@ -39,7 +39,7 @@ def environment(folder: Path, *requirements: object) -> Path:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the sdist, and with the wheel that was built from it."""
+    """Return the folder with the sdist, and with the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("built")
     programs = environment(folder / "tools", "build")
     run(programs / "python", "-m", "build", "--outdir", folder / "dist", HOME, folder=folder)
@@ -83,7 +83,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
-def test_the_metadata_has_no_link_that_leads_nowhere(built: Path) -> None:
+def test_the_metadata_has_no_broken_link(built: Path) -> None:
     wheel = zipfile.ZipFile(wheel_in(built))
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     metadata = email.message_from_string(wheel.read(name).decode())

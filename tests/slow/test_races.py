@@ -1,4 +1,4 @@
-"""Publishers and readers that race, at random moments, many times: one of two wins, nothing is mixed, lost or left."""
+"""Races of publishers and readers at random moments: one of two publishers wins, nothing is mixed, lost or left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from statexchange.report.verify import verify
 
 pytestmark = pytest.mark.slow
 RUNS = 100
-STORE_RUNS = 5  # each of them is a few hundred requests
+STORE_RUNS = 5  # each race is a few hundred requests
 
 ACTOR = """
 import json, sys, time
@@ -46,8 +46,9 @@ def load(out):
     sx.load_checkpoint(state, out)
     return values(state.items())
 
-def save(path, value):
-    sx.save_checkpoint({"t0": np.full((64, 40), value, np.float32)}, path)
+def save(path, value, overwrite):
+    state = {f"t{i}": np.full((64, 40), value, np.float32) for i in range(4)}
+    sx.save_checkpoint(state, path, overwrite=overwrite)
 
 for line in sys.stdin:
     name, arguments, at = json.loads(line)
@@ -61,7 +62,7 @@ for line in sys.stdin:
 
 
 class Actor:
-    """A process that does what it is told, at a moment that is given on the clock that all processes share."""
+    """A process that runs calls, each at a given time of a clock that all processes share."""
 
     def __init__(self, **environ: str) -> None:
         command = [sys.executable, "-c", ACTOR]
@@ -92,7 +93,7 @@ def actors() -> Iterator[list[Actor]]:
 
 
 def at_once(calls: list[tuple[Actor, str, tuple[Any, ...]]], spread_s: float) -> list[list[Any]]:
-    """Start calls at random moments within `spread_s`; what each gave."""
+    """Start calls at random moments within `spread_s`; return their results."""
     import time
 
     began = time.monotonic() + 0.002
@@ -120,7 +121,7 @@ def test_two_publishers_to_a_new_name(actors: list[Actor], tmp_path: Path) -> No
 def test_two_publishers_that_overwrite_and_a_reader(actors: list[Actor], tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     sx.export_checkpoint({f"t{i}": np.zeros((64, 40), np.float32) for i in range(4)}, out)
-    said: Counter[str] = Counter()
+    tally: Counter[str] = Counter()
     for number in range(RUNS):
         read = ("read", "load")[number % 2]
         calls: list[tuple[Actor, str, tuple[Any, ...]]] = [
@@ -137,19 +138,43 @@ def test_two_publishers_that_overwrite_and_a_reader(actors: list[Actor], tmp_pat
         assert seen[1] in ([before[0]], *([value] for value in won)), (seen, before, won)
         assert values(out)[0] in won
         assert (verify(out).findings, os.listdir(tmp_path)) == ((), ["out"])
+        tally["both, one after the other" if len(won) == 2 else "one"] += 1
+    print(dict(tally))
+
+
+def test_two_savers_to_a_new_name(actors: list[Actor], tmp_path: Path) -> None:
+    for number in range(RUNS):
+        out = str(tmp_path / str(number) / "saved")
+        calls = [(actor, "save", (out, float(value), False)) for value, actor in enumerate(actors[:2], 1)]
+        answers = at_once(calls, 0.02)
+        winners = [float(value) for value, answer in enumerate(answers, 1) if answer[0] == "ok"]
+        losers = [answer for answer in answers if answer[0] != "ok"]
+        assert (len(winners), [name for name, _ in losers]) == (1, ["TargetExistsError"]), answers
+        assert (values(out), verify(out).findings, os.listdir(tmp_path / str(number))) == (winners, (), ["saved"])
+
+
+def test_two_savers_that_overwrite_and_a_reader(actors: list[Actor], tmp_path: Path) -> None:
+    out = str(tmp_path / "saved")
+    sx.save_checkpoint({f"t{i}": np.zeros((64, 40), np.float32) for i in range(4)}, out)
+    said: Counter[str] = Counter()
+    for number in range(RUNS):
+        read = ("read", "load")[number % 2]
+        calls: list[tuple[Actor, str, tuple[Any, ...]]] = [
+            (actors[0], "save", (out, 2.0 * number + 1, True)),
+            (actors[1], "save", (out, 2.0 * number + 2, True)),
+            (actors[2], read, (out,)),
+        ]
+        before = values(out)
+        *saved, seen = at_once(calls, 0.03)
+        won = [2.0 * number + 1 + index for index, answer in enumerate(saved) if answer[0] == "ok"]
+        assert won, saved
+        assert all(answer[0] in ("ok", "TargetExistsError") for answer in saved), saved
+        assert seen[0] == "ok", seen
+        assert seen[1] in ([before[0]], *([value] for value in won)), (seen, before, won)
+        assert values(out)[0] in won
+        assert (verify(out).findings, os.listdir(tmp_path)) == ((), ["saved"])
         said["both, one after the other" if len(won) == 2 else "one"] += 1
     print(dict(said))
-
-
-def test_two_jobs_that_save_into_one_workspace(actors: list[Actor], tmp_path: Path) -> None:
-    path = str(tmp_path / "saved")
-    for number in range(RUNS):
-        calls = [(actor, "save", (path, 2.0 * number + index)) for index, actor in enumerate(actors[:2], 1)]
-        assert at_once(calls, 0.02) == [["ok", None]] * 2
-        state = {"t0": np.zeros((64, 40), np.float32)}
-        sx.load_checkpoint(state, path)
-        assert np.unique(state["t0"]).tolist() in ([2.0 * number + 1], [2.0 * number + 2])
-    assert not verify(path).findings
 
 
 @pytest.mark.timeout(900)
@@ -161,7 +186,7 @@ def test_two_publishers_to_one_place_in_an_object_store(overwrite: bool, s3: str
             sx.export_checkpoint(
                 {f"t{i}": np.full((64, 40), value, np.float32) for i in range(4)}, tmp_path / str(value)
             )
-        said: Counter[str] = Counter()
+        tally: Counter[str] = Counter()
         for number in range(STORE_RUNS):
             out = f"{s3}/{number}"
             if overwrite:
@@ -177,8 +202,8 @@ def test_two_publishers_to_one_place_in_an_object_store(overwrite: bool, s3: str
             assert values(out)[0] in won
             assert len(values(out)) == 1
             assert not verify(out).findings
-            said["both, one after the other" if len(won) == 2 else "one"] += 1
-        print(dict(said))
+            tally["both, one after the other" if len(won) == 2 else "one"] += 1
+        print(dict(tally))
     finally:
         for actor in actors:
             actor.close()

@@ -1,4 +1,4 @@
-"""Ranks that Slurm has started: tools/slurm_lab, a cluster of two hosts from Debian's packages, is really run."""
+"""Ranks under Slurm: runs tools/slurm_lab, a cluster of two hosts from Debian's packages."""
 
 import os
 import subprocess
@@ -19,8 +19,8 @@ def lab(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.slow
 @pytest.mark.timeout(850)
-def test_ranks_of_slurm_gather_export_load_reduce_and_fit_and_init_again() -> None:
-    """On two hosts and on one, tasks dealt in blocks and cyclically, with MASTER_ADDR and without."""
+def test_the_checks_of_the_lab_pass() -> None:
+    """On two hosts and on one, with block and cyclic distribution, with and without MASTER_ADDR."""
     done = lab()
     if done.returncode == CANNOT_RUN:
         pytest.skip(f"no Slurm on this machine: {done.stderr.strip()}")
@@ -29,7 +29,7 @@ def test_ranks_of_slurm_gather_export_load_reduce_and_fit_and_init_again() -> No
     assert passed == ["two_hosts", "one_host", "cyclic", "gloo", "with_master_addr"]
 
 
-def test_a_machine_that_cannot_run_it_is_told_what_is_missing(tmp_path: Path) -> None:
+def test_what_the_machine_lacks_is_named(tmp_path: Path) -> None:
     done = lab("true", PATH=str(tmp_path))
     assert done.returncode == CANNOT_RUN, done.stderr
     assert "cannot run here" in done.stderr

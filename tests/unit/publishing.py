@@ -63,7 +63,7 @@ def build(publication: Publication, value: int) -> None:
 
 
 def publish(path: Any, value: int, *, overwrite: bool = True, **options: Any) -> list[str]:
-    """Publish a checkpoint of two files that are full of `value`; returns what was finished before."""
+    """Publish a checkpoint of two files full of `value`; return the names that an earlier publisher had finished."""
     with begin(path, value, overwrite=overwrite, **options) as publication:
         finished = sorted(publication.finished)
         build(publication, value)
@@ -72,7 +72,7 @@ def publish(path: Any, value: int, *, overwrite: bool = True, **options: Any) ->
 
 
 def value_at(path: Any) -> int:
-    """What the checkpoint is full of, after reading all of it and comparing it with its digests."""
+    """Return the value that fills the checkpoint, after reading all of it and comparing it with its digests."""
     checkpoint = open_checkpoint(path)
     (data,) = {bytes(checkpoint[name].read().tobytes()) for name in checkpoint}
     source = open_source(path)
@@ -84,7 +84,7 @@ def value_at(path: Any) -> int:
 
 
 def value_of(out: Path) -> int:
-    """`value_at` of a directory, which must lie under its name and hold what its manifest lists, no more."""
+    """Return `value_at` of a directory, which must have its final name and only the files of its manifest."""
     listed = json.loads((out / "statexchange.json").read_text())["files"]
     assert sorted(os.listdir(out)) == sorted([*listed, "statexchange.json"])
     return value_at(out)
@@ -105,7 +105,7 @@ def _hook(event: str, arguments: Any) -> None:
 
 
 def act_at(number: int, act: Callable[[], None]) -> None:
-    """Have this process act once, at its `number`-th storage event from now on."""
+    """Call `act` once, at the `number`-th storage event of this process from now on."""
     global _count
     _count = 0
     if not hasattr(sys, "_publishing_hook"):
@@ -115,21 +115,24 @@ def act_at(number: int, act: Callable[[], None]) -> None:
 
 
 def in_child(work: Callable[[], object], *, new_namespace: bool = False) -> str:
-    """Run `work` in a forked process; returns "ok", "killed", the name of the error, or "untouched" by `act_at`."""
+    """Run `work` in a forked process.
+
+    Returns "ok", "killed", the name of the error, or "untouched" if `act_at` did not act.
+    """
     receive, send = os.pipe()
     pid = os.fork()
     if pid:
         os.close(send)
         with open(receive) as pipe:
-            said = pipe.read()
+            outcome = pipe.read()
         _, status = os.waitpid(pid, 0)
-        return "killed" if os.WIFSIGNALED(status) else said
-    said = "broken"
+        return "killed" if os.WIFSIGNALED(status) else outcome
+    outcome = "broken"
     try:
         os.close(receive)
         _armed.clear()
-        said = _in_new_namespace(work) if new_namespace else _outcome(work)
-        os.write(send, said.encode())
+        outcome = _in_new_namespace(work) if new_namespace else _outcome(work)
+        os.write(send, outcome.encode())
     finally:
         os._exit(0)
 
@@ -149,7 +152,7 @@ CLONE_NEWPID = 0x20000000
 
 
 def _in_new_namespace(work: Callable[[], object]) -> str:
-    """As another host sees it: neither process can see whether the other one runs."""
+    """Run `work` in a new PID namespace, as on another host: neither process can see whether the other runs."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWPID):
         return "no namespace"
     return in_child(work)
@@ -171,7 +174,7 @@ def _check(condition: object, *shown: object) -> None:
 
 
 def sweep_kills(place: Path, *, before: bool, step: int, reuse: bool = False) -> dict[str, Any]:
-    """Kill a publisher at each event; the old or the new is there, and the next one leaves only its own."""
+    """Kill a publisher at each event: the old or the new checkpoint stays, and the next publisher cleans up."""
     states: Counter[str] = Counter()
     for number, own in _points(place, 1, step):
         out = own / "out"
@@ -182,14 +185,14 @@ def sweep_kills(place: Path, *, before: bool, step: int, reuse: bool = False) ->
             act_at(number, lambda: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B023
             publish(out, 2, reuse=reuse)  # noqa: B023
 
-        said = in_child(work)
-        if said == "untouched":
+        outcome = in_child(work)
+        if outcome == "untouched":
             return {"points": (number - 1) // step, **states}
-        _check(said == "killed", number, said)
+        _check(outcome == "killed", number, outcome)
         if out.exists():
             states["old" if value_of(out) == 1 else "new"] += 1
         elif before:
-            _check(value_at(out) == 2, number)  # read where it waits to get its name
+            _check(value_at(out) == 2, number)  # read under its hidden name
             states["gap"] += 1
         else:
             states["absent"] += 1
@@ -211,7 +214,7 @@ def sweep_kills(place: Path, *, before: bool, step: int, reuse: bool = False) ->
 
 
 def sweep_interrupts(place: Path, *, before: bool, step: int) -> dict[str, Any]:
-    """Interrupt a publisher at each event (Ctrl-C); the next one in the same process leaves only its own."""
+    """Interrupt a publisher at each event (Ctrl-C): the next one in the same process cleans up."""
     states: Counter[str] = Counter()
     for number, own in _points(place, 1, step):
         out = own / "out"
@@ -235,19 +238,20 @@ def sweep_interrupts(place: Path, *, before: bool, step: int) -> dict[str, Any]:
             (own / "state").write_text(f"{'something' if left else 'nothing'} left")  # noqa: B023
             publish(out, 3)  # noqa: B023
 
-        said = in_child(work)
-        if said == "untouched":
+        outcome = in_child(work)
+        if outcome == "untouched":
             return {"points": (number - 1) // step, **states}
-        _check(said == "ok", number, said)
+        _check(outcome == "ok", number, outcome)
         states[(own / "state").read_text()] += 1
         _check((value_of(out), sorted(os.listdir(own))) == (3, ["out", "state"]), number, os.listdir(own))
     raise AssertionError
 
 
 def sweep_races(place: Path, *, before: bool, overwrite: bool, elsewhere: bool, step: int) -> dict[str, Any]:
-    """Run a second publisher to its end at each event of the first: exactly one wins, or one follows the other.
+    """Run a second publisher to its end at each event of the first:
 
-    With `elsewhere` the second is as on another host: it cannot see whether the first one runs, and shares no lock.
+    exactly one wins, or one follows the other. With `elsewhere` the second runs as on another host: it cannot see
+    whether the first runs, and shares no lock.
     """
     states: Counter[str] = Counter()
     for number, own in _points(place, 1, step):
@@ -259,26 +263,26 @@ def sweep_races(place: Path, *, before: bool, overwrite: bool, elsewhere: bool, 
             if elsewhere:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(own / ".out.lock")  # noqa: B023
-            said = in_child(lambda: publish(out, 3, overwrite=overwrite), new_namespace=elsewhere)  # noqa: B023
-            (own / "second").write_text(said)  # noqa: B023
+            outcome = in_child(lambda: publish(out, 3, overwrite=overwrite), new_namespace=elsewhere)  # noqa: B023
+            (own / "second").write_text(outcome)  # noqa: B023
 
         def first() -> None:
             act_at(number, second)  # noqa: B023
             publish(out, 2, overwrite=overwrite)  # noqa: B023
 
-        said = in_child(first)
-        if said == "untouched":
+        outcome = in_child(first)
+        if outcome == "untouched":
             return {"points": (number - 1) // step, **states}
         other = (own / "second").read_text()
         if other == "no namespace":
             return {"skip": "this process may not make pid namespaces"}
-        states[f"{said}/{other}"] += 1
-        _check({said, other} <= {"ok", "TargetExistsError"} and "ok" in (said, other), number, said, other)
+        states[f"{outcome}/{other}"] += 1
+        _check({outcome, other} <= {"ok", "TargetExistsError"} and "ok" in (outcome, other), number, outcome, other)
         if not overwrite:
-            _check((said, other).count("ok") == 1, number, said, other)
-        allowed = {2} if other != "ok" else {3} if said != "ok" else {2, 3}
-        _check(value_of(out) in allowed, number, said, other, value_of(out))
-        _check(sorted(os.listdir(own)) == ["out", "second"], number, said, other, os.listdir(own))
+            _check((outcome, other).count("ok") == 1, number, outcome, other)
+        allowed = {2} if other != "ok" else {3} if outcome != "ok" else {2, 3}
+        _check(value_of(out) in allowed, number, outcome, other, value_of(out))
+        _check(sorted(os.listdir(own)) == ["out", "second"], number, outcome, other, os.listdir(own))
     raise AssertionError
 
 
@@ -286,7 +290,7 @@ def sweep_races(place: Path, *, before: bool, overwrite: bool, elsewhere: bool, 
 
 
 class DiskFileSystem(LocalFileSystem):
-    """An object store of several processes: small objects appear whole, and its puts have no conditions but create."""
+    """An object store for several processes: small objects appear whole, and puts have no condition but create."""
 
     protocol = "disk"
 
@@ -329,18 +333,18 @@ def names_at(url: str) -> list[str]:
 
 
 def answer(work: Callable[[], Any]) -> Any:
-    """Return what `work` returns in a forked process: file systems with threads stay out of this one."""
+    """Return what `work` returns in a forked process, so that this one starts no threads of file systems."""
     receive, send = os.pipe()
-    said = in_child(lambda: os.write(send, json.dumps(work()).encode()))
+    outcome = in_child(lambda: os.write(send, json.dumps(work()).encode()))
     os.close(send)
     with open(receive) as pipe:
         text = pipe.read()
-    _check(said == "ok", said)
+    _check(outcome == "ok", outcome)
     return json.loads(text)
 
 
 def state_of(url: str) -> str:
-    """ "absent", "being written", or the value of a whole checkpoint and nothing else."""
+    """Return "absent", "being written", or the value of a checkpoint that is whole and alone."""
     names = names_at(url)
     if "statexchange.json" in names:
         system, path = fsspec.core.url_to_fs(url)
@@ -352,7 +356,7 @@ def state_of(url: str) -> str:
 
 
 def sweep_object_kills(place: Path, *, base: str, before: bool, step: int, first: int = 1) -> dict[str, Any]:
-    """As `sweep_kills`, at a URL."""
+    """Run `sweep_kills` at a URL."""
     use_object_stores()
     states: Counter[str] = Counter()
     number = first - step
@@ -366,10 +370,10 @@ def sweep_object_kills(place: Path, *, base: str, before: bool, step: int, first
             act_at(number, lambda: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B023
             publish(out, 2)  # noqa: B023
 
-        said = in_child(work)
-        if said == "untouched":
+        outcome = in_child(work)
+        if outcome == "untouched":
             return {"points": -(-(number - first) // step), **states}
-        _check(said == "killed", number, said)
+        _check(outcome == "killed", number, outcome)
         state = answer(lambda: state_of(out))  # noqa: B023
         states[state] += 1
         _check(state in ("1", "1 claimed", "2", "2 claimed", "being written", "absent"), number, state)
@@ -384,7 +388,7 @@ def sweep_object_kills(place: Path, *, base: str, before: bool, step: int, first
 def sweep_object_races(
     place: Path, *, base: str, before: bool, overwrite: bool, elsewhere: bool, step: int, first: int = 1
 ) -> dict[str, Any]:
-    """As `sweep_races`, at a URL. With `elsewhere` the first is taken for dead after a while, and then goes on."""
+    """Run `sweep_races` at a URL. With `elsewhere` the first is taken for dead after a while, and then continues."""
     use_object_stores()
     states: Counter[str] = Counter()
     number = first - step
@@ -409,31 +413,31 @@ def sweep_object_races(
 
         def overtake() -> None:
             os.write(start, b"x")  # noqa: B023
-            said = os.read(ended, 100).decode()  # noqa: B023
-            (place / "second").write_text(said)
+            outcome = os.read(ended, 100).decode()  # noqa: B023
+            (place / "second").write_text(outcome)
 
         def first_one() -> None:
             act_at(number, overtake)  # noqa: B023
             publish(out, 2, overwrite=overwrite)  # noqa: B023
 
-        said = in_child(first_one)
+        outcome = in_child(first_one)
         for fd in (start, started, ended):
             os.close(fd)
         os.waitpid(helper, 0)
-        if said == "untouched":
+        if outcome == "untouched":
             return {"points": -(-(number - first) // step), **states}
         other = (place / "second").read_text()
         if other == "no namespace":
             return {"skip": "this process may not make pid namespaces"}
-        states[f"{said}/{other}"] += 1
-        _check({said, other} <= {"ok", "TargetExistsError"} and "ok" in (said, other), number, said, other)
+        states[f"{outcome}/{other}"] += 1
+        _check({outcome, other} <= {"ok", "TargetExistsError"} and "ok" in (outcome, other), number, outcome, other)
         if not overwrite:
-            _check((said, other).count("ok") == 1, number, said, other)
-        allowed = {"2"} if other != "ok" else {"3"} if said != "ok" else {"2", "3"}
+            _check((outcome, other).count("ok") == 1, number, outcome, other)
+        allowed = {"2"} if other != "ok" else {"3"} if outcome != "ok" else {"2", "3"}
         state = answer(lambda: state_of(out))  # noqa: B023
-        _check(state in allowed, number, said, other, state)
+        _check(state in allowed, number, outcome, other, state)
 
 
 def main(name: str, place: str, options: str) -> None:
-    """Run a sweep, and print what it counted as JSON."""
+    """Run a sweep, and print its counts as JSON."""
     print(json.dumps(globals()[name](Path(place), **json.loads(options))))

@@ -1,4 +1,4 @@
-"""The parts of a BucketReducer, each alone: plan, arrival, messages of a round, hooks."""
+"""The parts of a BucketReducer, each alone: plan, arrival of gradients, messages of a round, hooks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def header(step: int = 0, digest: bytes = b"the plan", *, is_done: bool = False)
 # The plan
 
 
-def test_a_plan_grows_at_its_end_and_its_digest_with_it() -> None:
+def test_a_plan_grows_at_its_end_and_changes_its_digest() -> None:
     views = views_of((2,), (3,), (1,))
     plan = plan_of(views)
     digests = [plan.digest]
@@ -62,7 +62,7 @@ def test_bucket_memory_is_zero_aligned_and_shares_no_cache_line() -> None:
     assert second.flat.data_ptr() - first.flat.data_ptr() == 64
 
 
-def test_buckets_are_split_in_the_order_in_which_they_fill_up() -> None:
+def test_buckets_are_cut_in_the_order_of_arrival() -> None:
     views = views_of((4,), (4,), (4,))
     groups = plan_of(views).split([views[2], views[0], views[1]])
     assert [[view.name for view in group] for group in groups] == [["p2"], ["p0"], ["p1"]]
@@ -80,7 +80,7 @@ def test_a_bucket_is_found_by_its_memory_and_labelled_by_its_names() -> None:
 # Views
 
 
-def test_gradients_are_copied_into_their_views_and_become_these() -> None:
+def test_gradients_are_copied_into_their_views_and_replaced_by_them() -> None:
     views = views_of((2,), (3,))
     (bucket,) = plan_of(views).extend([views])
     views[1].param.grad = torch.tensor([1.0, 2.0, 3.0])
@@ -148,7 +148,7 @@ def test_a_gradient_that_was_dropped_or_has_no_weight_has_not_arrived() -> None:
 # Rounds
 
 
-def test_messages_say_what_was_reported() -> None:
+def test_a_summary_combines_the_reports_of_all_ranks() -> None:
     reports = [ArrivalReport(b"\x01\x00\x02", [2], {2: SparseShape(5, 1)}), ArrivalReport(b"\x01\x04\x00")]
     messages = [header().to_bytes() + report.to_bytes() for report in reports]
     summary = RoundSummary.of(messages, 3, b"the plan")
@@ -158,7 +158,7 @@ def test_messages_say_what_was_reported() -> None:
     assert (summary.is_plain, summary.has_arrived, summary.total_weight) == (False, True, 2.0)
 
 
-def test_ranks_that_are_done_are_in_no_step() -> None:
+def test_ranks_that_are_done_are_not_compared() -> None:
     messages = [header(3).to_bytes(), header(0, is_done=True).to_bytes(), header(3).to_bytes()]
     assert RoundSummary.of(messages, 0, b"the plan").active == [0, 2]
 

@@ -1,4 +1,4 @@
-"""The room that memory cgroups leave, over trees of files, and under a real limit."""
+"""The memory that cgroups leave to a process, computed from trees of files and under a real limit."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ print("end")
 
 
 def group(directory: Path, version: int, limit: object, usage: int, file: int = 0, shmem: int = 0) -> None:
-    """A cgroup's files as the kernel writes them; in version 1 those of its own pages do not count."""
+    """Write a cgroup's files as the kernel does; in version 1 they count the cgroup's own pages only."""
     directory.mkdir(parents=True, exist_ok=True)
     names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     stat = f"anon 7\nfile {file}\nshmem {shmem}\n"
@@ -45,7 +45,7 @@ def group(directory: Path, version: int, limit: object, usage: int, file: int = 
 
 
 def proc(tmp_path: Path, cgroup: str, *mounts: tuple[str, str, str]) -> str:
-    """A process's directory in /proc: `cgroup`, and the root, the place and the kind of each mount."""
+    """Return a process's directory in /proc, with `cgroup` and mountinfo of these (root, mount point, kind)."""
     directory = tmp_path / "proc"
     directory.mkdir()
     (directory / "cgroup").write_text(cgroup)
@@ -89,14 +89,14 @@ def test_both_versions_may_be_mounted_beside_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("root", "path"), [("/docker/c1", "/docker/c1"), ("/docker/c1", "/"), ("/", "/"), ("/docker/c1", "/other/c2")]
 )
-def test_a_container_sees_its_own_cgroup_as_the_mount(root: str, path: str, tmp_path: Path) -> None:
+def test_in_a_container_the_mount_is_its_own_cgroup(root: str, path: str, tmp_path: Path) -> None:
     group(tmp_path / "sys fs", 2, 100 * MIB, 60 * MIB, file=20 * MIB)
     here = proc(tmp_path, f"0::{path}\n", (root, "sys\\040fs", V2))
     assert memory_headroom(here) == Headroom(60 * MIB, f"{tmp_path}/sys fs")
 
 
 @pytest.mark.parametrize("content", ["", "max\n", "soon\n"])
-def test_without_a_limit_there_is_no_room_to_tell(content: str, tmp_path: Path) -> None:
+def test_without_a_limit_the_room_is_unknown(content: str, tmp_path: Path) -> None:
     (tmp_path / "sys" / "job").mkdir(parents=True)
     (tmp_path / "sys" / "job" / "memory.max").write_text(content)
     assert memory_headroom(proc(tmp_path, "0::/job/gone\n", ("/", "sys", V2))) is None
@@ -105,7 +105,7 @@ def test_without_a_limit_there_is_no_room_to_tell(content: str, tmp_path: Path) 
 
 @contextlib.contextmanager
 def limited_cgroup(nbytes: int) -> Iterator[Path]:
-    """A new memory cgroup below this process's own; a skip where none can be made."""
+    """Make a new memory cgroup below that of this process; skip the test where that is impossible."""
     require_root()
     made = None
     for version, _, directory in cgroups._memory_cgroups("/proc/self"):
@@ -117,7 +117,7 @@ def limited_cgroup(nbytes: int) -> Iterator[Path]:
             made = new
             (made / limit).write_text(str(nbytes))
             break
-        if made is not None:  # one in which no limit can be set
+        if made is not None:  # a cgroup in which no limit can be set
             made.rmdir()
             made = None
     if made is None:
@@ -128,12 +128,12 @@ def limited_cgroup(nbytes: int) -> Iterator[Path]:
         made.rmdir()
 
 
-def test_two_arenas_of_which_one_fits_are_refused_and_not_killed(tmp_path: Path) -> None:
+def test_a_second_arena_that_does_not_fit_is_refused_before_the_oom_killer(tmp_path: Path) -> None:
     """The page cache of a file as large as the limit does not count, the first arena does."""
     (tmp_path / "data").write_bytes(bytes(70 * MIB))
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "data")]
     with limited_cgroup(70 * MIB) as directory:
-        # The child enters by itself, before it uses any memory that would stay counted elsewhere.
+        # The child enters the cgroup itself, before it uses memory, which would stay charged to the old cgroup.
         enter = f"echo $$ > '{directory}/cgroup.procs' && exec \"$@\""
         done = subprocess.run(
             ["sh", "-c", enter, "sh", *command], capture_output=True, text=True, timeout=60, check=False

@@ -39,7 +39,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def shell(*arguments: object, **more: str) -> Ran:
-    """The exit code, stdout and stderr of a real process."""
+    """Run the command line as a process; return exit code, stdout and stderr."""
     command = [sys.executable, "-m", "statexchange", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(**more), timeout=60)
     return done.returncode, done.stdout, done.stderr
@@ -61,7 +61,7 @@ def rank_tensors(rank: int) -> list[ShardData]:
 
 
 def write_workspace(root: Path, tensors: Sequence[list[ShardData]]) -> list[Path]:
-    """One committed round; returns the files of the ranks."""
+    """Write one committed round; return the files of the ranks."""
     workspace = Workspace(root)
     receipts = [
         workspace.write(held, run="job", round=1, rank=rank, world_size=len(tensors))
@@ -128,7 +128,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
     return Call(capsys)
 
 
-# --- looking ---
+# --- info and ls ---
 
 
 @pytest.mark.parametrize("command", ["info", "ls"])
@@ -147,7 +147,7 @@ def test_looking_loads_neither_torch_nor_numpy(workspace: Path, command: str) ->
 
 def test_info_answers_before_torch_could_have_been_imported(workspace: Path) -> None:
     def seconds(*command: str) -> float:
-        """The processor time of a program."""
+        """Return the processor time of a program."""
         with subprocess.Popen([sys.executable, *command], env=environment(), stdout=subprocess.DEVNULL) as process:
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
@@ -233,7 +233,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(call: Call, workspace: Path)
     assert "'nothing*' matches no tensor" in err
 
 
-def test_names_cannot_steer_a_terminal(call: Call, tmp_path: Path) -> None:
+def test_control_characters_in_names_are_escaped(call: Call, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write_safetensors(path, {"evil\u202e\u200bname": ("U8", (2,), b"ab")})
     assert "evil\\u202e\\u200bname\tU8" in call("ls", path)[1]
@@ -243,7 +243,7 @@ def test_names_cannot_steer_a_terminal(call: Call, tmp_path: Path) -> None:
     assert printable("a\tb\x1b[0m\n\ud800é") == "a\\tb\\x1b[0m\\n\\ud800é"
 
 
-def test_an_encoding_that_cannot_say_it_gets_escapes(tmp_path: Path) -> None:
+def test_characters_that_stdout_cannot_encode_are_escaped(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write_safetensors(path, {"größe": ("U8", (2,), b"ab")})
     code, out, _ = shell("ls", path, PYTHONIOENCODING="ascii")
@@ -251,7 +251,7 @@ def test_an_encoding_that_cannot_say_it_gets_escapes(tmp_path: Path) -> None:
     assert "gr\\xf6\\xdfe" in out
 
 
-def test_a_reader_that_goes_away_is_no_failure(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_no_failure(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write_safetensors(path, {f"layer.{number:05d}.{'x' * 60}": ("U8", (0,), b"") for number in range(5000)})
     command = f"{sys.executable} -m statexchange ls {path} | head -n 1; echo ${{PIPESTATUS[0]}}"
@@ -281,7 +281,7 @@ def test_output_that_cannot_be_written_is_an_io_error(workspace: Path, form: str
 # --- verify and merge ---
 
 
-def test_verify_of_what_is_whole(call: Call, workspace: Path) -> None:
+def test_verify_of_a_whole_checkpoint(call: Call, workspace: Path) -> None:
     code, out, err = call("verify", workspace)
     assert (code, err) == (0, "")
     assert "3 tensors, 12 boxes" in out
@@ -291,7 +291,7 @@ def test_verify_of_what_is_whole(call: Call, workspace: Path) -> None:
     assert envelope["data"]["num_unproven"] == 0
 
 
-def test_verify_says_what_it_cannot_check(call: Call, tmp_path: Path) -> None:
+def test_verify_reports_what_it_cannot_check(call: Call, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write_safetensors(path, {"a": ("U8", (2,), b"ab")})
     code, _, err = call("verify", path)
@@ -300,7 +300,7 @@ def test_verify_says_what_it_cannot_check(call: Call, tmp_path: Path) -> None:
     assert call.json("verify", path)[1]["warnings"]
 
 
-def test_merge_then_every_look(call: Call, workspace: Path, tmp_path: Path) -> None:
+def test_every_command_reads_what_merge_writes(call: Call, workspace: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text("{}")
     out = tmp_path / "out"
@@ -339,7 +339,7 @@ def test_a_rename_without_a_replacement_is_refused(call: Call, workspace: Path, 
 
 
 @pytest.mark.parametrize("command", [["merge", "a", "b"], ["demo"]])
-def test_of_many_ranks_only_the_first_writes(command: list[str]) -> None:
+def test_under_a_launcher_only_rank_0_writes(command: list[str]) -> None:
     code, out, err = shell(*command, RANK="2", WORLD_SIZE="4")
     assert (code, out) == (7, "")
     assert err == "error: only rank 0 runs this command, and WORLD_SIZE is 4: start it once [rank 2]\n"
@@ -360,7 +360,7 @@ def test_bad_arguments_are_usage_errors(call: Call) -> None:
 
 
 @pytest.mark.parametrize("asked", [["--json"], ["--format", "json"], ["--format=json"]])
-def test_usage_errors_come_as_json_where_that_was_asked_for(call: Call, asked: list[str]) -> None:
+def test_usage_errors_are_json_if_requested(call: Call, asked: list[str]) -> None:
     code, out, err = call("info", *asked, "--no-such-option")
     envelope = json.loads(out)
     assert (code, err, envelope["ok"], envelope["code"]) == (2, "", False, "USAGE")
@@ -379,7 +379,7 @@ def test_help_lists_every_command(call: Call) -> None:
 # --- bad input ---
 
 
-def test_no_such_path(workspace: Path, tmp_path: Path) -> None:
+def test_an_absent_path(workspace: Path, tmp_path: Path) -> None:
     for arguments in (
         ["info", "nowhere"],
         ["ls", "nowhere"],
@@ -413,7 +413,7 @@ def test_a_path_that_is_no_workspace(call: Call, tmp_path: Path) -> None:
 
 
 def refused(call: Call, workspace: Path, *, code: int, says: Sequence[str]) -> str:
-    """Merging says all of `says`, exits with `code` and changes nothing; returns what verify says."""
+    """Check that merging prints all of `says`, exits with `code` and changes nothing; return the outcome of verify."""
     before, beside = tree(workspace), sorted(os.listdir(workspace.parent))
     got, out, err = call("merge", workspace, workspace.parent / "out")
     assert (got, out) == (code, "")
@@ -532,7 +532,7 @@ def test_an_existing_target(call: Call, workspace: Path, tmp_path: Path) -> None
 
 @pytest.fixture
 def namespace(tmp_path: Path) -> Iterator[Path]:
-    """A directory to mount on; `in_namespace` mounts where nobody else sees it."""
+    """Return a directory to mount on; mounts that `in_namespace` makes are not visible outside."""
     require_mounts()
     mounted = tmp_path / "mounted"
     mounted.mkdir()
@@ -556,29 +556,29 @@ def test_a_full_disk_leaves_what_was_there(call: Call, namespace: Path, workspac
     assert call("merge", workspace, tmp_path / "old")[0] == 0
     write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
     sx = f"{sys.executable} -m statexchange"
-    said = in_namespace(
+    output = in_namespace(
         f"mount -t tmpfs -o size=1m tmpfs {namespace}; cp -r {tmp_path}/old {namespace}/out; "
         f"{sx} merge {tmp_path}/big {namespace}/out --overwrite 2>&1 || echo exit $?; ls -A {namespace}; "
         f"diff -r {tmp_path}/old {namespace}/out && echo same"
     )
-    error, code, *rest = said.splitlines()
+    error, code, *rest = output.splitlines()
     assert error.startswith("error: cannot reserve 2097")
     assert "No space left on device" in error
     assert f"{namespace}/.out." in error
     assert [code, *rest] == ["exit 8", "out", "same"]
 
 
-def test_a_dry_run_says_what_the_target_cannot_take(namespace: Path, workspace: Path, tmp_path: Path) -> None:
+def test_a_dry_run_refuses_a_target_that_cannot_be_written(namespace: Path, workspace: Path, tmp_path: Path) -> None:
     """No room, where files have been finished too, and a file system that is read-only."""
     write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
     sx = f"{sys.executable} -m statexchange"
-    said = in_namespace(
+    output = in_namespace(
         f"mount -t tmpfs -o size=1m tmpfs {namespace}; "
         f"{sx} merge {tmp_path}/big {namespace}/out --dry-run 2>&1 || echo exit $?; "
         f"{sx} merge {tmp_path}/big {namespace}/a/b/out --dry-run 2>&1 || echo exit $?; ls -A {namespace}; "
         f"mount -o remount,ro {namespace}; {sx} merge {workspace} {namespace}/out --dry-run 2>&1 || echo exit $?"
     )
-    full, one, fuller, other, read_only, last = said.splitlines()
+    full, one, fuller, other, read_only, last = output.splitlines()
     assert [one, other, last] == ["exit 8"] * 3
     assert "No space left on device" in full
     assert "No space left on device" in fuller
@@ -602,14 +602,14 @@ def test_a_dry_run_counts_the_room_that_a_dead_publisher_left(namespace: Path, t
     write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
     (tmp_path / "leave.py").write_text(LEAVE)
     merge = f"{sys.executable} -m statexchange merge {tmp_path}/big {namespace}"
-    said = in_namespace(
+    output = in_namespace(
         f"mount -t tmpfs -o size=3m tmpfs {namespace}; {sys.executable} {tmp_path}/leave.py {namespace}/out; "
         f"{merge}/other --dry-run >&2 || echo exit $?; {merge}/out --dry-run >&2 && {merge}/out >&2 && echo merged"
     )
-    assert said.splitlines() == ["exit 8", "merged"]
+    assert output.splitlines() == ["exit 8", "merged"]
 
 
-def test_what_cannot_be_read_is_shown_with_what_it_is(call: Call, tmp_path: Path) -> None:
+def test_unreadable_files_are_reported_with_their_kind(call: Call, tmp_path: Path) -> None:
     write_safetensors(tmp_path / "x.safetensors", {"odd": ("F4", (2, 2), b"ab"), "w": ("U8", (2,), b"cd")})
     code, out, err = call("info", tmp_path / "x.safetensors")
     assert (code, "F4 1, U8 1" in out) == (0, True)
@@ -624,11 +624,11 @@ def test_what_cannot_be_read_is_shown_with_what_it_is(call: Call, tmp_path: Path
 
 def test_a_read_only_directory(namespace: Path, workspace: Path) -> None:
     sx = f"{sys.executable} -m statexchange"
-    said = in_namespace(
+    output = in_namespace(
         f"mount -t tmpfs tmpfs {namespace}; touch {namespace}/before; mount -o remount,ro {namespace}; "
         f"{sx} merge {workspace} {namespace}/out 2>&1 || echo exit $?; ls -A {namespace}"
     )
-    error, code, *rest = said.splitlines()
+    error, code, *rest = output.splitlines()
     assert error.startswith("error: cannot ")
     assert "Read-only file system" in error
     assert os.fspath(namespace) in error
@@ -644,13 +644,13 @@ def memory_directory() -> Iterator[Path]:
         yield Path(directory)
 
 
-def test_ctrl_c_leaves_nothing(memory_directory: Path) -> None:
+def test_ctrl_c_in_a_merge_leaves_nothing(memory_directory: Path) -> None:
     if shutil.disk_usage(memory_directory).free < 2 << 30:
         pytest.skip("an interruption needs a merge that takes a while: 1 GiB of room in memory")
     shard = Shard("w", "U8", (400 << 20,), (Box((0,), (400 << 20,)),))
     write_workspace(memory_directory / "ws", [[ShardData(shard, memoryview(bytes(shard.nbytes)))]])
     before = sorted(os.listdir(memory_directory))
-    # Where the tests run in the background, SIGINT is ignored, and children inherit that.
+    # If the tests run in the background, SIGINT is ignored, and children inherit that.
     program = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from statexchange.cli.main import main\n"
@@ -673,7 +673,7 @@ def test_ctrl_c_leaves_nothing(memory_directory: Path) -> None:
     assert sorted(os.listdir(memory_directory)) == before
 
 
-def test_our_own_fault_says_where_to_report_it(call: Call, monkeypatch: pytest.MonkeyPatch, workspace: Path) -> None:
+def test_an_internal_error_asks_for_a_report(call: Call, monkeypatch: pytest.MonkeyPatch, workspace: Path) -> None:
     def broken(_path: str) -> None:
         raise RuntimeError("the moon is full")
 
@@ -691,7 +691,7 @@ def inverts() -> None:
 
 
 @pytest.mark.parametrize("where", ["here", "on ranks"])
-def test_the_fault_of_another_package_is_not_called_ours(
+def test_an_error_in_another_package_is_not_called_a_bug_of_ours(
     call: Call, monkeypatch: pytest.MonkeyPatch, workspace: Path, where: str
 ) -> None:
     look = inverts if where == "here" else lambda: run_ranks(inverts, 2)
@@ -726,9 +726,7 @@ def test_ctrl_c_while_modules_are_imported(module: str, workspace: Path) -> None
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 
 
-def test_what_the_system_refuses_is_no_fault_of_ours(
-    call: Call, monkeypatch: pytest.MonkeyPatch, workspace: Path
-) -> None:
+def test_an_os_error_is_not_called_a_bug_of_ours(call: Call, monkeypatch: pytest.MonkeyPatch, workspace: Path) -> None:
     def refuse(_path: str) -> None:
         raise PermissionError(13, "Permission denied", "/secret")
 
@@ -768,7 +766,7 @@ def test_progress_in_a_log_is_a_line_each_half_minute(clock: Clock, capsys: pyte
     ]
 
 
-def test_progress_on_a_terminal_is_one_line_that_goes_away(
+def test_progress_on_a_terminal_is_one_line_that_is_erased(
     clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -781,7 +779,7 @@ def test_progress_on_a_terminal_is_one_line_that_goes_away(
     assert err == "\rverify  5.00 MB of 10.0 MB (50%)  2.50 MB/s  2 s left\x1b[K\r\x1b[K"
 
 
-def test_numbers_for_people() -> None:
+def test_numbers_are_formatted_for_people() -> None:
     assert [format_seconds(s) for s in (0.0123, 9, 59.4, 185, 7800)] == [
         "0.012 s",
         "9 s",
@@ -793,7 +791,7 @@ def test_numbers_for_people() -> None:
     assert format_ranks([]) == ""
 
 
-def test_the_gravest_finding_decides() -> None:
+def test_the_most_severe_finding_is_the_exit_code() -> None:
     replica, missing, broken = ReplicaError("r"), IncompleteError("i"), CorruptError("c")
     assert most_severe([replica, missing, broken]) is broken
     assert most_severe([replica, missing]) is missing
@@ -805,7 +803,7 @@ def test_the_gravest_finding_decides() -> None:
 # --- the demo ---
 
 
-def test_demo_without_torch_says_how_to_get_it() -> None:
+def test_demo_without_torch_names_the_command_that_installs_it() -> None:
     program = "import sys; sys.modules['torch'] = None\nfrom statexchange.cli.main import main\nmain(['demo'])"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), timeout=60
@@ -816,7 +814,7 @@ def test_demo_without_torch_says_how_to_get_it() -> None:
 
 
 @pytest.mark.slow
-def test_demo_for_real_as_json(tmp_path: Path) -> None:
+def test_demo_runs_and_prints_json(tmp_path: Path) -> None:
     code, out, err = shell("demo", "-n", "2", "--steps", "2", "--keep", tmp_path / "kept", "--json")
     assert code == 0, err
     data = json.loads(out)["data"]
@@ -857,7 +855,7 @@ def fake_report(path: str | None, mismatches: tuple[str, ...]) -> demo.DemoRepor
 
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch, workspace: Path, tmp_path: Path) -> dict[str, tuple[str, ...]]:
-    """A demo that trains nothing, and draws a merged workspace."""
+    """Replace the demo by one that trains nothing and draws a merged workspace."""
     settings: dict[str, tuple[str, ...]] = {"mismatches": ()}
 
     def run_demo(_ranks: int, keep: str | None, steps: int, on_progress: "demo.OnProgress") -> demo.DemoReport:
@@ -878,7 +876,7 @@ def faked(monkeypatch: pytest.MonkeyPatch, workspace: Path, tmp_path: Path) -> d
 
 
 @pytest.mark.usefixtures("faked")
-def test_demo_tells_its_steps_and_what_it_found(call: Call, tmp_path: Path) -> None:
+def test_demo_prints_its_steps_and_results(call: Call, tmp_path: Path) -> None:
     keep = tmp_path / "kept"
     code, out, err = call("demo", "--keep", keep, "--steps", "25")
     assert code == 0
@@ -919,7 +917,7 @@ def test_demo_on_a_terminal_is_one_live_line(call: Call, monkeypatch: pytest.Mon
     assert err.endswith("\r\x1b[K")
 
 
-def test_demo_that_finds_a_difference_says_so(call: Call, faked: dict[str, tuple[str, ...]]) -> None:
+def test_demo_reports_a_difference(call: Call, faked: dict[str, tuple[str, ...]]) -> None:
     faked["mismatches"] = ("norm.weight",)
     code, out, _ = call("demo", "--steps", "1")
     assert code == 1
@@ -943,7 +941,7 @@ def test_every_command_takes_a_format() -> None:
         assert command.help
 
 
-def test_a_dry_run_refuses_what_the_merge_would_refuse(call: Call, workspace: Path, tmp_path: Path) -> None:
+def test_a_dry_run_raises_the_errors_of_the_merge(call: Call, workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert call("merge", workspace, tmp_path / "out", "--dry-run")[0] == 7
     assert call("merge", workspace, tmp_path / "new", "--exclude", "*")[0] == 2
@@ -964,7 +962,7 @@ def test_a_dry_run_prints_where_tensors_come_from(call: Call, workspace: Path, t
     assert "tensors" not in call.json("merge", workspace, tmp_path / "out")[1]["data"]
 
 
-def test_what_a_merge_does_to_names_is_told(call: Call, workspace: Path, tmp_path: Path) -> None:
+def test_merge_reports_changed_names(call: Call, workspace: Path, tmp_path: Path) -> None:
     assert call("merge", workspace, tmp_path / "one", "--rename", "^=module.")[0] == 0
     code, _, err = call("merge", tmp_path / "one", tmp_path / "two")
     assert (code, "the prefix 'module.' of a wrapper was removed" in err) == (0, True)
@@ -973,7 +971,7 @@ def test_what_a_merge_does_to_names_is_told(call: Call, workspace: Path, tmp_pat
     assert '--rename "^model\\.="' in envelope["warnings"][0]
 
 
-def test_the_help_of_merge_shows_a_layout_that_is_one(call: Call) -> None:
+def test_the_layout_in_the_help_of_merge_is_valid(call: Call) -> None:
     from statexchange.sharding.rules import Layout
 
     text = call("merge", "--help")[1]

@@ -18,7 +18,7 @@ HOME = Path(__file__).parents[2]
 PACKAGE = HOME / "statexchange"
 # fsspec imports these by the scheme of a URL.
 BY_SCHEME = {"s3fs", "gcsfs"}
-# Where they are imported: never, but for tests of who installs them, and never at run time.
+# Never imported at run time; users or tests install them.
 TESTS_ONLY = {"pytest", "_pytest"}
 TYPES_ONLY = {"typing_extensions", "_typeshed"}
 NEEDED_BY_TRANSFORMERS = {"accelerate"}  # for its Trainer

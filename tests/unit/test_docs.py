@@ -1,4 +1,4 @@
-"""Tables and lists of the pages in docs say what the code says."""
+"""Tables and lists of the pages in docs agree with the code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def rows(page: str, columns: int) -> list[list[str]]:
-    """The rows of all tables of a page that have so many columns, without heads and rules."""
+    """Return the rows of all tables of a page with this number of columns, without their heads."""
     lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
     heads = {at - before for at, line in enumerate(lines) if line.startswith("|---") for before in (0, 1)}
     tables = [line for at, line in enumerate(lines) if line.startswith("|") and at not in heads]
@@ -54,7 +54,7 @@ def test_the_environment_is_what_settings_reads() -> None:
     assert named == read
 
 
-@pytest.mark.parametrize("package", ["", "comm", "train", "errors"])
+@pytest.mark.parametrize("package", ["", "comm", "train", "integrations", "errors"])
 def test_the_reference_lists_every_public_name(package: str) -> None:
     home = getattr(statexchange, package) if package else statexchange
     page = (DOCS / "reference" / f"{package or 'python'}.md").read_text(encoding="utf-8")
@@ -67,17 +67,20 @@ def test_the_reference_lists_every_public_name(package: str) -> None:
 
 
 def public(home: ModuleType) -> set[str]:
-    """Names for users: no packages, which have pages of their own, and of errors only the classes."""
+    """Return the public names of a package:
+
+    without packages, which have pages of their own; of errors only the classes.
+    """
     names = {name for name in home.__all__ if not hasattr(getattr(home, name), "__path__") and name != "errors"}
     if home is errors:
         return {name for name in names if name.endswith("Error")}
-    return names - {"StateExchangeError"}  # which the page of errors has
+    return names - {"StateExchangeError"}  # errors.md lists it
 
 
 def test_each_error_in_a_public_docstring_has_a_reason() -> None:
-    """As mkdocs reads them: under "Raises:" stand lines "NAME: reason", or "NAME, NAME: reason"."""
+    """mkdocs needs lines "NAME: reason" or "NAME, NAME: reason" under "Raises:"."""
     wrong = []
-    for home in (statexchange, statexchange.comm, statexchange.train, statexchange.testing):
+    for home in (statexchange, statexchange.comm, statexchange.train, statexchange.integrations, statexchange.testing):
         for name in home.__all__:
             found = getattr(home, name)
             members = vars(found).values() if inspect.isclass(found) else ()

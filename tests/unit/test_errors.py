@@ -1,4 +1,4 @@
-"""Errors travel whole: by pickle between processes, as JSON records between ranks."""
+"""Errors keep their class and attributes: by pickle between processes, as JSON records between ranks."""
 
 import json
 import pickle
@@ -57,18 +57,18 @@ def test_every_public_error_is_in_the_table() -> None:
     assert {name for name in errors.__all__ if name.endswith("Error")} == BUILTINS.keys()
 
 
-def test_the_message_says_what_it_is_about() -> None:
+def test_the_message_names_tensor_rank_and_path() -> None:
     text = str(CorruptError("digest differs", rank=3, path="/x", name="layer.w", expected="aa", found="bb"))
     assert text == "digest differs: expected aa, found bb [tensor 'layer.w', rank 3, /x]"
 
 
-def test_attributes_that_builtins_also_have_are_ours() -> None:
+def test_attributes_of_builtin_errors_are_overridden() -> None:
     error = pickle.loads(pickle.dumps(StorageError("no room", errno=28, path="/x", name="w")))
     assert (error.errno, error.path, error.name, error.expected, error.rank) == (28, "/x", "w", None, None)
     assert errors.MissingExtraError("torch?", name="n", path="/p").name == "n"
 
 
-def test_an_os_error_keeps_its_number_and_says_what_was_done() -> None:
+def test_an_os_error_keeps_its_errno_and_names_the_operation() -> None:
     error = StorageError.of(OSError(28, "No space left on device"), "write", path="/x")
     assert (error.errno, str(error)) == (28, "cannot write: No space left on device [/x]")
 
@@ -81,13 +81,13 @@ def test_a_record_names_the_rank_that_failed() -> None:
     assert (foreign.rank, foreign.phase, foreign.cause) == (4, "planning", "KeyError: 'w'")
 
 
-def test_facts_that_are_no_json_travel_as_text() -> None:
+def test_attributes_that_are_not_json_become_text() -> None:
     error = from_record(json.loads(json.dumps(to_record(CorruptError("x", expected=(b"a", 1), found={1, 2}), 0, ""))))
     assert (error.expected, error.found) == ("(b'a', 1)", "{1, 2}")
 
 
 class BrokenPartError(CorruptError):
-    """Somebody else's, with a constructor of its own."""
+    """A foreign subclass with a constructor of its own."""
 
     def __init__(self, part: set[int]) -> None:
         super().__init__(f"part {part} is broken", rank=7)
@@ -103,12 +103,12 @@ def test_a_located_error_is_of_the_same_class_and_keeps_the_rest() -> None:
     assert str(pickle.loads(pickle.dumps(io))) == str(io)
 
 
-def test_somebody_elses_class_travels_as_the_nearest_of_ours() -> None:
+def test_a_foreign_class_becomes_its_nearest_public_base() -> None:
     error = from_record(json.loads(json.dumps(to_record(BrokenPartError({3}), 2, "saving"))))
     assert (type(error), str(error), error.rank) == (CorruptError, "part {3} is broken [rank 7]", 7)
 
 
-def test_a_class_that_is_not_known_here_is_a_plain_error_of_ours() -> None:
+def test_an_unknown_class_becomes_a_plain_error() -> None:
     record = to_record(StorageError("no room", errno=28, path="/x"), 1, "saving")
     error = from_record({**record, "type": "ErrorOfTheFuture"})
     assert (type(error), error.path, error.rank) == (StateExchangeError, "/x", 1)
@@ -152,7 +152,7 @@ def test_an_excerpt_is_the_beginning_of_the_repr(value: object, limit: int) -> N
 
 def test_an_excerpt_takes_little_of_whatever_value() -> None:
     shared: object = 1
-    for _ in range(100_000):  # deeper than a repr may go, and of 2**100_000 values
+    for _ in range(100_000):  # deeper than repr can recurse, and of 2**100_000 values
         shared = [shared, shared]
     assert excerpt(shared) == "[" * 100
     assert excerpt([[]] * 10_000_000, 8) == "[[], [],"

@@ -1,4 +1,4 @@
-"""The public face: few names, typed, listed, readable without torch."""
+"""The public names: few, typed, listed in the stub, readable without torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def test_at_most_28_names_are_at_the_top() -> None:
     assert [name for name in dir(sx) if not name.startswith("__")] == sx.__all__
 
 
-@pytest.mark.parametrize("package", ["statexchange", "statexchange.comm", "statexchange.train"])
+@pytest.mark.parametrize(
+    "package", ["statexchange", "statexchange.comm", "statexchange.train", "statexchange.integrations"]
+)
 def test_each_public_name_exists_and_stands_in_the_stub(package: str) -> None:
     module = importlib.import_module(package)
     stub = ast.parse((Path(str(module.__file__)).parent / "__init__.pyi").read_text())
@@ -48,14 +50,16 @@ def test_each_public_name_exists_and_stands_in_the_stub(package: str) -> None:
         _ = module.nonsense
 
 
-def test_each_public_function_and_class_says_what_it_is_for() -> None:
-    for module in (sx, sx.comm, sx.train, sx.errors, sx.testing):
+def test_each_public_function_and_class_has_a_docstring() -> None:
+    for module in (sx, sx.comm, sx.train, sx.integrations, sx.errors, sx.testing):
         assert module.__doc__
         for name in module.__all__:
             assert getattr(module, name).__doc__, name
 
 
-@pytest.mark.parametrize("module", ["statexchange", "statexchange.comm", "statexchange.train", "statexchange.errors"])
+@pytest.mark.parametrize(
+    "module", [f"statexchange{name}" for name in ("", ".comm", ".train", ".integrations", ".errors")]
+)
 def test_pydoc_works_without_torch(module: str) -> None:
     script = f"{WITHOUT_TORCH}\nimport pydoc\nprint(pydoc.render_doc({module!r}, renderer=pydoc.plaintext))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
@@ -64,7 +68,7 @@ def test_pydoc_works_without_torch(module: str) -> None:
         assert "load_checkpoint(" in done.stdout
 
 
-def test_a_name_that_needs_torch_says_so() -> None:
+def test_a_name_that_needs_torch_names_the_missing_extra() -> None:
     script = WITHOUT_TORCH + textwrap.dedent("""
         import statexchange as sx
         print('train' in dir(sx), 'synchronize' in dir(sx))
@@ -75,7 +79,7 @@ def test_a_name_that_needs_torch_says_so() -> None:
     assert 'pip install "statexchange[torch]"' in done.stderr
 
 
-def test_a_workspace_that_is_read_without_torch_says_so(tmp_path: Path) -> None:
+def test_reading_a_workspace_without_torch_names_the_missing_extra(tmp_path: Path) -> None:
     sx.NFSWorkspace(tmp_path / "ws", run="job").write_configs_and_weights({"layers": 2}, {"w": torch.ones(2)})
     script = WITHOUT_TORCH + textwrap.dedent("""
         import statexchange as sx

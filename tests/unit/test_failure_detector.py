@@ -1,4 +1,4 @@
-"""Failure detection between hosts: reported, noticed, missing and departed ranks, and clean ends of processes."""
+"""Failure detection between hosts: reported, dead, missing and departed ranks, and clean exits of processes."""
 
 import contextlib
 import json
@@ -74,11 +74,13 @@ def on_all(world_size: int, body: Callable[[int], Any]) -> list[Any]:
 def detectors(nodes: tuple[int, ...] = NODES) -> Iterator[list[FailureDetector]]:
     exchange = ByteExchange(len(nodes))
     hosts = tuple(HOSTS[2 * node] for node in nodes)
-    made = on_all(len(nodes), lambda r: start_failure_detector(Bootstrap(exchange, r), Topology(r, nodes, hosts), 10))
+    members = on_all(
+        len(nodes), lambda r: start_failure_detector(Bootstrap(exchange, r), Topology(r, nodes, hosts), 10)
+    )
     try:
-        yield made
+        yield members
     finally:
-        on_all(len(nodes), lambda r: made[r] is not None and made[r].close())
+        on_all(len(nodes), lambda r: members[r] is not None and members[r].close())
 
 
 def failure_of(detector: FailureDetector, within_s: float, operation: str = "a barrier") -> Exception | None:
@@ -100,92 +102,92 @@ def until(condition: Callable[[], object], within_s: float) -> None:
 
 
 @pytest.mark.parametrize("reporter", range(RANKS))
-def test_what_one_rank_reports_all_know_at_once(reporter: int) -> None:
-    with detectors() as made:
-        for detector in made:
+def test_a_reported_failure_reaches_all_ranks_at_once(reporter: int) -> None:
+    with detectors() as members:
+        for detector in members:
             detector.check("a barrier")
-        made[reporter].report_failure(StallError("ranks [2] did not come", missing=(2,), rank=2))
-        errors = [failure_of(detector, 0.5) for detector in made]
+        members[reporter].report_failure(StallError("ranks [2] did not come", missing=(2,), rank=2))
+        errors = [failure_of(detector, 0.5) for detector in members]
         assert [type(error) for error in errors] == [StallError] * RANKS
         assert all(error.missing == (2,) for error in errors)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("caller", range(RANKS))
-def test_ranks_that_wait_elsewhere_learn_of_a_requested_collective(caller: int) -> None:
-    """To the collective in which the caller is; who is there, or beyond, is not meant."""
-    with detectors() as made:
+def test_ranks_that_wait_in_another_call_get_the_request_of_a_collective(caller: int) -> None:
+    """Only ranks that have not yet reached the caller's collective get the request."""
+    with detectors() as members:
         ahead = (caller + 1) % RANKS
-        made[ahead].set_current_op("the end of cooking")
-        made[caller].request_collective()
-        made[caller].set_current_op("the end of cooking")
-        waiting = [detector for rank, detector in enumerate(made) if rank not in (caller, ahead)]
+        members[ahead].set_current_op("the end of cooking")
+        members[caller].request_collective()
+        members[caller].set_current_op("the end of cooking")
+        waiting = [detector for rank, detector in enumerate(members) if rank not in (caller, ahead)]
         until(lambda: all(detector.collective_requested() for detector in waiting), 0.5)
-        assert not made[caller].collective_requested()
-        assert not made[ahead].collective_requested()
+        assert not members[caller].collective_requested()
+        assert not members[ahead].collective_requested()
         for detector in waiting:
             detector.set_current_op("a message, broken off")
             assert not detector.collective_requested()
 
 
-def test_the_first_failure_counts() -> None:
-    with detectors() as made:
-        made[3].report_failure(PeerError(3, "one", "first"))
-        assert failure_of(made[1], 0.5) is not None
-        made[1].report_failure(PeerError(1, "two", "second"))
+def test_the_first_reported_failure_is_kept() -> None:
+    with detectors() as members:
+        members[3].report_failure(PeerError(3, "one", "first"))
+        assert failure_of(members[1], 0.5) is not None
+        members[1].report_failure(PeerError(1, "two", "second"))
         time.sleep(0.1)
-        assert {str(failure_of(detector, 0.5)) for detector in made} == {"rank 3 failed in one: first"}
+        assert {str(failure_of(detector, 0.5)) for detector in members} == {"rank 3 failed in one: first"}
 
 
-def test_a_rank_that_has_not_come_is_missing() -> None:
-    with detectors() as made:
+def test_a_rank_that_has_not_called_is_missing() -> None:
+    with detectors() as members:
         for rank in (0, 1, 3):
-            made[rank].set_current_op("a barrier")
-        until(lambda: [detector.missing_ranks() for detector in made] == [(2,), (2,), (), (2,)], 2)
-        made[2].set_current_op("a barrier")
-        until(lambda: not any(detector.missing_ranks() for detector in made), 2)
-        assert all(failure_of(detector, 0.01) is None for detector in made)
+            members[rank].set_current_op("a barrier")
+        until(lambda: [detector.missing_ranks() for detector in members] == [(2,), (2,), (), (2,)], 2)
+        members[2].set_current_op("a barrier")
+        until(lambda: not any(detector.missing_ranks() for detector in members), 2)
+        assert all(failure_of(detector, 0.01) is None for detector in members)
 
 
 def test_a_rank_that_left_is_no_failure_unless_a_later_call_waits_for_it() -> None:
-    with detectors() as made:
-        for detector in made:
+    with detectors() as members:
+        for detector in members:
             detector.set_current_op("the last call")
-        made[2].close()
+        members[2].close()
         time.sleep(0.7)
-        assert [failure_of(detector, 0.01) for detector in made] == [None] * RANKS
-        made[1].set_current_op("a call too many")
-        error = failure_of(made[1], 0.5, "a call too many")
+        assert [failure_of(detector, 0.01) for detector in members] == [None] * RANKS
+        members[1].set_current_op("a call too many")
+        error = failure_of(members[1], 0.5, "a call too many")
         assert isinstance(error, PeerError)
         assert (error.rank, error.host, error.phase) == (2, "bert", "a call too many")
-        assert failure_of(made[0], 0.01) is None
+        assert failure_of(members[0], 0.01) is None
 
 
 def test_the_coordinator_sends_a_goodbye_too() -> None:
-    with detectors() as made:
-        for detector in made:
+    with detectors() as members:
+        for detector in members:
             detector.set_current_op("the last call")
-        made[0].close()
+        members[0].close()
         time.sleep(0.7)
-        assert [failure_of(detector, 0.01) for detector in made] == [None] * RANKS
-        made[3].set_current_op("a call too many")
-        error = failure_of(made[3], 0.5)
+        assert [failure_of(detector, 0.01) for detector in members] == [None] * RANKS
+        members[3].set_current_op("a call too many")
+        error = failure_of(members[3], 0.5)
         assert isinstance(error, PeerError)
         assert error.rank == 0
 
 
 def cut(detector: FailureDetector) -> None:
-    """Reset this detector's connection behind its back."""
+    """Reset the connection of this detector without its knowledge."""
     line = detector._connection  # type: ignore[attr-defined]
     line.connection.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_connection_that_is_lost_is_made_again() -> None:
-    with detectors() as made:
-        cut(made[2])
+def test_a_lost_connection_is_reconnected() -> None:
+    with detectors() as members:
+        cut(members[2])
         time.sleep(1.0)
-        assert [failure_of(detector, 0.01) for detector in made] == [None] * RANKS
-        made[1].report_failure(PeerError(1, "its own code", "later"))
-        assert str(failure_of(made[2], 0.5)) == "rank 1 failed in its own code: later"
+        assert [failure_of(detector, 0.01) for detector in members] == [None] * RANKS
+        members[1].report_failure(PeerError(1, "its own code", "later"))
+        assert str(failure_of(members[2], 0.5)) == "rank 1 failed in its own code: later"
 
 
 def test_a_decision_is_dropped_once_all_ranks_are_in_later_calls() -> None:
@@ -220,20 +222,20 @@ def test_a_decision_is_dropped_once_all_ranks_are_in_later_calls() -> None:
 
 
 def test_connections_without_the_nonce_are_closed() -> None:
-    with detectors() as made:
-        offer = made[1]._coordinator  # type: ignore[attr-defined]
+    with detectors() as members:
+        offer = members[1]._coordinator  # type: ignore[attr-defined]
         for words in (b"GET / HTTP/1.1\r\n\r\n", b'["nonce", 1]\n', b'{"a": 1}\n', b'["a"]\n', b"7\n", b"\xff" * 100):
             with socket.create_connection(("127.0.0.1", offer.port), 2) as stranger:
                 stranger.sendall(words + b"\n")
                 stranger.settimeout(2)
                 with contextlib.suppress(ConnectionResetError):
                     assert stranger.recv(100) == b""
-        assert [failure_of(detector, 0.01) for detector in made] == [None] * RANKS
-        made[3].report_failure(PeerError(3, "x", "y"))
-        assert failure_of(made[0], 0.5) is not None
+        assert [failure_of(detector, 0.01) for detector in members] == [None] * RANKS
+        members[3].report_failure(PeerError(3, "x", "y"))
+        assert failure_of(members[0], 0.5) is not None
 
 
-def test_where_some_cannot_reach_it_nobody_has_one(
+def test_if_one_rank_cannot_connect_no_rank_has_a_detector(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     connect = start.connect_member
@@ -242,31 +244,31 @@ def test_where_some_cannot_reach_it_nobody_has_one(
         return None if topology.rank == 2 else connect(topology, *rest)
 
     monkeypatch.setattr(start, "connect_member", connect_but_rank_2)
-    with detectors() as made:
-        assert made == [None] * RANKS
+    with detectors() as members:
+        assert members == [None] * RANKS
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "ranks [2] cannot reach rank 0" in caplog.text
 
 
-def test_where_nothing_can_be_served_nobody_has_one(
+def test_if_rank_0_cannot_listen_no_rank_has_a_detector(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_args: Any, **_options: Any) -> socket.socket:
         raise OSError("no sockets here")
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    with detectors() as made:
-        assert made == [None] * RANKS
+    with detectors() as members:
+        assert members == [None] * RANKS
     assert len(caplog.records) == 1
 
 
-def test_a_host_name_that_does_not_resolve_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_name_that_does_not_resolve_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    with detectors() as made:
-        assert None not in made
+    with detectors() as members:
+        assert None not in members
 
 
-def test_nothing_is_left() -> None:
+def test_closed_detectors_leave_no_threads_or_sockets() -> None:
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(20):
         with detectors():
@@ -275,7 +277,7 @@ def test_nothing_is_left() -> None:
     assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
-# Ranks that are processes: a pair of pipes to each stands for the transport.
+# Ranks that are processes: a pair of pipes to each one is the bootstrap transport.
 
 PROCESS = """
 import json, os, sys, time
@@ -328,7 +330,7 @@ class Job:
                 process.stdin.flush()
 
     def lines(self, ranks: Sequence[int] | None = None) -> list[Any]:
-        """The next line of each rank."""
+        """Return the next line of each rank."""
         return [self._line(self.processes[r]) for r in (range(len(self.processes)) if ranks is None else ranks)]
 
     def _line(self, process: subprocess.Popen[str]) -> Any:
@@ -345,11 +347,11 @@ class Job:
 
 @contextlib.contextmanager
 def job(nodes: tuple[int, ...], body: str, cycles: int = 1) -> Iterator[Job]:
-    made = Job(nodes, body, cycles)
+    members = Job(nodes, body, cycles)
     try:
-        yield made
+        yield members
     finally:
-        made.close()
+        members.close()
 
 
 @pytest.mark.parametrize(
@@ -358,13 +360,13 @@ def job(nodes: tuple[int, ...], body: str, cycles: int = 1) -> Iterator[Job]:
     ids=["coordinator", "beside the coordinator", "alone", "coordinator alone", "beside a member"],
 )
 def test_a_killed_rank_is_named_by_all_others(nodes: tuple[int, ...], victim: int) -> None:
-    with job(nodes, WATCH) as made:
-        made.lines()
+    with job(nodes, WATCH) as members:
+        members.lines()
         time.sleep(0.3)
-        made.processes[victim].kill()
+        members.processes[victim].kill()
         killed = time.monotonic()
         others = [rank for rank in range(len(nodes)) if rank != victim]
-        for when, text, rank, host in made.lines(others):
+        for when, text, rank, host in members.lines(others):
             print(f"{when - killed:.2f} s", text)
             assert rank == victim, text
             assert host == HOSTS[2 * nodes[victim]], text
@@ -378,14 +380,14 @@ if rank == 1 and os.fork() == 0:
     time.sleep(20)  # longer than the watch
     os._exit(0)
 """
-    with job((0, 1), fork + WATCH) as made:
-        made.lines()
-        made.processes[1].kill()
-        ((_, text, rank, _),) = made.lines([0])
+    with job((0, 1), fork + WATCH) as members:
+        members.lines()
+        members.processes[1].kill()
+        ((_, text, rank, _),) = members.lines([0])
         assert rank == 1, text
 
 
-def test_a_child_is_no_rank() -> None:
+def test_the_exit_of_a_child_is_no_failure_of_its_rank() -> None:
     fork = """
 import atexit
 detector.close() if rank == 2 else None
@@ -398,10 +400,10 @@ assert os.waitpid(child, 0)[1] == 0
 time.sleep(0.7)
 print(json.dumps(str(failure_of(detector, 0.01))), flush=True)
 """
-    with job((0, 0, 1), fork) as made:
-        assert made.lines() == ["None"] * 3
-        assert [process.wait(10) for process in made.processes] == [0] * 3
-        assert [process.stderr.read() for process in made.processes if process.stderr is not None] == [""] * 3
+    with job((0, 0, 1), fork) as members:
+        assert members.lines() == ["None"] * 3
+        assert [process.wait(10) for process in members.processes] == [0] * 3
+        assert [process.stderr.read() for process in members.processes if process.stderr is not None] == [""] * 3
 
 
 def test_a_rank_that_exits_is_named() -> None:
@@ -409,10 +411,10 @@ def test_a_rank_that_exits_is_named() -> None:
 if rank == 1:
     sys.exit(0)
 """
-    with job((0, 1), leave + WATCH) as made:
-        assert made.processes[1].wait(10) == 0
-        made.lines([0])
-        ((_, text, rank, _),) = made.lines([0])
+    with job((0, 1), leave + WATCH) as members:
+        assert members.processes[1].wait(10) == 0
+        members.lines([0])
+        ((_, text, rank, _),) = members.lines([0])
         assert rank == 1
         assert "its process ended" in text
 
@@ -424,15 +426,15 @@ print(json.dumps("in"), flush=True)
 time.sleep(3)
 print(json.dumps(detector.missing_ranks()), flush=True)
 """
-    with job((0, 0, 1), look) as made:
-        made.lines()
-        made.processes[victim].send_signal(signal.SIGSTOP)
-        assert made.lines([rank for rank in range(3) if rank != victim]) == [[victim]] * 2
+    with job((0, 0, 1), look) as members:
+        members.lines()
+        members.processes[victim].send_signal(signal.SIGSTOP)
+        assert members.lines([rank for rank in range(3) if rank != victim]) == [[victim]] * 2
 
 
-def test_processes_end_well_after_many_detectors_also_when_the_last_stays_open() -> None:
-    with job((0, 0, 1), "", cycles=20) as made:
-        for process in made.processes:
+def test_processes_exit_cleanly_after_many_detectors_even_if_one_stays_open() -> None:
+    with job((0, 0, 1), "", cycles=20) as members:
+        for process in members.processes:
             assert process.wait(20) == 0
             assert process.stderr is not None
             assert process.stderr.read() == ""

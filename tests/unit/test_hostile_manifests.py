@@ -1,4 +1,4 @@
-"""Small files that ask for much: what a reader does is bounded by the bytes that it was given.
+"""Small files that request much memory or time: the cost of a reader is bounded by the bytes of its files.
 
 One child process with little memory and time looks at all of them. Each case is one command with the exit code and
 the words that it must end with.
@@ -133,7 +133,7 @@ URL_COMMANDS = [
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """The exit code and the output of each case's command, all from one process of small means."""
+    """Return exit code and output of each case's command, all from one process with little memory and time."""
     root = tmp_path_factory.mktemp("hostile")
     good = root / "good"
     good.mkdir()
@@ -164,10 +164,10 @@ def _name(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=_name)
-def test_a_small_file_costs_little_and_is_named(case: Case, ended: dict[str, tuple[int, str]]) -> None:
-    code, said = ended[_name(case)]
-    assert (code, "Traceback" in said) == (case.code, False), said[-2000:]
-    assert case.says in said
+def test_a_small_hostile_file_costs_little_and_is_named(case: Case, ended: dict[str, tuple[int, str]]) -> None:
+    code, output = ended[_name(case)]
+    assert (code, "Traceback" in output) == (case.code, False), output[-2000:]
+    assert case.says in output
 
 
 # Streams that are closed
@@ -181,12 +181,12 @@ def run_closed(redirections: str, *arguments: object) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_closed_streams_end_in_the_exit_code_that_says_so(tmp_path: Path) -> None:
+def test_closed_streams_have_their_exit_code(tmp_path: Path) -> None:
     whole(tmp_path)
     assert run_closed(">&-", "info", tmp_path) == (8, "error: cannot write the output: Bad file descriptor\n")
     assert run_closed("0<&- >&- 2>&-", "info", tmp_path / "gone") == (3, "")
-    code, said = run_closed("2>&-", "merge", tmp_path, tmp_path / "out", "--json")
-    assert (code, json.loads(said)["code"]) == (0, "OK")
+    code, output = run_closed("2>&-", "merge", tmp_path, tmp_path / "out", "--json")
+    assert (code, json.loads(output)["code"]) == (0, "OK")
 
 
 # Secrets in URLs
@@ -225,13 +225,13 @@ def test_errors_and_reprs_show_no_secrets() -> None:
 
 @pytest.mark.parametrize("command", URL_COMMANDS)
 def test_the_command_line_shows_no_secrets(command: str, ended: dict[str, tuple[int, str]]) -> None:
-    code, said = ended[command]
-    assert code in (2, 3, 7, 8), said
-    assert "Traceback" not in said
-    assert not any(secret in said for secret in ("joe", "PW", "SIG"))
+    code, output = ended[command]
+    assert code in (2, 3, 7, 8), output
+    assert "Traceback" not in output
+    assert not any(secret in output for secret in ("joe", "PW", "SIG"))
 
 
 def test_special_files_behind_a_url_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.zip")
-    code, said = run_closed("", "info", f"zip://hf::{tmp_path}/x.zip")
-    assert (code, said.count("refused: not a regular file")) == (7, 1), said
+    code, output = run_closed("", "info", f"zip://hf::{tmp_path}/x.zip")
+    assert (code, output.count("refused: not a regular file")) == (7, 1), output

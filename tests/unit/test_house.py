@@ -1,4 +1,4 @@
-"""The laws of the house, read from the imports: which package may import which, no cycles, nothing heavy on import."""
+"""Rules of the package, checked by its imports: which package may import which, no cycles, nothing heavy on import."""
 
 import ast
 import subprocess
@@ -13,7 +13,7 @@ import statexchange
 PACKAGE = Path(statexchange.__file__).parent
 BOTTOM = {"cgroups", "errors", "lazy", "processes", "settings", "tensors", "units", "values"}
 
-# A package or top module, and those that it may import (itself always).
+# A package or top module, and those that it may import besides itself.
 LAWS = {
     "cgroups": BOTTOM,
     "errors": BOTTOM,
@@ -93,7 +93,7 @@ def module_name(path: Path) -> str:
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """Every module's imports, at any depth of its code; ``from package import module`` counts as the module."""
+    """Return every module's imports, at any depth of its code; ``from package import module`` counts as the module."""
     modules = {module_name(path): path for path in PACKAGE.rglob("*.py")}
     found = {}
     for name, path in modules.items():
@@ -112,7 +112,7 @@ def ours() -> dict[str, set[str]]:
     return {name: {i for i in found if i.split(".")[0] == "statexchange"} for name, found in imports().items()}
 
 
-def test_every_package_has_a_law() -> None:
+def test_every_package_has_a_rule() -> None:
     assert {package_of(name) for name in imports()} <= LAWS.keys() | {"statexchange", "__main__"}
 
 
@@ -128,7 +128,7 @@ def test_a_package_imports_only_what_it_may(package: str) -> None:
 
 
 def test_there_are_no_import_cycles() -> None:
-    """At any depth of the code: an import inside a function makes a cycle, too, and hides it."""
+    """At any depth of the code: an import inside a function makes a cycle, too, and is harder to find."""
     graph = ours()
     done: set[str] = set()
     cycles: list[str] = []
@@ -171,7 +171,7 @@ def test_import_statexchange_loads_neither_torch_nor_numpy() -> None:
 
 
 def test_only_settings_reads_the_environment() -> None:
-    """testing/ passes the environment through to the ranks that it starts, and takes nothing from it."""
+    """testing/ passes the environment on to the ranks that it starts, and reads no variable itself."""
     readers = [
         str(path)
         for path in PACKAGE.rglob("*.py")
@@ -184,8 +184,8 @@ def test_only_settings_reads_the_environment() -> None:
     assert not readers
 
 
-def test_no_repr_is_made_whole_to_be_cut() -> None:
-    """``{value!r:.100}`` takes as long as all of `value`: `errors.excerpt` does not."""
+def test_no_whole_repr_is_made_to_be_truncated() -> None:
+    """``{value!r:.100}`` makes the whole repr of `value`, and then truncates it: `errors.excerpt` does not."""
     found = [
         (str(path.relative_to(PACKAGE)), node.lineno)
         for path in PACKAGE.rglob("*.py")

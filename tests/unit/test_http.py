@@ -1,4 +1,4 @@
-"""A checkpoint behind a web server (H6): read in ranges where it answers them, named for what it is elsewhere."""
+"""A checkpoint behind a web server (H6): read by ranges if the server supports them, else refused by name."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_file_is_read_in_ranges(served: str) -> None:
 
 
 @pytest.mark.parametrize("served", [Quiet], indirect=True)
-def test_a_server_without_ranges_is_named_for_what_it_is(served: str) -> None:
+def test_a_server_without_ranges_is_refused_by_name(served: str) -> None:
     with pytest.raises(
         sx.errors.UnsupportedError, match="does not answer range requests: copy the file here first"
     ) as caught:
@@ -73,7 +73,7 @@ def test_a_server_without_ranges_is_named_for_what_it_is(served: str) -> None:
 
 
 @pytest.mark.parametrize("served", [Ranged], indirect=True)
-def test_what_is_not_there_is_not_found_and_nothing_is_published_there(served: str, tmp_path: Path) -> None:
+def test_an_absent_url_is_not_found_and_cannot_be_published_to(served: str, tmp_path: Path) -> None:
     host = served.replace("joe:secret@", "").rpartition("/")[0]
     with pytest.raises(sx.errors.NotFoundError, match="no such path"):
         sx.open_checkpoint(f"{host}/gone.safetensors")

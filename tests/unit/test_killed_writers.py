@@ -105,7 +105,7 @@ class Writers:
         self._process = process
 
     def write(self, trip: str, path: Path, value: float, kill_at: int = 0) -> list[str] | None:
-        """The calls that a writer made; None if it was killed."""
+        """Run a writer; return its calls, or None if it was killed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([trip, str(path), value, kill_at]), file=self._process.stdin, flush=True)
@@ -156,9 +156,9 @@ def manifests_of(workspace: Workspace) -> list[Manifest]:
 def killed_at(writers: Writers, trip: str, number: int, path: Path) -> None:
     writers.write(trip, path, 1.0)
     if writers.write(trip, path, 2.0, kill_at=number) is not None:
-        return  # a first round has fewer calls
+        return  # the first round makes fewer calls
     assert value_of(trip, path) in (1.0, 2.0), number
-    writers.write(trip, path, 3.0)  # no clean-up by hand
+    writers.write(trip, path, 3.0)  # without a clean-up in between
     assert value_of(trip, path) == 3.0, number
     writers.write(trip, path, 4.0)
     hidden = [p.name for p in path.rglob("*") if p.name.startswith(".")]

@@ -1,4 +1,4 @@
-"""Boxes, shards and dtypes: what fits is kept, what does not is refused."""
+"""Boxes, shards and dtypes: valid ones round-trip, invalid ones are refused."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def test_sizes_and_local_shapes() -> None:
     assert Shard("w", "F64", (), (full_box(()),)).nbytes == 8
 
 
-def test_boxes_meet_where_both_cover() -> None:
+def test_the_intersection_of_boxes_is_what_both_cover() -> None:
     one, other = Box((0, 2), (4, 4)), Box((3, 0), (4, 3))
     assert intersect(one, other) == intersect(other, one) == Box((3, 2), (1, 1))
     assert intersect(one, Box((4, 2), (1, 1))) is None

@@ -1,4 +1,4 @@
-"""Layout files against what they describe: tensors that are cut by hand, put into plain files, and merged by rules."""
+"""Layout files: tensors that are cut by hand and written to plain files are merged by rules."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def test_a_file_and_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 
 def test_a_mesh_of_pipeline_tensor_and_expert_parallel_ranks(tmp_path: Path) -> None:
-    """pp 2 x ep 2 x tp 2: each stage has a layer, each ep rank two stacked experts, tp cuts their columns."""
+    """pp 2 x ep 2 x tp 2: each stage has a layer, each ep rank two stacked experts, and tp cuts their columns."""
     layers = [torch.randn(4, 6, 10) for _ in range(2)]
     embedding = torch.randn(12, 3)
     states = []
@@ -150,7 +150,7 @@ def test_interleaved_groups_of_heads(tmp_path: Path) -> None:
     assert equal(merged(tmp_path, {"linear_qkv.*": rule}, *states), expected)
 
 
-def test_experts_and_layers_are_counted_on_over_the_ranks(tmp_path: Path) -> None:
+def test_experts_and_layers_are_renumbered_over_the_ranks(tmp_path: Path) -> None:
     mesh = {"pp": 2, "ep": 2, "tp": 2}
     states, expected = [], {}
     layers_at = [2, 1]  # stage 0 has two layers
@@ -193,7 +193,7 @@ def test_explicit_boxes(tmp_path: Path) -> None:
     assert torch.equal(merged(tmp_path, {"w": {"global_shape": [8, 4], "boxes": boxes}}, *states)["w"], w)
 
 
-def test_the_documented_example_is_one() -> None:
+def test_the_documented_example_is_valid() -> None:
     from statexchange.sharding import rules
 
     text = str(rules.__doc__)
@@ -229,7 +229,7 @@ def two_ranks() -> Any:
     torch.distributed.destroy_process_group()
 
 
-def test_words_cut_as_transformers_own_styles_do(two_ranks: Any) -> None:
+def test_keywords_cut_as_the_styles_of_transformers_do(two_ranks: Any) -> None:
     from torch.distributed.tensor import DTensor
     from transformers.distributed import expert_parallel  # noqa: F401 (registers its styles)
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
@@ -248,11 +248,11 @@ def test_words_cut_as_transformers_own_styles_do(two_ranks: Any) -> None:
                 if placed is not None and hasattr(placed, "dim"):
                     local[placed.dim] //= 2
                 (part,) = rule.parts(f"layer.{name}", tuple(local), 0)
-                said = [(cut.dim, len(cut.segments)) for cut in part.cuts]
+                cuts = [(cut.dim, len(cut.segments)) for cut in part.cuts]
                 if placed is None or placed.is_replicate():
-                    assert said == [], (word, name)
+                    assert cuts == [], (word, name)
                 else:
-                    assert said == [(placed.dim % value.ndim, getattr(placed, "split_factor", 1))], (word, name)
+                    assert cuts == [(placed.dim % value.ndim, getattr(placed, "split_factor", 1))], (word, name)
 
 
 def test_a_models_own_tp_plan_is_a_layout(tmp_path: Path) -> None:
@@ -277,19 +277,19 @@ def test_a_models_own_tp_plan_is_a_layout(tmp_path: Path) -> None:
     assert equal(merged(tmp_path, plan, *states), dict(model.state_dict()))
 
 
-def test_a_plan_may_speak_of_more_than_the_files_have(tmp_path: Path) -> None:
+def test_a_tp_plan_may_name_tensors_that_the_files_lack(tmp_path: Path) -> None:
     plan = {"a": "rowwise", "lm_head": "colwise", "layers.*.experts": "moe_tp_experts"}
     w = torch.randn(3, 4)
     states: list[State] = [{"a.weight": part} for part in w.chunk(2, 1)]
     assert torch.equal(merged(tmp_path, plan, *states)["a.weight"], w)
-    (tmp_path / "b").mkdir()  # and what it misses is found by the copies, which differ
+    (tmp_path / "b").mkdir()  # a tensor that the plan lacks is found by its copies, which differ
     both = [{**state, "b.weight": state["a.weight"]} for state in states]
     assert refuse(ReplicaError, "if each holds a part, give a layout", tmp_path / "b", plan, *both).name == "b.weight"
 
 
 @st.composite
 def cut_by_rules(draw: st.DrawFn) -> tuple[Any, State, list[State]]:
-    """A layout, what it should give, and the ranks' tensors, cut by torch alone."""
+    """Draw a layout, the merged tensors that it should give, and the ranks' tensors, cut by torch alone."""
     mesh = {"a": draw(st.integers(1, 3)), "b": draw(st.integers(1, 3))}
     whole: State = {}
     rules: dict[str, Any] = {}
@@ -299,7 +299,7 @@ def cut_by_rules(draw: st.DrawFn) -> tuple[Any, State, list[State]]:
         dims = draw(st.integers(1, 3))
         axis_of = draw(st.permutations(range(dims)).map(lambda order: dict(zip("ab", order, strict=False))))
         axis_of = {axis: dim for axis, dim in axis_of.items() if draw(st.booleans())}
-        pieces: dict[str, list[list[int]]] = {}  # by axis, by place: the size of each block
+        pieces: dict[str, list[list[int]]] = {}  # by axis and position: the size of each block
         rule: list[Any] = []
         for axis, dim in axis_of.items():
             blocks = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
@@ -325,12 +325,12 @@ def cut_by_rules(draw: st.DrawFn) -> tuple[Any, State, list[State]]:
 
 @settings(max_examples=60, deadline=None)
 @given(cut_by_rules())
-def test_whatever_rules_say_comes_back(tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
+def test_random_layouts_restore_the_whole_tensors(tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
     layout, whole, states = case
     assert equal(merged(tmp_path_factory.mktemp("rules", numbered=True), layout, *states), whole)
 
 
-def test_layout_is_for_workspaces_too_but_not_for_tensors_that_know_their_place(tmp_path: Path) -> None:
+def test_a_layout_applies_to_plain_tensors_of_workspaces_only(tmp_path: Path) -> None:
     from test_merge import part, save
 
     from statexchange.sharding.shards import Box, full_box
@@ -345,7 +345,7 @@ def test_layout_is_for_workspaces_too_but_not_for_tensors_that_know_their_place(
     assert (caught.value.name, caught.value.rank) == ("w", 0)
 
 
-def test_files_of_torch_save_are_laid_out_too(tmp_path: Path) -> None:
+def test_a_layout_applies_to_files_of_torch_save(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     whole = torch.randn(3, 8, 5)
     for rank, part in enumerate(torch.cat([whole[:, :4], whole[:, 4:]]).chunk(2)):
@@ -357,7 +357,7 @@ def test_files_of_torch_save_are_laid_out_too(tmp_path: Path) -> None:
     assert equal(load_file(tmp_path / "out" / "model.safetensors"), expected)
 
 
-def test_what_torchs_writer_says_of_parts_stays_true(tmp_path: Path) -> None:
+def test_a_layout_complements_the_offsets_of_torchs_writer(tmp_path: Path) -> None:
     w, v = torch.arange(8.0), torch.arange(6.0)
     (tmp_path / "in").mkdir()
     for rank in range(2):
@@ -415,7 +415,7 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("layout", "match"), WRONG)
-def test_what_is_no_layout_for_these_files(tmp_path: Path, layout: Any, match: str) -> None:
+def test_a_layout_that_does_not_fit_the_files_is_refused(tmp_path: Path, layout: Any, match: str) -> None:
     refuse(InvalidArgumentError, match, tmp_path, layout, *two)
 
 
@@ -433,14 +433,14 @@ def test_copies_along_an_axis_must_have_one_size(tmp_path: Path) -> None:
     assert (error.name, error.rank) == ("w", 2)
 
 
-def test_a_part_that_no_rank_holds(tmp_path: Path) -> None:
+def test_a_part_that_no_rank_holds_is_incomplete(tmp_path: Path) -> None:
     states = [{"w": torch.zeros(2)}, {"w": torch.ones(2)}, {"v": torch.zeros(1)}]
     layout = {"mesh": {"tp": 3}, "rules": {"w": {"dim": 0}}}
     error = refuse(IncompleteError, r"no rank with index \[2\] along \['tp'\]", tmp_path, layout, *states)
     assert error.name == "w"
 
 
-def test_without_a_rule_the_errors_print_one(tmp_path: Path) -> None:
+def test_errors_without_a_layout_print_a_rule(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     error = refuse(ReplicaError, r'--layout\): \{"w": \{"dim": 0\}\}', tmp_path / "a", {}, *two)
     assert (error.name, error.rank) == ("w", 1)

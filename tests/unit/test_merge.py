@@ -1,4 +1,4 @@
-"""Merging files: the bytes that one process would have saved, or an error that says who and what, and nothing."""
+"""Merging files: the bytes that one process would have saved, or an error that names rank and tensor, and no output."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def content(tensor: torch.Tensor) -> bytes:
 
 
 def part(name: str, whole: torch.Tensor, *boxes: Box) -> ShardData:
-    """What a rank holds of `whole`."""
+    """Return the part of `whole` that a rank holds, with its shard."""
     data = b"".join(
         content(whole[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))]) for box in boxes
     )
@@ -90,7 +90,7 @@ def whole_state() -> dict[str, torch.Tensor]:
 
 
 def lay_out(state: dict[str, torch.Tensor], world_size: int, dim: int) -> list[list[ShardData]]:
-    """Every tensor cut along a dim if it has it, else on all ranks."""
+    """Cut every tensor along a dim if it has that dim; else put it on all ranks."""
     ranks: list[list[ShardData]] = [[] for _ in range(world_size)]
     for name, value in state.items():
         shape = tuple(value.shape)
@@ -146,7 +146,7 @@ def cut(draw: st.DrawFn) -> tuple[torch.Tensor, list[list[Box]]]:
 
 @settings(max_examples=40, deadline=None)
 @given(cut(), st.integers(20, 300))
-def test_any_layout_comes_back(tmp_path_factory: pytest.TempPathFactory, case: Any, window: int) -> None:
+def test_tensors_of_any_sharding_are_restored(tmp_path_factory: pytest.TempPathFactory, case: Any, window: int) -> None:
     from statexchange.checkpoint import merge
     from statexchange.storage import regions
 
@@ -165,7 +165,7 @@ def test_any_layout_comes_back(tmp_path_factory: pytest.TempPathFactory, case: A
 def test_several_files_and_an_index_as_the_hub_writes_them(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 50), torch.nn.Linear(50, 7))
     state = {name: value.detach() for name, value in model.state_dict().items()}
-    # The order of a state dict, which the split follows, is not kept by a file; so both see the order of the file.
+    # The split follows the order of the state dict, which a file does not keep; so both get the order of the file.
     state = dict(sorted(state.items()))
     save(tmp_path / "ws", *lay_out(state, 2, 0))
     (tmp_path / "hub").mkdir()
@@ -185,7 +185,7 @@ def test_several_files_and_an_index_as_the_hub_writes_them(tmp_path: Path) -> No
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in state.items())
 
 
-def test_the_manifest_says_where_every_byte_came_from(tmp_path: Path) -> None:
+def test_the_manifest_records_the_source_of_every_byte(tmp_path: Path) -> None:
     value = torch.arange(12.0).reshape(4, 3)
     top, bottom = chunks((4, 3), 2, 0)
     save(tmp_path / "ws", [part("w", value, top), part("v", value, full_box((4, 3)))], [part("w", value, bottom)])
@@ -211,7 +211,7 @@ def test_a_merged_directory_can_be_merged_again_to_the_same_bytes(tmp_path: Path
 
 
 def refuse(error: type[StateExchangeError], path: Path, match: str, **options: Any) -> StateExchangeError:
-    """Merging `path`/ws must raise `error` and leave nothing."""
+    """Check that merging `path`/ws raises `error` and leaves nothing."""
     before = sorted(os.listdir(path))
     with pytest.raises(error, match=match) as caught:
         merge_checkpoint(path / "ws", path / "out", **options)
@@ -242,7 +242,7 @@ def test_a_truncated_or_missing_file_is_named(tmp_path: Path) -> None:
     assert (error.rank, error.path) == (1, str(path))
 
 
-def test_flaws_of_the_cover_name_tensor_region_and_ranks(tmp_path: Path) -> None:
+def test_gaps_and_overlaps_are_named_with_tensor_region_and_ranks(tmp_path: Path) -> None:
     value = torch.ones(4, 4)
     save(tmp_path / "ws", [part("w", value, Box((0, 0), (2, 4)))], [part("w", value, Box((1, 0), (3, 4)))])
     error = refuse(OverlapError, tmp_path, r"\[1:2, 0:4\] is claimed twice: .* rank 0 .* rank 1")
@@ -252,7 +252,7 @@ def test_flaws_of_the_cover_name_tensor_region_and_ranks(tmp_path: Path) -> None
     assert refuse(IncompleteError, tmp_path, r"\[2:3, 0:4\]").name == "w"
 
 
-def test_replicas_that_differ_are_an_error_that_says_how_to_go_on(tmp_path: Path) -> None:
+def test_replicas_that_differ_are_an_error_that_names_the_option(tmp_path: Path) -> None:
     box = full_box((2,))
     save(tmp_path / "ws", *[[part("w", torch.tensor([r, 5]), box)] for r in range(3)])
     error = refuse(ReplicaError, tmp_path, r"ranks 0 and 1 .*replicas=\"root\" \(--replicas root\)")
@@ -261,7 +261,7 @@ def test_replicas_that_differ_are_an_error_that_says_how_to_go_on(tmp_path: Path
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [0, 5]
 
 
-def test_twins_of_unknown_digest_are_compared_by_their_bytes(tmp_path: Path) -> None:
+def test_replicas_without_digests_are_compared_by_their_bytes(tmp_path: Path) -> None:
     (tmp_path / "ws").mkdir()
     for name, value in (("old", 1.0), ("new", 2.0)):
         save_file({"w": torch.full((9,), value), "same": torch.ones(3)}, tmp_path / "ws" / f"{name}.safetensors")
@@ -272,18 +272,18 @@ def test_twins_of_unknown_digest_are_compared_by_their_bytes(tmp_path: Path) -> 
 
 def test_tied_tensors_are_written_once_if_they_are_equal(tmp_path: Path) -> None:
     value = torch.arange(6.0)
-    held = [part("a", value, full_box((6,))), part("b", value, full_box((6,)))]
-    save(tmp_path / "ws", held, aliases={"b": "a"})
+    parts = [part("a", value, full_box((6,))), part("b", value, full_box((6,)))]
+    save(tmp_path / "ws", parts, aliases={"b": "a"})
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out")
     assert (list(load_file(tmp_path / "out" / "model.safetensors")), report.aliases) == (["a"], {"b": "a"})
     assert json.loads((tmp_path / "out" / "statexchange.json").read_text())["aliases"] == {"b": "a"}
     shutil.rmtree(tmp_path / "ws")
     shutil.rmtree(tmp_path / "out")
-    save(tmp_path / "ws", [held[0], part("b", value + 1, full_box((6,)))], aliases={"b": "a"})
+    save(tmp_path / "ws", [parts[0], part("b", value + 1, full_box((6,)))], aliases={"b": "a"})
     assert refuse(ReplicaError, tmp_path, "tied to 'a'").name == "b"
 
 
-def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_invalid_options_and_dtypes_are_refused(tmp_path: Path) -> None:
     save(
         tmp_path / "ws",
         [part("c", torch.ones(2, dtype=torch.complex128), full_box((2,))), part("w", torch.ones(1), full_box((1,)))],
@@ -291,7 +291,8 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert refuse(UnsupportedError, tmp_path, "complex128").name == "c"
     refuse(UnsafeError, tmp_path, "one name to both", rename=[(".", "x")])
     refuse(UnsafeError, tmp_path, "it holds control characters", exclude="c", rename=[("w", "a\nb")])
-    for rename in ("^w", {"w": "x"}, ("^w", "ab"), [("w",)]):  # one pair, not in a list, is two strings of two each
+    # A pair outside of a list would be read as two pairs of characters.
+    for rename in ("^w", {"w": "x"}, ("^w", "ab"), [("w",)]):
         refuse(InvalidArgumentError, tmp_path, "rename must be a function or", rename=rename)
     refuse(InvalidArgumentError, tmp_path, "matches no tensor", include=["nothing.*"])
     refuse(InvalidArgumentError, tmp_path, "not a size", max_shard_size="big")
@@ -302,8 +303,8 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_raises_what_the_merge_raises_and_writes_nothing(tmp_path: Path) -> None:
-    held = [part("w", torch.ones(2), full_box((2,))), part("v", torch.ones(2), full_box((2,)))]
-    save(tmp_path / "ws", [*held, part("c", torch.ones(2, dtype=torch.complex128), full_box((2,)))])
+    parts = [part("w", torch.ones(2), full_box((2,))), part("v", torch.ones(2), full_box((2,)))]
+    save(tmp_path / "ws", [*parts, part("c", torch.ones(2, dtype=torch.complex128), full_box((2,)))])
     file = tmp_path / "file"
     file.write_bytes(b"")
     (tmp_path / "link").symlink_to("nowhere")
@@ -387,7 +388,7 @@ def test_metadata_that_is_no_text_is_named(tmp_path: Path) -> None:
     assert header_of(tmp_path / "out/model.safetensors")["__metadata__"] == {"format": "pt"}
 
 
-def test_facts_of_a_workspace_and_of_torchs_parts_are_not_kept(tmp_path: Path) -> None:
+def test_metadata_of_workspaces_and_of_torchs_writer_is_not_kept(tmp_path: Path) -> None:
     save(tmp_path / "ws", *lay_out({"w": torch.ones(4, 2)}, 2, 0))
     parts = tmp_path / "parts"
     parts.mkdir()
@@ -409,7 +410,7 @@ def write_raw(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> N
 
 
 @pytest.mark.parametrize("layout", [None, {"nothing": {"dim": 0}}])
-def test_a_tensor_of_a_dtype_that_is_not_known_hides_no_other(tmp_path: Path, layout: Any) -> None:
+def test_a_tensor_of_an_unknown_dtype_does_not_hide_others(tmp_path: Path, layout: Any) -> None:
     (tmp_path / "ws").mkdir()
     path = tmp_path / "ws/m.safetensors"
     write_raw(path, {"odd": ("F4", [2, 2], b"ab"), "w": ("U8", [2], b"cd"), "nothing": ("U8", [1], b"e")})
@@ -431,7 +432,7 @@ def test_a_tensor_of_a_dtype_that_is_not_known_hides_no_other(tmp_path: Path, la
     assert [type(found) for found in verify(tmp_path / "ws").findings] == [UnsupportedError]
 
 
-def test_an_index_may_list_a_tensor_of_a_dtype_that_is_not_known(tmp_path: Path) -> None:
+def test_an_index_may_list_a_tensor_of_an_unknown_dtype(tmp_path: Path) -> None:
     write_raw(tmp_path / "model.safetensors", {"odd": ("F4", [2, 2], b"ab"), "w": ("U8", [2], b"cd")})
     index = {"weight_map": {"odd": "model.safetensors", "w": "model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -439,7 +440,7 @@ def test_an_index_may_list_a_tensor_of_a_dtype_that_is_not_known(tmp_path: Path)
         assert (source.problems, list(source.unsupported)) == ((), ["odd"])
 
 
-def test_optimizer_state_among_the_weights_is_told(tmp_path: Path) -> None:
+def test_optimizer_state_among_the_weights_is_reported(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -453,7 +454,7 @@ def test_optimizer_state_among_the_weights_is_told(tmp_path: Path) -> None:
     report = merge_checkpoint(tmp_path / "src", tmp_path / "weights", exclude="state.*")
     assert load_file(tmp_path / "weights/model.safetensors").keys() == model.state_dict().keys()
     assert not any("optimizer" in note for note in report.notes)
-    report = merge_checkpoint(tmp_path / "src/optimizer.pt", tmp_path / "moments")  # nothing else was asked for
+    report = merge_checkpoint(tmp_path / "src/optimizer.pt", tmp_path / "moments")  # only optimizer state was included
     assert not any("look like" in note for note in report.notes)
 
 
@@ -470,7 +471,7 @@ def test_deepspeeds_placeholders_are_refused_by_name(tmp_path: Path) -> None:
     merge_checkpoint(tmp_path / "ws", tmp_path / "out")
 
 
-def test_readers_name_the_ranks_of_a_hole_and_of_an_overlap(tmp_path: Path) -> None:
+def test_readers_name_the_ranks_of_a_gap_and_of_an_overlap(tmp_path: Path) -> None:
     w, b = torch.ones(4), torch.ones(1)
     other = part("b", b, full_box((1,)))
     save(tmp_path / "hole", [other], [other, part("w", w, Box((0,), (2,)))])
@@ -487,7 +488,7 @@ def test_readers_name_the_ranks_of_a_hole_and_of_an_overlap(tmp_path: Path) -> N
     assert (overlap.value.name, overlap.value.rank, overlap.value.path) == ("w", 2, str(tmp_path / "overlap"))
 
 
-def test_small_files_come_along(tmp_path: Path) -> None:
+def test_small_files_are_copied(tmp_path: Path) -> None:
     save(tmp_path / "ws", [part("w", torch.ones(2), full_box((2,)))])
     model = tmp_path / "model"
     (model / "sub").mkdir(parents=True)
@@ -502,8 +503,8 @@ def test_small_files_come_along(tmp_path: Path) -> None:
     ]
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=[model / ".hidden"], overwrite=True)
     assert sorted(os.listdir(tmp_path / "out")) == [".hidden", "model.safetensors", "statexchange.json"]
-    given = {"config.json": "{}", "tokenizer.model": b"\xff"}
-    merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=given, overwrite=True)
+    files = {"config.json": "{}", "tokenizer.model": b"\xff"}
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=files, overwrite=True)
     assert (tmp_path / "out/config.json").read_text() == "{}"
     assert (tmp_path / "out/tokenizer.model").read_bytes() == b"\xff"
     shutil.rmtree(tmp_path / "out")
@@ -522,7 +523,7 @@ def test_a_dry_run_plans_and_touches_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["ws"]
 
 
-def test_few_descriptors_are_enough_for_many_ranks(tmp_path: Path) -> None:
+def test_many_ranks_need_few_descriptors(tmp_path: Path) -> None:
     value = torch.arange(100 * 4).reshape(100, 4)
     save(tmp_path / "ws", *[[part("w", value, box)] for box in chunks((100, 4), 100, 0)])
     program = "import sys; from statexchange.checkpoint.merge import merge_checkpoint; merge_checkpoint(*sys.argv[1:])"
@@ -544,7 +545,7 @@ print(peak() - before, "torch" in sys.modules)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_memory_is_bounded_whatever_the_size(dim: int) -> None:
+def test_memory_does_not_depend_on_the_size(dim: int) -> None:
     place = Path("/dev/shm") / f"statexchange-test-{os.getpid()}"
     place.mkdir(mode=0o700)
     try:
@@ -579,7 +580,7 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def awkward(dtype: torch.dtype) -> torch.Tensor:
-    """Values that show how a conversion rounds: ties, the smallest and largest of every dtype, random bits."""
+    """Return values that show how a conversion rounds: ties, the smallest and largest of every dtype, random bits."""
     generator = torch.Generator().manual_seed(3)
     edges = [v for d in FLOATS for i in [torch.finfo(d)] for v in (i.max, i.tiny, i.smallest_normal, i.eps, i.tiny / 2)]
     edges += [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-11 + 2**-40, 65519.99, 65520.0, 3.39e38]
@@ -610,7 +611,7 @@ def test_floats_are_converted_bit_by_bit_as_torch_does(tmp_path: Path, target: t
     assert (checked.findings, checked.num_unproven) == ((), 0)
 
 
-def test_a_conversion_is_the_exports_and_checks_its_sources(tmp_path: Path) -> None:
+def test_a_conversion_equals_that_of_export_and_checks_digests(tmp_path: Path) -> None:
     import statexchange as sx
 
     state = {"w": torch.randn(300, 200, dtype=torch.float64), "n": torch.arange(4)}
@@ -639,14 +640,14 @@ def test_wrappers_around_all_names_are_removed(tmp_path: Path, wrapper: str) -> 
     assert set(load_file(tmp_path / "upper" / "model.safetensors")) == {"MODEL.A"}
 
 
-def test_a_wrapper_of_some_names_only_is_none(tmp_path: Path) -> None:
+def test_a_prefix_of_only_some_names_is_kept(tmp_path: Path) -> None:
     save(tmp_path / "ws", *lay_out({"module.a": torch.ones(2), "module": torch.ones(2)}, 1, 0))
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out")
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"module.a", "module"}
     assert report.notes == ()
 
 
-def test_a_model_within_a_model_is_pointed_out(tmp_path: Path) -> None:
+def test_a_model_inside_a_nested_state_is_reported(tmp_path: Path) -> None:
     save(tmp_path / "ws", *lay_out({"model.model.a": torch.ones(2), "model.lm_head": torch.ones(2)}, 1, 0))
     (note,) = merge_checkpoint(tmp_path / "ws", tmp_path / "out").notes
     assert '--rename "^model\\.="' in note
@@ -671,7 +672,7 @@ merge.merge_checkpoint(source, out, max_shard_size=2_500_000, threads=1, overwri
 
 
 def kill_a_merge(source: Path, out: Path, when: str = "after") -> Path:
-    """A merge of four files killed when two are finished; returns the directory that it leaves."""
+    """Kill a merge of four files when two are finished; return the directory that it leaves."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(source), str(out), when], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     (left,) = out.parent.glob(f".{out.name}.*.partial")
@@ -691,7 +692,7 @@ def tree(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("target", ["absent", "there"])
-def test_a_merge_that_was_killed_goes_on_after_its_finished_files(tmp_path: Path, target: str) -> None:
+def test_a_killed_merge_is_resumed_after_its_finished_files(tmp_path: Path, target: str) -> None:
     four_files(tmp_path)
     merge_checkpoint(tmp_path / "ws", tmp_path / "expected", max_shard_size=2_500_000)
     out = tmp_path / "place" / "out"
@@ -712,7 +713,7 @@ def test_a_merge_that_was_killed_goes_on_after_its_finished_files(tmp_path: Path
     assert os.listdir(out.parent) == ["out"]
 
 
-def test_a_file_without_a_receipt_or_touched_since_is_written_again(tmp_path: Path) -> None:
+def test_a_file_without_a_receipt_or_changed_since_is_written_again(tmp_path: Path) -> None:
     four_files(tmp_path)
     merge_checkpoint(tmp_path / "ws", tmp_path / "expected", max_shard_size=2_500_000)
 
@@ -773,9 +774,9 @@ def test_two_merges_into_one_target_do_not_share_files(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["out", "ws"]
 
 
-def test_a_dry_run_tells_where_each_tensor_comes_from(tmp_path: Path) -> None:
+def test_a_dry_run_reports_the_sources_of_each_tensor(tmp_path: Path) -> None:
     save(tmp_path / "ws", *lay_out({"w": torch.ones(4, 4), "n": torch.ones(())}, 2, 1))
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", dry_run=True, dtype="float16", rename=[("w", "x")])
-    told = {t.name: (t.source, t.dtype, t.shape, t.file, t.num_boxes, len(t.ranks)) for t in report.tensors}
-    assert told["x"] == ("w", "F16", (4, 4), "model.safetensors", 2, 2)
-    assert told["n"] == ("n", "F16", (), "model.safetensors", 1, 1)
+    listed = {t.name: (t.source, t.dtype, t.shape, t.file, t.num_boxes, len(t.ranks)) for t in report.tensors}
+    assert listed["x"] == ("w", "F16", (4, 4), "model.safetensors", 2, 2)
+    assert listed["n"] == ("n", "F16", (), "model.safetensors", 1, 1)

@@ -1,4 +1,4 @@
-"""NFSWorkspace: no collective anywhere, nothing taken for None, nothing overwritten."""
+"""NFSWorkspace: it calls no collective, returns None for nothing that is missing, and overwrites nothing."""
 
 import os
 import time
@@ -31,7 +31,7 @@ def test_without_a_path_it_is_not_initialized() -> None:
         workspace.read_configs_and_weights_from_rank(0)
 
 
-def test_none_is_a_value_that_is_said(tmp_path: Path) -> None:
+def test_none_is_a_value_and_not_a_missing_file(tmp_path: Path) -> None:
     workspace = sx.NFSWorkspace(tmp_path / "ws")
     with pytest.raises(sx.errors.NotFoundError, match=r"rank 5.*ws"):
         workspace.read_configs_and_weights_from_rank(5)
@@ -59,7 +59,7 @@ def test_files_are_private(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o077 == 0, path
 
 
-def test_several_runs_ask_for_one(tmp_path: Path) -> None:
+def test_with_several_runs_a_run_must_be_chosen(tmp_path: Path) -> None:
     for run in ("one", "two"):
         sx.NFSWorkspace(tmp_path / "ws", run=run).write_configs_and_weights(run, {})
     with pytest.raises(ValueError, match=r"several runs are in this workspace \(one, two\): pass run="):

@@ -1,4 +1,4 @@
-"""Checkpoints published into object stores: claimed first, object by object, with the manifest last."""
+"""Publication of checkpoints to object stores: the claim first, then the objects, the manifest last."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TENSORS = {
     "b.c": torch.arange(9).to(torch.int16),
     "z": torch.tensor(2.5),
 }
-ELSEWHERE = Owner("a-host-far-away", "0" * 36, 1, 2, 3)  # whether it runs cannot be known here
+ELSEWHERE = Owner("a-host-far-away", "0" * 36, 1, 2, 3)  # whether it runs cannot be determined here
 WHOLE = [
     "config.json",
     "model-00001-of-00002.safetensors",
@@ -42,7 +42,7 @@ WHOLE = [
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim is taken over soon."""
+    """Let claims be taken over after a short time."""
     monkeypatch.setattr(ObjectBuild, "take_over_s", 0.5)
     monkeypatch.setattr(ObjectBuild, "renew_s", 0.1)
 
@@ -59,8 +59,8 @@ def test_a_merge_into_a_store_is_the_merge_into_a_directory(store: Any, tmp_path
     report = sx.merge_checkpoint(tmp_path / "saved", "memory://bucket/out", **options)
     assert report.path == "memory://bucket/out"
     assert objects(store, "bucket/out") == {p.name: p.read_bytes() for p in (tmp_path / "local").iterdir()}
-    made = {path.rpartition("/")[2]: store.store[path].created for path in store.find("/bucket/out")}
-    assert max(made, key=lambda name: made[name]) == "statexchange.json"
+    created = {path.rpartition("/")[2]: store.store[path].created for path in store.find("/bucket/out")}
+    assert max(created, key=lambda name: created[name]) == "statexchange.json"
 
 
 def test_a_checkpoint_in_a_store_is_not_replaced_unasked(store: Any, tmp_path: Path) -> None:
@@ -108,11 +108,11 @@ def test_a_target_that_holds_the_source_is_refused(store: Any, tmp_path: Path) -
     assert objects(store, "out") == before
 
 
-def test_while_a_checkpoint_is_replaced_its_claim_says_who_does_it(store: Any) -> None:
+def test_during_a_replacement_the_claim_names_the_publisher(store: Any) -> None:
     publish("memory://out", 1)
     with begin("memory://out", 2, overwrite=True) as publication:
         names = names_at("memory://out")
-        assert names == [CLAIM_NAME]  # un-committed first
+        assert names == [CLAIM_NAME]  # the manifest is removed first
         build(publication, 2)
         with open_path("memory://out") as place:
             assert str(claim_of(place.store)).startswith(f"process {os.getpid()} on ")
@@ -132,7 +132,7 @@ def left_by(store: Any, owner: Owner, *, names: list[str], nonce: str = "a" * 16
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_what_a_killed_merge_left_is_taken_over(store: Any, overwrite: bool) -> None:
-    """C5: a rerun was refused, both plain and with --overwrite."""
+    """C5: a second run was refused, with and without --overwrite."""
     code = "import json; from statexchange.processes import Owner; print(json.dumps(Owner.current().to_json()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     left_by(store, Owner.from_json(json.loads(done.stdout)), names=[*WHOLE, "model-00003-of-00003.safetensors"])
@@ -141,7 +141,7 @@ def test_what_a_killed_merge_left_is_taken_over(store: Any, overwrite: bool) -> 
     assert (state_of("memory://out"), names_at("memory://out")) == ("2", WHOLE)
 
 
-def test_a_claim_of_another_host_is_taken_over_when_it_is_silent_or_with_resume(
+def test_a_claim_of_another_host_is_taken_over_if_it_is_not_renewed_or_with_resume(
     store: Any, soon: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     left_by(store, ELSEWHERE, names=WHOLE)
@@ -203,13 +203,13 @@ def sweep(name: str, place: Path, **options: Any) -> dict[str, Any]:
 
 
 def steps(every: int) -> list[Any]:
-    """Every n-th event, and in the slow tests each one."""
+    """Return every `every`-th event, and each one in slow tests."""
     return [every, pytest.param(1, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("step", steps(3))
 @pytest.mark.parametrize("before", [False, True])
-def test_killed_at_any_event_the_next_one_succeeds(sweep_path: Path, before: bool, step: int) -> None:
+def test_after_a_kill_at_any_event_the_next_publisher_succeeds(sweep_path: Path, before: bool, step: int) -> None:
     found = sweep("sweep_object_kills", sweep_path, base=f"disk://{sweep_path}", before=before, step=step)
     assert found["points"] * step > 12
     assert found["being written"]
@@ -218,7 +218,7 @@ def test_killed_at_any_event_the_next_one_succeeds(sweep_path: Path, before: boo
 @pytest.mark.parametrize("step", steps(3))
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize(("before", "overwrite"), [(False, False), (True, True)])
-def test_of_two_publishers_one_wins_wherever_the_second_begins(
+def test_of_two_publishers_one_wins_at_whatever_event_the_second_begins(
     sweep_path: Path, before: bool, overwrite: bool, elsewhere: bool, step: int
 ) -> None:
     """C3, C4. With `elsewhere` the first is taken for dead, and then goes on."""
@@ -228,7 +228,7 @@ def test_of_two_publishers_one_wins_wherever_the_second_begins(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_at_any_event_on_s3_the_next_one_succeeds(s3: str, sweep_path: Path) -> None:
+def test_after_a_kill_at_any_event_on_s3_the_next_publisher_succeeds(s3: str, sweep_path: Path) -> None:
     assert sweep("sweep_object_kills", sweep_path, base=s3, before=True, step=6, first=2)["points"]
 
 
@@ -260,10 +260,10 @@ def test_two_processes_that_publish_to_s3_at_once(s3: str, overwrite: bool) -> N
     racers = [
         subprocess.Popen([*command, str(value), str(overwrite)], stdout=subprocess.PIPE, text=True) for value in (1, 2)
     ]
-    said = [racer.communicate()[0].strip() for racer in racers]
-    assert "ok" in said, said
-    assert overwrite or said.count("ok") == 1
-    won = {str(value) for value, word in zip((1, 2), said, strict=True) if word == "ok"}
+    results = [racer.communicate()[0].strip() for racer in racers]
+    assert "ok" in results, results
+    assert overwrite or results.count("ok") == 1
+    won = {str(value) for value, word in zip((1, 2), results, strict=True) if word == "ok"}
     assert (state_of(f"{s3}/out") in won, names_at(f"{s3}/out")) == (True, WHOLE)
 
 
@@ -273,12 +273,12 @@ def test_a_large_object_is_uploaded_in_parts_and_its_name_is_taken_back(s3: str,
     system = fsspec.filesystem("s3")
     put: list[bool] = []
 
-    def zombie(done: int, total: int) -> None:
+    def put_late(done: int, total: int) -> None:
         if done > total // 2 and not put:
             put.append(True)
             system.pipe_file(f"{s3}/out/model.safetensors", b"theirs")
 
-    report = sx.merge_checkpoint(tmp_path / "model.safetensors", f"{s3}/out", on_progress=zombie)
+    report = sx.merge_checkpoint(tmp_path / "model.safetensors", f"{s3}/out", on_progress=put_late)
     assert put
     assert names_at(report.path) == ["model.safetensors", "statexchange.json"]
     system.invalidate_cache()

@@ -106,7 +106,7 @@ def test_a_save_that_was_copied_to_a_url(store: Any, tmp_path: Path) -> None:
         open_source(url)
 
 
-def test_nothing_at_a_url_and_stores_that_are_not_known(store: Any) -> None:
+def test_absent_urls_and_unknown_schemes_are_errors(store: Any) -> None:
     for url in ("memory://nowhere", "memory://my-bucket/nowhere"):
         with pytest.raises(sx.errors.NotFoundError, match=f"no such path.*{url}"):
             open_source(url)
@@ -116,7 +116,7 @@ def test_nothing_at_a_url_and_stores_that_are_not_known(store: Any) -> None:
         open_source("gs://bucket/x")
 
 
-def test_an_object_that_ends_too_early_is_found(store: Any, tmp_path: Path) -> None:
+def test_a_truncated_object_is_detected(store: Any, tmp_path: Path) -> None:
     sx.export_checkpoint(TENSORS, tmp_path / "local")
     url = put(store, tmp_path / "local", "model")
     whole = store.cat_file("/model/model.safetensors")
@@ -137,7 +137,7 @@ class Refusing(AbstractFileSystem):  # type: ignore[misc]
     ls = pipe_file = _open = info
 
 
-def test_a_store_that_fails_is_told_once(tmp_path: Path) -> None:
+def test_the_failure_of_a_store_is_one_message(tmp_path: Path) -> None:
     fsspec.register_implementation("refusing", Refusing, clobber=True)
     save_file(TENSORS, tmp_path / "model.safetensors")
     url = "refusing://bucket/x"
@@ -173,6 +173,6 @@ def test_the_command_line_takes_urls(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["a"], TENSORS["a"])
 
 
-def test_urls_are_told_from_paths() -> None:
+def test_urls_are_distinguished_from_paths() -> None:
     assert is_url("s3://bucket/key")
     assert not any(map(is_url, ("shm://name", "file:///a/path", "/a/path", "relative", "C:\\path")))

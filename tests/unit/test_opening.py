@@ -1,4 +1,4 @@
-"""Opening: paths as the system resolves them, descriptors within their budget, and what is held open by whom."""
+"""Opening: path resolution, the budget of descriptors, and which files stay open."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_two_dots_after_a_link_mean_the_parent_of_its_target(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "pt"])
-def test_a_link_that_leads_nowhere_is_a_file_that_is_missing(kind: str, tmp_path: Path) -> None:
-    """As a cache of downloads that was cleaned leaves it."""
+def test_a_broken_link_is_a_missing_file(kind: str, tmp_path: Path) -> None:
+    """A cleaned cache of downloads leaves such links."""
     if kind == "pt":
         torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
     else:
@@ -112,27 +112,27 @@ def test_few_descriptors_serve_many_files_rounds_and_directories(tmp_path: Path)
     assert done.stdout == "ok\n", done.stderr
 
 
-def test_what_is_open_can_be_sent_to_another_process_and_copied(tmp_path: Path) -> None:
+def test_an_open_checkpoint_can_be_pickled_and_copied(tmp_path: Path) -> None:
     publish(tmp_path / "out", 3.0)
-    held = sx.open_checkpoint(tmp_path / "out")
-    for again in (pickle.loads(pickle.dumps(held)), copy.deepcopy(held)):
+    opened = sx.open_checkpoint(tmp_path / "out")
+    for again in (pickle.loads(pickle.dumps(opened)), copy.deepcopy(opened)):
         assert again["a"].read().tolist() == [3.0] * 3
-    assert pickle.loads(pickle.dumps(held["a"])).read().tolist() == [3.0] * 3
-    sent = pickle.dumps(held)
+    assert pickle.loads(pickle.dumps(opened["a"])).read().tolist() == [3.0] * 3
+    sent = pickle.dumps(opened)
     sx.export_checkpoint({"a": np.zeros(9)}, tmp_path / "out", overwrite=True)
     with pytest.raises(sx.errors.ReplacedError):
         pickle.loads(sent)
 
 
-def test_what_was_closed_opens_nothing(tmp_path: Path) -> None:
+def test_a_closed_file_is_not_opened_again(tmp_path: Path) -> None:
     publish(tmp_path / "out", 3.0)
-    held = sx.open_checkpoint(tmp_path / "out")
-    held.close()
+    opened = sx.open_checkpoint(tmp_path / "out")
+    opened.close()
     with pytest.raises(sx.errors.InvalidArgumentError, match="has been closed"):
-        held["a"].read()
+        opened["a"].read()
 
 
-def test_a_directory_that_no_run_can_be_called_is_not_looked_at(tmp_path: Path) -> None:
+def test_a_directory_whose_name_is_no_run_is_not_opened(tmp_path: Path) -> None:
     """lost+found, which only root may look at."""
     if os.geteuid():
         pytest.skip("not root")
@@ -228,10 +228,10 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (taker, path)
         for taker in TAKERS
         for path in (b"path", "nu\0ll", "file:///nu%00ll", 7, "")
-        if (taker, path) != ("NFSWorkspace", "")  # which is the current directory
+        if (taker, path) != ("NFSWorkspace", "")  # the current directory is the checkpoint
     ],
 )
-def test_what_is_no_path_is_refused_by_every_call(taker: str, path: Any, checkpoint: Path) -> None:
+def test_every_call_refuses_what_is_no_path(taker: str, path: Any, checkpoint: Path) -> None:
     with pytest.raises(sx.errors.InvalidArgumentError, match=r"path|map name patterns") as caught:
         TAKERS[taker](path)
     assert sorted(os.listdir()) == ["checkpoint", "home"], caught.value
@@ -258,7 +258,7 @@ def test_a_tilde_is_the_home_directory_of_a_workspace(make: Taker, checkpoint: P
 
 
 @pytest.mark.parametrize("taker", ["files_from", "load", "merge from", "open", "summarize", "verify", "layout"])
-def test_errors_show_the_absolute_path_of_what_was_given(taker: str, checkpoint: Path) -> None:
+def test_errors_show_the_absolute_path(taker: str, checkpoint: Path) -> None:
     for path, meant in (("no/where", checkpoint.parent / "no/where"), ("~/x", checkpoint.parent / "home/x")):
         with pytest.raises(sx.errors.NotFoundError, match="no such path") as caught:
             TAKERS[taker](path)

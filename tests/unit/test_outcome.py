@@ -1,4 +1,4 @@
-"""Every interleaving of three ranks that end a meeting: all succeed or all fail, whoever gives up, whenever."""
+"""A model of how a collective ends: in every interleaving of three ranks all succeed or all fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDED = (FAILED, PASSED, UNKNOWN)
 def reachable(
     start: State, moves: Callable[[State], Iterator[State]], alike: Callable[[State], State] = lambda state: state
 ) -> tuple[set[State], list[State]]:
-    """All states that can be reached, and those that cannot be left."""
+    """Return all states that can be reached, and those without a next state."""
     seen, todo, last = {start}, [start], []
     while todo:
         state = todo.pop()
@@ -32,13 +32,13 @@ def reachable(
     return seen, last
 
 
-# On one host: each rank reads one word after another, and writes its own
+# On one host: each rank reads the words of the others one after another, and writes its own
 
 
 class Rank(NamedTuple):
-    shown: int  # what the others read
-    own: int  # what it knows; ABSENT until it arrives
-    reads: tuple[int, ...]  # of this look, so far
+    shown: int  # its word, which the others read
+    own: int  # its own state; ABSENT until it arrives
+    reads: tuple[int, ...]  # the words that it has read in this pass
     gives_up: bool
     alive: bool
 
@@ -90,25 +90,25 @@ def test_on_one_host_all_fail_or_all_succeed(size: int, dying: bool) -> None:
         ends = {rank.own for rank in state if rank.alive}  # type: ignore[attr-defined]
         assert not {PASSED, FAILED} <= ends, state
     outcomes = {frozenset(r.own for r in state if r.alive) for state in last}  # type: ignore[attr-defined]
-    # A rank that waits for ever waits for one that died before it came, and has a deadline; else each has an end.
+    # A rank may only wait for ever for a rank that died before it arrived; a real rank then reaches its deadline.
     assert outcomes - {frozenset()} == {frozenset({PASSED}), frozenset({FAILED})}, outcomes
 
 
-def test_one_look_would_not_do() -> None:
-    """The proof that this test sees what it is there for: three ranks that pass after a single look."""
+def test_a_single_pass_is_not_enough() -> None:
+    """With a single pass over the words the model must find a failure: this proves that the test can find one."""
     start = (Rank(ABSENT, ABSENT, (), gives_up=False, alive=True),) * RANKS
     seen, _ = reachable(start, moves_on_a_host(dying=False, first=SEEN))
     assert any({PASSED, FAILED} <= {rank.own for rank in state} for state in seen)  # type: ignore[attr-defined]
 
 
-# Through a coordinator: it asks each rank, whose answer, like its decision, comes when it comes, or never
+# Through a coordinator: it asks each rank; answers and its decision arrive at any time, or never
 
 
 class Member(NamedTuple):
     own: int
-    passed: bool  # it has written that all it needs has come
-    asked: bool  # it has heard that the meeting is closed, and has answered
-    answer: int | None  # on its way, then at the coordinator
+    passed: bool  # it has written that it has passed
+    asked: bool  # it has received that the collective is closed, and has answered
+    answer: int | None  # its answer: in transit, then at the coordinator
     gives_up: bool
     reachable: bool
 
@@ -118,7 +118,7 @@ class Meeting(NamedTuple):
     closed: bool
     votes: tuple[int, ...]
     decision: int
-    late: bool  # the coordinator does not wait any longer
+    late: bool  # the coordinator has stopped waiting
 
 
 def own_moves(meeting: Meeting, me: int) -> Iterator[Member]:
@@ -133,7 +133,7 @@ def own_moves(meeting: Meeting, me: int) -> Iterator[Member]:
         if not member.gives_up:
             yield member._replace(gives_up=True)
         if arrived and not member.passed:
-            yield member._replace(passed=True)  # written first, then it looks whether the meeting is closed
+            yield member._replace(passed=True)  # it writes first, and then reads whether the collective is closed
         if member.passed:
             after = next_phase(SEEN, HERE, CLOSING if member.asked else HERE, False)
             yield member._replace(own=after)
@@ -160,13 +160,13 @@ def moves_of_a_meeting(state: State) -> Iterator[State]:
             yield meeting._replace(closed=True)
         if meeting.closed and member.reachable and not member.asked:
             yield with_member(me, member._replace(asked=True))
-        if member.asked and member.answer is None:  # after it has heard: the other order would be a race
+        if member.asked and member.answer is None:  # after it has received that: the other order would be a race
             yield with_member(me, member._replace(answer=PASSED if member.passed else CLOSING))
         if member.answer is not None and member.reachable and meeting.votes[me] == HERE:
             votes = list(meeting.votes)
             votes[me] = member.answer
             yield meeting._replace(votes=tuple(votes))
-        if me == 1 and member.reachable:  # one, as they are alike
+        if me == 1 and member.reachable:  # one of the two, as they are symmetric
             yield with_member(me, member._replace(reachable=False))
     if meeting.closed and meeting.decision == CLOSING:
         if not meeting.late and not all(member.reachable for member in meeting.members):
@@ -177,14 +177,14 @@ def moves_of_a_meeting(state: State) -> Iterator[State]:
 
 
 def alike(state: State) -> State:
-    """One of two meetings that differ only in which of the ranks 0 and 2 is which."""
+    """Return one of two states that differ only in which of the ranks 0 and 2 is which."""
     meeting: Meeting = state  # type: ignore[assignment]
     other = meeting._replace(members=meeting.members[::-1], votes=meeting.votes[::-1])
     return min(meeting, other, key=hash)
 
 
 @pytest.mark.slow
-def test_through_a_coordinator_nobody_fails_where_another_has_passed() -> None:
+def test_through_a_coordinator_no_rank_fails_if_another_has_passed() -> None:
     member = Member(ABSENT, passed=False, asked=False, answer=None, gives_up=False, reachable=True)
     start = Meeting((member,) * RANKS, closed=False, votes=(HERE,) * RANKS, decision=CLOSING, late=False)
     seen, last = reachable(start, moves_of_a_meeting, alike)

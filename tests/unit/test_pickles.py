@@ -1,4 +1,4 @@
-"""The restricted reader of pickles: real ones are read, nothing in any of them runs, claims take no memory."""
+"""The restricted reader of pickles: it reads real ones, runs nothing, and allocates nothing for false sizes."""
 
 import argparse
 import collections
@@ -60,7 +60,7 @@ def test_any_bytes_are_a_value_or_an_error_of_ours(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_torchs_classes_are_told_and_not_made(protocol: int) -> None:
+def test_torchs_classes_are_described_and_not_built(protocol: int) -> None:
     value = {
         "size": torch.Size((2, 3)),
         "dtype": torch.float8_e4m3fn,
@@ -93,29 +93,29 @@ def opaque(value: Any, protocol: int = 2) -> Any:
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_objects_of_any_class_are_opaque_and_what_they_hold_is_kept(protocol: int) -> None:
+def test_objects_of_unknown_classes_are_opaque_and_keep_their_content(protocol: int) -> None:
     settings = Settings(a=1)
     settings.name = "x"  # type: ignore[attr-defined]
     lower = settings_of_old()
     lower.depth = 2  # type: ignore[attr-defined]
     values = [settings, lower, collections.deque([1, 2]), argparse.Namespace(lr=0.5), dt.date(2020, 1, 2)]
-    made = opaque(values, protocol)
+    read = opaque(values, protocol)
     home = Settings.__module__
-    assert [(one.class_name, one.is_unknown) for one in made] == [
+    assert [(one.class_name, one.is_unknown) for one in read] == [
         (f"{home}.Settings", True),
         (f"{home}.settings_of_old", True),
         ("collections.deque", True),
         ("argparse.Namespace", True),
         ("datetime.date", True),
     ]
-    assert (made[0].items, made[0].state, made[1].state) == (["a", 1], {"name": "x"}, {"depth": 2})
-    assert (made[2].items, made[3].state) == ([1, 2], {"lr": 0.5})
+    assert (read[0].items, read[0].state, read[1].state) == (["a", 1], {"name": "x"}, {"depth": 2})
+    assert (read[2].items, read[3].state) == ([1, 2], {"lr": 0.5})
     with pytest.raises(UnsafeError, match="Settings, which is not known to be harmless"):
         read_pickle(pickle.dumps(settings, protocol), "x")
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_a_function_that_is_a_value_is_opaque(protocol: int) -> None:
+def test_functions_as_values_are_opaque(protocol: int) -> None:
     settings = argparse.Namespace(activation=read_pickle)
     found = opaque({"direct": os.path.join, "in": [read_pickle], "object": settings}, protocol)
     name = "statexchange.formats.pickles.read_pickle"
@@ -126,16 +126,16 @@ def test_a_function_that_is_a_value_is_opaque(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_what_numpy_writes_is_opaque(protocol: int) -> None:
+def test_numpys_objects_are_opaque(protocol: int) -> None:
     values = [np.arange(3), np.float64(1), np.dtype("f4"), np.float32, np.random.default_rng(1), np.array([None])]
-    made = opaque(values, protocol)
-    names = [one.name if type(one) is GlobalRef else one.class_name for one in made]
+    read = opaque(values, protocol)
+    names = [one.name if type(one) is GlobalRef else one.class_name for one in read]
     assert [name.rpartition(".")[2] for name in names] == [
         "ndarray", "scalar", "dtype", "float32", "__generator_ctor", "ndarray"
     ]  # fmt: skip
 
 
-def test_a_member_of_an_enum_that_is_not_known_is_opaque() -> None:
+def test_a_member_of_an_unknown_enum_is_opaque() -> None:
     found = opaque({"by value": Colour.RED})
     assert found["by value"].class_name == f"{Colour.__module__}.Colour"
     written = io.BytesIO()
@@ -240,7 +240,7 @@ REFUSED_AMONG_OPAQUE = {
 
 @pytest.mark.parametrize("opaque", [False, True])
 @pytest.mark.parametrize("data", [*REFUSED.values(), *REFUSED_AMONG_OPAQUE.values()])
-def test_what_could_run_or_recurse_is_refused(data: bytes, opaque: bool) -> None:
+def test_pickles_that_could_run_code_or_recurse_are_refused(data: bytes, opaque: bool) -> None:
     with pytest.raises(StateExchangeError, match="refused") as caught:
         read_pickle(data, "x", unknown_classes=opaque)
     assert (type(caught.value), caught.value.path) == (UnsafeError, "x")
@@ -271,7 +271,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
-def test_what_is_broken_is_corrupt(data: bytes) -> None:
+def test_broken_pickles_are_corrupt(data: bytes) -> None:
     with pytest.raises(CorruptError) as caught:
         read_pickle(data, "x")
     assert caught.value.path == "x"
@@ -286,7 +286,7 @@ def test_a_memo_index_and_deep_nesting_take_no_memory() -> None:
     assert read_pickle(b"\x80\x02Nr\xff\xff\xff\xff.", "x") is None
     deep = read_pickle(b"\x80\x02" + b"](" * 100_000 + b"e" * 100_000 + b".", "x")
     assert type(deep) is list
-    del deep  # freeing it does not recurse either
+    del deep  # freeing it does not recurse, either
     assert peak_kib() - before < 128 << 10
 
 
@@ -328,7 +328,7 @@ assert "torch" not in sys.modules
 
 
 def archive(path: Path, data: bytes) -> Path:
-    """A file as torch.save would write it, with this pickle."""
+    """Write a file as torch.save would, with this pickle."""
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("archive/data.pkl", data)
         file.writestr("archive/data/0", bytes(8))
@@ -336,7 +336,7 @@ def archive(path: Path, data: bytes) -> Path:
 
 
 def dcp_directory(path: Path, entry: bytes, *, of_tensor: bool) -> None:
-    """A DCP directory of one entry with this pickle."""
+    """Write a DCP directory of one entry with this pickle."""
     path.mkdir()
     length = archive(path / "__0_0.distcp", entry).stat().st_size
     size, begin = torch.Size((2,)), torch.Size((0,))
@@ -372,15 +372,15 @@ def test_an_audit_hook_sees_nothing_run(tmp_path: Path) -> None:
         dcp_directory(evil / f"{number}.tensor", data, of_tensor=True)
         dcp_directory(evil / f"{number}.other", data, of_tensor=False)
         expected |= {f"{number}.{kind}": "UnsafeError" for kind in ("pt", "metadata", "tensor")}
-        expected[f"{number}.other"] = "ok"  # listed as what it is, and not read
+        expected[f"{number}.other"] = "ok"  # listed by its type, and not read
     done = subprocess.run([sys.executable, "-c", ATTACK, str(evil)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert dict(line.split() for line in done.stdout.splitlines()) == expected
     assert [path.name for path in tmp_path.iterdir()] == ["evil"]
 
 
-def test_the_hook_would_have_seen_it(tmp_path: Path) -> None:
-    """The same file, loaded by torch as it used to be, runs."""
+def test_the_audit_hook_detects_code_that_runs(tmp_path: Path) -> None:
+    """torch.load without weights_only runs the same file."""
     text = f"touch {tmp_path}/ran".encode()
     archive(tmp_path / "x.pt", b"\x80\x02cposix\nsystem\nX" + struct.pack("<I", len(text)) + text + b"\x85R.")
     with zipfile.ZipFile(tmp_path / "x.pt", "a") as file:

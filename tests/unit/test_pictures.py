@@ -31,7 +31,7 @@ Part = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
 
 
 def write_workspace(root: Path, ranks: Sequence[Sequence[Part]]) -> Path:
-    """Parts are (name, global shape, offsets, shape), of U8 tensors."""
+    """Write a workspace of U8 tensors; parts are (name, global shape, offsets, shape)."""
     workspace = Workspace(root)
     receipts = []
     for rank, parts in enumerate(ranks):
@@ -46,7 +46,7 @@ def write_workspace(root: Path, ranks: Sequence[Sequence[Part]]) -> Path:
 
 @pytest.fixture
 def quarters(tmp_path: Path) -> Path:
-    """A matrix in four unequal quarters, a vector in halves, a scalar, a replicated vector."""
+    """Write a matrix in four unequal quarters, a vector in halves, a scalar, and a replicated vector."""
     shape = (10, 8)
     ranks = [
         [("matrix", shape, (0, 0), (3, 6)), ("vector", (4,), (0,), (2,)), ("scalar", (), (), ())],
@@ -58,7 +58,7 @@ def quarters(tmp_path: Path) -> Path:
 
 
 def drawn(svg: str) -> dict[str, list[dict[str, str]]]:
-    """The rectangles of each tensor's group, first the frame."""
+    """Return the rectangles of each tensor's group, its frame first."""
     root = ET.fromstring(svg)
     return {g.findtext(f"{SVG}title", ""): [r.attrib for r in g.iter(f"{SVG}rect")] for g in root.iter(f"{SVG}g")}
 
@@ -81,7 +81,7 @@ def shares(rectangles: list[dict[str, str]]) -> dict[str, float]:
     return found
 
 
-def test_who_supplied_what_largest_first(quarters: Path) -> None:
+def test_ranks_are_listed_by_what_they_supplied_largest_first(quarters: Path) -> None:
     tensors = supplied_tensors(quarters)
     assert [(t.name, t.nbytes, dict(t.nbytes_by_rank())) for t in tensors] == [
         ("matrix", 80, {0: 18, 1: 6, 2: 42, 3: 14}),
@@ -92,7 +92,7 @@ def test_who_supplied_what_largest_first(quarters: Path) -> None:
     assert supplied_tensors(open_source(quarters)) == tensors
 
 
-def test_a_published_directory_tells_the_same_of_its_ranks(quarters: Path, tmp_path: Path) -> None:
+def test_a_published_directory_shows_the_same_ranks(quarters: Path, tmp_path: Path) -> None:
     merge_checkpoint(quarters, tmp_path / "out")
     (matrix, *_), (expected, *_) = supplied_tensors(tmp_path / "out"), supplied_tensors(quarters)
     assert isinstance(matrix, Supplied)
@@ -126,7 +126,7 @@ def test_the_legend_counts_the_bytes(quarters: Path) -> None:
     ]
 
 
-def test_it_stands_alone_and_can_be_read_aloud(quarters: Path) -> None:
+def test_the_picture_has_no_links_and_has_a_text_for_screen_readers(quarters: Path) -> None:
     svg = supply_picture(quarters)
     root = ET.fromstring(svg)
     assert root.get("role") == "img"
@@ -157,7 +157,7 @@ def test_three_dims_that_are_all_cut_keep_their_shares(tmp_path: Path) -> None:
     assert sorted(found.values()) == [pytest.approx(n / 24, rel=1e-2) for n in (2, 2, 2, 2, 4, 4, 4, 4)]
 
 
-def test_small_tensors_are_summed_honestly(tmp_path: Path) -> None:
+def test_small_tensors_are_summed(tmp_path: Path) -> None:
     ranks = [[(f"t{number:02d}", (2, 2), (rank, 0), (1, 2)) for number in range(50)] for rank in (0, 1)]
     svg = supply_picture(write_workspace(tmp_path / "ws", ranks))
     assert "and 30 more, summed by rank" in svg
@@ -178,7 +178,7 @@ def test_many_ranks_have_their_own_colours_and_the_legend_stays_short(tmp_path: 
     assert set("".join(lines[-6:])) <= set("0123456789abcdefghijklmnopqrstuvwxyz#")
 
 
-def test_names_cannot_break_out(tmp_path: Path) -> None:
+def test_names_are_escaped(tmp_path: Path) -> None:
     name = "</title><script>alert(1)</script>\u202e&"
     svg = supply_picture(write_workspace(tmp_path / "ws", [[(name, (4,), (0,), (4,))]]))
     assert "<script" not in svg
@@ -186,7 +186,7 @@ def test_names_cannot_break_out(tmp_path: Path) -> None:
     assert "\u202e" not in svg
 
 
-def test_where_no_rank_is_known_files_take_their_place(tmp_path: Path) -> None:
+def test_without_ranks_files_are_shown(tmp_path: Path) -> None:
     for number in (1, 2):
         text = json.dumps({f"t{number}": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}).encode()
         path = tmp_path / f"model-{number}.safetensors"
@@ -249,14 +249,14 @@ def test_sizes_for_people() -> None:
     assert [shape_text(shape) for shape in ((), (3,), (2, 3))] == ["[]", "[3]", "[2,3]"]
 
 
-def test_reading_is_all_it_does(quarters: Path) -> None:
+def test_the_picture_only_reads(quarters: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in quarters.rglob("*")}
     supply_picture(os.fspath(quarters))
     assert {path: path.stat().st_mtime_ns for path in quarters.rglob("*")} == before
 
 
 def test_boxes_that_make_too_many_cells_are_summed_by_rank(tmp_path: Path) -> None:
-    """Every one reaches from the first row to the last but two, so that all are cut by all others."""
+    """Each box reaches from the first row to the last but two, so that all of them split each other."""
     boxes = tuple((Box((row, 0), (20_000 - row, 1)), row % 2) for row in range(10_000))
     began = time.process_time()
     source = write_workspace(tmp_path, [[("w", (4, 4), (0, 0), (4, 4))]])

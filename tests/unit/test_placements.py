@@ -1,4 +1,4 @@
-"""Boxes of placements: what torch's own splitting leaves on a rank, for any mesh, shape and placement."""
+"""Boxes of placements equal torch's own split, for any mesh, shape and placement."""
 
 import math
 from typing import Any
@@ -37,7 +37,7 @@ def cut_of(placement: Any) -> DimSplit | None:
 
 @given(worlds())
 @settings(max_examples=300, deadline=None)
-def test_boxes_are_what_torch_leaves_on_a_rank(world: tuple[list[int], list[int], list[int], list[Any]]) -> None:
+def test_boxes_are_the_chunks_that_torch_gives_a_rank(world: tuple[list[int], list[int], list[int], list[Any]]) -> None:
     shape, mesh, coordinate, placements = world
     whole = torch.arange(math.prod(shape)).reshape(shape)
     local = whole
@@ -67,7 +67,7 @@ def test_runs_that_touch_are_one_box() -> None:
         ((2,), (0,), [DimSplit(0, 1 << 40)]),
     ],
 )
-def test_what_is_no_placement_is_refused(mesh: Any, coordinate: Any, cuts: Any) -> None:
+def test_invalid_placements_are_refused(mesh: Any, coordinate: Any, cuts: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
         local_boxes((1 << 30, 4), mesh, coordinate, cuts)
 

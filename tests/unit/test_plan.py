@@ -1,4 +1,4 @@
-"""The merge plan against a painter: an array in which every holder paints every element of its boxes."""
+"""The merge plan, compared with a reference that counts how often each element of an array is covered."""
 
 import dataclasses
 import inspect
@@ -33,8 +33,8 @@ from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.tensors import ITEMSIZE
 
 
-def painted(shape: tuple[int, ...], boxes: Any) -> Any:
-    """How often each element is covered, one by one."""
+def counted(shape: tuple[int, ...], boxes: Any) -> Any:
+    """Return how often each element is covered, counted one by one."""
     counts = np.zeros(shape, dtype=int)
     for box in boxes:
         for index in np.ndindex(*box.shape):
@@ -43,8 +43,8 @@ def painted(shape: tuple[int, ...], boxes: Any) -> Any:
 
 
 def verdict(shape: tuple[int, ...], boxes: Any) -> str:
-    """What an exact proof must say of distinct boxes."""
-    counts = painted(shape, boxes)
+    """Return what an exact proof must find for distinct boxes."""
+    counts = counted(shape, boxes)
     bad = counts[counts != 1]
     return "cover" if not bad.size else "overlap" if bad[0] > 1 else "missing"
 
@@ -57,7 +57,7 @@ def region_in(text: str) -> tuple[slice, ...]:
 
 @st.composite
 def meshes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Box]]]:
-    """A global shape, and each holder's boxes, by cutting dims into (uneven, empty, interleaved) parts."""
+    """Draw a global shape and each holder's boxes, by cutting dims into (uneven, empty, interleaved) parts."""
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
     cuts = [draw(st.lists(st.integers(0, size), max_size=3).map(sorted)) for size in shape]
     ranges = [list(zip([0, *c], [*c, size], strict=True)) for c, size in zip(cuts, shape, strict=True)]
@@ -70,30 +70,36 @@ def meshes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Box]]]:
     ]
     holders = draw(st.integers(1, 5))
     owners = draw(st.lists(st.integers(0, holders - 1), min_size=len(boxes), max_size=len(boxes)))
-    held: list[list[Box]] = [[] for _ in range(holders)]
+    boxes_by_holder: list[list[Box]] = [[] for _ in range(holders)]
     for box, owner in zip(draw(st.permutations(boxes)), owners, strict=True):
-        held[owner].append(box)
+        boxes_by_holder[owner].append(box)
     for box in draw(st.lists(st.sampled_from(boxes), max_size=3)):  # replicas
-        held[draw(st.integers(0, holders - 1))].append(box)
-    return shape, held
+        boxes_by_holder[draw(st.integers(0, holders - 1))].append(box)
+    return shape, boxes_by_holder
 
 
-def plan_one(shape: tuple[int, ...], held: list[list[Box]], dtype: str = "F32", **options: Any) -> TensorPlan:
-    rank_shards = [RankShards(10 + r, [Shard("w", dtype, shape, tuple(boxes))]) for r, boxes in enumerate(held)]
+def plan_one(
+    shape: tuple[int, ...], boxes_by_holder: list[list[Box]], dtype: str = "F32", **options: Any
+) -> TensorPlan:
+    rank_shards = [
+        RankShards(10 + r, [Shard("w", dtype, shape, tuple(boxes))]) for r, boxes in enumerate(boxes_by_holder)
+    ]
     return plan_merge(rank_shards, ExportOptions(**options)).files[0].tensors[0]
 
 
 @given(meshes())
-def test_a_mesh_is_covered_and_every_piece_lies_where_its_holder_says(
+def test_every_piece_of_a_plan_is_a_part_of_a_box_of_its_holder(
     mesh: tuple[tuple[int, ...], list[list[Box]]],
 ) -> None:
-    shape, held = mesh
-    tensor = plan_one(shape, held)
-    assert (painted(shape, [piece.box for piece in tensor.pieces]) == 1).all()
+    shape, boxes_by_holder = mesh
+    tensor = plan_one(shape, boxes_by_holder)
+    assert (counted(shape, [piece.box for piece in tensor.pieces]) == 1).all()
     for piece in tensor.pieces:
         for holder, index in [(piece.holder, piece.box_index), *piece.replicas]:
-            assert held[holder][index] == piece.box
-        everywhere = {(h, i) for h, boxes in enumerate(held) for i, box in enumerate(boxes) if box == piece.box}
+            assert boxes_by_holder[holder][index] == piece.box
+        everywhere = {
+            (h, i) for h, boxes in enumerate(boxes_by_holder) for i, box in enumerate(boxes) if box == piece.box
+        }
         assert everywhere == {(piece.holder, piece.box_index), *piece.replicas}
     starts = [piece.box.offsets for piece in tensor.pieces]
     assert starts == sorted(starts)
@@ -101,27 +107,27 @@ def test_a_mesh_is_covered_and_every_piece_lies_where_its_holder_says(
 
 @st.composite
 def corruptions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Box]]]:
-    shape, held = draw(meshes())
-    places = [(h, i) for h, boxes in enumerate(held) for i, box in enumerate(boxes) if box.numel]
+    shape, boxes_by_holder = draw(meshes())
+    places = [(h, i) for h, boxes in enumerate(boxes_by_holder) for i, box in enumerate(boxes) if box.numel]
     for _ in range(draw(st.integers(1, 3))):
         h, i = draw(st.sampled_from(places))
-        box = held[h][i]
+        box = boxes_by_holder[h][i]
         kind = draw(st.sampled_from(["drop", "move", "add"]))
         if kind == "drop":
-            held[h][i] = Box(box.offsets, (0,) * len(shape)) if shape else box
+            boxes_by_holder[h][i] = Box(box.offsets, (0,) * len(shape)) if shape else box
             continue
         offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
         sizes = tuple(draw(st.integers(1, size - o)) for size, o in zip(shape, offsets, strict=True))
         if kind == "move":
-            held[h][i] = Box(offsets, sizes)
+            boxes_by_holder[h][i] = Box(offsets, sizes)
         else:
-            held[draw(st.integers(0, len(held) - 1))].append(Box(offsets, sizes))
-    return shape, held
+            boxes_by_holder[draw(st.integers(0, len(boxes_by_holder) - 1))].append(Box(offsets, sizes))
+    return shape, boxes_by_holder
 
 
 @pytest.fixture(params=["few boxes", "many boxes"], scope="module")
 def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Both ways to prove a cover."""
+    """Return each of the two ways to prove a cover."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "many boxes":
             patch.setattr("statexchange.sharding.plan._MANY_BOXES", 1)
@@ -131,16 +137,16 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("way")
 @given(corruptions())
 @example(((4, 4), [[Box((0, 0), (2, 4))], [Box((1, 0), (3, 4))]]))
-def test_corruptions_get_the_painters_verdict(case: tuple[tuple[int, ...], list[list[Box]]]) -> None:
-    shape, held = case
-    distinct = {box for boxes in held for box in boxes if box.numel}
+def test_corrupted_boxes_get_the_verdict_of_the_reference(case: tuple[tuple[int, ...], list[list[Box]]]) -> None:
+    shape, boxes_by_holder = case
+    distinct = {box for boxes in boxes_by_holder for box in boxes if box.numel}
     expected = verdict(shape, distinct)
-    counts = painted(shape, distinct)
+    counts = counted(shape, distinct)
     if expected == "cover":
-        plan_one(shape, held)
+        plan_one(shape, boxes_by_holder)
         return
     with pytest.raises((IncompleteError, OverlapError)) as caught:
-        plan_one(shape, held)
+        plan_one(shape, boxes_by_holder)
     region = counts[region_in(str(caught.value))]
     assert caught.value.name == "w"
     assert region.size
@@ -154,12 +160,12 @@ def test_corruptions_get_the_painters_verdict(case: tuple[tuple[int, ...], list[
         claimed = [region_in("region " + text) for text in re.findall(r"as (\[.*?\])", str(caught.value))]
         for rank, where in zip(claims, claimed, strict=False):
             assert where in [
-                tuple(slice(o, e) for o, e in zip(b.offsets, b.ends, strict=True)) for b in held[rank - 10]
+                tuple(slice(o, e) for o, e in zip(b.offsets, b.ends, strict=True)) for b in boxes_by_holder[rank - 10]
             ]
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 0, 5)])
-def test_an_empty_tensor_needs_no_holder_of_anything(shape: tuple[int, ...]) -> None:
+def test_an_empty_tensor_needs_no_holder(shape: tuple[int, ...]) -> None:
     assert plan_one(shape, [[], [full_box(shape)]]).pieces == ()
 
 
@@ -178,7 +184,7 @@ def test_a_region_that_nobody_holds_is_named_with_the_ranks_of_the_rest() -> Non
         plan_one((8, 6), rows)
 
 
-def test_a_million_boxes_or_very_unequal_ones_do_not_explode() -> None:
+def test_a_cover_of_very_unequal_boxes_is_proved_fast() -> None:
     n = 20_000
     long = {Box((0, i), (n, 1)): [0] for i in range(n // 2)} | {Box((i, n // 2), (1, n // 2)): [1] for i in range(n)}
     prove_cover("w", (n, n), long)  # cut by cut this would take 10**8 steps
@@ -187,7 +193,7 @@ def test_a_million_boxes_or_very_unequal_ones_do_not_explode() -> None:
         prove_cover("w", (n, n), long)
 
 
-def test_corners_that_cannot_be_numbered_are_counted_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cover_of_a_shape_too_large_to_number_its_corners_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("statexchange.sharding.plan._MANY_BOXES", 1)
     n = 40_000
     shape = (n,) * 4
@@ -217,7 +223,7 @@ def test_many_boxes_along_many_dims_are_split_before_their_corners_are_counted(
         prove_cover("w", (3, 3), {Box(*box): [0] for box in pinwheel})
 
 
-def test_cuts_along_absurdly_many_dims_are_refused() -> None:
+def test_cuts_along_too_many_dims_are_refused() -> None:
     shape = (2,) * 40
     with pytest.raises(UnsupportedError, match="40 dims"):
         prove_cover("w", shape, {Box((0,) * 40, (1,) * 40): [0]})
@@ -256,7 +262,7 @@ def test_tied_names_are_dropped_only_where_every_holder_ties_them() -> None:
     assert (names_of(renamed), renamed.aliases) == (["model.a"], {"model.b": "model.a"})
 
 
-def test_claims_of_ties_that_would_lose_a_tensor_are_not_believed() -> None:
+def test_claimed_ties_that_would_lose_a_tensor_are_ignored() -> None:
     shards = [whole("a", 2), whole("b", 2), whole("c", 3)]
     for aliases in ({"a": "b", "b": "a"}, {"c": "a"}, {"a": "a"}, {"a": "gone"}, {"gone": "a"}):
         assert names_of(plan_merge([RankShards(0, shards, aliases)])) == ["a", "b", "c"], aliases
@@ -265,7 +271,7 @@ def test_claims_of_ties_that_would_lose_a_tensor_are_not_believed() -> None:
     assert {*names_of(chain), *chain.aliases} == {"a", "b", "c"}
 
 
-def test_an_empty_part_says_nothing_about_ties() -> None:
+def test_an_empty_part_does_not_count_for_ties() -> None:
     parts = [Shard(n, "F32", (2,), (Box((0,), (2,)),)) for n in "ab"]
     empty = [Shard(n, "F32", (2,), (Box((2,), (0,)),)) for n in "ab"]
     assert names_of(plan_merge([RankShards(0, parts, {"b": "a"}), RankShards(1, empty)])) == ["a"]
@@ -292,7 +298,7 @@ PATTERNS += ["m{suffix}.bin", "m{suffix}{x}.safetensors", "m{suffix}.safetensors
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_file_names_that_no_reader_would_find_are_refused(pattern: str) -> None:
+def test_file_names_that_readers_would_not_find_are_refused(pattern: str) -> None:
     with pytest.raises(InvalidArgumentError, match="filename_pattern"):
         ExportOptions(filename_pattern=pattern)
 
@@ -315,7 +321,7 @@ def test_sizes(text: int | str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 i", "5XB", "1e9", "5GBs", "nan", "٣GB"[1:] + "x"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="is not a size"):
         ExportOptions(max_shard_size=text)
 
@@ -378,7 +384,7 @@ SHORT = {"float32": "F32", "int8": "I8", "bfloat16": "BF16", "bool": "BOOL"}
 @settings(deadline=None)
 @given(cases)
 def test_files_are_split_and_named_as_the_hub_does(case: Case) -> None:
-    # The hub makes each tensor's size from its storage, of which an empty one has none to tell apart.
+    # huggingface_hub identifies tensors by their storage, and empty tensors have no storage to distinguish them by.
     state = {name: torch.zeros(n + 1, dtype=getattr(torch, dtype)) for name, (dtype, n) in case.sizes.items()}
     hub = split_torch_state_dict_into_shards(state, max_shard_size=case.limit)
     holding = RankShards(0, [whole(name, n + 1, dtype=SHORT[dtype]) for name, (dtype, n) in case.sizes.items()])
@@ -426,12 +432,12 @@ def test_tensors_lie_in_a_file_where_safetensors_puts_them(
 
 
 @given(meshes())
-def test_a_digest_depends_on_what_is_written_alone(mesh: tuple[tuple[int, ...], list[list[Box]]]) -> None:
-    shape, held = mesh
+def test_the_plan_digest_depends_on_the_output_only(mesh: tuple[tuple[int, ...], list[list[Box]]]) -> None:
+    shape, boxes_by_holder = mesh
     assume(shape)
 
     def digest(rows: int, **options: Any) -> str:
-        held_by = [RankShards(r, [Shard("w", "F32", shape, tuple(boxes))]) for r, boxes in enumerate(held)]
+        held_by = [RankShards(r, [Shard("w", "F32", shape, tuple(boxes))]) for r, boxes in enumerate(boxes_by_holder)]
         return plan_merge([*held_by, RankShards(9, [whole("v", rows)])], ExportOptions(**options)).digest
 
     assert re.fullmatch("[0-9a-f]{32}", digest(3))
@@ -452,7 +458,7 @@ def supplied(plan: Plan, holders: int) -> list[int]:
     return loads
 
 
-def test_replicas_are_supplied_in_turn_and_by_root_alone_if_asked() -> None:
+def test_replicas_are_supplied_in_turn_or_by_root_only() -> None:
     shards = [whole(f"w{i}", 100 + i) for i in range(40)]
     rank_shards = [RankShards(r, shards) for r in range(4)]
     loads = supplied(plan_merge(rank_shards), 4)
@@ -462,6 +468,6 @@ def test_replicas_are_supplied_in_turn_and_by_root_alone_if_asked() -> None:
         ExportOptions(replicas="any")  # type: ignore[arg-type]
 
 
-def test_nothing_at_all_is_one_empty_file() -> None:
+def test_no_tensors_make_one_empty_file() -> None:
     (file,) = plan_merge([RankShards(0, [])]).files
     assert (file.name, file.tensors) == ("model.safetensors", ())

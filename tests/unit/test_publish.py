@@ -1,4 +1,4 @@
-"""Publishing a directory on a real disk: the old one or the new one is there, whole, whatever happens."""
+"""Publication of a directory on a real disk: after any event the whole old or the whole new one is there."""
 
 import errno
 import json
@@ -40,7 +40,7 @@ try:
 except StateExchangeError as error:
     print(json.dumps([type(error).__name__, getattr(error, "errno", None), error.path]))
 """
-ELSEWHERE = Owner("a-host-far-away", "0" * 36, 1, 2, 3)  # whether it runs cannot be known here
+ELSEWHERE = Owner("a-host-far-away", "0" * 36, 1, 2, 3)  # whether it runs cannot be determined here
 
 
 def run(out: Path, value: int, *more: str, trace: str = "") -> subprocess.CompletedProcess[str]:
@@ -48,7 +48,7 @@ def run(out: Path, value: int, *more: str, trace: str = "") -> subprocess.Comple
 
 
 def dead() -> Owner:
-    """A process of this host that has ended."""
+    """Return a process of this host that has ended."""
     code = "import json; from statexchange.processes import Owner; print(json.dumps(Owner.current().to_json()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return Owner.from_json(json.loads(done.stdout))
@@ -63,7 +63,7 @@ def leave(
     value: int = 5,
     stem: str = ".out",
 ) -> dict[str, Path]:
-    """What a publisher that was killed leaves: its record, and whole directories under hidden names of these kinds."""
+    """Write what a killed publisher leaves: its record, and whole directories under hidden names of these kinds."""
     (place / f"{stem}.{nonce}.owner").write_text(json.dumps(owner.to_json()))
     left = {}
     for kind in kinds:
@@ -75,12 +75,12 @@ def leave(
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A directory for the target alone, to see what lies beside it."""
+    """Return a directory that holds only the target, so that a test sees what lies beside it."""
     (tmp_path / "place").mkdir()
     return tmp_path / "place"
 
 
-def test_publishing_and_overwriting_leave_nothing_else(place: Path) -> None:
+def test_publishing_and_overwriting_leave_only_the_target(place: Path) -> None:
     publish(place / "out", 1)
     assert value_of(place / "out") == 1
     publish(place / "out", 2)
@@ -117,7 +117,7 @@ def test_an_existing_target_is_refused_or_replaced_as_asked(place: Path) -> None
 
 
 @pytest.mark.parametrize("stranger", ["notes.txt", "model-00003-of-00003.safetensors", "sub", "link"])
-def test_what_no_manifest_lists_is_never_overwritten(place: Path, stranger: str) -> None:
+def test_files_that_no_manifest_lists_are_never_overwritten(place: Path, stranger: str) -> None:
     publish(place / "out", 1)
     path = place / "out" / stranger
     if stranger == "sub":
@@ -133,7 +133,7 @@ def test_what_no_manifest_lists_is_never_overwritten(place: Path, stranger: str)
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "other directory", "broken manifest"])
-def test_a_target_that_is_none_of_ours_is_never_overwritten(place: Path, kind: str) -> None:
+def test_a_foreign_target_is_never_overwritten(place: Path, kind: str) -> None:
     target = place / "out"
     if kind == "file":
         target.write_text("mine")
@@ -196,7 +196,7 @@ def test_a_failing_write_is_an_error_with_errno_and_the_old_stays(every: int, sw
     shutil.copytree(sweep_path / "template", sweep_path / "trace")
     calls = Counter(system_calls(PUBLISHER, sweep_path / "trace" / "out", 2, log=sweep_path / "log"))
     cases = [(call, code, n + 1) for call, code in FAULTS for n in range(calls[call])]
-    cases = [case for case in cases if case[0] != "mkdir"]  # filelock's, of a directory that is there
+    cases = [case for case in cases if case[0] != "mkdir"]  # filelock's mkdir of an existing directory
 
     def check(case: tuple[str, str, int]) -> None:
         call, code, when = case
@@ -208,7 +208,7 @@ def test_a_failing_write_is_an_error_with_errno_and_the_old_stays(every: int, sw
             kind, number, where = json.loads(done.stdout)
             assert (kind, number) == ("StorageError", getattr(errno, code)), case
             assert where.startswith(str(own)), case
-            exchanged = call == "fsync" and when == calls["fsync"]  # only whether it would survive a power cut is open
+            exchanged = call == "fsync" and when == calls["fsync"]  # only its durability after a power cut is unknown
             assert value_of(own / "out") == (2 if exchanged else 1), case
         else:
             assert (call, when) == ("renameat2", calls["renameat2"]) or call == "rename", case
@@ -235,14 +235,14 @@ def test_a_full_disk_is_noticed_before_anything_is_written(place: Path) -> None:
     script = f'mount -t tmpfs -o size=12k tmpfs {place} && "$@" && ls -A {place}'
     command = ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-c", PUBLISHER, str(place / "out"), "1"]
     done = subprocess.run(command, capture_output=True, text=True)
-    kind, number, _ = json.loads(done.stdout)  # and ls printed nothing
+    kind, number, _ = json.loads(done.stdout)  # which shows that ls printed nothing
     assert (kind, number) == ("StorageError", errno.ENOSPC), done.stderr
 
 
 A, B = "a" * 16, "b" * 16
 
 
-def test_what_dead_publishers_left_is_removed_and_look_alikes_are_not(place: Path) -> None:
+def test_leftovers_of_dead_publishers_are_removed_and_similar_names_are_kept(place: Path) -> None:
     publish(place / "out", 2)
     leave(place, A, dead(), "partial", "discarded", "replaced")
     leave(place, B, dead())
@@ -252,7 +252,11 @@ def test_what_dead_publishers_left_is_removed_and_look_alikes_are_not(place: Pat
         f".out.{'0' * 32}.partial",
         f".out.{'c' * 16}.discarded",
     ]
-    others += [f".out.{'0' * 32}.{'d' * 16}.partial", ".out.replacement", ".out.replaced"]  # no record: not ours
+    others += [
+        f".out.{'0' * 32}.{'d' * 16}.partial",
+        ".out.replacement",
+        ".out.replaced",
+    ]  # no record, so not ours
     for name in others:
         (place / name).mkdir()
         (place / name / "precious").write_text("mine")
@@ -261,15 +265,15 @@ def test_what_dead_publishers_left_is_removed_and_look_alikes_are_not(place: Pat
     assert all((place / name / "precious").read_text() == "mine" for name in others)
 
 
-def test_what_a_process_of_another_host_left_needs_a_word(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_leftovers_of_another_host_need_resume(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     left = leave(place, A, ELSEWHERE, "partial")["partial"]
     before = unchanged(place)
     publish(place / "out", 1)
     assert {name: data for name, data in unchanged(place).items() if not name.startswith("out")} == before
-    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "--resume" in said
-    assert left.name in said
-    assert "process 2 on a-host-far-away" in said
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "--resume" in warning
+    assert left.name in warning
+    assert "process 2 on a-host-far-away" in warning
     publish(place / "out", 2, resume=True)
     assert (os.listdir(place), value_of(place / "out")) == (["out"], 2)
 
@@ -292,7 +296,7 @@ def test_finished_files_are_taken_over_from_the_dead_and_with_resume_from_others
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_killed_publisher_leaves_a_record_that_says_who_it_was(place: Path, links: bool) -> None:
+def test_a_killed_publisher_leaves_a_record_of_its_process(place: Path, links: bool) -> None:
     refused = "" if links else "inject=symlinkat:error=EPERM"
     assert run(place / "out", 1, trace=f"{refused} inject=renameat2:signal=SIGKILL".strip()).returncode != 0
     (record,) = place.glob(".out.*.owner")
@@ -324,7 +328,7 @@ def test_an_interrupted_replacement_is_read_refused_and_completed(place: Path) -
             publish(place / "out", 2, overwrite=False)
         assert unchanged(place) == before
         with begin(place / "out", 2, overwrite=True):
-            assert value_of(place / "out") == 5  # completed, whoever goes on
+            assert value_of(place / "out") == 5  # any next publisher completes it
             assert not left["partial"].exists()
         publish(place / "out", 2, resume=True)
         assert (os.listdir(place), value_of(place / "out")) == (["out"], 2)
@@ -332,7 +336,7 @@ def test_an_interrupted_replacement_is_read_refused_and_completed(place: Path) -
 
 
 @pytest.mark.parametrize("plant", ["link", "file", "directory"])
-def test_what_version_0_1_left_or_poses_as_it_is_never_touched(place: Path, plant: str) -> None:
+def test_leftovers_of_version_0_1_and_similar_names_are_never_touched(place: Path, plant: str) -> None:
     """C6: a directory called .out.replacement made the target disappear."""
     publish(place / "victim", 5)
     path = place / ".out.replacement"
@@ -398,16 +402,16 @@ print(os.geteuid(), os.stat(out).st_uid, publishing.value_at(out), os.listdir(sy
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root is squashed")
-def test_a_server_may_map_users() -> None:
-    """C8: over NFS with root_squash what root makes belongs to somebody else."""
+def test_files_that_a_server_maps_to_another_user_are_overwritten() -> None:
+    """C8: over NFS with root_squash, files that root makes belong to another user."""
     here = os.path.dirname(publishing.__file__)
-    with tempfile.TemporaryDirectory() as open_to_all:  # pytest's directories let nobody else in
+    with tempfile.TemporaryDirectory() as open_to_all:  # pytest's directories are closed to other users
         os.chmod(open_to_all, 0o777)
         done = subprocess.run([sys.executable, "-c", SQUASHED, here, open_to_all], capture_output=True, text=True)
     assert done.stdout == "0 65534 4 ['out']\n", done.stderr
 
 
-def test_a_link_in_the_old_checkpoint_leads_nowhere(place: Path, tmp_path: Path) -> None:
+def test_links_in_the_old_checkpoint_are_not_followed(place: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
     publish(place / "out", 1)
     (place / "out" / "model-00001-of-00002.safetensors").unlink()
@@ -427,7 +431,7 @@ def test_a_broken_manifest_is_named_and_nothing_is_removed(place: Path, broken: 
     assert (caught.value.path, unchanged(place)) == (str(place / "out" / "statexchange.json"), before)
 
 
-def test_where_nothing_can_be_locked_publishing_goes_on(place: Path) -> None:
+def test_without_locks_publishing_works(place: Path) -> None:
     for error in ("ENOLCK", "ENOSYS", "EOPNOTSUPP", "EIO"):
         assert run(place / "out", 2, trace=f"inject=flock:error={error}").stdout == ""
         assert (value_of(place / "out"), os.listdir(place)) == (2, ["out"])
@@ -436,8 +440,8 @@ def test_where_nothing_can_be_locked_publishing_goes_on(place: Path) -> None:
 def test_without_a_lock_a_live_process_is_seen_by_its_record(place: Path) -> None:
     with begin(place / "out", 1):
         (place / ".out.lock").unlink()
-        said = json.loads(run(place / "out", 2, trace="inject=flock:error=ENOLCK").stdout)
-        assert said == ["TargetExistsError", None, str(place / "out")]
+        error = json.loads(run(place / "out", 2, trace="inject=flock:error=ENOLCK").stdout)
+        assert error == ["TargetExistsError", None, str(place / "out")]
 
 
 def test_more_output_files_than_descriptors(place: Path) -> None:
@@ -487,7 +491,7 @@ def test_nothing_is_left_open(place: Path) -> None:
 
 
 def sweep(name: str, place: Path, *, exchange: bool = True, **options: Any) -> dict[str, Any]:
-    """Run a sweep in a process of its own; without `exchange` as on NFS, which cannot exchange two names."""
+    """Run a sweep in a process of its own; without `exchange` names cannot be exchanged, as on NFS."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); import publishing; publishing.main(*sys.argv[2:])"
     here = os.path.dirname(publishing.__file__)
     command = [sys.executable, "-c", code, here, name, str(place), json.dumps(options)]
@@ -504,20 +508,20 @@ def sweep(name: str, place: Path, *, exchange: bool = True, **options: Any) -> d
 
 
 def steps(every: int) -> list[Any]:
-    """Every n-th event, and in the slow tests each one."""
+    """Return every `every`-th event, and each one in slow tests."""
     return [every, pytest.param(1, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("step", steps(6))
 @pytest.mark.parametrize("exchange", [True, False])
-def test_killed_at_any_event_the_old_or_the_new_is_there_and_the_next_one_cleans_up(
+def test_after_a_kill_at_any_event_the_old_or_the_new_is_there_and_the_next_publisher_cleans_up(
     sweep_path: Path, exchange: bool, step: int
 ) -> None:
     found = sweep("sweep_kills", sweep_path, exchange=exchange, before=True, step=step)
     assert found["points"] * step > 60
     assert found["old"]
     assert found["new"]
-    assert step > 1 or ("gap" in found) == (not exchange)  # the moment between the two renames was hit
+    assert step > 1 or ("gap" in found) == (not exchange)  # some kill hit the moment between the two renames
 
 
 @pytest.mark.parametrize("step", steps(6))
@@ -528,25 +532,25 @@ def test_a_first_publisher_killed_at_any_event_leaves_nothing_that_looks_finishe
 
 
 @pytest.mark.parametrize("step", steps(6))
-def test_killed_at_any_event_a_second_run_goes_on_to_the_same_directory(sweep_path: Path, step: int) -> None:
+def test_after_a_kill_at_any_event_a_second_run_gives_the_same_directory(sweep_path: Path, step: int) -> None:
     found = sweep("sweep_kills", sweep_path, before=True, reuse=True, step=step)
     assert {"0 kept", "2 kept"} <= found.keys()
 
 
 @pytest.mark.parametrize("step", steps(6))
 @pytest.mark.parametrize("exchange", [True, False])
-def test_interrupted_at_any_event_nothing_stays_or_the_next_one_removes_it(
+def test_after_an_interrupt_at_any_event_nothing_is_left_or_the_next_publisher_removes_it(
     sweep_path: Path, exchange: bool, step: int
 ) -> None:
     """C10: Ctrl-C."""
     found = sweep("sweep_interrupts", sweep_path, exchange=exchange, before=True, step=step)
-    assert found["nothing left"] > found.get("something left", 0)  # only while it cleans up itself
+    assert found["nothing left"] > found.get("something left", 0)  # only if the interrupt came during its clean-up
 
 
 @pytest.mark.parametrize("step", steps(8))
 @pytest.mark.parametrize(("before", "overwrite"), [(False, False), (True, True)])
 @pytest.mark.parametrize(("elsewhere", "exchange"), [(False, True), (True, True), (True, False)])
-def test_of_two_publishers_one_wins_wherever_the_second_begins(
+def test_of_two_publishers_one_wins_at_whatever_event_the_second_begins(
     sweep_path: Path, before: bool, overwrite: bool, elsewhere: bool, exchange: bool, step: int
 ) -> None:
     """C1: both failed, or one had the other's bytes under its manifest."""
@@ -554,7 +558,7 @@ def test_of_two_publishers_one_wins_wherever_the_second_begins(
     assert sweep("sweep_races", sweep_path, exchange=exchange, **options)["points"]
 
 
-def test_no_place_for_a_checkpoint(place: Path) -> None:
+def test_paths_that_cannot_be_targets_are_refused(place: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="not a path"):
         begin("/", 1)
     with pytest.raises(StorageError, match="cannot"):
@@ -566,15 +570,15 @@ def test_no_place_for_a_checkpoint(place: Path) -> None:
         begin(place / ("x" * 256), 1)
 
 
-def test_a_place_that_takes_no_files_is_not_called_busy() -> None:
+def test_a_directory_that_takes_no_files_is_not_called_busy() -> None:
     with pytest.raises(StorageError, match="cannot make files here: proc is an interface of the kernel") as caught:
         begin("/proc/nothing", 1)
     assert (caught.value.path, caught.value.errno) == ("/proc", errno.ENOENT)
 
 
 @pytest.mark.parametrize("name", ["x" * 230, "x" * 255, "ü" * 127])
-def test_every_name_that_a_file_system_takes_will_do(place: Path, name: str) -> None:
-    twin = name[:-1] + "y"  # it differs where hidden names are cut
+def test_every_name_that_a_file_system_accepts_works(place: Path, name: str) -> None:
+    twin = name[:-1] + "y"  # it differs from others where hidden names are truncated
     with begin(place / twin, 3) as other:
         for value in (1, 2):
             publish(place / name, value)
@@ -585,7 +589,7 @@ def test_every_name_that_a_file_system_takes_will_do(place: Path, name: str) -> 
     assert sorted(os.listdir(place)) == sorted([name, twin])
 
 
-def test_what_a_dead_publisher_of_a_long_name_left_is_read_and_taken_over(place: Path) -> None:
+def test_leftovers_of_a_long_name_are_read_and_taken_over(place: Path) -> None:
     name = "x" * 255
     left = leave(place, A, dead(), "partial", "replaced", value=5, stem=hidden_prefix(name))
     assert value_at(place / name) == 5

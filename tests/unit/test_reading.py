@@ -1,8 +1,9 @@
-"""What is read is what was opened: readers beside publishers, at every look that a reader takes at the files.
+"""Readers beside publishers: a reader gets one publication, whatever happens between two of its file operations.
 
-A reader runs in a process of its own, whose audit hook stops it at its n-th look ("statexchange.storage" events: a
-directory opened or listed, a file opened); there the test lets a publisher run to its end, then the reader goes on.
-This is done for n = 1, 2, ... until a whole trip has fewer looks, so that a new look is tried without being named here.
+A reader runs in a process of its own, whose audit hook stops it at its n-th look. A look is a "statexchange.storage"
+event: a directory is opened or listed, or a file opened. There the test runs a publisher to its end, and then lets the
+reader continue. The test repeats this for n = 1, 2, ... until a read takes fewer than n looks, so new looks of readers
+are tested without a change here.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Reader:
         self._process.stdin.flush()
 
     def read(self, stop_at: int, meanwhile: Callable[[], None]) -> tuple[list[Any], bool]:
-        """What one trip gave, and whether it had so many looks."""
+        """Read once; stop at a look and call `meanwhile`. Returns the result, and whether there were so many looks."""
         assert self._process.stdout is not None
         self._say(json.dumps(stop_at))
         answer = json.loads(self._process.stdout.readline())
@@ -132,7 +133,7 @@ def export(path: Path, value: float, **options: Any) -> None:
 
 
 def at_every_look(reader: Reader, publish: Callable[[float], None]) -> Iterator[tuple[int, float, list[Any]]]:
-    """(n, the value published meanwhile, the answer) for each look of a trip."""
+    """Yield (n, the value published meanwhile, the answer) for each look of a read."""
     for number in range(1, 500):
         answer, stopped = reader.read(number, lambda: publish(float(number)))  # noqa: B023 (called before it changes)
         if not stopped:
@@ -275,7 +276,7 @@ def test_a_workspace_whose_rounds_are_dropped_at_any_look_is_read_as_the_old_or_
 
 
 def test_a_checkpoint_that_is_held_open_is_read_as_it_was(tmp_path: Path) -> None:
-    """A3: other tensors, in another order, have taken the places of the old ones."""
+    """A3: the new publication has other tensors, in another order, at the old offsets."""
     path = tmp_path / "out"
     sx.export_checkpoint({"a": np.full(3, 1.0), "b": np.full(2, 2.0)}, path)
     with sx.open_checkpoint(path) as held:
@@ -285,14 +286,14 @@ def test_a_checkpoint_that_is_held_open_is_read_as_it_was(tmp_path: Path) -> Non
         assert now["b"].read().tolist() == [8.0] * 5
 
 
-def test_what_nobody_refers_to_any_more_holds_no_descriptors(tmp_path: Path) -> None:
+def test_a_checkpoint_without_references_holds_no_descriptors(tmp_path: Path) -> None:
     export(tmp_path / "out", 1.0)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        held = sx.open_checkpoint(tmp_path / "out")
-        assert held["t0"].read().sum() == 24
+        opened = sx.open_checkpoint(tmp_path / "out")
+        assert opened["t0"].read().sum() == 24
     assert len(os.listdir("/proc/self/fd")) > before
-    del held
+    del opened
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -303,7 +304,7 @@ def plain_source(path: Path, value: float) -> None:
 
 
 def overwrite_in_place(path: Path, value: float) -> None:
-    """As a program that does not know better writes its next checkpoint over the last one."""
+    """Write over a checkpoint in place, as a careless program does with its next one."""
     with open(path / "1.safetensors", "r+b") as file:
         data = file.read()
         header = 8 + int.from_bytes(data[:8], "little")
@@ -353,8 +354,8 @@ def test_a_tensor_that_is_changed_in_place_is_not_read_silently(tmp_path: Path) 
 NONCE, PLAN = "0123456789abcdef", "a" * 32
 
 
-def test_between_the_two_renames_of_a_replacement_the_new_one_is_read(tmp_path: Path) -> None:
-    """C7: what a publisher leaves that is killed there, on a file system that cannot exchange names."""
+def test_between_the_two_renames_of_a_replacement_the_new_checkpoint_is_read(tmp_path: Path) -> None:
+    """C7: a publisher that is killed there leaves this, on a file system that cannot exchange names."""
     export(tmp_path / "out", 1.0)
     export(tmp_path / "new", 2.0)
     os.rename(tmp_path / "out", tmp_path / f".out.{NONCE}.replaced")
@@ -363,7 +364,7 @@ def test_between_the_two_renames_of_a_replacement_the_new_one_is_read(tmp_path: 
         assert np.unique(found["t0"].read()).tolist() == [2.0]
     assert not verify(tmp_path / "out").findings
     os.rename(tmp_path / f".out.{PLAN}.{NONCE}.partial", tmp_path / f".out.{PLAN}.{'f' * 16}.partial")
-    with pytest.raises(NotFoundError):  # of another publisher, who has not finished it
+    with pytest.raises(NotFoundError):  # of another publisher that has not finished it
         sx.open_checkpoint(tmp_path / "out")
 
 
@@ -374,12 +375,12 @@ def test_a_partial_directory_alone_is_not_read(tmp_path: Path) -> None:
         sx.open_checkpoint(tmp_path / "out")
 
 
-# B: what the manifest says is checked
+# B: the manifest is compared with the files
 
 
 @pytest.fixture(scope="module", params=["rows", "columns"])
 def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A published checkpoint with a tensor of two boxes: two runs of its file, or two that interleave."""
+    """Return a published checkpoint with a tensor of two boxes: two runs of its file, or two that interleave."""
     folder = tmp_path_factory.mktemp(request.param)
     for rank in range(2):
         save_file({"w": torch.arange(12.0).reshape(3, 4) + 100 * rank}, folder / f"rank{rank}.safetensors")
@@ -390,7 +391,7 @@ def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def flipped(source: Path, path: Path, at: int) -> Path:
-    """A copy with one byte of the tensor's changed."""
+    """Return a copy with one byte of the tensor changed."""
     shutil.copytree(source, path)
     data = bytearray((path / "model.safetensors").read_bytes())
     data[at] ^= 1
@@ -417,7 +418,7 @@ def test_a_flipped_byte_of_a_tensor_of_several_boxes_is_found_by_every_reader(
     assert os.listdir(tmp_path) == ["broken"]
 
 
-def test_what_is_whole_passes_every_check(sharded: Path, tmp_path: Path) -> None:
+def test_a_whole_checkpoint_passes_every_check(sharded: Path, tmp_path: Path) -> None:
     sx.merge_checkpoint(sharded, tmp_path / "again")
     with sx.open_checkpoint(sharded) as one, sx.open_checkpoint(tmp_path / "again") as other:
         assert one["w"].read().tobytes() == other["w"].read().tobytes()
@@ -446,7 +447,7 @@ def test_a_header_that_contradicts_the_manifest_is_corrupt(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "pytorch_model-00001-of-00002.bin"])
-def test_a_number_in_a_files_name_says_how_many_there_are(name: str, tmp_path: Path) -> None:
+def test_missing_files_are_detected_by_the_count_in_file_names(name: str, tmp_path: Path) -> None:
     """B3: what a merge that was killed in an object store leaves."""
     if name.endswith(".bin"):
         torch.save({"a": torch.ones(2)}, tmp_path / name)
@@ -457,7 +458,7 @@ def test_a_number_in_a_files_name_says_how_many_there_are(name: str, tmp_path: P
     assert [type(finding) for finding in verify(tmp_path).findings] == [IncompleteError]
 
 
-def test_of_a_broken_source_what_is_known_is_shown_after_the_reason(tmp_path: Path) -> None:
+def test_a_broken_source_is_shown_as_far_as_it_can_be_read_after_the_error(tmp_path: Path) -> None:
     """B4."""
     export(tmp_path / "out", 1.0)
     name = "model-00002-of-00003.safetensors"
@@ -511,7 +512,7 @@ for path in sys.argv[1:]:
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\nTrue\n"
 
 
-def test_where_no_digest_is_known_verify_does_not_call_the_bytes_good(tmp_path: Path) -> None:
+def test_without_digests_verify_does_not_call_the_bytes_correct(tmp_path: Path) -> None:
     """B6."""
     save_file({"a": torch.full((2,), float("nan"))}, tmp_path / "a.safetensors")
     command = [sys.executable, "-m", "statexchange", "verify", str(tmp_path / "a.safetensors")]
@@ -533,7 +534,7 @@ def test_a_directory_with_a_claim_and_no_manifest_is_being_written(tmp_path: Pat
 
 
 def test_a_closed_checkpoint_opens_nothing(tmp_path: Path) -> None:
-    """After `close` the number of a descriptor may belong to another directory, in which a name must not be opened."""
+    """After `close` its descriptor number may belong to another directory, in which it must not open a name."""
     (tmp_path / "one/below").mkdir(parents=True)
     (tmp_path / "other/below").mkdir(parents=True)
     for folder in ("one", "other"):
@@ -542,7 +543,7 @@ def test_a_closed_checkpoint_opens_nothing(tmp_path: Path) -> None:
     file = place.store.open("a")
     before = set(os.listdir("/proc/self/fd"))
     place.close()
-    others = [os.open(tmp_path / "other", os.O_RDONLY) for _ in before]  # among them all numbers that became free
+    others = [os.open(tmp_path / "other", os.O_RDONLY) for _ in before]  # these reuse the closed numbers
     try:
         opened = set(os.listdir("/proc/self/fd"))
         for use in (

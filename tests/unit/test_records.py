@@ -1,4 +1,4 @@
-"""What ranks send each other about state: records that come back as they were, or are refused, whatever is changed."""
+"""Records that ranks send each other about state: they round-trip, and changed ones are read or refused."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import statexchange as sx
 from statexchange.exchange.exporting import ExportReport
 from statexchange.exchange.gather import _RankMessage, _TensorMetadata
 from statexchange.exchange.load import _OpenedSource
+from statexchange.exchange.memory_copy import _Answer
 from statexchange.exchange.rank_metadata import RankMetadata, check_equal_options
 from statexchange.exchange.reading import WantedBox
-from statexchange.exchange.receipts import CommittedRound, RoundStart, SavedFile
+from statexchange.exchange.saving import _Start, _Written
 from statexchange.sharding import records
 from statexchange.sharding.placements import DimSplit
 from statexchange.sharding.plan import Piece
@@ -25,7 +26,6 @@ from statexchange.sharding.sharding_spec import Placement
 from statexchange.sharding.shards import Box
 from statexchange.sharding.write_plan import BoxReceipt, BoxReceipts, WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import describe
-from statexchange.storage.workspace import RankName, Receipt
 
 LAYOUT = {
     "cut": {"dim": 1, "blocks": [1, 1]},
@@ -34,7 +34,6 @@ LAYOUT = {
     "scale": {"reduce": "max"},
 }
 STATE = {name: torch.ones(2, 2) for name in ("cut", "split.qkv", "own", "scale", "plain")}
-WRITTEN = Receipt(RankName.new("run", 3, 0, 2).relative, 100)
 PIECES = [Piece(Box((0, 0), (2, 2)), 1, 0, ((0, 1),)), Piece(Box((2, 0), (2, 2)), 0, 0)]
 PLAN = WritePlan(
     (WriteFile("/out/a", is_reserved=True), WriteFile("/out/b", is_reserved=False)),
@@ -69,9 +68,9 @@ CASES: list[tuple[Any, Callable[[Any], Any]]] = [
         ExportReport("/p", (("a", 1),), 1, 1, {"b": "a"}, 0.5, {"write": 0.1}, {"write": 1}, (1, 0)),
         ExportReport.from_json,
     ),
-    (RoundStart(4, has_layout=False), RoundStart.from_json),
-    (SavedFile(WRITTEN, "/ws"), SavedFile.from_json),
-    (CommittedRound(7, (WRITTEN,)), CommittedRound.from_json),
+    (_Start("step-000000007", "0123456789abcdef", "hidden", has_layout=False), _Start.from_json),
+    (_Written(100, "/saves"), _Written.from_json),
+    (_Answer("no room", "/dev/shm/hidden", "digest"), _Answer.from_json),
     (_OpenedSource("a", "b", "/p", "/p, round 3", {"strict": "True"}, has_layout=True), _OpenedSource.from_json),
 ]
 IDS = [type(record).__name__ for record, _ in CASES]
@@ -83,7 +82,7 @@ def sent(record: Any) -> Any:
 
 
 def places(raw: Any) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value, as the keys that lead there."""
+    """Return every place in a JSON value, as the keys that lead to it."""
     yield ()
     for key, item in raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ():
         for rest in places(item):
@@ -91,7 +90,7 @@ def places(raw: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(raw: Any, place: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
-    """A copy in which `change` was made to the container and key of a place."""
+    """Return a copy in which `change` was applied to the container and key of a place."""
     top = [copy.deepcopy(raw)]
     inside: Any = top
     for key in (0, *place)[:-1]:
@@ -101,13 +100,13 @@ def changed(raw: Any, place: tuple[Any, ...], change: Callable[[Any, Any], None]
 
 
 @pytest.mark.parametrize(("record", "read"), CASES, ids=IDS)
-def test_a_record_comes_back_as_it_was(record: Any, read: Callable[[Any], Any]) -> None:
+def test_a_record_round_trips(record: Any, read: Callable[[Any], Any]) -> None:
     assert sent(read(sent(record))) == sent(record)
 
 
 @pytest.mark.parametrize(("record", "read"), CASES, ids=IDS)
 def test_a_record_that_was_changed_is_read_or_refused(record: Any, read: Callable[[Any], Any]) -> None:
-    """Wrong types, counts and values anywhere: a ValueError, or another whole record."""
+    """Wrong types, counts and values anywhere: a ValueError, or another valid record."""
     raw, refused = sent(record), 0
 
     def check(other: Any) -> bool:
@@ -129,13 +128,13 @@ def test_a_record_that_was_changed_is_read_or_refused(record: Any, read: Callabl
 
 
 @pytest.mark.parametrize("data", [b"", b"[", b"{}", b"[1, 2]", b"\xff", b"[" * 100_000])
-def test_what_cannot_be_read_names_the_rank_that_sent_it(data: bytes) -> None:
+def test_an_invalid_record_names_the_rank_that_sent_it(data: bytes) -> None:
     with pytest.raises(sx.errors.MismatchError, match=r"cannot read the plan that rank 3 sent.*same version") as caught:
         records.decoded(data, lambda raw: WritePlan.from_json(raw, 2), "the plan", 3)
     assert caught.value.rank == 3
 
 
-def test_a_plan_of_ranks_and_files_that_are_not_there_is_refused() -> None:
+def test_a_plan_with_absent_ranks_or_files_is_refused() -> None:
     for place, value in (
         (("tensors", 0, "file"), 2),
         (("tensors", 0, "pieces", 0, "holder"), 2),

@@ -53,7 +53,7 @@ def test_windows_of_nothing_and_of_very_long_rows() -> None:
 
 
 @given(boxed())
-def test_one_run_is_told_from_several(case: tuple[tuple[int, ...], Box]) -> None:
+def test_a_box_of_one_run_is_distinguished_from_several(case: tuple[tuple[int, ...], Box]) -> None:
     shape, box = case
     places = numbers(shape)[slices(box)].reshape(-1)
     assert c_contiguous(box, shape) == bool((np.diff(places.astype(int)) == 1).all())
@@ -68,7 +68,7 @@ def test_a_box_is_written_where_it_belongs_and_nowhere_else(
     shape, box = case
     path = tmp_path_factory.mktemp("box") / "file"
     whole = numbers(shape)
-    begin = 10  # as a header puts it: not aligned to anything
+    begin = 10  # unaligned, as after a header of any length
     path.write_bytes(b"\xff" * (begin + whole.nbytes + 3))
     fd = os.open(path, os.O_RDWR)
     data = memoryview(np.ascontiguousarray(whole[slices(box)]).reshape(-1).view(np.uint8))
@@ -104,7 +104,7 @@ def test_a_box_is_read_window_by_window(
 
 
 @pytest.mark.parametrize("reserved", [True, False])
-def test_long_runs_and_short_ones_of_one_tensor(reserved: bool, tmp_path: Path) -> None:
+def test_long_and_short_runs_of_one_tensor(reserved: bool, tmp_path: Path) -> None:
     whole = np.arange(3 * 40_000, dtype=np.uint16).reshape(3, 40_000)
     path = tmp_path / "file"
     path.write_bytes(bytes(10 + whole.nbytes))
@@ -158,7 +158,7 @@ def test_few_descriptors_serve_many_files(tmp_path: Path) -> None:
 def test_strided_boxes_are_read_in_the_order_of_their_indices(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Any permuted and sliced view of a file, read through windows of the tensor that it is a box of."""
+    """Any permuted and sliced view of a file, read through windows of the tensor that holds it."""
     shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
     base = np.arange(math.prod(shape), dtype="<i4").reshape(shape)
     view = base.transpose(data.draw(st.permutations(range(len(shape)))))

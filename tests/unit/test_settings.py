@@ -1,4 +1,4 @@
-"""What launchers say of a process, read from real processes' environments."""
+"""The launcher's description of a process, from environments of real launchers."""
 
 import os
 import subprocess
@@ -43,14 +43,14 @@ def test_no_launcher_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch(monkeypatch, RANK="x", WORLD_SIZE="4").launcher == "none"
 
 
-def test_torchrun_is_believed_before_the_launcher_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_has_priority_over_the_launcher_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     outer = {"PMI_RANK": 1, "PMI_SIZE": 2, "SLURM_PROCID": 1, "SLURM_STEP_NUM_TASKS": 2}
     inner = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}
     assert launch(monkeypatch, **outer, **inner) == Launch("torchrun", 5, 8, 1, 4, "WORLD_SIZE")
     assert launch(monkeypatch, **outer).launcher == "mpich"
 
 
-def test_open_mpi_tells_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_mpi_sets_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = "OMPI_COMM_WORLD_"
     found = launch(
         monkeypatch, **{prefix + k: v for k, v in {"RANK": 3, "SIZE": 4, "LOCAL_RANK": 1, "LOCAL_SIZE": 2}.items()}
@@ -87,7 +87,7 @@ def test_the_tasks_of_a_slurm_step_meet_on_its_first_host_at_a_port_of_their_own
     assert reserved.master == ("a", 12003)
 
 
-def test_what_a_job_script_sets_is_believed_before_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_job_script_have_priority_over_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     step = {**STEP, "SLURM_STEP_NODELIST": "a,b"}
     assert launch(monkeypatch, **step, MASTER_ADDR="10.0.0.9", MASTER_PORT=4711).master == ("10.0.0.9", 4711)
     assert launch(monkeypatch, **step, MASTER_PORT=4711).master == ("a", 4711)
@@ -109,7 +109,7 @@ def test_host_lists_of_slurm(text: str, hosts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", ",", "a,", "a[", "a]", "a[]", "a[1-]", "a[3-1]", "a[1,]", "a b", "a[0-9999999]"])
-def test_what_is_no_host_list_is_refused(text: str) -> None:
+def test_invalid_host_lists_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="host list"):
         settings.expand_hosts(text)
 
@@ -150,7 +150,7 @@ def job(monkeypatch: pytest.MonkeyPatch, name: str, restart: int = 0) -> str | N
     return launch(monkeypatch, RANK=0, WORLD_SIZE=1, TORCHELASTIC_RUN_ID=name, TORCHELASTIC_RESTART_COUNT=restart).job
 
 
-def test_a_job_is_known_by_name_and_restart_and_never_by_the_default_id(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_identified_by_id_and_restart_and_never_by_the_default_id(monkeypatch: pytest.MonkeyPatch) -> None:
     assert job(monkeypatch, "none") is None
     assert job(monkeypatch, "job-1", 2) == "job-1-2"
 
@@ -173,7 +173,7 @@ def test_a_bad_timeout_names_the_variable(monkeypatch: pytest.MonkeyPatch, text:
         settings.default_timeout_s()
 
 
-def test_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timeout_variable_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     launch(monkeypatch)
     assert (settings.default_timeout_s(), settings.no_color()) == (300.0, False)
     launch(monkeypatch, STATEXCHANGE_TIMEOUT_S="1.5", NO_COLOR="1")

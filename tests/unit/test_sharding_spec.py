@@ -1,4 +1,4 @@
-"""Tensors spread over meshes as one record, against torch's own chunks element by element, and explicit boxes."""
+"""Records of tensors on meshes, compared element by element with torch's own chunks and with explicit boxes."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def placements(draw: st.DrawFn) -> tuple[tuple[int, ...], Placement]:
 
 
 def torch_elements(shape: tuple[int, ...], placement: Placement, at: tuple[int, ...]) -> Any:
-    """The numbers of the elements that a rank holds, as torch's own chunking of a whole tensor gives them."""
+    """Return the numbers of the elements that a rank holds by torch's own chunking of a whole tensor."""
     local = torch.arange(math.prod(shape)).reshape(shape)
     for parts, index, cut in zip(placement.mesh_shape, at, placement.splits, strict=True):
         if cut is not None:
@@ -59,19 +59,19 @@ def test_every_element_comes_once_and_from_ranks_that_have_it(case: tuple[tuple[
     shape, placement = case
     tensor = planned(shape, placement)
     ranks = list(product(*map(range, placement.mesh_shape)))
-    held = [torch_elements(shape, placement, at) for at in ranks]
+    elements = [torch_elements(shape, placement, at) for at in ranks]
     counts = np.zeros(shape, dtype=int)
-    told: list[list[tuple[int, Box]]] = [[] for _ in ranks]
+    boxes_by_rank: list[list[tuple[int, Box]]] = [[] for _ in ranks]
     for piece in tensor.pieces:
         counts[tuple(slice(o, e) for o, e in zip(piece.box.offsets, piece.box.ends, strict=True))] += 1
         for rank, index in [(piece.holder, piece.box_index), *piece.replicas]:
-            told[rank].append((index, piece.box))
+            boxes_by_rank[rank].append((index, piece.box))
     assert (counts == 1).all()
-    for rank, boxes in enumerate(told):
+    for rank, boxes in enumerate(boxes_by_rank):
         boxes.sort(key=lambda item: item[0])
         assert [index for index, _ in boxes] == list(range(len(boxes)))
         numbers = sorted(n for _, box in boxes for n in elements_of(box, shape).reshape(-1).tolist())
-        assert numbers == sorted(held[rank].reshape(-1).tolist())
+        assert numbers == sorted(elements[rank].reshape(-1).tolist())
     offsets = [piece.box.offsets for piece in tensor.pieces]
     assert offsets == sorted(offsets)
     assert list(tensor.pieces) == [tensor.pieces[index] for index in range(len(tensor.pieces))]
@@ -80,7 +80,7 @@ def test_every_element_comes_once_and_from_ranks_that_have_it(case: tuple[tuple[
 
 @settings(deadline=None)
 @given(placements())
-def test_a_record_plans_what_its_boxes_plan(case: tuple[tuple[int, ...], Placement]) -> None:
+def test_a_record_gives_the_plan_of_its_boxes(case: tuple[tuple[int, ...], Placement]) -> None:
     from statexchange.sharding.placements import local_boxes
 
     shape, placement = case
@@ -93,7 +93,7 @@ def test_a_record_plans_what_its_boxes_plan(case: tuple[tuple[int, ...], Placeme
     assert list(planned(shape, placement, replicas="root").pieces) == list(explicit.pieces)
 
 
-def test_replicas_take_turns() -> None:
+def test_replicas_supply_tensors_in_turn() -> None:
     mesh = Placement((4, 2), (None, DimSplit(0)))
     spread = [ShardingSpec(f"w{i}", "F32", (8, 2), mesh) for i in range(8)]
     plan = plan_merge([RankShards(0, spread), *(RankShards(rank, ()) for rank in range(1, 8))])
@@ -105,7 +105,7 @@ def names_of(plan: Plan) -> list[str]:
     return [tensor.name for file in plan.files for tensor in file.tensors]
 
 
-def test_selecting_renaming_ties_and_names_said_twice() -> None:
+def test_selection_renames_ties_and_duplicate_names() -> None:
     mesh = Placement((2,), (DimSplit(0),))
     a, b = ShardingSpec("a", "F32", (4,), mesh), ShardingSpec("b", "F32", (4,), mesh)
     plain = Shard("c", "I64", (3,), (full_box((3,)),))
@@ -126,7 +126,7 @@ def test_selecting_renaming_ties_and_names_said_twice() -> None:
             plan_merge(tied(*twice))
 
 
-def test_a_rank_with_an_empty_part_says_nothing_about_ties() -> None:
+def test_a_rank_with_an_empty_part_does_not_count_for_ties() -> None:
     mesh = Placement((2,), (DimSplit(0),))
     for rows, expected in ((1, ["a"]), (2, ["a", "b"])):
         both = [ShardingSpec(name, "F32", (rows, 3), mesh) for name in "ab"]
@@ -134,18 +134,18 @@ def test_a_rank_with_an_empty_part_says_nothing_about_ties() -> None:
 
 
 @given(placements(), st.integers(0, 63))
-def test_a_record_and_its_json_mean_the_same(case: tuple[tuple[int, ...], Placement], rank: int) -> None:
+def test_a_record_round_trips_through_json(case: tuple[tuple[int, ...], Placement], rank: int) -> None:
     shape, placement = case
     assume(rank < math.prod(placement.mesh_shape))
     assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
     at = list(product(*map(range, placement.mesh_shape)))[rank]
     assert coordinate_of(rank, placement.mesh_shape) == at
-    held = torch_elements(shape, placement, at)
-    assert ShardingSpec("w", "U8", shape, placement).shard_of(rank).nbytes == held.numel()
+    elements = torch_elements(shape, placement, at)
+    assert ShardingSpec("w", "U8", shape, placement).shard_of(rank).nbytes == elements.numel()
 
 
-def test_runs_that_leave_a_gap_are_no_cover(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof does not take the arithmetic of placements on trust."""
+def test_runs_that_leave_a_gap_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof of cover does not rely on the arithmetic of placements."""
     from statexchange.sharding import sharding_spec
 
     mesh = Placement((3,), (DimSplit(0),))

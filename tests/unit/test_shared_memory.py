@@ -34,8 +34,8 @@ def in_another_process(program: str, *arguments: object) -> str:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Any:
-    gc.collect()  # what other tests have left
+def no_arenas_left() -> Any:
+    gc.collect()  # arenas that other tests have left
     fds = len(os.listdir("/proc/self/fd"))
     with no_names_left():
         yield
@@ -58,7 +58,7 @@ def test_two_processes_see_one_memory(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_outlives_its_owner_where_somebody_has_attached(kind: Kind) -> None:
+def test_memory_outlives_its_owner_if_another_process_has_attached(kind: Kind) -> None:
     program = """
 arena = Arena.create(8192, sys.argv[1])
 arena.view[:5] = b"hello"
@@ -84,7 +84,7 @@ def test_killed_owners_of_a_memfd_leave_nothing() -> None:
     assert subprocess.run([sys.executable, "-c", program]).returncode == -9
 
 
-def test_an_arena_cannot_shrink_or_grow_under_others() -> None:
+def test_an_arena_cannot_be_resized_by_another_process() -> None:
     arena = Arena.create(PAGE)
     fd = os.open(f"/proc/self/fd/{arena.address['fd']}", os.O_RDWR)
     for size in (0, PAGE - 1, 2 * PAGE):
@@ -108,7 +108,7 @@ def test_files_are_private_until_they_are_unlinked() -> None:
     arena.close()
 
 
-def test_what_lies_at_an_address_must_be_what_was_announced(tmp_path: Path) -> None:
+def test_a_file_at_an_address_must_be_the_announced_one(tmp_path: Path) -> None:
     arena, other = Arena.create(PAGE), Arena.create(PAGE)
     for wrong in (
         {"nbytes": 2 * PAGE},
@@ -154,7 +154,7 @@ print(os.listdir("/dev/shm"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_than_the_machine_has_is_an_error_and_no_visit_of_the_oom_killer(kind: Kind) -> None:
+def test_more_memory_than_the_machine_has_is_an_error_before_the_oom_killer(kind: Kind) -> None:
     program = """
 open("/proc/self/oom_score_adj", "w").write("1000")
 from statexchange.errors import StorageError
@@ -169,7 +169,7 @@ print(len(os.listdir("/proc/self/fd")) == fds)
     assert in_another_process(program, kind) == f"{errno.ENOMEM} True\n" * 3 + "True\n"
 
 
-def test_what_is_lent_counts_as_long_as_any_view_of_it_lives() -> None:
+def test_memory_is_in_use_as_long_as_any_view_of_it() -> None:
     arena = Arena.create(PAGE)
     attached = attach(arena.address)
     assert not attached.referenced
@@ -190,7 +190,7 @@ def test_what_is_lent_counts_as_long_as_any_view_of_it_lives() -> None:
     del attached
 
 
-def test_arenas_are_used_again() -> None:
+def test_arenas_are_reused() -> None:
     pool = ArenaPool()
     small, large = pool.acquire(1), pool.acquire(10 * PAGE)
     small.view[:4] = b"left"
@@ -268,7 +268,7 @@ def test_files_of_killed_processes_are_swept_and_those_of_living_ones_are_not() 
 def test_a_pid_that_another_process_has_now_does_not_protect_a_file() -> None:
     owner, left = start_owner()
     kill(owner)
-    # As if the process had had the pid of this one, which began later.
+    # As if the killed process had had the pid of this one, which started later.
     name = re.sub(r"\.[0-9a-f]+\.[0-9a-f]+$", f".{os.getpid():x}.1", left[0])
     os.rename(f"/dev/shm/{left[0]}", f"/dev/shm/{name}")
     sweep()
@@ -281,7 +281,7 @@ def test_files_of_another_user_or_pid_namespace_are_left_alone() -> None:
     kill(owner)
     for name in left:
         os.chown(f"/dev/shm/{name}", 12345, -1)
-    # The killed process is the first of its namespace, so all of that ends with it.
+    # The killed process is the init of its PID namespace, so all processes in it end.
     apart, theirs = start_owner("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
     kill(apart)
     sweep()
@@ -289,7 +289,7 @@ def test_files_of_another_user_or_pid_namespace_are_left_alone() -> None:
     remove([*left, *theirs])
 
 
-def test_names_that_are_no_arenas_are_left_alone() -> None:
+def test_other_names_are_left_alone() -> None:
     owner, (name, *rest) = start_owner()
     kill(owner)
     ident, record = name.removeprefix("statexchange-").split(".", 1)

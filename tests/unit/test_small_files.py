@@ -1,4 +1,4 @@
-"""Small files that would take much: what a reader does is bounded by the bytes that it is given.
+"""Small files that request much memory or time: the cost of a reader is bounded by the bytes of its files.
 
 Each file is opened by the command line in processes that have 2 GiB of address space and a few seconds of a processor.
 """
@@ -81,7 +81,7 @@ CODES: dict[str, dict[str, tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("row", by_default(CODES, 0, 1))
-def test_a_small_file_takes_little(tmp_path: Path, row: str) -> None:
+def test_a_small_hostile_file_costs_little(tmp_path: Path, row: str) -> None:
     calls = []
     for number, build in enumerate(PICKLES[row].values()):
         folder = tmp_path / str(number)

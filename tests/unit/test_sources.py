@@ -1,4 +1,4 @@
-"""What lies at a path: recognised by content, read from headers alone, and never more than is really there."""
+"""Sources: recognised by content, read from headers alone, with only what the files really hold."""
 
 import json
 import os
@@ -30,10 +30,10 @@ from statexchange.storage.workspace import Receipt, Workspace
 def fill(path: Path, run: str = "job", ranks: int = 3, world_size: int = 3, number: int = 1) -> list[Receipt]:
     """Rows of `w`, one to a rank."""
     data = [memoryview(bytes([r] * 4)) for r in range(ranks)]
-    held = [[ShardData(Shard("w", "U8", (world_size, 4), (Box((r, 0), (1, 4)),)), data[r])] for r in range(ranks)]
+    tensors = [[ShardData(Shard("w", "U8", (world_size, 4), (Box((r, 0), (1, 4)),)), data[r])] for r in range(ranks)]
     return [
         Workspace(path).write(h, run=run, round=number, rank=r, world_size=world_size, config=str(r))
-        for r, h in enumerate(held)
+        for r, h in enumerate(tensors)
     ]
 
 
@@ -49,7 +49,7 @@ def test_a_workspace_its_run_its_round_and_its_file_are_recognised(tmp_path: Pat
     assert [h.rank for h in open_source(ws / receipts[1].relative).files] == [1]
 
 
-def test_a_ranks_file_in_another_place_is_named(tmp_path: Path) -> None:
+def test_a_ranks_file_in_a_wrong_directory_is_named(tmp_path: Path) -> None:
     receipts = fill(tmp_path / "ws")
     for place in (tmp_path, tmp_path / "job" / "7", tmp_path / ".hidden" / "000001"):
         place.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def test_a_ranks_file_in_another_place_is_named(tmp_path: Path) -> None:
             open_source(copy)
 
 
-def test_extents_are_where_the_bytes_lie(tmp_path: Path) -> None:
+def test_byte_ranges_hold_the_bytes_of_the_tensors(tmp_path: Path) -> None:
     fill(tmp_path / "ws")
     for holder, tensor in open_source(tmp_path / "ws").shards():
         (byte_range,) = tensor.byte_ranges
@@ -90,7 +90,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     assert ([type(p) for p in source.problems], len(source.files)) == ([IncompleteError], 1)
 
 
-def test_a_file_that_a_manifest_lists_is_missed_by_name(tmp_path: Path) -> None:
+def test_an_absent_file_of_a_manifest_is_named(tmp_path: Path) -> None:
     receipts = fill(tmp_path)
     Workspace(tmp_path).commit(receipts, keep=2)
     os.unlink(tmp_path / receipts[2].relative)
@@ -106,7 +106,7 @@ def test_two_attempts_in_one_round_are_not_mixed(tmp_path: Path) -> None:
         open_source(tmp_path)
 
 
-def test_several_runs_must_be_told_apart(tmp_path: Path) -> None:
+def test_with_several_runs_a_run_must_be_chosen(tmp_path: Path) -> None:
     fill(tmp_path, run="a")
     fill(tmp_path, run="b")
     with pytest.raises(InvalidArgumentError, match=rf"open one of {tmp_path}/a, {tmp_path}/b "):
@@ -114,7 +114,7 @@ def test_several_runs_must_be_told_apart(tmp_path: Path) -> None:
     assert open_source(tmp_path / "b").run == "b"
 
 
-def test_what_is_nothing_of_ours(tmp_path: Path) -> None:
+def test_unknown_paths_are_not_found(tmp_path: Path) -> None:
     (tmp_path / "sub" / "000001").mkdir(parents=True)
     (tmp_path / "rank-config.txt").write_text("")
     for path in (tmp_path, tmp_path / "sub", tmp_path / "sub" / "000001"):
@@ -130,7 +130,7 @@ def test_what_is_nothing_of_ours(tmp_path: Path) -> None:
         open_source(tmp_path / "text.safetensors")
 
 
-def test_broken_files_are_problems_or_errors_that_name_them(tmp_path: Path) -> None:
+def test_broken_files_are_named_in_problems_or_errors(tmp_path: Path) -> None:
     receipts = fill(tmp_path)
     path = tmp_path / receipts[1].relative
     os.truncate(path, 100)
@@ -179,7 +179,7 @@ def test_facts_that_contradict_the_file_are_refused(tmp_path: Path, change: dict
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "statexchange.json"])
-def test_a_file_that_describes_a_checkpoint_is_told_from_the_checkpoint(published: Path, name: str) -> None:
+def test_a_file_that_only_describes_a_checkpoint_is_no_checkpoint(published: Path, name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"give its directory, {published} ") as caught:
         open_source(published / name)
     assert caught.value.path == str(published / name)
@@ -224,7 +224,7 @@ def test_a_lazy_mapping_reads_tensors_one_by_one(published: Path) -> None:
         checkpoint["z"]
 
 
-def test_a_lazy_mapping_reads_shards_as_one_tensor_and_twins_are_refused(tmp_path: Path) -> None:
+def test_a_lazy_mapping_reads_shards_as_one_tensor_and_refuses_duplicates(tmp_path: Path) -> None:
     fill(tmp_path / "ws")
     with open_checkpoint(tmp_path / "ws") as shards:
         merge_checkpoint(tmp_path / "ws", tmp_path / "merged")
@@ -250,7 +250,7 @@ def test_a_missing_output_file_is_named(published: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["manifest", "index"])
-def test_a_tensor_that_was_lost_from_its_file_is_missed(published: Path, by: str) -> None:
+def test_a_tensor_that_is_absent_from_its_file_is_named(published: Path, by: str) -> None:
     (published / {"manifest": "model.safetensors.index.json", "index": "statexchange.json"}[by]).unlink()
     path = published / "model-00002-of-00002.safetensors"
     save_file({"b": torch.ones(4, dtype=torch.bfloat16)}, path)
@@ -319,7 +319,7 @@ def test_a_symbolic_link_to_a_checkpoint_is_followed_as_the_hubs_cache_needs(pub
     assert len(open_checkpoint(tmp_path / "link")) == 3
 
 
-def test_an_unreadable_directory_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_an_unreadable_directory_is_a_named_error(tmp_path: Path) -> None:
     program = """
 import os, sys
 import statexchange.formats.workspace, statexchange.formats.registry
@@ -338,7 +338,7 @@ except StorageError as error:
     assert done.stdout == f"13 {tmp_path / 'ws'}\n", done.stderr
 
 
-def test_what_is_no_directory_of_a_round_is_ignored(tmp_path: Path) -> None:
+def test_other_names_beside_rounds_are_ignored(tmp_path: Path) -> None:
     fill(tmp_path)
     (tmp_path / "notes.txt").write_text("")
     (tmp_path / "job" / "0000002").mkdir()

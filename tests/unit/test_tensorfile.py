@@ -1,4 +1,4 @@
-"""The tensor file: what safetensors writes, byte for byte, and no file that is anything less."""
+"""The tensor file: byte for byte what safetensors writes; any other file is refused."""
 
 import json
 import struct
@@ -89,7 +89,7 @@ def test_complex128_is_kept_as_pairs(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_torchs_own_reader_puts_our_shards_together(tmp_path: Path) -> None:
+def test_torchs_own_reader_merges_our_shards(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     value = torch.arange(24.0).reshape(4, 6)
@@ -102,13 +102,13 @@ def test_torchs_own_reader_puts_our_shards_together(tmp_path: Path) -> None:
     assert torch.equal(state["bias"], torch.ones(3))
 
 
-def test_digests_are_of_boxes_in_whatever_parts_they_come(tmp_path: Path) -> None:
+def test_a_digest_does_not_depend_on_how_its_bytes_are_split(tmp_path: Path) -> None:
     value = torch.arange(6.0)
     several = held("w", value, (4, 4), Box((0, 0), (2, 2)), Box((3, 0), (1, 2)))
     boxes = [content(value[:4]), content(value[4:])]
-    given = ShardData(several.shard, lambda box: (boxes[box][at : at + 3] for at in range(0, len(boxes[box]), 3)))
-    for one in (several, given):
-        path = write(tmp_path / f"{one is given}", one)
+    split = ShardData(several.shard, lambda box: (boxes[box][at : at + 3] for at in range(0, len(boxes[box]), 3)))
+    for one in (several, split):
+        path = write(tmp_path / f"{one is split}", one)
         facts = header_of(str(path)).workspace_metadata("x")
         assert facts is not None
         assert facts["tensors"]["w"]["digests"] == [digest(box) for box in boxes]
@@ -126,7 +126,7 @@ def test_digests_are_of_boxes_in_whatever_parts_they_come(tmp_path: Path) -> Non
         ("__metadata__", "safetensors reserves it"),
     ],
 )
-def test_a_name_that_could_harm_is_never_written(tmp_path: Path, name: str, why: str) -> None:
+def test_a_harmful_name_is_never_written(tmp_path: Path, name: str, why: str) -> None:
     with pytest.raises(UnsafeError, match=f"cannot be written under the name .*: {why}.*; rename the tensor"):
         write(tmp_path / "x", held(name, torch.ones(1)))
     assert list(tmp_path.iterdir()) == []
@@ -213,14 +213,14 @@ def test_a_broken_header_is_a_corrupt_error_that_names_the_file(tmp_path: Path, 
     assert str(caught.value).isprintable()
 
 
-def test_the_good_header_is_good(tmp_path: Path) -> None:
+def test_the_valid_header_is_accepted(tmp_path: Path) -> None:
     header = header_of(raw_file(tmp_path / "x", json.dumps(GOOD).encode() + b"   "))
     assert [e.name for e in header.entries.values()] == ["a", "b"]
     assert header.workspace_metadata("x") is None
 
 
 def test_a_tensor_of_a_later_dtype_is_kept_apart(tmp_path: Path) -> None:
-    """Its name, shape and bytes are known, and the bytes count where the others lie."""
+    """Its name, shape and byte range are known, and the range must not overlap others."""
     header = header_of(raw_file(tmp_path / "x", {"a": entry(0, 4, "F4", [2, 4]), "b": entry(4, 8)}))
     assert [(e.name, e.dtype, e.shape, e.nbytes) for e in header.unknown.values()] == [("a", "F4", (2, 4), 4)]
     assert list(header.entries) == ["b"]
@@ -229,7 +229,7 @@ def test_a_tensor_of_a_later_dtype_is_kept_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("claim", [2**64 - 1, 100_000_001, 99_999_999, 2**63])
-def test_a_huge_claim_allocates_nothing(tmp_path: Path, claim: int) -> None:
+def test_a_huge_claimed_size_allocates_nothing(tmp_path: Path, claim: int) -> None:
     (tmp_path / "x").write_bytes(struct.pack("<Q", claim) + b"{}")
     with pytest.raises(CorruptError, match="truncated"):
         header_of(str(tmp_path / "x"))
@@ -281,7 +281,7 @@ def test_a_mutated_file_is_read_or_refused_and_nothing_else(tmp_path: Path, chan
         else:
             del data[at : at + what]
     fix = bytearray(data)
-    fix[:8] = struct.pack("<Q", max(0, len(data) - 17))  # so that the mutation reaches the JSON
+    fix[:8] = struct.pack("<Q", max(0, len(data) - 17))  # so that the mutation changes the JSON, not the padding
     for version in (data, fix):
         (tmp_path / "mutant").write_bytes(version)
         try:
@@ -289,11 +289,11 @@ def test_a_mutated_file_is_read_or_refused_and_nothing_else(tmp_path: Path, chan
             header.workspace_metadata("x")
         except StateExchangeError:
             continue
-        if not header.unknown:  # which are refused tensor by tensor
-            load_file(tmp_path / "mutant")  # whatever we accept, safetensors accepts
+        if not header.unknown:  # these are refused for each tensor
+            load_file(tmp_path / "mutant")  # safetensors accepts every file that we accept
 
 
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_other_than_regular_files_are_refused_at_once(tmp_path: Path) -> None:
     import os
 
     os.mkfifo(tmp_path / "fifo")

@@ -57,7 +57,7 @@ def test_paths_are_written_as_python_would() -> None:
     ]
 
 
-def test_keys_that_are_not_text_are_told_apart_from_those_that_are() -> None:
+def test_keys_that_are_not_text_differ_from_those_that_are() -> None:
     tree = {0: "a", "0": "b", None: "c", Color.RED: "d", (1, "x"): "e", torch.bfloat16: "f", 0.5: "g"}
     found = dict(flatten(tree))
     assert found["[0]"] == "a"
@@ -67,18 +67,18 @@ def test_keys_that_are_not_text_are_told_apart_from_those_that_are() -> None:
     assert len(found) == len(tree)
 
 
-def test_a_leaf_alone_and_nothing_at_all() -> None:
+def test_a_single_leaf_and_an_empty_tree() -> None:
     assert flatten(3) == [("", 3)]
     assert flatten(None) == [("", None)]
     assert flatten({}) == flatten([]) == flatten(()) == []
     assert paths([1]) == ["[0]"]
 
 
-def test_the_order_of_insertion_is_nothing() -> None:
+def test_the_order_of_insertion_does_not_matter() -> None:
     assert flatten({"b": 1, "a": {"d": 2, "c": 3}}) == flatten({"a": {"c": 3, "d": 2}, "b": 1})
 
 
-def test_nodes_tell_containers_apart_even_when_they_are_empty() -> None:
+def test_nodes_distinguish_types_of_empty_containers() -> None:
     tree = [{}, [], (), Point(1, 2), Config(0.1), OrderedDict(a=1), UserDict(), torch.Size([2])]
     kinds = [node.container for node in nodes(tree) if node.container is not None]
     assert kinds == [
@@ -143,7 +143,7 @@ def test_two_keys_that_look_alike_are_refused() -> None:
         flatten({"a": {Color.RED: 1, other.RED: 2}})
 
 
-def test_what_can_be_changed_in_place_is() -> None:
+def test_mutable_containers_are_changed_in_place() -> None:
     inner, config, ordered = [1, 2], Config(0.1), OrderedDict(z=1, a=2)
     tree = {"list": inner, "config": config, "default": defaultdict(int, k=3), "ordered": ordered}
     assert rebuild(tree, {"list[1]": 9, "config.rate": 0.5, "default.k": 4, "ordered.a": 5}) is tree
@@ -154,7 +154,7 @@ def test_what_can_be_changed_in_place_is() -> None:
     assert list(ordered.items()) == [("z", 1), ("a", 5)]
 
 
-def test_what_cannot_is_replaced_by_one_of_its_type() -> None:
+def test_immutable_containers_are_replaced_by_new_ones_of_their_type() -> None:
     frozen = types.MappingProxyType({"k": 1})
     tree = (Point(1, [2]), Frozen(0.1, 3), torch.Size([4, 5]), frozen, torch.ones(2).max(0))
     new = rebuild(tree, {"[0].x": 6, "[1].inner": 7, "[2][1]": 8, "[3].k": 9, "[4][1]": 10})
@@ -166,13 +166,13 @@ def test_what_cannot_is_replaced_by_one_of_its_type() -> None:
     assert tree[1] == Frozen(0.1, 3)
 
 
-def test_where_nothing_changes_all_objects_stay() -> None:
+def test_without_changes_all_objects_stay() -> None:
     tree = (Point(1, 2), {"a": Frozen(3)}, [torch.ones(2)])
     assert rebuild(tree, {}) is tree
     assert rebuild(tree, {"[1].a.rate": tree[1]["a"].rate}) is tree
 
 
-def test_a_path_that_is_none_changes_nothing() -> None:
+def test_an_absent_path_changes_nothing() -> None:
     tree = {"a": 1, "b": {"c": 2}}
     with pytest.raises(sx.errors.InvalidArgumentError, match=r"no leaf 'b\.d'"):
         rebuild(tree, {"a": 5, "b.d": 6})
@@ -194,10 +194,10 @@ TREES = st.recursive(
 )
 
 
-# Without limits of time: on a loaded machine the first inputs alone took seven seconds.
+# No deadline: on a busy machine the first inputs alone took seven seconds.
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(TREES)
-def test_any_tree_comes_back_with_every_leaf_in_its_place(tree: Any) -> None:
+def test_any_tree_is_rebuilt_with_every_leaf_in_its_place(tree: Any) -> None:
     leaves = flatten(tree)
     assert len(dict(leaves)) == len(leaves)
     marks = {path: (object(),)[0] for path, _ in leaves}

@@ -98,7 +98,7 @@ anything = st.recursive(
 
 
 @given(anything)
-def test_every_value_comes_back_as_it_was(value: Any) -> None:
+def test_every_value_round_trips(value: Any) -> None:
     assert same(there_and_back(value), value)
 
 
@@ -119,11 +119,11 @@ def test_every_value_comes_back_as_it_was(value: Any) -> None:
     ],
     ids=repr,
 )
-def test_awkward_values_come_back_as_they_were(value: Any) -> None:
+def test_edge_cases_round_trip(value: Any) -> None:
     assert same(there_and_back(value), value)
 
 
-def test_deep_nesting_is_fine_and_a_cycle_is_an_error_that_names_its_path() -> None:
+def test_deep_nesting_works_and_a_cycle_is_an_error_that_names_its_path() -> None:
     deep: Any = 1
     for _ in range(30):
         deep = [{"a": (deep,)}] if isinstance(deep, list) else [deep]
@@ -153,14 +153,14 @@ def test_an_unknown_type_is_a_type_error_that_names_its_path(value: Any, path: s
     assert path in str(caught.value)
 
 
-def test_a_field_that_was_never_set_is_named() -> None:
+def test_an_unset_field_is_named() -> None:
     broken = object.__new__(Slots)
     broken.inner = 1
     with pytest.raises(TypeError, match=r"'things' unset, at \.a"):
         encode({"a": broken})
 
 
-def test_a_type_that_is_not_known_here_comes_back_as_its_fields() -> None:
+def test_an_unknown_type_becomes_a_dict_of_its_fields() -> None:
     assert decode(encode(Frozen(3))) == {"__name__": "Frozen", "value": 3, "kept": 5}
     assert decode(encode(Point(1, 2))) == {"__name__": "Point", "x": 1, "y": 2}
     assert decode(encode(Color.PAIR)) == {"__name__": "Color", "value": (1, 2)}
@@ -172,14 +172,14 @@ def test_other_mappings_come_back_as_dicts_in_their_order() -> None:
     assert list(decode(encode(OrderedDict(b=1, a=2))).items()) == [("b", 1), ("a", 2)]
 
 
-def test_a_registered_type_comes_back_and_runs_nothing() -> None:
+def test_a_registered_type_is_rebuilt_without_running_its_code() -> None:
     register_config(Loud)
     assert decode(f'{{"$":"dataclass","type":"{__name__}.Loud","value":{{"value":4}}}}').value == 4
     with pytest.raises(TypeError, match="no dataclass"):
         register_config(int)
 
 
-def test_fields_that_the_type_got_since_take_its_default_and_others_are_refused() -> None:
+def test_new_fields_of_a_type_take_their_defaults_and_absent_fields_are_refused() -> None:
     old = encode(Slots(1)).replace(',"things":[]', "")
     assert decode(old, types=types_of(Slots(1))) == Slots(1, [])
     for broken in (old.replace('"inner"', '"outer"'), old.replace('"inner":1', "")):
@@ -275,7 +275,7 @@ def test_types_inside_sets_and_deques_are_rebuilt_and_unknown_ones_stay_readable
     assert "Color" in next(iter(unknown))
 
 
-def test_types_are_found_beside_a_field_that_is_not_set() -> None:
+def test_types_are_found_beside_an_unset_field() -> None:
     @dataclasses.dataclass
     class Unset:
         value: int

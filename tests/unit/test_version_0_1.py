@@ -16,7 +16,7 @@ WRITTEN = Path(__file__).parents[1] / "data" / "version-0.1"
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """A copy, since git keeps neither the modes of directories nor that others may not write in them."""
+    """Return a copy, since git keeps neither the modes of directories nor their write protection against others."""
     copy = tmp_path / "version-0.1"
     shutil.copytree(WRITTEN, copy)
     for path in [copy, *copy.rglob("*")]:

@@ -1,4 +1,4 @@
-"""The workspace on a real disk: what was committed stays readable, whatever fails and whoever is killed."""
+"""The workspace on a real disk: committed rounds stay readable after any failed call and any killed process."""
 
 import errno
 import json
@@ -54,14 +54,14 @@ def strace(trace: str, program: str, *arguments: object, output: str = "/dev/nul
 
 
 def system_calls(program: str, *arguments: object, log: Path, inject: str = "") -> list[str]:
-    """Names of the write-side system calls that a program makes, in order; it must succeed."""
+    """Run a program, which must succeed; return the names of its write-side system calls, in order."""
     done = strace(f"trace={','.join(WRITE_CALLS)} {inject}", program, *arguments, output=str(log))
     assert done.returncode == 0, done.stderr
     return re.findall(r"^\d+ +(\w+)\(", log.read_text(), re.MULTILINE)
 
 
 def each_call(calls: Sequence[str]) -> list[tuple[str, int]]:
-    """(name, n-th) of every call."""
+    """Return (name, n) for every call, the n-th of its name."""
     return [(name, n + 1) for name, count in Counter(calls).items() for n in range(count)]
 
 
@@ -95,7 +95,7 @@ def write_value(path: Path, value: int) -> None:
 
 
 def value_of(path: Path) -> int:
-    """The value that the newest committed round holds, after reading and checking all of it."""
+    """Return the value of the newest committed round, after reading and checking all of it."""
     source = open_source(path)
     workspace = Workspace(path)
     with workspace.open(RankName.parse(os.path.relpath(source.files[0].path, workspace.path))) as file:
@@ -120,7 +120,7 @@ def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("field", "value"),
     [("files", [[None, 5]]), ("files", [["rank-00000-of-00001.x.safetensors", []]]), ("files", [5]), ("extra", [])],
 )
-def test_a_manifest_of_other_types_is_broken_whatever_its_digest(
+def test_a_manifest_with_wrong_types_is_broken_even_with_a_valid_digest(
     two_rounds: Path, tmp_path: Path, field: str, value: Any
 ) -> None:
     shutil.copytree(two_rounds, tmp_path / "ws")
@@ -146,7 +146,7 @@ def test_killed_at_any_write_the_old_round_or_the_new_one_is_there(
         done = strace(f"inject={point[0]}:signal=SIGKILL:when={point[1]}", WRITER, path, 3)
         assert done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), point
         assert value_of(path) in (2, 3), point
-        write_value(path, 4)  # no clean-up by hand
+        write_value(path, 4)  # without a clean-up in between
         assert value_of(path) == 4, point
         write_value(path, 5)
         write_value(path, 6)
@@ -202,7 +202,10 @@ def test_a_round_that_cannot_be_dropped_stays_with_a_warning(two_rounds: Path, t
     shutil.copytree(two_rounds, tmp_path / "ws")
     done = strace("inject=unlinkat:error=EIO", WRITER, tmp_path / "ws", 3)
     assert "cannot remove an old round" in done.stderr
-    assert [m.round for m in manifests_of(Workspace(tmp_path / "ws"))] == [2, 3]  # un-committed, its files are there
+    assert [m.round for m in manifests_of(Workspace(tmp_path / "ws"))] == [
+        2,
+        3,
+    ]  # manifest gone, files still there
     assert len(list((tmp_path / "ws" / "job" / "000001").iterdir())) > 1
     write_value(tmp_path / "ws", 4)
     assert [m.round for m in manifests_of(Workspace(tmp_path / "ws"))] == [3, 4]
@@ -219,7 +222,7 @@ def test_a_full_disk_and_a_size_limit_are_named(tmp_path: Path) -> None:
     script = f'mount -t tmpfs -o size=8k tmpfs {mount} && "$@" && ls -A {mount}/job/000001'
     full = ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-c", WRITER, str(mount), "1"]
     done = subprocess.run(full, capture_output=True, text=True)
-    kind, number, where = json.loads(done.stdout)  # and ls printed nothing
+    kind, number, where = json.loads(done.stdout)  # which shows that ls printed nothing
     assert (kind, number) == ("StorageError", 28), done.stderr
     assert where.startswith(f"{mount}/job/000001/rank-00000-of-00001.")
 
@@ -241,7 +244,7 @@ def workspace(tmp_path: Path) -> Workspace:
     return Workspace(tmp_path / "deep" / "er" / "ws")
 
 
-def test_what_was_written_comes_back(workspace: Workspace) -> None:
+def test_a_round_is_read_as_it_was_written(workspace: Workspace) -> None:
     boxes = (Box((0, 0), (1, 3)), Box((3, 1), (1, 1)))
     parts = [
         held("w", b"abcd", global_shape=(4, 3), boxes=boxes),
@@ -258,14 +261,14 @@ def test_what_was_written_comes_back(workspace: Workspace) -> None:
     assert receipt.nbytes == os.stat(os.path.join(workspace.path, receipt.relative)).st_size
 
 
-def test_only_the_owner_may_look(workspace: Workspace) -> None:
+def test_only_the_owner_may_read(workspace: Workspace) -> None:
     receipt = write(workspace)
     parts = Path(receipt.relative).parts
     modes = [os.stat(os.path.join(workspace.path, *parts[:n])).st_mode & 0o777 for n in range(4)]
     assert modes == [0o700, 0o700, 0o700, 0o600]
 
 
-def test_names_are_never_used_twice(workspace: Workspace) -> None:
+def test_names_are_never_reused(workspace: Workspace) -> None:
     assert len({write(workspace).relative for _ in range(20)}) == 20
 
 
@@ -286,7 +289,7 @@ BAD_NAMES = [
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_a_name_that_leads_elsewhere_is_refused(workspace: Workspace, name: str) -> None:
+def test_a_name_outside_of_the_workspace_is_refused(workspace: Workspace, name: str) -> None:
     write(workspace)
     for use in (RankName.parse, lambda n: workspace.open(Receipt(n, 1)), lambda n: workspace.remove([n])):
         with pytest.raises(UnsafeError, match="not the name of a rank's file"):
@@ -296,7 +299,7 @@ def test_a_name_that_leads_elsewhere_is_refused(workspace: Workspace, name: str)
 @pytest.mark.parametrize(
     "bad", [{"run": "../x"}, {"run": ""}, {"run": "a/b"}, {"number": -1}, {"rank": 5}, {"rank": -1}]
 )
-def test_a_writer_cannot_get_out_of_its_place(workspace: Workspace, bad: dict[str, Any]) -> None:
+def test_a_writer_cannot_leave_its_directory(workspace: Workspace, bad: dict[str, Any]) -> None:
     with pytest.raises(UnsafeError):
         write(workspace, **bad)
     assert not os.path.exists(workspace.path)
@@ -355,14 +358,14 @@ def test_a_file_of_another_rank_round_or_run_is_refused(workspace: Workspace) ->
             workspace.open(RankName.parse(receipts[0].relative))
 
 
-def test_another_size_than_the_receipts_is_refused(workspace: Workspace) -> None:
+def test_a_file_of_another_size_than_in_its_receipt_is_refused(workspace: Workspace) -> None:
     receipt = write(workspace)
     with pytest.raises(CorruptError, match="receipt"):
         workspace.open(Receipt(receipt.relative, receipt.nbytes + 1))
 
 
 @pytest.mark.parametrize("plant", ["symlink", "fifo", "directory", "socket"])
-def test_what_was_planted_in_place_of_a_file_is_refused_and_never_blocks(workspace: Workspace, plant: str) -> None:
+def test_a_special_file_in_place_of_a_file_is_refused_and_never_blocks(workspace: Workspace, plant: str) -> None:
     receipt = write(workspace)
     path = os.path.join(workspace.path, receipt.relative)
     os.rename(path, path + ".away")
@@ -425,7 +428,7 @@ def test_the_newest_rounds_of_each_run_stay(workspace: Workspace) -> None:
     assert [(m.run, m.round) for m in manifests_of(workspace)] == [("a", 2), ("a", 3), ("b", 3), ("b", 4)]
 
 
-def test_files_of_killed_writers_go_with_their_round(workspace: Workspace) -> None:
+def test_files_of_killed_writers_are_removed_with_their_round(workspace: Workspace) -> None:
     commit(workspace)
     stale = Path(workspace.path, "job", "000001", ".tmp-0123456789abcdef")
     stale.write_text("half")
@@ -435,7 +438,7 @@ def test_files_of_killed_writers_go_with_their_round(workspace: Workspace) -> No
     assert not stale.parent.exists()
 
 
-def test_an_empty_round_of_a_killed_writer_goes_with_the_next_commit_of_any_run(workspace: Workspace) -> None:
+def test_an_empty_round_of_a_killed_writer_is_removed_by_the_next_commit_of_any_run(workspace: Workspace) -> None:
     commit(workspace)
     killed = Path(workspace.path, "other", "000001")
     killed.mkdir(0o700, parents=True)
@@ -457,7 +460,7 @@ def test_files_of_a_committed_round_cannot_be_removed_one_by_one(workspace: Work
     assert workspace.rounds("job") == [1]
 
 
-def test_a_commit_wants_every_rank_once(workspace: Workspace) -> None:
+def test_a_commit_needs_every_rank_once(workspace: Workspace) -> None:
     one, two = write(workspace, 0, 2), write(workspace, 1, 2)
     later = write(workspace, 1, 2, number=2)
     for receipts, keep in [([], 2), ([one], 2), ([one, one], 2), ([two, one], 2), ([one, later], 2), ([one, two], 0)]:
@@ -468,7 +471,7 @@ def test_a_commit_wants_every_rank_once(workspace: Workspace) -> None:
         workspace.commit([one, two], keep=1)
 
 
-def test_a_broken_manifest_is_seen_by_readers_and_does_not_stop_writers(workspace: Workspace) -> None:
+def test_a_broken_manifest_is_an_error_for_readers_and_not_for_writers(workspace: Workspace) -> None:
     commit(workspace, b"1")
     path = os.path.join(workspace.path, "job", "000001", MANIFEST)
     for change in (
@@ -486,7 +489,7 @@ def test_a_broken_manifest_is_seen_by_readers_and_does_not_stop_writers(workspac
     assert workspace.manifest("job", 2).round == 2
 
 
-def test_two_who_commit_at_once_agree_on_the_order(workspace: Workspace) -> None:
+def test_two_commits_at_once_agree_on_the_order(workspace: Workspace) -> None:
     for run in ("b", "a"):
         commit(workspace, run=run, keep=9)
     text = Path(workspace.path, "b", "000001", MANIFEST)
@@ -511,7 +514,7 @@ def test_rounds_are_counted_by_rank_and_by_run(workspace: Workspace) -> None:
     assert (workspace.next_round("job"), workspace.next_round("job", 0), workspace.next_round("job", 1)) == (5, 5, 3)
 
 
-def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_of_workspaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert local_path("ws") == str(tmp_path / "ws")
     assert local_path("file:///a/b") == "/a/b"
@@ -549,8 +552,8 @@ print(os.path.exists(workspace.path))
 """
 
 
-def test_a_workspace_on_tmpfs_does_not_sync_and_lies_where_only_we_may_write() -> None:
-    """In a /dev/shm of its own: the directory of this user's workspaces is used by other tests."""
+def test_a_workspace_on_tmpfs_does_not_sync_and_is_private() -> None:
+    """It uses a /dev/shm of its own: other tests use the directory of this user's workspaces."""
     require_mounts()
     script = 'mount -t tmpfs t /dev/shm && exec "$0" -c "$1"'
     command = ["unshare", "-m", "sh", "-c", script, sys.executable, IN_MEMORY]
@@ -575,7 +578,7 @@ def test_ranks_that_write_and_remove_at_once_do_not_disturb_each_other(tmp_path:
     assert not os.path.exists(workspace.path) or os.listdir(workspace.path) == []
 
 
-def test_the_mount_that_is_seen_decides_about_syncing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_visible_mount_decides_about_syncing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_mounts()
     program = """
 import sys
@@ -598,11 +601,11 @@ def test_a_name_appears_after_its_bytes_are_durable_and_is_then_made_durable(tmp
     calls = [call for call, before in zip(calls, ["", *calls], strict=False) if call != "pwrite64" or before != call]
     new_file = ["fallocate", "pwrite64", "fsync", "linkat", "unlinkat", "fsync"]
     assert calls == ["mkdirat", "mkdirat", "fsync", *new_file, *new_file, "renameat2", "fsync", *["unlinkat"] * 4]
-    made = re.findall(r"^\d+ +mkdirat\(.*(?:= 0|EEXIST.*)$", (tmp_path / "log").read_text(), re.MULTILINE)
-    assert len(made) == 2
+    directories = re.findall(r"^\d+ +mkdirat\(.*(?:= 0|EEXIST.*)$", (tmp_path / "log").read_text(), re.MULTILINE)
+    assert len(directories) == 2
 
 
-def test_a_write_fails_without_a_trace_if_the_directory_cannot_be_synced(tmp_path: Path) -> None:
+def test_a_write_leaves_no_file_if_the_directory_cannot_be_synced(tmp_path: Path) -> None:
     program = """
 import os, sys
 from statexchange.errors import StorageError

@@ -1,4 +1,4 @@
-"""Calls of the public face that mypy accepts, and nonsense that it refuses: an ignore that is not needed is an error.
+"""Calls of the public functions that mypy accepts, and wrong ones that it refuses: an unneeded ignore is an error.
 
 Checked by mypy alone; nothing here runs.
 """
@@ -14,7 +14,7 @@ import torch
 import statexchange as sx
 
 
-def sense(net: torch.nn.Linear) -> None:
+def valid_calls(net: torch.nn.Linear) -> None:
     """Calls as users write them."""
     done: str = sx.export_checkpoint(net, "x", dtype=torch.bfloat16, rename=[("a", "b")]).path
     later: int = sx.export_checkpoint({"w": torch.ones(1)}, Path(done), dtype="bf16", background=True).result().nbytes

@@ -1,11 +1,11 @@
-"""all_reduce beside torch.distributed on Gloo and mpi4py on MPICH, over sizes and numbers of ranks.
+"""Time all_reduce, compared with torch.distributed on Gloo and mpi4py on MPICH, over sizes and numbers of ranks.
 
     python tools/bench/collectives.py [--ranks 2 4] [--rounds 30] [--largest 256] [--svg FILE]
 
-All contenders run warm and interleaved in one job under mpiexec, on the same float32 values, with all checks on. After
-a barrier each calls once untimed, which brings its code into the cache, then as often as makes a megabyte, sixteen
-times at most; times are medians of rank 0, per call. The bound is what memory allows: every byte of every rank's tensor
-is read once and written once, at the speed at which all ranks together copy as much by memcpy.
+All ways run warm and interleaved in one job under mpiexec, on the same float32 values, with all checks on. After a
+barrier each way calls once untimed, which loads its code into the cache, then as often as it takes to reduce a
+megabyte, at most sixteen times; times are medians of rank 0, per call. The bound is memory bandwidth: every byte of
+every rank's tensor is read once and written once, at the speed at which all ranks at once copy as much by memcpy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from machine import machine_text
 
 from statexchange.testing import run_ranks
 
-_BUDGET_BYTES = 1 << 32  # of one contender at one size, over all rounds
+_BUDGET_BYTES = 1 << 32  # of one way at one size, over all rounds
 _BURST_BYTES, _MOST_CALLS = 1 << 20, 16
 WAYS = (
     "shm, comm.empty",
@@ -39,20 +39,20 @@ WAYS = (
 )
 
 
-def contenders(comms: dict[str, Any], nbytes: int) -> dict[str, Callable[[], object]]:
-    """What to call for each way, on tensors of `nbytes` (float32; bfloat16 has as many elements)."""
+def calls_of(comms: dict[str, Any], nbytes: int) -> dict[str, Callable[[], object]]:
+    """Return for each way its call, on tensors of `nbytes` (float32; bfloat16 tensors have as many elements)."""
     import torch
     import torch.distributed as dist
     from mpi4py import MPI
 
     n = nbytes // 4
     shm = comms["shm"]
-    lying = shm.empty((n,), torch.float32).fill_(1)
+    in_shm = shm.empty((n,), torch.float32).fill_(1)
     halves = shm.empty((n,), torch.bfloat16).fill_(1)
     plain, target = torch.ones(n), torch.ones(n)
     array = plain.numpy()
     ways: dict[str, Callable[[], object]] = {
-        "shm, comm.empty": lambda: shm.all_reduce(lying),
+        "shm, comm.empty": lambda: shm.all_reduce(in_shm),
         "shm, any tensor": lambda: shm.all_reduce(plain),
         "shm, comm.empty, bfloat16": lambda: shm.all_reduce(halves),
         "torch Gloo": lambda: dist.all_reduce(plain),
@@ -66,7 +66,7 @@ def contenders(comms: dict[str, Any], nbytes: int) -> dict[str, Callable[[], obj
 
 
 def rank_main(sizes: list[int], rounds: int) -> dict[str, list[float]]:
-    """For each way the median seconds at each size, on this rank."""
+    """Return for each way the median seconds at each size, on this rank."""
     import torch
 
     import statexchange as sx
@@ -81,11 +81,11 @@ def rank_main(sizes: list[int], rounds: int) -> dict[str, list[float]]:
         ("gloo", "gloo", "auto"),
         ("gloo off", "gloo", "off"),
     ):
-        with defaults.use(None):  # each as if it were the only one
+        with defaults.use(None):  # without a default communicator, as in a new process
             comms[name] = sx.init(backend, check=check)
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for nbytes in sizes:
-        ways = contenders(comms, nbytes)
+        ways = calls_of(comms, nbytes)
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         calls = max(1, min(_MOST_CALLS, _BURST_BYTES // nbytes))
         for number in range(max(5, min(rounds, _BUDGET_BYTES // nbytes)) + 2):  # the first two warm up
@@ -103,7 +103,7 @@ def rank_main(sizes: list[int], rounds: int) -> dict[str, list[float]]:
 
 
 def table(sizes: list[int], found: dict[str, list[float]]) -> list[str]:
-    """The lines of a table of times, and of what is beside what."""
+    """Return the lines of a table of times and of a table of ratios."""
     lines = ["| size | " + " | ".join(WAYS) + " |", "|---" * (len(WAYS) + 1) + "|"]
     for i, nbytes in enumerate(sizes):
         lines.append(f"| {size_text(nbytes)} | " + " | ".join(_time(found[way][i]) for way in WAYS) + " |")

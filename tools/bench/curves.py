@@ -16,10 +16,10 @@ _COLOURS = ("#1b6ca8", "#7fb3d5", "#c0392b", "#e59866", "#6c7a89", "#27ae60", "#
 def curves_svg(
     title: str, unit: str, curves: Mapping[str, Sequence[tuple[int, float]]], *, linear: bool = False
 ) -> str:
-    """A picture of `curves`: for each label, (size in bytes, value in `unit`) in order of size.
+    """Draw `curves`: for each label, (size in bytes, value in `unit`) in order of size.
 
-    Both axes are logarithmic; or `linear`, over steps: then each curve is thinner than the one below it, so that all
-    are seen where they coincide.
+    Both axes are logarithmic, or with `linear` linear, over steps. With `linear` each curve is thinner than the one
+    below it, so that curves that coincide are all visible.
     """
     points = [point for curve in curves.values() for point in curve]
     xs, ys = [x for x, _ in points], [y for _, y in points]
@@ -64,13 +64,13 @@ def curves_svg(
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers, evenly spaced, from `low` or below to `high` or above."""
+    """Return evenly spaced round numbers that begin at most at `low` and end at least at `high`."""
     unit = 10.0 ** math.floor(math.log10((high - low) / 2))
     return [unit * n for n in range(math.floor(low / unit), math.ceil(high / unit) + 1)]
 
 
 def size_text(nbytes: int) -> str:
-    """A power of two in the unit that suits it."""
+    """Format a power of two with its largest unit."""
     for unit, exponent in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if nbytes >= 1 << exponent:
             return f"{nbytes >> exponent} {unit}"
@@ -78,7 +78,7 @@ def size_text(nbytes: int) -> str:
 
 
 def bars_svg(title: str, parts: Sequence[str], bars: Mapping[str, Sequence[float]]) -> str:
-    """A picture of `bars`: for each label the seconds of each of `parts`, side by side on one scale."""
+    """Draw `bars`: for each label the seconds of each of `parts`, side by side on one scale."""
     longest = max(sum(max(part, 0) for part in bar) for bar in bars.values())
     height = _TOP + 24 * len(bars) + 40
     lines = [

@@ -1,9 +1,9 @@
-"""A torch DCP directory into a Hugging Face directory, as whole commands, beside `accelerate merge-weights`.
+"""Time the conversion of a torch DCP directory to a Hugging Face directory, compared with `accelerate merge-weights`.
 
     python tools/bench/dcp.py [--megabytes 512] [--rounds 5] [--dir /dev/shm]
 
-The directory is written by two ranks of FSDP2. Both commands start from the shell's prompt, Python and imports
-included, in turns, with their input in the page cache; medians. The peak is the resident set of the process.
+The directory is written by two ranks of FSDP2. Both are timed as whole commands, with the start of
+Python and imports, in turns, with their input in the page cache; medians. The peak is the resident set of the process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def rank_main(folder: str, megabytes: int) -> None:
 
 
 def run(command: list[str]) -> tuple[float, int]:
-    """Seconds, and the peak in bytes."""
+    """Run a command; return its seconds and its peak memory in bytes."""
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
@@ -75,7 +75,7 @@ def main() -> None:
                     found[way].append(measured)
     seconds = {way: statistics.median(s for s, _ in measured) for way, measured in found.items()}
     print(f"{options.megabytes} MiB, 2 ranks, {options.rounds} rounds, {machine_text()}\n")
-    print("| command | seconds | beside accelerate | peak |\n|---|---|---|---|")
+    print("| command | seconds | vs accelerate | peak |\n|---|---|---|---|")
     for way, taken in seconds.items():
         peak = max(peak for _, peak in found[way]) >> 20
         print(f"| {way} | {taken:.2f} | {seconds['accelerate merge-weights'] / taken:.1f}x | {peak} MiB |")

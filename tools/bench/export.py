@@ -1,11 +1,11 @@
-"""Export of a model sharded by FSDP2 beside its peers, and how long an export in the background holds training up.
+"""Time the export of a model sharded by FSDP2, compared with other ways, and how long a background export blocks.
 
     python tools/bench/export.py [--ranks 2] [--megabytes 1024] [--dirs /dev/shm] [--rounds 5]
 
-The peers: get_model_state_dict(full) + save_file; `cat` of the same bytes by one process; `cp` of each rank's bytes by
-all ranks at once. An export in the background is timed until it returns, beside one copy of the rank's own shard into
-memory that was used before. All ways run warm and interleaved in one job; medians and their ratios. The peak is what a
-way adds to the resident set of each rank (VmHWM, reset before each run).
+The other ways: get_model_state_dict(full) + save_file; `cat` of the same bytes by one process; `cp` of each rank's
+bytes by all ranks at once. An export in the background is timed until the call returns, and compared with one copy of
+the rank's shard into memory that was used before. All ways run warm and interleaved in one job; medians and their
+ratios. The peak is what a way adds to the resident set of each rank (VmHWM, reset before each run).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MEMCPY, BACKGROUND = "memcpy of the shard", "export in the background, until it 
 
 
 def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[float, int]]]:
-    """Seconds and added bytes of every round of every way, on this rank."""
+    """Return seconds and added bytes of every round of every way, on this rank."""
     import torch
     import torch.distributed as dist
     from safetensors.torch import save_file
@@ -113,7 +113,7 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[
 
 
 def write(path: str, nbytes: int) -> None:
-    """A file of so many random bytes."""
+    """Write a file of `nbytes` random bytes."""
     block = os.urandom(1 << 20)
     with open(path, "wb") as file:
         for begin in range(0, nbytes, len(block)):
@@ -128,14 +128,14 @@ def main() -> None:
         for way, taken in seconds.items():
             of_rank = way in (MEMCPY, BACKGROUND)
             size = options.megabytes * 2**20 / (options.ranks if of_rank else 1)
-            beside = ["" if of_rank else f"{seconds[peer] / taken:.2f}x" for peer in (FULL, CAT, CP)]
+            ratios = ["" if of_rank else f"{seconds[peer] / taken:.2f}x" for peer in (FULL, CAT, CP)]
             rows.append(
-                [place, way, f"{taken:.2f}", f"{size / taken / 1e9:.2f}", *beside, peaks(rank[way] for rank in ranks)]
+                [place, way, f"{taken:.2f}", f"{size / taken / 1e9:.2f}", *ratios, peaks(rank[way] for rank in ranks)]
             )
         stall = seconds[BACKGROUND] / seconds[MEMCPY]
-        print(f"{place}: an export in the background holds training up for {stall:.2f}x of one memcpy of the shard")
+        print(f"{place}: an export in the background blocks training for {stall:.2f}x of one memcpy of the shard")
     print(f"{options.megabytes} MiB, {options.ranks} ranks, {options.rounds} rounds, {machine_text()}")
-    print("| where | way | seconds | GB/s | beside the full state dict | beside cat | beside cp | peaks add, MiB |")
+    print("| where | way | seconds | GB/s | vs the full state dict | vs cat | vs cp | peaks add, MiB |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         print(f"| {' | '.join(row)} |")

@@ -1,4 +1,4 @@
-"""Gather of one tensor per rank beside memcpy and the torch.save + SharedMemory + torch.load way.
+"""Time the gather of one tensor per rank, compared with memcpy and with torch.save + SharedMemory + torch.load.
 
     python tools/bench/gather.py [--ranks 2] [--megabytes 256] [--rounds 7]
 
@@ -22,7 +22,7 @@ WAYS = ("get_tensors_parallel", "get_tensors_parallel, workspace on tmpfs", "tor
 
 
 def rank_main(megabytes: int, rounds: int, run: str) -> dict[str, list[float]]:
-    """Seconds of every round of every way, on this rank."""
+    """Return seconds of every round of every way, on this rank."""
     from multiprocessing import shared_memory
 
     import torch
@@ -39,12 +39,12 @@ def rank_main(megabytes: int, rounds: int, run: str) -> dict[str, list[float]]:
             assert [float(t[-1]) for t in tensors] == [float(r) for r in ranks[: len(tensors)]]
 
     def pickled() -> None:
-        """What ModelOpt's get_tensors_parallel does."""
+        """Gather as ModelOpt's get_tensors_parallel does."""
         names = [f"{run}-{r}" for r in ranks]
         mine = None
         if rank:
             mine = shared_memory.SharedMemory(names[rank], create=True, size=tensor.nbytes + 2048)
-            torch.save(tensor, mine._mmap)  # type: ignore[attr-defined]  # noqa: SLF001 (as they do)
+            torch.save(tensor, mine._mmap)  # type: ignore[attr-defined]  # noqa: SLF001 (as ModelOpt does)
         dist.barrier()
         if not rank:
             for r in ranks[1:]:
@@ -86,12 +86,12 @@ def main() -> None:
     found = run_ranks(rank_main, options.ranks, backend="gloo", args=args, timeout_s=1200)[0]
     size = options.megabytes * 2**20 * (options.ranks - 1)
     print(f"{options.megabytes} MiB a rank, {options.ranks} ranks, {machine_text()}")
-    print("| way | seconds | GB/s | beside memcpy | beside torch.save + SharedMemory |")
+    print("| way | seconds | GB/s | vs memcpy | vs torch.save + SharedMemory |")
     print("|---|---|---|---|---|")
     medians = {way: statistics.median(seconds) for way, seconds in found.items()}
     for way, seconds in medians.items():
-        beside = f"{medians[WAYS[3]] / seconds:.2f}x | {medians[WAYS[2]] / seconds:.1f}x"
-        print(f"| {way} | {seconds:.3f} | {size / seconds / 1e9:.2f} | {beside} |")
+        ratio = f"{medians[WAYS[3]] / seconds:.2f}x | {medians[WAYS[2]] / seconds:.1f}x"
+        print(f"| {way} | {seconds:.3f} | {size / seconds / 1e9:.2f} | {ratio} |")
 
 
 if __name__ == "__main__":

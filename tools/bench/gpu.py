@@ -1,9 +1,9 @@
-"""A GPU's tensors out of it and back in through two pinned buffers, beside torch's `copy_` of all at once.
+"""Time copies between GPU and host through two pinned buffers, compared with torch's `copy_` of the whole tensor.
 
     python tools/bench/gpu.py [--megabytes 1024] [--rounds 5] [--dir /dev/shm]
 
-The peer copies between the tensor and as much pinned memory, which was made before. Then the same with files: export
-and load of one tensor. All ways run warm and interleaved; medians.
+`copy_` works on pinned memory of the tensor's size, which was made before. Then export and load of one tensor are
+timed. All ways run warm and interleaved; medians.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Loading a Hugging Face checkpoint into a model sharded by FSDP2, beside its peers.
+"""Time loading a Hugging Face checkpoint into a model sharded by FSDP2, compared with other ways.
 
     python tools/bench/load.py [--ranks 2] [--megabytes 1024] [--dirs /dev/shm] [--rounds 5]
 
-The peers: `cat` to /dev/null of each rank's rows, by all ranks at once; a copy of them from memory to memory, which no
-load can do without; `dcp.load` of torch's own checkpoint of these shards; transformers' `from_pretrained` on the first
-rank and a broadcast of its state dict into the sharded model. The sharded model is there before; all ways run warm and
-interleaved in one job, with the files in the page cache; medians and their ratios. The peak is what a way adds to the
-resident set of each rank (VmHWM, reset before each run).
+The other ways: `cat` to /dev/null of each rank's rows, by all ranks at once; a copy of them from memory to memory,
+which is the least that any load does; `dcp.load` of torch's own checkpoint of these shards; transformers'
+`from_pretrained` on the first rank and a broadcast of its state dict into the sharded model. The sharded model is made
+before the timing; all ways run warm and interleaved in one job, with the files in the page cache; medians and their
+ratios. The peak is what a way adds to the resident set of each rank (VmHWM, reset before each run).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CAT, DCP, BROADCAST = "cat to /dev/null, all ranks", "dcp.load", "from_pretraine
 
 
 def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[float, int]]]:
-    """Seconds and added bytes of every round of every way, on this rank."""
+    """Return seconds and added bytes of every round of every way, on this rank."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -104,19 +104,19 @@ def main() -> None:
     for place, ranks in measured.items():
         seconds = {way: slowest(rank[way] for rank in ranks) for way in ranks[0]}
         for way, taken in seconds.items():
-            beside = [f"{seconds[peer] / taken:.2f}x" for peer in (CAT, DCP, BROADCAST)]
+            ratios = [f"{seconds[peer] / taken:.2f}x" for peer in (CAT, DCP, BROADCAST)]
             rows.append(
                 [
                     place,
                     way,
                     f"{taken:.2f}",
                     f"{options.megabytes * 2**20 / taken / 1e9:.2f}",
-                    *beside,
+                    *ratios,
                     peaks(rank[way] for rank in ranks),
                 ]
             )
     print(f"{options.megabytes} MiB, {options.ranks} ranks, {options.rounds} rounds, {machine_text()}")
-    print("| where | way | seconds | GB/s | beside cat | beside dcp.load | beside from_pretrained | peaks add, MiB |")
+    print("| where | way | seconds | GB/s | vs cat | vs dcp.load | vs from_pretrained | peaks add, MiB |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         print(f"| {' | '.join(row)} |")

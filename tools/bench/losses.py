@@ -1,10 +1,10 @@
-"""Loss curves of every algorithm beside training in one process, on the demo's transformer and its text.
+"""Compare the loss curve of every algorithm with that of one process, on the demo's transformer and text.
 
     python tools/bench/losses.py [--ranks 2] [--steps 200] [--svg FILE]
 
-Each rank has a batch of its own in each step; the one process has them all in one batch. All begin with the same
-parameters, and have the demo's optimizer, AdamW, and learning rates. A step's loss is that before the step, averaged
-over ranks, each with its own weights; the table has the means over the last tenth of the steps.
+In each step each rank has a batch of its own; the one process concatenates these batches. All begin with the same
+parameters, and use the demo's optimizer, AdamW, and learning rates. The loss of a step is computed before the update,
+by each rank with its own weights, and averaged over ranks; the table has the means over the last tenth of the steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEED = 20
 
 
 def algorithms() -> dict[str, Any]:
-    """What trains, by its label."""
+    """Return the algorithms by label."""
     from statexchange.train import algorithms as known
 
     return {
@@ -38,7 +38,7 @@ def algorithms() -> dict[str, Any]:
 
 
 def rank_main(labels: list[str], ranks: int, steps: int) -> dict[str, list[float]]:
-    """The loss of each step, by label."""
+    """Return by label the loss of each step."""
     import torch
 
     torch.set_num_threads(1)
@@ -46,7 +46,7 @@ def rank_main(labels: list[str], ranks: int, steps: int) -> dict[str, list[float
 
 
 def train(label: str, ranks: int, steps: int) -> list[float]:
-    """The loss of each step; one rank has the batches of all `ranks` if it is alone."""
+    """Return the loss of each step. With the label ALONE this process trains on the batches of all `ranks`."""
     import torch
 
     import statexchange as sx
@@ -88,7 +88,7 @@ def main() -> None:
         curves.update(run_ranks(ranks_work, world_size, backend="gloo", args=args, timeout_s=3600)[0])
     last = max(options.steps // 10, 1)
     print(f"{options.ranks} ranks, {options.steps} steps, mean of the last {last}\n")
-    print("| algorithm | loss | beside one process |\n|---|---|---|")
+    print("| algorithm | loss | vs one process |\n|---|---|---|")
     ends = {label: statistics.mean(losses[-last:]) for label, losses in curves.items()}
     for label, end in ends.items():
         print(f"| {label} | {end:.3f} | {end - ends[ALONE]:+.3f} |")

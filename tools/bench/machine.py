@@ -1,4 +1,4 @@
-"""The machine on which a bench runs, in words for its table."""
+"""A description of the machine for the head of a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["machine_text"]
 
 
 def machine_text() -> str:
-    """Number and model of the cores, and the load: "2 cores (AMD EPYC), load 0.3"."""
+    """Return number and model of the cores, and the load: "2 cores (AMD EPYC), load 0.3"."""
     facts = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = {line.split(":")[1].strip() for line in facts if line.startswith("model name")}
     return f"{len(os.sched_getaffinity(0))} cores ({', '.join(sorted(models))}), load {os.getloadavg()[0]:.1f}"

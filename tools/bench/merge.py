@@ -1,11 +1,11 @@
-"""Merging per-rank files beside `cat` of the same bytes and torch's consolidate_safetensors_files.
+"""Time the merge of per-rank files, compared with `cat` of the same bytes and torch's consolidate_safetensors_files.
 
     python tools/bench/merge.py [--megabytes 1024] [--ranks 4] [--dirs /dev/shm .] [--rounds 5]
 
-Every way runs in a process of its own, in turns, its inputs in the page cache; medians. The seconds are of the merging
-call, without starting Python and importing; the peak is the resident set of the whole process. "without digests" is the
-same merge with a hash that does nothing, to show what hashing costs: no option of ours leaves digests out. On a disk
-all ways but torch's make their output durable (fsync), and torch's does not.
+The ways run in turns, each in a process of its own, with their inputs in the page cache; medians. The seconds are of
+the merging call, without starting Python and importing; the peak is the resident set of the whole process. "without
+digests" is the same merge with a hash that does nothing, to show what hashing costs: no option omits the digests. On a
+disk all ways but torch's make their output durable (fsync).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def peak() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
 
 
-def ours(source: str, out: str, *, threads: int, files: int) -> float:
+def merge(source: str, out: str, *, threads: int, files: int) -> float:
     from statexchange.checkpoint.merge import merge_checkpoint
 
     size = sum(os.path.getsize(os.path.join(source, name)) for name in os.listdir(source))
@@ -42,7 +42,7 @@ def ours(source: str, out: str, *, threads: int, files: int) -> float:
 
 
 class NoHash:
-    """In place of xxhash.xxh3_128."""
+    """A hash with the interface of xxhash.xxh3_128 that does nothing."""
 
     def update(self, data: object) -> None:
         pass
@@ -51,8 +51,8 @@ class NoHash:
         return "0" * 32
 
 
-def ours_without_digests(source: str, out: str) -> float:
-    """The same bytes as torch's writer would have left them: their digests nobody knows, and none are made."""
+def merge_without_digests(source: str, out: str) -> float:
+    """Merge plain safetensors files, of which no digests are known, without computing any."""
     import xxhash
 
     from statexchange.checkpoint.merge import merge_checkpoint
@@ -69,7 +69,7 @@ def ours_without_digests(source: str, out: str) -> float:
     return seconds
 
 
-def torchs(source: str, out: str) -> float:
+def consolidate_with_torch(source: str, out: str) -> float:
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
     os.mkdir(out)
@@ -96,17 +96,17 @@ def cat(source: str, out: str, processes: int) -> float:
 
 WAYS: dict[str, Callable[[str, str], float]] = {
     "cat": lambda source, out: cat(source, out, 1),
-    "merge, 1 thread": lambda source, out: ours(source, out, threads=1, files=1),
-    "merge, 1 thread, without digests": ours_without_digests,
-    "torch's consolidation, 1 thread": torchs,
+    "merge, 1 thread": lambda source, out: merge(source, out, threads=1, files=1),
+    "merge, 1 thread, without digests": merge_without_digests,
+    "torch's consolidation, 1 thread": consolidate_with_torch,
     "two parallel cat": lambda source, out: cat(source, out, 2),
-    "merge, 2 threads, 4 files": lambda source, out: ours(source, out, threads=2, files=4),
+    "merge, 2 threads, 4 files": lambda source, out: merge(source, out, threads=2, files=4),
 }
 BESIDE = {way: "two parallel cat" if "2 threads" in way or "two" in way else "cat" for way in WAYS}
 
 
 def make(folder: str, megabytes: int, ranks: int, dim: int) -> str:
-    """Square matrices, cut along a dim, as a round of a workspace; torch's sharding facts are in the headers too."""
+    """Write square matrices, sharded along `dim`, as a round of a workspace; headers have torch's sharding metadata."""
     import numpy as np
 
     from statexchange.sharding.shards import Box, Shard
@@ -119,12 +119,12 @@ def make(folder: str, megabytes: int, ranks: int, dim: int) -> str:
     receipts = []
     for rank in range(ranks):
         offsets, shape = ((rank * part, 0), (part, width)) if dim == 0 else ((0, rank * part), (width, part))
-        held = []
+        shards = []
         for layer in range(LAYERS):
             data = np.random.default_rng([rank, layer]).integers(0, 256, part * width * 4, dtype=np.uint8)
             shard = Shard(f"layers.{layer}.weight", "F32", (width, width), (Box(offsets, shape),))
-            held.append(ShardData(shard, data.data))
-        receipts.append(workspace.write(held, run="bench", round=1, rank=rank, world_size=ranks))
+            shards.append(ShardData(shard, data.data))
+        receipts.append(workspace.write(shards, run="bench", round=1, rank=rank, world_size=ranks))
     return os.path.dirname(os.path.join(folder, receipts[0].relative))
 
 
@@ -149,12 +149,12 @@ def report(directory: str, kind: str, source: str, found: dict[str, list[tuple[f
     size = sum(os.path.getsize(os.path.join(source, name)) for name in os.listdir(source))
     median = {way: statistics.median(seconds for seconds, _ in runs) for way, runs in found.items()}
     for way, runs in found.items():
-        beside = f"{median[BESIDE[way]] / median[way]:.2f}x"
+        ratio = f"{median[BESIDE[way]] / median[way]:.2f}x"
         torch = f"{median[WAY_OF_TORCH] / median[way]:.1f}x"
         memory = "-" if "cat" in way else f"{max(nbytes for _, nbytes in runs) / 2**20:.0f} MiB"
         rate = f"{size / median[way] / 1e9:.2f}"
         print(
-            f"| {directory} | {kind} | {way} | {median[way]:.2f} | {rate} | {beside} | {torch} | {memory} |", flush=True
+            f"| {directory} | {kind} | {way} | {median[way]:.2f} | {rate} | {ratio} | {torch} | {memory} |", flush=True
         )
 
 
@@ -174,7 +174,7 @@ def main() -> None:
         print(json.dumps([WAYS[way](source, out), peak()]))
         return
     print(f"{options.megabytes} MiB of float32 on {options.ranks} ranks, {options.rounds} rounds, {machine_text()}")
-    print("| where | cut | way | seconds | GB/s | beside cat | beside torch's | peak |")
+    print("| where | cut | way | seconds | GB/s | vs cat | vs torch's | peak |")
     print("|---|---|---|---|---|---|---|---|")
     for directory in options.dirs:
         measure(directory, options.megabytes, options.ranks, options.rounds)

@@ -1,10 +1,10 @@
-"""How the merge plan grows: explicit boxes, and tensors over a mesh as records, from simulated headers.
+"""Time the merge plan over its size: explicit boxes, and tensors over a mesh as records, from simulated headers.
 
     python tools/bench/plan.py [--quick]
 
 Each size runs in a process of its own. Seconds (and processor seconds, for busy machines) are of planning alone: the
-proof that everything is covered once, the dealing to files, the digest. The peak is of the whole process, with the
-simulated headers in it.
+proof that every element is covered once, the assignment to files, the digest. The peak is of the whole process, with
+the simulated headers in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from statexchange.sharding.shards import Box, Shard
 
 
 def one_tensor(boxes: int) -> list[RankShards]:
-    """One matrix in a square grid of boxes, dealt to 1,000 ranks."""
+    """Return one matrix in a square grid of boxes, assigned to 1,000 ranks in turn."""
     side = round(boxes**0.5)
     by_rank: list[list[Box]] = [[] for _ in range(1000)]
     for number in range(side * side):
@@ -36,7 +36,7 @@ def one_tensor(boxes: int) -> list[RankShards]:
 
 
 def many_tensors(boxes: int) -> list[RankShards]:
-    """Matrices of 1,024 rows, one on each of 1,024 ranks."""
+    """Return matrices of 1,024 rows, with one row on each of 1,024 ranks."""
     names = [f"model.layers.{number}.weight" for number in range(boxes // 1024)]
     shape = (1024, 4096)
     return [
@@ -46,7 +46,7 @@ def many_tensors(boxes: int) -> list[RankShards]:
 
 
 def records(tensors: int, ranks: int = 1024) -> list[RankShards]:
-    """Tensors of 24 shapes as FSDP, HSDP and FSDP with tensor parallelism lay them over a mesh: one record each."""
+    """Return tensors of 24 shapes as FSDP, HSDP and FSDP with tensor parallelism shard them: one record each."""
     inner = min(8, ranks)
     meshes = [
         Placement((ranks,), (DimSplit(0),)),
@@ -55,11 +55,11 @@ def records(tensors: int, ranks: int = 1024) -> list[RankShards]:
         Placement((ranks // inner, inner), (DimSplit(0, inner), DimSplit(0))),
     ]
     shapes = [(1024 * (n + 1), 512) for n in range(24)]
-    spread = [
+    specs = [
         ShardingSpec(f"model.layers.{n}.weight", "BF16", shapes[n % len(shapes)], meshes[n % len(meshes)])
         for n in range(tensors)
     ]
-    return [RankShards(rank, spread if rank == 0 else ()) for rank in range(ranks)]
+    return [RankShards(rank, specs if rank == 0 else ()) for rank in range(ranks)]
 
 
 CASES: dict[str, Callable[[], list[RankShards]]] = {

@@ -1,4 +1,4 @@
-"""What the benches of jobs share: a rank's peak memory, and the times of all its ranks."""
+"""Parts of the benches that run a job of ranks: options, peak memory of a rank, times over all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ Rounds = dict[str, list[tuple[float, int]]]
 
 
 def measure(rank_main: Callable[[int, str, int], Rounds]) -> tuple[argparse.Namespace, dict[str, list[Rounds]]]:
-    """The command line's options, and by directory what `rank_main(megabytes, folder, rounds)` gives on each rank."""
+    """Parse the command line and run the job in each directory.
+
+    Returns the options, and by directory the results of `rank_main(megabytes, folder, rounds)` on all ranks.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--megabytes", type=int, default=1024)
@@ -30,24 +33,24 @@ def measure(rank_main: Callable[[int, str, int], Rounds]) -> tuple[argparse.Name
 
 
 def reset_peak() -> int:
-    """Forget this process's peak so far; returns its resident bytes now."""
+    """Reset the peak resident memory of this process; return its resident bytes."""
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")
     return status("VmRSS")
 
 
 def status(field: str) -> int:
-    """A field of this process's status, in bytes."""
+    """Return a field of /proc/self/status in bytes."""
     with open("/proc/self/status", encoding="ascii") as file:
         line = next(line for line in file if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
 def slowest(ranks: Iterable[Sequence[tuple[float, int]]]) -> float:
-    """The median over rounds of the seconds of the rank that took longest; each rank has (seconds, bytes) by round."""
+    """Return the median over rounds of the slowest rank's seconds; each rank has (seconds, bytes) by round."""
     return float(statistics.median(max(seconds for seconds, _ in turn) for turn in zip(*ranks, strict=True)))
 
 
 def peaks(ranks: Iterable[Sequence[tuple[float, int]]]) -> str:
-    """What each rank added at most, in MiB."""
+    """Return the largest added bytes of each rank, in MiB, as text."""
     return ", ".join(f"{max(added for _, added in rounds) / 2**20:.0f}" for rounds in ranks)

@@ -1,10 +1,10 @@
-"""Processor time for each of many small tensors: export, save and load beside torch's `dcp.save` and `dcp.load`.
+"""Measure processor time per small tensor: export, save and load, compared with torch's `dcp.save` and `dcp.load`.
 
     python tools/bench/small.py [--tensors 50000] [--ranks 2] [--dirs /dev/shm] [--rounds 3]
 
-Each tensor has 1 kB: "sharded" ones are DTensors of which each rank holds its rows, "replicated" ones lie whole on each
-rank. Figures are microseconds of user and system time for each tensor, of the rank that took most; medians of rounds
-in which all ways run in turn, after one that does not count.
+Each tensor has 1 kB: "sharded" ones are DTensors of which each rank holds some rows, "replicated" ones are whole on
+each rank. Figures are microseconds of user and system time per tensor, of the rank that took most; medians of rounds in
+which all ways run in turn, after one round that warms up.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ELEMENTS = 256
 
 
 def processor_s() -> float:
-    """Seconds of a processor that this process has used."""
+    """Return the user and system time of this process, in seconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def rank_main(number: int, folder: str, rounds: int) -> dict[str, list[float]]:
-    """By way, microseconds for each tensor in every round on this rank."""
+    """Return by way the microseconds per tensor of every round, on this rank."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -56,7 +56,7 @@ def rank_main(number: int, folder: str, rounds: int) -> dict[str, list[float]]:
         state, live = make(), make()
         ways: dict[str, Callable[[], object]] = {
             "export_checkpoint": partial(sx.export_checkpoint, state, f"{folder}/export", overwrite=True),
-            "save_checkpoint": partial(sx.save_checkpoint, {"model": state}, f"{folder}/save"),
+            "save_checkpoint": partial(sx.save_checkpoint, {"model": state}, f"{folder}/save", overwrite=True),
             "dcp.save": partial(dcp.state_dict_saver.save, state, checkpoint_id=f"{folder}/dcp"),
             "load_checkpoint of the export": partial(sx.load_checkpoint, live, f"{folder}/export"),
             "load_checkpoint of the save": partial(sx.load_checkpoint, {"model": live}, f"{folder}/save"),

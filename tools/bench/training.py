@@ -1,17 +1,18 @@
-"""A training step beside DDP on Gloo: 200 small tensors, and a transformer of 25 million parameters.
+"""Time a training step, compared with DDP on Gloo: 200 small tensors, and a transformer of 25 million parameters.
 
     python tools/bench/training.py [--ranks 2] [--rounds 15] [--memory] [--svg FILE]
 
 All ways run warm and interleaved in one job under mpiexec, each with a model of its own. Communication time is the time
-of a step (forward, backward, SGD) less that of the same step without any synchronisation; medians of rank 0. Several
-numbers of ranks make a table of step times beside it.
+of a step (forward, backward, SGD) less that of the same step without any synchronisation; medians of rank 0. With
+several numbers of ranks, a table of step times by number of ranks is printed, too.
 
-The bars cut communication into copy and wire: each way has a twin whose collective does nothing (DDP a hook that
-returns its bucket, ours `communicate=`). Copy is the time of that step less that of the step without synchronisation:
-gradients that go into buckets, hooks, and ours' one message per step. Wire is what the collective adds to it.
+The bars split communication into copy and wire. For this each way also runs with a collective that does nothing (a hook
+of DDP that returns its bucket, our `communicate=`). Copy is the time of that step less that of the step without
+synchronisation: copies of gradients into buckets, hooks, and one message per step. Wire is what the collective adds.
 
-`--memory`: each way in a job of its own; by how much more memory a rank has after eight steps than in the job without
-synchronisation: PSS, where shared memory counts by parts, and USS, where it does not count.
+`--memory` runs each way in a job of its own, and shows how much more memory a rank has after eight steps than in the
+job without synchronisation: PSS, where each process counts its part of shared memory, and USS, where no process counts
+it.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
 LOCAL, DDP = "no synchronisation", "DDP, Gloo"
 BACKENDS = {"shared memory": "shm", "MPI": "mpi", "Gloo": "gloo"}
 WAYS = (LOCAL, DDP, *BACKENDS)
-MUTE = ", nothing sent"
+SILENT = ", nothing sent"
 
 
 def small() -> tuple[torch.nn.Module, torch.Tensor]:
-    """100 layers of 92 x 92 weights and 92 biases: 200 tensors, 3.4 MB of float32."""
+    """Return 100 layers of 92 x 92 weights and 92 biases: 200 tensors, 3.4 MB of float32."""
     import torch
 
     layers = [torch.nn.Linear(92, 92) for _ in range(100)]
@@ -49,7 +50,7 @@ def small() -> tuple[torch.nn.Module, torch.Tensor]:
 
 
 def transformer() -> tuple[torch.nn.Module, torch.Tensor]:
-    """8 layers of width 512: 25 million parameters."""
+    """Return 8 transformer layers of width 512: 25 million parameters."""
     import torch
 
     layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
@@ -60,39 +61,39 @@ MODELS = {"200 tensors, 3.4 MB": small, "transformer, 25 M": transformer}
 
 
 def step(model: torch.nn.Module, data: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """One step of training."""
+    """Run one training step."""
     optimizer.zero_grad()
     model(data).square().mean().backward()
     optimizer.step()
 
 
 def steps(build: Callable[[], tuple[torch.nn.Module, torch.Tensor]]) -> dict[str, Callable[[], None]]:
-    """A training step for each way, and for that way with a collective that does nothing."""
+    """Return by way its training step, and the same with a collective that does nothing."""
     comms = communicators()
     found: dict[str, Callable[[], None]] = {}
     for way in WAYS:
-        for mute in (False, True) if way != LOCAL else (False,):
+        for silent in (False, True) if way != LOCAL else (False,):
             model, data = build()
-            found[way + MUTE * mute] = partial(step, *wrapped(model, data, way, comms.get(way), mute=mute))
+            found[way + SILENT * silent] = partial(step, *wrapped(model, data, way, comms.get(way), silent=silent))
     return found
 
 
 def communicators() -> dict[str, sx.comm.Communicator]:
-    """Each way's."""
+    """Return the communicator of each way."""
     import statexchange as sx
     from statexchange.comm import defaults
 
     comms = {}
     for way, name in BACKENDS.items():
-        with defaults.use(None):  # each as if it were the only one
+        with defaults.use(None):  # without a default communicator, as in a new process
             comms[way] = sx.init(name)
     return comms
 
 
 def wrapped(
-    model: torch.nn.Module, data: torch.Tensor, way: str, comm: sx.comm.Communicator | None, *, mute: bool = False
+    model: torch.nn.Module, data: torch.Tensor, way: str, comm: sx.comm.Communicator | None, *, silent: bool = False
 ) -> tuple[torch.nn.Module, torch.Tensor, torch.optim.Optimizer]:
-    """The arguments of `step`: what `way` makes of a model."""
+    """Return the arguments of `step` for a model that is trained by `way`."""
     import torch
 
     import statexchange as sx
@@ -100,12 +101,12 @@ def wrapped(
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
     if way == DDP:
         ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        if mute:
+        if silent:
             ddp.register_comm_hook(None, nothing_hook)
         return ddp, data, inner
     if comm is None:
         return model, data, inner
-    return model, data, sx.DistributedOptimizer(inner, comm, module=model, communicate=nothing if mute else None)
+    return model, data, sx.DistributedOptimizer(inner, comm, module=model, communicate=nothing if silent else None)
 
 
 def nothing(flat: torch.Tensor) -> None:
@@ -122,7 +123,7 @@ def nothing_hook(_, bucket):  # type: ignore[no-untyped-def]
 
 
 def rank_main(rounds: int) -> dict[str, dict[str, float]]:
-    """For each model the median seconds of each way, on this rank."""
+    """Return for each model the median seconds of each way, on this rank."""
     import torch
     from mpi4py import MPI
 
@@ -143,7 +144,7 @@ def rank_main(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def memory_main(name: str, way: str) -> list[float]:
-    """PSS and USS of this rank, in bytes, when it has made eight steps by `way`."""
+    """Return PSS and USS of this rank, in bytes, after eight steps by `way`."""
     import torch
     from mpi4py import MPI
 
@@ -153,13 +154,13 @@ def memory_main(name: str, way: str) -> list[float]:
     for _ in range(8):
         step(*training)
     MPI.COMM_WORLD.Barrier()
-    held = _held_bytes()
-    MPI.COMM_WORLD.Barrier()  # a rank that has left has no part in what is shared
-    return held
+    nbytes = _memory_bytes()
+    MPI.COMM_WORLD.Barrier()  # PSS divides shared pages among processes, so no rank may have exited
+    return nbytes
 
 
-def _held_bytes() -> list[float]:
-    """PSS and USS of this process."""
+def _memory_bytes() -> list[float]:
+    """Return PSS and USS of this process."""
     found = {"Pss": 0, "Private_Clean": 0, "Private_Dirty": 0}
     for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]:
         key, value = line.split(":")
@@ -169,18 +170,18 @@ def _held_bytes() -> list[float]:
 
 
 def show(medians_of: Mapping[str, Mapping[str, float]]) -> None:
-    """The table of one number of ranks."""
-    print("| model | way | step | communication | beside DDP |\n|---|---|---|---|---|")
+    """Print the table of one number of ranks."""
+    print("| model | way | step | communication | vs DDP |\n|---|---|---|---|---|")
     for model, medians in medians_of.items():
         for way in WAYS:
             spent, ddp = (medians[one] - medians[LOCAL] for one in (way, DDP))
-            beside = f"{spent / ddp:.2f}x" if ddp > 0 else ""
-            print(f"| {model} | {way} | {medians[way] * 1e3:.1f} ms | {spent * 1e3:.1f} ms | {beside} |")
+            ratio = f"{spent / ddp:.2f}x" if ddp > 0 else ""
+            print(f"| {model} | {way} | {medians[way] * 1e3:.1f} ms | {spent * 1e3:.1f} ms | {ratio} |")
     print()
 
 
 def show_scaling(by_ranks: Mapping[int, Mapping[str, Mapping[str, float]]]) -> None:
-    """Step times by number of ranks."""
+    """Print step times by number of ranks."""
     print(f"{machine_text()}, step times by number of ranks\n")
     print("| model | way |" + "".join(f" {ranks} |" for ranks in by_ranks) + "\n|---|---|" + "---|" * len(by_ranks))
     for model in MODELS:
@@ -191,26 +192,26 @@ def show_scaling(by_ranks: Mapping[int, Mapping[str, Mapping[str, float]]]) -> N
 
 
 def show_memory(ranks: int) -> None:
-    """What each way holds beyond training alone, as the mean over ranks."""
+    """Print the memory of each way beyond that of training alone, as the mean over ranks."""
     from training import memory_main as ranks_work
 
     print(f"{ranks} ranks, memory beyond training alone\n\n| model | way | PSS | USS |\n|---|---|---|---|")
     for model in MODELS:
         alone = [0.0, 0.0]
         for way in WAYS:
-            held = run_ranks(ranks_work, ranks, backend="mpi", args=(model, way), timeout_s=300)
-            means = [statistics.mean(values) / 2**20 for values in zip(*held, strict=True)]
+            by_rank = run_ranks(ranks_work, ranks, backend="mpi", args=(model, way), timeout_s=300)
+            means = [statistics.mean(values) / 2**20 for values in zip(*by_rank, strict=True)]
             alone = means if way == LOCAL else alone
             pss, uss = (mean - base for mean, base in zip(means, alone, strict=True))
             print(f"| {model} | {way} | {pss:+.1f} MiB | {uss:+.1f} MiB |")
 
 
 def draw(medians_of: Mapping[str, Mapping[str, float]], ranks: int) -> str:
-    """The bars of one number of ranks."""
+    """Return the bars of one number of ranks as SVG."""
     bars = {}
     for model, medians in medians_of.items():
         for way in WAYS:
-            muted = medians.get(way + MUTE, medians[way])
+            muted = medians.get(way + SILENT, medians[way])
             bars[f"{way}, {model}"] = (medians[LOCAL], muted - medians[LOCAL], medians[way] - muted)
     return bars_svg(f"a training step, {ranks} ranks", ("compute", "copy", "wire"), bars)
 
@@ -219,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--memory", action="store_true", help="also tell what each way holds")
+    parser.add_argument("--memory", action="store_true", help="also measure the memory of each way")
     parser.add_argument("--svg", type=Path, help="where to draw the bars of the first number of ranks")
     options = parser.parse_args()
     from training import rank_main as ranks_work  # ranks under mpiexec cannot import __main__

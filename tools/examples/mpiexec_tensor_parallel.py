@@ -2,7 +2,7 @@
 
     mpiexec -n 4 python tools/examples/mpiexec_tensor_parallel.py OUT
 
-The layout says which dim each rank has a part of; the parts need not be equal.
+The layout names the dim along which each tensor is cut; the parts need not be equal.
 """
 
 import sys
@@ -20,7 +20,7 @@ TEXT = torch.tensor(list(sys.copyright.encode() * 40))
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Adds partial results of all ranks; the gradient of a sum is the same for every part."""
+    """Adds partial results of all ranks; the gradient of each part is the gradient of the sum."""
 
     @staticmethod
     def forward(_ctx: Any, partial: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ def main(out: str) -> None:
     comm = sx.init("mpi")
     torch.manual_seed(comm.rank)
     torch.set_num_threads(1)
-    hidden = 20 + comm.rank  # uneven on purpose
+    hidden = 20 + comm.rank  # ranks have parts of different sizes
     model = nn.ModuleDict({"up": nn.Linear(8 * 256, hidden), "down": nn.Linear(hidden, 256, bias=False)})
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(60):

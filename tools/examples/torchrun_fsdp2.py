@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 tools/examples/torchrun_fsdp2.py OUT
 
-Nothing here initialises statexchange: it finds torch.distributed running.
+sx.init is not called: statexchange uses the default group of torch.distributed.
 """
 
 import sys
@@ -42,7 +42,7 @@ def main(out: str) -> None:
         merged = load_file(f"{out}/model.safetensors")
         equal = sum(torch.equal(merged[name], tensor) for name, tensor in whole.items())
         print(f"{equal} of {len(whole)} tensors bit-equal; ranks supplied {report.rank_nbytes} bytes")
-    dist.barrier()  # torch aborts at exit, now and then, when a rank leaves while Gloo still talks to another
+    dist.barrier()  # torch sometimes aborts if one rank exits while Gloo of another still sends to it
     dist.destroy_process_group()
 
 

@@ -1,7 +1,8 @@
-"""The driver's side of agents: Python processes in hosts that run one function of `guest.actions` at a time.
+"""The driver's side of agents.
 
-An agent connects to the driver over the lab's own network, and commands and answers are lines of JSON. The answer to a
-call is the out-of-band hand-over between hosts: what a writer did before its answer, a reader must see after it.
+An agent is a Python process in a host that runs functions of `guest.actions`, one at a time. It connects to the driver
+over the lab's own network, and commands and answers are lines of JSON. The answer to a call orders events between hosts
+without the file system: a reader that is called after a writer's answer must see what the writer wrote.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TOOLS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back from a call: `value`, or an error's type name, text and errno.
+    """The answer to a call: `value`, or an error's type name, text and errno.
 
     `error` is "NoAnswer" where the agent died or exceeded the time limit. `named` says whether the error is one of
     statexchange's own.
@@ -47,7 +48,7 @@ class Reply:
 
 
 class Agent:
-    """One process in a host. `uid`: it gives up root for this user after its imports."""
+    """One process in a host. With `uid` it changes from root to this user after its imports."""
 
     def __init__(self, host: str, name: str, uid: int | None = None) -> None:
         self.host = host
@@ -59,11 +60,11 @@ class Agent:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has answered every call so far, and none is under way."""
+        """Whether it has answered every call, and none is under way."""
         return self._socket is not None and not self._is_busy
 
     def attach(self, connection: socket.socket, pid: int) -> None:
-        """Use a connection that this agent has opened."""
+        """Set the connection that this agent has opened, and its pid."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self.pid, self._is_busy = connection, pid, False
 
@@ -76,7 +77,7 @@ class Agent:
             self._socket.sendall(json.dumps([action, arguments]).encode() + b"\n")
 
     def result(self, timeout_s: float = 60.0) -> Reply:
-        """The answer to the call that was begun."""
+        """Return the answer to the call that `start` began."""
         if self._socket is None:
             raise LabError(f"agent {self.name} is gone")
         self._socket.settimeout(timeout_s)
@@ -108,14 +109,14 @@ Call = tuple[Agent, str, dict[str, Any]]
 
 
 def together(*calls: Call, timeout_s: float = 60.0) -> list[Reply]:
-    """Begin all calls, then return their answers."""
+    """Begin all calls, wait for all, and return their answers."""
     for agent, action, arguments in calls:
         agent.start(action, **arguments)
     return [agent.result(timeout_s) for agent, _, _ in calls]
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    """One line; an agent sends nothing but the answer that is waited for."""
+    """Receive one line. An agent sends nothing before the next call, so nothing can follow the line."""
     parts = []
     while True:
         part = connection.recv(1 << 16)
@@ -127,9 +128,9 @@ def _read_line(connection: socket.socket) -> bytes:
 
 
 class Agents:
-    """Starts agents in hosts and replaces those that are gone.
+    """Starts agents in hosts and replaces those that have ended.
 
-    Each host has one process that has imported everything and forks agents.
+    One process per host has imported everything, and forks the agents.
     """
 
     def __init__(self, lab: Lab, python: str, source: str) -> None:
@@ -140,7 +141,7 @@ class Agents:
         self._parents: dict[str, socket.socket] = {}
 
     def start_parents(self, *hosts: str, timeout_s: float = 120.0) -> None:
-        """Start on each host the process that forks agents, and wait until all have imported what they use."""
+        """Start on each host the process that forks agents, and wait until all have done their imports."""
         environment = {
             "PYTHONPATH": f"{self._source}:{TOOLS}",
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -178,7 +179,7 @@ class Agents:
         return name, pid, connection
 
     def replace_dead(self, *agents: Agent) -> None:
-        """End what is left of agents that did not answer, and start them again."""
+        """Kill agents that did not answer, and start them again."""
         dead = [agent for agent in agents if not agent.is_alive]
         for agent in dead:
             agent.close()
@@ -187,7 +188,7 @@ class Agents:
             self.start(*dead)
 
     def close(self) -> None:
-        """Stop listening, and let the processes that fork agents end."""
+        """Stop listening, and end the processes that fork agents."""
         self._listener.close()
         for connection in self._parents.values():
             connection.close()

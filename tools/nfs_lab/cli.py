@@ -48,9 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--only", action="append", default=[], metavar="PATTERN", help="checks whose name[mount] or row match"
     )
-    check.add_argument(
-        "--long", action="store_true", help="the counts of the proof: 100 runs of each race; about an hour"
-    )
+    check.add_argument("--long", action="store_true", help="100 runs of each race; about an hour")
     check.add_argument("--keep", action="store_true", help="leave the lab up at the end")
     check.add_argument("--python", default=sys.executable, help="the interpreter that hosts run (default: this one)")
     check.add_argument(
@@ -133,17 +131,17 @@ def _up(options: argparse.Namespace) -> int:
     lab = Lab(workdir, options.packages)
     with _ending_on_signals(), _taking_down(lab, keep=True, temporary=options.workdir is None):
         lab.up()
-    _show_how_to_go_on(lab)
+    _print_next_commands(lab)
     return OK
 
 
-def _show_how_to_go_on(lab: Lab) -> None:
-    print(f"the lab is up: hosts {SERVER}, {', '.join(CLIENTS)}; a shell command in a host, and its end:")
+def _print_next_commands(lab: Lab) -> None:
+    print(f"the lab is up: hosts {SERVER}, {', '.join(CLIENTS)}. To run a shell command in a host, and to end the lab:")
     print(f"  {COMMAND} on --workdir {lab.workdir} {CLIENTS[0]} 'mount -t nfs,nfs4'")
     print(f"  {COMMAND} down --workdir {lab.workdir}")
 
 
-def _lab_that_is_up(options: argparse.Namespace) -> Lab:
+def _running_lab(options: argparse.Namespace) -> Lab:
     lab = Lab(options.workdir)
     if not lab.is_up:
         raise LabError(f"no lab is up in {lab.workdir}")
@@ -151,14 +149,14 @@ def _lab_that_is_up(options: argparse.Namespace) -> Lab:
 
 
 def _on(options: argparse.Namespace) -> int:
-    lab = _lab_that_is_up(options)
+    lab = _running_lab(options)
     status, output = lab.wait(options.host, lab.start(options.host, " ".join(options.words)), options.timeout)
     sys.stdout.write(output)
     return status
 
 
 def _boot(options: argparse.Namespace) -> int:
-    lab = _lab_that_is_up(options)
+    lab = _running_lab(options)
     lab.kill(options.host)
     lab.boot(options.host, after_power_cut=True, skew_s=options.skew)
     lab.wait_until_booted(options.host)
@@ -168,7 +166,7 @@ def _boot(options: argparse.Namespace) -> int:
 
 
 def _kill(options: argparse.Namespace) -> int:
-    _lab_that_is_up(options).kill(options.host)
+    _running_lab(options).kill(options.host)
     return OK
 
 
@@ -202,12 +200,12 @@ def _check(options: argparse.Namespace) -> int:
     for case, text in failed:
         print(f"FAILED {case.name} ({case.check.covers or 'no row'}): {case.check.summary}\n    {text[:1500]}")
     if options.keep:
-        _show_how_to_go_on(lab)
+        _print_next_commands(lab)
     return FAILED if failed else OK
 
 
 def _run(session: Session, chosen: Sequence[Case], began: float) -> list[tuple[Case, str]]:
-    """Run checks one after the other; those that failed, with what they found."""
+    """Run checks one after the other; return those that failed, with what they found."""
     failed = []
     for case in chosen:
         verdict, text, start = "PASS", "", time.monotonic()
@@ -217,7 +215,7 @@ def _run(session: Session, chosen: Sequence[Case], began: float) -> list[tuple[C
             text = case.check.function(session, case.mount) or ""
         except CheckFailedError as error:
             verdict, text = "FAIL", str(error)
-        except Exception:  # noqa: BLE001 (a fault of a check must not hide the other checks' results)
+        except Exception:  # noqa: BLE001 (a bug in one check must not hide the results of the others)
             verdict, text = "FAIL", traceback.format_exc()
         if verdict == "FAIL":
             failed.append((case, text))
@@ -233,7 +231,7 @@ def _run(session: Session, chosen: Sequence[Case], began: float) -> list[tuple[C
 
 @contextlib.contextmanager
 def _taking_down(lab: Lab, *, keep: bool, temporary: bool) -> Iterator[None]:
-    """Take the lab down at the end, or only after a failure if it is to be kept."""
+    """Take the lab down at the end; with `keep` only after a failure."""
     try:
         yield
     except BaseException:
@@ -251,7 +249,7 @@ def _ending_on_signals() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into SystemExit, so that the lab is taken down."""
 
     def end(number: int, _: FrameType | None) -> None:
-        _ended_by.append(number)  # for where an `except` on the way out hides the exception
+        _ended_by.append(number)  # `_run` checks it, as an `except` of a check may catch the SystemExit
         raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}

@@ -1,8 +1,8 @@
 """The lab: a network namespace with a bridge, and hosts in it, each a user-mode-linux kernel.
 
-Everything lies below one work directory. `state.json` there names the namespace and the token that every process of
-the lab has on its command line (``umid=<token>-<host>``), so that a later invocation, also after a crash, ends exactly
-these.
+All files are below one work directory. Its `state.json` names the namespace, and the token that every process of the
+lab has on its command line (``umid=<token>-<host>``), so that a later invocation, also after a crash, kills exactly
+these processes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ GUEST = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guest")
 DRIVER_ADDRESS = ("10.99.0.254", 7000)  # inside the namespace
 SERVER = "srv"
 CLIENTS = ("cA", "cB")
-HOSTS = {"srv": 1, "cA": 2, "cB": 3, "cC": 4}  # name -> last number of its address, and its tap
+HOSTS = {"srv": 1, "cA": 2, "cB": 3, "cC": 4}  # name -> last number of its address, also the number of its tap device
 MEMORY = {"srv": "512M"}
 CLIENT_MEMORY = "2000M"
 
-# Name -> (what is mounted, options). `nosharecache`: no mount uses another's caches.
+# Name -> (exported path, options). All mounts get `nosharecache`: each has caches of its own.
 MOUNTS = {
     "v42": ("10.99.0.1:/", "vers=4.2"),
     "v41": ("10.99.0.1:/", "vers=4.1"),
@@ -54,7 +54,7 @@ class LabError(Exception):
 
 
 class Lab:
-    """One lab in `workdir`; `packages` is where unpacked packages lie (they may be shared by labs)."""
+    """One lab in `workdir`; `packages` is the directory of the unpacked packages, which several labs may share."""
 
     def __init__(self, workdir: str, packages: str | None = None) -> None:
         self.workdir = os.path.abspath(workdir)
@@ -73,7 +73,7 @@ class Lab:
 
     @property
     def is_up(self) -> bool:
-        """Whether this work directory has a lab."""
+        """Whether a lab is up in this work directory."""
         return bool(self.token)
 
     # Up and down
@@ -106,7 +106,9 @@ class Lab:
     def _make_network(self) -> None:
         self.token = secrets.token_hex(4)
         self.namespace = f"nfs-lab-{self.token}"
-        with open(self._state_path, "w", encoding="utf-8") as file:  # first, so that `down` knows of all that follows
+        with open(
+            self._state_path, "w", encoding="utf-8"
+        ) as file:  # first, so that `down` can remove everything that follows
             json.dump({"token": self.token, "namespace": self.namespace, "packages": self.packages}, file)
         run("ip", "netns", "add", self.namespace)
         inside = ("ip", "-n", self.namespace)
@@ -163,7 +165,7 @@ class Lab:
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C at the terminal is the driver's
+                start_new_session=True,  # Ctrl-C at the terminal reaches the driver only
             )
 
     def wait_until_booted(self, name: str, timeout_s: float = 180.0) -> None:
@@ -198,7 +200,7 @@ class Lab:
                 raise LabError(f"processes {pids} of host {name} do not end")
             time.sleep(0.02)
         directory = os.path.join(self.workdir, "uml", self._umid(name))
-        if os.path.isdir(directory):  # else the next boot takes the name for one in use
+        if os.path.isdir(directory):  # else the next boot refuses the name as in use
             for entry in os.listdir(directory):
                 os.unlink(os.path.join(directory, entry))
             os.rmdir(directory)
@@ -219,7 +221,7 @@ class Lab:
         return number
 
     def wait(self, host: str, number: str, timeout_s: float = 180.0) -> tuple[int, str]:
-        """Exit status and output of a command."""
+        """Wait for a command; return its exit status and output."""
         base = os.path.join(self.out, host, number)
         deadline = time.monotonic() + timeout_s
         while not os.path.exists(base + ".status"):
@@ -232,7 +234,7 @@ class Lab:
             return int(file.read()), self.output(host, number)
 
     def output(self, host: str, number: str) -> str:
-        """What a command has written so far."""
+        """Return what a command has written so far."""
         try:
             with open(os.path.join(self.out, host, f"{number}.txt"), encoding="utf-8", errors="replace") as file:
                 return file.read()
@@ -240,14 +242,14 @@ class Lab:
             return ""
 
     def on(self, host: str, command: str, timeout_s: float = 180.0) -> str:
-        """Run a command in a host that must succeed, and return its output."""
+        """Run a command in a host and return its output; LabError if it fails."""
         status, output = self.wait(host, self.start(host, command), timeout_s)
         if status:
             raise LabError(f"{command!r} on {host}: exit status {status}: {output[-600:]}")
         return output
 
     def mount(self, hosts: Sequence[str], names: Sequence[str] = tuple(MOUNTS)) -> None:
-        """Mount what `MOUNTS` says at /run/m/<name> of each host."""
+        """Mount the `names` of `MOUNTS` at /run/m/<name> of each host."""
         lines = []
         for name in names:
             source, options = MOUNTS[name]
@@ -260,7 +262,7 @@ class Lab:
                 raise LabError(f"{host} cannot mount: {output}")
 
     def listen(self) -> socket.socket:
-        """A listening socket at `DRIVER_ADDRESS`, inside the namespace."""
+        """Return a listening socket at `DRIVER_ADDRESS`, inside the namespace."""
         with _inside(f"/run/netns/{self.namespace}"):
             return socket.create_server(DRIVER_ADDRESS, backlog=64)
 
@@ -281,7 +283,7 @@ def _processes_with(argument: bytes) -> list[int]:
 
 @contextlib.contextmanager
 def _inside(namespace: str) -> Iterator[None]:
-    """Let this thread make sockets in another network namespace."""
+    """Run the block in another network namespace, for this thread only."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/thread-self/ns/net", "rb") as own, open(namespace, "rb") as other:
         if libc.setns(other.fileno(), _CLONE_NEWNET):

@@ -1,4 +1,4 @@
-"""What the lab needs of this machine: root, programs, packages. Packages are unpacked, never installed."""
+"""Check for what the lab needs (root, programs), and unpack packages, which are never installed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PACKAGES = (
     "libsqlite3-0",
 )
 TUN = "/dev/net/tun"
-HIDDEN = ("/dev", "/proc", "/run", "/sys", "/var/lib")  # where hosts mount file systems of their own
+HIDDEN = ("/dev", "/proc", "/run", "/sys", "/var/lib")  # hosts mount file systems of their own there
 MAX_WORKDIR = 80  # the sockets of user-mode-linux lie below it, and their names are limited to 108 bytes
 
 
@@ -75,7 +75,7 @@ def check_requirements() -> None:
 
 
 def prepare(packages: str, guest: str) -> None:
-    """Fill `packages` with what hosts need: root/ (unpacked packages) and xstate.so. Done already: do nothing."""
+    """Fill `packages` with what hosts need: root/ (unpacked packages) and xstate.so. Does nothing if it has them."""
     real = os.path.realpath(packages)
     for folder in HIDDEN:
         if real.startswith(folder + "/"):
@@ -92,7 +92,7 @@ def prepare(packages: str, guest: str) -> None:
         return
     archives = os.path.join(packages, "archives")
     os.makedirs(archives, exist_ok=True)
-    # apt's own user for downloads may not write here.
+    # apt's own user for downloads may not write into this directory.
     run("apt-get", "-qq", "-o", "APT::Sandbox::User=root", "download", *PACKAGES, cwd=archives)
     for name in sorted(os.listdir(archives)):
         run("dpkg", "-x", os.path.join(archives, name), root)

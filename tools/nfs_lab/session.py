@@ -1,4 +1,4 @@
-"""What a check works with: agents on both client hosts, names that nobody has used, and results that checks share."""
+"""The objects that a check uses: agents on both client hosts, unused names, and results that several checks share."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ class CheckFailedError(Exception):
 class Session:
     """A lab that is up, with two agents on each client host.
 
-    `a`, `a2` run on the first host, `b`, `b2` on the second. `long` asks for the counts of the proof rather than those
-    of the short form.
+    `a`, `a2` run on the first host, `b`, `b2` on the second. With `long` races are repeated 100 times.
     """
 
     def __init__(self, lab: Lab, python: str, source: str, *, long: bool) -> None:
@@ -41,44 +40,44 @@ class Session:
         self._agents.start(*self.ranks)
 
     def restore(self) -> None:
-        """Replace agents that died or hang, so that one check's failure does not become the next one's."""
+        """Replace agents that died or hang, so that the failure of one check does not make the next one fail."""
         self._agents.replace_dead(*self.ranks)
         while self._others:
             self._others.pop().close()
 
     def close(self) -> None:
-        """Let the agents end."""
+        """End the agents."""
         for agent in (*self.ranks, *self._others):
             agent.close()
         self._agents.close()
 
     def new_agent(self, host: str, uid: int | None = None) -> Agent:
-        """One more agent, which has used no mount yet, perhaps of another user, until the check ends."""
+        """Start one more agent, which has used no mount yet; `uid` makes it another user. It ends with the check."""
         agent = Agent(host, f"uid{uid}-{self.unique()}", uid)
         self._agents.start(agent)
         self._others.append(agent)
         return agent
 
     def unique(self) -> str:
-        """Part of a name that nobody has used."""
+        """Return a part for names that makes them unused ones."""
         self._number += 1
         return f"{self._token}-{self._number}"
 
     def path(self, mount: str, name: str) -> str:
-        """A new name below a mount. Mounts show one directory, so the mount is part of the name."""
+        """Return an unused path below a mount. All mounts show one directory, so the mount is part of the name."""
         below = "" if mount.startswith("small") or mount.endswith("squash") else "ws/"
         return f"/run/m/{mount}/{below}{name}-{mount}-{self.unique()}"
 
     def stop_file(self) -> str:
-        """A name that nobody has used, in a directory that each host has for itself."""
+        """Return an unused path in a directory that each host has for itself."""
         return f"/run/tmp/stop-{self.unique()}"
 
     def times(self, short: int) -> int:
-        """How often to run a race: `short` times, or 100 times in the long form."""
+        """Return how often to run a race: `short` times, or 100 times with `long`."""
         return 100 if self.long else short
 
     def measured(self, name: str, mount: str, measure: Callable[[], Any]) -> Any:
-        """The result of a measurement that several checks look at; it is made once."""
+        """Return the result of a measurement that several checks use; it is made once."""
         if (name, mount) not in self._measured:
             try:
                 self._measured[name, mount] = measure()
@@ -90,7 +89,7 @@ class Session:
         return result
 
     def value(self, reply: Reply) -> Any:
-        """What a call returned; it must have returned."""
+        """Return the value of an answer; fail the check if the call raised an error."""
         if not reply.ok:
             raise CheckFailedError(str(reply))
         return reply.value
@@ -100,9 +99,9 @@ class Session:
         if not good:
             raise CheckFailedError("; ".join(str(detail) for detail in details))
 
-    def expect_none(self, flaws: Iterable[object], of: int | str = "") -> None:
-        """Fail the check if there are flaws, showing how many and the first."""
-        found = list(flaws)
+    def expect_none(self, problems: Iterable[object], of: int | str = "") -> None:
+        """Fail the check if there are problems, showing how many and the first."""
+        found = list(problems)
         if found:
             count = f"{len(found)} of {of}" if of else str(len(found))
             raise CheckFailedError(f"{count}: {found[0]}")

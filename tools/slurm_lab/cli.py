@@ -18,7 +18,7 @@ HOME = os.path.dirname(os.path.abspath(__file__))
 CHECKOUT = os.path.dirname(os.path.dirname(HOME))
 NAMESPACES = ("--mount", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 _EPILOG = f"""\
-COMMAND runs on the login host, where `srun` and `sinfo` are; without one, the checks of ranks.sh.
+COMMAND runs on the login host, where `srun` and `sinfo` are. Without a COMMAND the checks of ranks.sh run.
 
 exit status: the command's; 2 usage, 3 the lab itself failed,
 {CANNOT_RUN} the lab cannot run on this machine (the message names what is missing)
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.executable,
         os.path.join(HOME, "ranks.py"),
     ]
-    with tempfile.TemporaryDirectory(prefix="slurm-lab-", dir="/tmp") as workdir:  # its path ends up in a sun_path
+    with tempfile.TemporaryDirectory(prefix="slurm-lab-", dir="/tmp") as workdir:  # short: sockets lie below it
         try:
             check_requirements()
             packages = os.path.abspath(options.packages or os.path.join(workdir, "packages"))

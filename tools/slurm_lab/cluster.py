@@ -1,8 +1,8 @@
 """The cluster: a controller and two hosts, as the first process of namespaces of its own.
 
 `python cluster.py WORKDIR PACKAGES COMMAND...` expects to be process 1 of a new mount, network, UTS and pid namespace.
-The machine's own files, network and processes stay as they are: Slurm's files are laid over /usr in the mount
-namespace, since the path of slurmstepd is compiled in, and each host has a network, a name and a /dev/shm of its own.
+The machine's own files, network and processes do not change: Slurm's files are overlaid on /usr in the mount namespace,
+since the path of slurmstepd is compiled in, and each host has a network, a name and a /dev/shm of its own.
 When this process ends, for whatever reason, the kernel ends all others and drops the namespaces.
 """
 
@@ -43,7 +43,7 @@ SlurmdLogFile={workdir}/slurmd-%n.log
 {nodes}
 PartitionName=lab Nodes={hosts} Default=YES MaxTime=INFINITE State=UP
 """
-# A host enters its network once the controller has put a cable into it.
+# A host waits for "go on": then its end of the veth cable exists.
 HOST = """
 set -e
 hostname "$1"
@@ -67,8 +67,8 @@ def _run(*command: str) -> None:
         raise LabError(f"{' '.join(command)}: exit status {done.returncode}: {done.stderr[-400:]}")
 
 
-def _lay_out(workdir: str, packages: str) -> None:
-    """Mount what makes this a login host with Slurm installed."""
+def _set_up(workdir: str, packages: str) -> None:
+    """Make this the login host: mount Slurm's files, write its configuration, set up the network."""
     _run("mount", "--make-rprivate", "/")
     _run("mount", "-t", "overlay", "-o", f"lowerdir=/usr:{packages}/root/usr", "slurm", "/usr")
     addresses = {LOGIN: f"{NETWORK}.1", **{host: f"{NETWORK}.{2 + i}" for i, host in enumerate(HOSTS)}}
@@ -122,7 +122,7 @@ def main() -> int:
     """Start the cluster, run a command on its login host, and return the command's exit status."""
     workdir, packages, *command = sys.argv[1:]
     try:
-        _lay_out(workdir, packages)
+        _set_up(workdir, packages)
         with open(f"{workdir}/controller.out", "wb") as log:
             subprocess.Popen(["slurmctld-wlm", "-D"], stdout=log, stderr=log)
         for number, host in enumerate(HOSTS):

@@ -1,4 +1,4 @@
-"""What the lab needs of this machine: root, programs, packages. Packages are unpacked, never installed."""
+"""Check for what the lab needs (root, programs), and unpack packages, which are never installed."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ def check_requirements() -> None:
 
 
 def prepare(packages: str) -> None:
-    """Fill `packages`/root with Slurm's files. Done already: do nothing."""
+    """Fill `packages`/root with Slurm's files. Does nothing if that exists."""
     done = os.path.join(packages, "root")
     if os.path.isdir(done):
         return
     archives, unpacked = os.path.join(packages, "archives"), os.path.join(packages, "root.new")
     os.makedirs(archives, exist_ok=True)
-    # apt's own user for downloads may not write here.
+    # apt's own user for downloads may not write into this directory.
     run("apt-get", "-qq", "-o", "APT::Sandbox::User=root", "download", *PACKAGES, cwd=archives)
     for name in sorted(os.listdir(archives)):
         run("dpkg", "-x", os.path.join(archives, name), unpacked)
-    # What the package's installation would do: slurmd starts the program of this name.
+    # The installation of the package would make this link: slurmd starts the program by this name.
     os.symlink("slurmstepd-wlm", os.path.join(unpacked, "usr/sbin/slurmstepd"))
     os.rename(unpacked, done)

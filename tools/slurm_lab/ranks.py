@@ -1,4 +1,4 @@
-"""What every rank of a Slurm step checks: ranks.py FOLDER HOSTS BACKEND. All ranks see FOLDER."""
+"""The checks that every rank of a Slurm step runs: ranks.py FOLDER HOSTS BACKEND. All ranks see FOLDER."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = 3
 
 
 def reduces(comm: sx.comm.Communicator) -> None:
-    """Sums over all ranks, in every way that a step may need them."""
+    """Check sums of several sizes, an exchange of objects, and a barrier."""
     for n in (1, 1000, 300_000):
         total = comm.all_reduce(torch.full((n,), float(comm.rank + 1)))
         assert (total == sum(range(1, comm.world_size + 1))).all(), total
@@ -24,12 +24,12 @@ def reduces(comm: sx.comm.Communicator) -> None:
 
 
 def own_part(comm: sx.comm.Communicator) -> dict[str, torch.Tensor]:
-    """Rows that no other rank has, and a copy of what all have."""
+    """Return a tensor of which each rank has other rows, and one that is equal on all ranks."""
     return {"up.weight": torch.full((ROWS + comm.rank, 4), float(comm.rank)), "norm.weight": torch.ones(4)}
 
 
 def gathers(comm: sx.comm.Communicator, folder: str) -> None:
-    """Root sees every rank's state; between hosts it goes through the folder."""
+    """Check that root gets the state and config of every rank, on several hosts through FOLDER."""
     workspace = os.path.join(folder, "workspace") if comm.num_nodes > 1 else None
     with sx.gather_state(own_part(comm), workspace=workspace) as states:
         if comm.rank == 0:
@@ -40,7 +40,7 @@ def gathers(comm: sx.comm.Communicator, folder: str) -> None:
 
 
 def exports_and_loads(comm: sx.comm.Communicator, folder: str) -> None:
-    """One checkpoint from all ranks' rows, and the rows back from it."""
+    """Check the export of one checkpoint from all ranks' rows, and a save and its load."""
     out = os.path.join(folder, "merged")
     state = own_part(comm)
     sx.export_checkpoint(state, out, layout={"up.*": Shard(0)})
@@ -56,17 +56,17 @@ def exports_and_loads(comm: sx.comm.Communicator, folder: str) -> None:
     assert all(torch.equal(fresh[name], tensor) for name, tensor in saved.items())
 
 
-def fits(comm: sx.comm.Communicator) -> None:
-    """Training on parts of the data: weights stay equal on all ranks, and the loss falls."""
+def trains(comm: sx.comm.Communicator) -> None:
+    """Check that training on parts of the data keeps weights equal on all ranks, and that the loss falls."""
     torch.manual_seed(comm.rank)
     model = torch.nn.Linear(8, 1)
     sx.train.broadcast_parameters(model)
     optimizer = sx.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), module=model)
-    wanted = torch.arange(8.0).unsqueeze(1)
+    target = torch.arange(8.0).unsqueeze(1)
     losses = []
     for _ in range(30):
         data = torch.randn(16, 8)
-        loss = (model(data) - data @ wanted).square().mean()
+        loss = (model(data) - data @ target).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -77,20 +77,20 @@ def fits(comm: sx.comm.Communicator) -> None:
 
 
 def main(folder: str, hosts: int, backend: str) -> None:
-    """Do it all twice: the second time after a shutdown, in the same step."""
-    before = sx.comm.get_local_rank()
-    assert before == int(os.environ["SLURM_LOCALID"])
+    """Run all checks twice: the second time after a shutdown, in the same Slurm step."""
+    local_rank = sx.comm.get_local_rank()
+    assert local_rank == int(os.environ["SLURM_LOCALID"])
     for turn in ("first", "again"):
         comm = sx.init(backend)
         assert comm.world_size == int(os.environ["SLURM_STEP_NUM_TASKS"]), comm
         assert comm.rank == int(os.environ["SLURM_PROCID"]), comm
         assert comm.num_nodes == hosts, comm.hosts
-        assert (sx.comm.get_local_rank(), comm.local_rank, comm.node.rank) == (before, before, before)
+        assert (sx.comm.get_local_rank(), comm.local_rank, comm.node.rank) == (local_rank, local_rank, local_rank)
         reduces(comm)
         place = os.path.join(folder, turn)
         gathers(comm, place)
         exports_and_loads(comm, place)
-        fits(comm)
+        trains(comm)
         comm.barrier()
         sx.shutdown()
 

@@ -10,12 +10,12 @@ from nfs_lab.checks.registry import check
 from nfs_lab.session import CheckFailedError, Session
 
 EARLY_MOUNTS = ("v42", "v3", "v42ac600")
-WAIT_S = 6.0  # much less than the 30 s for which a client caches that a name is absent
+WAIT_S = 6.0  # much less than the 30 s for which a client caches an absent name
 
 
 @check("H2", ("v42", "v40", "v3l", "v3"))
 def newest_round_is_read(session: Session, mount: str) -> str:
-    """After a writer's answer, a reader on the other host reads that round, by a new workspace object or an old one."""
+    """After a writer's answer, a reader on the other host reads that round, with a new or an old workspace object."""
     path, count = session.path(mount, "rounds"), session.times(10)
     wrong = _exchange(session, path, count)
     session.expect_none(wrong, of=count)
@@ -26,7 +26,7 @@ def newest_round_is_read(session: Session, mount: str) -> str:
 def newest_round_is_read_beside_a_polling_reader(session: Session, mount: str) -> str:
     """The same while another process of the reader's host polls the workspace, which keeps its caches full.
 
-    On NFS v3 a client takes two changes of a directory within one tick of the server's clock for one.
+    On NFS v3 two changes of a directory within one tick of the server's clock look like one to a client.
     """
     path, count = session.path(mount, "polled"), 600 if session.long else 25
     session.value(session.a.call("write_round", path=path, run="run", step=0))
@@ -54,7 +54,7 @@ def _exchange(session: Session, path: str, count: int) -> list[str]:
 
 @check("H1", EARLY_MOUNTS)
 def early_reader_finds_a_workspace(session: Session, mount: str) -> None:
-    """A reader that looked for a workspace before it was there finds it once it is written."""
+    """A reader that looked for a workspace before it existed finds it once it is written."""
     path = session.path(mount, "early/workspace")
     first = session.b.call("read_round", path=path, run="run")
     session.expect(first.error == "NotFoundError", "before the first write:", first)
@@ -65,7 +65,7 @@ def early_reader_finds_a_workspace(session: Session, mount: str) -> None:
 
 @check("H1", EARLY_MOUNTS)
 def waiting_reader_finds_a_workspace(session: Session, mount: str) -> None:
-    """A reader that waits (`timeout_s`) for a workspace that is not there yet finds it once it is written."""
+    """A reader that waits (`timeout_s`) for a workspace that does not exist yet finds it once it is written."""
     path = session.path(mount, "waited/workspace")
     session.b.start("read_round", path=path, run="run", timeout_s=WAIT_S)
     time.sleep(0.5)
@@ -76,7 +76,7 @@ def waiting_reader_finds_a_workspace(session: Session, mount: str) -> None:
 
 @check("H1", EARLY_MOUNTS)
 def early_reader_finds_a_checkpoint(session: Session, mount: str) -> None:
-    """A reader that looked for a checkpoint before it was there finds it right after its publication."""
+    """A reader that looked for a checkpoint before it existed finds it right after its publication."""
     path = session.path(mount, "model")
     first = session.b.call("read", path=path)
     session.expect(first.error == "NotFoundError", "before the publication:", first)
@@ -109,9 +109,9 @@ def reads_go_on_while_rounds_are_dropped(session: Session, mount: str) -> str:
 
 
 @check("A6", ("v42", "v3l"))
-def loads_go_on_while_saves_are_dropped(session: Session, mount: str) -> str:
-    """`load_checkpoint` always gets one whole save while another host saves and drops old ones."""
-    path, seconds = session.path(mount, "saves"), 60.0 if session.long else 3.0
+def loads_go_on_while_a_save_is_replaced(session: Session, mount: str) -> str:
+    """`load_checkpoint` always gets one whole save while another host replaces it again and again."""
+    path, seconds = session.path(mount, "replaced/save"), 60.0 if session.long else 3.0
     session.value(session.a.call("save", path=path, step=1))
     saved, loaded = together(
         (session.a, "save_repeatedly", {"path": path, "seconds": seconds}),

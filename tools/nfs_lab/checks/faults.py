@@ -1,4 +1,4 @@
-"""Full disks, mounts with options that take guarantees away, and a server whose power is cut."""
+"""Full disks, mounts whose options weaken guarantees, and a power cut of the server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALL_MOUNTS = ("small42", "small3")
 
 
 def _fill(session: Session, mount: str) -> tuple[Reply, list[str], int]:
-    """Export more than the disk holds: the answer, the names that are left, and how many descriptors leaked."""
+    """Export more than the disk holds; return the answer, the names that are left, and how many descriptors leaked."""
 
     def measure() -> tuple[Reply, list[str], int]:
         folder = session.path(mount, "full")
@@ -40,7 +40,7 @@ def full_disk_is_a_storage_error(session: Session, mount: str) -> None:
 
 @check("H4", SMALL_MOUNTS)
 def full_disk_leaves_nothing(session: Session, mount: str) -> None:
-    """A failed export leaves no file, also where the error comes as late as from close()."""
+    """A failed export leaves no file, also if only close() reports the error."""
     _, left, _ = _fill(session, mount)
     session.expect(left == ["small"], f"left: {left}")
 
@@ -54,7 +54,7 @@ def full_disk_leaks_no_descriptors(session: Session, mount: str) -> None:
 
 @check("H5", ("v42nocto", "v3"))
 def weak_mount_is_named_once(session: Session, mount: str) -> None:
-    """A process that uses a mount without close-to-open or with locks of one host only warns once, by its name."""
+    """A process that uses a mount without close-to-open consistency, or with local locks, warns once and names it."""
     words = {"v42nocto": ("nocto",), "v3": ("nolock", "local_lock")}[mount]
     folder = session.path(mount, "weak")
     session.lab.on("cA", f"mkdir {folder}")
@@ -68,7 +68,7 @@ def weak_mount_is_named_once(session: Session, mount: str) -> None:
 def power_cut_of_the_server_loses_nothing(session: Session, mount: str) -> str:
     """The server's power is cut while one process saves and another one publishes.
 
-    Both go on once it is back, and what they acknowledged is there. Replaced publications excepted, nothing is lost.
+    Both continue once it is back, and the last save and publication that they acknowledged are read.
     """
     folder, seconds = session.path(mount, "cut"), 4.0
     session.value(session.a.call("save", path=f"{folder}/save", step=1))

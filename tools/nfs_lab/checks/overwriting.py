@@ -14,7 +14,7 @@ Results = dict[str, dict[str, Any]]
 
 
 def _measure(session: Session, mount: str) -> Results:
-    """One host publishes with overwrite all the time; a process of the other opens and reads, and another one loads."""
+    """Publish with overwrite all the time on one host; on the other one process opens and reads, another one loads."""
 
     def measure() -> Results:
         path, seconds = session.path(mount, "replaced"), 60.0 if session.long else 4.0
@@ -73,7 +73,7 @@ def nothing_is_called_missing(session: Session, mount: str) -> None:
 
 @check("H4", MOUNTS)
 def readers_get_named_errors(session: Session, mount: str) -> None:
-    """What readers get during overwrites, if not values, is an error of statexchange, never a plain OSError."""
+    """A reader during overwrites gets values or an error of statexchange, never a plain OSError."""
     results = _measure(session, mount)
     found = {**results["read"]["unnamed"], **results["load"]["unnamed"]}
     session.expect(not found, found)
@@ -141,23 +141,23 @@ def killed_publisher_leaves_old_or_new(session: Session, mount: str) -> str:
     points = _kill_points(calls, len(calls) if session.long else 8)
     for number, point in enumerate(points):
         old, new = float(2 * number + 2), float(2 * number + 3)
-        flaw = _publish_completely(session, {**arguments, "step": int(old)}, folder)
-        if flaw:
-            wrong.append(f"the publication after point {number - 1} of {points}: {flaw}")
+        problem = _publish_completely(session, {**arguments, "step": int(old)}, folder)
+        if problem:
+            wrong.append(f"the publication after point {number - 1} of {points}: {problem}")
         call: dict[str, Any] = {"action": "publish", "arguments": {**arguments, "step": int(new)}, "number": point}
         killed = session.value(session.a.call("kill_at_call", **call))
         reply = session.b.call("read", path=seen)
         if reply.value not in ([[old], [new]] if killed else [[new]]):
             wrong.append(f"killed before call {point} of {calls}: {reply}")
-    flaw = _publish_completely(session, {**arguments, "step": 1000}, folder)
-    if flaw:
-        wrong.append(f"the last publication: {flaw}")
+    problem = _publish_completely(session, {**arguments, "step": 1000}, folder)
+    if problem:
+        wrong.append(f"the last publication: {problem}")
     session.expect_none(wrong, of=len(points))
     return f"{len(points)} of {len(calls)} kill points"
 
 
 def _publish_completely(session: Session, arguments: dict[str, Any], folder: str) -> str:
-    """Publish once more; what is wrong with it, or ""."""
+    """Publish once more; return what is wrong with the result, or ""."""
     reply = session.a.call("publish", **arguments)
     if not reply.ok:
         return str(reply)
@@ -166,7 +166,7 @@ def _publish_completely(session: Session, arguments: dict[str, Any], folder: str
 
 
 def _kill_points(calls: list[str], limit: int) -> list[int]:
-    """The calls around renames, and others at equal distances, about `limit` in all, in order."""
+    """Return the numbers of calls around renames and of others at equal distances, about `limit` in all, in order."""
     chosen: list[int] = []
     for number, call in enumerate(calls):
         if call in RENAMES:

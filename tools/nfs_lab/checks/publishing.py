@@ -1,4 +1,4 @@
-"""Publishers that meet at one name, that the server maps to other users, and that Ctrl-C ends."""
+"""Publishers that race for one name, that the server maps to other users, and that Ctrl-C ends."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ INTERRUPTED = 130
 
 @check("C1", RACE_MOUNTS)
 def one_of_two_publishers_wins(session: Session, mount: str) -> str:
-    """Two hosts publish to a new name at the same time: exactly one wins, and its bytes lie there, and nothing else."""
+    """Two hosts publish to a new name at the same time: exactly one wins, and only its bytes are there."""
     count, wrong = session.times(6), []
     for race in range(count):
         folder = session.path(mount, "race")
         replies = _publish_at_once(session, f"{folder}/model", race, overwrite=False)
-        flaw = _flaw(session, folder, replies)
-        if flaw or sum(reply.ok for reply in replies) != 1:
-            wrong.append(f"{flaw or 'not exactly one won'} ({' | '.join(map(str, replies))})")
+        problem = _problem(session, folder, replies)
+        if problem or sum(reply.ok for reply in replies) != 1:
+            wrong.append(f"{problem or 'not exactly one won'} ({' | '.join(map(str, replies))})")
     session.expect_none(wrong, of=count)
     return f"{count} races"
 
 
 @check("C1", RACE_MOUNTS)
 def overwriting_publishers_exclude_each_other(session: Session, mount: str) -> str:
-    """Two hosts overwrite one checkpoint at the same time: one wins, or one comes after the other.
+    """Two hosts overwrite one checkpoint at the same time: one wins, or they succeed one after the other.
 
-    The bytes that lie there are those of one that succeeded, and nothing else lies beside them.
+    The checkpoint is that of one that succeeded, and no other file is left.
     """
     count, wrong = session.times(5), []
     for race in range(count):
         folder = session.path(mount, "overwrite-race")
         session.value(session.a2.call("publish", path=f"{folder}/model", step=1, tensors=4))
         replies = _publish_at_once(session, f"{folder}/model", race, overwrite=True)
-        flaw = _flaw(session, folder, replies)
-        if flaw:
-            wrong.append(f"{flaw} ({' | '.join(map(str, replies))})")
+        problem = _problem(session, folder, replies)
+        if problem:
+            wrong.append(f"{problem} ({' | '.join(map(str, replies))})")
     session.expect_none(wrong, of=count)
     return f"{count} races"
 
@@ -58,8 +58,8 @@ def _publish_at_once(session: Session, path: str, race: int, *, overwrite: bool)
     )
 
 
-def _flaw(session: Session, folder: str, replies: list[Reply]) -> str:
-    """What is wrong after a race; "" if nothing is."""
+def _problem(session: Session, folder: str, replies: list[Reply]) -> str:
+    """Return what is wrong after a race, or ""."""
     winners = [[step] for step, reply in zip((10.0, 20.0), replies, strict=True) if reply.ok]
     found = session.b2.call("read", path=f"{folder}/model")
     findings = session.b2.call("verify", path=f"{folder}/model")
@@ -78,13 +78,13 @@ def _flaw(session: Session, folder: str, replies: list[Reply]) -> str:
 
 @check("C8", ("squash",))
 def root_may_overwrite_under_root_squash(session: Session, mount: str) -> None:
-    """Under root_squash root owns what it makes as another user: overwriting and saving work."""
+    """Under root_squash, where files of root belong to another user, overwriting and saving work."""
     _overwrite_and_save(session, mount, session.a)
 
 
 @check("C8", ("allsquash",))
 def user_may_overwrite_under_all_squash(session: Session, mount: str) -> None:
-    """Under all_squash a user owns what it makes as another user: overwriting and saving work."""
+    """Under all_squash, where files of a user belong to another user, overwriting and saving work."""
     _overwrite_and_save(session, mount, session.new_agent("cA", USER))
 
 
@@ -105,11 +105,12 @@ def _overwrite_and_save(session: Session, mount: str, agent: Agent) -> None:
 
 @check("C9", ("v42", "v3l"))
 def interrupted_saves_stay_loadable(session: Session, mount: str) -> str:
-    """Ctrl-C in a loop of saves leaves only whole saves.
+    """Ctrl-C in a loop of saves to one path leaves a whole save.
 
-    After the next saves no file and no directory of a broken one is left.
+    After the next save no file and no directory of a broken one is left beside it.
     """
-    path, count, wrong = session.path(mount, "interrupted/saves"), session.times(4), []
+    folder, count, wrong = session.path(mount, "interrupted"), session.times(4), []
+    path = f"{folder}/save"
     session.value(session.a.call("save", path=path, step=0))
     for trial in range(count):
         _interrupt(session, "save_repeatedly", {"path": path, "seconds": 20.0})
@@ -118,11 +119,10 @@ def interrupted_saves_stay_loadable(session: Session, mount: str) -> str:
             wrong.append(f"trial {trial}: loaded {loaded}; verify {findings}")
     session.expect_none(wrong, of=count)
     session.value(session.a.call("save", path=path, step=1))
-    session.value(session.a.call("save", path=path, step=2))
-    left = session.value(session.a.call("empty_directories", path=path))
-    session.expect(not left, f"empty directories after the next saves: {left}")
-    hidden = [name for name in session.value(session.a.call("tree", path=path)) if _is_temporary(name)]
-    session.expect(not hidden, f"left after the next saves: {hidden}")
+    left = session.value(session.a.call("empty_directories", path=folder))
+    session.expect(not left, f"empty directories after the next save: {left}")
+    hidden = [name for name in session.value(session.a.call("tree", path=folder)) if _is_temporary(name)]
+    session.expect(not hidden, f"left after the next save: {hidden}")
     return f"{count} interruptions"
 
 

@@ -13,7 +13,7 @@ LOCK_WORD = "lock"
 
 @check("G15", ("v42", "v41", "v40", "v3l", "v3"))
 def ranks_meet_in_a_directory(session: Session, mount: str) -> str:
-    """``init(rendezvous="file://...")``: four ranks meet, or are refused because of the mount's locks.
+    """``init(rendezvous="file://...")``: four ranks join, or all get an error that names the mount's locks.
 
     After shutdown nothing is left in the directory.
     """

@@ -1,4 +1,4 @@
-"""What a check is: a function with a name, a docstring, the defects that it covers and the mounts that it runs on."""
+"""The registry of checks: functions with a docstring, the defects that they cover and the mounts that they run on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Function = Callable[[Session, str], str | None]
 
 @dataclass(frozen=True)
 class Check:
-    """A check. `covers` names rows of the list of defects; "" where it covers a promise without one."""
+    """A check. `covers` names rows of the list of defects; "" for a promise without a row."""
 
     name: str
     function: Function
@@ -37,7 +37,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """How `--only` and the output name it."""
+        """The name that `--only` matches and the output shows."""
         return f"{self.check.name}[{self.mount}]"
 
 

@@ -1,7 +1,7 @@
-"""What agents can do: every public function here is an action, called with JSON values.
+"""The actions of agents: every public function of this file, called with JSON values.
 
 Only statexchange's public API is used. A checkpoint or save of step `k` has the value ``1000 * k + i`` in every
-element of its i-th tensor, so that a reader sees which steps its bytes are of.
+element of its i-th tensor, so that a reader can compute the steps from the values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MUTATING_CALLS = {
     "os.truncate": "truncate",
 }
 STORAGE_EVENT = "statexchange.storage"  # (call, path): the product's own audit event
-LOOKS = ("list", "open", "open directory")  # calls that it announces, too, although they change nothing
+LOOKS = ("list", "open", "open directory")  # calls that raise the event, too, although they change nothing
 SAVED_TENSORS = 4
 
 
@@ -45,12 +45,12 @@ SAVED_TENSORS = 4
 
 
 def limit_memory() -> None:
-    """Make a run-away allocation a MemoryError here rather than the end of the whole host."""
+    """Limit this process's memory, so that a bug raises MemoryError here and does not exhaust the host."""
     resource.setrlimit(resource.RLIMIT_DATA, (DATA_LIMIT, DATA_LIMIT))
 
 
 def import_all() -> None:
-    """Import what later calls would import, by running them once on a local directory."""
+    """Import everything that actions import, by running them once on a local directory."""
     import torch  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:
@@ -70,13 +70,13 @@ def sleep(seconds: float) -> None:
 
 
 def count_descriptors() -> int:
-    """How many descriptors this process has open."""
+    """Return the number of descriptors that this process has open."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
 def tree(path: str) -> list[str]:
-    """All files and directories below `path`, relative to it."""
+    """Return all files and directories below `path`, relative to it."""
     found = []
     for folder, directories, names in os.walk(path):
         found += [os.path.relpath(os.path.join(folder, name), path) for name in (*directories, *names)]
@@ -84,19 +84,19 @@ def tree(path: str) -> list[str]:
 
 
 def names_in(path: str) -> list[str]:
-    """The names in a directory."""
+    """Return the names in a directory."""
     return sorted(os.listdir(path))
 
 
 def empty_directories(path: str) -> list[str]:
-    """Directories below `path` that hold nothing."""
+    """Return the empty directories below `path`, relative to it."""
     found = [folder for folder, directories, names in os.walk(path) if not directories and not names]
     return sorted(os.path.relpath(folder, path) for folder in found)
 
 
 @contextlib.contextmanager
 def _launched(rank: int, world_size: int) -> Iterator[None]:
-    """The environment that a launcher gives a rank."""
+    """Set the environment that a launcher gives a rank."""
     names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     os.environ.update({name: str(value) for name, value in names.items()})
     try:
@@ -111,8 +111,8 @@ class _Errors:
 
     def __init__(self) -> None:
         self.texts: dict[str, int] = {}
-        self.unnamed: dict[str, int] = {}  # not statexchange's own
-        self.missing: dict[str, int] = {}  # the reader claims that something is not there
+        self.unnamed: dict[str, int] = {}  # no StateExchangeError
+        self.missing: dict[str, int] = {}  # errors that call something missing
         self.corrupt: dict[str, int] = {}
 
     def add(self, error: Exception) -> None:
@@ -161,7 +161,7 @@ def publish(
 
 
 def publish_at(path: str, step: int, at: float, overwrite: bool, jitter_s: float) -> None:
-    """Publish at a time of the clock, delayed at random by up to `jitter_s` before each mutating call."""
+    """Publish at the clock time `at`, with random delays of up to `jitter_s` before each mutating call."""
     while time.time() < at:
         time.sleep(0.0005)
     with _delayed(jitter_s):
@@ -169,7 +169,7 @@ def publish_at(path: str, step: int, at: float, overwrite: bool, jitter_s: float
 
 
 def publish_tensors(path: str, tensors: dict[str, tuple[list[int], float]], overwrite: bool = False) -> None:
-    """Export tensors that are given by shape and value."""
+    """Export tensors of given shapes and values."""
     state = {name: np.full(shape, value, np.float32) for name, (shape, value) in tensors.items()}
     sx.export_checkpoint(state, path, overwrite=overwrite)
 
@@ -189,25 +189,25 @@ def publish_repeatedly(path: str, seconds: float, first_step: int, kib: int = 64
 
 
 def read(path: str) -> list[float]:
-    """Open a checkpoint and return the steps that its values are of."""
+    """Open a checkpoint and return the steps of its values."""
     return _steps_of((name, tensor.read()) for name, tensor in sx.open_checkpoint(path).items())
 
 
 def load(path: str, tensors: int = 6, kib: int = 64) -> list[float]:
-    """Load a checkpoint into live tensors and return the steps that their values are of."""
+    """Load a checkpoint into live tensors and return the steps of their values."""
     state = {name: np.zeros_like(value) for name, value in _state(0, tensors, kib).items()}
     sx.load_checkpoint(state, path)
     return _steps_of(state.items())
 
 
-def _goes_on(end: float, stop: str) -> bool:
-    """Whether a loop is to go on: until `end`, or until the file `stop` of this host exists."""
+def _continues(end: float, stop: str) -> bool:
+    """Whether a loop continues: until `end`, or until the file `stop` exists on this host."""
     return time.time() < end and not (stop and os.path.exists(stop))
 
 
 def _read_until(end: float, reads_max: int, read_once: Callable[[], list[float]], stop: str = "") -> Values:
     errors, reads, mixed, backwards, last = _Errors(), 0, [], 0, -1.0
-    while reads < reads_max and _goes_on(end, stop):
+    while reads < reads_max and _continues(end, stop):
         reads += 1
         try:
             steps = read_once()
@@ -242,7 +242,7 @@ def hold(path: str, key: str) -> list[str]:
 
 
 def read_held(key: str) -> dict[str, Any]:
-    """What each tensor of a held checkpoint gives: [shape, values] or "error: ...", three times over."""
+    """Read each tensor of a held checkpoint three times; return by name and attempt [shape, values] or an error."""
     found: dict[str, Any] = {}
     for attempt in range(3):
         for name in _held[key]:
@@ -255,7 +255,7 @@ def read_held(key: str) -> dict[str, Any]:
 
 
 def verify(path: str) -> list[str]:
-    """The findings of `statexchange verify`."""
+    """Return the findings of `statexchange verify`."""
     from statexchange.report.verify import verify as verify_checkpoint
 
     return [f"{type(finding).__name__}: {finding!s:.200}" for finding in verify_checkpoint(path).findings]
@@ -269,19 +269,19 @@ def _saved_state(step: int, kib: int) -> Values:
 
 
 def save(path: str, step: int, kib: int = 64) -> None:
-    """Save the state of a step at `path`; earlier saves there may be dropped."""
-    sx.save_checkpoint(_saved_state(step, kib), path)
+    """Save the state of a step at `path`, in the place of the save that is there."""
+    sx.save_checkpoint(_saved_state(step, kib), path, overwrite=True)
 
 
 def load_save(path: str, kib: int = 64) -> list[float]:
-    """Load the newest save and return the steps that its values are of."""
+    """Load a save and return the steps that its values are of."""
     state = _saved_state(0, kib)
     sx.load_checkpoint(state, path)
     return sorted({*_steps_of(state["model"].items()), float(state["step"])})
 
 
 def save_at(path: str, step: int, at: float, jitter_s: float) -> None:
-    """Save at a time of the clock, delayed at random before each mutating call."""
+    """Save at the clock time `at`, with random delays before each mutating call."""
     while time.time() < at:
         time.sleep(0.0005)
     with _delayed(jitter_s):
@@ -301,7 +301,7 @@ def save_repeatedly(path: str, seconds: float, kib: int = 64) -> Values:
 
 
 def load_saves_repeatedly(path: str, seconds: float, kib: int = 64) -> Values:
-    """Load the newest save until time is over."""
+    """Load a save again and again until time is over."""
     return _read_until(time.time() + seconds, sys.maxsize, lambda: load_save(path, kib))
 
 
@@ -317,14 +317,14 @@ def _workspace(path: str, run: str, fresh: bool = False) -> Any:
 
 
 def write_round(path: str, run: str, step: int, rank: int = 0, world_size: int = 2, kib: int = 64) -> None:
-    """Write this rank's config and weights: its next round."""
+    """Write this rank's config and weights as its next round."""
     weights = {"weight": np.full((kib, 256), step, np.float32), "bias": np.full(7, -step, np.float32)}
     with _launched(rank, world_size):
         _workspace(path, run).write_configs_and_weights({"step": step}, weights)
 
 
 def read_round(path: str, run: str, rank: int = 0, timeout_s: float = 0.0, fresh: bool = False) -> list[float]:
-    """Read a rank's newest round and return the steps that it is of."""
+    """Read a rank's newest round and return the steps of its values."""
     with _launched(1 - rank if rank < 2 else 0, 2):
         workspace = _workspace(path, run, fresh)
         config, weights = workspace.read_configs_and_weights_from_rank(rank, timeout_s=timeout_s)
@@ -335,7 +335,7 @@ def read_round(path: str, run: str, rank: int = 0, timeout_s: float = 0.0, fresh
 def write_rounds_repeatedly(path: str, run: str, seconds: float, stop: str) -> int:
     """Write rounds until time is over or `stop` exists."""
     end, step = time.time() + seconds, 1
-    while _goes_on(end, stop):
+    while _continues(end, stop):
         step += 1
         write_round(path, run, step)
     return step
@@ -349,7 +349,7 @@ def read_rounds_repeatedly(
 
 
 def write_round_at(path: str, run: str, step: int, rank: int, at: float, jitter_s: float) -> None:
-    """Write a round at a time of the clock, delayed at random before each mutating call."""
+    """Write a round at the clock time `at`, with random delays before each mutating call."""
     while time.time() < at:
         time.sleep(0.0005)
     with _delayed(jitter_s):
@@ -357,7 +357,7 @@ def write_round_at(path: str, run: str, step: int, rank: int, at: float, jitter_
 
 
 def commit_round_at(path: str, run: str, number: int, config: int, at: float, jitter_s: float) -> list[str]:
-    """Write one file of a round and commit it as its only rank; returns the names that were committed."""
+    """Write one file as the only rank of a round and commit it; return the names of the committed files."""
     workspace = sx.Workspace(path)
     receipt = workspace.write((), run=run, round=number, rank=0, world_size=1, config=json.dumps(config))
     while time.time() < at:
@@ -368,7 +368,7 @@ def commit_round_at(path: str, run: str, number: int, config: int, at: float, ji
 
 
 def committed(path: str, run: str, number: int) -> list[str]:
-    """The names of a committed round's files, each of which could be opened."""
+    """Open every file of a committed round; return their names."""
     workspace = sx.Workspace(path)
     receipts = workspace.manifest(run, number).receipts
     for receipt in receipts:
@@ -380,7 +380,7 @@ def committed(path: str, run: str, number: int) -> list[str]:
 
 
 def initialize(rank: int, world_size: int, rendezvous: str, timeout_s: float) -> list[int]:
-    """Meet the other ranks and return what an all_reduce of 1 + rank gives."""
+    """Initialise the communicator and return an all_reduce of 1 + rank."""
     import torch
 
     sx.init("auto", rendezvous=rendezvous, rank=rank, world_size=world_size, timeout_s=timeout_s)
@@ -394,12 +394,12 @@ def initialize(rank: int, world_size: int, rendezvous: str, timeout_s: float) ->
 
 
 def shutdown() -> None:
-    """Leave the other ranks."""
+    """Close the communicator."""
     sx.shutdown()
 
 
 def gather(step: int, workspace: str, ranks: list[int]) -> list[Any]:
-    """Gather a tensor and a config of each rank; rank 0 returns what it got."""
+    """Gather a tensor and a config of each rank; return them on rank 0."""
     import torch
 
     rank = sx.get_rank()
@@ -412,7 +412,7 @@ def gather(step: int, workspace: str, ranks: list[int]) -> list[Any]:
 
 
 def publish_sharded(path: str, step: int) -> None:
-    """Export three tensors of which each rank holds rows, and one that is whole on every rank."""
+    """Export three tensors of which each rank holds some rows, and one that is whole on every rank."""
     rank, size = sx.get_rank(), sx.get_world_size()
     rows = 192 // size
     state: Values = {
@@ -424,7 +424,7 @@ def publish_sharded(path: str, step: int) -> None:
 
 
 def check_sharded(path: str, step: int, world_size: int) -> list[str]:
-    """The blocks of `publish_sharded`'s checkpoint that hold other values than they should."""
+    """Return the blocks of `publish_sharded`'s checkpoint that have wrong values."""
     checkpoint, wrong = sx.open_checkpoint(path), []
     for i in range(3):
         blocks = np.split(checkpoint[f"layer.{i}.weight"].read(), world_size)
@@ -437,12 +437,13 @@ def check_sharded(path: str, step: int, world_size: int) -> list[str]:
 
 
 def save_of_rank(path: str, step: int) -> None:
-    """Save state that differs between ranks."""
-    sx.save_checkpoint({f"rank{sx.get_rank()}": np.full((100, 50), step, np.float32), "step": step}, path)
+    """Save state that differs between ranks, in the place of the save that is there."""
+    state = {f"rank{sx.get_rank()}": np.full((100, 50), step, np.float32), "step": step}
+    sx.save_checkpoint(state, path, overwrite=True)
 
 
 def load_of_rank(path: str) -> list[float]:
-    """Load this rank's part of the newest save and return the steps that it is of."""
+    """Load this rank's part of a save and return the steps that it is of."""
     name = f"rank{sx.get_rank()}"
     state: Values = {name: np.zeros((100, 50), np.float32), "step": -1}
     sx.load_checkpoint(state, path, strict=False)
@@ -453,7 +454,7 @@ def load_of_rank(path: str) -> list[float]:
 
 _hook: Callable[[str], None] | None = None
 _hook_added = False
-_announced = threading.local()  # .call: the call that the product has announced, which Python will announce again
+_announced = threading.local()  # .call: a call that STORAGE_EVENT announced, for which Python's own event follows
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
@@ -477,7 +478,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 def _hooked(hook: Callable[[str], None]) -> Iterator[None]:
     """Call `hook` with the name of each mutating call before it is made, in any thread."""
     global _hook, _hook_added
-    if not _hook_added:  # for ever: audit hooks cannot be removed
+    if not _hook_added:  # once: audit hooks cannot be removed
         sys.addaudithook(_audit)
         _hook_added = True
     _hook = hook
@@ -493,14 +494,14 @@ def _delayed(jitter_s: float) -> contextlib.AbstractContextManager[None]:
 
 
 def _in_child(action: Callable[[], None], interrupt_after_s: float | None = None) -> int:
-    """Run in a forked process, end it by SIGINT if asked, and return its wait status."""
-    begun, begins = os.pipe()
+    """Run `action` in a forked process, send it SIGINT after `interrupt_after_s` if given; return its wait status."""
+    read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         code = 70
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.write(begins, b"1")  # before this a SIGINT would be lost
+            os.write(write_end, b"1")  # before this a SIGINT would be lost
             action()
             code = 0
         except KeyboardInterrupt:
@@ -509,9 +510,9 @@ def _in_child(action: Callable[[], None], interrupt_after_s: float | None = None
             os.write(2, f"{type(error).__name__}: {error}\n".encode())
         finally:
             os._exit(code)
-    os.close(begins)
-    os.read(begun, 1)
-    os.close(begun)
+    os.close(write_end)
+    os.read(read_end, 1)
+    os.close(read_end)
     if interrupt_after_s is not None:
         time.sleep(interrupt_after_s)
         os.kill(pid, signal.SIGINT)
@@ -541,7 +542,7 @@ def list_calls(action: str, arguments: Values) -> list[str]:
 
 
 def kill_at_call(action: str, arguments: Values, number: int) -> bool:
-    """Run an action in a child that sends itself SIGKILL before its `number`-th mutating call; whether it got there."""
+    """Run an action in a child that kills itself before its `number`-th mutating call; return whether it was killed."""
     left = number
 
     def count(_: str) -> None:
@@ -570,7 +571,7 @@ def interrupt(action: str, arguments: Values, after_s: float) -> int:
 
 
 def stderr_of_use(folder: str) -> str:
-    """Publish, save and write a workspace in a directory, twice each, and return what appears on stderr."""
+    """Publish, save and write a workspace in a directory, twice each, and return the output on stderr."""
     state = {"weight": np.zeros(16, np.float32)}
     with tempfile.TemporaryFile() as file, _stderr_to(file.fileno()):
         for number in range(2):

@@ -1,7 +1,7 @@
 """Agents: processes that run actions for the driver, one at a time. ``python -m nfs_lab.guest.agent NAME``.
 
-The process itself imports everything once, which takes seconds, and then forks an agent whenever the driver asks for
-one. All of them have a connection to the driver of their own.
+The process itself imports everything once, which takes seconds, and then forks an agent for each request of the
+driver. It and each agent have their own connections to the driver.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _connect(name: str) -> TextIO:
     connection = socket.create_connection((host, int(port)))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     lines = connection.makefile("rw", buffering=1, encoding="utf-8")
-    connection.close()  # when `lines` is closed, too
+    connection.close()  # the socket stays open until `lines` is closed
     _send(lines, [name, os.getpid()])
     return lines
 
@@ -36,7 +36,7 @@ def _send(lines: TextIO, value: Any) -> None:
 def _answer(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"value": getattr(actions, name)(**arguments)}
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (the driver judges it)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (the driver gets it as the answer)
         number = getattr(error, "errno", None)
         named = isinstance(error, sx.StateExchangeError)
         return {"error": type(error).__name__, "text": str(error)[:600], "errno": number, "named": named}
@@ -59,7 +59,7 @@ def main() -> None:
     actions.limit_memory()
     actions.import_all()
     lines = _connect(sys.argv[1])
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for agents
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects agents that end
     for line in lines:
         name, uid = json.loads(line)
         if os.fork() == 0:

@@ -25,7 +25,7 @@ ip link set lo up
 ip addr add "$LAB_IP/24" dev eth0
 ip link set eth0 up
 
-# rpcbind and statd want users of their own and a writable /var/lib/nfs.
+# rpcbind and statd need users of their own and a writable /var/lib/nfs.
 cp /etc/passwd /run/passwd
 echo "_rpc:x:107:65534::/run/rpcbind:/usr/sbin/nologin" >> /run/passwd
 echo "statd:x:108:65534::/var/lib/nfs:/usr/sbin/nologin" >> /run/passwd
@@ -36,7 +36,7 @@ mkdir -p /var/lib/nfs/v4recovery /var/lib/nfs/sm /var/lib/nfs/sm.bak /run/sendsi
 # lockd's grace period holds up NFSv4 locks too; its default is 50 s, and its length a multiple of nlm_timeout.
 load_module lockd nlm_timeout=3 nlm_grace_period=3
 
-# The wait is `read` on a pipe in which nobody writes, since a `sleep` is a process, which is expensive here.
+# `read` on a pipe without writers is the wait: `sleep` would start a process, which is expensive in user-mode-linux.
 mkfifo /run/nothing
 serve() {
   exec 3<> /run/nothing

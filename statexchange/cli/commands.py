@@ -1,4 +1,4 @@
-"""The parts that all commands share: the format options, the output object, and the check of the rank."""
+"""What all commands share: the decorator that adds the format options, and the check of the rank."""
 
 from __future__ import annotations
 

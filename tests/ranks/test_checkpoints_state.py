@@ -1,0 +1,157 @@
+"""What a training job has beside model and optimizer, saved by `Checkpoints`: each rank's own on as many ranks."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import statexchange as sx
+from statexchange.testing import run_ranks
+
+
+class Job:
+    """A job with a state of every kind; `steps` draws random numbers and changes all of it."""
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 4)
+        self.average = AveragedModel(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=50)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+        self.random = sx.integrations.RandomState()
+        torch.manual_seed(100 + rank)
+        np.random.seed(200 + rank)
+        random.seed(300 + rank)
+
+    def state(self) -> dict[str, Any]:
+        return {**vars(self)}
+
+    def steps(self, number: int) -> list[float]:
+        """Each step's loss on data that this rank has drawn from its generators; ranks train alike, on the mean."""
+        drawn = []
+        comm = sx.get_communicator()
+        for _ in range(number):
+            own = [torch.rand(()).item(), float(np.random.rand()), random.random()]
+            drawn.append(sum(own))
+            inputs = comm.all_reduce(torch.full((2, 4), sum(own)), "avg")
+            loss = self.scaler.scale(self.model(inputs).square().mean())
+            loss.backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.average.update_parameters(self.model)
+        return [*drawn, *(p.sum().item() for p in [*self.average.parameters(), *self.model.parameters()])]
+
+
+def goes_on(folder: str) -> None:
+    """A new job that has loaded the save draws and learns what the first one does after it."""
+    rank = sx.get_rank()
+    saves, first = sx.Checkpoints(folder), Job(rank)
+    first.steps(3)
+    saves.save(first.state(), 3)
+    expected = first.steps(4)
+    second = Job(rank + 10)
+    report = saves.load(second.state())
+    assert report is not None
+    assert (report.missing, report.unexpected, report.step) == ((), (), 3)
+    assert second.steps(4) == expected
+    assert second.scaler.get_scale() == first.scaler.get_scale() > 2.0**8
+    assert second.scheduler.get_last_lr() == first.scheduler.get_last_lr()
+
+
+def loads_on_another_number(folder: str) -> None:
+    """The message names the entry and the line; exclude leaves this rank's own, and "root" takes rank 0's."""
+    rank = sx.get_rank()
+    saves, job = sx.Checkpoints(folder), Job(rank)
+    before = job.random.state_dict()
+    with pytest.raises(sx.errors.ReplicaError) as caught:
+        saves.load(job.state())
+    told = r"ranks 0 and 1 saved different values of 'random.python'"
+    assert told in str(caught.value)
+    assert "pass exclude='random.python' to leave the state as it is there" in str(caught.value)
+    assert torch.equal(job.random.state_dict()["torch"], before["torch"])
+    assert job.scheduler.last_epoch == 0
+
+    report = saves.load(job.state(), exclude="random.python")  # which leaves the whole object
+    assert report is not None
+    assert (report.missing, report.unexpected) == ((), ())
+    assert job.scheduler.last_epoch == 3
+    after = job.random.state_dict()
+    assert torch.equal(after["torch"], before["torch"])
+    assert (after["python"], after["numpy"][1].tolist()) == (before["python"], before["numpy"][1].tolist())
+
+    saves.load(job.state(), replicas="root")
+    drawn = [torch.rand(()).item(), random.random()]
+    assert sx.get_communicator().all_gather_object(drawn) == [drawn] * sx.get_world_size()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_job_goes_on_with_each_ranks_own_random_numbers(ranks: int, tmp_path: Path) -> None:
+    run_ranks(goes_on, 2, backend="gloo", args=(str(tmp_path / "saves"),))
+    run_ranks(loads_on_another_number, ranks, backend="gloo", args=(str(tmp_path / "saves"),))
+
+
+def own_part(rank: int, ranks: int) -> Any:
+    loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    sampler = torch.utils.data.DistributedSampler(range(40), ranks, rank, shuffle=True, seed=5)
+    return loader(range(40), batch_size=2, sampler=sampler)
+
+
+def reads_the_rest(folder: str) -> None:
+    """Each rank's loader goes on after the batches that it has given, in the middle of an epoch."""
+    comm = sx.get_communicator()
+    first = own_part(comm.rank, comm.world_size)
+    batches = iter(first)
+    given = [next(batches).tolist() for _ in range(3 + comm.rank)]
+    sx.Checkpoints(folder).save({"loader": first, "step": 3}, 3)
+    expected = [batch.tolist() for batch in batches]
+    second = own_part(comm.rank, comm.world_size)
+    sx.Checkpoints(folder).load({"loader": second, "step": 0})
+    assert [batch.tolist() for batch in second] == expected
+    assert len(given) + len(expected) == 10
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # which torchdata calls
+def test_a_stateful_data_loader_goes_on_where_its_rank_was(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+    run_ranks(reads_the_rest, 2, backend="gloo", args=(str(tmp_path / "saves"),))
+    alone = {"loader": own_part(0, 1), "step": 0}
+    with pytest.raises(sx.errors.ReplicaError, match=r"pass exclude='loader\.\S+' to leave the state as it is there"):
+        sx.Checkpoints(tmp_path / "saves").load(alone)
+    sx.Checkpoints(tmp_path / "saves").load(alone, exclude="loader.*")
+    assert (len(list(alone["loader"])), alone["step"]) == (20, 3)
+
+
+@pytest.mark.parametrize("replicas", ["equal", "root"])
+def test_plain_values_that_ranks_saved_differently_are_named(replicas: Any, tmp_path: Path) -> None:
+    """Not those of which only some ranks have one, nor NaN, nor those that a rename or an include leaves out."""
+
+    def saves() -> None:
+        rank = sx.get_rank()
+        own = {"seed": rank, "deep": {"list": [1, [rank]], "same": (1, float("nan"))}, f"stage{rank}": rank}
+        sx.Checkpoints(tmp_path).save({"w": torch.ones(2), "own": own}, 1)
+
+    run_ranks(saves, 2)
+    live: dict[str, Any] = {"w": torch.zeros(2), "own": {}}
+    if replicas == "equal":
+        text = r"values of 'own.seed' and 1 other entry: .*pass exclude='own.seed' .* replicas=\"root\""
+        with pytest.raises(sx.errors.ReplicaError, match=text):
+            sx.Checkpoints(tmp_path).load(live)
+        with pytest.raises(sx.errors.ReplicaError, match=r"values of 'own.deep.list': "):
+            sx.Checkpoints(tmp_path).load(live, exclude="own.seed")
+        sx.Checkpoints(tmp_path).load(live, exclude=["own.seed", "*.list"])
+        assert live["own"] == {"deep": {"same": live["own"]["deep"]["same"]}, "stage0": 0, "stage1": 1}
+        sx.Checkpoints(tmp_path).load(live, include="w")
+    else:
+        sx.Checkpoints(tmp_path).load(live, replicas=replicas)
+        assert (live["own"]["seed"], live["own"]["deep"]["list"], live["own"]["stage1"]) == (0, [1, [0]], 1)
+    assert live["w"].tolist() == [1.0, 1.0]

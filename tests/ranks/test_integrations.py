@@ -1,0 +1,202 @@
+"""Trainings of other frameworks, killed and started again: they end as if they had not been killed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from scripts import ALONE, BIN, page_block, run_script, with_torchrun
+from sweeps import slow
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+import statexchange as sx
+
+CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4)
+
+# Put before the Trainer is made: kills rank 0 once, after a step that was not saved.
+KILLS = """
+import os, signal
+from transformers import TrainerCallback
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 5 and state.is_world_process_zero and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+"""
+WRITES = """
+if trainer.is_world_process_zero():
+    import json
+    with open("history.json", "w") as file:
+        json.dump(trainer.state.log_history, file)
+sx.export_checkpoint(model, "last")
+"""
+SHARDED = {
+    "model = LlamaForCausalLM(config)": "from transformers.distributed import DistributedConfig\n"
+    "model = LlamaForCausalLM.from_pretrained('start', config=config, "
+    "distributed_config=DistributedConfig(fsdp_size=2))\n"
+    "assert type(model.lm_head.weight).__name__ == 'DTensor'",
+    "save_steps=2,": "save_steps=2, save_only_model=True,",
+}
+
+
+def fitting(*, kills: bool, replace: dict[str, str] | None = None) -> str:
+    """The page's script, which writes what it has trained."""
+    script = page_block("block: fit_trainer.py")
+    changes = dict(replace or {})
+    if kills:
+        changes |= {"args = Train": f"{KILLS}args = Train", "saves=saves)": "saves=saves, callbacks=[Kill()])"}
+    for old, new in changes.items():
+        assert script.count(old) == 1, old
+        script = script.replace(old, new)
+    return script + WRITES
+
+
+def killed(launcher: tuple[str, ...], name: str, script: str, folder: Path) -> None:
+    (folder / name).write_text(script)
+    done = subprocess.run([BIN / launcher[0], *launcher[1:], name], cwd=folder, capture_output=True, timeout=100)
+    assert done.returncode != 0
+
+
+def trained(folder: Path) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """The loss, learning rate and epoch of each step, and the weights."""
+    history = json.loads((folder / "history.json").read_text())
+    steps = [[entry[key] for key in ("step", "epoch", "loss", "learning_rate")] for entry in history if "loss" in entry]
+    return steps, load_file(folder / "last/model.safetensors")
+
+
+@pytest.mark.parametrize("way", [slow("ddp"), slow("fsdp2"), "alone"])
+def test_a_killed_trainer_goes_on_as_if_it_had_not_been_killed(way: str, tmp_path: Path) -> None:
+    launcher = ALONE if way == "alone" else with_torchrun(2)
+    replace = SHARDED if way == "fsdp2" else None
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        torch.manual_seed(0)
+        LlamaForCausalLM(CONFIG).save_pretrained(tmp_path / name / "start")
+    run_script(launcher, "fit_trainer.py", fitting(kills=False, replace=replace), tmp_path / "whole")
+    script = fitting(kills=True, replace=replace)
+    killed(launcher, "fit_trainer.py", script, tmp_path / "killed")
+    assert sx.Checkpoints(tmp_path / "killed/saves").steps() == [2, 4]
+    run_script(launcher, "fit_trainer.py", script, tmp_path / "killed")
+    assert sx.Checkpoints(tmp_path / "killed/saves").steps() == [4, 6]
+    assert not list((tmp_path / "killed/run").glob("checkpoint-*"))
+    expected, found = trained(tmp_path / "whole"), trained(tmp_path / "killed")
+    assert len(expected[0]) == 6
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    assert [name for name in expected[1] if not found[1][name].equal(expected[1][name])] == []
+
+
+@pytest.mark.slow
+def test_a_trainer_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    evaluates = {
+        "save_steps=2,": "save_steps=2, eval_strategy='steps', eval_steps=2,",
+        "train_dataset=rows": "train_dataset=rows, eval_dataset=rows",
+    }
+    script = fitting(kills=True, replace=evaluates)
+    killed(with_torchrun(2), "fit_trainer.py", script, tmp_path)
+    done = run_script(ALONE, "fit_trainer.py", script, tmp_path)
+    assert "the save is of 2 ranks and this job has 1: random states stay as they are seeded" in done.stderr
+    steps, _ = trained(tmp_path)
+    assert [step for step, *_ in steps] == [1, 2, 3, 4, 5, 6]
+
+
+def arguments(folder: Path, **given: Any) -> TrainingArguments:
+    return TrainingArguments(str(folder / "run"), use_cpu=True, report_to="none", disable_tqdm=True, **given)
+
+
+def rows(count: int = 8) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": row, "labels": row} for row in torch.randint(50, (count, 16))]
+
+
+def test_a_trainers_metrics_keep_the_best_save_and_a_signal_ends_it(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    class Signal(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 5:
+                import os
+                import signal
+
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    args = arguments(tmp_path, max_steps=9, save_strategy="no", eval_strategy="steps", eval_steps=2)
+    kept = {"keep": 1, "best": ("eval_loss", "min"), "on_signal": "SIGUSR1", "every_steps": 2, "agree_every": 2}
+    with sx.Checkpoints(tmp_path / "saves", **kept) as saves:
+        model = LlamaForCausalLM(CONFIG)
+        trainer = sx.integrations.CheckpointsTrainer(
+            model, args, train_dataset=rows(32), eval_dataset=rows(), saves=saves, callbacks=[Signal()], background=True
+        )
+        assert trainer.train(resume_from_checkpoint=True).global_step == 6
+        assert saves.is_stopping
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    assert list(losses) == [2, 4, 6]
+    assert saves.steps() == sorted({6, min(losses, key=lambda step: losses[step])})
+    found: dict[str, Any] = {"trainer": {}}
+    sx.load_checkpoint(found, tmp_path / "saves/step-000000006", include="trainer.*")
+    assert found["trainer"]["global_step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"save_total_limit": 2}, "keep"),
+        ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 500}, "best"),
+    ],
+)
+def test_a_trainer_refuses_what_its_saves_do_not_have(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path / "saves")
+    with pytest.raises(sx.errors.UnsupportedError, match=rf"CheckpointsTrainer cannot do this: .*{message}="):
+        sx.integrations.CheckpointsTrainer(
+            LlamaForCausalLM(CONFIG), arguments(tmp_path, **given), eval_dataset=rows(), saves=saves
+        )
+
+
+def test_a_trainer_refuses_a_save_of_another_loop(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path / "saves")
+    model = LlamaForCausalLM(CONFIG)
+    saves.save({"model": model}, 3)
+    trainer = sx.integrations.CheckpointsTrainer(model, arguments(tmp_path), train_dataset=rows(), saves=saves)
+    with pytest.raises(sx.errors.NotFoundError, match="CheckpointsTrainer did not make this save"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+# Instead of printing the loss: notes it for each rank, and kills rank 0 once, after a step that was not saved.
+NOTES = """            import os
+            with open(f"rank{accelerator.process_index}.txt", "a") as file:
+                file.write(f"{state['step']} {loss.item()!r}\\n")
+            if KILLS and state["step"] == 7 and accelerator.is_main_process and not os.path.exists("killed"):
+                open("killed", "w").close()
+                os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize(("launcher", "ranks"), [slow(with_torchrun(2), 2), (ALONE, 1)])
+def test_a_killed_accelerate_loop_goes_on_as_if_it_had_not_been_killed(
+    launcher: tuple[str, ...], ranks: int, tmp_path: Path
+) -> None:
+    script = page_block("block: loop.py")
+    (line,) = re.findall(r"^ +accelerator\.print\(.*\n", script, re.MULTILINE)
+    script = script.replace(line, NOTES)
+    found = {}
+    for name in ("whole", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        text = f"KILLS = {name == 'killed'}\n{script}"
+        if name == "killed":
+            killed(launcher, "loop.py", text, folder)
+            assert sx.Checkpoints(folder / "saves").latest() == 4
+        run_script(launcher, "loop.py", text, folder)
+        files = [folder / f"rank{rank}.txt" for rank in range(ranks)]
+        found[name] = [[line.split() for line in file.read_text().splitlines()] for file in files]
+    for whole, resumed in zip(found["whole"], found["killed"], strict=True):
+        assert [int(step) for step, _ in whole] == [*range(1, len(whole) + 1)]
+        again = next(at for at, (step, _) in enumerate(resumed) if step == "5" and at >= 5)
+        assert [*resumed[:4], *resumed[again:]] == whole
