@@ -79,6 +79,17 @@ def test_a_name_that_needs_torch_names_the_missing_extra() -> None:
     assert 'pip install "statexchange[torch]"' in done.stderr
 
 
+def test_a_name_that_needs_another_framework_says_so() -> None:
+    script = WITHOUT_TORCH.replace('"torch"', '"transformers"') + textwrap.dedent("""
+        import statexchange as sx
+        print('RandomState' in dir(sx.integrations), 'CheckpointsTrainer' in dir(sx.integrations))
+        sx.integrations.CheckpointsTrainer
+        """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "True False\n"
+    assert 'CheckpointsTrainer needs transformers: pip install "statexchange[hf]"' in done.stderr
+
+
 def test_reading_a_workspace_without_torch_names_the_missing_extra(tmp_path: Path) -> None:
     sx.NFSWorkspace(tmp_path / "ws", run="job").write_configs_and_weights({"layers": 2}, {"w": torch.ones(2)})
     script = WITHOUT_TORCH + textwrap.dedent("""
