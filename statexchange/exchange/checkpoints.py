@@ -16,13 +16,14 @@ comes from another job on the same directory, and is named in a warning. Such a 
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, overload
 
@@ -35,6 +36,7 @@ from statexchange.errors import (
     InvalidArgumentError,
     NotFoundError,
     StateExchangeError,
+    TargetExistsError,
     UnsupportedError,
     excerpt,
     without_secrets,
@@ -308,7 +310,7 @@ class Checkpoints:
             stall_timeout_s=self._stall_timeout_s,
             step=number,
             metrics=found,
-            before=self._look,
+            before=functools.partial(self._look, number, overwrite=overwrite),
             after=self._saved,
         )
 
@@ -322,8 +324,8 @@ class Checkpoints:
         if self._memory is not None and report.step is not None:
             self._memory.keep(report.step, comm)
 
-    def _look(self) -> None:
-        """Look for steps of another job, and clean up after killed ones. Root only."""
+    def _look(self, step: int, *, overwrite: bool) -> None:
+        """Look for steps of another job, and clean up after killed ones; refuse a step that is saved. Root only."""
         if not os.path.isdir(self.path):
             self._known = set()
             return
@@ -331,8 +333,14 @@ class Checkpoints:
         saves = read_saves(self.path)
         if self._known is None:
             self._known = set(saves)
-        for step in sorted(set(saves) - self._known):
-            self._warn_of_other_job(step, saves[step])
+        for other in sorted(set(saves) - self._known):
+            self._warn_of_other_job(other, saves[other])
+        if step in saves and not overwrite:
+            text = (
+                f"step {step} is saved already: load the newest save before training, delete({step}), or replace it by "
+                "overwrite=True"
+            )
+            raise TargetExistsError(text, path=os.path.join(self.path, step_name(step)))
 
     def _warn_of_other_job(self, step: int, manifest: SaveManifest | StateExchangeError) -> None:
         job = manifest.job if isinstance(manifest, SaveManifest) else "another job"
@@ -669,7 +677,13 @@ class _Signals:
 
 
 def _signal_names(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    names = (given,) if isinstance(given, str) else tuple(given or ())
+    """Return the names that `on_signal` has; InvalidArgumentError for anything else."""
+    if given is None:
+        return ()
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        names: tuple[Any, ...] = (given,)
+    else:
+        names = tuple(given)
     for name in names:
         if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
             raise InvalidArgumentError(f"on_signal takes names such as 'SIGTERM' or 'SIGUSR1', not {excerpt(name)}")

@@ -37,13 +37,14 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the generators. Not collective."""
+        # No tensors or arrays: each rank has its own values, and `verify` reports tensors that differ between ranks.
         state: dict[str, Any] = {
             "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
+            "numpy": _without_arrays(np.random.get_state(legacy=False)),
+            "torch": _to_bytes(torch.get_rng_state()),
         }
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            state["cuda"] = torch.cuda.get_rng_state()
+            state["cuda"] = _to_bytes(torch.cuda.get_rng_state())
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -54,6 +55,22 @@ class RandomState:
         """
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
-        torch.set_rng_state(state["torch"])
+        torch.set_rng_state(_from_bytes(state["torch"]))
         if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
+            torch.cuda.set_rng_state(_from_bytes(state["cuda"]))
+
+
+def _without_arrays(state: Any) -> Any:
+    """Return the state of numpy's generator with lists in place of arrays; numpy's set_state takes both."""
+    if isinstance(state, Mapping):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
+
+
+def _to_bytes(state: torch.Tensor) -> bytes:
+    """Return the bytes of a generator's state, which is a tensor of uint8."""
+    return state.numpy().tobytes()
+
+
+def _from_bytes(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

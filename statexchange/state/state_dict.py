@@ -63,8 +63,11 @@ def parameter_names(modules: Iterable[tuple[str, Any]]) -> dict[int, ParameterNa
     """Return the first name of every parameter of `modules_of` a state, by identity. Not collective."""
     names: dict[int, ParameterName] = {}
     for path, module in modules:
+        # The items first: `fully_shard` has a hook of state_dict() that puts the sharded parameters, which optimizers
+        # know, in place of those that a forward pass without a backward has left whole.
+        items = module_items(module, keep_vars=True)
         parameters = {id(parameter) for parameter in module.parameters()}
-        for name, value in module_items(module, keep_vars=True).items():
+        for name, value in items.items():
             if id(value) in parameters:
                 names.setdefault(id(value), ParameterName(f"{path}.{name}" if path else name, name))
     return names

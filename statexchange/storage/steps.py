@@ -245,6 +245,9 @@ def check_only_saves(path: str) -> None:
     """
     try:
         with open_path(path) as opened:
+            if MANIFEST in opened.store.listing:
+                text = f"this is one save: pass the directory that contains it, {os.path.dirname(path)}"
+                raise InvalidArgumentError(text, path=path)
             others = [
                 name
                 for name in opened.store.listing

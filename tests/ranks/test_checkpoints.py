@@ -87,6 +87,9 @@ def test_other_content_is_not_taken_for_no_save(tmp_path: Path) -> None:
     sx.export_checkpoint({"w": torch.zeros(2)}, tmp_path / "exported")
     with pytest.raises(sx.errors.InvalidArgumentError, match=r"no saves by step but other content, such as 'model"):
         sx.Checkpoints(tmp_path / "exported").load(state_of(0))
+    sx.Checkpoints(tmp_path / "saves").save(state_of(0), 7)
+    with pytest.raises(sx.errors.InvalidArgumentError, match=f"one save: pass .* contains it, {tmp_path}/saves "):
+        sx.Checkpoints(tmp_path / "saves" / "step-000000007").load(state_of(0))
     (tmp_path / "file").write_text("x")
     with pytest.raises(sx.errors.StateExchangeError, match="file"):
         sx.Checkpoints(tmp_path / "file").load(state_of(0))
@@ -133,7 +136,7 @@ def test_after_going_back_the_save_just_made_stays(tmp_path: Path) -> None:
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path)
     save_steps(saves, 10)
-    with pytest.raises(sx.errors.TargetExistsError, match="step-000000010"):
+    with pytest.raises(sx.errors.TargetExistsError, match=r"step 10 is saved already: .*step-000000010"):
         saves.save(state_of(5), 10)
     state = state_of(0)
     saves.load(state)
@@ -201,6 +204,7 @@ def test_a_state_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
         ({"agree_every": 0}, "agree_every must be at least 1"),
         ({"on_signal": "SIGKILL"}, "on_signal takes names such as"),
         ({"on_signal": ["SIGTERM", 10]}, "on_signal takes names such as"),
+        ({"on_signal": signal.SIGTERM}, "on_signal takes names such as"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], text: str, tmp_path: Path) -> None:
