@@ -367,9 +367,11 @@ def as_numpy(tensor: Any) -> Any:
 
 def mark_changed(tensors: Iterable[Any]) -> None:
     """Increment the version of torch tensors, as `copy_` does: backward through their old values then raises."""
-    import torch
+    changed = [tensor for tensor in tensors if is_torch(tensor)]
+    if changed:
+        import torch
 
-    torch.autograd.graph.increment_version([tensor for tensor in tensors if is_torch(tensor)])
+        torch.autograd.graph.increment_version(changed)
 
 
 def own_bytes(tensor: Any) -> memoryview | None:

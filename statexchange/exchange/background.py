@@ -18,11 +18,11 @@ import numpy as np
 
 from statexchange.comm.calls import call_site, public_call
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import StateExchangeError, excerpt, without_secrets
+from statexchange.errors import StateExchangeError, excerpt, needing_torch, without_secrets
 from statexchange.state.describe import Description
 from statexchange.tensors import same_memory
 
-__all__ = ["raise_unreported", "run_in_background"]
+__all__ = ["raise_unreported", "run_in_background", "wait_for_end"]
 
 Report = TypeVar("Report")
 
@@ -74,10 +74,15 @@ def run_in_background(
     return result
 
 
+def wait_for_end(result: Future[Any]) -> None:
+    """Wait for the end of work in the background; not in a child of the process, which has no such thread."""
+    if isinstance(result, _Result) and not result.is_inherited:
+        wait_for([result])
+
+
 def raise_unreported(result: Future[Any]) -> None:
-    """Wait for the end of work in the background; raise its failure unless the caller has received it."""
-    wait_for([result])
-    if not (isinstance(result, _Result) and result.is_reported):
+    """Raise the failure of work that has ended, unless the caller has received it."""
+    if isinstance(result, _Result) and not result.is_inherited and not result.is_reported:
         result.result()
 
 
@@ -92,7 +97,13 @@ class _Result(Future[Report]):
         self.call = call
         self.path = path
         self.is_reported = is_reported
+        self._pid = os.getpid()
         self.set_running_or_notify_cancel()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether it belongs to the process from which this one was forked, whose thread will end it there."""
+        return os.getpid() != self._pid
 
     def result(self, timeout: float | None = None) -> Report:
         """Wait for the report; raise the failure."""
@@ -191,7 +202,8 @@ class _Background:
         )
 
     def _memory_of(self, nbytes: int) -> Any:
-        import torch
+        with needing_torch("work in the background"):
+            import torch
 
         if self._memory is None or self._memory.numel() < nbytes:
             self._memory = None  # before the new one is made

@@ -41,7 +41,7 @@ from statexchange.errors import (
     excerpt,
     without_secrets,
 )
-from statexchange.exchange.background import raise_unreported
+from statexchange.exchange.background import raise_unreported, wait_for_end
 from statexchange.exchange.load import LoadReport, load_checkpoint, load_now
 from statexchange.exchange.memory_copy import COPY_ERRORS, MemoryCopies
 from statexchange.exchange.save import save_in_background, save_now
@@ -51,6 +51,7 @@ from statexchange.sharding import records
 from statexchange.state.describe import State
 from statexchange.storage.save_directory import SaveManifest
 from statexchange.storage.steps import (
+    MAX_STEP,
     Retention,
     check_only_saves,
     clear_leftovers,
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoints"]
 
 _log = logging.getLogger(__name__)
+_LOAD_OPTIONS = ("strict", "include", "exclude", "rename", "dtype", "replicas", "on_progress")
 _ATTEMPTS = 5  # to load the newest save while others are removed
 
 
@@ -260,8 +262,8 @@ class Checkpoints:
 
         Args:
             state: a nested mapping, as ``{"model": ..., "optimizer": ..., "step": 7}``, or a module.
-            step: the training step, a whole number of at least 0, the same on all ranks.
-            metrics: numbers that are kept with the save, by name; rank 0's count.
+            step: the training step, a whole number from 0 to 10**18 - 1, the same on all ranks.
+            metrics: numbers that are kept with the save, by name; rank 0's count, and other ranks need none.
             overwrite: replace the save of this step; else it is a TargetExistsError if there is one.
             background: save a copy in a thread, and return a Future.
 
@@ -284,11 +286,11 @@ class Checkpoints:
         comm = as_communicator(self._comm)
 
         def request() -> SaveRequest:
-            return self._request(step, metrics, overwrite=overwrite)
+            return self._request(step, metrics, overwrite=overwrite, rank=comm.rank)
 
         with public_call("Checkpoints.save"):
             if background:
-                path = os.path.join(self.path, str(step))
+                path = os.path.join(self.path, f"step {excerpt(step)}")
                 self._last = save_in_background("Checkpoints.save", state, path, request, comm)
                 self._pace.note_save(None)
                 return self._last
@@ -296,11 +298,15 @@ class Checkpoints:
                 self._wait()
             return save_now(state, request, comm)
 
-    def _request(self, step: int, metrics: Mapping[str, SupportsFloat] | None, *, overwrite: bool) -> SaveRequest:
+    def _request(
+        self, step: int, metrics: Mapping[str, SupportsFloat] | None, *, overwrite: bool, rank: int
+    ) -> SaveRequest:
         number = _whole(step, "step")
+        if number > MAX_STEP:
+            raise InvalidArgumentError(f"step must be at most {MAX_STEP}, not {excerpt(number)}", path=self.path)
         found = {str(name): _metric(name, value) for name, value in (metrics or {}).items()}
         best = self._retention.best
-        if best is not None and best[0] not in found:
+        if best is not None and best[0] not in found and rank == 0:  # its metrics are kept
             text = f"best={best!r} needs this metric: pass metrics={{{best[0]!r}: ...}} to each save"
             raise InvalidArgumentError(text, path=self.path)
         return SaveRequest.of(
@@ -359,7 +365,7 @@ class Checkpoints:
             for step in self._retention.obsolete(saves):
                 if step != current and step in known:
                     self._remove(step)
-        except StateExchangeError as error:
+        except (StateExchangeError, OSError) as error:  # the other ranks do not wait for this
             _log.warning("cannot look for old saves: %s", error)
 
     def _remove(self, step: int) -> None:
@@ -368,13 +374,15 @@ class Checkpoints:
             _log.info("removed the save of step %d in %s", step, self.path)
         except NotFoundError:
             return
-        except StateExchangeError as error:
+        except (StateExchangeError, OSError) as error:
             _log.warning("cannot remove an old save: %s", error)
 
     def _wait(self) -> None:
         """Wait for a save in the background, and raise its failure unless the caller has received it."""
-        last, self._last = self._last, None
+        last = self._last
         if last is not None:
+            wait_for_end(last)
+            self._last = None  # only now: an interrupted wait is not the end of the save
             raise_unreported(last)
 
     # Loading
@@ -399,7 +407,7 @@ class Checkpoints:
 
         Raises:
             NotFoundError: there is no save of `step`, or with ``missing_ok=False`` none at all.
-            InvalidArgumentError: the directory has other content, and no saves.
+            InvalidArgumentError: the directory has other content, and no saves; or there is no such option.
             StateExchangeError: as `load_checkpoint`.
 
         Example:
@@ -413,6 +421,11 @@ class Checkpoints:
             >>> saves.load(state).step, state["w"]
             (100, tensor([1., 1.]))
         """
+        unknown = sorted(options.keys() - _LOAD_OPTIONS)
+        if unknown:  # also if there is nothing to load yet: else the first restart would find out
+            text = f"load takes no option {unknown[0]!r}, only {', '.join(_LOAD_OPTIONS)}"
+            own = " (comm, layout and stall_timeout_s are those of Checkpoints)"
+            raise InvalidArgumentError(text + own, path=self.path)
         comm = as_communicator(self._comm)
         with public_call("Checkpoints.load"):
             if self._memory is not None:
@@ -599,8 +612,10 @@ class Checkpoints:
             >>> saves = sx.Checkpoints("saves", on_signal="SIGTERM")
             >>> saves.close()
         """
-        self._signals.restore()
-        self._wait()
+        try:
+            self._wait()
+        finally:  # after the wait: a signal that comes again must not end the process before the save is whole
+            self._signals.restore()
 
     def __enter__(self) -> Self:
         return self
@@ -644,6 +659,10 @@ class _Pace:
 class _Signals:
     """Handlers that note signals until the next agreement.
 
+    A handler may be called when it has nothing to note: in a process that was forked from the job, as a worker of a
+    data loader, and after `restore`, if that could not remove it. It then puts back the handler that was there before,
+    and raises the signal again, so that SIGTERM ends such a process.
+
     Attributes:
         names: the signals.
         is_stopping: whether any rank has received one.
@@ -653,27 +672,50 @@ class _Signals:
         self.names = _signal_names(given)
         self.is_stopping = False
         self._received: str | None = None
-        self._previous: dict[signal.Signals, Any] = {}
+        self._pid = os.getpid()
+        self._is_active = True
+        self._previous: dict[int, Any] = {}
         if self.names and threading.current_thread() is not threading.main_thread():
             raise InvalidArgumentError("on_signal needs the main thread: make this Checkpoints there")
         for name in self.names:
             number = signal.Signals[name]
-            self._previous[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.getsignal(number)
+            signal.signal(number, self._note)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 (the signature of a handler)
-        self._received = signal.Signals(number).name
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        before = self._before(number)
+        if self._is_active and os.getpid() == self._pid:
+            self._received = signal.Signals(number).name
+            if isinstance(getattr(before, "__self__", None), _Signals):  # of another Checkpoints of this job
+                before(number, frame)
+            return
+        signal.signal(number, before)
+        signal.raise_signal(number)
+
+    def _before(self, number: int) -> Any:  # noqa: ANN401 (a handler, as `signal.signal` takes it)
+        """Return the handler that was there before, without those of a Checkpoints that has been closed."""
+        handler = self._previous[number]
+        owner = getattr(handler, "__self__", None)
+        while isinstance(owner, _Signals) and not owner._is_active:  # noqa: SLF001 (another object of this class)
+            handler = owner._previous[number]  # noqa: SLF001
+            owner = getattr(handler, "__self__", None)
+        return signal.SIG_DFL if handler is None else handler
 
     def take(self) -> str | None:
         """Return the signal that came since the last call."""
-        received, self._received = self._received, None
+        received = self._received
+        if received is not None:
+            self._received = None
         return received
 
     def restore(self) -> None:
-        """Restore the handlers that were there before."""
-        previous, self._previous = self._previous, {}
-        for number, handler in previous.items():
+        """Restore the handlers that were there before; outside of the main thread they are, at the next signal."""
+        was_active, self._is_active = self._is_active, False
+        if not was_active or threading.current_thread() is not threading.main_thread():
+            return
+        for number in self._previous:
             if signal.getsignal(number) == self._note:
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+                signal.signal(number, self._before(number))
 
 
 def _signal_names(given: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -685,9 +727,10 @@ def _signal_names(given: str | Sequence[str] | None) -> tuple[str, ...]:
     else:
         names = tuple(given)
     for name in names:
-        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+        is_known = isinstance(name, str) and name in signal.Signals.__members__
+        if not is_known or name in ("SIGKILL", "SIGSTOP"):
             raise InvalidArgumentError(f"on_signal takes names such as 'SIGTERM' or 'SIGUSR1', not {excerpt(name)}")
-    return names
+    return tuple(dict.fromkeys(signal.Signals[name].name for name in names))
 
 
 def _signal_and_due(raw: object) -> tuple[str | None, bool]:
@@ -711,5 +754,5 @@ def _whole(value: object, name: str, *, least: int = 0) -> int:
 def _metric(name: str, value: SupportsFloat) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (OverflowError, TypeError, ValueError, RuntimeError):
         raise InvalidArgumentError(f"the metric {name!r} must be a number, not {excerpt(value)}") from None

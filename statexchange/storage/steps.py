@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -25,6 +26,7 @@ from statexchange.errors import (
     StateExchangeError,
     StorageError,
     TargetExistsError,
+    UnsafeError,
     excerpt,
 )
 from statexchange.storage.atomic import new_nonce, write_new
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from statexchange.storage.store import Store
 
 __all__ = [
+    "MAX_STEP",
     "Retention",
     "check_only_saves",
     "clear_leftovers",
@@ -58,9 +61,11 @@ __all__ = [
     "unfinished_steps",
 ]
 
+_log = logging.getLogger(__name__)
 IDENTITY = "saves.json"
 _IDENTITY = re.compile(r"[0-9a-f]{16}")
 _SCHEMA = 1
+MAX_STEP = 10**18 - 1
 _STEP = re.compile(r"step-([0-9]{9,18})")
 _HIDDEN = re.compile(r"\.(step-[0-9]{9,18})\..+")
 
@@ -241,20 +246,23 @@ def make_identity(path: str) -> str:
 def check_only_saves(path: str) -> None:
     """Raise InvalidArgumentError if a directory without a save has other content than unfinished saves.
 
-    Not collective. A directory that does not exist is accepted.
+    Not collective. A directory that does not exist is accepted. So are saves: they were published meanwhile.
     """
     try:
         with open_path(path) as opened:
             if MANIFEST in opened.store.listing:
                 text = f"this is one save: pass the directory that contains it, {os.path.dirname(path)}"
                 raise InvalidArgumentError(text, path=path)
-            others = [
-                name
-                for name in opened.store.listing
-                if _HIDDEN.fullmatch(name) is None and step_of(name) is None and name != IDENTITY
-            ]
+            names = opened.store.listing.keys() - {IDENTITY, *map(step_name, list_steps(opened.store))}
     except NotFoundError:
         return
+    others = sorted(name for name in names if _HIDDEN.fullmatch(name) is None)
+    if others and step_of(others[0]) is not None:
+        text = (
+            f"this directory has no saves, but {others[0]!r}, which is not the directory of a save, or has lost its "
+            f"{MANIFEST}: move it elsewhere to begin anew"
+        )
+        raise InvalidArgumentError(text, path=path)
     if others:
         text = (
             f"this directory has no saves by step but other content, such as {others[0]!r}: pass the directory in "
@@ -322,5 +330,9 @@ def clear_leftovers(path: str) -> None:
         builds = unfinished_builds(os.path.join(path, name))
         if builds and all(build.owner is not None and build.state != "dead" for build in builds):
             continue  # nothing here can be removed
-        with contextlib.suppress(TargetExistsError):  # a process that runs is publishing there
+        try:
             DirectoryRemoval(os.path.join(path, name), check=lambda _: []).abandon()
+        except TargetExistsError:  # a process that runs is publishing there
+            continue
+        except UnsafeError as error:  # of another user, or not a directory: no reason to fail for other steps
+            _log.warning("what a killed save or removal left is not removed: %s", error)

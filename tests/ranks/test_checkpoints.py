@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +96,24 @@ def test_other_content_is_not_taken_for_no_save(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(sx.errors.StateExchangeError, match="file"):
         sx.Checkpoints(tmp_path / "file").load(state_of(0))
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "no manifest", "empty"])
+def test_a_step_that_is_no_save_is_not_taken_for_a_new_job(kind: str, tmp_path: Path) -> None:
+    step = tmp_path / "saves" / "step-000000010"
+    step.parent.mkdir()
+    if kind == "file":
+        step.write_text("x")
+    elif kind == "link":
+        save_steps(sx.Checkpoints(tmp_path / "moved"), 10)
+        step.symlink_to(tmp_path / "moved" / step.name)
+    elif kind == "no manifest":
+        save_steps(sx.Checkpoints(tmp_path / "saves"), 10)
+        (step / "save.json").unlink()
+    else:
+        step.mkdir()
+    with pytest.raises(sx.errors.InvalidArgumentError, match="has no saves, but 'step-000000010', which is not"):
+        sx.Checkpoints(tmp_path / "saves").load(state_of(0))
 
 
 def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
@@ -224,6 +245,20 @@ def test_a_step_is_a_whole_number(step: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "saves").exists()
 
 
+def test_a_step_that_no_name_could_show_is_refused(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path)
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"step must be at most 9{18}, not 10{18}"):
+        saves.save(state_of(0), 10**18)
+    saves.save(state_of(0), 10**18 - 1)
+    assert saves.steps() == [10**18 - 1]
+
+
+def test_a_wrong_option_of_load_is_refused_before_there_is_a_save(tmp_path: Path) -> None:
+    for memory in (False, True):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="load takes no option 'stric', only strict,"):
+            sx.Checkpoints(tmp_path / "saves", memory=memory).load(state_of(0), stric=False)
+
+
 def test_metrics_are_numbers_and_the_best_one_is_there(tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path, best=("loss", "min"))
     with pytest.raises(sx.errors.InvalidArgumentError, match="needs this metric"):
@@ -325,6 +360,85 @@ def test_a_signal_is_seen_once_and_handlers_come_back(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_handlers_of_closed_saves_do_not_stay(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    sx.Checkpoints(tmp_path, on_signal=["SIGUSR1", "SIGUSR1"]).close()
+    assert signal.getsignal(signal.SIGUSR1) == before
+    first = sx.Checkpoints(tmp_path, on_signal="SIGUSR1", agree_every=1)
+    second = sx.Checkpoints(tmp_path, on_signal="SIGUSR1", agree_every=1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert first.should_save(1)
+    assert second.should_save(1)
+    first.close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (first.should_save(2), second.should_save(2)) == (False, True)
+    second.close()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_close_in_a_thread_gives_signals_back(tmp_path: Path) -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
+    try:
+        saves = sx.Checkpoints(tmp_path, on_signal="SIGUSR1")
+        thread = threading.Thread(target=saves.close)
+        thread.start()
+        thread.join()
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert received == [signal.SIGUSR1] * 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def sleep_after(writer: Connection) -> None:
+    writer.send("started")
+    time.sleep(60)
+
+
+def test_a_forked_worker_ends_by_a_signal_that_the_job_notes(tmp_path: Path) -> None:
+    with sx.Checkpoints(tmp_path, on_signal="SIGTERM", agree_every=1) as saves:
+        reader, writer = multiprocessing.Pipe()
+        worker = multiprocessing.get_context("fork").Process(target=sleep_after, args=(writer,))
+        worker.start()
+        assert reader.recv() == "started"  # a signal before that is lost: Python clears it in a child
+        worker.terminate()
+        worker.join(10)
+        assert worker.exitcode == -signal.SIGTERM
+        assert not saves.should_save(1)
+
+
+CLOSE_IN_A_CHILD = """
+import os, sys, threading
+import numpy as np
+import statexchange as sx
+
+is_done = threading.Event()
+
+def hook(event, args):
+    if event == "statexchange.storage" and args[0] == "rename":
+        is_done.wait()
+
+sys.addaudithook(hook)
+saves = sx.Checkpoints("saves")
+future = saves.save({"w": np.ones(3)}, 10, background=True)
+pid = os.fork()
+if pid == 0:
+    saves.close()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+is_done.set()
+print(future.result().step)
+"""
+
+
+def test_a_forked_process_does_not_wait_for_a_save_of_its_parent(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSE_IN_A_CHILD], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["7", "10"], done.stderr
+
+
 def test_too_little_time_before_the_kill_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with sx.Checkpoints(tmp_path, on_signal="SIGUSR1", agree_every=4, grace_s=0.1) as saves:
         for step in range(1, 13):
@@ -384,6 +498,18 @@ def test_ranks_that_save_different_steps_get_an_error(tmp_path: Path) -> None:
     for text in outcomes.messages.values():
         assert "rank 0 saves to step-000000010 and rank 1 to step-000000011" in text
     assert entries(tmp_path) == []
+
+
+def save_with_metrics_of_root(path: str) -> list[int]:
+    saves = sx.Checkpoints(path, keep=1, best=("loss", "min"))
+    for step, loss in ((10, 0.1), (20, 0.3), (30, 0.2)):
+        saves.save(state_of(step), step, metrics={"loss": loss} if sx.get_rank() == 0 else None)
+    return saves.steps()
+
+
+def test_other_ranks_need_no_metrics(tmp_path: Path) -> None:
+    run_ranks(save_with_metrics_of_root, 2, args=(str(tmp_path),))
+    assert sx.Checkpoints(tmp_path).steps() == [10, 30]
 
 
 def refuse_on_one_rank(path: str) -> str:
