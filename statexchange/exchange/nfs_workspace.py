@@ -15,9 +15,10 @@ from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedErr
 from statexchange.exchange.staging import Staging, held_bytes
 from statexchange.settings import check_timeout, detect_launch
 from statexchange.state.describe import describe
+from statexchange.storage.rank_file import RankFile
 from statexchange.storage.save_directory import MANIFEST
 from statexchange.storage.stored_values import decode_stored
-from statexchange.storage.workspace import RankFile, RankName, Workspace, WorkspaceView
+from statexchange.storage.workspace import RankName, Workspace, WorkspaceView
 from statexchange.tensors import from_bytes
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, NotFoundError, StateExchangeError, UnsafeError
 from statexchange.storage.json_text import parse_json
+from statexchange.storage.rank_file import SCHEMA, RankFile
 from statexchange.storage.sealed_json import seal, unseal
 from statexchange.storage.tensorfile import read_header
-from statexchange.storage.workspace import RankFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +36,6 @@ __all__ = [
 ]
 
 MANIFEST = "save.json"
-SCHEMA = 1
 _SAVE = re.compile(r"[0-9a-f]{16}")
 _MAX_RANKS = 10**6
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})-of-[0-9]{5,9}\.safetensors")
