@@ -113,7 +113,7 @@ class MemoryDirectory:
         except StorageError:
             for name in _names(base):
                 if name != os.path.basename(self.path):
-                    with contextlib.suppress(NotFoundError):  # another process removes it
+                    with contextlib.suppress(StateExchangeError, OSError):  # as in `sweep`
                         _drop_spare(os.path.join(base, name))
             self.check_room(nbytes)
         return DirectoryBuild(os.path.join(self.path, step_name(step)), "0" * 32, check=None, reuse=False, resume=False)
@@ -203,10 +203,16 @@ class MemoryDirectory:
         base = os.path.dirname(self.path)
         for name in _names(base):
             path = os.path.join(base, name)
-            with contextlib.suppress(NotFoundError):  # another process removes it
+            try:
                 _clear(path)
                 if path != self.path:
                     _sweep_other(path)
+            except NotFoundError:  # another process removes it
+                continue
+            except (StateExchangeError, OSError):
+                if path == self.path:
+                    raise
+                # What is broken or cannot be reached for other saves is reported by their job
 
     def remove_empty(self) -> None:
         """Remove the directory if it has no copy any more."""
