@@ -152,6 +152,8 @@ class Checkpoints:
         self._comm = comm
         self._layout = layout
         self._known: set[int] | None = None  # root: steps that were there at the first look, or that this job saved
+        self._others: set[int] = set()  # root: steps of another job, each of which a warning has named
+        self._begun: dict[int, str] = {}  # root: by step, the `run` of a save that has not ended, or has failed
         self._last: Future[SaveReport] | None = None
         self._pace = _Pace()
         self._signals = _Signals(on_signal)
@@ -326,27 +328,35 @@ class Checkpoints:
         if comm.rank == 0 and report.step is not None:
             assert self._known is not None
             self._known.add(report.step)
+            self._others.discard(report.step)  # overwritten
+            del self._begun[report.step]
             self._remove_others(report.step, self._known)
         if self._memory is not None and report.step is not None:
             self._memory.keep(report.step, comm)
 
-    def _look(self, step: int, *, overwrite: bool) -> None:
+    def _look(self, step: int, comm: Communicator, *, overwrite: bool) -> None:
         """Look for steps of another job, and clean up after killed ones; refuse a step that is saved. Root only."""
         if not os.path.isdir(self.path):
             self._known = set()
-            return
-        clear_leftovers(self.path)
-        saves = read_saves(self.path)
-        if self._known is None:
-            self._known = set(saves)
-        for other in sorted(set(saves) - self._known):
-            self._warn_of_other_job(other, saves[other])
-        if step in saves and not overwrite:
-            text = (
-                f"step {step} is saved already: load the newest save before training, delete({step}), or replace it by "
-                "overwrite=True"
-            )
-            raise TargetExistsError(text, path=os.path.join(self.path, step_name(step)))
+        else:
+            clear_leftovers(self.path)
+            saves = read_saves(self.path)
+            if self._known is None:
+                self._known = set(saves)
+            for found in sorted(set(saves) - self._known - self._others):
+                manifest = saves[found]
+                if isinstance(manifest, SaveManifest) and manifest.job == self._begun.get(found):
+                    self._known.add(found)  # the save was interrupted after it had been published
+                else:
+                    self._others.add(found)
+                    self._warn_of_other_job(found, manifest)
+            if step in saves and not overwrite:
+                text = (
+                    f"step {step} is saved already: load the newest save before training, delete({step}), or replace "
+                    "it by overwrite=True"
+                )
+                raise TargetExistsError(text, path=os.path.join(self.path, step_name(step)))
+        self._begun[step] = comm.run
 
     def _warn_of_other_job(self, step: int, manifest: SaveManifest | StateExchangeError) -> None:
         job = manifest.job if isinstance(manifest, SaveManifest) else "another job"

@@ -267,12 +267,20 @@ class MemoryCopies:
         is_on_disk = best.step == disk.step and best.save == disk.save
         return MemoryCopy(best.step, whole, holders, is_on_disk, disk.step is not None, disk.identity)
 
+    def _identity(self) -> str | None:
+        """Return the identity of the directory of saves; None, so that no copy belongs to it, if that is broken."""
+        try:
+            return identity_of_saves(self.path)
+        except (CorruptError, UnsafeError) as error:
+            _log.warning("%s: copies in memory are not used: %s; remove this file", self.path, error)
+            return None
+
     def _disk(self, wanted: int | None, comm: Communicator) -> _Disk | None:
         """Return what root finds on disk; None if no copy can belong to it. Collective."""
         disk: _Disk | None = None
         with comm.phase("looking for saves"):
             if comm.rank == 0:
-                identity = identity_of_saves(self.path)
+                identity = self._identity()
                 if identity is not None:
                     saves = read_saves(self.path)
                     at = max(saves, default=None) if wanted is None else wanted
@@ -338,7 +346,7 @@ class MemoryCopies:
         """Remove the copy of a step; return whether a host had one. Collective."""
         dropped = False
         with comm.phase("removing the copy in memory"):
-            identity = identity_of_saves(self.path) if comm.rank == 0 else None
+            identity = self._identity() if comm.rank == 0 else None
         identity = records.parsed(
             comm.broadcast_object(identity), lambda raw: records.optional(raw, records.text), "the identity", 0
         )

@@ -83,7 +83,7 @@ class SaveRequest:
     stall_timeout_s: float
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    before: Callable[[], None] | None = None
+    before: Callable[[Communicator], None] | None = None
     after: Callable[[SaveReport, Communicator], None] | None = None
 
     @classmethod
@@ -96,7 +96,7 @@ class SaveRequest:
         stall_timeout_s: float,
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
-        before: Callable[[], None] | None = None,
+        before: Callable[[Communicator], None] | None = None,
         after: Callable[[SaveReport, Communicator], None] | None = None,
     ) -> SaveRequest:
         """Check and keep the arguments of a call."""
@@ -186,7 +186,7 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
         with comm.phase("opening the target", timeout_s=request.stall_timeout_s):
             if comm.rank == 0:
                 if request.before is not None:
-                    request.before()
+                    request.before(comm)
                 check = removable_files if request.overwrite else None
                 names = [*(rank_file_name(rank, comm.world_size) for rank in range(comm.world_size)), MANIFEST]
                 build = building.enter_context(open_build(request.path, secrets.token_hex(16), names, check=check))

@@ -139,7 +139,7 @@ class MemoryDirectory:
             base, own = os.path.split(self.path)
             for name in _names(base):
                 if name != own:
-                    with contextlib.suppress(NotFoundError):  # another process removes it
+                    with contextlib.suppress(StateExchangeError, OSError):  # as in `sweep`
                         _drop_spare(os.path.join(base, name))
             self.check_room(nbytes)
 
@@ -228,10 +228,16 @@ class MemoryDirectory:
         base = os.path.dirname(self.path)
         for name in _names(base):
             path = os.path.join(base, name)
-            with contextlib.suppress(NotFoundError):  # another process removes it
+            try:
                 _clear(path)
                 if path != self.path:
                     _sweep_other(path)
+            except NotFoundError:  # another process removes it
+                continue
+            except (StateExchangeError, OSError):
+                if path == self.path:
+                    raise
+                # What is broken or cannot be reached for other saves is reported by their job
 
     def remove_empty(self) -> None:
         """Remove the directory if it has no copy any more."""

@@ -221,7 +221,7 @@ def identity_of_saves(path: str) -> str | None:
         if raw["schema"] != _SCHEMA or not _IDENTITY.fullmatch(raw["identity"]):
             raise ValueError("it has another schema")
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"broken identity of a directory of saves: {error}; remove this file", path=shown) from None
+        raise CorruptError(f"broken identity of a directory of saves: {error}", path=shown) from None
     return str(raw["identity"])
 
 

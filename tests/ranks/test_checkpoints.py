@@ -203,6 +203,26 @@ def test_another_job_on_the_same_path_is_named_and_its_saves_stay(
     assert ours.steps() == [20, 25]
 
 
+def test_a_save_that_was_interrupted_after_its_publication_is_of_this_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves = sx.Checkpoints(tmp_path, keep=1)
+    save_steps(saves, 10)
+    is_armed = [True]
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "statexchange.storage" and is_armed and (tmp_path / "step-000000020").exists():
+            is_armed.clear()
+            raise KeyboardInterrupt
+
+    sys.addaudithook(hook)
+    with pytest.raises(KeyboardInterrupt):
+        save_steps(saves, 20)
+    save_steps(saves, 30)
+    assert "while this job runs" not in caplog.text
+    assert saves.steps() == [30]
+
+
 def test_a_state_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path)
     save_steps(saves, 10)

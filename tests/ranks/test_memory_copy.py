@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -318,6 +319,31 @@ def test_an_older_step_that_is_saved_after_a_newer_one_does_not_replace_it(saves
 
 
 # What is left behind
+
+
+@pytest.mark.parametrize("text", ["x", "[1]", "{}"])
+def test_with_a_broken_identity_the_disk_is_loaded(text: str, saves: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_ranks(save, 1, args=(str(saves), 1))
+    (saves / "saves.json").write_text(text)
+    assert alone(saves) == [1, "disk", True]
+    assert re.search(r"copies in memory are not used: .*saves\.json\]; remove this file", caplog.text)
+    sx.Checkpoints(saves, memory=True).delete(1)
+    assert sx.Checkpoints(saves).steps() == []
+
+
+def test_what_is_broken_for_other_saves_does_not_count(saves: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    run_ranks(save, 1, args=(str(other), 1))
+    stray = BASE / f"saves-{secrets.token_hex(16)}"
+    stray.write_text("no directory")
+    try:
+        (other / "saves.json").write_text("x")
+        run_ranks(save, 1, args=(str(saves), 1))
+        assert alone(saves) == [1, "memory", True]
+    finally:
+        stray.unlink()
+        for copy in copies_of(other):
+            shutil.rmtree(copy)
 
 
 def test_leftovers_of_jobs_that_are_gone_are_removed(saves: Path, tmp_path: Path) -> None:
