@@ -574,6 +574,34 @@ class Checkpoints:
         """
         return max(self.steps(), default=None)
 
+    def best(self) -> int | None:
+        """Return the step of the best save by the metric of `best`; None if no save has it. Not collective.
+
+        Of several equal ones it is the newest. A save whose value is NaN is never the best.
+
+        Returns:
+            The step.
+
+        Raises:
+            InvalidArgumentError: this Checkpoints was made without `best`.
+            StorageError: the directory cannot be read.
+
+        Example:
+            >>> import torch
+            >>> import statexchange as sx
+            >>> saves = sx.Checkpoints("saves", best=("loss", "min"))
+            >>> for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
+            ...     report = saves.save({"w": torch.zeros(2)}, step, metrics={"loss": loss})
+            >>> saves.best()
+            2
+        """
+        with public_call("Checkpoints.best"):
+            if self._retention.best is None:
+                text = "best() needs the metric: make Checkpoints with best=('loss', 'min') or alike"
+                raise InvalidArgumentError(text, path=self.path)
+            manifests = {step: one for step, one in read_saves(self.path).items() if isinstance(one, SaveManifest)}
+            return self._retention.best_step(manifests)
+
     def delete(self, step: int) -> None:
         """Remove the save of `step`, and its copy in memory if there is one.
 

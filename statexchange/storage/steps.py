@@ -106,7 +106,7 @@ class Retention:
         """Return why each save that stays does, by step, oldest first."""
         steps = sorted(saves)
         newest = set(steps if self.keep is None else steps[-self.keep :])
-        best = self._best(saves)
+        best = self.best_step(saves)
         found = {}
         for step in steps:
             reasons = []
@@ -114,21 +114,21 @@ class Retention:
                 reasons.append("newest" if self.keep == 1 else f"one of the newest {self.keep or len(steps)}")
             if self.keep_every is not None and step % self.keep_every == 0:
                 reasons.append(f"a multiple of {self.keep_every}")
-            if self.best is not None and step in best:
+            if self.best is not None and step == best:
                 reasons.append(f"best {self.best[0]}: {saves[step].metrics[self.best[0]]:g}")
             if reasons:
                 found[step] = ", ".join(reasons)
         return found
 
-    def _best(self, saves: Mapping[int, SaveManifest]) -> set[int]:
-        """Return the step of the best save; of several equal ones the newest."""
+    def best_step(self, saves: Mapping[int, SaveManifest]) -> int | None:
+        """Return the step of the best save, of several equal ones the newest; None if no save has the metric."""
         if self.best is None:
-            return set()
+            return None
         name, direction = self.best
         values = {step: one.metrics[name] for step, one in saves.items() if name in one.metrics}
         sign = 1.0 if direction == "max" else -1.0
         ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
-        return {max(ranked)[1]} if ranked else set()
+        return max(ranked)[1] if ranked else None
 
 
 def step_name(step: int) -> str:

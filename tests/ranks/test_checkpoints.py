@@ -154,6 +154,18 @@ def test_after_going_back_the_save_just_made_stays(tmp_path: Path) -> None:
     assert saves.steps() == [20, 30]
 
 
+def test_the_best_step_is_found_by_the_metric(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path / "saves", keep=1, best=("loss", "min"))
+    assert saves.best() is None
+    for step, loss in ((1, 0.5), (2, float("nan")), (3, 0.25), (4, 0.75)):
+        saves.save(state_of(step), step, metrics={"loss": loss})
+    assert (saves.best(), saves.steps()) == (3, [3, 4])
+    assert sx.Checkpoints(tmp_path / "saves", best=("loss", "max")).best() == 4
+    assert sx.Checkpoints(tmp_path / "saves", best=("other", "max")).best() is None
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"best\(\) needs the metric"):
+        sx.Checkpoints(tmp_path / "saves").best()
+
+
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path)
     save_steps(saves, 10)
