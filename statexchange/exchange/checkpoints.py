@@ -340,7 +340,8 @@ class Checkpoints:
             self._known = set()
         else:
             clear_leftovers(self.path)
-            saves = read_saves(self.path)
+            seen = self._others | (self._known or set())
+            saves = read_saves(self.path, without=seen - {step})
             if self._known is None:
                 self._known = set(saves)
             for found in sorted(set(saves) - self._known - self._others):
@@ -370,6 +371,8 @@ class Checkpoints:
 
     def _remove_others(self, current: int, known: set[int]) -> None:
         """Remove the saves that are not kept; a failure is logged, and the next save tries again. Root only."""
+        if self._retention.keep is None:  # all stay: no need to read each manifest
+            return
         try:
             saves = {step: one for step, one in read_saves(self.path).items() if isinstance(one, SaveManifest)}
             for step in self._retention.obsolete(saves):

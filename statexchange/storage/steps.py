@@ -37,7 +37,7 @@ from statexchange.storage.save_directory import MANIFEST, SaveManifest, read_man
 from statexchange.storage.sealed_json import seal, unseal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Container, Iterable, Mapping
 
     from statexchange.storage.directory_build import UnfinishedBuild
     from statexchange.storage.opened_path import OpenedPath
@@ -171,10 +171,11 @@ def named_steps(store: Store) -> list[int]:
     return sorted(step for name in store.directories if (step := step_of(name)) is not None)
 
 
-def read_saves(path: str) -> dict[int, SaveManifest | StateExchangeError]:
+def read_saves(path: str, *, without: Container[int] = ()) -> dict[int, SaveManifest | StateExchangeError]:
     """Return the manifest of each step in the directory `path`, or the error of a broken one; oldest first.
 
-    Not collective. A save that is removed meanwhile is left out. {} if the directory does not exist.
+    Not collective. The steps in `without` are left out, and a save that is removed meanwhile. {} if the directory does
+    not exist.
 
     Raises:
         StorageError: the directory cannot be read.
@@ -186,7 +187,7 @@ def read_saves(path: str) -> dict[int, SaveManifest | StateExchangeError]:
     with opened:
         if opened.file is not None:
             raise NotFoundError("a directory of saves is expected, and this is a file", path=path)
-        steps = named_steps(opened.store)
+        steps = [step for step in named_steps(opened.store) if step not in without]
     found: dict[int, SaveManifest | StateExchangeError] = {}
     for step in steps:
         try:
