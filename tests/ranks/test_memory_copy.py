@@ -520,16 +520,16 @@ import logging, os, sys
 logging.basicConfig(format="%(message)s")
 from test_memory_copy import load, save
 if sys.argv[1] == "another user":
-    save("/tmp/first", 1)  # which imports all, as this user may not see the interpreter's files
-    load("/tmp/first")
+    save("/mnt/first", 1)  # which imports all, as this user may not see the interpreter's files
+    load("/mnt/first")
     os.setgid(12345)
     os.setuid(12345)
-save("/tmp/saves", 1)
-print(*load("/tmp/saves"))
+save("/mnt/saves", 1)
+print(*load("/mnt/saves"))
 """
     uid, mode = ("12345", "0755") if owner == "another user" else ("0", "0777")
     script = (
-        "mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs tmpfs /tmp; chmod 1777 /tmp /dev/shm; cd /tmp; "
+        "mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs tmpfs /mnt; chmod 1777 /mnt /dev/shm; cd /mnt; "
         f"mkdir -m {mode} /dev/shm/statexchange-{uid}; chown 54321 /dev/shm/statexchange-{uid}"
     )
     done = in_namespace(script, program, owner)
@@ -543,13 +543,13 @@ def test_a_save_that_fails_leaves_the_copy_before(mounts: None) -> None:
 import torch
 import statexchange as sx
 from test_memory_copy import load, save
-save("/tmp/saves", 1)
+save("/mnt/saves", 1)
 try:
-    sx.Checkpoints("/tmp/saves", memory=True).save({"w": torch.zeros(1 << 20)}, 2)
+    sx.Checkpoints("/mnt/saves", memory=True).save({"w": torch.zeros(1 << 20)}, 2)
 except OSError as error:
     print(type(error).__name__)
-print(*load("/tmp/saves"))
+print(*load("/mnt/saves"))
 """
-    script = "mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs -o size=1m tmpfs /tmp; cd /tmp"
+    script = "mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs -o size=1m tmpfs /mnt; cd /mnt"
     done = in_namespace(script, program)
     assert done.stdout == "StorageError\n1 memory True\n", done.stderr
