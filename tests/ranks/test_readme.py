@@ -157,6 +157,7 @@ def test_the_demo_prints_what_its_page_shows(demo: tuple[Path, str]) -> None:
     [
         slow("export.py", ["--megabytes", "16", "--rounds", "1"]),
         slow("load.py", ["--megabytes", "16", "--rounds", "1"]),
+        slow("saves.py", ["--megabytes", "16", "--rounds", "1"]),
         slow("memory_copy.py", ["--megabytes", "16", "--rounds", "1"]),
         slow("gather.py", ["--megabytes", "16", "--rounds", "1"]),
         slow("collectives.py", ["--ranks", "2", "--largest", "1", "--rounds", "1"]),
