@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from starting import LAUNCHED_AS, start
-from sweeps import EVERY, some
+from sweeps import EVERY, slow, some
 
 import statexchange as sx
 from statexchange.comm import bootstrap
@@ -436,8 +436,8 @@ def job(jobs: subprocess.Popen[str], *task: Any) -> int | None:
     return int(printed)
 
 
-@EVERY
-@pytest.mark.timeout(900)
+@pytest.mark.parametrize("every", [21, slow(5), pytest.param(1, marks=pytest.mark.long)], ids=["some", "more", "all"])
+@pytest.mark.timeout(3600)
 def test_a_job_that_is_killed_at_any_call_goes_on_from_its_newest_save(
     every: int, jobs: subprocess.Popen[str], tmp_path: Path
 ) -> None:
@@ -449,7 +449,7 @@ def test_a_job_that_is_killed_at_any_call_goes_on_from_its_newest_save(
         calls = job(jobs, str(trace), 2, 2, 0)
         assert calls is not None
         print(f"{calls} calls")
-        for number in some(range(1, calls + 1), 4 * every - 3):
+        for number in some(range(1, calls + 1), every):
             path = tmp_path / str(number)
             job(jobs, str(path), 2, 1, 0)
             if job(jobs, str(path), 2, 2, number) is not None:
