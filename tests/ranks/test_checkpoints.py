@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked_jobs import ForkedJobs
 from programs import require_mounts
 from scripts import BIN, HOME
 from sweeps import slow, some
@@ -617,93 +617,46 @@ def test_a_preempted_job_saves_and_goes_on(launcher: tuple[str, ...], tmp_path: 
 
 # Kills
 
-JOB = """
-import json, os, signal, sys
+JOBS = """
 import torch
-import statexchange as sx
 from statexchange.testing import run_ranks
 from test_checkpoints import load_rows, save_rows
 
-def job(path, steps, kill_at):
-    calls = []
-
-    def hook(event, args):
-        if event == "statexchange.storage":
-            calls.append(args[0])
-            if len(calls) == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
+def job(path, steps):  # its two ranks are threads, so that a kill ends both
     if steps:
         run_ranks(save_rows, 2, args=(path, *steps))
     else:
         run_ranks(load_rows, 2, args=(path,))
-    return calls
 
-for line in sys.stdin:  # each job is a process of its own, whose two ranks are threads, so that a kill ends both
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            calls = job(*json.loads(line))
-            os.write(writer, json.dumps(calls).encode())
-            os._exit(0)
-        finally:
-            sys.excepthook(*sys.exc_info())
-            os._exit(1)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        printed = pipe.read().decode()
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), printed]), flush=True)
+serve(job)
 """
 
 
-class Jobs:
-    """Starts jobs, one after another."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def run(self, path: Path, steps: list[int], kill_at: int = 0) -> list[str] | None:
-        """The storage calls of a job that saves `steps`, or loads if there are none; None if it was killed."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps([str(path), steps, kill_at]), file=self._process.stdin, flush=True)
-        code, printed = json.loads(self._process.stdout.readline())
-        if code == -signal.SIGKILL:
-            return None
-        assert code == 0
-        return list(json.loads(printed))
-
-
 @pytest.fixture(scope="module")
-def jobs() -> Iterator[Jobs]:
-    folder = os.path.dirname(__file__)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, folder, os.path.dirname(folder)])}
-    command = [sys.executable, "-c", JOB]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        yield Jobs(process)
-        assert process.stdin is not None
-        process.stdin.close()
+def jobs() -> Iterator[ForkedJobs]:
+    with ForkedJobs(JOBS) as started:
+        yield started
 
 
 @pytest.mark.parametrize("every", [15, slow(1)], ids=["some", "all"])
 @pytest.mark.timeout(900)
-def test_a_job_killed_at_any_call_goes_on_from_the_newest_whole_save(every: int, jobs: Jobs, sweep_path: Path) -> None:
-    jobs.run(sweep_path / "trace", [10, 20, 30])
+def test_a_job_killed_at_any_call_goes_on_from_the_newest_whole_save(
+    every: int, jobs: ForkedJobs, sweep_path: Path
+) -> None:
+    jobs.run(str(sweep_path / "trace"), [10, 20, 30])
     shutil.copytree(sweep_path / "trace", sweep_path / "before")
-    calls = jobs.run(sweep_path / "trace", [40])  # saves, and removes step 10
+    calls = jobs.run(str(sweep_path / "trace"), [40])  # saves, and removes step 10
     assert calls is not None
     assert {"create", "link", "rename", "sync", "unlink", "list"} <= set(calls)
-    loads = jobs.run(sweep_path / "trace", [])
+    loads = jobs.run(str(sweep_path / "trace"), [])
     assert loads is not None
     print(f"killed at {len(calls)} calls of a save and {len(loads)} of a load")
     for number in some(range(1, len(calls) + 1), every):
         path = sweep_path / str(number)
         shutil.copytree(sweep_path / "before", path)
-        if jobs.run(path, [40], number) is not None:  # the two ranks made fewer calls than those that were counted
+        if (
+            jobs.run(str(path), [40], kill_at=number) is not None
+        ):  # the two ranks made fewer calls than those that were counted
             assert number > len(calls) - 10, number
         assert run_ranks(load_rows, 3, args=(str(path),)) in ([30] * 3, [40] * 3), number
         resumed = run_ranks(load_rows, 1, args=(str(path),))[0]
@@ -711,18 +664,20 @@ def test_a_job_killed_at_any_call_goes_on_from_the_newest_whole_save(every: int,
         assert steps == [resumed - 10, resumed, resumed + 10], number
         assert entries(path) == [f"step-{step:09d}" for step in steps], number
     for number in some(range(1, len(loads) + 1), every):
-        jobs.run(sweep_path / "trace", [], number)
+        jobs.run(str(sweep_path / "trace"), [], kill_at=number)
         assert run_ranks(load_rows, 2, args=(str(sweep_path / "trace"),)) == [40, 40], number
 
 
 @pytest.mark.parametrize("every", [15, slow(1)], ids=["some", "all"])
 @pytest.mark.timeout(900)
-def test_a_job_killed_at_any_call_of_its_first_save_begins_again(every: int, jobs: Jobs, sweep_path: Path) -> None:
-    calls = jobs.run(sweep_path / "trace", [10])
+def test_a_job_killed_at_any_call_of_its_first_save_begins_again(
+    every: int, jobs: ForkedJobs, sweep_path: Path
+) -> None:
+    calls = jobs.run(str(sweep_path / "trace"), [10])
     assert calls is not None
     for number in some(range(1, len(calls) + 1), every):
         path = sweep_path / str(number)
-        if jobs.run(path, [10], number) is not None:  # as above
+        if jobs.run(str(path), [10], kill_at=number) is not None:  # as above
             assert number > len(calls) - 10, number
         found = run_ranks(load_rows, 2, args=(str(path),))
         assert found in ([None, None], [10, 10]), number

@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_jobs import ForkedJobs
 from starting import LAUNCHED_AS, start
 from sweeps import EVERY, slow, some
 
@@ -377,89 +377,47 @@ os._exit(0)
 
 # Kills
 
-JOB = """
-import json, os, signal, sys, threading
-sys.path.insert(0, {here!r})
-from test_memory_copy import save
+JOBS = """
 from statexchange.testing import run_ranks
+from test_memory_copy import save
 
-def job(path, ranks, step, kill_at):
-    calls, lock = [], threading.Lock()
-
-    def hook(event, args):
-        if event == "statexchange.storage" and not (args[1].startswith("/dev/shm/") and "saves-" not in args[1]):
-            with lock:
-                calls.append(args[0])
-                if len(calls) == kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
+def job(path, ranks, step):
     run_ranks(save, ranks, args=(path, step), timeout_s=60)
-    return calls
 
-for line in sys.stdin:  # each job is a process of its own, which starts sooner as a fork of this one
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.write(writer, str(len(job(*json.loads(line)))).encode())
-            os._exit(0)
-        finally:
-            sys.excepthook(*sys.exc_info())
-            os._exit(1)
-    os.close(writer)
-    with open(reader) as pipe:
-        printed = pipe.read()
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), printed]), flush=True)
+serve(job, lambda path: not path.startswith("/dev/shm/") or "saves-" in path)
 """
 
 
 @pytest.fixture(scope="module")
-def jobs() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", JOB.format(here=str(Path(__file__).parent))]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
-def job(jobs: subprocess.Popen[str], *task: Any) -> int | None:
-    """The number of a job's calls; None if it was killed."""
-    assert jobs.stdin is not None
-    assert jobs.stdout is not None
-    print(json.dumps(task), file=jobs.stdin, flush=True)
-    code, printed = json.loads(jobs.stdout.readline())
-    if code == -signal.SIGKILL:
-        return None
-    assert code == 0
-    return int(printed)
+def jobs() -> Iterator[ForkedJobs]:
+    with ForkedJobs(JOBS) as started:
+        yield started
 
 
 @pytest.mark.parametrize("every", [21, slow(5), pytest.param(1, marks=pytest.mark.long)], ids=["some", "more", "all"])
 @pytest.mark.timeout(3600)
 def test_a_job_that_is_killed_at_any_call_goes_on_from_its_newest_save(
-    every: int, jobs: subprocess.Popen[str], tmp_path: Path
+    every: int, jobs: ForkedJobs, tmp_path: Path
 ) -> None:
     number = 0
     where = set()
     try:
         trace = tmp_path / "trace"
-        job(jobs, str(trace), 2, 1, 0)
-        calls = job(jobs, str(trace), 2, 2, 0)
+        jobs.run(str(trace), 2, 1)
+        calls = jobs.run(str(trace), 2, 2)
         assert calls is not None
-        print(f"{calls} calls")
-        for number in some(range(1, calls + 1), every):
+        print(f"{len(calls)} calls")
+        for number in some(range(1, len(calls) + 1), every):
             path = tmp_path / str(number)
-            job(jobs, str(path), 2, 1, 0)
-            if job(jobs, str(path), 2, 2, number) is not None:
+            jobs.run(str(path), 2, 1)
+            if jobs.run(str(path), 2, 2, kill_at=number) is not None:
                 continue  # the calls of two threads vary
             newest = max(int(found.name[5:]) for found in path.glob("step-*"))
             found = run_ranks(load, 3, args=(str(path),))
             assert [one[0] for one in found] == [newest] * 3, number
             assert all(one[2] for one in found), number
             where.add((newest, found[0][1]))
-            job(jobs, str(path), 2, 3, 0)  # no clean-up by hand
+            jobs.run(str(path), 2, 3)  # no clean-up by hand
             assert alone(path) == [3, "memory", True], number
             (copy,) = copies_of(path)
             assert sorted(entry.name for entry in copy.iterdir()) == ["step-000000003", "target.json"], number

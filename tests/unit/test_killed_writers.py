@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked_jobs import ForkedJobs
 from programs import require
 
 import statexchange as sx
@@ -19,7 +17,6 @@ from statexchange.report.verify import verify
 from statexchange.storage.workspace import Manifest, Workspace
 
 WRITER = """
-import json, os, signal, sys
 import numpy as np
 import statexchange as sx
 import statexchange.exchange.save, statexchange.exchange.nfs_workspace, statexchange.storage.directory_build
@@ -38,17 +35,8 @@ def commit(path, state, value):
     receipt = workspace.write(held, run="r", round=number, rank=0, world_size=1, config=config, pending=True)
     workspace.commit([receipt], keep=2)
 
-def write(trip, path, value, kill_at):
+def write(trip, path, value):
     state = {f"t{i}": np.full((6, 4), value, np.float32) for i in range(3)}
-    calls = []
-
-    def hook(event, args):
-        if event == "statexchange.storage":
-            calls.append(args[0])
-            if len(calls) == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
     if trip == "save":
         sx.save_checkpoint({"model": state, "step": int(value)}, path, overwrite=True)
     elif trip == "commit":
@@ -56,23 +44,8 @@ def write(trip, path, value, kill_at):
     else:
         workspace = sx.NFSWorkspace(path, run="r")
         workspace.write_configs_and_weights({"k": value}, state)
-    return calls
 
-for line in sys.stdin:  # each writer is a process of its own, which starts sooner as a fork of this one
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            calls = write(*json.loads(line))
-            os.write(writer, json.dumps(calls).encode())
-            os._exit(0)
-        finally:
-            sys.excepthook(*sys.exc_info())
-            os._exit(1)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        printed = pipe.read().decode()
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), printed]), flush=True)
+serve(write)
 """
 NO_EXCHANGE = ["-e", "trace=renameat2", "-e", "inject=renameat2:error=EINVAL"]
 WITHOUT_EXCHANGE = ["strace", "-f", "--seccomp-bpf", "-qq", "-o", "/dev/null", *NO_EXCHANGE]
@@ -87,36 +60,21 @@ def start() -> Iterator[Callable[[bool], Writers]]:
         if not exchange:
             require("strace")
         if exchange not in started:
-            command = [*([] if exchange else WITHOUT_EXCHANGE), sys.executable, "-c", WRITER]
-            started[exchange] = Writers(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            )
+            started[exchange] = Writers(WRITER, [] if exchange else WITHOUT_EXCHANGE)
         return started[exchange]
 
-    yield get
-    for writers in started.values():
-        writers.close()
+    with contextlib.ExitStack() as running:
+        yield get
+        for writers in started.values():
+            running.enter_context(writers)
 
 
-class Writers:
+class Writers(ForkedJobs):
     """Starts writers, one after another."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
 
     def write(self, trip: str, path: Path, value: float, kill_at: int = 0) -> list[str] | None:
         """Run a writer; return its calls, or None if it was killed."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps([trip, str(path), value, kill_at]), file=self._process.stdin, flush=True)
-        code, printed = json.loads(self._process.stdout.readline())
-        if code == -signal.SIGKILL:
-            return None
-        assert code == 0
-        return list(json.loads(printed))
-
-    def close(self) -> None:
-        self._process.communicate()
+        return self.run(trip, str(path), value, kill_at=kill_at)
 
 
 def value_of(trip: str, path: Path) -> float:

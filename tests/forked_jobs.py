@@ -1,0 +1,88 @@
+"""Jobs of tests that are killed at one of their storage calls: each is a fork of a process that has imported all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from typing_extensions import Self
+
+
+def serve(work: Callable[..., object], counts: Callable[[str], bool] = lambda path: True) -> None:
+    """Run `work` in a forked process for each line of stdin, and print its exit code and its storage calls.
+
+    A line has the number of the call at which to kill the process (0 for none), then the arguments. Only calls whose
+    path `counts` are numbered.
+    """
+    for line in sys.stdin:
+        kill_at, *task = json.loads(line)
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                calls = _watched(work, task, kill_at, counts)
+                os.write(writer, json.dumps(calls).encode())
+                os._exit(0)
+            finally:
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            printed = pipe.read().decode()
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), printed]), flush=True)
+
+
+def _watched(
+    work: Callable[..., object], task: Sequence[Any], kill_at: int, counts: Callable[[str], bool]
+) -> list[str]:
+    calls: list[str] = []
+    lock = threading.Lock()  # ranks may be threads
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "statexchange.storage" and counts(args[1]):
+            with lock:
+                calls.append(args[0])
+                if len(calls) == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    work(*task)
+    return calls
+
+
+class ForkedJobs:
+    """Starts jobs, one after another. A context manager.
+
+    Args:
+        program: the code that imports what jobs need and ends with a call of `serve`.
+        wrapper: words before the command.
+    """
+
+    def __init__(self, program: str, wrapper: Sequence[str] = ()) -> None:
+        command = [*wrapper, sys.executable, "-c", f"from forked_jobs import serve\n{program}"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+
+    def run(self, *task: Any, kill_at: int = 0) -> list[str] | None:
+        """Run a job and return its storage calls; None if it was killed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([kill_at, *task]), file=self._process.stdin, flush=True)
+        code, printed = json.loads(self._process.stdout.readline())
+        if code == -signal.SIGKILL:
+            return None
+        assert code == 0
+        return list(json.loads(printed))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.communicate()
