@@ -33,7 +33,7 @@ _ATTEMPTS, _INTERVAL_S = 6, 0.1  # to remove a save that another process is work
 
 @dataclass(frozen=True, slots=True)
 class PruneRow:
-    """What has become of one save, or of what a process left of one.
+    """The outcome for one save, or for the leftovers of one.
 
     Attributes:
         step: the training step.

@@ -1,4 +1,4 @@
-"""What all commands share: the decorator that adds the format options, and the check of the rank."""
+"""The parts that all commands share: the decorator that adds the format options, and the check of the rank."""
 
 from __future__ import annotations
 

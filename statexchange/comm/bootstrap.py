@@ -115,7 +115,7 @@ def form_communicator(
 
 
 class _RankInfo(NamedTuple):
-    """What each rank sends to all before they have failure detection."""
+    """The record that each rank sends to all before they have failure detection."""
 
     host_identity: str
     host: str

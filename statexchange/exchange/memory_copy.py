@@ -74,7 +74,7 @@ __all__ = ["COPY_ERRORS", "MemoryCopies", "MemoryCopy"]
 _log = logging.getLogger(__name__)
 
 COPY_ERRORS = (CorruptError, IncompleteError, NotFoundError, StorageError, UnsafeError)
-"""What a load from a copy may raise because of the copy."""
+"""Errors of a load that are caused by the copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +365,7 @@ class MemoryCopies:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What root sends before a copy: the identity of the directory of saves, and the save's manifest."""
+    """The record that root sends before a copy: the identity of the directory of saves, and the save's manifest."""
 
     identity: str
     manifest: SaveManifest
@@ -385,7 +385,7 @@ def _manifest_of(raw: Any) -> SaveManifest:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a rank sends after a part of a copy: why it has failed, or "", and what the others need."""
+    """The record that a rank sends after a part of a copy: its failure, or "", and what the others need."""
 
     problem: str = ""
     building: str = ""
@@ -405,7 +405,7 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class _Disk:
-    """What root finds on disk before a load.
+    """The saves that root finds on disk before a load.
 
     Attributes:
         identity: the identity of the directory of saves.

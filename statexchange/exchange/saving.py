@@ -145,7 +145,7 @@ def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What a rank sends at the start of a save: its target's name, root also its build."""
+    """The record that a rank sends at the start of a save: its target's name, root also its build."""
 
     name: str
     save: str
