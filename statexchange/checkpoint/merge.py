@@ -18,7 +18,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
@@ -37,7 +37,7 @@ from statexchange.errors import (
 )
 from statexchange.formats import rank_files
 from statexchange.formats.registry import open_source, open_with, read_opened
-from statexchange.formats.source import ShardFile, Source, SourceTensor
+from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor
 from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ExportOptions, Rename, Replicas
 from statexchange.sharding.plan import FilePlan, Piece, Plan, RankShards, TensorPlan, plan_merge
@@ -115,6 +115,7 @@ def merge_checkpoint(
     source: str | os.PathLike[str],
     path: str | os.PathLike[str],
     *,
+    section: SectionName | Literal["all"] | None = None,
     layout: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
@@ -151,6 +152,9 @@ def merge_checkpoint(
     Args:
         source: the checkpoint to merge, of any format that `open_checkpoint` reads; a path or an fsspec URL.
         path: the directory to publish; a path or an fsspec URL.
+        section: what to merge of a job's state: "model", "optimizer" or another of `info`'s sections, or "all". By
+            default the model, if it is known which tensors are the model's, else all. The section's prefix, such as
+            ``model.``, is removed from the names before all other options apply.
         layout: sharding of plain tensors, as a mapping or the path of a JSON file (`statexchange.sharding.rules`). Each
             safetensors file of the source directory is then one rank's. Patterns match the names in the source.
         include: shell patterns of names to merge; by default all. If the layout renames tensors, the new names count.
@@ -205,7 +209,7 @@ def merge_checkpoint(
     )
 
     def merge_once() -> MergeReport:
-        checkpoint, reductions = _open(source, options)
+        checkpoint, reductions = _open(source, section, options)
         with checkpoint:
             return merge_opened(checkpoint, reductions)
 
@@ -219,7 +223,7 @@ def merge_checkpoint(
         extra = extra_files(files_from, plan)
         metadata, metadata_notes = kept_metadata(checkpoint)
         sources = [tensor.source for file in plan.files for tensor in file.tensors]
-        notes += (*notes_about(checkpoint, sources, options), *metadata_notes)
+        notes = (*checkpoint.notes, *notes, *notes_about(checkpoint, sources, options), *metadata_notes)
         target = target_path(path)
         reused: tuple[str, ...] = ()
         _check_apart(checkpoint, target)
@@ -286,11 +290,14 @@ def _read_layout(layout: Mapping[str, Any] | str | os.PathLike[str] | None) -> M
         return Layout.parse(parse_json(opened.store.read_small(opened.file), opened.path))
 
 
-def _open(source: str | os.PathLike[str], options: ExportOptions) -> tuple[Source, Mapping[str, str]]:
-    """Return the source, sharded by the layout if there is one, and the reductions by tensor name."""
+def _open(
+    path: str | os.PathLike[str], section: str | None, options: ExportOptions
+) -> tuple[Source, Mapping[str, str]]:
+    """Return a section of the source, sharded by the layout if there is one, and the reductions by tensor name."""
     if options.layout is None:
-        return open_source(source), {}
-    return rank_files.apply_layout(open_with(source, _read_plain, strict=True), options.new_layout())
+        return open_source(path, section=section), {}
+    source = open_with(path, _read_plain, strict=True, section=section)
+    return rank_files.apply_layout(source, options.new_layout())
 
 
 def _read_plain(opened: OpenedPath, *, strict: bool) -> Source:

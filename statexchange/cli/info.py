@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from statexchange.report.saves import SavesReport
-    from statexchange.report.summary import Summary
+    from statexchange.report.summary import SectionSummary, Summary
 
 
 @commands.command
@@ -39,7 +39,9 @@ def command(output: Output, path: str) -> int:
         output.warning(f"tensors that cannot be read: {abbreviated_list(summary.unsupported)}")
     output.fields(_fields(summary))
     worst = most_severe(summary.problems)
-    return output.finish(code_of(worst) if worst else "OK", fields_of(summary), error=worst)
+    record = fields_of(summary)
+    record["sections"] = {name: fields_of(section) for name, section in summary.sections.items()}
+    return output.finish(code_of(worst) if worst else "OK", record, error=worst)
 
 
 def _fields(summary: Summary) -> list[tuple[str, str]]:
@@ -62,6 +64,8 @@ def _fields(summary: Summary) -> list[tuple[str, str]]:
         fields.append(("ranks", f"{len(summary.ranks)} of {summary.world_size}{ranks}"))
     elif summary.ranks:
         fields.append(("ranks", f"{len(summary.ranks)}: {format_ranks(summary.ranks)}"))
+    if summary.sections:
+        fields.append(("sections", ", ".join(map(_section_text, summary.sections.items()))))
     if summary.aliases:
         fields.append(("aliases", ", ".join(f"{alias} -> {kept}" for alias, kept in summary.aliases.items())))
     if summary.others:
@@ -70,6 +74,11 @@ def _fields(summary: Summary) -> list[tuple[str, str]]:
     if summary.num_unreadable:
         fields.append(("unreadable", f"{summary.num_unreadable:,} tensors are listed but cannot be read"))
     return fields
+
+
+def _section_text(section: tuple[str, SectionSummary]) -> str:
+    name, summary = section
+    return f"{name} {summary.num_tensors:,} ({format_bytes(summary.nbytes)})"
 
 
 def _fields_of_save(summary: Summary) -> list[tuple[str, str]]:

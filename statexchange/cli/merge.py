@@ -10,6 +10,7 @@ import click
 from statexchange.cli import commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.progress import Progress
+from statexchange.formats.sections import ALL, SECTIONS
 from statexchange.report.pictures import shape_text
 from statexchange.sharding.options import CAST_DTYPES, REPLICAS, ExportOptions
 from statexchange.units import format_bytes, format_ranks, format_seconds
@@ -33,6 +34,11 @@ def _parse_renames(
 @commands.command
 @click.argument("source")
 @click.argument("path")
+@click.option(
+    "--section",
+    type=click.Choice([*SECTIONS, ALL]),
+    help="Merge this part of a job's state, as info shows them; by default the model.",
+)
 @click.option(
     "--layout",
     metavar="FILE.json",

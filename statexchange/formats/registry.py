@@ -17,6 +17,7 @@ from statexchange.errors import (
     StateExchangeError,
     UnsupportedError,
 )
+from statexchange.formats.sections import ALL, check_section, select_section
 from statexchange.formats.source import OpenCheckpoint, Source
 from statexchange.storage.opened_path import OpenedPath, open_path, read_with_retry
 from statexchange.storage.steps import is_saves_directory, list_steps, step_name, step_of, steps_text
@@ -58,7 +59,7 @@ _BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
 _UNKNOWN = "neither a save, a workspace nor a checkpoint (safetensors, torch DCP, or torch.save's .pt files)"
 
 
-def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
+def open_source(path: str | os.PathLike[str], *, strict: bool = True, section: str | None = ALL) -> Source:
     """Open a checkpoint of any format.
 
     Not collective. Reads headers only. A checkpoint that is replaced meanwhile is opened again.
@@ -67,6 +68,8 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
         path: a save, a workspace (or one run or round of it), a Hugging Face directory or file, a torch DCP directory,
             a file of torch.save or a directory of such files.
         strict: raise the first missing or broken part; otherwise all become the source's `problems`.
+        section: the section to open, without its prefix: its name, "all", or None for the model, if it is known which
+            tensors are the model's (formats/sections.py). Problems of other sections do not count.
 
     Returns:
         The source, which holds its files open until it is closed.
@@ -74,21 +77,25 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
     Raises:
         NotFoundError: there is no checkpoint of a known format at the path.
         IncompleteError, CorruptError: with `strict`, something is missing or broken.
+        InvalidArgumentError: the checkpoint does not have the section.
     """
-    return open_with(path, read_opened, strict=strict)
+    return open_with(path, read_opened, strict=strict, section=section)
 
 
-def open_with(path: str | os.PathLike[str], read: Callable[..., Source], *, strict: bool) -> Source:
-    """Open a path and read its source with `read`; retry if the path was replaced meanwhile."""
+def open_with(
+    path: str | os.PathLike[str], read: Callable[..., Source], *, strict: bool, section: str | None = ALL
+) -> Source:
+    """Open a path and read a section of its source with `read`; retry if the path was replaced meanwhile."""
     path = resolve_path(path, "a source")
+    check_section(section)
 
     def read_once(opened: OpenedPath) -> Source:
-        source = read(opened, strict=strict)
-        try:
-            _check_not_repeated(source)
-        except UnsupportedError:
-            source.close()
-            raise
+        source = read(opened, strict=strict and section == ALL)
+        if section != ALL:
+            source = select_section(source, section)
+            if source.problems and strict:
+                raise source.problems[0]
+        _check_not_repeated(source)
         if source.problems and not opened.is_current():
             raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
         return source

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = [
     "FormatName",
     "OpenCheckpoint",
+    "Section",
+    "SectionName",
     "ShardFile",
     "Source",
     "SourceTensor",
@@ -42,6 +44,7 @@ __all__ = [
 
 _MAX_LISTED, _MAX_NAME = 8, 100
 FormatName = Literal["save", "workspace", "huggingface", "dcp", "torch", "rank files"]
+SectionName = Literal["model", "master", "ema", "optimizer", "scheduler", "rng", "other"]
 _KINDS_WITH_RANKS = ("save", "workspace", "dcp", "rank files")
 
 
@@ -115,6 +118,21 @@ def merged_metadata(files: Sequence[Mapping[str, str]]) -> tuple[dict[str, str],
 
 
 @dataclass(frozen=True, slots=True)
+class Section:
+    """One section of a checkpoint, such as the model (formats/sections.py).
+
+    Attributes:
+        name: what it is.
+        prefix: the beginning of all its names, which is removed when the section is selected; "" for none.
+        names: the names of its tensors and of its other entries, with the prefix.
+    """
+
+    name: SectionName
+    prefix: str
+    names: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class ShardFile:
     """One file of a checkpoint, with its tensors and its rank, or its number if it has no rank."""
 
@@ -156,6 +174,8 @@ class Source:
         unreadable: tensors that are affected by `problems` or are unsupported.
         metadata: text metadata on which all files agree.
         differing: metadata keys on which files differ.
+        sections: its sections, if the format knows them (formats/sections.py).
+        notes: what a user should know about how it was read.
     """
 
     kind: FormatName
@@ -175,6 +195,8 @@ class Source:
     unreadable: tuple[UnreadableTensor, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
+    sections: tuple[Section, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def unsupported(self) -> dict[str, UnsupportedError]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from statexchange.errors import without_secrets
 from statexchange.formats.registry import open_source
+from statexchange.formats.sections import sections_of
 from statexchange.formats.source import ShardFile, Source
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.tensors import ITEMSIZE
@@ -16,7 +17,15 @@ from statexchange.tensors import ITEMSIZE
 if TYPE_CHECKING:
     from statexchange.errors import StateExchangeError
 
-__all__ = ["Summary", "TensorRow", "summarize", "tensor_rows"]
+__all__ = ["SectionSummary", "Summary", "TensorRow", "summarize", "tensor_rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class SectionSummary:
+    """Number and bytes of the tensors of one section."""
+
+    num_tensors: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,7 @@ class Summary:
         metrics: numbers that a job gave with a save.
         world_size: number of ranks, where the format has it.
         ranks: ranks that have files.
+        sections: tensors and their bytes by the section of a job's state: "model", "optimizer" ...; empty if not known.
         aliases: names of tied tensors, with the names under which they are kept.
         num_unreadable: number of tensors that are listed but cannot be read.
         proven: whether digests of all bytes are known.
@@ -62,6 +72,7 @@ class Summary:
     metrics: dict[str, float]
     world_size: int | None
     ranks: tuple[int, ...]
+    sections: dict[str, SectionSummary]
     aliases: dict[str, str]
     num_unreadable: int
     proven: bool
@@ -138,6 +149,7 @@ def _summary(path: str, source: Source) -> Summary:
         metrics=dict(source.metrics),
         world_size=source.world_size,
         ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if source.has_ranks else (),
+        sections=_sections(source, rows),
         aliases=_aliases(source),
         num_unreadable=sum(not row.holders for row in rows),
         proven=_proven(source),
@@ -152,6 +164,14 @@ def _proven(source: Source) -> bool:
     if source.problems or not source.files:
         return False
     return all(byte_range.is_proven for _, tensor in source.shards() for byte_range in tensor.byte_ranges)
+
+
+def _sections(source: Source, rows: list[TensorRow]) -> dict[str, SectionSummary]:
+    sections = {}
+    for section in sections_of(source):
+        nbytes = [row.nbytes for row in rows if row.name in section.names]
+        sections[section.name] = SectionSummary(len(nbytes), sum(nbytes))
+    return sections
 
 
 def _aliases(source: Source) -> dict[str, str]:

@@ -158,7 +158,7 @@ def test_nested_names_have_dots_and_other_values_are_listed(tmp_path: Path) -> N
     }
     torch.save(state, tmp_path / "state.pt")
     source = open_source(tmp_path / "state.pt")
-    found = merged(tmp_path / "state.pt")
+    found = merged(tmp_path / "state.pt", section="all")
     assert found["list.1.x"].tolist() == [0]
     assert found["optimizer.state.0.exp_avg"].equal(optimizer.state_dict()["state"][0]["exp_avg"])
     assert found["model.0.weight"].equal(model[0].weight)
@@ -182,7 +182,7 @@ def test_the_command_line_works_on_it(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "1: step (int 7)" in outputs["info"]
     assert "[3,2]" in outputs["ls"]
     assert "x.pt" in outputs["ls"]
-    assert load_file(tmp_path / "out/model.safetensors")["model.w"].tolist() == [[1, 1]] * 3
+    assert load_file(tmp_path / "out/model.safetensors")["w"].tolist() == [[1, 1]] * 3
 
 
 def test_a_tensor_alone(tmp_path: Path) -> None:
@@ -619,7 +619,7 @@ def test_objects_of_unknown_classes_are_named_and_tensors_are_read(
         "opaque argparse.Namespace", "dict of 2", f"list of 2 (opaque datetime.timedelta, {here}.Arguments)"
     ]  # fmt: skip
     assert source.others["activation"] == "opaque torch.nn.functional.relu"
-    report = merge_checkpoint(tmp_path / "x.pt", tmp_path / "out")
+    report = merge_checkpoint(tmp_path / "x.pt", tmp_path / "out", section="all")
     assert_same(load_file(tmp_path / "out/model.safetensors"), {"w": state["w"], "rng.cpu": state["rng"]["cpu"]})
     (note,) = report.notes
     assert note.startswith("9 entries are not tensors, not written: rng.python.0 (int 3), ")

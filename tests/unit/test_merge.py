@@ -440,7 +440,7 @@ def test_an_index_may_list_a_tensor_of_an_unknown_dtype(tmp_path: Path) -> None:
         assert (source.problems, list(source.unsupported)) == ((), ["odd"])
 
 
-def test_optimizer_state_among_the_weights_is_reported(tmp_path: Path) -> None:
+def test_optimizer_state_beside_the_weights_is_left_out(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -449,12 +449,16 @@ def test_optimizer_state_among_the_weights_is_reported(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "src/pytorch_model.bin")
     torch.save(optimizer.state_dict(), tmp_path / "src/optimizer.pt")
     report = merge_checkpoint(tmp_path / "src", tmp_path / "out")
+    assert report.notes == ("only the section 'model' is read, not 'optimizer' (all: section=\"all\", --section all)",)
+    assert load_file(tmp_path / "out/model.safetensors").keys() == model.state_dict().keys()
+    report = merge_checkpoint(tmp_path / "src", tmp_path / "all", section="all")
     assert '6 of 8 tensors look like optimizer state: to leave them out, exclude=["state.*"]' in report.notes[-1]
     assert '(--exclude "state.*")' in report.notes[-1]
-    report = merge_checkpoint(tmp_path / "src", tmp_path / "weights", exclude="state.*")
+    report = merge_checkpoint(tmp_path / "src", tmp_path / "weights", section="all", exclude="state.*")
     assert load_file(tmp_path / "weights/model.safetensors").keys() == model.state_dict().keys()
     assert not any("optimizer" in note for note in report.notes)
-    report = merge_checkpoint(tmp_path / "src/optimizer.pt", tmp_path / "moments")  # only optimizer state was included
+    report = merge_checkpoint(tmp_path / "src/optimizer.pt", tmp_path / "moments", section="optimizer")
+    assert report.num_tensors == 6
     assert not any("look like" in note for note in report.notes)
 
 

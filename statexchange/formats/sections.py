@@ -1,0 +1,232 @@
+"""The sections of a checkpoint: which of its tensors are the model's, and which are the optimizer's or anything else's.
+
+A training job saves its whole state, often as one mapping, ``{"model": ..., "optimizer": ..., "step": 7}``, of which
+most readers want the model alone. Some formats know their sections and list them in `Source.sections`. Otherwise they
+follow from the first keys of the names, such as ``optimizer`` in ``optimizer.state.0.exp_avg``:
+
+* A checkpoint has sections only if it is certain to be a job's state: it has an optimizer's state, or plain values
+  under keys such as ``step``. A model may well have a module called ``scaler``, and none of its tensors may get lost.
+* Keys that libraries use for states other than the model's then name these sections.
+* A key such as ``model`` or ``state_dict`` names the model, and is removed from the names when the section is selected,
+  if all tensors that are in no other section have it.
+* Otherwise the tensors that are in no other section are the model, and keep their names: some jobs save the model
+  without a key beside ``{"optimizer": ...}``, and the names of a model may begin with "model." themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TypeVar, get_args
+
+from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt
+from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
+from statexchange.storage.json_text import parse_json
+
+__all__ = ["ALL", "SECTIONS", "check_section", "sections_of", "select_section"]
+
+T = TypeVar("T")
+SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
+ALL = "all"
+
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "app.model")
+_KEYS: dict[str, SectionName] = {
+    **dict.fromkeys(("ema", "ema_model", "model_ema", "ema_state_dict"), "ema"),
+    **dict.fromkeys(
+        (
+            *("opt", "optim", "optimizer", "optimizers", "optim_state", "optimizer_state", "optimizer_states"),
+            *("optim_state_dict", "optimizer_state_dict", "app.optimizer"),
+        ),
+        "optimizer",
+    ),
+    **dict.fromkeys(
+        (
+            *("scheduler", "schedulers", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict"),
+            *("scheduler_state_dict", "opt_param_scheduler"),
+        ),
+        "scheduler",
+    ),
+    **dict.fromkeys(("rng", "rng_state", "rng_states", "random", "random_state", "random_states"), "rng"),
+    **dict.fromkeys(
+        (
+            *("args", "callbacks", "config", "dataloader", "epoch", "extra_state", "global_step", "grad_scaler"),
+            *("hparams", "hyper_parameters", "iteration", "loops", "pytorch-lightning_version", "scaler", "step"),
+            *("train_state", "trainer_state", "version"),
+        ),
+        "other",
+    ),
+}
+_NUMBER = re.compile(r"_?[0-9]+$")  # of one among several optimizers
+_OPTIMIZER_STATE = re.compile(r"state\.[0-9]+\.[^.]+$|param_groups\b")  # an entry of an optimizer's own state dict
+_HAS_STATE = re.compile(r"(^|\.)(state|param_groups)\.")
+_NESTED = ("save", "dcp", "torch", "workspace")  # formats whose tensors may be a whole job's state
+
+
+def sections_of(source: Source) -> tuple[Section, ...]:
+    """Return the sections of a source, in the order of `SECTIONS`; none if it is not known what its tensors are."""
+    if source.sections:
+        return source.sections
+    if source.kind not in _NESTED:
+        return ()
+    tensors = {tensor.shard.name for _, tensor in source.shards()}
+    tensors.update(unreadable.name for unreadable in source.unreadable)
+    return _by_keys(tensors, set(source.others) | _values_of_save(source, tensors))
+
+
+def _values_of_save(source: Source, tensors: set[str]) -> set[str]:
+    """Return the first keys of a saved state under which there are plain values alone."""
+    if source.kind != "save" or not source.configs:
+        return set()
+    state = parse_json(next(iter(source.configs.values())), source.path)
+    keys = {_first_key(name) for name in tensors}
+    return {key for key in state if _first_key(key) not in keys} if isinstance(state, dict) else set()
+
+
+def _by_keys(tensors: set[str], others: set[str]) -> tuple[Section, ...]:
+    """Return the sections that the first keys of the names show."""
+    found: dict[SectionName, set[str]] = {}
+    models: dict[str, set[str]] = {}  # by the key that names a model
+    unkeyed = set()
+    for name in tensors | others:
+        key = _first_key(name)
+        section = _KEYS.get(_NUMBER.sub("", key))
+        if section is not None:
+            found.setdefault(section, set()).add(name)
+        elif _OPTIMIZER_STATE.match(name):
+            found.setdefault("optimizer", set()).add(name)
+        elif key in _MODEL_KEYS and name != key:
+            models.setdefault(key, set()).add(name)
+        else:
+            unkeyed.add(name)
+    if not _is_job_state(found, others):
+        return ()
+    if len(models) == 1 and unkeyed.isdisjoint(tensors):
+        found["model"] = set().union(*models.values())
+        found["other"] = found.get("other", set()) | unkeyed
+    else:
+        found["model"] = unkeyed.union(*models.values())
+    sections = []
+    for section in SECTIONS:
+        if found.get(section):
+            prefix = "" if section == "model" and unkeyed & found["model"] else _common_key(found[section])
+            sections.append(Section(section, prefix, frozenset(found[section])))
+    return tuple(sections)
+
+
+def _common_key(names: set[str]) -> str:
+    """Return the first key of all names with its dot; "" if they have several, or one name is the key itself."""
+    keys = {_first_key(name) for name in names}
+    return "" if len(keys) > 1 or keys <= names else f"{keys.pop()}."
+
+
+def _is_job_state(found: Mapping[SectionName, set[str]], others: set[str]) -> bool:
+    """Whether a checkpoint has the state of an optimizer, or plain values under keys of a job's state."""
+    if any(map(_HAS_STATE.search, found.get("optimizer", ()))):
+        return True
+    return any(not names.isdisjoint(others) for names in found.values())
+
+
+def _first_key(name: str) -> str:
+    """Return the first key of a name; the first two if the first is DCP's "app", which says nothing."""
+    first, _, others = name.partition(".")
+    return f"app.{others.partition('.')[0]}" if first == "app" else first
+
+
+def check_section(section: object) -> None:
+    """Raise InvalidArgumentError unless this is the name of a section, "all", or None."""
+    if section is not None and section != ALL and section not in SECTIONS:
+        names = ", ".join(map(repr, SECTIONS))
+        raise InvalidArgumentError(f"section must be {names} or 'all', not {excerpt(section)}")
+
+
+def select_section(source: Source, section: str | None) -> Source:
+    """Return the source with the tensors of one section alone, without the section's prefix.
+
+    A problem stays if it may affect the section.
+
+    Args:
+        source: the source, opened without `strict`.
+        section: the name of the section; "all" for the source as it is; None for the model if the source has sections,
+            else for the source as it is.
+
+    Raises:
+        InvalidArgumentError: the source does not have the section.
+    """
+    sections = sections_of(source) if section != ALL else ()
+    if not sections and section in (None, ALL):
+        return source
+    by_name = {known.name: known for known in sections}
+    wanted = by_name.get(section or "model")  # type: ignore[call-overload]
+    if wanted is None:
+        raise InvalidArgumentError(_not_there(section or "model", by_name), path=source.path)
+    left_out = [known for known in sections if known != wanted]
+    if section is None and not left_out and not wanted.prefix:
+        return source
+    selected = _of_section(source, wanted)
+    return replace(selected, sections=(), notes=(*source.notes, _note(wanted, left_out)))
+
+
+def _note(section: Section, left_out: list[Section]) -> str:
+    text = f"only the section {section.name!r} is read"
+    if left_out:
+        text += f", not {', '.join(repr(known.name) for known in left_out)}"
+    if section.prefix:
+        text += f"; its prefix {section.prefix!r} is removed"
+    return f'{text} (all: section="all", --section all)'
+
+
+def _not_there(section: str, sections: Mapping[SectionName, Section]) -> str:
+    if not sections:
+        return f"there is no section {section!r}: the names do not show sections here (--section all takes everything)"
+    return f"there is no section {section!r}, only {', '.join(map(repr, sections))}: choose with section (--section)"
+
+
+def _of_section(source: Source, section: Section) -> Source:
+    files = tuple(_file_of_section(shard_file, section) for shard_file in source.files)
+    paths = {unreadable.path for unreadable in source.unreadable}
+    unreadable = tuple(
+        _renamed_unreadable(tensor, section) for tensor in source.unreadable if tensor.name in section.names
+    )
+    affected = {tensor.path for tensor in unreadable}
+
+    def affects(problem: StateExchangeError) -> bool:
+        name, path = problem.name, problem.path
+        if path in paths:
+            return path in affected
+        return name is None or name in section.names
+
+    return replace(
+        source,
+        files=tuple(shard_file for shard_file in files if shard_file.tensors) or files[:1],
+        others=_renamed_keys(source.others, section),
+        texts=_renamed_keys(source.texts, section),
+        problems=tuple(filter(affects, source.problems)),
+        unreadable=unreadable,
+    )
+
+
+def _file_of_section(shard_file: ShardFile, section: Section) -> ShardFile:
+    tensors: dict[str, SourceTensor] = {}
+    for name, tensor in shard_file.tensors.items():
+        if name in section.names:
+            new_name = name.removeprefix(section.prefix)
+            tensors[new_name] = replace(tensor, shard=replace(tensor.shard, name=new_name))
+    aliases = {}
+    for alias, name in shard_file.aliases.items():
+        if alias in section.names and name in section.names:
+            aliases[alias.removeprefix(section.prefix)] = name.removeprefix(section.prefix)
+    return replace(shard_file, tensors=tensors, aliases=aliases)
+
+
+def _renamed_unreadable(tensor: UnreadableTensor, section: Section) -> UnreadableTensor:
+    return replace(tensor, name=tensor.name.removeprefix(section.prefix))
+
+
+def _renamed_keys(entries: Mapping[str, T], section: Section) -> dict[str, T]:
+    """Return the entries of a section, without its prefix."""
+    return {name.removeprefix(section.prefix): entries[name] for name in _in_order(entries, section.names)}
+
+
+def _in_order(names: Iterable[str], wanted: frozenset[str]) -> Iterable[str]:
+    return (name for name in names if name in wanted)
