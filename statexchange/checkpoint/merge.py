@@ -37,6 +37,7 @@ from statexchange.errors import (
 )
 from statexchange.formats import rank_files
 from statexchange.formats.registry import open_source, open_with, read_opened
+from statexchange.formats.sections import ALL
 from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor
 from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ExportOptions, Rename, Replicas
@@ -152,9 +153,10 @@ def merge_checkpoint(
     Args:
         source: the checkpoint to merge, of any format that `open_checkpoint` reads; a path or an fsspec URL.
         path: the directory to publish; a path or an fsspec URL.
-        section: what to merge of a job's state: "model", "optimizer" or another of `info`'s sections, or "all". By
-            default the model, if it is known which tensors are the model's, else all. The section's prefix, such as
-            ``model.``, is removed from the names before all other options apply.
+        section: what to merge of a job's state: "model", "optimizer" or another of `info`'s sections, or "all". The
+            section's prefix, such as ``model.``, is removed from the names before all other options apply. By default
+            the model, if it is known which tensors are the model's; but all if there are patterns (`layout`, `include`,
+            `exclude`, `rename`), which then match the full names.
         layout: sharding of plain tensors, as a mapping or the path of a JSON file (`statexchange.sharding.rules`). Each
             safetensors file of the source directory is then one rank's. Patterns match the names in the source.
         include: shell patterns of names to merge; by default all. If the layout renames tensors, the new names count.
@@ -294,6 +296,8 @@ def _open(
     path: str | os.PathLike[str], section: str | None, options: ExportOptions
 ) -> tuple[Source, Mapping[str, str]]:
     """Return a section of the source, sharded by the layout if there is one, and the reductions by tensor name."""
+    if section is None and (options.layout is not None or options.include or options.exclude or options.rename):
+        section = ALL
     if options.layout is None:
         return open_source(path, section=section), {}
     source = open_with(path, _read_plain, strict=True, section=section)

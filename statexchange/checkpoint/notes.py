@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from statexchange.checkpoint.publication import FORMAT_METADATA
 from statexchange.errors import UnsupportedError, excerpt
+from statexchange.formats.sections import sections_of
 from statexchange.formats.source import abbreviated_list
 
 if TYPE_CHECKING:
@@ -88,7 +89,10 @@ def notes_about(source: Source, names: Iterable[str], options: ExportOptions) ->
         more = "" if len(groups) <= _MAX_PATTERNS else " and others"
         num_found = groups.total()
         finding = f"{num_found:,} of {num_found + num_others:,} tensors look like optimizer state"
-        notes.append(f"{finding}: to leave them out, exclude=[{argument}]{more} ({command_line})")
+        advice = f"to leave them out, exclude=[{argument}]{more} ({command_line})"
+        if any(section.name == "model" for section in sections_of(source)):
+            advice = 'section="model" (--section model) leaves them out'
+        notes.append(f"{finding}: {advice}")
     return tuple(notes)
 
 

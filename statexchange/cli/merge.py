@@ -37,7 +37,7 @@ def _parse_renames(
 @click.option(
     "--section",
     type=click.Choice([*SECTIONS, ALL]),
-    help="Merge this part of a job's state, as info shows them; by default the model.",
+    help="Merge this part of a job's state, as info shows them; by default the model, or all where patterns are given.",
 )
 @click.option(
     "--layout",

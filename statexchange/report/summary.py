@@ -167,7 +167,7 @@ def _proven(source: Source) -> bool:
 
 
 def _sections(source: Source, rows: list[TensorRow]) -> dict[str, SectionSummary]:
-    sections = {}
+    sections: dict[str, SectionSummary] = {}
     for section in sections_of(source):
         nbytes = [row.nbytes for row in rows if row.name in section.names]
         sections[section.name] = SectionSummary(len(nbytes), sum(nbytes))

@@ -452,14 +452,21 @@ def test_optimizer_state_beside_the_weights_is_left_out(tmp_path: Path) -> None:
     assert report.notes == ("only the section 'model' is read, not 'optimizer' (all: section=\"all\", --section all)",)
     assert load_file(tmp_path / "out/model.safetensors").keys() == model.state_dict().keys()
     report = merge_checkpoint(tmp_path / "src", tmp_path / "all", section="all")
-    assert '6 of 8 tensors look like optimizer state: to leave them out, exclude=["state.*"]' in report.notes[-1]
-    assert '(--exclude "state.*")' in report.notes[-1]
+    assert (
+        '6 of 8 tensors look like optimizer state: section="model" (--section model) leaves them out'
+        in report.notes[-1]
+    )
     report = merge_checkpoint(tmp_path / "src", tmp_path / "weights", section="all", exclude="state.*")
     assert load_file(tmp_path / "weights/model.safetensors").keys() == model.state_dict().keys()
     assert not any("optimizer" in note for note in report.notes)
     report = merge_checkpoint(tmp_path / "src/optimizer.pt", tmp_path / "moments", section="optimizer")
     assert report.num_tensors == 6
     assert not any("look like" in note for note in report.notes)
+    save_file({"w": torch.ones(1), "w.exp_avg": torch.ones(1)}, tmp_path / "x.safetensors")  # a format without sections
+    report = merge_checkpoint(tmp_path / "x.safetensors", tmp_path / "x")
+    assert report.notes[-1] == (
+        '1 of 2 tensors look like optimizer state: to leave them out, exclude=["*.exp_avg"] (--exclude "*.exp_avg")'
+    )
 
 
 def test_deepspeeds_placeholders_are_refused_by_name(tmp_path: Path) -> None:

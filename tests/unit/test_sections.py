@@ -83,11 +83,21 @@ def test_a_save_has_the_sections_of_its_state(tmp_path: Path) -> None:
 
 def test_options_apply_to_the_names_without_the_prefix(tmp_path: Path) -> None:
     torch.save({"model": {"a": one(), "b": one()}, "optimizer": MOMENTS}, tmp_path / "state.pt")
-    report = merge_checkpoint(tmp_path / "state.pt", tmp_path / "out", include="a", rename=[("a", "c")])
+    report = merge_checkpoint(
+        tmp_path / "state.pt", tmp_path / "out", section="model", include="a", rename=[("a", "c")]
+    )
     assert load_file(tmp_path / "out/model.safetensors").keys() == {"c"}
     (note,) = report.notes
     assert note.startswith("only the section 'model' is read, not 'optimizer'; its prefix 'model.' is removed (all:")
     assert merged(tmp_path / "state.pt", section="optimizer") == {"state.0.exp_avg"}
+
+
+@pytest.mark.parametrize(
+    "patterns", [{"include": "model.*"}, {"exclude": "optimizer.*"}, {"rename": [("^model[.]", "model.")]}]
+)
+def test_patterns_without_a_section_match_the_full_names(tmp_path: Path, patterns: dict[str, Any]) -> None:
+    torch.save({"model": {"model": {"w": one()}, "head": one()}, "optimizer": MOMENTS}, tmp_path / "state.pt")
+    assert {"model.model.w", "model.head"} <= merged(tmp_path / "state.pt", **patterns)
 
 
 def test_a_section_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
