@@ -40,7 +40,7 @@ from statexchange.formats.registry import open_source, open_with, read_opened
 from statexchange.formats.sections import ALL
 from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor
 from statexchange.sharding.copies import check_copies, replica_error
-from statexchange.sharding.options import ExportOptions, Rename, Replicas
+from statexchange.sharding.options import Cast, ExportOptions, Rename, Replicas
 from statexchange.sharding.plan import FilePlan, Piece, Plan, RankShards, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box
@@ -50,7 +50,7 @@ from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import OpenedPath, open_path
 from statexchange.storage.regions import READ_AHEAD_BYTES, BoxReader, windows
 from statexchange.storage.store import is_url, resolve_path
-from statexchange.tensors import ITEMSIZE, DType
+from statexchange.tensors import ITEMSIZE
 from statexchange.units import format_transfer
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def merge_checkpoint(
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
     replicas: Replicas = "equal",
-    dtype: DType | None = None,
+    dtype: Cast | None = None,
     max_shard_size: int | str = "5GB",
     filename_pattern: str = "model{suffix}.safetensors",
     files_from: FilesFrom = None,
@@ -163,8 +163,10 @@ def merge_checkpoint(
         exclude: shell patterns of names to leave out.
         rename: a function of a name, or (regex, replacement) pairs.
         replicas: "equal": copies of a box must be equal; "root": the lowest rank's copy is taken.
-        dtype: write floating tensors as "float16", "bfloat16", "float32" or "float64" (or torch's dtype). Integers and
-            float8 stay as they are. The manifest has digests of the converted bytes.
+        dtype: write floating tensors as "float16", "bfloat16", "float32" or "float64" (or torch's dtype); or a mapping
+            of shell patterns to dtypes, as ``{"*.norm.*": "float32", "*": "bfloat16"}``, of which the first that
+            matches counts. Integers, float8 and the scales of float8 tensors stay as they are. The manifest has digests
+            of the converted bytes.
         max_shard_size: start a new file before a tensor that would make the file larger: bytes, or text like "5GB".
         filename_pattern: names of the files; {suffix} becomes -00001-of-00004 if there are several.
         files_from: extra files for the checkpoint: a directory, paths, or a mapping of names to contents.

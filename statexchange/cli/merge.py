@@ -12,7 +12,7 @@ from statexchange.cli.output import Output, fields_of
 from statexchange.cli.progress import Progress
 from statexchange.formats.sections import ALL, SECTIONS
 from statexchange.report.pictures import shape_text
-from statexchange.sharding.options import CAST_DTYPES, REPLICAS, ExportOptions
+from statexchange.sharding.options import REPLICAS, ExportOptions
 from statexchange.units import format_bytes, format_ranks, format_seconds
 
 if TYPE_CHECKING:
@@ -29,6 +29,19 @@ def _parse_renames(
         if "=" not in value:
             raise click.BadParameter(f"{value!r} is not REGEX=REPL", context, parameter)
     return [value.rpartition("=")[::2] for value in values]
+
+
+def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
+    """Return dtypes by pattern; that for all tensors comes last, as the first that matches counts."""
+    by_pattern: dict[str, str] = {}
+    for value in values:
+        pattern, _, dtype = value.rpartition("=")
+        if not pattern and "*" in by_pattern:
+            raise click.BadParameter(f"{by_pattern['*']} and {dtype} are both for all tensors", context, parameter)
+        by_pattern[pattern or "*"] = dtype
+    if "*" in by_pattern:
+        by_pattern["*"] = by_pattern.pop("*")
+    return by_pattern or None
 
 
 @commands.command
@@ -62,8 +75,11 @@ def _parse_renames(
 )
 @click.option(
     "--dtype",
-    type=click.Choice(CAST_DTYPES),
-    help="Write floating tensors in this dtype; integers and float8 stay as they are.",
+    multiple=True,
+    metavar="[GLOB=]DTYPE",
+    callback=_parse_dtypes,
+    help="Write floating tensors in this dtype (bfloat16, float16, float32, float64), or those whose name "
+    "matches; repeatable. Integers, float8 and its scales stay as they are.",
 )
 @click.option(
     "--max-shard-size",

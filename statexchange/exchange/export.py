@@ -15,9 +15,8 @@ from statexchange.comm.defaults import as_communicator
 from statexchange.exchange.background import run_in_background
 from statexchange.exchange.exporting import ExportReport, ExportRequest, export_described
 from statexchange.processes import collector_paused
-from statexchange.sharding.options import Rename, Replicas
+from statexchange.sharding.options import Cast, Rename, Replicas
 from statexchange.state.describe import Description, State, describe
-from statexchange.tensors import DType
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -32,7 +31,7 @@ class _Options(TypedDict, total=False):
     exclude: str | Sequence[str]
     rename: Rename
     replicas: Replicas
-    dtype: DType | None
+    dtype: Cast | None
     max_shard_size: int | str
     filename_pattern: str
     files_from: FilesFrom
@@ -64,7 +63,7 @@ def export_checkpoint(
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
     replicas: Replicas = "equal",
-    dtype: DType | None = None,
+    dtype: Cast | None = None,
     max_shard_size: int | str = "5GB",
     filename_pattern: str = "model{suffix}.safetensors",
     files_from: FilesFrom = None,
@@ -100,7 +99,8 @@ def export_checkpoint(
         exclude: shell patterns of the names to leave out.
         rename: a function of a name, or (regex, replacement) pairs that are applied in order.
         replicas: "equal" raises ReplicaError if copies differ; "root" takes the lowest rank's copy.
-        dtype: the dtype to which floating tensors are cast; by default none is.
+        dtype: the dtype to which floating tensors are cast, or a mapping of shell patterns of names to dtypes, of which
+            the first that matches counts; by default none is. The scales of float8 tensors are not cast.
         max_shard_size: limit of a file's bytes: an int, or text such as "5GB".
         filename_pattern: the files' names; ``{suffix}`` becomes ``-00001-of-00004`` where there are several.
         files_from: a directory whose small files are copied along (config, tokenizer), or files, or a mapping of names

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.sharding.rules import Layout
 from statexchange.tensors import DTYPE_NAMES, LONG_NAMES
 
+if TYPE_CHECKING:
+    from statexchange.tensors import DType
+
 __all__ = [
     "CAST_DTYPES",
     "FLOATS",
     "REPLICAS",
+    "Cast",
     "ExportOptions",
     "LoadOptions",
     "Rename",
@@ -30,11 +34,13 @@ __all__ = [
 
 Rename = Callable[[str], str] | Sequence[tuple[str, str]]
 Replicas = Literal["equal", "root"]
+Cast: TypeAlias = "DType | Mapping[str, DType]"  # one for all tensors, or by patterns of names
 
 REPLICAS: tuple[str, ...] = ("equal", "root")
 FLOATS = ("F16", "BF16", "F32", "F64")
 CAST_DTYPES = tuple(LONG_NAMES[name] for name in FLOATS)
 _FILENAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\{suffix\}[A-Za-z0-9._-]{0,80}\.safetensors")
+_EVERY_NAME = "*"
 _MAX_COMPARED = 1 << 16  # characters of an option that ranks compare
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE)
 
@@ -51,7 +57,8 @@ class ExportOptions:
         exclude: shell patterns of names to leave out.
         rename: a function of a name, or (regex, replacement) pairs, which are applied in order.
         replicas: "equal": copies of a box must be equal; "root": the lowest rank's copy is taken.
-        dtype: write floating tensors in this floating dtype, torch's or its name; None: keep each tensor's dtype.
+        dtype: write floating tensors in this floating dtype, torch's or its name; or a mapping of shell patterns of
+            names in the source to dtypes, of which the first that matches counts; None: keep each tensor's dtype.
         max_shard_size: a new file begins before a tensor that would make it larger: bytes, or text like "5GB".
         filename_pattern: names of the files, with ``{suffix}`` for their numbers.
         layout: rules for plain tensors (`statexchange.sharding.rules`).
@@ -74,7 +81,7 @@ class ExportOptions:
             "include": name_patterns("include", self.include),
             "exclude": name_patterns("exclude", self.exclude),
             "rename": rename_rules(self.rename),
-            "dtype": _float_name(self.dtype),
+            "dtype": _cast_rules(self.dtype),
             "max_shard_size": _parse_size(self.max_shard_size),
             "layout": self.layout if isinstance(self.layout, Layout | None) else Layout.parse(self.layout),
         }
@@ -100,9 +107,13 @@ class ExportOptions:
         """Return the name under which a tensor is written."""
         return renamed(name, self.rename)
 
-    def output_dtype(self, dtype: str) -> str:
-        """Return the dtype in which a tensor of `dtype` is written; only floating dtypes are converted."""
-        return self.dtype if self.dtype is not None and dtype in FLOATS else dtype
+    def output_dtype(self, name: str, dtype: str) -> str:
+        """Return the dtype in which tensor `name` of `dtype` is written; only floating dtypes are cast."""
+        if dtype in FLOATS:
+            for pattern, wanted in self.dtype:
+                if fnmatch.fnmatchcase(name, pattern):
+                    return str(wanted)
+        return dtype
 
     def new_layout(self) -> Layout:
         """Return a new copy of the layout, in which no pattern has matched a name yet."""
@@ -113,13 +124,12 @@ class ExportOptions:
 
         Rules of a layout may differ, as they may have each rank's own boxes. Functions cannot be compared.
         """
-        dtype = None if self.dtype is None else LONG_NAMES[self.dtype]
         return {
             "include": excerpt(self.include, _MAX_COMPARED),
             "exclude": excerpt(self.exclude, _MAX_COMPARED),
             "rename": "a function" if callable(self.rename) else excerpt(self.rename, _MAX_COMPARED),
             "replicas": repr(self.replicas),
-            "dtype": repr(dtype),
+            "dtype": _cast_text(self.dtype),
             "max_shard_size": repr(self.max_shard_size),
             "filename_pattern": repr(self.filename_pattern),
             **mesh_option(self.layout),
@@ -263,11 +273,29 @@ def check_replicas_option(replicas: object) -> None:
         raise InvalidArgumentError(f"replicas must be 'equal' or 'root', not {excerpt(replicas)}")
 
 
-def _float_name(dtype: object) -> str | None:
-    """Return the safetensors name of a floating dtype, given by any of its names or as torch's."""
+def _cast_rules(dtype: object) -> tuple[tuple[str, str], ...]:
+    """Return a `dtype` option as (pattern, safetensors name of a floating dtype) pairs."""
     if dtype is None:
-        return None
-    name = DTYPE_NAMES.get(str(dtype).removeprefix("torch."), str(dtype))
+        return ()
+    if not isinstance(dtype, Mapping):
+        return ((_EVERY_NAME, _float_name(dtype)),)
+    if not all(isinstance(pattern, str) for pattern in dtype):
+        raise InvalidArgumentError(f"dtype must be a dtype, or a mapping of patterns to dtypes, not {excerpt(dtype)}")
+    return tuple((pattern, _float_name(wanted)) for pattern, wanted in dtype.items())
+
+
+def _cast_text(rules: Sequence[tuple[str, str]]) -> str:
+    """Return cast rules as the user may have given them."""
+    named = {pattern: LONG_NAMES[wanted] for pattern, wanted in rules}
+    if named.keys() <= {_EVERY_NAME}:
+        return repr(named.get(_EVERY_NAME))
+    return excerpt(named, _MAX_COMPARED)
+
+
+def _float_name(dtype: object) -> str:
+    """Return the safetensors name of a floating dtype, given by any of its names or as torch's."""
+    text = str(dtype).removeprefix("torch.")
+    name = DTYPE_NAMES.get(text, text.upper())
     if name not in FLOATS:
         raise InvalidArgumentError(f"dtype must be one of {', '.join(CAST_DTYPES)}, not {excerpt(dtype)}")
     return name

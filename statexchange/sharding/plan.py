@@ -183,6 +183,7 @@ def _plan(rank_shards: Sequence[RankShards], options: ExportOptions, basis: str,
     for alias in aliases:
         selected.pop(alias, None)
     renamed = _renamed(selected, options)
+    dtypes = _OutputDTypes(selected, options)
     load = [0] * len(rank_shards)  # bytes that each holder supplies
     tensors = []
     for number, (new, old) in enumerate(renamed.items()):
@@ -190,13 +191,39 @@ def _plan(rank_shards: Sequence[RankShards], options: ExportOptions, basis: str,
         if reduce is not None:
             _check_reducible(reduce, shards, rank_shards)
         if isinstance(shards, ShardingSpec):
-            tensor = _plan_spec(new, shards, options, number)
+            tensor = _plan_spec(new, shards, options, dtypes, number)
         else:
-            tensor = _plan_tensor(new, shards, rank_shards, options, load)
+            tensor = _plan_tensor(new, shards, rank_shards, options, dtypes, load)
         tensors.append(tensor if reduce is None else replace(tensor, reduce=reduce))
     files = _assign_files(tensors, options)
     output_aliases = {options.renamed(alias): options.renamed(name) for alias, name in aliases.items()}
     return Plan(files, output_aliases, _digest(files, output_aliases, basis))
+
+
+class _OutputDTypes:
+    """The dtypes in which tensors are written.
+
+    A tensor in float8 keeps its dtype, so its scale, a tensor of the same module, keeps its own, too.
+    """
+
+    def __init__(self, selected: Mapping[str, _TensorShards], options: ExportOptions) -> None:
+        self._options = options
+        for pattern, _ in options.dtype:
+            if pattern != "*" and not any(fnmatch.fnmatchcase(name, pattern) for name in selected):
+                raise InvalidArgumentError(f"dtype pattern {pattern!r} matches no tensor")
+        self._quantized = set()
+        if options.dtype:
+            for name, shards in selected.items():
+                first = shards if isinstance(shards, ShardingSpec) else shards[0][1]
+                if first.dtype.startswith("F8"):
+                    self._quantized.add(name.rpartition(".")[0])
+
+    def of(self, name: str, dtype: str) -> str:
+        """Return the dtype in which tensor `name`, which has `dtype` in the source, is written."""
+        module, _, last = name.rpartition(".")
+        if "scale" in last and module in self._quantized:
+            return dtype
+        return self._options.output_dtype(name, dtype)
 
 
 def _check_reducible(reduce: str, shards: _TensorShards, rank_shards: Sequence[RankShards]) -> None:
@@ -245,7 +272,7 @@ def _cached_pieces(shape: tuple[int, ...], placement: Placement, turn: int) -> t
     return tuple(_SpecPieces(SpecBoxes(shape, placement), turn))
 
 
-def _plan_spec(name: str, spec: ShardingSpec, options: ExportOptions, number: int) -> TensorPlan:
+def _plan_spec(name: str, spec: ShardingSpec, options: ExportOptions, dtypes: _OutputDTypes, number: int) -> TensorPlan:
     """Plan output tensor `number`, whose sharding is a spec."""
     if not covers_exactly(spec.global_shape, spec.placement):
         raise IncompleteError(f"{spec.placement} does not cover shape {spec.global_shape}", name=spec.name)
@@ -256,7 +283,7 @@ def _plan_spec(name: str, spec: ShardingSpec, options: ExportOptions, number: in
         pieces = _cached_pieces(spec.global_shape, spec.placement, turn % num_ranks)
     else:
         pieces = _SpecPieces(SpecBoxes(spec.global_shape, spec.placement), turn)
-    return TensorPlan(name, spec.name, options.output_dtype(spec.dtype), spec.global_shape, 0, pieces)
+    return TensorPlan(name, spec.name, dtypes.of(spec.name, spec.dtype), spec.global_shape, 0, pieces)
 
 
 def _by_name(rank_shards: Sequence[RankShards]) -> dict[str, _TensorShards]:
@@ -340,13 +367,14 @@ def _plan_tensor(
     shards: Sequence[tuple[int, Shard]],
     rank_shards: Sequence[RankShards],
     options: ExportOptions,
+    dtypes: _OutputDTypes,
     load: list[int],
 ) -> TensorPlan:
     first_holder, first = shards[0]
-    dtype = options.output_dtype(first.dtype)
+    dtype = dtypes.of(first.name, first.dtype)
     for holder, shard in shards[1:]:
         for field_name, expected, found in (
-            ("dtype", dtype, options.output_dtype(shard.dtype)),
+            ("dtype", dtype, dtypes.of(shard.name, shard.dtype)),
             ("global_shape", first.global_shape, shard.global_shape),
         ):
             if expected != found:

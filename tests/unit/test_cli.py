@@ -962,6 +962,16 @@ def test_a_dry_run_prints_where_tensors_come_from(call: Call, workspace: Path, t
     assert "tensors" not in call.json("merge", workspace, tmp_path / "out")[1]["data"]
 
 
+def test_merge_takes_a_dtype_for_all_and_others_by_pattern(call: Call, workspace: Path, tmp_path: Path) -> None:
+    dtypes = ["--dtype", "bf16", "--dtype", "rows.*=float64"]
+    data = call.json("merge", workspace, tmp_path / "out", "--dry-run", *dtypes)[1]["data"]
+    found = {tensor["name"]: tensor["dtype"] for tensor in data["tensors"]}
+    assert (found.pop("rows.weight"), set(found.values())) == ("F64", {"BF16"})
+    code, _, err = call("merge", workspace, tmp_path / "out", "--dtype", "bf16", "--dtype", "float16")
+    assert (code, "bf16 and float16 are both for all tensors" in err) == (2, True)
+    assert call("merge", workspace, tmp_path / "out", "--dtype", "bf17")[0] == 2
+
+
 def test_merge_reports_changed_names(call: Call, workspace: Path, tmp_path: Path) -> None:
     assert call("merge", workspace, tmp_path / "one", "--rename", "^=module.")[0] == 0
     code, _, err = call("merge", tmp_path / "one", tmp_path / "two")

@@ -601,6 +601,34 @@ def awkward(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([values, random.double(), torch.randn(60_000, generator=generator).double()]).to(dtype)
 
 
+def test_each_tensor_is_cast_by_the_first_pattern_that_matches_its_name(tmp_path: Path) -> None:
+    state = {"up.weight": torch.ones(2), "norm.weight": torch.ones(2), "count": torch.ones(2, dtype=torch.int64)}
+    save_file(state, tmp_path / "model.safetensors")
+    for cast in ({"norm.*": torch.float64, "*": "BF16"}, {"norm.*": "float64", "up.*": "bf16", "*.weight": "float16"}):
+        merge_checkpoint(tmp_path / "model.safetensors", tmp_path / "out", dtype=cast, overwrite=True)
+        written = load_file(tmp_path / "out/model.safetensors")
+        found = {name: tensor.dtype for name, tensor in written.items()}
+        assert found == {"up.weight": torch.bfloat16, "norm.weight": torch.float64, "count": torch.int64}
+    with pytest.raises(InvalidArgumentError, match=r"dtype pattern 'none\.\*' matches no tensor"):
+        merge_checkpoint(tmp_path / "model.safetensors", tmp_path / "never", dtype={"none.*": "float32"})
+
+
+def test_a_cast_leaves_the_scales_of_float8_tensors(tmp_path: Path) -> None:
+    state = {
+        "q.weight": torch.ones(2, 2).to(torch.float8_e4m3fn),
+        "q.weight_scale_inv": torch.ones(1),
+        "q.input_scale": torch.ones(1) * 2,
+        "q.bias": torch.ones(2),
+        "norm.scale": torch.ones(3),
+    }
+    save_file(state, tmp_path / "model.safetensors")
+    merge_checkpoint(tmp_path / "model.safetensors", tmp_path / "out", dtype="bfloat16")
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert {name for name, tensor in written.items() if tensor.dtype == torch.bfloat16} == {"q.bias", "norm.scale"}
+    assert written["q.weight_scale_inv"].dtype == torch.float32
+    assert content(written["q.weight"]) == content(state["q.weight"])
+
+
 @pytest.mark.parametrize("target", FLOATS, ids=str)
 def test_floats_are_converted_bit_by_bit_as_torch_does(tmp_path: Path, target: torch.dtype) -> None:
     state = {str(dtype): awkward(dtype) for dtype in FLOATS}
