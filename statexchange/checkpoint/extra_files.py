@@ -2,41 +2,62 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from statexchange.checkpoint.index import index_name, single_file_name
-from statexchange.errors import InvalidArgumentError, excerpt
+from statexchange.errors import CorruptError, InvalidArgumentError, ReplacedError, StateExchangeError, excerpt
 from statexchange.formats.huggingface import MANIFEST
+from statexchange.sharding.options import FLOATS
+from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import open_path
 from statexchange.storage.store import resolve_path
+from statexchange.tensors import LONG_NAMES
 
 if TYPE_CHECKING:
+    from statexchange.formats.source import Source
     from statexchange.sharding.plan import Plan
 
-__all__ = ["FilesFrom", "extra_files"]
+__all__ = ["FilesFrom", "extra_files", "missing_files", "own_files"]
 
 FilesFrom = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | bytes] | None
 
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+_OF_TRANSFORMERS = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
+_OF_TRAINING = ("trainer_state.json",)
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versions
 # Files of a directory that are not taken: weights, indexes, manifests and hidden files.
 _NOT_COPIED = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|distcp|gguf|onnx|h5|msgpack|npz|index\.json)|statexchange\.json|\..*"
 )
 
 
-def extra_files(files_from: FilesFrom, plan: Plan) -> dict[str, bytes]:
+def extra_files(
+    files_from: FilesFrom, plan: Plan, own: Mapping[str, bytes] | None = None, *, mends_dtype: bool = False
+) -> dict[str, bytes]:
     """Return the content of each extra file by name.
 
     Args:
         files_from: a directory, of which all files but weights and indexes are taken; paths of files; or a mapping of
             names to contents.
         plan: the checkpoint's plan.
+        own: files of the model itself, by name; those of `files_from` take precedence.
+        mends_dtype: write the dtype of the plan's tensors into the model's own config.json.
 
     Raises:
         InvalidArgumentError: a name is not a plain file name, occurs twice, or is a file of the checkpoint itself.
     """
+    files = dict(own or {})
+    if mends_dtype and CONFIG in files:
+        files[CONFIG] = _with_dtype(files[CONFIG], plan)
+    return files | _given_files(files_from, plan)
+
+
+def _given_files(files_from: FilesFrom, plan: Plan) -> dict[str, bytes]:
     if files_from is None:
         return {}
     reserved = {MANIFEST, index_name(plan), *(file.name for file in plan.files), single_file_name(plan)}
@@ -51,6 +72,70 @@ def extra_files(files_from: FilesFrom, plan: Plan) -> dict[str, bytes]:
             )
         contents[name] = data
     return contents
+
+
+def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """Return the extra files of a source that is a Hugging Face directory, and notes about those that cannot be read.
+
+    A directory of torch.save files counts as one if it has a config.json.
+    """
+    opened = source.opened
+    names = [] if opened.file is not None else opened.store.files
+    if source.kind != "huggingface" and (source.kind != "torch" or CONFIG not in names):
+        return {}, ()
+    files: dict[str, bytes] = {}
+    notes = []
+    for name in names:
+        if not _NOT_COPIED.fullmatch(name) and name not in _OF_TRAINING:
+            try:
+                files[name] = opened.store.read_small(name)
+            except ReplacedError:
+                raise
+            except StateExchangeError as error:
+                notes.append(f"not copied: {error}")
+    return files, tuple(notes)
+
+
+def missing_files(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Return a note if the config is missing without which transformers loads nothing.
+
+    Only for names such as those of its models: other models do not have this config.
+    """
+    if extra.keys() & {CONFIG, ADAPTER_CONFIG}:
+        return ()
+    names = (tensor.name for file in plan.files for tensor in file.tensors)
+    if not any(map(_OF_TRANSFORMERS.search, names)):
+        return ()
+    return (f"no {CONFIG}: transformers will not load this directory (files_from, --files-from)",)
+
+
+def _with_dtype(config: bytes, plan: Plan) -> bytes:
+    """Return a config.json with the floating dtype that most bytes of the plan have; unchanged if it is broken."""
+    nbytes: Counter[str] = Counter()
+    for file in plan.files:
+        for tensor in file.tensors:
+            if tensor.dtype in FLOATS:
+                nbytes[tensor.dtype] += tensor.nbytes
+    try:
+        parsed = parse_json(config, CONFIG)
+    except CorruptError:
+        return config
+    if not nbytes or not isinstance(parsed, dict):
+        return config
+    dtype = LONG_NAMES[max(nbytes, key=nbytes.__getitem__)]
+    if not any(key in parsed for key in _DTYPE_KEYS):
+        parsed[_DTYPE_KEYS[0]] = dtype
+    _set_dtype(parsed, dtype)
+    return (json.dumps(parsed, indent=2) + "\n").encode()
+
+
+def _set_dtype(config: dict[str, object], dtype: str) -> None:
+    """Set the dtype in a config and in the configs of its parts, such as text_config, where they have one."""
+    for key, value in config.items():
+        if key in _DTYPE_KEYS and value is not None:
+            config[key] = dtype
+        elif key.endswith("_config") and key != "quantization_config" and isinstance(value, dict):
+            _set_dtype(value, dtype)
 
 
 def _read_files(files_from: FilesFrom) -> Iterator[tuple[str, bytes]]:

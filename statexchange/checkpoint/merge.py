@@ -23,7 +23,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import xxhash
 
 from statexchange.checkpoint.convert import ConvertingReader
-from statexchange.checkpoint.extra_files import FilesFrom, extra_files
+from statexchange.checkpoint.extra_files import (
+    FilesFrom,
+    extra_files,
+    missing_files,
+    own_files,
+)
 from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication, target_path
@@ -169,7 +174,9 @@ def merge_checkpoint(
             of the converted bytes.
         max_shard_size: start a new file before a tensor that would make the file larger: bytes, or text like "5GB".
         filename_pattern: names of the files; {suffix} becomes -00001-of-00004 if there are several.
-        files_from: extra files for the checkpoint: a directory, paths, or a mapping of names to contents.
+        files_from: extra files for the checkpoint: a directory, paths, or a mapping of names to contents. The small
+            files of a source that is a Hugging Face directory are taken, too, and config.json gets the dtype that is
+            written if there is a cast; with ``()``, no files at all.
         overwrite: replace a published checkpoint at `path`.
         resume: also reuse or remove files left by publishers of other hosts, which the caller knows to have ended. A
             publisher that still runs then fails.
@@ -224,10 +231,12 @@ def merge_checkpoint(
         plan = plan_merge(rank_shards, unwrapping, basis=_basis(checkpoint, options, reductions), reductions=reductions)
         if options.replicas == "equal":
             check_replicas(checkpoint, plan)
-        extra = extra_files(files_from, plan)
+        own, own_notes = ({}, ()) if files_from == () else own_files(checkpoint)
+        extra = extra_files(files_from, plan, own, mends_dtype=bool(options.dtype))
         metadata, metadata_notes = kept_metadata(checkpoint)
         sources = [tensor.source for file in plan.files for tensor in file.tensors]
-        notes = (*checkpoint.notes, *notes, *notes_about(checkpoint, sources, options), *metadata_notes)
+        notes = (*checkpoint.notes, *notes, *notes_about(checkpoint, sources, options), *metadata_notes, *own_notes)
+        notes += missing_files(plan, extra)
         target = target_path(path)
         reused: tuple[str, ...] = ()
         _check_apart(checkpoint, target)

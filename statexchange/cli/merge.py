@@ -102,6 +102,9 @@ def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tu
     help="Extra files to copy (config, tokenizer), or a directory of them; repeatable.",
 )
 @click.option(
+    "--no-files", is_flag=True, help="Leave out config, tokenizer and other small files of a Hugging Face SOURCE."
+)
+@click.option(
     "--threads",
     type=click.IntRange(min=1),
     metavar="N",
@@ -136,6 +139,11 @@ def command(output: Output, source: str, path: str, **options: Any) -> int:
     from statexchange.checkpoint.merge import merge_checkpoint
 
     commands.refuse_other_ranks()
+    if options.pop("no_files"):
+        if options["files_from"]:
+            raise click.UsageError("--no-files and --files-from contradict each other")
+    elif not options["files_from"]:
+        options["files_from"] = None
     with Progress(output, "merge") as progress:
         report = merge_checkpoint(source, path, **options, on_progress=progress)
     for note in report.notes:

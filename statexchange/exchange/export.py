@@ -15,8 +15,15 @@ from statexchange.comm.defaults import as_communicator
 from statexchange.exchange.background import run_in_background
 from statexchange.exchange.exporting import ExportReport, ExportRequest, export_described
 from statexchange.processes import collector_paused
-from statexchange.sharding.options import Cast, Rename, Replicas
+from statexchange.sharding.options import MODEL_PATTERN, Cast, Rename, Replicas
 from statexchange.state.describe import Description, State, describe
+from statexchange.state.pretrained import (
+    ADAPTER_PATTERN,
+    adapter_state,
+    is_adapter_model,
+    model_files,
+    tokenizer_files,
+)
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -33,8 +40,9 @@ class _Options(TypedDict, total=False):
     replicas: Replicas
     dtype: Cast | None
     max_shard_size: int | str
-    filename_pattern: str
+    filename_pattern: str | None
     files_from: FilesFrom
+    tokenizer: Any
     overwrite: bool
     stall_timeout_s: float
     on_progress: Callable[[int, int], None] | None
@@ -65,8 +73,9 @@ def export_checkpoint(
     replicas: Replicas = "equal",
     dtype: Cast | None = None,
     max_shard_size: int | str = "5GB",
-    filename_pattern: str = "model{suffix}.safetensors",
+    filename_pattern: str | None = None,
     files_from: FilesFrom = None,
+    tokenizer: Any = None,
     overwrite: bool = False,
     background: bool = False,
     stall_timeout_s: float = 300.0,
@@ -77,6 +86,10 @@ def export_checkpoint(
     Collective; blocks until the directory is published. It appears when it is whole and durable, or not at all. A
     failure on any rank is raised on all ranks. No rank holds more than its own shard. Only root's host must see `path`:
     the bytes of other hosts are sent there, unless they see it too and write their own.
+
+    A model of transformers brings its config.json, with the dtype that is written, and its generation_config.json, so
+    that `from_pretrained(path)` loads the directory. Of a PEFT model the active adapter alone is written, with its
+    adapter_config.json, as PEFT loads it.
 
     In the background, the call returns once this rank's tensors are copied into memory that the next export uses again,
     and waits for no other rank except the first time. The state may change then, and collectives of `comm` go on: a
@@ -102,9 +115,11 @@ def export_checkpoint(
         dtype: the dtype to which floating tensors are cast, or a mapping of shell patterns of names to dtypes, of which
             the first that matches counts; by default none is. The scales of float8 tensors are not cast.
         max_shard_size: limit of a file's bytes: an int, or text such as "5GB".
-        filename_pattern: the files' names; ``{suffix}`` becomes ``-00001-of-00004`` where there are several.
+        filename_pattern: the files' names; ``{suffix}`` becomes ``-00001-of-00004`` where there are several. By default
+            ``model{suffix}.safetensors``, and ``adapter_model{suffix}.safetensors`` for a PEFT model.
         files_from: a directory whose small files are copied along (config, tokenizer), or files, or a mapping of names
-            to texts.
+            to texts; they take precedence over the files of the model and the tokenizer.
+        tokenizer: a tokenizer or processor of transformers, whose files are written along. Root's is taken.
         overwrite: replace what is at `path`; else an existing target is a TargetExistsError.
         background: export a snapshot in a thread, and return a Future.
         stall_timeout_s: limit of the time in which no rank moves a byte, in seconds; the total time is not limited.
@@ -133,6 +148,11 @@ def export_checkpoint(
     communicator = as_communicator(comm)
 
     def new_request() -> ExportRequest:
+        own_files = {}
+        if communicator.rank == 0:
+            own_files = model_files(state)
+            if tokenizer is not None:
+                own_files |= tokenizer_files(tokenizer)
         return ExportRequest.of(
             path,
             include=include,
@@ -141,25 +161,29 @@ def export_checkpoint(
             replicas=replicas,
             dtype=dtype,
             max_shard_size=max_shard_size,
-            filename_pattern=filename_pattern,
+            filename_pattern=filename_pattern or (ADAPTER_PATTERN if is_adapter_model(state) else MODEL_PATTERN),
             layout=layout,
             files_from=files_from,
+            own_files=own_files,
             overwrite=overwrite,
             stall_timeout_s=stall_timeout_s,
             on_progress=on_progress,
         )
 
+    def describe_state(request: ExportRequest) -> Description:
+        tensors = adapter_state(state) if is_adapter_model(state) else state
+        return describe(tensors, request.options.new_layout(), communicator.rank)
+
     if background:
 
         def prepare() -> tuple[Description, Callable[[Description, Communicator], ExportReport]]:
             request = new_request()
-            described = describe(state, request.options.new_layout(), communicator.rank)
-            return described, lambda copies, comm: export_described(copies, request, comm)
+            return describe_state(request), lambda copies, comm: export_described(copies, request, comm)
 
         return run_in_background("export_checkpoint", path, communicator, prepare)
     began = time.perf_counter()
     with communicator.phase("describing its state"):
         request = new_request()
         with collector_paused():
-            described = describe(state, request.options.new_layout(), communicator.rank)
+            described = describe_state(request)
     return export_described(described, request, communicator, began)

@@ -10,8 +10,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files
@@ -108,6 +109,7 @@ class ExportRequest:
     path: str
     options: ExportOptions
     files_from: FilesFrom = None
+    own_files: Mapping[str, bytes] = field(default_factory=dict)
     overwrite: bool = False
     stall_timeout_s: float = 300.0
     on_progress: Callable[[int, int], None] | None = None
@@ -118,17 +120,19 @@ class ExportRequest:
         path: str | os.PathLike[str],
         *,
         files_from: FilesFrom = None,
+        own_files: Mapping[str, bytes] = MappingProxyType({}),
         overwrite: bool = False,
         stall_timeout_s: float = 300.0,
         on_progress: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> ExportRequest:
-        """Check and keep the arguments of a call; `options` are those of `ExportOptions`."""
+        """Check and keep the arguments of a call, and the model's own config files; `options` are `ExportOptions`'s."""
         check_timeout(stall_timeout_s, "stall_timeout_s")
         return cls(
             resolve_path(path, "a target"),
             ExportOptions(**options),
             files_from,
+            own_files,
             overwrite,
             stall_timeout_s,
             on_progress,
@@ -237,7 +241,7 @@ class _Export:
         path = target_path(self._request.path)
         if is_url(path):
             raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {path!r}")
-        extra = extra_files(self._request.files_from, self._plan)
+        extra = extra_files(self._request.files_from, self._plan, self._request.own_files, mends_dtype=True)
         self._publication = Publication(
             path, self._plan, source="export", extra=extra, overwrite=self._request.overwrite
         )

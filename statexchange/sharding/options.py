@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CAST_DTYPES",
     "FLOATS",
+    "MODEL_PATTERN",
     "REPLICAS",
     "Cast",
     "ExportOptions",
@@ -37,6 +38,7 @@ Replicas = Literal["equal", "root"]
 Cast: TypeAlias = "DType | Mapping[str, DType]"  # one for all tensors, or by patterns of names
 
 REPLICAS: tuple[str, ...] = ("equal", "root")
+MODEL_PATTERN = "model{suffix}.safetensors"
 FLOATS = ("F16", "BF16", "F32", "F64")
 CAST_DTYPES = tuple(LONG_NAMES[name] for name in FLOATS)
 _FILENAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\{suffix\}[A-Za-z0-9._-]{0,80}\.safetensors")
@@ -73,7 +75,7 @@ class ExportOptions:
     replicas: Replicas = "equal"
     dtype: Any = None
     max_shard_size: int | str = "5GB"
-    filename_pattern: str = "model{suffix}.safetensors"
+    filename_pattern: str = MODEL_PATTERN
     layout: Any = None
 
     def __post_init__(self) -> None:
@@ -277,6 +279,8 @@ def _cast_rules(dtype: object) -> tuple[tuple[str, str], ...]:
     """Return a `dtype` option as (pattern, safetensors name of a floating dtype) pairs."""
     if dtype is None:
         return ()
+    if isinstance(dtype, tuple) and all(_is_pair(rule) and rule[1] in FLOATS for rule in dtype):
+        return dtype  # a copy of `ExportOptions` has the checked options
     if not isinstance(dtype, Mapping):
         return ((_EVERY_NAME, _float_name(dtype)),)
     if not all(isinstance(pattern, str) for pattern in dtype):

@@ -14,6 +14,7 @@ __all__ = [
     "is_extra_state",
     "is_module",
     "is_plain_entry",
+    "layers",
     "live_items",
     "load_extra_state",
     "model_items",
@@ -42,7 +43,7 @@ def module_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
         InvalidArgumentError: Two names are equal without the wrappers.
     """
     items = model_items(module, keep_vars=keep_vars)
-    for layer in _layers(module):
+    for layer in layers(module):
         if type(layer).__name__ == "AveragedModel":
             _add(items, "n_averaged", layer.n_averaged)
     return items
@@ -102,10 +103,10 @@ def load_extra_state(module: Any, extra: Mapping[str, Any]) -> None:
 
 
 def _unwrapped(module: Any) -> Any:
-    return _layers(module)[-1]
+    return layers(module)[-1]
 
 
-def _layers(module: Any) -> list[Any]:
+def layers(module: Any) -> list[Any]:
     """Return the wrappers around a model, the outermost first, and the model."""
     found = [module]
     while (kind := type(found[-1]).__name__) in ("DistributedDataParallel", "AveragedModel", "OptimizedModule"):

@@ -693,7 +693,7 @@ def test_a_model_inside_a_nested_state_is_reported(tmp_path: Path) -> None:
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "new", rename=[(r"^model\.", "")])
     assert (report.notes, list(load_file(tmp_path / "new" / "model.safetensors"))) == ((), ["lm_head", "model.a"])
     save(tmp_path / "tied", *lay_out({"model.layers.0.w": torch.ones(2), "model.norm": torch.ones(2)}, 1, 0))
-    assert merge_checkpoint(tmp_path / "tied", tmp_path / "hf").notes == ()
+    assert merge_checkpoint(tmp_path / "tied", tmp_path / "hf", files_from={"config.json": "{}"}).notes == ()
 
 
 KILLED = """

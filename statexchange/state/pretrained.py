@@ -1,0 +1,130 @@
+"""Files that transformers and PEFT write beside a model's tensors: its configs, and those of a tokenizer or processor.
+
+Neither library is imported here: a model can only be theirs if they have been imported already.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import tempfile
+from typing import Any
+
+from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange.state.modules import is_module, layers
+
+__all__ = ["ADAPTER_PATTERN", "adapter_state", "is_adapter_model", "model_files", "tokenizer_files"]
+
+ADAPTER_PATTERN = "adapter_model{suffix}.safetensors"
+
+
+def model_files(state: Any) -> dict[str, bytes]:
+    """Return the config files of a model of transformers or PEFT; {} for any other state.
+
+    Not collective. The model may be wrapped (DistributedDataParallel, torch.compile), and sharded by FSDP2.
+    """
+    model = _unwrapped(state)
+    if is_adapter_model(model):
+        return _adapter_files(model)
+    if not _is_instance(model, "transformers.modeling_utils", "PreTrainedModel"):
+        return {}
+    config = json.loads(model.config.to_json_string())
+    config["architectures"] = [_class_name(model)]
+    files = {"config.json": (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        files["generation_config.json"] = model.generation_config.to_json_string().encode()
+    return files
+
+
+def is_adapter_model(state: Any) -> bool:
+    """Whether a state is a model of PEFT, of which only the adapter is written."""
+    return _is_instance(_unwrapped(state), "peft.peft_model", "PeftModel")
+
+
+def adapter_state(state: Any) -> dict[str, Any]:
+    """Return the tensors of the active adapter of a PEFT model, by the names that PEFT loads.
+
+    Not collective. Sharded parameters stay sharded.
+
+    Raises:
+        UnsupportedError: several adapters are active.
+    """
+    import peft
+
+    model = _unwrapped(state)
+    adapter = _active_adapter(model)
+    embeddings = set(peft.utils.other.EMBEDDING_LAYER_NAMES)
+    targets = model.peft_config[adapter].target_modules
+    # "auto", PEFT's default, may look for the base model's config on the network.
+    saves_embeddings = not isinstance(targets, str) and bool(embeddings.intersection(targets or ()))
+    tensors: dict[str, Any] = peft.get_peft_model_state_dict(
+        model, adapter_name=adapter, save_embedding_layers=saves_embeddings
+    )
+    return tensors
+
+
+def _active_adapter(model: Any) -> str:
+    active: list[str] = model.active_adapters
+    if len(active) == 1:
+        return active[0]
+    raise UnsupportedError(f"the adapters {', '.join(map(repr, active))} are active: activate one with set_adapter")
+
+
+def _adapter_files(model: Any) -> dict[str, bytes]:
+    config = copy.copy(model.peft_config[_active_adapter(model)])
+    config.inference_mode = True  # as PEFT saves it: an adapter is trained on only where that is asked for
+    base = model.get_base_model()
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
+    mapping = None
+    if config.task_type is None:  # then PEFT needs the class to load the adapter
+        mapping = {"base_model_class": _class_name(base), "parent_library": type(base).__module__}
+    return _saved_files(config, auto_mapping_dict=mapping)
+
+
+def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
+    """Return the files that a tokenizer or processor of transformers writes, by name. Not collective.
+
+    Raises:
+        InvalidArgumentError: the object has no `save_pretrained`.
+        UnsupportedError: it writes a directory, which a checkpoint directory does not have.
+    """
+    if not hasattr(tokenizer, "save_pretrained") or is_module(tokenizer):
+        kind = type(tokenizer).__name__
+        raise InvalidArgumentError(f"tokenizer must be a tokenizer or processor of transformers, not a {kind}")
+    return _saved_files(tokenizer)
+
+
+def _saved_files(value: Any, **options: Any) -> dict[str, bytes]:
+    """Return the files that `value.save_pretrained` writes."""
+    files: dict[str, bytes] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        value.save_pretrained(directory, **options)
+        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+            if not entry.is_file():
+                text = f"{type(value).__name__} writes a directory, {entry.name}: give its files with files_from"
+                raise UnsupportedError(text)
+            with open(entry.path, "rb") as file:
+                files[entry.name] = file.read()
+    return files
+
+
+def _unwrapped(state: Any) -> Any:
+    return layers(state)[-1] if is_module(state) else state
+
+
+def _is_instance(value: Any, module: str, name: str) -> bool:
+    """Whether a value is of a class of a module that has been imported."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found is not None and isinstance(value, found)
+
+
+def _class_name(model: Any) -> str:
+    """Return the name of the model's class, which fully_shard replaces by one of its own that no module has."""
+    for base in type(model).__mro__:
+        is_defined = getattr(sys.modules.get(base.__module__), base.__name__, None) is base
+        if is_defined and hasattr(base, "state_dict"):
+            return base.__name__
+    return type(model).__name__

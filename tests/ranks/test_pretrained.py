@@ -1,0 +1,169 @@
+"""Complete directories: what export and merge write beside the tensors is what transformers and PEFT load."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import statexchange as sx
+from statexchange.cli.main import main
+from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange.testing import run_ranks
+
+# PEFT uses a property that transformers 5 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+TOKENS = torch.arange(6).reshape(1, 6)
+
+
+def llama(seed: int = 1) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=30, num_hidden_layers=2)).eval()
+
+
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.ones_(parameter)
+    return model.eval()
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(TOKENS).logits
+    return found
+
+
+def config(path: Path, name: str = "config.json") -> Any:
+    return json.loads((path / name).read_text())
+
+
+def test_a_model_is_exported_with_all_that_from_pretrained_needs(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = llama()
+    sx.export_checkpoint(model, tmp_path / "out", tokenizer=tokenizer())
+    model.save_pretrained(tmp_path / "expected")
+    assert config(tmp_path / "out") == config(tmp_path / "expected")
+    assert config(tmp_path / "out", "generation_config.json") == config(tmp_path / "expected", "generation_config.json")
+    assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).equal(logits(model))
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("b")["input_ids"] == [1]
+
+
+def test_the_config_has_the_dtype_that_was_written(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    sx.export_checkpoint(llama(), tmp_path / "out", dtype={"*norm*": "float32", "*": "bfloat16"})
+    assert config(tmp_path / "out")["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
+
+
+def test_given_files_take_precedence_over_the_models_own(tmp_path: Path) -> None:
+    sx.export_checkpoint(llama(), tmp_path / "out", files_from={"config.json": '{"model_type": "mine"}'})
+    assert config(tmp_path / "out") == {"model_type": "mine"}
+    assert (tmp_path / "out/generation_config.json").exists()
+
+
+def export_wrapped(out: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = llama()
+    sx.export_checkpoint(torch.nn.parallel.DistributedDataParallel(model), f"{out}/ddp", rename=[("^module[.]", "")])
+    sx.export_checkpoint(torch.compile(model), f"{out}/compiled", background=True).result()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    sx.export_checkpoint(fully_shard(model), f"{out}/fsdp")
+    adapter = adapted()
+    for layer in adapter.base_model.model.model.layers:
+        fully_shard(layer)
+    sx.export_checkpoint(fully_shard(adapter), f"{out}/adapter")
+
+
+def test_wrapped_and_sharded_models_bring_their_configs(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run_ranks(export_wrapped, 2, backend="gloo", args=(str(tmp_path),), timeout_s=60)
+    for kind in ("ddp", "compiled", "fsdp"):
+        assert config(tmp_path / kind)["architectures"] == ["LlamaForCausalLM"]
+        assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / kind)).equal(logits(llama()))
+    loaded = PeftModel.from_pretrained(llama(), tmp_path / "adapter").eval()
+    assert logits(loaded).equal(logits(adapted()))
+    adapted().save_pretrained(tmp_path / "expected")
+    assert config(tmp_path / "adapter", "adapter_config.json") == config(tmp_path / "expected", "adapter_config.json")
+    assert sorted(os.listdir(tmp_path / "adapter")) == [
+        "adapter_config.json", "adapter_model.safetensors", "statexchange.json"
+    ]  # fmt: skip
+    expected = load_file(tmp_path / "expected/adapter_model.safetensors")
+    assert load_file(tmp_path / "adapter/adapter_model.safetensors").keys() == expected.keys()
+
+
+def test_what_cannot_be_exported_as_a_whole_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="tokenizer must be a tokenizer or processor of transformers, not a"):
+        sx.export_checkpoint(llama(), tmp_path / "out", tokenizer="gpt2")
+    model = adapted()
+    model.add_adapter("second", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(UnsupportedError, match="the adapters 'default', 'second' are active: activate one"):
+        sx.export_checkpoint(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_takes_the_small_files_of_a_hugging_face_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = llama()
+    model.save_pretrained(tmp_path / "in", max_shard_size="5kB")
+    tokenizer().save_pretrained(tmp_path / "in")
+    sx.merge_checkpoint(tmp_path / "in", tmp_path / "same")
+    assert (tmp_path / "same/config.json").read_bytes() == (tmp_path / "in/config.json").read_bytes()
+    assert {"tokenizer.json", "generation_config.json"} < set(os.listdir(tmp_path / "same"))
+    assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / "same")).equal(logits(model))
+    sx.merge_checkpoint(tmp_path / "in", tmp_path / "half", dtype="bfloat16")
+    assert config(tmp_path / "half")["dtype"] == "bfloat16"
+    report = sx.merge_checkpoint(tmp_path / "in", tmp_path / "bare", files_from=())
+    assert report.notes == ("no config.json: transformers will not load this directory (files_from, --files-from)",)
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", str(tmp_path / "in"), str(tmp_path / "cli"), "--no-files"])
+    assert (ended.value.code, "no config.json" in capsys.readouterr().err) == (0, True)
+    assert sorted(os.listdir(tmp_path / "cli")) == ["model.safetensors", "statexchange.json"]
+
+
+def test_the_dtypes_of_nested_configs_are_set_and_a_file_that_is_too_large_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    save_file({"embed.weight": torch.ones(2)}, tmp_path / "in/model.safetensors")
+    text = {"torch_dtype": "float32", "vocab_size": 3}
+    nested = {"text_config": text, "quantization_config": {"dtype": "float32"}, "torch_dtype": "float32"}
+    (tmp_path / "in/config.json").write_text(json.dumps(nested))
+    with open(tmp_path / "in/notes.txt", "wb") as file:
+        file.truncate(100 << 20)
+    report = sx.merge_checkpoint(tmp_path / "in", tmp_path / "out", dtype="float16")
+    assert config(tmp_path / "out") == {
+        "text_config": {"torch_dtype": "float16", "vocab_size": 3},
+        "quantization_config": {"dtype": "float32"},
+        "torch_dtype": "float16",
+    }
+    assert len(report.notes) == 1
+    assert report.notes[0].startswith("not copied: ")
+    assert not (tmp_path / "out/notes.txt").exists()
