@@ -64,8 +64,9 @@ def _fields(summary: Summary) -> list[tuple[str, str]]:
         fields.append(("ranks", f"{len(summary.ranks)} of {summary.world_size}{ranks}"))
     elif summary.ranks:
         fields.append(("ranks", f"{len(summary.ranks)}: {format_ranks(summary.ranks)}"))
-    if summary.sections:
-        fields.append(("sections", ", ".join(map(_section_text, summary.sections.items()))))
+    sections = {name: section for name, section in summary.sections.items() if section.num_tensors}
+    if len(sections) > 1:
+        fields.append(("sections", ", ".join(map(_section_text, sections.items()))))
     if summary.aliases:
         fields.append(("aliases", ", ".join(f"{alias} -> {kept}" for alias, kept in summary.aliases.items())))
     if summary.others:

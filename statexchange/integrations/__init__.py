@@ -1,4 +1,4 @@
-"""What other frameworks need of this package: a Trainer that saves and resumes, and random states as one object."""
+"""What other frameworks need of this package: for Trainer, exports and saves; for all, random states as one object."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from statexchange.lazy import lazy_names
 
 _HOMES = {
     "CheckpointsTrainer": "statexchange.integrations.transformers",
+    "ExportCallback": "statexchange.integrations.transformers",
     "RandomState": "statexchange.integrations.random",
 }
 
 __getattr__, __dir__, __all__ = lazy_names(
-    __name__, _HOMES, need={"CheckpointsTrainer": ("torch", "transformers"), "RandomState": ("torch",)}
+    __name__,
+    _HOMES,
+    need={
+        "CheckpointsTrainer": ("torch", "transformers"),
+        "ExportCallback": ("torch", "transformers"),
+        "RandomState": ("torch",),
+    },
 )

@@ -1,8 +1,8 @@
-"""Hugging Face's Trainer with saves by step: `Checkpoints` in place of its checkpoint directories.
+"""Hugging Face's Trainer: a callback that exports, and a Trainer that saves to `Checkpoints` and resumes from them.
 
-It is a subclass and not a callback, because no callback can resume a run: Trainer decides before the first event which
-epoch and which batch come first. So the methods by which Trainer saves and resumes are overridden, and its own code
-skips the data that was seen:
+What saves and resumes is a subclass and not a callback, because no callback can resume a run: Trainer decides before
+the first event which epoch and which batch come first. So the methods by which Trainer saves and resumes are
+overridden, and its own code skips the data that was seen:
 
 1. `train(resume_from_checkpoint=True)` loads the entry "trainer" of the newest save and gives it to Trainer as a
    temporary directory with ``trainer_state.json``. From that Trainer finds the epoch and the batches to skip.
@@ -25,17 +25,67 @@ from transformers.trainer_callback import ExportableState
 
 from statexchange.errors import NotFoundError, UnsupportedError
 from statexchange.exchange.checkpoints import Checkpoints
+from statexchange.exchange.export import export_checkpoint
 from statexchange.integrations.random import RandomState
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainingArguments
     from transformers.trainer_utils import TrainOutput
 
-__all__ = ["CheckpointsTrainer"]
+__all__ = ["CheckpointsTrainer", "ExportCallback"]
 
 _log = logging.getLogger(__name__)
 _STATE_FILE = "trainer_state.json"
 _OF_A_RANK = ("is_local_process_zero", "is_world_process_zero")  # fields of TrainerState that Trainer sets anew
+
+
+class ExportCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
+    """Exports the model as one merged checkpoint at each of Trainer's saves.
+
+    Trainer calls it on all ranks, whether the model is replicated or sharded by FSDP2. Each export is a directory that
+    `from_pretrained` loads: it has the model's config and the files of Trainer's ``processing_class``, if there is one.
+
+    Args:
+        path: the directory of the exports, ``path/checkpoint-500`` and so on; by default each lies in Trainer's own
+            checkpoint directory as ``merged``.
+        options: options of `export_checkpoint`, such as ``dtype="bfloat16"``.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+        >>> import statexchange as sx
+        >>> config = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        ...                      num_attention_heads=2)
+        >>> rows = [{"input_ids": row, "labels": row} for row in torch.randint(50, (16, 4))]
+        >>> args = TrainingArguments("run", max_steps=2, save_steps=2, use_cpu=True, report_to="none")
+        >>> export = sx.integrations.ExportCallback("exports", dtype="bfloat16")
+        >>> trainer = Trainer(LlamaForCausalLM(config), args, train_dataset=rows, callbacks=[export])
+        >>> trainer.train().global_step
+        {'train_runtime': ...}
+        2
+        >>> LlamaForCausalLM.from_pretrained("exports/checkpoint-2", dtype="auto").dtype
+        torch.bfloat16
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        self._path = path
+        self._options: dict[str, Any] = {"overwrite": True, **options}
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002 (the signature of an event)
+        *,
+        model: Any,
+        processing_class: Any = None,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        """Export. Collective; Trainer calls it."""
+        name = f"checkpoint-{state.global_step}"
+        path = os.path.join(args.output_dir, name, "merged") if self._path is None else os.path.join(self._path, name)
+        tokenizer = processing_class if hasattr(processing_class, "save_pretrained") else None
+        export_checkpoint(model, path, **{"tokenizer": tokenizer, **self._options})
 
 
 class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not followed by mypy

@@ -109,12 +109,15 @@ def test_wrapped_and_sharded_models_bring_their_configs(tmp_path: Path) -> None:
     loaded = PeftModel.from_pretrained(llama(), tmp_path / "adapter").eval()
     assert logits(loaded).equal(logits(adapted()))
     adapted().save_pretrained(tmp_path / "expected")
-    assert config(tmp_path / "adapter", "adapter_config.json") == config(tmp_path / "expected", "adapter_config.json")
+    found, expected = (config(tmp_path / name, "adapter_config.json") for name in ("adapter", "expected"))
+    for adapter in (found, expected):  # a set, whose order differs between processes
+        adapter["target_modules"].sort()
+    assert found == expected
     assert sorted(os.listdir(tmp_path / "adapter")) == [
         "adapter_config.json", "adapter_model.safetensors", "statexchange.json"
     ]  # fmt: skip
-    expected = load_file(tmp_path / "expected/adapter_model.safetensors")
-    assert load_file(tmp_path / "adapter/adapter_model.safetensors").keys() == expected.keys()
+    names = load_file(tmp_path / "expected/adapter_model.safetensors").keys()
+    assert load_file(tmp_path / "adapter/adapter_model.safetensors").keys() == names
 
 
 def test_what_cannot_be_exported_as_a_whole_is_refused(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_the_command_line_shows_and_takes_sections(tmp_path: Path, capsys: pytes
         return capsys.readouterr().out
 
     state = str(tmp_path / "state.pt")
-    assert "model 1 (4 B), optimizer 1 (4 B), other 0 (0 B)" in run("info", state)
+    assert "sections    model 1 (4 B), optimizer 1 (4 B)\n" in run("info", state)
     record = json.loads(run("info", state, "--json"))["data"]["sections"]
     assert record["model"] == {"num_tensors": 1, "nbytes": 4}
     run("merge", state, str(tmp_path / "out"), "--section", "optimizer")
