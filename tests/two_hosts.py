@@ -251,6 +251,27 @@ class TwoHosts:
             raise AssertionError(f"ranks {silent} did not report {word!r}\n{self.describe(self.finish(1.0))}")
         return max(when for rank in waited for when, report in rank.outcome.reports if report == word)
 
+    def wait_until(self, condition: Callable[[Sequence[Outcome]], bool], timeout_s: float = 60.0) -> None:
+        """Return when the outcomes so far fulfil a condition, or when all ranks have ended."""
+        outcomes = [rank.outcome for rank in self._ranks]
+
+        def is_over() -> bool:
+            return condition(outcomes) or all(outcome.state != "running" for outcome in outcomes)
+
+        with self._reported:
+            come = self._reported.wait_for(is_over, timeout_s)
+        assert come, self.describe(self.finish(1.0))
+
+    def lose_memory(self, host: int) -> None:
+        """Remove what lies in the /dev/shm of a host."""
+        self._hosts[host].run("sh", "-c", "rm -rf /dev/shm/* /dev/shm/.[!.]*")
+
+    def memory_files(self, host: int) -> list[str]:
+        """Return the copies of saves in the /dev/shm of a host."""
+        find = "find /dev/shm -mindepth 3 -maxdepth 3"
+        command = self._hosts[host].inside("sh", "-c", find)
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.split()
+
     def go(self) -> float:
         """Let all ranks return from `wait_for_go`; return the time."""
         for rank in self._ranks:
