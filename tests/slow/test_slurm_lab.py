@@ -20,13 +20,13 @@ def lab(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.slow
 @pytest.mark.timeout(850)
 def test_the_checks_of_the_lab_pass() -> None:
-    """On two hosts and on one, with block and cyclic distribution, with and without MASTER_ADDR."""
+    """On two hosts and on one, with block and cyclic distribution, with and without MASTER_ADDR; restarts."""
     done = lab()
     if done.returncode == CANNOT_RUN:
         pytest.skip(f"no Slurm on this machine: {done.stderr.strip()}")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     passed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("PASS ")]
-    assert passed == ["two_hosts", "one_host", "cyclic", "gloo", "with_master_addr"]
+    assert passed == ["two_hosts", "one_host", "cyclic", "gloo", "with_master_addr", "restart_from_memory", "requeue"]
 
 
 def test_what_the_machine_lacks_is_named(tmp_path: Path) -> None:
