@@ -62,14 +62,19 @@ class _Registry:
         _forget_at_exit()
         forks.cut_off_in_children(self)
         comm = make(wait_s)
-        self._kept[(id(group), *part)] = (group, comm)
-        return comm
+        kept = self._kept.setdefault((id(group), *part), (group, comm))[1]
+        if kept is not comm:  # another thread was faster
+            comm.close()
+        return kept
 
     def close(self, error: BaseException | None = None) -> None:
         """Close and drop all of them. Not collective."""
-        for _, comm in self._kept.values():
+        while self._kept:
+            try:
+                _, (_, comm) = self._kept.popitem()
+            except KeyError:  # another thread has dropped the last one
+                return
             comm.close(error)
-        self._kept.clear()
 
     def disown(self) -> None:
         """Drop the parent's world of one: a forked child gets its own."""

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from starting import start
 from sweeps import slow
 
 import statexchange as sx
-from statexchange.comm import tcp_store
+from statexchange.comm import defaults, tcp_store
 from statexchange.errors import to_record
 from statexchange.processes import Owner
 from statexchange.testing import run_ranks
@@ -944,3 +945,20 @@ def test_mpi_works_without_torch(backend: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("reached the end") == 3, done.stdout
+
+
+def test_threads_may_get_their_worlds_of_one_and_shut_down_at_once() -> None:
+    def start_and_stop() -> None:
+        for _ in range(100):
+            with defaults.use(None):
+                assert sx.get_communicator().world_size == 1
+                sx.shutdown()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for ended in [threads.submit(start_and_stop) for _ in range(4)]:
+                ended.result()
+    finally:
+        sys.setswitchinterval(interval)
