@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Source
     from statexchange.sharding.plan import Plan
 
-__all__ = ["FilesFrom", "extra_files", "missing_files", "own_files"]
+__all__ = ["ADAPTER_CONFIG", "FilesFrom", "extra_files", "missing_files", "own_files"]
 
 FilesFrom = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | bytes] | None
 

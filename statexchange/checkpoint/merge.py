@@ -24,6 +24,7 @@ import xxhash
 
 from statexchange.checkpoint.convert import ConvertingReader
 from statexchange.checkpoint.extra_files import (
+    ADAPTER_CONFIG,
     FilesFrom,
     extra_files,
     missing_files,
@@ -45,7 +46,7 @@ from statexchange.formats.registry import open_source, open_with, read_opened
 from statexchange.formats.sections import ALL
 from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor
 from statexchange.sharding.copies import check_copies, replica_error
-from statexchange.sharding.options import Cast, ExportOptions, Rename, Replicas
+from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas
 from statexchange.sharding.plan import FilePlan, Piece, Plan, RankShards, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box
@@ -129,7 +130,7 @@ def merge_checkpoint(
     replicas: Replicas = "equal",
     dtype: Cast | None = None,
     max_shard_size: int | str = "5GB",
-    filename_pattern: str = "model{suffix}.safetensors",
+    filename_pattern: str | None = None,
     files_from: FilesFrom = None,
     overwrite: bool = False,
     resume: bool = False,
@@ -173,7 +174,8 @@ def merge_checkpoint(
             matches counts. Integers, float8 and the scales of float8 tensors stay as they are. The manifest has digests
             of the converted bytes.
         max_shard_size: start a new file before a tensor that would make the file larger: bytes, or text like "5GB".
-        filename_pattern: names of the files; {suffix} becomes -00001-of-00004 if there are several.
+        filename_pattern: names of the files; {suffix} becomes -00001-of-00004 if there are several. By default
+            model{suffix}.safetensors, and adapter_model{suffix}.safetensors for an adapter of PEFT.
         files_from: extra files for the checkpoint: a directory, paths, or a mapping of names to contents. The small
             files of a source that is a Hugging Face directory are taken, too, and config.json gets the dtype that is
             written if there is a cast; with ``()``, no files at all.
@@ -227,11 +229,13 @@ def merge_checkpoint(
     def merge_opened(checkpoint: Source, reductions: Mapping[str, str]) -> MergeReport:
         check_readable(checkpoint, options)
         rank_shards = checkpoint.rank_shards()
+        own, own_notes = ({}, ()) if files_from == () else own_files(checkpoint)
         unwrapping, notes = _unwrapping_options(checkpoint.kind, rank_shards, options)
+        if options.filename_pattern is None and ADAPTER_CONFIG in own:
+            unwrapping = replace(unwrapping, filename_pattern=ADAPTER_PATTERN)
         plan = plan_merge(rank_shards, unwrapping, basis=_basis(checkpoint, options, reductions), reductions=reductions)
         if options.replicas == "equal":
             check_replicas(checkpoint, plan)
-        own, own_notes = ({}, ()) if files_from == () else own_files(checkpoint)
         extra = extra_files(files_from, plan, own, mends_dtype=bool(options.dtype))
         metadata, metadata_notes = kept_metadata(checkpoint)
         sources = [tensor.source for file in plan.files for tensor in file.tensors]

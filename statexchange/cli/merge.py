@@ -90,10 +90,9 @@ def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tu
 )
 @click.option(
     "--filename-pattern",
-    default=_DEFAULTS["filename_pattern"],
-    show_default=True,
     metavar="NAME",
-    help="Output file name; {suffix} becomes -00001-of-00004 where there are several files.",
+    help="Output file name; {suffix} becomes -00001-of-00004 where there are several files.  "
+    "[default: model{suffix}.safetensors; for an adapter of PEFT, adapter_model{suffix}.safetensors]",
 )
 @click.option(
     "--files-from",

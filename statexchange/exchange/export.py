@@ -15,10 +15,9 @@ from statexchange.comm.defaults import as_communicator
 from statexchange.exchange.background import run_in_background
 from statexchange.exchange.exporting import ExportReport, ExportRequest, export_described
 from statexchange.processes import collector_paused
-from statexchange.sharding.options import MODEL_PATTERN, Cast, Rename, Replicas
+from statexchange.sharding.options import ADAPTER_PATTERN, Cast, Rename, Replicas
 from statexchange.state.describe import Description, State, describe
 from statexchange.state.pretrained import (
-    ADAPTER_PATTERN,
     adapter_state,
     is_adapter_model,
     model_files,
@@ -149,6 +148,7 @@ def export_checkpoint(
 
     def new_request() -> ExportRequest:
         own_files = {}
+        pattern = ADAPTER_PATTERN if filename_pattern is None and is_adapter_model(state) else filename_pattern
         if communicator.rank == 0:
             own_files = model_files(state)
             if tokenizer is not None:
@@ -161,7 +161,7 @@ def export_checkpoint(
             replicas=replicas,
             dtype=dtype,
             max_shard_size=max_shard_size,
-            filename_pattern=filename_pattern or (ADAPTER_PATTERN if is_adapter_model(state) else MODEL_PATTERN),
+            filename_pattern=pattern,
             layout=layout,
             files_from=files_from,
             own_files=own_files,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from statexchange.tensors import DType
 
 __all__ = [
+    "ADAPTER_PATTERN",
     "CAST_DTYPES",
     "FLOATS",
     "MODEL_PATTERN",
@@ -39,6 +40,7 @@ Cast: TypeAlias = "DType | Mapping[str, DType]"  # one for all tensors, or by pa
 
 REPLICAS: tuple[str, ...] = ("equal", "root")
 MODEL_PATTERN = "model{suffix}.safetensors"
+ADAPTER_PATTERN = "adapter_model{suffix}.safetensors"  # of an adapter of PEFT
 FLOATS = ("F16", "BF16", "F32", "F64")
 CAST_DTYPES = tuple(LONG_NAMES[name] for name in FLOATS)
 _FILENAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\{suffix\}[A-Za-z0-9._-]{0,80}\.safetensors")
@@ -62,7 +64,7 @@ class ExportOptions:
         dtype: write floating tensors in this floating dtype, torch's or its name; or a mapping of shell patterns of
             names in the source to dtypes, of which the first that matches counts; None: keep each tensor's dtype.
         max_shard_size: a new file begins before a tensor that would make it larger: bytes, or text like "5GB".
-        filename_pattern: names of the files, with ``{suffix}`` for their numbers.
+        filename_pattern: names of the files, with ``{suffix}`` for their numbers; None: those of a model.
         layout: rules for plain tensors (`statexchange.sharding.rules`).
 
     Raises:
@@ -75,7 +77,7 @@ class ExportOptions:
     replicas: Replicas = "equal"
     dtype: Any = None
     max_shard_size: int | str = "5GB"
-    filename_pattern: str = MODEL_PATTERN
+    filename_pattern: str | None = None
     layout: Any = None
 
     def __post_init__(self) -> None:
@@ -88,7 +90,9 @@ class ExportOptions:
             "layout": self.layout if isinstance(self.layout, Layout | None) else Layout.parse(self.layout),
         }
         check_replicas_option(self.replicas)
-        if not isinstance(self.filename_pattern, str) or not _FILENAME_PATTERN.fullmatch(self.filename_pattern):
+        if self.filename_pattern is not None and not (
+            isinstance(self.filename_pattern, str) and _FILENAME_PATTERN.fullmatch(self.filename_pattern)
+        ):
             raise InvalidArgumentError(
                 f"filename_pattern must be like 'model{{suffix}}.safetensors', not {excerpt(self.filename_pattern)}"
             )

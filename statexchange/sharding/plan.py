@@ -27,7 +27,7 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.processes import collector_paused
-from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.options import MODEL_PATTERN, ExportOptions
 from statexchange.sharding.sharding_spec import Placement, ShardingSpec, SpecBox, SpecBoxes, covers_exactly
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, region_text
 from statexchange.tensors import ITEMSIZE
@@ -631,7 +631,8 @@ def _file_plan(index: int, count: int, tensors: list[TensorPlan], options: Expor
         placed.append(replace(tensor, begin=begin))
         begin += tensor.nbytes
     suffix = "" if count == 1 else f"-{index + 1:05d}-of-{count:05d}"
-    return FilePlan(options.filename_pattern.replace("{suffix}", suffix), tuple(placed))
+    pattern = options.filename_pattern or MODEL_PATTERN
+    return FilePlan(pattern.replace("{suffix}", suffix), tuple(placed))
 
 
 def _digest(files: tuple[FilePlan, ...], aliases: Mapping[str, str], basis: str) -> str:

@@ -15,9 +15,7 @@ from typing import Any
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.state.modules import is_module, layers
 
-__all__ = ["ADAPTER_PATTERN", "adapter_state", "is_adapter_model", "model_files", "tokenizer_files"]
-
-ADAPTER_PATTERN = "adapter_model{suffix}.safetensors"
+__all__ = ["adapter_state", "is_adapter_model", "model_files", "tokenizer_files"]
 
 
 def model_files(state: Any) -> dict[str, bytes]:

@@ -118,6 +118,8 @@ def test_wrapped_and_sharded_models_bring_their_configs(tmp_path: Path) -> None:
     ]  # fmt: skip
     names = load_file(tmp_path / "expected/adapter_model.safetensors").keys()
     assert load_file(tmp_path / "adapter/adapter_model.safetensors").keys() == names
+    sx.merge_checkpoint(tmp_path / "adapter", tmp_path / "merged")
+    assert sorted(os.listdir(tmp_path / "merged")) == sorted(os.listdir(tmp_path / "adapter"))
 
 
 def test_what_cannot_be_exported_as_a_whole_is_refused(tmp_path: Path) -> None:

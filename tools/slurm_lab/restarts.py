@@ -39,7 +39,7 @@ def main(folder: str, action: str) -> None:
     report = saves.load(state)
     assert report is not None
     assert state["step"] == 3, state["step"]
-    assert torch.equal(state["w"], rows(comm, 3))
+    assert torch.equal(torch.as_tensor(state["w"]), rows(comm, 3))
     assert report.path.startswith("/dev/shm/"), report.path
     comm.barrier()
     if comm.rank == 0:
