@@ -188,6 +188,8 @@ def has_text(value: object) -> bool:
 def _advice(kind: type) -> str:
     if kind.__name__ == "Generator" and kind.__module__.startswith("torch"):
         return ": give its get_state(), a tensor"
+    if kind.__name__ == "DataLoader" and kind.__module__.startswith("torch"):
+        return ": use torchdata's StatefulDataLoader, which knows its position"
     if hasattr(kind, "state_dict"):
         return ": give its state_dict()"
     return ": give plain values, tensors, or a dataclass of them"

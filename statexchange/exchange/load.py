@@ -582,13 +582,13 @@ def _read_item(target: _Target, catalog: Catalog) -> ReadItem:
         if len(ours) == len(theirs) and held.placement is None and catalog.world_size > 1:
             dim = next(dim for dim in range(len(ours)) if ours[dim] != theirs[dim])
             hint = f'; if each rank holds a part, say so with layout={{"{target.path}": Shard({dim})}}'
-        text = f"shape differs from the source's{hint}"
+        text = f"the state's shape differs from the source's{hint}"
         raise InvalidArgumentError(text, name=target.path, path=catalog.source.path, expected=theirs, found=ours)
     if held.shard.dtype != stored.dtype and not catalog.options.casts(stored.dtype, held.shard.dtype):
         castable = {stored.dtype, held.shard.dtype} <= set(FLOATS)
         hint = '; dtype="state" casts to the dtype that the state has' if castable else ""
         raise InvalidArgumentError(
-            f"dtype differs from the source's{hint}",
+            f"the state's dtype differs from the source's{hint}",
             name=target.path,
             path=catalog.source.path,
             expected=stored.dtype,

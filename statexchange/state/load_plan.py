@@ -369,7 +369,7 @@ def _check_like(own: Any, saved: Any, path: str) -> None:
     expected, found = (tuple(saved.shape), saved.dtype), (tuple(own.shape), own.dtype)
     if expected != found:
         raise InvalidArgumentError(
-            "shape or dtype differs from the source's", name=_dotted(path), expected=expected, found=found
+            "the state's shape or dtype differs from the source's", name=_dotted(path), expected=expected, found=found
         )
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.utils.data import DataLoader
 
 import statexchange as sx
 from statexchange.testing import run_ranks
@@ -264,10 +265,11 @@ def test_plain_values_come_back_with_their_types(tmp_path: Path) -> None:
     ("value", "message"),
     [
         (torch.Generator(), r"Generator as JSON, at \.a: give its get_state\(\), a tensor"),
+        (DataLoader([1, 2]), r"DataLoader as JSON, at \.a: use torchdata's StatefulDataLoader"),
         (object(), r"object as JSON, at \.a: give plain values, tensors, or a dataclass of them"),
         (np.longdouble(1), r"longdouble as JSON, at \.a"),
     ],
-    ids=["generator", "object", "longdouble"],
+    ids=["generator", "data loader", "object", "longdouble"],
 )
 def test_other_values_are_refused_with_what_to_write(value: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(sx.StateExchangeError, match=message):
