@@ -53,8 +53,9 @@ def _fields(summary: Summary) -> list[tuple[str, str]]:
         ("parameters", f"{summary.num_parameters:,}"),
         ("bytes", _exact(summary.nbytes)),
         ("dtypes", dtypes or "none"),
-        ("files", f"{summary.num_files:,}, {_exact(summary.file_nbytes)}"),
     ]
+    if summary.num_files:
+        fields.append(("files", f"{summary.num_files:,}, {_exact(summary.file_nbytes)}"))
     if summary.kind == "save":
         fields += _fields_of_save(summary)
     elif summary.world_size is not None:
@@ -72,6 +73,7 @@ def _fields(summary: Summary) -> list[tuple[str, str]]:
     if summary.others:
         fields.append(("others", f"{len(summary.others):,}: {abbreviated_list(summary.others)}"))
     fields.append(("digests", "known, not checked here" if summary.proven else "not known"))
+    fields += [("note", note) for note in summary.notes]
     if summary.num_unreadable:
         fields.append(("unreadable", f"{summary.num_unreadable:,} tensors are listed but cannot be read"))
     return fields

@@ -48,6 +48,10 @@ def command(output: Output, path: str, include: tuple[str, ...]) -> int:
     output.table(_HEADER, (_cells(row, source.has_ranks, output.aligned) for row in rows), right=("BYTES",))
     if source.others:
         output.message(f"entries that are not tensors: {abbreviated_list(source.others)}")
+    if source.refusal is not None:
+        output.message(source.refusal.message)
+    for note in source.notes:
+        output.message(note)
     if source.unsupported:
         output.warning(
             f"tensors that cannot be read: {abbreviated_list({n: e.message for n, e in source.unsupported.items()})}"

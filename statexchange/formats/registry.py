@@ -50,9 +50,9 @@ class Format(Protocol):
         """
 
 
-# In order: the first format that matches reads. A format is imported when it is tried; the last two import the pickle
+# In order: the first format that matches reads. A format is imported when it is tried; torch's two import the pickle
 # reader, which the others do not need.
-FORMATS = ("save", "huggingface", "workspace", "dcp", "torch_file")
+FORMATS = ("save", "huggingface", "workspace", "dcp", "foreign", "torch_file")
 _DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
 # All tensors together may have _BASE_BYTES more than _MAX_REPETITION times the bytes of their files.
 _BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
@@ -78,6 +78,7 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True, section: s
         NotFoundError: there is no checkpoint of a known format at the path.
         IncompleteError, CorruptError: with `strict`, something is missing or broken.
         InvalidArgumentError: the checkpoint does not have the section.
+        UnsupportedError: with `strict`, the format is one that is only shown.
     """
     return open_with(path, read_opened, strict=strict, section=section)
 
@@ -91,6 +92,8 @@ def open_with(
 
     def read_once(opened: OpenedPath) -> Source:
         source = read(opened, strict=strict and section == ALL)
+        if strict and source.refusal is not None:
+            raise source.problems[0] if source.problems else source.refusal
         if section != ALL:
             source = select_section(source, section)
             if source.problems and strict:

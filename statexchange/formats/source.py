@@ -43,7 +43,9 @@ __all__ = [
 ]
 
 _MAX_LISTED, _MAX_NAME = 8, 100
-FormatName = Literal["save", "workspace", "huggingface", "dcp", "torch", "rank files"]
+FormatName = Literal[
+    "save", "workspace", "huggingface", "dcp", "torch", "rank files", "gguf", "npy", "npz", "msgpack", "orbax", "zarr"
+]
 SectionName = Literal["model", "master", "ema", "optimizer", "scheduler", "rng", "other"]
 _KINDS_WITH_RANKS = ("save", "workspace", "dcp", "rank files")
 
@@ -79,6 +81,7 @@ class UnreadableTensor:
         shape: its shape; None if only the name is known.
         path: the file that should have the tensor.
         unsupported: why it cannot be read although its file can: an unsupported dtype or kind of tensor.
+        nbytes: its bytes; None if they are not known, or follow from dtype and shape.
     """
 
     name: str
@@ -86,6 +89,7 @@ class UnreadableTensor:
     shape: tuple[int, ...] | None
     path: str
     unsupported: UnsupportedError | None = None
+    nbytes: int | None = None
 
 
 def abbreviated_list(entries: Mapping[str, str]) -> str:
@@ -101,7 +105,12 @@ def unknown_dtypes(header: Header, path: str) -> list[UnreadableTensor]:
     text = "dtype {} is not supported: leave this tensor out with exclude (--exclude)"
     return [
         UnreadableTensor(
-            name, entry.dtype, entry.shape, path, UnsupportedError(text.format(entry.dtype), name=name, path=path)
+            name,
+            entry.dtype,
+            entry.shape,
+            path,
+            UnsupportedError(text.format(entry.dtype), name=name, path=path),
+            entry.nbytes,
         )
         for name, entry in header.unknown.items()
     ]
@@ -176,6 +185,8 @@ class Source:
         differing: metadata keys on which files differ.
         sections: its sections, if the format knows them (formats/sections.py).
         notes: what a user should know about how it was read.
+        refusal: why no tensor can be read, if the format is one that is only shown (formats/foreign). Opening with
+            `strict` raises it.
     """
 
     kind: FormatName
@@ -197,6 +208,7 @@ class Source:
     differing: tuple[str, ...] = ()
     sections: tuple[Section, ...] = ()
     notes: tuple[str, ...] = ()
+    refusal: UnsupportedError | None = None
 
     @property
     def unsupported(self) -> dict[str, UnsupportedError]:

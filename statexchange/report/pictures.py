@@ -65,6 +65,8 @@ def supplied_tensors(source: Source | str | os.PathLike[str]) -> list[Supplied]:
     the first rank that has the box; otherwise it is the number of the file.
     """
     opened = _open(source)
+    if opened.refusal is not None:
+        raise opened.refusal
     tensors = _stored_tensors(opened) if opened.manifest is None else _published_tensors(opened.manifest)
     return sorted(tensors, key=lambda tensor: (-tensor.nbytes, tensor.name))
 

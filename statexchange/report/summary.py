@@ -36,7 +36,7 @@ class Summary:
         kind: the format.
         path: the path.
         num_tensors: number of tensors, unreadable ones included.
-        num_parameters: number of elements of all tensors with known dtypes.
+        num_parameters: number of elements of all tensors with known shapes.
         nbytes: bytes of all tensors, each counted once.
         dtypes: number of tensors by dtype.
         num_files: number of files.
@@ -55,6 +55,7 @@ class Summary:
         others: descriptions, by name, of entries that are not tensors.
         unsupported: reasons, by name, why tensors cannot be read although their files can.
         problems: errors for everything that is missing or broken.
+        notes: what this is and which tool reads it, if it is a format that is only shown, and what was not looked at.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class Summary:
     others: dict[str, str]
     unsupported: dict[str, str]
     problems: tuple[StateExchangeError, ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ def _summary(path: str, source: Source) -> Summary:
         kind=source.kind,
         path=path,
         num_tensors=len(rows),
-        num_parameters=sum(full_box(row.shape).numel for row in rows if row.dtype in ITEMSIZE),
+        num_parameters=sum(full_box(row.shape).numel for row in rows if row.dtype != "?" or row.shape),
         nbytes=sum(row.nbytes for row in rows),
         dtypes=dict(sorted(dtypes.items())),
         num_files=len(source.files),
@@ -156,12 +158,19 @@ def _summary(path: str, source: Source) -> Summary:
         others=dict(source.others),
         unsupported={name: error.message for name, error in source.unsupported.items()},
         problems=source.problems,
+        notes=_notes(source),
     )
+
+
+def _notes(source: Source) -> tuple[str, ...]:
+    """Return what to tell about a source beside its numbers."""
+    refusal = () if source.refusal is None else (source.refusal.message,)
+    return (*refusal, *source.notes)
 
 
 def _proven(source: Source) -> bool:
     """Whether digests cover all bytes; False if anything is missing or broken."""
-    if source.problems or not source.files:
+    if source.problems or source.refusal is not None or not source.files:
         return False
     return all(byte_range.is_proven for _, tensor in source.shards() for byte_range in tensor.byte_ranges)
 
@@ -207,7 +216,9 @@ def tensor_rows(source: Source) -> list[TensorRow]:
     for unreadable in source.unreadable:
         if unreadable.name not in rows:
             dtype, shape = unreadable.dtype or "?", unreadable.shape or ()
-            nbytes = full_box(shape).numel * ITEMSIZE[dtype] if dtype in ITEMSIZE else 0
+            nbytes = unreadable.nbytes
+            if nbytes is None:
+                nbytes = full_box(shape).numel * ITEMSIZE[dtype] if dtype in ITEMSIZE else 0
             file = os.path.basename(unreadable.path)
             rows[unreadable.name] = TensorRow(unreadable.name, dtype, shape, nbytes, (), 0, file)
     return list(rows.values())

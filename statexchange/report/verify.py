@@ -55,6 +55,7 @@ def verify(path: str | os.PathLike[str], *, on_progress: Callable[[int, int], No
     Raises:
         NotFoundError: there is no checkpoint at the path.
         ReplacedError: the checkpoint was replaced twice while it was read.
+        UnsupportedError: the format is one that is only shown.
 
     Example:
         >>> import numpy
@@ -66,6 +67,8 @@ def verify(path: str | os.PathLike[str], *, on_progress: Callable[[int, int], No
     """
     for is_last_attempt in (False, True):
         with open_source(path, strict=False) as source:
+            if source.refusal is not None and not source.problems:
+                raise source.refusal
             check = _Check(source, on_progress)
             try:
                 check.run()

@@ -6,6 +6,7 @@ A source is a directory with a path to open, and sometimes a layout file and the
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -293,6 +294,22 @@ def distributed_checkpoint(folder: Path) -> None:
         dcp.save(state, checkpoint_id=folder / "x", no_dist=True)
 
 
+# Formats that are shown and not read
+
+_FOREIGN = Path(__file__).parents[1] / "data" / "foreign"
+
+
+def _sample(name: str, path: str = "{}/x") -> Source:
+    def make(folder: Path) -> None:
+        target = Path(path.format(folder))
+        if (_FOREIGN / name).is_dir():
+            shutil.copytree(_FOREIGN / name, target)
+        else:
+            shutil.copyfile(_FOREIGN / name, target)
+
+    return Source(make, path)
+
+
 SOURCES: dict[str, Source] = {
     "safetensors": Source(one_file, "{}/x.safetensors"),
     "hf index": Source(indexed),
@@ -312,6 +329,15 @@ SOURCES: dict[str, Source] = {
     "bin index": Source(torch_indexed),
     "pt of ranks": Source(torch_ranks),
     "dcp": Source(distributed_checkpoint, slow=True),
+    "gguf": _sample("model.gguf", "{}/x.gguf"),
+    "npy": _sample("array.npy", "{}/x.npy"),
+    "npz": _sample("arrays.npz", "{}/x.npz"),
+    "msgpack": _sample("flax_model.msgpack", "{}/x.msgpack"),
+    "zarr 2": _sample("zarr2"),
+    "zarr 3": _sample("zarr3"),
+    "zarr 3, consolidated": _sample("zarr3-consolidated"),
+    "orbax": _sample("orbax"),
+    "orbax, zarr": _sample("orbax-zarr"),
 }
 
 

@@ -1,0 +1,187 @@
+"""Formats of other frameworks that are named and shown, and not read: GGUF, npy, npz, Flax's msgpack, Orbax, zarr.
+
+`info` and `ls` show what the headers tell. All that needs the tensors' bytes raises `Source.refusal`, which names the
+kind and the tool that reads it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
+from statexchange.formats.foreign.contents import Contents
+from statexchange.formats.foreign.directories import is_orbax, is_zarr, read_orbax, read_zarr
+from statexchange.formats.foreign.gguf import MAGIC, read_gguf
+from statexchange.formats.foreign.msgpack import is_map_of_text, read_msgpack
+from statexchange.formats.foreign.numpy_files import NPY_MAGIC, is_npz, read_npy, read_npz
+from statexchange.formats.huggingface import check_numbers
+from statexchange.formats.source import FormatName, ShardFile, Source, UnreadableTensor
+from statexchange.storage.opened_path import OpenedPath
+from statexchange.storage.store import Store, StoredFile
+
+__all__ = ["matches", "read"]
+
+_START_BYTES = 512
+_NUMBER = re.compile(r"[0-9]{5}-of-[0-9]{5}")
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin")  # a directory that has such files, too, is read as theirs
+
+
+@dataclass(frozen=True, slots=True)
+class _FileKind:
+    """A kind of file: its suffix, how its first bytes look, and which tool reads it."""
+
+    name: FormatName
+    suffix: str
+    begins: Callable[[bytes], bool]
+    read: Callable[[StoredFile], Contents]
+    title: str
+    tool: str
+
+
+@dataclass(frozen=True, slots=True)
+class _DirectoryKind:
+    """A kind of directory."""
+
+    name: FormatName
+    matches: Callable[[Store], bool]
+    read: Callable[[Store], Contents]
+    title: str
+    tool: str
+
+
+_FILES = (
+    _FileKind(
+        "gguf", ".gguf", lambda start: start.startswith(MAGIC), read_gguf,
+        "GGUF, the format of llama.cpp",
+        "llama.cpp and ollama run it; transformers' from_pretrained(directory, gguf_file=NAME) loads it, and "
+        "save_pretrained then writes safetensors",
+    ),
+    _FileKind(
+        "npy", ".npy", lambda start: start.startswith(NPY_MAGIC), read_npy,
+        "an array of numpy", "numpy.load reads it; safetensors.numpy.save_file writes what can be read here",
+    ),
+    _FileKind(
+        "npz", ".npz", is_npz, read_npz,
+        "a zip of numpy's arrays",
+        "numpy.load reads it; safetensors.numpy.save_file(dict(numpy.load(NAME)), ...) writes what can be read here",
+    ),
+    _FileKind(
+        "msgpack", ".msgpack", is_map_of_text, read_msgpack,
+        "msgpack of Flax",
+        "flax.serialization.msgpack_restore reads it; transformers 4's from_pretrained(directory, from_flax=True) "
+        "loads it, and save_pretrained then writes safetensors",
+    ),
+)  # fmt: skip
+_DIRECTORIES = (
+    _DirectoryKind(
+        "orbax", is_orbax, read_orbax,
+        "a checkpoint of Orbax, for JAX",
+        "orbax.checkpoint.StandardCheckpointer().restore(path) reads it; safetensors.flax.save_file writes what can be "
+        "read here",
+    ),
+    _DirectoryKind(
+        "zarr", is_zarr, read_zarr,
+        "arrays of zarr", "zarr.open(path) reads them; safetensors.numpy.save_file writes what can be read here",
+    ),
+)  # fmt: skip
+
+
+def matches(opened: OpenedPath) -> bool:
+    """Whether a path is of one of these kinds, by its listing, or by a file's suffix or first bytes."""
+    return _kind_of(opened) is not None
+
+
+def _kind_of(opened: OpenedPath) -> _FileKind | _DirectoryKind | None:
+    if opened.file is not None:
+        return _kind_of_file(opened.store, opened.file)
+    if any(name.endswith(_TORCH_SUFFIXES) for name in opened.store.files):
+        return None
+    for directory_kind in _DIRECTORIES:
+        if directory_kind.matches(opened.store):
+            return directory_kind
+    return next((kind for kind in _FILES if _names_of(kind, opened.store.files)), None)
+
+
+def _kind_of_file(store: Store, name: str) -> _FileKind | None:
+    for kind in _FILES:
+        if name.endswith(kind.suffix):
+            return kind
+    file = store.open(name)
+    start = bytearray(min(_START_BYTES, file.size))
+    file.read_into(memoryview(start), 0)
+    return next((kind for kind in _FILES if kind.begins(bytes(start))), None)
+
+
+def _names_of(kind: _FileKind, names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.endswith(kind.suffix)]
+
+
+def read(opened: OpenedPath, *, strict: bool = True) -> Source:
+    """Return the source at a path. Its tensors are unreadable, and its `refusal` says why."""
+    kind = _kind_of(opened)
+    assert kind is not None  # it matches
+    refusal = UnsupportedError(f"{kind.title}: only shown here, not read. {kind.tool}", path=opened.path)
+    if isinstance(kind, _DirectoryKind):
+        return _source(opened, kind.name, refusal, *_read_directory(kind, opened.store), strict=strict)
+    names = [opened.file] if opened.file is not None else _names_of(kind, opened.store.files)
+    problems = check_numbers(names, opened.store.path) if len(names) > 1 else []
+    if len(names) > 1 and not _are_one_set(names):
+        text = f"this directory contains {len(names)} files of {kind.name}, name one of them: {', '.join(names[:8])}"
+        raise InvalidArgumentError(text, path=opened.path)
+    contents = []
+    shard_files = []
+    for number, name in enumerate(names):
+        try:
+            file = opened.store.open(name)
+            contents.append(kind.read(file))
+            shard_files.append(ShardFile(number, file, {}))
+        except StateExchangeError as error:
+            problems.append(error)
+    return _source(opened, kind.name, refusal, contents, problems, shard_files, strict=strict)
+
+
+def _are_one_set(names: Sequence[str]) -> bool:
+    """Whether names differ in the number of "i-of-n" alone."""
+    return len({_NUMBER.sub("", name) for name in names}) == 1
+
+
+def _read_directory(
+    kind: _DirectoryKind, store: Store
+) -> tuple[list[Contents], list[StateExchangeError], list[ShardFile]]:
+    try:
+        return [kind.read(store)], [], []
+    except StateExchangeError as error:
+        return [], [error], []
+
+
+def _source(
+    opened: OpenedPath,
+    name: FormatName,
+    refusal: UnsupportedError,
+    contents: Sequence[Contents],
+    problems: Sequence[StateExchangeError],
+    shard_files: Sequence[ShardFile],
+    *,
+    strict: bool,
+) -> Source:
+    if strict:
+        raise problems[0] if problems else refusal
+    unreadable: list[UnreadableTensor] = []
+    others: dict[str, str] = {}
+    notes: list[str] = []
+    for part in contents:
+        unreadable += part.tensors
+        others |= part.others
+        notes += part.notes
+    return Source(
+        name,
+        opened,
+        tuple(shard_files),
+        others=others,
+        problems=tuple(problems),
+        unreadable=tuple(unreadable),
+        notes=tuple(notes),
+        refusal=refusal,
+    )

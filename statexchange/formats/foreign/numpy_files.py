@@ -1,0 +1,131 @@
+"""Show numpy's files: an array (.npy), or a zip of arrays (.npz), compressed or not."""
+
+from __future__ import annotations
+
+import re
+import struct
+import zipfile
+import zlib
+from typing import IO, cast
+
+from statexchange.errors import CorruptError, StateExchangeError, UnsupportedError, excerpt
+from statexchange.formats.foreign.contents import Contents, Counter, described_tensor, dtype_of_numpy
+from statexchange.formats.source import UnreadableTensor
+from statexchange.storage.store import StoredFile
+
+__all__ = ["NPY_MAGIC", "is_npz", "read_npy", "read_npz"]
+
+NPY_MAGIC = b"\x93NUMPY"
+_MAX_HEADER_BYTES = 1 << 16  # of one array
+_MAX_READ_BYTES = 64 << 20  # at once: the zip's directory, some half a million arrays
+_ZIP_LOCAL = struct.Struct("<4s5H3L2H")
+_DESCR = re.compile(r"""['"]descr['"]\s*:\s*(?:['"]([^'"]{1,64})['"]|([\[(]))""")
+_SHAPE = re.compile(r"""['"]shape['"]\s*:\s*\(([0-9,\sL]*)\)""")
+_ORDER = re.compile(r"""['"]fortran_order['"]\s*:\s*(True|False)""")
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+
+
+def is_npz(start: bytes) -> bool:
+    """Whether a file begins as a zip whose first member is called ``*.npy``."""
+    if not start.startswith(b"PK\3\4") or len(start) < _ZIP_LOCAL.size:
+        return False
+    length = _ZIP_LOCAL.unpack_from(start)[9]
+    return start[_ZIP_LOCAL.size : _ZIP_LOCAL.size + length].endswith(b".npy")
+
+
+def read_npy(file: StoredFile) -> Contents:
+    """Return the array of a file; raise CorruptError for a broken or truncated one."""
+    start = bytearray(min(_MAX_HEADER_BYTES + 16, file.size))
+    file.read_into(memoryview(start), 0)
+    tensor, header_nbytes = _array("array", bytes(start), file.path)
+    _check_fits(tensor, file.size - header_nbytes)
+    return Contents((tensor,))
+
+
+def read_npz(file: StoredFile) -> Contents:
+    """Return the arrays of a file; raise CorruptError for a broken or truncated one."""
+    tensors: list[UnreadableTensor] = []
+    others: dict[str, str] = {}
+    counter = Counter(file.path)
+    names: set[str] = set()
+    try:
+        with zipfile.ZipFile(cast("IO[bytes]", _ZipBytes(file))) as archive:
+            for member in archive.infolist():
+                counter.add()
+                name = member.filename.removesuffix(".npy")
+                if name in names:
+                    raise CorruptError("two members have this name", name=name, path=file.path)
+                names.add(name)
+                if name == member.filename:
+                    others[name] = f"{member.file_size:,} bytes"
+                elif member.compress_type not in _METHODS or member.flag_bits & 1:
+                    others[name] = f"{member.file_size:,} bytes, encrypted or compressed by another method than numpy's"
+                else:
+                    with archive.open(member) as stream:
+                        start = stream.read(_MAX_HEADER_BYTES + 16)
+                    tensor, header_nbytes = _array(name, start, file.path)
+                    _check_fits(tensor, member.file_size - header_nbytes)
+                    tensors.append(tensor)
+    except StateExchangeError:
+        raise
+    except (ArithmeticError, EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile, zlib.error) as error:
+        raise CorruptError(f"not a whole zip of numpy's arrays: {excerpt(str(error), 200)}", path=file.path) from None
+    return Contents(tuple(tensors), others)
+
+
+def _check_fits(tensor: UnreadableTensor, nbytes: int) -> None:
+    """Raise CorruptError unless a tensor has this many bytes after its header."""
+    if tensor.nbytes is not None and tensor.nbytes != nbytes:
+        problem = "file is truncated, or its bytes do not fit its shape"
+        raise CorruptError(problem, name=tensor.name, path=tensor.path, expected=tensor.nbytes, found=nbytes)
+
+
+def _array(name: str, start: bytes, path: str) -> tuple[UnreadableTensor, int]:
+    """Return the array that a header describes, and the header's bytes."""
+    if not start.startswith(NPY_MAGIC):
+        raise CorruptError("not an array of numpy: it does not begin with \\x93NUMPY", name=name, path=path)
+    layout, begin = ("<H", 10) if start[6:7] == b"\1" else ("<I", 12)
+    if len(start) < begin:
+        raise CorruptError("truncated in the array's header", name=name, path=path)
+    (length,) = struct.unpack_from(layout, start, 8)
+    if length > _MAX_HEADER_BYTES:
+        raise UnsupportedError(f"a header of {length} bytes is not shown", name=name, path=path)
+    header = start[begin : begin + length].decode("utf-8", "replace")
+    descr, shape, order = _DESCR.search(header), _SHAPE.search(header), _ORDER.search(header)
+    if len(start) < begin + length or descr is None or shape is None or order is None:
+        raise CorruptError(f"a broken header of numpy: {excerpt(header, 120)}", name=name, path=path)
+    sizes = [part.strip().removesuffix("L") for part in shape[1].split(",") if part.strip()]
+    if not all(len(size) <= 20 and size.isdecimal() for size in sizes):
+        raise CorruptError(f"a broken shape: {excerpt(shape[1], 120)}", name=name, path=path)
+    dtype = "structured" if descr[2] else dtype_of_numpy(descr[1])
+    return described_tensor(name, dtype, [int(size) for size in sizes], path), begin + length
+
+
+class _ZipBytes:
+    """A stored file as zipfile reads it; a read of very many bytes is refused."""
+
+    def __init__(self, file: StoredFile) -> None:
+        self._file = file
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._file.size)[whence]
+        if self._at < 0:
+            raise OSError("negative position") if whence == 2 else ValueError("negative position")
+        return self._at
+
+    def read(self, nbytes: int = -1) -> bytes:
+        left = max(0, self._file.size - self._at)
+        nbytes = left if nbytes < 0 else min(nbytes, left)
+        if nbytes > _MAX_READ_BYTES:
+            raise UnsupportedError(f"refused: a zip directory of {nbytes} bytes", path=self._file.path)
+        data = bytearray(nbytes)
+        self._file.read_into(memoryview(data), self._at)
+        self._at += nbytes
+        return bytes(data)
