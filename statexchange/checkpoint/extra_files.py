@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Source
     from statexchange.sharding.plan import Plan
 
-__all__ = ["ADAPTER_CONFIG", "FilesFrom", "extra_files", "missing_files", "own_files"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "CONFIG",
+    "FilesFrom",
+    "extra_files",
+    "given_config",
+    "missing_files",
+    "own_files",
+]
 
 FilesFrom = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | bytes] | None
 
@@ -72,6 +80,13 @@ def _given_files(files_from: FilesFrom, plan: Plan) -> dict[str, bytes]:
             )
         contents[name] = data
     return contents
+
+
+def given_config(files_from: FilesFrom) -> bytes | None:
+    """Return the config.json among the files of the option `files_from`; None if there is none."""
+    if files_from is None:
+        return None
+    return next((data for name, data in _read_files(files_from) if name == CONFIG), None)
 
 
 def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:

@@ -25,14 +25,18 @@ import xxhash
 from statexchange.checkpoint.convert import ConvertingReader
 from statexchange.checkpoint.extra_files import (
     ADAPTER_CONFIG,
+    CONFIG,
     FilesFrom,
     extra_files,
+    given_config,
     missing_files,
     own_files,
 )
 from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication, target_path
+from statexchange.conversions.choice import Convert, check_numbers
+from statexchange.conversions.numbers import KnownConfig
 from statexchange.errors import (
     InvalidArgumentError,
     ReplacedError,
@@ -42,9 +46,10 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats import rank_files
+from statexchange.formats.converted import Converted, config_of, configs_beside, convert_source, read_conversion
 from statexchange.formats.registry import open_source, open_with, read_opened
-from statexchange.formats.sections import ALL
-from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor
+from statexchange.formats.sections import ALL, of_section
+from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor
 from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas
 from statexchange.sharding.plan import FilePlan, Piece, Plan, RankShards, TensorPlan, plan_merge
@@ -127,6 +132,8 @@ def merge_checkpoint(
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
+    convert: Convert | None = None,
+    convert_with: Mapping[str, int] | None = None,
     replicas: Replicas = "equal",
     dtype: Cast | None = None,
     max_shard_size: int | str = "5GB",
@@ -162,12 +169,18 @@ def merge_checkpoint(
         section: what to merge of a job's state: "model", "optimizer" or another of `info`'s sections, or "all". The
             section's prefix, such as ``model.``, is removed from the names before all other options apply. By default
             the model, if it is known which tensors are the model's; but all if there are patterns (`layout`, `include`,
-            `exclude`, `rename`), which then match the full names.
+            `exclude`, `rename`) and no `convert`: they then match the full names.
         layout: sharding of plain tensors, as a mapping or the path of a JSON file (`statexchange.sharding.rules`). Each
             safetensors file of the source directory is then one rank's. Patterns match the names in the source.
         include: shell patterns of names to merge; by default all. If the layout renames tensors, the new names count.
         exclude: shell patterns of names to leave out.
         rename: a function of a name, or (regex, replacement) pairs.
+        convert: write the names and values of another model family: a built-in conversion, as "torchtitan:llama3", or
+            the path of a JSON file (`statexchange.conversions.rules`), either after "inverse:" for the other direction;
+            or the file's content. `include`, `exclude` and `layout` are for the names before it, `rename` and `dtype`
+            for those after. A selected name without a rule is an error.
+        convert_with: numbers that the conversion needs, as ``{"n_heads": 32}``. Others come from the config.json of
+            `files_from`, or of the source.
         replicas: "equal": copies of a box must be equal; "root": the lowest rank's copy is taken.
         dtype: write floating tensors as "float16", "bfloat16", "float32" or "float64" (or torch's dtype); or a mapping
             of shell patterns to dtypes, as ``{"*.norm.*": "float32", "*": "bfloat16"}``, of which the first that
@@ -221,21 +234,34 @@ def merge_checkpoint(
         include, exclude, rename, replicas, dtype, max_shard_size, filename_pattern, _read_layout(layout)
     )
 
+    conversion = None if convert is None else read_conversion(convert)
+    numbers = check_numbers(convert_with)
+
     def merge_once() -> MergeReport:
-        checkpoint, reductions = _open(source, section, options)
+        checkpoint, reductions = _open(source, section, options, converts=conversion is not None)
         with checkpoint:
             return merge_opened(checkpoint, reductions)
 
     def merge_opened(checkpoint: Source, reductions: Mapping[str, str]) -> MergeReport:
+        notes: tuple[str, ...]
         check_readable(checkpoint, options)
-        rank_shards = checkpoint.rank_shards()
         own, own_notes = ({}, ()) if files_from == () else own_files(checkpoint)
-        unwrapping, notes = _unwrapping_options(checkpoint.kind, rank_shards, options)
+        merged, plan_options, notes = checkpoint, options, ()
+        converted: Converted | None = None
+        if conversion is None:
+            plan_options, notes = _unwrapping_options(checkpoint.kind, checkpoint.rank_shards(), options)
+        else:
+            configs = [*_given_configs(files_from), *configs_beside(checkpoint)]
+            selected, notes = _selected(checkpoint, options)
+            converted = convert_source(selected, conversion, numbers, configs)
+            merged, reductions = converted.source, converted.renamed_keys(reductions)
+            plan_options = replace(options, include=(), exclude=())  # they are for the names before the conversion
         if options.filename_pattern is None and ADAPTER_CONFIG in own:
-            unwrapping = replace(unwrapping, filename_pattern=ADAPTER_PATTERN)
-        plan = plan_merge(rank_shards, unwrapping, basis=_basis(checkpoint, options, reductions), reductions=reductions)
+            plan_options = replace(plan_options, filename_pattern=ADAPTER_PATTERN)
+        basis = _basis(merged, options, reductions)
+        plan = plan_merge(merged.rank_shards(), plan_options, basis=basis, reductions=reductions)
         if options.replicas == "equal":
-            check_replicas(checkpoint, plan)
+            check_replicas(merged, plan)
         extra = extra_files(files_from, plan, own, mends_dtype=bool(options.dtype))
         metadata, metadata_notes = kept_metadata(checkpoint)
         sources = [tensor.source for file in plan.files for tensor in file.tensors]
@@ -259,7 +285,9 @@ def merge_checkpoint(
             ) as publication:
                 target = publication.path
                 reused = tuple(sorted(publication.finished))
-                provenance = _Merge(checkpoint, plan, publication, on_progress).run(threads)
+                provenance = _Merge(merged, plan, publication, on_progress).run(threads)
+                if converted is not None:
+                    converted.check_digests()
                 # Before the commit: a copy of a file that was changed in place is half old and half new.
                 checkpoint.check_unchanged()
                 publication.commit(provenance)
@@ -273,7 +301,7 @@ def merge_checkpoint(
             dry_run=dry_run,
             notes=notes,
             reused=reused,
-            tensors=_planned(checkpoint, plan) if dry_run else (),
+            tensors=_planned(merged, plan) if dry_run else (),
         )
         _log.info("merged %s", report)
         return report
@@ -308,10 +336,14 @@ def _read_layout(layout: Mapping[str, Any] | str | os.PathLike[str] | None) -> M
 
 
 def _open(
-    path: str | os.PathLike[str], section: str | None, options: ExportOptions
+    path: str | os.PathLike[str], section: str | None, options: ExportOptions, *, converts: bool
 ) -> tuple[Source, Mapping[str, str]]:
     """Return a section of the source, sharded by the layout if there is one, and the reductions by tensor name."""
-    if section is None and (options.layout is not None or options.include or options.exclude or options.rename):
+    if (
+        section is None
+        and not converts
+        and (options.layout is not None or options.include or options.exclude or options.rename)
+    ):
         section = ALL
     if options.layout is None:
         return open_source(path, section=section), {}
@@ -346,6 +378,22 @@ def _unwrapping_options(
             advice = 'rename=[(r"^model\\.", "")] (--rename "^model\\.=")'
             return options, (f"all names begin with 'model.', {reason}: to remove it, {advice}",)
     return options, ()
+
+
+def _selected(source: Source, options: ExportOptions) -> tuple[Source, tuple[str, ...]]:
+    """Return the tensors that a conversion is for, by the names that a model has, and notes about that."""
+    names = {tensor.shard.name for _, tensor in source.shards()}
+    options.check_include(names)
+    selected = frozenset(filter(options.wants, names))
+    wrapper = _common_wrappers(selected)
+    notes = (f"the prefix {excerpt(wrapper)} of a wrapper was removed from all names",) if wrapper else ()
+    return of_section(source, Section("model", wrapper, selected)), notes
+
+
+def _given_configs(files_from: FilesFrom) -> list[KnownConfig]:
+    """Return the config.json that the caller gives for the output."""
+    content = given_config(files_from)
+    return [] if content is None else config_of(f"{CONFIG} of files_from", content)
 
 
 def _common_wrappers(names: Collection[str]) -> str:

@@ -31,6 +31,17 @@ def _parse_renames(
     return [value.rpartition("=")[::2] for value in values]
 
 
+def _parse_numbers(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
+    """Return numbers by name."""
+    numbers: dict[str, int] = {}
+    for value in values:
+        name, _, number = value.partition("=")
+        if not name or not number.isascii() or not number.isdigit() or len(number) > 15:
+            raise click.BadParameter(f"{value!r} is not NAME=NUMBER", context, parameter)
+        numbers[name] = int(number)
+    return numbers
+
+
 def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
     """Return dtypes by pattern; that for all tensors comes last, as the first that matches counts."""
     by_pattern: dict[str, str] = {}
@@ -65,6 +76,19 @@ def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tu
     metavar="REGEX=REPL",
     callback=_parse_renames,
     help="Replace REGEX by REPL in tensor names; repeatable, applied in order.",
+)
+@click.option(
+    "--convert",
+    metavar="NAME|FILE.json",
+    help="Write another model family's names and values: a built-in conversion (torchtitan:llama3) or one's own; after "
+    "inverse: for the other direction.",
+)
+@click.option(
+    "--convert-with",
+    multiple=True,
+    metavar="NAME=NUMBER",
+    callback=_parse_numbers,
+    help="A number that the conversion needs and no config.json has, such as n_heads=32; repeatable.",
 )
 @click.option(
     "--replicas",

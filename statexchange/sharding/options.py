@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -108,6 +108,14 @@ class ExportOptions:
         """Whether a name in the source is selected."""
         included = not self.include or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.include)
         return included and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
+
+    def check_include(self, names: Collection[str]) -> None:
+        """Raise InvalidArgumentError if the patterns select nothing of these names, or one matches none of them."""
+        for pattern in self.include:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                raise InvalidArgumentError(f"include pattern {pattern!r} matches no tensor")
+        if names and not any(map(self.wants, names)):
+            raise InvalidArgumentError(f"exclude patterns {list(self.exclude)} leave no tensor")
 
     def renamed(self, name: str) -> str:
         """Return the name under which a tensor is written."""

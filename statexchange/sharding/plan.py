@@ -301,13 +301,8 @@ def _by_name(rank_shards: Sequence[RankShards]) -> dict[str, _TensorShards]:
 
 
 def _select(by_name: Mapping[str, _TensorShards], options: ExportOptions) -> dict[str, _TensorShards]:
-    for pattern in options.include:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in by_name):
-            raise InvalidArgumentError(f"include pattern {pattern!r} matches no tensor")
-    selected = {name: shards for name, shards in by_name.items() if options.wants(name)}
-    if by_name and not selected:
-        raise InvalidArgumentError(f"exclude patterns {list(options.exclude)} leave no tensor")
-    return selected
+    options.check_include(by_name)
+    return {name: shards for name, shards in by_name.items() if options.wants(name)}
 
 
 def _aliases(rank_shards: Sequence[RankShards], by_name: Mapping[str, _TensorShards]) -> dict[str, str]:

@@ -24,15 +24,17 @@ LAWS = {
     "units": BOTTOM,
     "values": BOTTOM,
     "sharding": BOTTOM,
+    "conversions": BOTTOM | {"sharding"},
     "state": BOTTOM | {"sharding"},
     "shared_memory": BOTTOM,
     "storage": BOTTOM | {"sharding"},
-    "formats": BOTTOM | {"sharding", "storage"},
-    "checkpoint": BOTTOM | {"sharding", "storage", "formats"},
+    "formats": BOTTOM | {"conversions", "sharding", "storage"},
+    "checkpoint": BOTTOM | {"conversions", "sharding", "storage", "formats"},
     "report": BOTTOM | {"sharding", "storage", "formats"},
     "comm": BOTTOM | {"shared_memory"},
     "train": BOTTOM | {"comm", "sharding", "state"},
-    "exchange": BOTTOM | {"sharding", "storage", "formats", "checkpoint", "comm", "shared_memory", "state", "train"},
+    "exchange": BOTTOM
+    | {"conversions", "sharding", "storage", "formats", "checkpoint", "comm", "shared_memory", "state", "train"},
     "integrations": BOTTOM | {"formats", "exchange"},
     "testing": BOTTOM
     | {
@@ -73,6 +75,7 @@ TORCH_FREE = {
     "units",
     "values",
     "sharding",
+    "conversions",
     "shared_memory",
     "storage",
     "formats",

@@ -1,0 +1,80 @@
+"""The built-in conversions, in the form of a user's own file (`rules`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["BUILTIN"]
+
+_HEADS: dict[str, Any] = {
+    "n_heads": {"about": "attention heads", "config": ["num_attention_heads"]},
+    "n_kv_heads": {"about": "heads of keys and values", "config": ["num_key_value_heads", "num_query_groups"]},
+    "head_dim": {"about": "size of a head", "config": ["head_dim", "kv_channels"]},
+}
+_TIED: dict[str, Any] = {
+    "tie_word_embeddings": {"about": "1 if lm_head is the embedding", "config": ["tie_word_embeddings"]},
+}
+
+
+def _renamed(names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return rules that only rename."""
+    return [{"from": old, "to": new} for old, new in names.items()]
+
+
+# torchtitan rotates neighbouring rows of queries and keys, transformers the two halves of a head.
+_LAYER, _HF_LAYER = "layers.{layer}", "model.layers.{layer}"
+_HF_QKV = [f"{_HF_LAYER}.self_attn.{part}_proj" for part in "qkv"]
+
+
+def _rotary(heads: str, **of: int) -> dict[str, Any]:
+    return {"permute": {"dim": 0, "shape": [heads, "half", 2], "order": [0, 2, 1], **of}}
+
+
+def _torchtitan_attention(prefix: str) -> list[dict[str, Any]]:
+    """Return the rules for separate queries, keys and values below `prefix`."""
+    heads = {"wq": "n_heads", "wk": "n_kv_heads"}
+    rules: list[dict[str, Any]] = []
+    for old, new in zip(("wq", "wk", "wv"), _HF_QKV, strict=True):
+        rule: dict[str, Any] = {"from": f"{prefix}.{old}.weight", "to": f"{new}.weight"}
+        if old in heads:
+            rule["values"] = [_rotary(heads[old])]
+        rules.append(rule)
+    return rules
+
+
+_TORCHTITAN_LLAMA3: dict[str, Any] = {
+    "about": "torchtitan's Llama 3 to LlamaForCausalLM of transformers",
+    "numbers": {**_HEADS, "half": {"value": "head_dim / 2"}, **_TIED},
+    "rules": [
+        *_renamed({"tok_embeddings.weight": "model.embed_tokens.weight"}),
+        *_torchtitan_attention(f"{_LAYER}.attention.qkv_linear"),
+        {
+            "from": f"{_LAYER}.attention.qkv_linear.wqkv.weight",
+            "to": [f"{name}.weight" for name in _HF_QKV],
+            "values": [
+                {"split": {"dim": 0, "sizes": ["n_heads / n_kv_heads", 1, 1], "groups": "n_kv_heads"}},
+                _rotary("n_heads", of=0),
+                _rotary("n_kv_heads", of=1),
+            ],
+        },
+        *_renamed(
+            {
+                f"{_LAYER}.attention.wo.weight": f"{_HF_LAYER}.self_attn.o_proj.weight",
+                f"{_LAYER}.feed_forward.w1.weight": f"{_HF_LAYER}.mlp.gate_proj.weight",
+                f"{_LAYER}.feed_forward.w2.weight": f"{_HF_LAYER}.mlp.down_proj.weight",
+                f"{_LAYER}.feed_forward.w3.weight": f"{_HF_LAYER}.mlp.up_proj.weight",
+                f"{_LAYER}.attention_norm.weight": f"{_HF_LAYER}.input_layernorm.weight",
+                f"{_LAYER}.ffn_norm.weight": f"{_HF_LAYER}.post_attention_layernorm.weight",
+                "norm.weight": "model.norm.weight",
+            }
+        ),
+        {"from": "lm_head.weight", "to": "lm_head.weight", "tied_to": "tok_embeddings.weight"},
+        # Names up to torchtitan 0.2, and what is computed from the config.
+        *_torchtitan_attention(f"{_LAYER}.attention"),
+        {"from": "output.weight", "to": "lm_head.weight", "tied_to": "tok_embeddings.weight"},
+        {"from": "freqs_cis", "to": []},
+    ],
+}
+
+BUILTIN: Mapping[str, Mapping[str, Any]] = {"torchtitan:llama3": _TORCHTITAN_LLAMA3}

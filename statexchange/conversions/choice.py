@@ -1,0 +1,58 @@
+"""The option `convert`: which conversion a caller means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from statexchange.conversions.builtin import BUILTIN
+from statexchange.conversions.rules import ConversionRules
+from statexchange.errors import InvalidArgumentError, excerpt
+
+__all__ = ["INVERSE", "Convert", "check_numbers", "choose_conversion"]
+
+Convert = str | Mapping[str, Any]
+
+INVERSE = "inverse:"
+
+
+def choose_conversion(convert: Convert, read: Callable[[str], object]) -> ConversionRules:
+    """Return the conversion that the option `convert` names.
+
+    Args:
+        convert: the name of a built-in conversion, or the path of a JSON file, either perhaps after "inverse:"; or the
+            content of such a file.
+        read: returns the JSON value of a file, given its path.
+
+    Raises:
+        InvalidArgumentError: There is no such conversion, or a file has none.
+    """
+    if isinstance(convert, Mapping):
+        return ConversionRules.parse(convert, "the conversion")
+    if not isinstance(convert, str) or not convert:
+        raise InvalidArgumentError(f"convert must be a name, a path or a mapping, not {excerpt(convert)}")
+    name = convert.removeprefix(INVERSE)
+    if name in BUILTIN:
+        rules = ConversionRules.parse(BUILTIN[name], name)
+    elif name.endswith(".json"):
+        rules = ConversionRules.parse(read(name), name)
+    else:
+        known = ", ".join(BUILTIN)
+        raise InvalidArgumentError(f"convert: there is no conversion {excerpt(name)}: there are {known}, or FILE.json")
+    return rules.inverse() if convert.startswith(INVERSE) else rules
+
+
+def check_numbers(numbers: object) -> dict[str, int]:
+    """Return the option `convert_with`, numbers by name; raise InvalidArgumentError for anything else."""
+    if numbers is None:
+        return {}
+    if not isinstance(numbers, Mapping):
+        raise InvalidArgumentError(f"convert_with must be a mapping of names to numbers, not {excerpt(numbers)}")
+    found = {}
+    for name, number in numbers.items():
+        if not isinstance(name, str) or not isinstance(number, int) or not 0 <= number < 1 << 48:
+            raise InvalidArgumentError(
+                f"convert_with: {excerpt(name)} must be a number from 0 on, not {excerpt(number)}"
+            )
+        found[name] = int(number)
+    return found

@@ -1,0 +1,63 @@
+"""Patterns of tensor names with placeholders: ``layers.{layer}.attention.wq.weight``.
+
+``{layer}`` stands for one part of a dotted name, ``{name*}`` for one part or more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from statexchange.errors import InvalidArgumentError, excerpt
+
+__all__ = ["NamePattern"]
+
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(\*?)\}")
+
+
+@dataclass(frozen=True)
+class NamePattern:
+    """A pattern of names, such as ``layers.{layer}.norm.weight``.
+
+    Raises:
+        InvalidArgumentError: A placeholder is malformed or occurs twice.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        rest = _PLACEHOLDER.sub("", self.text)
+        if not self.text or "{" in rest or "}" in rest:
+            text = "is not a name pattern: placeholders are like {layer}, or {name*} for several parts of a name"
+            raise InvalidArgumentError(f"convert: {excerpt(self.text)} {text}")
+        found = [name for name, _ in _PLACEHOLDER.findall(self.text)]
+        if len(found) != len(set(found)):
+            raise InvalidArgumentError(f"convert: a placeholder occurs twice in the name pattern {excerpt(self.text)}")
+
+    @cached_property
+    def placeholders(self) -> frozenset[str]:
+        """The names of the placeholders."""
+        return frozenset(name for name, _ in _PLACEHOLDER.findall(self.text))
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        parts = []
+        end = 0
+        for found in _PLACEHOLDER.finditer(self.text):
+            parts.append(re.escape(self.text[end : found.start()]))
+            name, several = found.groups()
+            parts.append(f"(?P<{name}>.+)" if several else f"(?P<{name}>[^.]+)")
+            end = found.end()
+        parts.append(re.escape(self.text[end:]))
+        return re.compile("".join(parts), re.DOTALL)
+
+    def match(self, name: str) -> dict[str, str] | None:
+        """Return what the placeholders stand for in a name; None if the name does not match."""
+        found = self._regex.fullmatch(name)
+        return None if found is None else found.groupdict()
+
+    def filled(self, values: Mapping[str, str]) -> str:
+        """Return the name with these values for the placeholders."""
+        return _PLACEHOLDER.sub(lambda found: values[found.group(1)], self.text)

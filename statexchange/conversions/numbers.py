@@ -1,0 +1,202 @@
+"""The numbers of a model that a conversion needs, such as the number of heads, and where they come from.
+
+A number is, in this order: what the caller gave; what an expression of other numbers says (``head_dim / 2``); the value
+of a key in a config of the model; the one unknown in the factors of a tensor's dim, which then follows from the
+tensor's shape.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from statexchange.errors import InvalidArgumentError, excerpt
+
+__all__ = ["KnownConfig", "NumberRule", "Numbers", "UnknownNumberError", "check_expression"]
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_EXPRESSION = re.compile(
+    r"\s*(?:[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,18})(?:\s*[*/]\s*(?:[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,18}))*\s*"
+)
+_TOKEN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|[*/]")
+_MAX_DEPTH = 8  # of numbers that are given by other numbers
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRule:
+    """Where a number comes from.
+
+    Attributes:
+        about: what it is, for messages.
+        config: keys of configs that have it, in the order in which they are tried.
+        value: an expression of other numbers, "" for none.
+    """
+
+    about: str = ""
+    config: tuple[str, ...] = ()
+    value: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownConfig:
+    """A config of the model: `where` it lies, for messages, and its values."""
+
+    where: str
+    values: Mapping[str, object]
+
+
+class UnknownNumberError(InvalidArgumentError):
+    """A number that the conversion needs is not known."""
+
+
+def check_expression(expression: object) -> str | int:
+    """Return an expression: a number, or names and numbers joined by * and /; raise InvalidArgumentError."""
+    if type(expression) is int and 0 < expression < 1 << 48:
+        return expression
+    if isinstance(expression, str) and len(expression) < 200 and _EXPRESSION.fullmatch(expression):
+        return expression
+    raise InvalidArgumentError(
+        f"convert: {excerpt(expression)} is neither a number nor an expression like 'n_heads / n_kv_heads'"
+    )
+
+
+class Numbers:
+    """The numbers of one model.
+
+    Args:
+        rules: where numbers come from, by name.
+        given: numbers that the caller gave.
+        configs: configs of the model; the first that has a key counts.
+
+    Raises:
+        InvalidArgumentError: The caller gave a number that the conversion does not use.
+    """
+
+    def __init__(
+        self, rules: Mapping[str, NumberRule], given: Mapping[str, int] = {}, configs: Sequence[KnownConfig] = ()
+    ) -> None:
+        unused = sorted(given.keys() - rules.keys())
+        if unused:
+            known = ", ".join(rules) or "none"
+            raise InvalidArgumentError(f"convert_with: this conversion uses no {unused[0]!r}; its numbers: {known}")
+        self._rules = rules
+        self._given = dict(given)
+        self._configs = configs
+        self._solved: dict[str, tuple[int, str]] = {}  # with the tensors from whose shapes they follow
+
+    def get(self, name: str, depth: int = 0) -> int | None:
+        """Return a number; None if it is not known."""
+        if name in self._given:
+            return self._given[name]
+        rule = self._rules.get(name, NumberRule())
+        if rule.value and depth < _MAX_DEPTH:
+            value = self._evaluated(rule.value, depth + 1)
+            if value is not None:
+                return value
+        for key in rule.config:
+            for config in self._configs:
+                found = _number_in(config.values, key)
+                if found is not None:
+                    return found
+        return self._solved[name][0] if name in self._solved else None
+
+    def _evaluated(self, expression: str | int, depth: int = 0) -> int | None:
+        if isinstance(expression, int):
+            return expression
+        tokens = _TOKEN.findall(expression)
+        value = 1
+        for operator, token in zip(["*", *tokens[1::2]], tokens[::2], strict=True):
+            number = int(token) if token.isdigit() else self.get(token, depth)
+            if number is None:
+                return None
+            if operator == "*":
+                value *= number
+            elif number == 0 or value % number:
+                raise InvalidArgumentError(f"convert: {expression} is no whole number{self._shown(expression)}")
+            else:
+                value //= number
+        return value
+
+    def value(self, expression: str | int) -> int:
+        """Return the value of an expression.
+
+        Raises:
+            UnknownNumberError: A number in it is not known; the message says how to give it.
+        """
+        value = self._evaluated(expression)
+        if value is None:
+            raise self._unknown(str(expression))
+        return value
+
+    def known(self, expression: str | int) -> int | None:
+        """Return the value of an expression; None if a number in it is not known."""
+        return self._evaluated(expression)
+
+    def factors(self, expressions: Sequence[str | int], size: int, name: str) -> tuple[int, ...]:
+        """Return the factors of a dim of `size` of tensor `name`; one unknown number follows from the size.
+
+        Raises:
+            UnknownNumberError: Two numbers are unknown.
+            InvalidArgumentError: The product of the factors is not `size`.
+        """
+        values = [self._evaluated(expression) for expression in expressions]
+        unknown = [number for number, value in enumerate(values) if value is None]
+        if len(unknown) == 1 and _NAME.fullmatch(str(expressions[unknown[0]])):
+            product = math.prod(value for value in values if value is not None)
+            if product and size and size % product == 0:
+                values[unknown[0]] = size // product
+                self._solved[str(expressions[unknown[0]])] = (size // product, name)
+        elif unknown:
+            raise self._unknown(str(expressions[unknown[0]]))
+        known = [value for value in values if value is not None]
+        if len(known) < len(values) or math.prod(known) != size:
+            shown = " x ".join(map(str, expressions))
+            details = "".join(self._shown(str(expression)) for expression in expressions)
+            raise InvalidArgumentError(
+                f"convert: a dim of size {size} is not {shown}{details}: is this the config of this model?", name=name
+            )
+        return tuple(known)
+
+    def _shown(self, expression: str) -> str:
+        """Return the values of the names in an expression, and where they come from."""
+        texts = []
+        for token in dict.fromkeys(_NAME.findall(expression)):
+            value = self.get(token)
+            if value is not None:
+                texts.append(f"{token} = {value}{self._origin(token)}")
+        return f" ({', '.join(texts)})" if texts else ""
+
+    def _origin(self, name: str) -> str:
+        if name in self._given:
+            return ""
+        for key in self._rules.get(name, NumberRule()).config:
+            for config in self._configs:
+                if _number_in(config.values, key) is not None:
+                    return f" in {config.where}"
+        return f", from the shape of {self._solved[name][1]}" if name in self._solved else ""
+
+    def _unknown(self, expression: str) -> UnknownNumberError:
+        """Return the error for the first number that a user could give and that is missing."""
+        missing = [name for name in _NAME.findall(expression) if self.get(name) is None]
+        for name in missing:
+            rule = self._rules.get(name, NumberRule())
+            if rule.value and not rule.config:
+                return self._unknown(rule.value)
+        name = missing[0]
+        rule = self._rules.get(name, NumberRule())
+        text = f"convert: {name} is not known" + (f" ({rule.about})" if rule.about else "")
+        text += f': give convert_with={{"{name}": N}} (--convert-with {name}=N)'
+        if rule.config:
+            text += f", or a config.json with {rule.config[0]} (files_from, --files-from)"
+        return UnknownNumberError(text)
+
+
+def _number_in(values: Mapping[str, object], key: str) -> int | None:
+    """Return a whole number or a truth value in a config, or in its text_config; None if it has none."""
+    found = values.get(key)
+    inner = values.get("text_config")
+    if found is None and isinstance(inner, Mapping):
+        found = inner.get(key)
+    return int(found) if isinstance(found, bool | int) and 0 <= found < 1 << 48 else None

@@ -1,0 +1,322 @@
+"""Plan a conversion: match the names of a checkpoint with rules, and find what fills every output tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+from statexchange.conversions.numbers import KnownConfig, Numbers, UnknownNumberError
+from statexchange.conversions.operations import Planned
+from statexchange.conversions.patches import Dim, Patch, identity
+from statexchange.conversions.rules import ConversionRules, Rule
+from statexchange.errors import IncompleteError, InvalidArgumentError, UnsafeError, UnsupportedError
+from statexchange.sharding.shards import Box, full_box
+
+__all__ = ["ConversionPlan", "Fill", "TensorInfo", "plan_conversion"]
+
+_SHOWN = 5
+_MAX_STACKED = 1 << 20
+_TIED = "tie_word_embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """The dtype and shape of a whole tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """The patch by which an input, or zeros, fill a part of the output `target`; an empty output has an empty patch."""
+
+    target: str
+    patch: Patch
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionPlan:
+    """What becomes of each tensor.
+
+    Attributes:
+        tensors: the outputs by name.
+        fills: for each input by name, what it fills.
+        zeros: the parts of outputs that are zeros.
+        ties: outputs that need not be written if they equal another.
+        renames: inputs that are an output as they are, by name.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    fills: Mapping[str, Sequence[Fill]]
+    zeros: Sequence[Fill] = ()
+    ties: Mapping[str, str] = field(default_factory=dict)
+    renames: Mapping[str, str] = field(default_factory=dict)
+
+    def new_aliases(self, aliases: Mapping[str, str]) -> dict[str, str]:
+        """Return the aliases of tied inputs under the outputs' names, where both are an output as they are."""
+        found = {}
+        for alias, name in aliases.items():
+            if alias in self.renames and name in self.renames:
+                found[self.renames[alias]] = self.renames[name]
+        return found
+
+
+def plan_conversion(
+    conversion: ConversionRules,
+    tensors: Mapping[str, TensorInfo],
+    given: Mapping[str, int] = {},
+    configs: Sequence[KnownConfig] = (),
+) -> ConversionPlan:
+    """Plan the conversion of all of a model's tensors.
+
+    Args:
+        conversion: the rules.
+        tensors: the inputs by name.
+        given: numbers that the caller gave.
+        configs: configs of the model, in which other numbers are looked up.
+
+    Returns:
+        The plan.
+
+    Raises:
+        InvalidArgumentError: No name has a rule; a number is not known; a tensor does not fit its rule.
+        UnsafeError: Some names have no rule, or two rules give one name.
+        IncompleteError: A tensor that a rule needs together with others is missing.
+        UnsupportedError: Tensors of different dtypes would become one.
+    """
+    numbers = Numbers(conversion.numbers, given, configs)
+    return _Planner(conversion, tensors, numbers).plan()
+
+
+@dataclass(slots=True)
+class _Group:
+    """The inputs that one rule turns into outputs together, by their index along the dims that are stacked."""
+
+    rule: Rule
+    values: Mapping[str, str]
+    names: dict[tuple[int, ...], dict[int, str]] = field(default_factory=dict)
+
+
+class _Planner:
+    """The planning of one conversion."""
+
+    def __init__(self, conversion: ConversionRules, tensors: Mapping[str, TensorInfo], numbers: Numbers) -> None:
+        self._conversion = conversion
+        self._inputs = tensors
+        self._numbers = numbers
+        self._outputs: dict[str, TensorInfo] = {}
+        self._fills: dict[str, list[Fill]] = {name: [] for name in tensors}
+        self._zeros: list[Fill] = []
+        self._renames: dict[str, str] = {}
+        self._applied: dict[tuple[int, tuple[tuple[int, ...], ...]], list[Planned]] = {}  # by rule and shapes
+
+    def plan(self) -> ConversionPlan:
+        """Return the plan."""
+        waiting = self._groups()
+        while waiting:
+            unknown: UnknownNumberError | None = None
+            later = []
+            for group in waiting:
+                try:
+                    self._add(group)
+                except UnknownNumberError as error:  # it may follow from the shape of another tensor
+                    unknown = unknown or error
+                    later.append(group)
+            if unknown is not None and len(later) == len(waiting):
+                raise unknown
+            waiting = later
+        self._restore()
+        return ConversionPlan(self._outputs, self._fills, self._zeros, self._ties(), self._renames)
+
+    def _groups(self) -> list[_Group]:
+        """Return the inputs in groups, each with its rule, in the order of the inputs."""
+        groups: dict[tuple[int, tuple[tuple[str, str], ...]], _Group] = {}
+        unknown = []
+        for name in self._inputs:
+            for number, source, values in self._matches(name):
+                rule = self._conversion.rules[number]
+                index = tuple(_layer_number(values[placeholder], name) for placeholder in rule.stack)
+                shared = {key: value for key, value in values.items() if key not in rule.stack}
+                group = groups.setdefault((number, tuple(sorted(shared.items()))), _Group(rule, shared))
+                group.names.setdefault(index, {})[source] = name
+                break
+            else:
+                unknown.append(name)
+        if unknown:
+            raise self._unknown(unknown)
+        return list(groups.values())
+
+    def _matches(self, name: str) -> Iterator[tuple[int, int, dict[str, str]]]:
+        """Yield the rules that have a pattern for a name, with the pattern's number and its placeholders' values."""
+        for number, rule in enumerate(self._conversion.rules):
+            for source, pattern in enumerate(rule.sources):
+                values = pattern.match(name)
+                if values is not None:
+                    yield number, source, values
+
+    def _unknown(self, names: Sequence[str]) -> InvalidArgumentError | UnsafeError:
+        shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        if len(names) == len(self._inputs):
+            text = f"convert: {self._conversion.name} has a rule for none of the {len(names)} names: {shown}"
+            return InvalidArgumentError(text)
+        return UnsafeError(
+            f"convert: {self._conversion.name} has no rule for {len(names)} of {len(self._inputs)} names: {shown}; to "
+            "leave them out, exclude (--exclude); else write a conversion of your own that has rules for them"
+        )
+
+    def _add(self, group: _Group) -> None:
+        """Add what one group fills."""
+        for names in group.names.values():
+            missing = [pattern.text for number, pattern in enumerate(group.rule.sources) if number not in names]
+            if missing:
+                shown = next(iter(names.values()))
+                text = f"convert: the rule for this tensor needs {missing[0]!r} beside it, which the source lacks"
+                raise IncompleteError(text, name=shown)
+        if not group.rule.targets:
+            return
+        if group.rule.unstack:
+            self._add_unstacked(group)
+        elif group.rule.stack:
+            self._add_stacked(group)
+        else:
+            self._add_plain(group)
+
+    def _add_plain(self, group: _Group) -> None:
+        names = self._names(group, ())
+        outputs = self._apply(group.rule, names, [self._inputs[name].shape for name in names])
+        for target, output in zip(group.rule.targets, outputs, strict=True):
+            new = self._add_output(target.filled(group.values), names, output.shape)
+            self._add_fills(new, names, output.patches)
+            if not group.rule.operations and len(names) == 1:
+                self._renames[names[0]] = new
+
+    def _add_unstacked(self, group: _Group) -> None:
+        """Add the outputs of each index of the inputs' leading dims."""
+        names, depth = self._names(group, ()), len(group.rule.unstack)
+        shapes = [self._inputs[name].shape for name in names]
+        leading = shapes[0][:depth]
+        for name, shape in zip(names, shapes, strict=True):
+            if len(shape) < depth or shape[:depth] != leading or math.prod(leading) > _MAX_STACKED:
+                text = f"convert: shape {shape} does not have {depth} leading dims for {', '.join(group.rule.unstack)}"
+                raise InvalidArgumentError(text, name=name)
+        outputs = self._apply(group.rule, names, [shape[depth:] for shape in shapes])
+        for index in product(*map(range, leading)):
+            values = {**group.values, **dict(zip(group.rule.unstack, map(str, index), strict=True))}
+            for target, output in zip(group.rule.targets, outputs, strict=True):
+                new = self._add_output(target.filled(values), names, output.shape)
+                self._add_fills(new, names, [_of_index(patch, index) for patch in output.patches])
+
+    def _add_stacked(self, group: _Group) -> None:
+        """Add the outputs whose leading dims are the indices in the inputs' names."""
+        sizes = tuple(max(index) + 1 for index in zip(*group.names, strict=True))
+        if math.prod(sizes) > _MAX_STACKED or math.prod(sizes) != len(group.names):
+            name = next(iter(group.names[min(group.names)].values()))
+            text = f"convert: {len(group.names)} tensors are to be stacked by {', '.join(group.rule.stack)}"
+            raise IncompleteError(f"{text}, which go up to {[size - 1 for size in sizes]}: some are missing", name=name)
+        first = self._names(group, min(group.names))
+        shapes = [self._inputs[name].shape for name in first]
+        outputs = self._apply(group.rule, first, shapes)
+        all_names = [name for index in sorted(group.names) for name in self._names(group, index)]
+        new_names = [
+            self._add_output(target.filled(group.values), all_names, (*sizes, *output.shape))
+            for target, output in zip(group.rule.targets, outputs, strict=True)
+        ]
+        for index in sorted(group.names):
+            names = self._names(group, index)
+            for name, shape in zip(names, shapes, strict=True):
+                if self._inputs[name].shape != shape:
+                    text = f"convert: shapes differ: {first[0]} cannot be stacked with this tensor"
+                    raise InvalidArgumentError(text, name=name, expected=shape, found=self._inputs[name].shape)
+            for new, output in zip(new_names, outputs, strict=True):
+                self._add_fills(new, names, [_at_index(patch, index) for patch in output.patches])
+
+    def _names(self, group: _Group, index: tuple[int, ...]) -> list[str]:
+        """Return the names of a group's inputs in the order of the rule."""
+        return [group.names[index][number] for number in range(len(group.rule.sources))]
+
+    def _apply(self, rule: Rule, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Planned]:
+        """Return the outputs of a rule for inputs of these shapes; layers have equal ones, and are planned once."""
+        key = (id(rule), tuple(shapes))
+        if key not in self._applied:
+            tensors = []
+            for number, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+                tensors.append(Planned(name, shape, identity(shape, number)))
+            for operation in rule.operations:
+                tensors = operation.apply(tensors, self._numbers)
+            if len(tensors) != len(rule.targets):
+                text = f"convert: the values make {len(tensors)} tensors, and 'to' has {len(rule.targets)} names"
+                raise InvalidArgumentError(text, name=names[0])
+            self._applied[key] = tensors
+        return self._applied[key]
+
+    def _add_output(self, new: str, names: Sequence[str], shape: tuple[int, ...]) -> str:
+        """Add an output; return its name."""
+        if new in self._outputs:
+            raise UnsafeError(f"convert gives one name to two tensors, one of them from {names[0]!r}", name=new)
+        dtypes = {self._inputs[name].dtype: name for name in names}
+        if len(dtypes) > 1:
+            shown = ", ".join(f"{dtype} of {name}" for dtype, name in dtypes.items())
+            raise UnsupportedError(f"convert: tensors of different dtypes would become one: {shown}", name=new)
+        self._outputs[new] = TensorInfo(next(iter(dtypes)), shape)
+        return new
+
+    def _add_fills(self, new: str, names: Sequence[str], patches: Sequence[Patch]) -> None:
+        shape = self._outputs[new].shape
+        if not math.prod(shape):
+            self._fills[names[0]].append(Fill(new, Patch(0, full_box(shape), (), (Dim(None),) * len(shape))))
+        for patch in patches:
+            fills = self._zeros if patch.source is None else self._fills[names[patch.source]]
+            fills.append(Fill(new, patch))
+
+    def _restore(self) -> None:
+        """Add the outputs that are missing because they equal another."""
+        for rule in self._conversion.rules:
+            if not rule.restored_from:
+                continue
+            new, same = rule.targets[0].text, rule.restored_from
+            if new in self._outputs or same not in self._outputs:
+                continue
+            self._outputs[new] = self._outputs[same]
+            for fills in [*self._fills.values(), self._zeros]:
+                fills += [replace(fill, target=new) for fill in fills if fill.target == same]
+
+    def _ties(self) -> dict[str, str]:
+        """Return the outputs that equal another in this model, which has tied embeddings."""
+        if not self._numbers.get(_TIED):
+            return {}
+        ties = {}
+        for rule in self._conversion.rules:
+            if rule.tied_to:
+                new, other = self._output_of(rule.sources[0].text), self._output_of(rule.tied_to)
+                if new is not None and other is not None:
+                    ties[new] = other
+        return ties
+
+    def _output_of(self, name: str) -> str | None:
+        """Return the one output that an input fills alone."""
+        targets = {fill.target for fill in self._fills.get(name, ())}
+        return next(iter(targets)) if len(targets) == 1 else None
+
+
+def _layer_number(text: str, name: str) -> int:
+    """Return the number in a name that becomes an index."""
+    if not text.isascii() or not text.isdigit() or str(int(text[:18])) != text:
+        raise InvalidArgumentError(f"convert: {text!r} in this name is to be an index, and is no number", name=name)
+    return int(text)
+
+
+def _of_index(patch: Patch, index: tuple[int, ...]) -> Patch:
+    """Return a patch whose input is one index of a stacked tensor."""
+    if patch.source is None:
+        return patch
+    dims = tuple(Dim(None if along.dim is None else along.dim + len(index), along.step) for along in patch.dims)
+    return replace(patch, begin=(*index, *patch.begin), dims=dims)
+
+
+def _at_index(patch: Patch, index: tuple[int, ...]) -> Patch:
+    """Return a patch whose output is one index of a stacked tensor."""
+    box = Box((*index, *patch.box.offsets), (*(1 for _ in index), *patch.box.shape))
+    return replace(patch, box=box, dims=(*(Dim(None) for _ in index), *patch.dims))

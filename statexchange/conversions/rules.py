@@ -1,0 +1,200 @@
+"""The rules of a conversion, and their form in JSON.
+
+A conversion file is an object::
+
+    {
+      "about": "from A to B",
+      "numbers": {
+        "n_heads": {"about": "attention heads", "config": ["num_attention_heads"]},
+        "half": {"value": "head_dim / 2"}
+      },
+      "rules": [
+        {"from": "embed.weight", "to": "model.embed_tokens.weight"},
+        {"from": "layers.{layer}.wq.weight", "to": "model.layers.{layer}.self_attn.q_proj.weight",
+         "values": [{"permute": {"dim": 0, "shape": ["n_heads", "half", 2], "order": [0, 2, 1]}}]},
+        {"from": "layers.{layer}.fc1.weight",
+         "to": ["model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"],
+         "values": [{"split": {"dim": 0, "sizes": [1, 1]}}]},
+        {"from": "layers.{layer}.rope.freqs", "to": []}
+      ]
+    }
+
+The first rule that has a pattern for a name counts; a name without a rule is an error. In a pattern, ``{layer}`` stands
+for one part of a dotted name and ``{name*}`` for one part or more. Several names of "from" or "to" are a list; an empty
+"to" drops the tensor. ``values`` are applied in order:
+
+``{"permute": {"dim": 0, "shape": ["n_heads", "half", 2], "order": [0, 2, 1]}}``
+    The dim is viewed as dims of these sizes, which are put into this order and joined again (rotary embeddings).
+``{"transpose": {"order": [1, 0]}}``
+    The dims in another order.
+``{"split": {"dim": 0, "sizes": ["n_heads / n_kv_heads", 1, 1], "groups": "n_kv_heads"}}``
+    One tensor becomes several; "sizes" are ratios. With "groups" (by default 1) the tensors alternate along the dim.
+``{"fuse": {"dim": 0, "sizes": [1, 1], "groups": 1}}``
+    Several become one; the inverse needs the sizes.
+``{"unpad": {"dim": 0, "to": "vocab_size", "from": "padded_vocab_size"}}`` and ``pad``
+    The dim is cut off at a size, or filled up with zeros. "from" is for the inverse. If the number "to" is not known,
+    the tensor stays as it is.
+
+With ``"of": 0`` or ``"of": [0, 1]`` permute, transpose, pad and unpad work on some of several tensors. Sizes are
+numbers, or names of numbers joined by * and /. A number's value is what the caller gives (`convert_with`), the
+expression "value", or a key of "config" in a config of the model; one unknown size of a permute follows from the
+tensor's shape.
+
+``"unstack": ["layer"]`` in a rule
+    The tensors of "from" have one more dim in front, whose indices become ``{layer}`` in the names of "to"; "values"
+    are for the tensors without this dim.
+``"stack": ["layer"]``
+    The inverse: ``{layer}`` occurs in "from" and becomes the first dim.
+``"tied_to": "embed.weight"``
+    The tensor is the same as another of "from" where the number ``tie_word_embeddings`` is 1. It is not written then;
+    the inverse restores it where it is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from statexchange.conversions.names import NamePattern
+from statexchange.conversions.numbers import NumberRule, check_expression
+from statexchange.conversions.operations import Operation, parse_operation
+from statexchange.errors import InvalidArgumentError, excerpt
+
+__all__ = ["ConversionRules", "Rule"]
+
+_RULE_KEYS = {"from", "to", "values", "unstack", "stack", "tied_to"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule: the tensors `sources` become the tensors `targets` by `operations`.
+
+    Attributes:
+        sources: names of the inputs.
+        targets: names of the outputs; none if the inputs are dropped.
+        operations: what is done to the values.
+        unstack: placeholders of the targets that are leading dims of the sources.
+        stack: placeholders of the sources that are leading dims of the targets.
+        tied_to: the source that this one equals in a model with tied embeddings.
+        restored_from: the target that the target of this rule equals if the source is missing.
+    """
+
+    sources: tuple[NamePattern, ...]
+    targets: tuple[NamePattern, ...]
+    operations: tuple[Operation, ...] = ()
+    unstack: tuple[str, ...] = ()
+    stack: tuple[str, ...] = ()
+    tied_to: str = ""
+    restored_from: str = ""
+
+    def __post_init__(self) -> None:
+        shown = self.sources[0].text
+        names = self.sources[0].placeholders
+        for source in self.sources[1:]:
+            if source.placeholders != names:
+                raise InvalidArgumentError(f"convert: the names of 'from' {shown!r} have different placeholders")
+        given = (names - set(self.stack)) | set(self.unstack)
+        if not names >= set(self.stack) or names & set(self.unstack):
+            raise InvalidArgumentError(f"convert: stack or unstack does not fit the placeholders of {shown!r}")
+        for target in self.targets:
+            if not target.placeholders <= given or not target.placeholders >= set(self.unstack):
+                raise InvalidArgumentError(f"convert: the placeholders of 'to' {target.text!r} do not fit {shown!r}")
+        if not self.operations and len(self.targets) not in (0, len(self.sources)):
+            text = f"convert: the rule for {shown!r} needs values, which make {len(self.targets)} tensors of"
+            raise InvalidArgumentError(f"{text} {len(self.sources)}")
+
+    def inverse(self) -> Rule | None:
+        """Return the rule for the other direction; None for one that drops tensors.
+
+        Raises:
+            InvalidArgumentError: An operation has no inverse.
+        """
+        if not self.targets:
+            return None
+        operations = tuple(operation.inverse() for operation in reversed(self.operations))
+        restored_from, tied_to = self.tied_to, self.restored_from
+        return Rule(self.targets, self.sources, operations, self.stack, self.unstack, tied_to, restored_from)
+
+    @classmethod
+    def parse(cls, raw: object) -> Rule:
+        """Return a rule from its JSON form; raise InvalidArgumentError for anything else."""
+        if not isinstance(raw, Mapping) or not {"from", "to"} <= raw.keys() <= _RULE_KEYS:
+            raise InvalidArgumentError(
+                f"convert: a rule has 'from' and 'to', and may have values, unstack, stack, tied_to; not {excerpt(raw)}"
+            )
+        values = raw.get("values", [])
+        if not isinstance(values, list | tuple):
+            raise InvalidArgumentError(f"convert: values are a list of operations, not {excerpt(values)}")
+        sources = tuple(map(NamePattern, _texts(raw["from"])))
+        if not sources:
+            raise InvalidArgumentError("convert: a rule has an empty 'from'")
+        return cls(
+            sources,
+            tuple(map(NamePattern, _texts(raw["to"]))),
+            tuple(map(parse_operation, values)),
+            _texts(raw.get("unstack", ())),
+            _texts(raw.get("stack", ())),
+            "".join(_texts(raw.get("tied_to", ()))),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionRules:
+    """The rules of one conversion and the numbers that they need. `name` is for messages."""
+
+    name: str
+    about: str
+    numbers: Mapping[str, NumberRule]
+    rules: tuple[Rule, ...] = field(default=())
+
+    def inverse(self) -> ConversionRules:
+        """Return the conversion in the other direction; of several rules with equal targets, the first counts."""
+        rules = []
+        seen: set[str] = set()
+        for rule in self.rules:
+            names = {target.text for target in rule.targets}
+            inverse = rule.inverse() if not names <= seen else None
+            if inverse is not None:
+                rules.append(inverse)
+            seen |= names
+        return ConversionRules(f"inverse:{self.name}", self.about, self.numbers, tuple(rules))
+
+    @classmethod
+    def parse(cls, raw: object, name: str) -> ConversionRules:
+        """Return the conversion from its JSON form.
+
+        Args:
+            raw: the JSON value.
+            name: how the user calls it.
+
+        Raises:
+            InvalidArgumentError: It is no conversion; the message says why.
+        """
+        if not isinstance(raw, Mapping) or not {"rules"} <= raw.keys() <= {"about", "numbers", "rules"}:
+            raise InvalidArgumentError(f"convert: {name} is no conversion: it has 'rules', and may have numbers, about")
+        rules, numbers, about = raw["rules"], raw.get("numbers", {}), raw.get("about", "")
+        if not isinstance(rules, list | tuple) or not isinstance(numbers, Mapping) or not isinstance(about, str):
+            raise InvalidArgumentError(f"convert: {name}: rules are a list, numbers an object and about a text")
+        return cls(
+            name,
+            about,
+            {key: _number_rule(key, number) for key, number in numbers.items()},
+            tuple(map(Rule.parse, rules)),
+        )
+
+
+def _texts(raw: object) -> tuple[str, ...]:
+    """Return a text or a list of texts as a tuple."""
+    texts: tuple[Any, ...] = tuple(raw) if isinstance(raw, list | tuple) else (raw,)
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidArgumentError(f"convert: {excerpt(raw)} is neither a name nor a list of names")
+    return texts
+
+
+def _number_rule(name: object, raw: object) -> NumberRule:
+    if not isinstance(name, str) or not isinstance(raw, Mapping) or not raw.keys() <= {"about", "config", "value"}:
+        text = 'is like {"about": "attention heads", "config": ["num_attention_heads"]}'
+        raise InvalidArgumentError(f"convert: a number {text}, not {excerpt({name: raw})}")
+    value = str(check_expression(raw["value"])) if "value" in raw else ""
+    return NumberRule("".join(_texts(raw.get("about", ""))), _texts(raw.get("config", ())), value)

@@ -1,0 +1,254 @@
+"""A source with the names and values of another model family: the same files, other tensors.
+
+A conversion maps boxes to boxes (conversions/patches.py), and a byte range may have strides. So a converted tensor is
+read from the source's files as any other tensor is, by every reader of boxes, and nothing is held whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from statexchange.conversions.choice import Convert, choose_conversion
+from statexchange.conversions.numbers import KnownConfig
+from statexchange.conversions.patches import Block, shared_block
+from statexchange.conversions.plan import ConversionPlan, Fill, TensorInfo, plan_conversion
+from statexchange.conversions.rules import ConversionRules
+from statexchange.errors import CorruptError, InvalidArgumentError, StateExchangeError
+from statexchange.formats.source import ShardFile, Source, SourceTensor
+from statexchange.sharding.shards import Box, Shard, c_strides
+from statexchange.storage.byte_range import ByteRange
+from statexchange.storage.json_text import parse_json
+from statexchange.storage.opened_path import open_path
+from statexchange.storage.store import StoredFile, resolve_path
+from statexchange.tensors import ITEMSIZE
+
+__all__ = ["Converted", "config_of", "configs_beside", "convert_source", "read_conversion"]
+
+_CONFIG = "config.json"
+
+
+def read_conversion(convert: Convert) -> ConversionRules:
+    """Return the conversion that the option `convert` names, a file of one's own read. Not collective.
+
+    Raises:
+        InvalidArgumentError: there is no such conversion, or the file has none.
+        NotFoundError: there is no such file.
+    """
+    return choose_conversion(convert, _read_file)
+
+
+def _read_file(path: str) -> object:
+    with open_path(resolve_path(path, "a conversion file")) as opened:
+        if opened.file is None:
+            raise InvalidArgumentError("a conversion is a JSON file, and this is a directory", path=opened.path)
+        return parse_json(opened.store.read_small(opened.file), opened.path)
+
+
+def configs_beside(source: Source) -> list[KnownConfig]:
+    """Return the config.json beside a source's files, if there is one that can be read."""
+    opened = source.opened
+    if opened.file is not None or _CONFIG not in opened.store.files:
+        return []
+    return config_of(opened.store.path_of(_CONFIG), opened.store.read_small(_CONFIG))
+
+
+def config_of(where: str, content: bytes) -> list[KnownConfig]:
+    """Return the config that a file has; nothing if it is broken or is no object."""
+    try:
+        values = parse_json(content, where)
+    except StateExchangeError:
+        return []
+    return [KnownConfig(where, values)] if isinstance(values, dict) else []
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A converted source.
+
+    Attributes:
+        source: the source with the converted tensors.
+        unproven: tensors of the original source, each with the numbers of its boxes whose digests the converted source
+            does not have, because their elements lie in several boxes or in another order.
+        targets: the names that each original tensor fills.
+    """
+
+    source: Source
+    unproven: Sequence[tuple[SourceTensor, Sequence[int]]]
+    targets: Mapping[str, Sequence[str]]
+
+    def renamed_keys(self, entries: Mapping[str, str]) -> dict[str, str]:
+        """Return entries by name of an original tensor as entries by the names that it fills."""
+        return {target: entry for name, entry in entries.items() for target in self.targets.get(name, ())}
+
+    def check_digests(self) -> None:
+        """Raise CorruptError if bytes differ from a digest that the converted source does not have."""
+        from statexchange.storage import regions  # imports numpy, which reading headers does not need
+
+        for tensor, indices in self.unproven:
+            for index in indices:
+                stored, box = tensor.byte_ranges[index], tensor.shard.boxes[index]
+                digest = regions.BoxDigest(stored, box, tensor.shard.dtype)
+                for window, data in regions.blocks(stored, box.shape, tensor.shard.dtype):
+                    digest.update(regions.to_global(window, box), data)
+                digest.check(tensor.shard.name)
+
+
+def convert_source(
+    source: Source, conversion: ConversionRules, given: Mapping[str, int], configs: Sequence[KnownConfig]
+) -> Converted:
+    """Convert all tensors of a source. Not collective; reads no tensor.
+
+    Args:
+        source: the source.
+        conversion: the rules.
+        given: numbers that the caller gave.
+        configs: configs of the model.
+
+    Raises:
+        InvalidArgumentError, UnsafeError, IncompleteError, UnsupportedError: as `plan_conversion`.
+        CorruptError: the source's files disagree on a tensor.
+    """
+    plan = plan_conversion(conversion, _tensors_of(source), given, configs)
+    files = []
+    unproven: list[tuple[SourceTensor, list[int]]] = []
+    for shard_file in source.files:
+        files.append(_converted_file(shard_file, plan, unproven))
+    if plan.zeros and files:
+        files[0] = _with_zeros(files[0], plan)
+    targets = {name: tuple(dict.fromkeys(fill.target for fill in fills)) for name, fills in plan.fills.items()}
+    manifest = None
+    if source.manifest is not None:
+        manifest = {**source.manifest, "aliases": plan.new_aliases(source.manifest.get("aliases", {}))}
+    return Converted(replace(source, files=tuple(files), sections=(), manifest=manifest), unproven, targets)
+
+
+def _tensors_of(source: Source) -> dict[str, TensorInfo]:
+    """Return dtype and shape of each tensor."""
+    tensors: dict[str, TensorInfo] = {}
+    for shard_file, tensor in source.shards():
+        shard = tensor.shard
+        found = TensorInfo(shard.dtype, shard.global_shape)
+        first = tensors.setdefault(shard.name, found)
+        if first != found:
+            text = "two files disagree on dtype or shape"
+            raise CorruptError(text, name=shard.name, path=shard_file.path, expected=first, found=found)
+    return tensors
+
+
+class _Boxes:
+    """The boxes of one output in one file."""
+
+    def __init__(self, info: TensorInfo) -> None:
+        self._info = info
+        self._boxes: list[Box] = []
+        self._byte_ranges: list[ByteRange] = []
+
+    def add(self, box: Box, byte_range: ByteRange) -> None:
+        """Add a box."""
+        self._boxes.append(box)
+        self._byte_ranges.append(byte_range)
+
+    def tensor(self, name: str) -> SourceTensor:
+        """Return all boxes as one shard."""
+        shard = Shard(name, self._info.dtype, self._info.shape, tuple(self._boxes))
+        return SourceTensor(shard, tuple(self._byte_ranges))
+
+
+def _converted_file(
+    shard_file: ShardFile, plan: ConversionPlan, unproven: list[tuple[SourceTensor, list[int]]]
+) -> ShardFile:
+    """Return a file with the converted tensors; add its boxes whose digests are lost to `unproven`."""
+    outputs: dict[str, _Boxes] = {}
+    for name, tensor in shard_file.tensors.items():
+        fills = plan.fills[name]
+        for fill in fills:
+            if not fill.patch.box.numel:
+                outputs.setdefault(fill.target, _Boxes(plan.tensors[fill.target]))
+        lost = []
+        for index, (box, byte_range) in enumerate(zip(tensor.shard.boxes, tensor.byte_ranges, strict=True)):
+            keeps_digest = False
+            for fill in fills:
+                block = shared_block(fill.patch, box)
+                if block is None:
+                    continue
+                boxes = outputs.setdefault(fill.target, _Boxes(plan.tensors[fill.target]))
+                converted = _byte_range(byte_range, box, block, fill, tensor.shard.dtype)
+                boxes.add(block.box, converted)
+                keeps_digest = keeps_digest or converted.is_proven
+            if byte_range.is_proven and not keeps_digest:
+                lost.append(index)
+        if lost and fills:
+            unproven.append((tensor, lost))
+    tensors = {name: boxes.tensor(name) for name, boxes in outputs.items()}
+    aliases = plan.new_aliases(shard_file.aliases)
+    for tied, name in plan.ties.items():
+        if tied in tensors and name in tensors:
+            aliases[tied] = name
+    return replace(shard_file, tensors=tensors, aliases=aliases)
+
+
+def _byte_range(stored: ByteRange, box: Box, block: Block, fill: Fill, dtype: str) -> ByteRange:
+    """Return the byte range of a block of a stored box."""
+    source_strides = c_strides(box.shape) if stored.strides is None else stored.strides
+    strides = block.strides(source_strides)
+    begin = stored.begin + block.offset(source_strides) * ITEMSIZE[dtype]
+    is_whole = block.box.numel == box.numel
+    nbytes = block.box.numel * ITEMSIZE[dtype]
+    run = block.is_run(strides)
+    if not is_whole or not fill.patch.is_identity:
+        is_same = is_whole and run and stored.strides is None  # as of one layer of a stacked tensor
+        return ByteRange(stored.file, begin, nbytes, stored.digest if is_same else None, None if run else strides)
+    moved = [new - old for new, old in zip(block.box.offsets, box.offsets, strict=True)]
+    parts = []
+    for part, digest in stored.parts:
+        offsets = tuple(offset + distance for offset, distance in zip(part.offsets, moved, strict=True))
+        parts.append((Box(offsets, part.shape), digest))
+    return ByteRange(stored.file, begin, nbytes, stored.digest, stored.strides, tuple(parts))
+
+
+class _Zeros(StoredFile):
+    """A file of zeros, for what no input fills."""
+
+    path = "zeros"
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:  # noqa: ARG002 (all bytes are equal)
+        """Fill `buffer` with zeros."""
+        buffer[:] = bytes(len(buffer))
+
+    def check_unchanged(self) -> None:
+        """Do nothing: zeros stay zeros."""
+
+    @property
+    def version(self) -> list[str | int]:
+        """A JSON value that changes whenever the file's bytes do."""
+        return [self.path, self.size]
+
+    @property
+    def local_identity(self) -> list[str | int]:
+        """A JSON value that is equal on all ranks of one host."""
+        return self.version
+
+    @property
+    def shared_identity(self) -> list[str | int] | None:
+        """A JSON value that is equal on all hosts."""
+        return self.version
+
+
+def _with_zeros(shard_file: ShardFile, plan: ConversionPlan) -> ShardFile:
+    """Return a file with the zeros of all outputs."""
+    tensors = dict(shard_file.tensors)
+    for fill in plan.zeros:
+        info = plan.tensors[fill.target]
+        boxes = _Boxes(info)
+        known = tensors.get(fill.target)
+        if known is not None:
+            for box, byte_range in zip(known.shard.boxes, known.byte_ranges, strict=True):
+                boxes.add(box, byte_range)
+        nbytes = fill.patch.box.numel * ITEMSIZE[info.dtype]
+        boxes.add(fill.patch.box, ByteRange(_Zeros(nbytes), 0, nbytes))
+        tensors[fill.target] = boxes.tensor(fill.target)
+    return replace(shard_file, tensors=tensors)

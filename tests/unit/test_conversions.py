@@ -1,0 +1,467 @@
+"""Conversions: names and values of another model family, from files of any sharding, and back."""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+import statexchange as sx
+from statexchange.checkpoint.merge import merge_checkpoint
+from statexchange.cli.main import main
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    StateExchangeError,
+    UnsafeError,
+    UnsupportedError,
+)
+
+TORCHTITAN = Path(__file__).parents[1] / "data" / "torchtitan"
+LLAMA3 = "torchtitan:llama3"
+Arrays = Mapping[str, np.ndarray]
+
+
+def same(found: Arrays, expected: Arrays) -> bool:
+    assert set(found) == set(expected)
+    return all(
+        found[name].shape == tensor.shape and found[name].tobytes() == tensor.tobytes()
+        for name, tensor in expected.items()
+    )
+
+
+def merged(source: Path, out: Path, **options: Any) -> dict[str, np.ndarray]:
+    merge_checkpoint(source, out, **options)
+    return load_file(out / "model.safetensors")
+
+
+def run(*arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(map(str, arguments)))
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def titan(kind: str) -> Path:
+    return TORCHTITAN / kind / "checkpoint" / "step-3"
+
+
+# torchtitan
+
+
+@pytest.mark.parametrize("kind", ["fused", "tied"])
+def test_torchtitan_is_merged_to_what_its_to_hf_gives(tmp_path: Path, kind: str) -> None:
+    config = TORCHTITAN / kind / "config.json"
+    found = merged(titan(kind), tmp_path / "hf", convert=LLAMA3, files_from=[config])
+    assert same(found, load_file(TORCHTITAN / kind / "to_hf.safetensors"))
+    assert (tmp_path / "hf" / "config.json").read_bytes() == config.read_bytes()
+
+
+def test_numbers_can_be_given_and_others_follow_from_shapes(tmp_path: Path) -> None:
+    expected = load_file(TORCHTITAN / "fused" / "to_hf.safetensors")
+    assert same(merged(titan("fused"), tmp_path / "a", convert=LLAMA3, convert_with={"n_heads": 4}), expected)
+    assert same(merged(titan("fused"), tmp_path / "b", convert=LLAMA3, convert_with={"head_dim": 4}), expected)
+    options = ["--convert", LLAMA3, "--convert-with", "n_heads=4"]
+    assert run("merge", titan("fused"), tmp_path / "c", *options) == 0
+    assert same(load_file(tmp_path / "c" / "model.safetensors"), expected)
+
+
+def test_a_number_that_is_missing_is_named_with_how_to_give_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("merge", titan("fused"), tmp_path / "hf", "--convert", LLAMA3) == 2
+    message = capsys.readouterr().err
+    for part in ("n_heads is not known", "--convert-with n_heads=N", "num_attention_heads", "--files-from"):
+        assert part in message
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"n_heads": 3}, "a dim of size 16 is not n_heads x half x 2"),
+        ({"n_heads": 4, "n_kv_heads": 4}, "is this the config of this model"),
+        ({"n_head": 4}, "uses no 'n_head'"),
+        ({"n_heads": -4}, "must be a number"),
+    ],
+)
+def test_wrong_numbers_are_refused(tmp_path: Path, numbers: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        merge_checkpoint(titan("fused"), tmp_path / "hf", convert=LLAMA3, convert_with=numbers)
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("kind", ["fused", "tied"])
+def test_the_inverse_gives_torchtitan_its_own_names_and_values(tmp_path: Path, kind: str) -> None:
+    config = TORCHTITAN / kind / "config.json"
+    merge_checkpoint(titan(kind), tmp_path / "hf", convert=LLAMA3, files_from=[config], max_shard_size=4000)
+    found = merged(tmp_path / "hf", tmp_path / "back", convert=f"inverse:{LLAMA3}")  # numbers: the config.json there
+    assert same(found, merged(titan(kind), tmp_path / "plain"))
+
+
+def test_shards_of_fused_weights_are_split_by_groups_of_heads(tmp_path: Path) -> None:
+    """What torchtitan calls wqkv: for each head of keys its queries, the key and the value, as its hooks split them."""
+    heads, kv, size, dim = 6, 2, 4, 5
+    fused = np.random.default_rng(0).random((kv, heads // kv + 2, size, dim), "f4")
+    q, k, v = (part.reshape(-1, dim) for part in np.split(fused, [heads // kv, heads // kv + 1], axis=1))
+    parts = np.array_split(fused.reshape(-1, dim), [7, 13])
+    prefix = "layers.0.attention.qkv_linear"
+    layout = write_parts(tmp_path / "ranks", {f"{prefix}.wqkv.weight": parts}, 0)
+    numbers = {"n_heads": heads, "n_kv_heads": kv}
+    found = merged(tmp_path / "ranks", tmp_path / "hf", layout=layout, convert=LLAMA3, convert_with=numbers)
+    separate = {f"{prefix}.{name}.weight": value for name, value in (("wq", q), ("wk", k), ("wv", v))}
+    save_file(
+        {name: np.ascontiguousarray(value) for name, value in separate.items()}, tmp_path / "separate.safetensors"
+    )
+    expected = merged(tmp_path / "separate.safetensors", tmp_path / "hf2", convert=LLAMA3, convert_with=numbers)
+    assert same(found, expected)
+    assert found["model.layers.0.self_attn.q_proj.weight"].shape == (heads * size, dim)
+
+
+# One's own
+
+
+def write_parts(path: Path, tensors: Mapping[str, Sequence[np.ndarray]], dim: int) -> dict[str, Any]:
+    """Write a file per rank with its parts of the tensors; return the layout."""
+    path.mkdir()
+    for rank, parts in enumerate(zip(*tensors.values(), strict=True)):
+        held = {name: np.ascontiguousarray(part) for name, part in zip(tensors, parts, strict=True)}
+        save_file(held, path / f"rank-{rank}.safetensors")
+    return {name: {"dim": dim} for name in tensors}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tensors, a rule, numbers for it, and what numpy says that it gives."""
+
+    inputs: dict[str, np.ndarray]
+    rule: dict[str, Any]
+    expected: dict[str, np.ndarray]
+    numbers: dict[str, int]
+
+
+SIZES = st.integers(1, 4)
+
+
+@st.composite
+def _array(draw: st.DrawFn, *shape: int) -> np.ndarray:
+    dtype = draw(st.sampled_from(["f4", "i2", "u1", "f8"]))
+    return np.arange(int(np.prod(shape)), dtype="i8").reshape(shape).astype(dtype)
+
+
+@st.composite
+def permutes(draw: st.DrawFn) -> Case:
+    factors, order = draw(st.lists(SIZES, min_size=1, max_size=3)), None
+    order = draw(st.permutations(range(len(factors))))
+    dim, other = draw(st.integers(0, 1)), draw(SIZES)
+    shape = [other, other]
+    shape[dim] = int(np.prod(factors))
+    array = draw(_array(*shape))
+    outer = array.shape[:dim]
+    view = array.reshape(*outer, *factors, *array.shape[dim + 1 :])
+    axes = [*range(dim), *(dim + axis for axis in order), *range(dim + len(factors), view.ndim)]
+    rule = {"from": "a", "to": "b", "values": [{"permute": {"dim": dim, "shape": factors, "order": list(order)}}]}
+    return Case({"a": array}, rule, {"b": view.transpose(axes).reshape(array.shape)}, {})
+
+
+@st.composite
+def transposes(draw: st.DrawFn) -> Case:
+    shape = draw(st.lists(SIZES, min_size=1, max_size=3))
+    order = draw(st.permutations(range(len(shape))))
+    array = draw(_array(*shape))
+    rule = {"from": "a", "to": "b", "values": [{"transpose": {"order": list(order)}}]}
+    return Case({"a": array}, rule, {"b": array.transpose(order)}, {})
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> Case:
+    ratios, groups, unit = draw(st.lists(SIZES, min_size=1, max_size=3)), draw(SIZES), draw(SIZES)
+    array = draw(_array(groups * sum(ratios) * unit, draw(SIZES)))
+    grouped = array.reshape(groups, -1, array.shape[1])
+    parts = np.split(grouped, np.cumsum(ratios)[:-1] * unit, axis=1)
+    names = [f"part.{number}" for number in range(len(ratios))]
+    rule = {"from": "a", "to": names, "values": [{"split": {"sizes": ratios, "groups": "groups"}}]}
+    expected = {name: part.reshape(-1, array.shape[1]) for name, part in zip(names, parts, strict=True)}
+    return Case({"a": array}, rule, expected, {"groups": groups})
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> Case:
+    layers, experts = draw(SIZES), draw(SIZES)
+    array = draw(_array(layers, experts, draw(SIZES), draw(SIZES)))
+    names = {(layer, expert): f"{layer}.mlp.{expert}.w" for layer in range(layers) for expert in range(experts)}
+    rule = {
+        "from": "experts.w",
+        "to": "{layer}.mlp.{expert}.w",
+        "unstack": ["layer", "expert"],
+        "values": [{"transpose": {"order": [1, 0]}}],
+    }
+    return Case({"experts.w": array}, rule, {name: array[index].T for index, name in names.items()}, {})
+
+
+@st.composite
+def several_operations(draw: st.DrawFn) -> Case:
+    """As Megatron's attention: layers in front, groups of heads, and a rotation of the queries alone."""
+    layers, groups, per_group, half = draw(SIZES), draw(SIZES), draw(SIZES), draw(SIZES)
+    array = draw(_array(layers, groups * (per_group + 2) * 2 * half, draw(SIZES)))
+    names = ["q", "k", "v"]
+    rule = {
+        "from": "qkv",
+        "to": ["{layer}.q", "{layer}.k", "{layer}.v"],
+        "unstack": ["layer"],
+        "values": [
+            {"split": {"dim": 0, "sizes": ["heads / groups", 1, 1], "groups": "groups"}},
+            {"permute": {"of": 0, "dim": 0, "shape": ["heads", "half", 2], "order": [0, 2, 1]}},
+        ],
+    }
+    expected = {}
+    for layer in range(layers):
+        grouped = array[layer].reshape(groups, per_group + 2, 2 * half, -1)
+        for name, part in zip(names, np.split(grouped, [per_group, per_group + 1], axis=1), strict=True):
+            expected[f"{layer}.{name}"] = part.reshape(-1, array.shape[2])
+        q = expected[f"{layer}.q"].reshape(groups * per_group, half, 2, -1)
+        expected[f"{layer}.q"] = q.transpose(0, 2, 1, 3).reshape(-1, array.shape[2])
+    return Case({"qkv": array}, rule, expected, {"heads": groups * per_group, "groups": groups})
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=st.one_of(permutes(), transposes(), splits(), stacks(), several_operations()), data=st.data())
+def test_any_rule_gives_numpys_values_from_any_shards_and_its_inverse_gives_them_back(
+    case: Case, data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        dim = data.draw(st.integers(0, min(array.ndim for array in case.inputs.values()) - 1))
+        cuts = data.draw(st.lists(st.integers(0, 6), max_size=3).map(sorted))
+        parts = {}
+        for name, array in case.inputs.items():
+            parts[name] = np.split(array, [min(cut, array.shape[dim]) for cut in cuts], axis=dim)
+        layout = write_parts(path / "ranks", parts, dim)
+        conversion = {"numbers": {name: {} for name in ("groups", "heads", "half")}, "rules": [case.rule]}
+        (path / "own.json").write_text(json.dumps(conversion))
+        found = merged(path / "ranks", path / "out", layout=layout, convert=conversion, convert_with=case.numbers)
+        assert same(found, case.expected)
+        inverse = f"inverse:{path / 'own.json'}"
+        back = merged(path / "out", path / "back", convert=inverse, convert_with=case.numbers, max_shard_size=50_000)
+        assert same(back, case.inputs)
+
+
+def own(path: Path, *rules: dict[str, Any]) -> str:
+    path.write_text(json.dumps({"numbers": {"vocab": {"config": ["vocab_size"]}}, "rules": rules}))
+    return str(path)
+
+
+def test_a_padded_vocabulary_is_cut_off_and_the_inverse_fills_it_up_with_zeros(tmp_path: Path) -> None:
+    padded = np.arange(16, dtype="f4").reshape(8, 2) + 1
+    layout = write_parts(tmp_path / "ranks", {"embed": np.split(padded, 2)}, 0)
+    rule = {"from": "embed", "to": "tokens", "values": [{"unpad": {"dim": 0, "to": "vocab", "from": 8}}]}
+    options = {"convert": own(tmp_path / "own.json", rule), "layout": layout}
+    assert same(merged(tmp_path / "ranks", tmp_path / "a", **options), {"tokens": padded})  # the number is not known
+    config = {"config.json": json.dumps({"vocab_size": 5})}
+    found = merged(tmp_path / "ranks", tmp_path / "b", files_from=config, **options)
+    assert same(found, {"tokens": padded[:5]})
+    back = merged(tmp_path / "b", tmp_path / "c", convert=f"inverse:{options['convert']}")
+    assert same(back, {"embed": np.concatenate([padded[:5], np.zeros((3, 2), "f4")])})
+
+
+def test_names_before_are_selected_and_names_after_are_renamed_and_cast(tmp_path: Path) -> None:
+    save_file(
+        {"a.w": np.ones((2, 2), "f4"), "b.w": np.ones(2, "f4"), "x": np.ones(1, "f4")}, tmp_path / "s.safetensors"
+    )
+    rules = [{"from": "{part}.w", "to": "model.{part}.weight"}]
+    options: dict[str, Any] = {"convert": {"rules": rules}, "exclude": "x", "rename": [("^model", "m")]}
+    found = merged(tmp_path / "s.safetensors", tmp_path / "out", dtype={"model.a.*": "float16"}, **options)
+    assert {name: str(array.dtype) for name, array in found.items()} == {
+        "m.a.weight": "float16",
+        "m.b.weight": "float32",
+    }
+
+
+def test_names_without_a_rule_are_an_error_unless_they_are_excluded(tmp_path: Path) -> None:
+    save_file({"a": np.ones(2, "f4"), "b.x": np.ones(2, "f4")}, tmp_path / "s.safetensors")
+    source, convert = tmp_path / "s.safetensors", own(tmp_path / "own.json", {"from": "a", "to": "c"})
+    with pytest.raises(UnsafeError, match=r"no rule for 1 of 2 names: b.x; .*--exclude"):
+        merge_checkpoint(source, tmp_path / "out", convert=convert)
+    assert set(merged(source, tmp_path / "out", convert=convert, exclude="b.*")) == {"c"}
+    with pytest.raises(InvalidArgumentError, match=r"torchtitan:llama3 has a rule for none of the 2 names: a, b.x"):
+        merge_checkpoint(source, tmp_path / "out2", convert=LLAMA3)
+    with pytest.raises(InvalidArgumentError, match=r"there is no conversion 'llama': there are .*torchtitan:llama3"):
+        merge_checkpoint(source, tmp_path / "out2", convert="llama")
+
+
+def fused(**changes: Any) -> dict[str, Any]:
+    return {"from": ["{n}.a", "{n}.b"], "to": "{n}.ab", "values": [{"fuse": {"dim": 0, **changes}}]}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "rule", "error", "message"),
+    [
+        ({"0.a": (2, 2)}, fused(), IncompleteError, "'{n}.b' beside it"),
+        ({"0.a": (2, 2), "0.b": (2, 3)}, fused(), InvalidArgumentError, "do not fuse"),
+        ({"0.a": (2, 2), "0.b": (3, 2)}, fused(groups=2), InvalidArgumentError, "in 2 groups"),
+        ({"0.a": (2, 2), "0.b": (4, 2)}, fused(sizes=[1, 1]), InvalidArgumentError, "ratios"),
+        ({"0.a": (2,), "1.a": (2,)}, {"from": "{n}.a", "to": "c"}, UnsafeError, "one name to two tensors"),
+        ({"0.a": (2,), "2.a": (2,)}, {"from": "{n}.a", "to": "c", "stack": ["n"]}, IncompleteError, "some are missing"),
+        (
+            {"0.a": (2,), "1.a": (3,)},
+            {"from": "{n}.a", "to": "c", "stack": ["n"]},
+            InvalidArgumentError,
+            "shapes differ",
+        ),
+        ({"x.a": (2,)}, {"from": "{n}.a", "to": "c", "stack": ["n"]}, InvalidArgumentError, "is no number"),
+        ({"a": ()}, {"from": "a", "to": "{n}", "unstack": ["n"]}, InvalidArgumentError, "leading dims"),
+        (
+            {"a": (2,)},
+            {"from": "a", "to": "b", "values": [{"split": {"dim": 1, "sizes": [1]}}]},
+            InvalidArgumentError,
+            "no dim 1",
+        ),
+        (
+            {"a": (3,)},
+            {"from": "a", "to": ["b", "c"], "values": [{"split": {"sizes": [1, 1]}}]},
+            InvalidArgumentError,
+            "equal parts",
+        ),
+        (
+            {"a": (3,)},
+            {"from": "a", "to": "b", "values": [{"split": {"sizes": [1, 2]}}]},
+            InvalidArgumentError,
+            "make 2 tensors",
+        ),
+        ({"a": (3,)}, {"from": "a", "to": "b", "values": [{"unpad": {"to": 4}}]}, InvalidArgumentError, "unpad to 4"),
+        (
+            {"a": (3, 2)},
+            {"from": "a", "to": "b", "values": [{"transpose": {"order": [0]}}]},
+            InvalidArgumentError,
+            "does not fit",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_a_rule_are_named(
+    tmp_path: Path,
+    tensors: dict[str, tuple[int, ...]],
+    rule: dict[str, Any],
+    error: type[StateExchangeError],
+    message: str,
+) -> None:
+    save_file({name: np.zeros(shape, "f4") for name, shape in tensors.items()}, tmp_path / "s.safetensors")
+    with pytest.raises(error, match=message):
+        merge_checkpoint(tmp_path / "s.safetensors", tmp_path / "out", convert={"rules": [rule]})
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_of_different_dtypes_do_not_become_one(tmp_path: Path) -> None:
+    save_file({"0.a": np.zeros(2, "f4"), "0.b": np.zeros(2, "f8")}, tmp_path / "s.safetensors")
+    with pytest.raises(UnsupportedError, match="different dtypes"):
+        merge_checkpoint(tmp_path / "s.safetensors", tmp_path / "out", convert={"rules": [fused()]})
+
+
+def rule(*values: Any, **changes: Any) -> dict[str, Any]:
+    return {"rules": [{"from": "a", "to": "b", "values": list(values), **changes}]}
+
+
+@pytest.mark.parametrize(
+    ("conversion", "message"),
+    [
+        ([], "is no conversion"),
+        ({"rules": {}}, "rules are a list"),
+        ({"rule": []}, "is no conversion"),
+        ({"rules": [{"from": "a"}]}, "a rule has 'from' and 'to'"),
+        ({"rules": [{"from": [], "to": "b"}]}, "empty 'from'"),
+        ({"rules": [{"from": "a{", "to": "b"}]}, "not a name pattern"),
+        ({"rules": [{"from": "{n}.{n}", "to": "b"}]}, "occurs twice"),
+        ({"rules": [{"from": "a", "to": "{n}"}]}, "placeholders of 'to'"),
+        ({"rules": [{"from": "a", "to": ["b", "c"]}]}, "needs values"),
+        ({"rules": [], "numbers": {"n": {"key": "x"}}}, "a number is like"),
+        ({"rules": [], "numbers": {"n": {"value": "import os"}}}, "neither a number nor an expression"),
+        (rule({"rotate": {}}), "is no operation; there are permute"),
+        (rule({"permute": {"shape": [2], "order": [1]}}), "not an order"),
+        (rule({"permute": {"shape": [2], "order": [0, 1]}}), "1 sizes and an order of 2"),
+        (rule({"permute": {"order": [0]}}), "needs 'shape'"),
+        (rule({"transpose": {"order": [0], "dims": 2}}), "no option 'dims'"),
+        (rule({"split": {"sizes": [0]}}), "neither a number"),
+        (rule({"pad": {"to": 2.5}}), "neither a number"),
+        (rule({"split": {"sizes": [1]}}, stack=["n"]), "stack or unstack"),
+    ],
+)
+def test_a_file_that_is_no_conversion_is_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], conversion: Any, message: str
+) -> None:
+    save_file({"a": np.zeros(2, "f4")}, tmp_path / "s.safetensors")
+    (tmp_path / "own.json").write_text(json.dumps(conversion))
+    assert run("merge", tmp_path / "s.safetensors", tmp_path / "out", "--convert", tmp_path / "own.json") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_rule_without_an_inverse_is_refused_in_the_other_direction(tmp_path: Path) -> None:
+    save_file({"0.ab": np.zeros(4, "f4")}, tmp_path / "s.safetensors")
+    (tmp_path / "own.json").write_text(json.dumps({"rules": [fused()]}))
+    with pytest.raises(InvalidArgumentError, match="fuse has no inverse without 'sizes'"):
+        merge_checkpoint(tmp_path / "s.safetensors", tmp_path / "out", convert=f"inverse:{tmp_path / 'own.json'}")
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["a.w", "b"])
+def test_bytes_that_differ_from_their_digest_are_found_in_tensors_that_are_cut(tmp_path: Path, name: str) -> None:
+    sx.export_checkpoint({"a.w": np.arange(8, dtype="f4"), "b": np.arange(8, dtype="f4")}, tmp_path / "s")
+    rules = [
+        {"from": "{n}.w", "to": ["{n}.x", "{n}.y"], "values": [{"split": {"sizes": [1, 1]}}]},
+        {"from": "b", "to": "c"},
+    ]
+    found = merged(tmp_path / "s", tmp_path / "whole", convert={"rules": rules})
+    assert same(
+        found, {"a.x": np.arange(4, dtype="f4"), "a.y": np.arange(4, 8, dtype="f4"), "c": np.arange(8, dtype="f4")}
+    )
+    file = tmp_path / "s" / "model.safetensors"
+    flip(file, file.stat().st_size - (40 if name == "a.w" else 4))
+    with pytest.raises(CorruptError, match="differ from their digest") as caught:
+        merge_checkpoint(tmp_path / "s", tmp_path / "out", convert={"rules": rules})
+    assert caught.value.name in (name, "c")
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrappers_prefixes_are_removed_before_and_empty_tensors_stay(tmp_path: Path) -> None:
+    arrays = {"module.a": np.zeros((0, 3), "f4"), "module.b": np.zeros((2, 3), "f4"), "module.s": np.ones((), "f4")}
+    save_file(arrays, tmp_path / "s.safetensors")
+    rules = [{"from": "a", "to": "A", "values": [{"transpose": {"order": [1, 0]}}]}, {"from": "{x}", "to": "{x}.w"}]
+    report = merge_checkpoint(tmp_path / "s.safetensors", tmp_path / "out", convert={"rules": rules})
+    expected = {"A": np.zeros((3, 0), "f4"), "b.w": arrays["module.b"], "s.w": arrays["module.s"]}
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), expected)
+    assert any("module." in note for note in report.notes)
+
+
+def test_a_tied_tensor_that_differs_is_not_lost(tmp_path: Path) -> None:
+    rows = np.ones((2, 2), "f4")
+    save_file({"tok_embeddings.weight": rows, "lm_head.weight": rows + 1}, tmp_path / "s.safetensors")
+    config = {"config.json": json.dumps({"tie_word_embeddings": True})}
+    with pytest.raises(StateExchangeError, match="listed as tied"):
+        merge_checkpoint(tmp_path / "s.safetensors", tmp_path / "out", convert=LLAMA3, files_from=config)
+
+
+def test_a_layouts_reductions_go_with_their_tensor(tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    for rank in range(2):
+        save_file({"w.scale": np.full(1, rank, "f4")}, tmp_path / "ranks" / f"rank-{rank}.safetensors")
+    convert = {"rules": [{"from": "{n}.scale", "to": "{n}.weight_scale"}]}
+    found = merged(tmp_path / "ranks", tmp_path / "out", layout={"*.scale": {"reduce": "max"}}, convert=convert)
+    assert same(found, {"w.weight_scale": np.ones(1, "f4")})
+
+
+def test_a_dry_run_shows_the_converted_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--convert", LLAMA3, "--convert-with", "n_heads=4", "--dry-run"]
+    assert run("merge", titan("fused"), tmp_path / "hf", *options) == 0
+    assert "model.layers.1.self_attn.q_proj.weight" in capsys.readouterr().out
+    assert run("merge", titan("fused"), tmp_path / "hf", "--convert-with", "heads") == 2
