@@ -30,6 +30,7 @@ __all__ = [
     "StateExchangeError",
     "StorageError",
     "TargetExistsError",
+    "TruncatedError",
     "UnsafeError",
     "UnsupportedError",
     "excerpt",
@@ -237,6 +238,10 @@ class CorruptError(StateExchangeError, ValueError):
     """A header, digest, index or manifest contradicts the bytes, or contradicts another one."""
 
     code = "CORRUPT"
+
+
+class TruncatedError(CorruptError):
+    """A file has fewer bytes than it needs; `expected` and `found` are numbers of bytes."""
 
 
 class OverlapError(CorruptError):

@@ -131,17 +131,19 @@ def check_numbers(names: Sequence[str], path: str) -> list[StateExchangeError]:
 
     Without an index only the numbers in the names show that a file is missing.
     """
-    numbers_of_set: dict[tuple[str, int, str], set[int]] = {}  # by the name around the number, and n
+    numbers_of_set: dict[tuple[str, str, str], set[int]] = {}  # by the name around the number, and n
     for name in names:
         match = _NUMBERED.fullmatch(name)
         if match is not None and not _SHARD_NAME.fullmatch(name):
-            numbers_of_set.setdefault((match[1], int(match[3]), match[4]), set()).add(int(match[2]))
+            numbers_of_set.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
     problems: list[StateExchangeError] = []
-    for (_, total, _), numbers in numbers_of_set.items():
+    for (begin, digits, end), numbers in numbers_of_set.items():
+        total = int(digits)
         if len(numbers) < total:
             first = next(number for number in range(1, total + 1) if number not in numbers)
-            text = f"files are numbered as of {total}, but there are {len(numbers)}: number {first} is missing"
-            problems.append(IncompleteError(text, path=path))
+            missing = f"{begin}{first:0{len(digits)}d}-of-{digits}{end}"
+            text = f"files are numbered as of {total}, but there are {len(numbers)}: this one is missing"
+            problems.append(IncompleteError(text, path=f"{path}/{missing}"))
     return problems
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from statexchange.errors import CorruptError, UnsupportedError, excerpt
+from statexchange.errors import CorruptError, TruncatedError, UnsupportedError, excerpt
 from statexchange.formats.budget import Budget
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents
 from statexchange.sharding.shards import c_strides, sizes_from_json
@@ -80,9 +80,7 @@ class Archive:
         size, path = file.size, file.path
         self._length = size - begin if length is None else length
         if self._length < 0 or begin + self._length > size:
-            raise CorruptError(
-                "file is truncated", path=path, expected=f"{begin + self._length} bytes", found=f"{size} bytes"
-            )
+            raise TruncatedError("file is truncated", path=path, expected=begin + self._length, found=size)
         self._file = file
         self._path = path
         self._begin = begin

@@ -18,7 +18,15 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from statexchange.errors import CorruptError, NotFoundError, ReplacedError, StorageError, TargetExistsError, UnsafeError
+from statexchange.errors import (
+    CorruptError,
+    NotFoundError,
+    ReplacedError,
+    StorageError,
+    TargetExistsError,
+    TruncatedError,
+    UnsafeError,
+)
 
 __all__ = [
     "NAME_MAX",
@@ -346,9 +354,7 @@ def pread_into(fd: int, buffer: memoryview, offset: int, path: str) -> None:
         while done < len(buffer):
             count = os.preadv(fd, [buffer[done : done + _MAX_CHUNK]], offset + done)
             if not count:
-                raise CorruptError(
-                    "file is truncated", path=path, expected=f"{offset + len(buffer)} bytes", found=offset + done
-                )
+                raise TruncatedError("file is truncated", path=path, expected=offset + len(buffer), found=offset + done)
             done += count
     except OSError as error:
         raise read_error(error, "read", path) from error

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from statexchange.errors import (
-    CorruptError,
     InvalidArgumentError,
     MissingExtraError,
     NotFoundError,
@@ -23,6 +22,7 @@ from statexchange.errors import (
     StateExchangeError,
     StorageError,
     TargetExistsError,
+    TruncatedError,
     UnsafeError,
     UnsupportedError,
     secrets_of,
@@ -134,7 +134,7 @@ class FsspecFile(StoredFile):
             return
         end = offset + len(buffer)
         if end > self.size:
-            raise CorruptError("object is truncated", path=self.path, expected=f"{end} bytes", found=self.size)
+            raise TruncatedError("object is truncated", path=self.path, expected=end, found=self.size)
         with storage_errors("read", self._url):
             data = self._system.cat_file(self._path, start=offset, end=end)
         if len(data) == self.size > len(buffer):
@@ -143,7 +143,7 @@ class FsspecFile(StoredFile):
             )
         if len(data) != len(buffer):
             self.check_unchanged()
-            raise CorruptError("object is truncated", path=self.path, expected=len(buffer), found=len(data))
+            raise TruncatedError("object is truncated", path=self.path, expected=len(buffer), found=len(data))
         buffer[:] = data
 
     def check_unchanged(self) -> None:

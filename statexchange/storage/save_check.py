@@ -13,6 +13,7 @@ from statexchange.errors import (
     NotFoundError,
     ReplacedError,
     StateExchangeError,
+    TruncatedError,
 )
 from statexchange.storage.opened_path import open_path, read_with_retry
 from statexchange.storage.save_directory import (
@@ -150,8 +151,8 @@ def _file_problem(store: Store, manifest: SaveManifest, rank: int) -> _FileProbl
         size = store.open(name).size
         if size != expected:
             what = _TRUNCATED if size < expected else _TOO_LONG
-            text = f"this rank's file {what[0]}"
-            error = CorruptError(text, rank=rank, path=path, expected=expected, found=size)
+            error_type = TruncatedError if size < expected else CorruptError
+            error = error_type(f"this rank's file {what[0]}", rank=rank, path=path, expected=expected, found=size)
             return _FileProblem(rank, what, error)
         open_rank_file(store, manifest, rank)
     except NotFoundError:

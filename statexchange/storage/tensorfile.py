@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import CorruptError, InvalidArgumentError, UnsafeError, excerpt
+from statexchange.errors import CorruptError, InvalidArgumentError, TruncatedError, UnsafeError, excerpt
 from statexchange.processes import collector_paused
 from statexchange.sharding.shards import Shard, shape_from_json, sizes_from_json
 from statexchange.storage.atomic import write_new
@@ -256,13 +256,10 @@ def _check_contiguous(entries: Sequence[Entry], start: int, size: int | None, pa
                 "tensors overlap or leave a gap", path=path, name=entry.name, expected=at, found=entry.begin
             )
         at = entry.end
-    if size is not None and at != size:
-        raise CorruptError(
-            "file is truncated, or has bytes after the last tensor",
-            path=path,
-            expected=f"{at} bytes",
-            found=f"{size} bytes",
-        )
+    if size is not None and size < at:
+        raise TruncatedError("file is truncated", path=path, expected=at, found=size)
+    if size is not None and size > at:
+        raise CorruptError("file has bytes after the last tensor", path=path, expected=at, found=size)
 
 
 def _header_metadata(
