@@ -22,6 +22,7 @@ __all__ = [
     "DTYPE_NAMES",
     "ITEMSIZE",
     "LONG_NAMES",
+    "PACKED",
     "DType",
     "TensorKindT",
     "TensorLike",
@@ -34,14 +35,17 @@ __all__ = [
     "check_writable",
     "converted",
     "dtype_name",
+    "element_shape",
     "elements",
     "from_bytes",
+    "group_shape",
     "is_array",
     "is_dtensor",
     "is_tensor",
     "is_torch",
     "itemsize_of",
     "mark_changed",
+    "name_of_dtype",
     "numpy_dtype",
     "own_bytes",
     "replicated_part",
@@ -61,9 +65,13 @@ TensorT = TypeVar("TensorT", bound="torch.Tensor | np.ndarray[Any, Any]")
 TensorKindT = TypeVar("TensorKindT", "torch.Tensor", "np.ndarray[Any, Any]")
 
 # Bytes per element by safetensors dtype name, in the order in which safetensors sorts tensors in a file.
-# C128 is our own name: safetensors has none for it, so files store it as pairs of F64.
+# C128 is our own name: safetensors has none for it, so files store it as pairs of F64. Of a packed dtype, an element
+# here is a group of elements that fills whole bytes: all packages count in groups, files and tables in elements.
 ITEMSIZE: dict[str, int] = {
     "BOOL": 1,
+    "F4": 1,
+    "F6_E2M3": 3,
+    "F6_E3M2": 3,
     "U8": 1,
     "I8": 1,
     "F8_E5M2": 1,
@@ -84,6 +92,9 @@ ITEMSIZE: dict[str, int] = {
     "U64": 8,
     "C128": 16,
 }
+
+# Elements of a packed dtype in such a group along the last dim. torch's float4_e2m1fn_x2 counts in groups, too.
+PACKED = {"F4": 2, "F6_E2M3": 4, "F6_E3M2": 4}
 
 # The names of torch and numpy (with ml_dtypes) to the names of safetensors
 DTYPE_NAMES = {
@@ -109,8 +120,10 @@ DTYPE_NAMES = {
     "complex128": "C128",
 }
 LONG_NAMES = {name: long_name for long_name, name in DTYPE_NAMES.items()}
+# Packed dtypes that torch has. They have no arithmetic and no casts, and numpy lacks them.
+TORCH_PACKED = {"float4_e2m1fn_x2": "F4"}
 # numpy copies unsigned integers faster than opaque bytes; 16 bytes have no integer, so complex stands for them.
-_WORD = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+_WORD = {1: "u1", 2: "u2", 3: "V3", 4: "u4", 8: "u8", 16: "c16"}
 
 
 def itemsize_of(dtype: str) -> int:
@@ -120,10 +133,37 @@ def itemsize_of(dtype: str) -> int:
     return ITEMSIZE[dtype]
 
 
+def element_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape in elements for one in groups: they differ in the last dim of a packed dtype."""
+    if dtype not in PACKED or not shape:
+        return tuple(shape)
+    return (*shape[:-1], shape[-1] * PACKED[dtype])
+
+
+def group_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Return a shape in groups for one in elements; None if a row of a packed dtype has no whole number of groups."""
+    if dtype not in PACKED:
+        return tuple(shape)
+    if not shape or shape[-1] % PACKED[dtype]:
+        return None
+    return (*shape[:-1], shape[-1] // PACKED[dtype])
+
+
+def name_of_dtype(dtype: object) -> str | None:
+    """Return the safetensors name of a dtype of torch or numpy; None if there is none."""
+    name = str(dtype).removeprefix("torch.")
+    return DTYPE_NAMES.get(name, TORCH_PACKED.get(name))
+
+
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Return numpy's dtype for a safetensors name; ml_dtypes has those that numpy lacks."""
+    """Return numpy's dtype for a safetensors name; ml_dtypes has those that numpy lacks.
+
+    A packed dtype, which both lack, becomes bytes: one or three for each group of elements.
+    """
     import numpy as np
 
+    if dtype in PACKED:
+        return np.dtype(_WORD[ITEMSIZE[dtype]])
     name = LONG_NAMES[dtype]
     if dtype == "BF16" or dtype.startswith("F8"):
         import ml_dtypes
@@ -134,10 +174,14 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def torch_dtype(dtype: str) -> Any:
-    """Return torch's dtype for a safetensors name."""
+    """Return torch's dtype for a safetensors name; raise UnsupportedError if torch has none."""
     import torch
 
-    return getattr(torch, LONG_NAMES[dtype])
+    packed = {name: long_name for long_name, name in TORCH_PACKED.items()}
+    found = getattr(torch, LONG_NAMES.get(dtype, packed.get(dtype, "")), None)
+    if found is None:
+        raise UnsupportedError(f"torch {torch.__version__} has no dtype for {dtype}")
+    return found
 
 
 def array_over(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
@@ -269,11 +313,13 @@ def dtype_name(tensor: Any, name: str) -> str:
     """
     if type(tensor).__module__.startswith("torch.distributed._shard"):
         raise UnsupportedError("torch's old ShardedTensor cannot be represented: use DTensor", name=name)
-    found = DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch."))
+    found = name_of_dtype(tensor.dtype)
     if is_array(tensor) or not hasattr(tensor, "__create_chunk_list__"):
         check_dense(tensor, name)
     if found is None:
         raise UnsupportedError(f"dtype {tensor.dtype} cannot be represented", name=name)
+    if found in PACKED and not len(tensor.shape):
+        raise UnsupportedError(f"a tensor of {tensor.dtype} without dims cannot be represented", name=name)
     return found
 
 
@@ -359,8 +405,9 @@ def as_numpy(tensor: Any) -> Any:
     """Return an array over the memory of a torch tensor on the host."""
     import torch
 
-    name = DTYPE_NAMES[str(tensor.dtype).removeprefix("torch.")]
-    if name != "BF16" and not name.startswith("F8"):
+    name = name_of_dtype(tensor.dtype)
+    assert name is not None  # `dtype_name` has accepted it
+    if name != "BF16" and not name.startswith("F8") and name not in PACKED:
         return tensor.numpy()
     return tensor.view({1: torch.uint8, 2: torch.uint16}[tensor.itemsize]).numpy().view(numpy_dtype(name))
 

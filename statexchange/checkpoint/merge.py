@@ -61,7 +61,7 @@ from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import OpenedPath, open_path
 from statexchange.storage.regions import READ_AHEAD_BYTES, BoxReader, windows
 from statexchange.storage.store import is_url, resolve_path
-from statexchange.tensors import ITEMSIZE
+from statexchange.tensors import ITEMSIZE, element_shape
 from statexchange.units import format_transfer
 
 if TYPE_CHECKING:
@@ -449,7 +449,7 @@ def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
                     name=tensor.name,
                     source=tensor.source,
                     dtype=tensor.dtype,
-                    shape=tensor.shape,
+                    shape=element_shape(tensor.dtype, tensor.shape),
                     file=file.name,
                     num_boxes=len(tensor.pieces),
                     ranks=tuple(ranks),

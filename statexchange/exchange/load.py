@@ -39,7 +39,7 @@ from statexchange.state.tree import flatten
 from statexchange.storage.store import is_url
 from statexchange.storage.stored_values import decode_stored
 from statexchange.storage.tensorfile import digest
-from statexchange.tensors import DTYPE_NAMES, check_writable, dtype_name, mark_changed, torch_dtype
+from statexchange.tensors import check_writable, dtype_name, mark_changed, name_of_dtype, torch_dtype
 from statexchange.units import format_transfer
 
 __all__ = ["LoadReport", "load_checkpoint", "load_now"]
@@ -514,7 +514,7 @@ def _tensor_to_fill(catalog: Catalog, name: str, own: Any, like: Any) -> Any:
 
 def _fits(catalog: Catalog, stored: str, own: Any) -> bool:
     """Whether values of the dtype `stored` are read into `own`."""
-    found = DTYPE_NAMES.get(str(own.dtype).removeprefix("torch."), "")
+    found = name_of_dtype(own.dtype) or ""
     return found == stored or catalog.options.casts(stored, found)
 
 

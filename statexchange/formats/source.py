@@ -21,7 +21,7 @@ from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import StoredFile
 from statexchange.storage.tensorfile import Header
-from statexchange.tensors import ITEMSIZE
+from statexchange.tensors import ITEMSIZE, PACKED
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -102,14 +102,15 @@ def abbreviated_list(entries: Mapping[str, str]) -> str:
 
 def unknown_dtypes(header: Header, path: str) -> list[UnreadableTensor]:
     """Return the tensors of a safetensors file with unsupported dtypes."""
-    text = "dtype {} is not supported: leave this tensor out with exclude (--exclude)"
+    texts = {name: f"rows of {name} that are no whole groups of {PACKED[name]} elements" for name in PACKED}
+    text = "{} not supported: leave this tensor out with exclude (--exclude)"
     return [
         UnreadableTensor(
             name,
             entry.dtype,
             entry.shape,
             path,
-            UnsupportedError(text.format(entry.dtype), name=name, path=path),
+            UnsupportedError(text.format(texts.get(entry.dtype, f"dtype {entry.dtype} is")), name=name, path=path),
             entry.nbytes,
         )
         for name, entry in header.unknown.items()
@@ -266,7 +267,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint on disk. Its bytes are read on demand."""
+    """A tensor of a checkpoint on disk. Its bytes are read on demand.
+
+    The last dim of F4 counts pairs of elements, as that of torch's float4_e2m1fn_x2 does, and that of F6_E2M3 and
+    F6_E3M2 groups of four.
+    """
 
     name: str
     dtype: str
@@ -288,7 +293,8 @@ class StoredTensor:
             box: the block to read; None for the whole tensor.
 
         Returns:
-            A new array. ml_dtypes supplies dtypes that numpy lacks.
+            A new array. ml_dtypes supplies dtypes that numpy lacks. Of F4, F6_E2M3 and F6_E3M2, which both lack, the
+            packed bytes.
 
         Raises:
             InvalidArgumentError: the box is outside of the tensor, or the checkpoint has been closed.
@@ -329,6 +335,11 @@ class StoredTensor:
             digest.check(self.name)
             if not digest:
                 stored.file.check_unchanged()
+        if self.dtype in PACKED:
+            import numpy as np
+
+            nbytes_of_row = target.shape[-1] * ITEMSIZE[self.dtype]
+            return np.frombuffer(data, np.uint8).reshape(*target.shape[:-1], nbytes_of_row)
         array: NDArray[Any] = array_over(data, self.dtype, target.shape)
         return array
 

@@ -18,7 +18,7 @@ from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObje
 from statexchange.sharding.shards import c_strides, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.store import StoredFile
-from statexchange.tensors import DTYPE_NAMES, ITEMSIZE
+from statexchange.tensors import ITEMSIZE, name_of_dtype
 
 __all__ = [
     "Archive",
@@ -300,9 +300,10 @@ def describe(value: Any) -> str:
 def dtype_of(symbol: Any) -> str:
     """Return the safetensors name of a torch dtype; raise UnsupportedError if there is none."""
     name = symbol.name if type(symbol) is GlobalRef else excerpt(symbol, 60)
-    if name not in DTYPE_NAMES:
+    found = name_of_dtype(name)
+    if found is None:
         raise UnsupportedError(f"dtype {name} is not supported")
-    return DTYPE_NAMES[name]
+    return found
 
 
 def view_of(tensor: OpaqueObject) -> TensorView:

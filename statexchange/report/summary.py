@@ -12,7 +12,7 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
 from statexchange.formats.source import ShardFile, Source
 from statexchange.sharding.shards import Shard, full_box
-from statexchange.tensors import ITEMSIZE
+from statexchange.tensors import ITEMSIZE, element_shape
 
 if TYPE_CHECKING:
     from statexchange.errors import StateExchangeError
@@ -90,7 +90,7 @@ class TensorRow:
     Attributes:
         name: its name.
         dtype: its dtype; "?" if only the name is known.
-        shape: its global shape.
+        shape: its global shape, in elements.
         nbytes: its bytes.
         holders: ranks (or numbers of files) that have a part of it; empty if it cannot be read.
         num_boxes: number of stored boxes.
@@ -207,7 +207,7 @@ def tensor_rows(source: Source) -> list[TensorRow]:
         rows[name] = TensorRow(
             name,
             shard.dtype,
-            shard.global_shape,
+            element_shape(shard.dtype, shard.global_shape),
             full_box(shard.global_shape).numel * ITEMSIZE[shard.dtype],
             tuple(shard_file.rank for shard_file in holders),
             num_boxes[name],

@@ -30,7 +30,7 @@ from statexchange.processes import collector_paused
 from statexchange.sharding.options import MODEL_PATTERN, ExportOptions
 from statexchange.sharding.sharding_spec import Placement, ShardingSpec, SpecBox, SpecBoxes, covers_exactly
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, region_text
-from statexchange.tensors import ITEMSIZE
+from statexchange.tensors import ITEMSIZE, PACKED
 
 __all__ = [
     "FilePlan",
@@ -215,7 +215,7 @@ class _OutputDTypes:
         if options.dtype:
             for name, shards in selected.items():
                 first = shards if isinstance(shards, ShardingSpec) else shards[0][1]
-                if first.dtype.startswith("F8"):
+                if first.dtype.startswith("F8") or first.dtype in PACKED:
                     self._quantized.add(name.rpartition(".")[0])
 
     def of(self, name: str, dtype: str) -> str:

@@ -132,7 +132,8 @@ def _shards(header: Header, metadata: dict[str, Any], path: str) -> tuple[dict[s
             shard = Shard(name, raw["dtype"], sizes_from_json(raw["global_shape"]), boxes)
             box_digests = tuple(str(text) for text in raw["digests"])
             entry = header.entries[name]
-            fits = storage_form(shard.dtype, shard.local_shape) == (entry.dtype, entry.shape)
+            stored = storage_form(entry.dtype, entry.shape)
+            fits = storage_form(shard.dtype, shard.local_shape) == stored
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"broken metadata: {error}", path=path, name=name) from None
         if not fits or len(box_digests) != len(boxes):

@@ -19,7 +19,7 @@ from statexchange.sharding.shards import Shard, shape_from_json, sizes_from_json
 from statexchange.storage.atomic import write_new
 from statexchange.storage.files import WINDOW_BYTES, Buffer
 from statexchange.storage.json_text import parse_json
-from statexchange.tensors import ITEMSIZE
+from statexchange.tensors import ITEMSIZE, PACKED, element_shape, group_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,13 +62,17 @@ def digest(data: Buffer) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor in a file, at bytes `begin` to `end` of the file."""
+    """One tensor in a file, at bytes `begin` to `end` of the file.
+
+    The shape of a packed dtype is in groups (tensors.py), or in elements if `is_supported` is False.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
+    is_supported: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -129,8 +133,11 @@ class ShardData:
 
 
 def storage_form(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and shape as a file stores them: C128, which safetensors lacks, becomes pairs of F64."""
-    return ("F64", (*shape, 2)) if dtype == "C128" else (dtype, tuple(shape))
+    """Return the dtype and shape as a file stores them, the shape in elements.
+
+    C128, which safetensors lacks, becomes pairs of F64.
+    """
+    return ("F64", (*shape, 2)) if dtype == "C128" else (dtype, element_shape(dtype, shape))
 
 
 def check_name(name: str) -> None:
@@ -200,7 +207,7 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
         key=lambda entry: (entry.begin, entry.end),
     )
     _check_contiguous(entries, 8 + length, size if whole else None, path)
-    supported = {entry.name: entry for entry in entries if entry.dtype in ITEMSIZE}
+    supported = {entry.name: entry for entry in entries if entry.is_supported}
     unknown = {entry.name: entry for entry in entries if entry.name not in supported}
     return Header(supported, metadata, size, unknown)
 
@@ -233,15 +240,20 @@ def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:
     except ValueError:
         raise CorruptError("header entry has a bad shape or bad offsets", path=path, name=name) from None
     if not _fits(end - begin, dtype, math.prod(shape)):
-        expected = math.prod(shape) * ITEMSIZE[dtype] if dtype in ITEMSIZE else "elements of a whole number of bits"
+        expected: int | str = "elements of a whole number of bits"
+        if dtype in ITEMSIZE:
+            expected = math.prod(shape) * ITEMSIZE[dtype] // PACKED.get(dtype, 1)
         raise CorruptError(
             "byte count does not fit the shape", path=path, name=name, expected=expected, found=end - begin
         )
-    return Entry(name, dtype, shape, data_start + begin, data_start + end)
+    groups = group_shape(dtype, shape) if dtype in ITEMSIZE else None
+    return Entry(name, dtype, groups or shape, data_start + begin, data_start + end, groups is not None)
 
 
 def _fits(nbytes: int, dtype: str, numel: int) -> bool:
     """Whether a tensor may have this many bytes: for an unknown dtype, a whole number of bits per element."""
+    if dtype in PACKED:
+        return nbytes * PACKED[dtype] == numel * ITEMSIZE[dtype]
     if dtype in ITEMSIZE or not numel:
         return nbytes == numel * ITEMSIZE.get(dtype, 0)
     return nbytes >= 0 and 8 * nbytes % numel == 0

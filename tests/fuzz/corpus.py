@@ -74,6 +74,17 @@ def one_file(folder: Path) -> None:
     save_file(_weights(), folder / "x.safetensors", {"format": "pt"})
 
 
+def packed(folder: Path) -> None:
+    """Write dtypes of less than a byte."""
+    parts = {"four": ("F4", [2, 4], 4), "six": ("F6_E2M3", [2, 4], 6), "w": ("U8", [3], 3)}
+    entries, data = {}, b""
+    for name, (dtype, shape, nbytes) in parts.items():
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + nbytes]}
+        data += bytes(range(nbytes))
+    header = json.dumps(entries).encode()
+    (folder / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
 def _two_files(folder: Path, pattern: str, save: Callable[[dict[str, Any], Path], object], index: str) -> None:
     folder.mkdir()
     weights = _tensors() if index.startswith("pytorch") else _weights()
@@ -312,6 +323,7 @@ def _sample(name: str, path: str = "{}/x") -> Source:
 
 SOURCES: dict[str, Source] = {
     "safetensors": Source(one_file, "{}/x.safetensors"),
+    "packed dtypes": Source(packed, "{}/x.safetensors", state=dict),
     "hf index": Source(indexed),
     "published": Source(published),
     "published, URL": Source(zipped, "zip://hf::{}/x.zip"),

@@ -610,12 +610,12 @@ def test_a_dry_run_counts_the_room_that_a_dead_publisher_left(namespace: Path, t
 
 
 def test_unreadable_files_are_reported_with_their_kind(call: Call, tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "x.safetensors", {"odd": ("F4", (2, 2), b"ab"), "w": ("U8", (2,), b"cd")})
+    write_safetensors(tmp_path / "x.safetensors", {"odd": ("Q4", (2, 2), b"ab"), "w": ("U8", (2,), b"cd")})
     code, out, err = call("info", tmp_path / "x.safetensors")
-    assert (code, "F4 1, U8 1" in out) == (0, True)
-    assert "warning: tensors that cannot be read: odd (dtype F4 is not supported" in err
+    assert (code, "Q4 1, U8 1" in out) == (0, True)
+    assert "warning: tensors that cannot be read: odd (dtype Q4 is not supported" in err
     code, out, err = call("ls", tmp_path / "x.safetensors")
-    assert (code, "odd\tF4\t[2,2]" in out, "odd (dtype F4" in err) == (0, True, True)
+    assert (code, "odd\tQ4\t[2,2]" in out, "odd (dtype Q4" in err) == (0, True, True)
     assert call.json("info", tmp_path / "x.safetensors")[1]["data"]["unsupported"].keys() == {"odd"}
     assert call("verify", tmp_path / "x.safetensors")[0] == 7
     assert call("merge", tmp_path / "x.safetensors", tmp_path / "out")[0] == 7

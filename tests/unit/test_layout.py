@@ -80,6 +80,6 @@ def test_arrays_share_memory_and_may_be_empty() -> None:
 
 
 def test_unknown_dtypes_are_value_errors() -> None:
-    for name in ("F4", "", [], None):
+    for name in ("Q4", "", [], None):
         with pytest.raises(ValueError, match="unknown dtype"):
             itemsize_of(name)  # type: ignore[arg-type]

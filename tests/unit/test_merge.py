@@ -413,18 +413,18 @@ def write_raw(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> N
 def test_a_tensor_of_an_unknown_dtype_does_not_hide_others(tmp_path: Path, layout: Any) -> None:
     (tmp_path / "ws").mkdir()
     path = tmp_path / "ws/m.safetensors"
-    write_raw(path, {"odd": ("F4", [2, 2], b"ab"), "w": ("U8", [2], b"cd"), "nothing": ("U8", [1], b"e")})
-    error = refuse(UnsupportedError, tmp_path, "dtype F4 is not supported", layout=layout)
+    write_raw(path, {"odd": ("Q4", [2, 2], b"ab"), "w": ("U8", [2], b"cd"), "nothing": ("U8", [1], b"e")})
+    error = refuse(UnsupportedError, tmp_path, "dtype Q4 is not supported", layout=layout)
     assert (error.name, error.path) == ("odd", str(path))
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", include="w", layout=layout)
     assert load_file(tmp_path / "out/model.safetensors")["w"].tolist() == [99, 100]
     with sx.open_checkpoint(tmp_path / "ws") as checkpoint:
         assert {name: (t.dtype, t.shape) for name, t in checkpoint.items()} == {
-            "odd": ("F4", (2, 2)), "w": ("U8", (2,)), "nothing": ("U8", (1,))
+            "odd": ("Q4", (2, 2)), "w": ("U8", (2,)), "nothing": ("U8", (1,))
         }  # fmt: skip
-        with pytest.raises(UnsupportedError, match="F4"):
+        with pytest.raises(UnsupportedError, match="Q4"):
             checkpoint["odd"].read()
-    with pytest.raises(UnsupportedError, match="F4") as caught:
+    with pytest.raises(UnsupportedError, match="Q4") as caught:
         sx.load_checkpoint(
             {"odd": torch.zeros(2), "w": torch.zeros(2, dtype=torch.uint8)}, tmp_path / "ws", strict=False
         )
@@ -433,7 +433,7 @@ def test_a_tensor_of_an_unknown_dtype_does_not_hide_others(tmp_path: Path, layou
 
 
 def test_an_index_may_list_a_tensor_of_an_unknown_dtype(tmp_path: Path) -> None:
-    write_raw(tmp_path / "model.safetensors", {"odd": ("F4", [2, 2], b"ab"), "w": ("U8", [2], b"cd")})
+    write_raw(tmp_path / "model.safetensors", {"odd": ("Q4", [2, 2], b"ab"), "w": ("U8", [2], b"cd")})
     index = {"weight_map": {"odd": "model.safetensors", "w": "model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with open_source(tmp_path) as source:

@@ -221,11 +221,11 @@ def test_the_valid_header_is_accepted(tmp_path: Path) -> None:
 
 def test_a_tensor_of_a_later_dtype_is_kept_apart(tmp_path: Path) -> None:
     """Its name, shape and byte range are known, and the range must not overlap others."""
-    header = header_of(raw_file(tmp_path / "x", {"a": entry(0, 4, "F4", [2, 4]), "b": entry(4, 8)}))
-    assert [(e.name, e.dtype, e.shape, e.nbytes) for e in header.unknown.values()] == [("a", "F4", (2, 4), 4)]
+    header = header_of(raw_file(tmp_path / "x", {"a": entry(0, 4, "Q4", [2, 4]), "b": entry(4, 8)}))
+    assert [(e.name, e.dtype, e.shape, e.nbytes) for e in header.unknown.values()] == [("a", "Q4", (2, 4), 4)]
     assert list(header.entries) == ["b"]
     with pytest.raises(CorruptError, match="overlap"):
-        header_of(raw_file(tmp_path / "x", {"a": entry(0, 8, "F4", [16]), "b": entry(4, 8)}))
+        header_of(raw_file(tmp_path / "x", {"a": entry(0, 8, "Q4", [16]), "b": entry(4, 8)}))
 
 
 @pytest.mark.parametrize("claim", [2**64 - 1, 100_000_001, 99_999_999, 2**63])
