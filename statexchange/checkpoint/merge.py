@@ -48,7 +48,7 @@ from statexchange.errors import (
 from statexchange.formats import rank_files
 from statexchange.formats.converted import Converted, config_of, configs_beside, convert_source, read_conversion
 from statexchange.formats.registry import open_source, open_with, read_opened
-from statexchange.formats.sections import ALL, of_section
+from statexchange.formats.sections import ALL, section_of
 from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor
 from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas
@@ -387,7 +387,7 @@ def _selected(source: Source, options: ExportOptions) -> tuple[Source, tuple[str
     selected = frozenset(filter(options.wants, names))
     wrapper = _common_wrappers(selected)
     notes = (f"the prefix {excerpt(wrapper)} of a wrapper was removed from all names",) if wrapper else ()
-    return of_section(source, Section("model", wrapper, selected)), notes
+    return section_of(source, Section("model", wrapper, selected)), notes
 
 
 def _given_configs(files_from: FilesFrom) -> list[KnownConfig]:

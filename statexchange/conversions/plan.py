@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -14,7 +14,7 @@ from statexchange.conversions.rules import ConversionRules, Rule
 from statexchange.errors import IncompleteError, InvalidArgumentError, UnsafeError, UnsupportedError
 from statexchange.sharding.shards import Box, full_box
 
-__all__ = ["ConversionPlan", "Fill", "TensorInfo", "plan_conversion"]
+__all__ = ["ConversionPlan", "Fill", "TensorInfo", "plan_conversion", "unknown_names"]
 
 _SHOWN = 5
 _MAX_STACKED = 1 << 20
@@ -91,6 +91,30 @@ def plan_conversion(
     return _Planner(conversion, tensors, numbers).plan()
 
 
+def unknown_names(conversion: ConversionRules, names: Iterable[str]) -> list[str]:
+    """Return the names for which a conversion has no rule."""
+    return [name for name in names if _match(conversion, name) is None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """The number of the rule that has a pattern for a name, of the pattern in it, and its placeholders' values."""
+
+    rule: int
+    source: int
+    values: Mapping[str, str]
+
+
+def _match(conversion: ConversionRules, name: str) -> _Match | None:
+    """Return the first rule for a name."""
+    for number, rule in enumerate(conversion.rules):
+        for source, pattern in enumerate(rule.sources):
+            values = pattern.match(name)
+            if values is not None:
+                return _Match(number, source, values)
+    return None
+
+
 @dataclass(slots=True)
 class _Group:
     """The inputs that one rule turns into outputs together, by their index along the dims that are stacked."""
@@ -136,26 +160,18 @@ class _Planner:
         groups: dict[tuple[int, tuple[tuple[str, str], ...]], _Group] = {}
         unknown = []
         for name in self._inputs:
-            for number, source, values in self._matches(name):
-                rule = self._conversion.rules[number]
-                index = tuple(_layer_number(values[placeholder], name) for placeholder in rule.stack)
-                shared = {key: value for key, value in values.items() if key not in rule.stack}
-                group = groups.setdefault((number, tuple(sorted(shared.items()))), _Group(rule, shared))
-                group.names.setdefault(index, {})[source] = name
-                break
-            else:
+            match = _match(self._conversion, name)
+            if match is None:
                 unknown.append(name)
+                continue
+            rule = self._conversion.rules[match.rule]
+            index = tuple(_layer_number(match.values[placeholder], name) for placeholder in rule.stack)
+            shared = {key: value for key, value in match.values.items() if key not in rule.stack}
+            group = groups.setdefault((match.rule, tuple(sorted(shared.items()))), _Group(rule, shared))
+            group.names.setdefault(index, {})[match.source] = name
         if unknown:
             raise self._unknown(unknown)
         return list(groups.values())
-
-    def _matches(self, name: str) -> Iterator[tuple[int, int, dict[str, str]]]:
-        """Yield the rules that have a pattern for a name, with the pattern's number and its placeholders' values."""
-        for number, rule in enumerate(self._conversion.rules):
-            for source, pattern in enumerate(rule.sources):
-                values = pattern.match(name)
-                if values is not None:
-                    yield number, source, values
 
     def _unknown(self, names: Sequence[str]) -> InvalidArgumentError | UnsafeError:
         shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

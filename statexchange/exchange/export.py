@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-from statexchange.checkpoint.extra_files import FilesFrom
+from statexchange.checkpoint.extra_files import FilesFrom, given_config
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
+from statexchange.conversions.choice import Convert
 from statexchange.exchange.background import run_in_background
+from statexchange.exchange.converting import ChosenConversion
 from statexchange.exchange.exporting import ExportReport, ExportRequest, export_described
 from statexchange.processes import collector_paused
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, Rename, Replicas
@@ -36,6 +38,8 @@ class _Options(TypedDict, total=False):
     include: str | Sequence[str]
     exclude: str | Sequence[str]
     rename: Rename
+    convert: Convert | None
+    convert_with: Mapping[str, int] | None
     replicas: Replicas
     dtype: Cast | None
     max_shard_size: int | str
@@ -69,6 +73,8 @@ def export_checkpoint(
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
+    convert: Convert | None = None,
+    convert_with: Mapping[str, int] | None = None,
     replicas: Replicas = "equal",
     dtype: Cast | None = None,
     max_shard_size: int | str = "5GB",
@@ -110,6 +116,12 @@ def export_checkpoint(
         include: shell patterns of the names to export, one or several; by default all.
         exclude: shell patterns of the names to leave out.
         rename: a function of a name, or (regex, replacement) pairs that are applied in order.
+        convert: write the names and values of another model family: a built-in conversion, as "torchtitan:llama3", or
+            the path of a JSON file (`statexchange.conversions.rules`), either after "inverse:" for the other direction;
+            or the file's content. `include`, `exclude` and `layout` are for the names before it, `rename` and `dtype`
+            for those after. A selected name without a rule is an error.
+        convert_with: numbers that the conversion needs, as ``{"n_heads": 32}``. Others come from the config.json of
+            `files_from`, or the config of a model of transformers; root's count.
         replicas: "equal" raises ReplicaError if copies differ; "root" takes the lowest rank's copy.
         dtype: the dtype to which floating tensors are cast, or a mapping of shell patterns of names to dtypes, of which
             the first that matches counts; by default none is. The scales of float8 tensors are not cast.
@@ -153,8 +165,12 @@ def export_checkpoint(
             own_files = model_files(state)
             if tokenizer is not None:
                 own_files |= tokenizer_files(tokenizer)
+        conversion = ChosenConversion.of(convert, convert_with, state)
+        if conversion is not None and communicator.rank == 0:
+            conversion = conversion.with_config(given_config(files_from))
         return ExportRequest.of(
             path,
+            conversion=conversion,
             include=include,
             exclude=exclude,
             rename=rename,

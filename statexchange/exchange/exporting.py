@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,7 @@ from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.publication import PlannedFile, Publication, target_path
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, ReplicaError
+from statexchange.exchange.converting import ChosenConversion, convert_live
 from statexchange.exchange.rank_metadata import (
     RankMetadata,
     check_equal_options,
@@ -37,6 +38,7 @@ from statexchange.sharding import records
 from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge
+from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box
 from statexchange.sharding.write_plan import BoxReceipts, WriteFile, WritePlan, WriteTensor
 from statexchange.state.describe import Description
@@ -108,6 +110,7 @@ class ExportRequest:
 
     path: str
     options: ExportOptions
+    conversion: ChosenConversion | None = None
     files_from: FilesFrom = None
     own_files: Mapping[str, bytes] = field(default_factory=dict)
     overwrite: bool = False
@@ -119,6 +122,7 @@ class ExportRequest:
         cls,
         path: str | os.PathLike[str],
         *,
+        conversion: ChosenConversion | None = None,
         files_from: FilesFrom = None,
         own_files: Mapping[str, bytes] = MappingProxyType({}),
         overwrite: bool = False,
@@ -131,6 +135,7 @@ class ExportRequest:
         return cls(
             resolve_path(path, "a target"),
             ExportOptions(**options),
+            conversion,
             files_from,
             own_files,
             overwrite,
@@ -203,8 +208,14 @@ class _Export:
 
     def _agreed_plan(self) -> WritePlan:
         """Send this rank's metadata to root; return root's plan. Collective."""
-        comm = self._comm
-        own = RankMetadata.of(self._described, self._options.texts())
+        comm, conversion = self._comm, self._request.conversion
+        texts = self._options.texts()
+        if conversion is not None:
+            texts |= conversion.texts()
+            self._described = convert_live(comm, self._described, conversion, self._options)
+            # They are for the state as it was.
+            self._options, self._layout = replace(self._options, include=(), exclude=()), Layout({})
+        own = RankMetadata.of(self._described, texts)
         metadata, nbytes = gather_metadata(comm, own, root=0)
         self._clock.lap("describe", nbytes)
         plan: WritePlan | None = None

@@ -15,6 +15,7 @@ from statexchange import values
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
+from statexchange.conversions.choice import Convert
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -23,10 +24,12 @@ from statexchange.errors import (
     ReplacedError,
 )
 from statexchange.exchange.catalog import Catalog, LivePlaces, paths_of, with_new_names, without_unwanted
+from statexchange.exchange.converting import ChosenConversion, convert_for_load
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.reading import ReadItem, assign_readers, read_all
 from statexchange.formats.registry import open_source
+from statexchange.formats.sections import ALL
 from statexchange.formats.source import Source
 from statexchange.processes import collector_paused
 from statexchange.sharding import records
@@ -80,6 +83,8 @@ def load_checkpoint(
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
+    convert: Convert | None = None,
+    convert_with: Mapping[str, int] | None = None,
     dtype: Literal["state"] | None = None,
     replicas: Replicas = "equal",
     on_progress: Callable[[int, int], None] | None = None,
@@ -124,6 +129,12 @@ def load_checkpoint(
             optimizer or another object with a state of its own is left whole if anything in it matches.
         rename: from the source's names to those in `state`: a function, or (regex, replacement) pairs, which are
             applied in order. Names are dotted paths, and an optimizer's parameters are renamed alike.
+        convert: convert the source's model to the names and values of the state first: a built-in conversion, as
+            "torchtitan:llama3", or the path of a JSON file (`statexchange.conversions.rules`), either after "inverse:"
+            for the other direction; or the file's content. Only the model's tensors are loaded then. A name of the
+            source without a rule is unexpected. `rename` is for the names after the conversion.
+        convert_with: numbers that the conversion needs, as ``{"n_heads": 32}``. Others come from the config of a state
+            that is a model of transformers, or from a config.json beside the source.
         dtype: None: dtypes must be equal, and values are loaded bit by bit. "state": where floating dtypes (float16,
             bfloat16, float32, float64) differ, values are cast to that of the tensor in `state`, rounded to nearest.
             Optimizer state that does not exist yet gets the parameter's dtype if it has its shape, else the source's.
@@ -170,8 +181,17 @@ def load_checkpoint(
         "dtype": dtype,
         "replicas": replicas,
     }
+    with communicator.phase("choosing its conversion"):
+        conversion = ChosenConversion.of(convert, convert_with, state)
     return load_now(
-        state, path, communicator, given, stall_timeout_s=stall_timeout_s, on_progress=on_progress, began=began
+        state,
+        path,
+        communicator,
+        given,
+        conversion=conversion,
+        stall_timeout_s=stall_timeout_s,
+        on_progress=on_progress,
+        began=began,
     )
 
 
@@ -181,6 +201,7 @@ def load_now(
     comm: Communicator,
     given: Mapping[str, Any],
     *,
+    conversion: ChosenConversion | None = None,
     stall_timeout_s: float,
     on_progress: Callable[[int, int], None] | None = None,
     before_reading: Callable[[Sequence[ReadItem]], None] | None = None,
@@ -191,7 +212,7 @@ def load_now(
     `before_reading` is called on all ranks with what this rank will read, once all is checked and before the state is
     changed; it may be collective. The report counts seconds from `began`.
     """
-    load = _Load(comm, stall_timeout_s, on_progress, before_reading, began)
+    load = _Load(comm, conversion, stall_timeout_s, on_progress, before_reading, began)
     try:
         return load.run(state, path, given)
     except ReplacedError:  # raised on all ranks
@@ -214,8 +235,8 @@ class _OpenedSource:
     has_layout: bool
 
     @classmethod
-    def of(cls, source: Source, options: LoadOptions) -> _OpenedSource:
-        """Describe the source that this rank has opened.
+    def of(cls, source: Source, options: LoadOptions, texts: Mapping[str, str]) -> _OpenedSource:
+        """Describe the source that this rank has opened; `texts` are further options.
 
         Two publications may have files of equal names and sizes. So ranks of one host also compare the files' local
         identity, and all ranks compare their identity on a file system that hosts share.
@@ -227,7 +248,7 @@ class _OpenedSource:
         where = f", round {source.round} of {source.run}" if source.round is not None else ""
         shown = source.path + where
         has_layout = options.layout is not None
-        return cls(_digest(content), _digest(local), source.path, shown, options.texts(), has_layout)
+        return cls(_digest(content), _digest(local), source.path, shown, {**options.texts(), **texts}, has_layout)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON value that `from_json` reads."""
@@ -262,12 +283,15 @@ class _Load:
     def __init__(
         self,
         comm: Communicator,
+        conversion: ChosenConversion | None,
         stall_timeout_s: float,
         on_progress: Callable[[int, int], None] | None,
         before_reading: Callable[[Sequence[ReadItem]], None] | None,
         began: float,
     ) -> None:
         self._comm = comm
+        self._conversion = conversion
+        self._without_rule: tuple[str, ...] = ()
         self._stall_timeout_s = stall_timeout_s
         self._on_progress = on_progress
         self._before_reading = before_reading
@@ -278,8 +302,11 @@ class _Load:
         with contextlib.ExitStack() as holding:
             with self._comm.phase("reading the headers", timeout_s=self._stall_timeout_s), collector_paused():
                 options = LoadOptions(**given)
-                source = holding.enter_context(_opened(path, self._comm))
-            has_layout = _check_same(source, options, self._comm)
+                source = holding.enter_context(_opened(path, self._comm, self._conversion))
+                if self._conversion is not None:
+                    source, self._without_rule = convert_for_load(source, self._conversion, strict=options.strict)
+            texts = {} if self._conversion is None else self._conversion.texts()
+            has_layout = _check_same(source, options, texts, self._comm)
             return self._fill(state, source, options, has_layout=has_layout)
 
     def _fill(self, state: Any, source: Source, options: LoadOptions, *, has_layout: bool) -> LoadReport:
@@ -300,6 +327,7 @@ class _Load:
             ]
             # A name is unexpected only if it is so on every rank.
             plan.unexpected = [name for name in plan.unexpected if all(name in names for names in by_rank)]
+            plan.unexpected += self._without_rule
             if options.strict or (plan.missing and not plan.targets):  # loading nothing is never intended
                 _check_names(plan, catalog)
         if self._before_reading is not None:
@@ -367,13 +395,13 @@ class _Load:
         return found
 
 
-def _check_same(source: Source, options: LoadOptions, comm: Communicator) -> bool:
+def _check_same(source: Source, options: LoadOptions, texts: Mapping[str, str], comm: Communicator) -> bool:
     """Raise, on all ranks, if they have opened different checkpoints or were given different options. Collective.
 
     Different checkpoints at one path are a ReplacedError, at different paths an InvalidArgumentError. Return whether
     any rank has a layout.
     """
-    ours = _OpenedSource.of(source, options)
+    ours = _OpenedSource.of(source, options, texts)
     if comm.world_size == 1:
         return ours.has_layout
     sent = comm.all_gather_object(ours.to_json())
@@ -407,10 +435,10 @@ def _digest(value: Any) -> str:
     return digest(json.dumps(value).encode())
 
 
-def _opened(source: str | os.PathLike[str], comm: Communicator) -> Source:
-    """Open the source; on several hosts NotFoundError names the host that does not see it."""
+def _opened(source: str | os.PathLike[str], comm: Communicator, conversion: ChosenConversion | None) -> Source:
+    """Open the source, or its model for a conversion; on several hosts NotFoundError names the host without it."""
     try:
-        return open_source(source)
+        return open_source(source, section=ALL if conversion is None else None)
     except NotFoundError as error:
         if comm.num_nodes == 1:
             raise

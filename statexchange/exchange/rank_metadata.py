@@ -21,6 +21,7 @@ __all__ = [
     "HeldShard",
     "RankMetadata",
     "check_equal_options",
+    "gather_distinct",
     "gather_metadata",
     "held_box",
     "operations",
@@ -145,7 +146,14 @@ def gather_metadata(comm: Communicator, own: RankMetadata, root: int | None = No
 
     Collective. Of several ranks with equal metadata only the first sends it. `parse_metadata` decodes the bytes.
     """
-    data = records.encoded(own)
+    return gather_distinct(comm, records.encoded(own), root)
+
+
+def gather_distinct(comm: Communicator, data: bytes, root: int | None = None) -> tuple[list[bytes], int]:
+    """Return every rank's data on `root` ([] elsewhere; None: on all ranks), and the number of bytes sent. Collective.
+
+    Of several ranks with equal data only the first sends it.
+    """
     digests = comm.all_gather_bytes(digest(data).encode(), operation="the comparison of descriptions")
     sender: dict[bytes, int] = {}  # the first rank with each digest
     for rank, rank_digest in enumerate(digests):

@@ -24,7 +24,7 @@ from statexchange.errors import InvalidArgumentError, StateExchangeError, excerp
 from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
 from statexchange.storage.json_text import parse_json
 
-__all__ = ["ALL", "SECTIONS", "check_section", "sections_of", "select_section"]
+__all__ = ["ALL", "SECTIONS", "check_section", "section_of", "sections_of", "select_section"]
 
 T = TypeVar("T")
 SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
@@ -163,7 +163,7 @@ def select_section(source: Source, section: str | None) -> Source:
     left_out = [known for known in sections if known != wanted]
     if section is None and not left_out and not wanted.prefix:
         return source
-    selected = of_section(source, wanted)
+    selected = section_of(source, wanted)
     return replace(selected, sections=(), notes=(*source.notes, _note(wanted, left_out)))
 
 
@@ -182,7 +182,7 @@ def _not_there(section: str, sections: Mapping[SectionName, Section]) -> str:
     return f"there is no section {section!r}, only {', '.join(map(repr, sections))}: choose with section (--section)"
 
 
-def of_section(source: Source, section: Section) -> Source:
+def section_of(source: Source, section: Section) -> Source:
     """Return the source with the tensors and other entries of a section alone, without its prefix."""
     files = tuple(_file_of_section(shard_file, section) for shard_file in source.files)
     paths = {unreadable.path for unreadable in source.unreadable}

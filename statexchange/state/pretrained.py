@@ -15,7 +15,7 @@ from typing import Any
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.state.modules import is_module, layers
 
-__all__ = ["adapter_state", "is_adapter_model", "model_files", "tokenizer_files"]
+__all__ = ["adapter_state", "is_adapter_model", "model_config", "model_files", "tokenizer_files"]
 
 
 def model_files(state: Any) -> dict[str, bytes]:
@@ -28,12 +28,22 @@ def model_files(state: Any) -> dict[str, bytes]:
         return _adapter_files(model)
     if not _is_instance(model, "transformers.modeling_utils", "PreTrainedModel"):
         return {}
-    config = json.loads(model.config.to_json_string())
-    config["architectures"] = [_class_name(model)]
+    config = {**_config(model), "architectures": [_class_name(model)]}
     files = {"config.json": (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         files["generation_config.json"] = model.generation_config.to_json_string().encode()
     return files
+
+
+def model_config(state: Any) -> dict[str, Any] | None:
+    """Return the config of a model of transformers; None for any other state. Not collective."""
+    model = _unwrapped(state)
+    return _config(model) if _is_instance(model, "transformers.modeling_utils", "PreTrainedModel") else None
+
+
+def _config(model: Any) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(model.config.to_json_string())
+    return config
 
 
 def is_adapter_model(state: Any) -> bool:

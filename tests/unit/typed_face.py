@@ -21,7 +21,7 @@ def valid_calls(net: torch.nn.Linear) -> None:
     sx.export_checkpoint([net, net], f"x{later}", dtype=np.dtype("float32"), comm=sx.get_communicator())
     sx.load_checkpoint({"model": net, "step": 1}, "x", dtype="state")
     sx.save_checkpoint({"model": net}, "x")
-    sx.merge_checkpoint("x", Path("y"), dtype="float16")
+    sx.merge_checkpoint("x", Path("y"), dtype="float16", convert="torchtitan:llama3", convert_with={"n_heads": 4})
     sx.train.data_parallel(net, torch.optim.SGD(net.parameters()))
     try:
         comm: sx.comm.Communicator = sx.init("single")
@@ -49,6 +49,7 @@ def nonsense(comm: sx.comm.Communicator) -> None:
     sx.load_checkpoint({}, "x", dtype="bfloat16")  # type: ignore[arg-type]
     sx.load_checkpoint({}, "x", replicas="some")  # type: ignore[arg-type]
     sx.merge_checkpoint("x", 1)  # type: ignore[arg-type]
+    sx.load_checkpoint(net, "x", convert=7)  # type: ignore[arg-type]
     sx.save_checkpoint({}, "x", comm=1)  # type: ignore[call-overload]
     sx.gather_state(3)  # type: ignore[arg-type]
     comm.all_reduce(torch.ones(2)).wait()  # type: ignore[attr-defined]

@@ -1,0 +1,199 @@
+"""Convert live state to the names and values of another model family, and a source for a load into live state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from statexchange.comm.communicator import Communicator
+from statexchange.conversions.choice import Convert, check_numbers
+from statexchange.conversions.numbers import KnownConfig
+from statexchange.conversions.patches import Block, shared_block
+from statexchange.conversions.plan import ConversionPlan, TensorInfo, plan_conversion, unknown_names
+from statexchange.conversions.rules import ConversionRules
+from statexchange.errors import CorruptError, InvalidArgumentError, StateExchangeError
+from statexchange.exchange.placing import place_parts
+from statexchange.exchange.rank_metadata import gather_distinct
+from statexchange.formats.converted import config_of, configs_beside, convert_source, read_conversion
+from statexchange.formats.sections import section_of
+from statexchange.formats.source import Section, Source
+from statexchange.sharding import records
+from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.shards import Box, Shard, shape_from_json
+from statexchange.state.describe import Description, LocalTensor
+from statexchange.state.pretrained import model_config
+from statexchange.tensors import is_array, itemsize_of, numpy_dtype
+
+__all__ = ["ChosenConversion", "convert_for_load", "convert_live"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenConversion:
+    """The conversion of a call: its rules, the numbers that the caller gave, and the configs that this rank knows."""
+
+    rules: ConversionRules
+    numbers: Mapping[str, int]
+    configs: Sequence[KnownConfig]
+
+    @classmethod
+    def of(cls, convert: Convert | None, numbers: Mapping[str, int] | None, state: Any) -> ChosenConversion | None:
+        """Return the conversion that the options of a call name; None if they name none."""
+        given = check_numbers(numbers)
+        if convert is None:
+            return None
+        config = model_config(state)
+        configs = [] if config is None else [KnownConfig("the model's config", config)]
+        return cls(read_conversion(convert), given, configs)
+
+    def with_config(self, content: bytes | None) -> ChosenConversion:
+        """Return the conversion with the config.json of `files_from`, if there is one, before other configs."""
+        return self if content is None else replace(self, configs=[*config_of("config.json", content), *self.configs])
+
+    def texts(self) -> dict[str, str]:
+        """Return the options that must be equal on all ranks, as text by name."""
+        return {"convert": self.rules.name, "convert_with": repr(sorted(self.numbers.items()))}
+
+    def shared(self, comm: Communicator) -> ChosenConversion:
+        """Return the conversion with what root's configs say, of what the rules look up. Collective."""
+        keys = {key for rule in self.rules.numbers.values() for key in rule.config}
+        own = [[config.where, json.dumps({key: config.values.get(key) for key in keys})] for config in self.configs]
+        sent = comm.broadcast_object(own)
+        found = records.parsed(sent, lambda raw: records.items(raw, _config_from_json), "the model's config", 0)
+        return replace(self, configs=found)
+
+
+def _config_from_json(raw: Any) -> KnownConfig:
+    where, text = records.items(raw, records.text, 2)
+    return KnownConfig(where, json.loads(text))
+
+
+def convert_for_load(source: Source, conversion: ChosenConversion, *, strict: bool) -> tuple[Source, tuple[str, ...]]:
+    """Return a converted source, and the names in the original without a rule. Not collective; reads no tensor.
+
+    With `strict` such a name is an error.
+    """
+    configs = [*conversion.configs, *configs_beside(source)]
+    names = frozenset(tensor.shard.name for _, tensor in source.shards())
+    unknown: tuple[str, ...] = ()
+    if not strict:
+        unknown = tuple(unknown_names(conversion.rules, sorted(names)))
+        if len(unknown) < len(names):
+            source = section_of(source, Section("model", "", names - set(unknown)))
+    try:
+        converted = convert_source(source, conversion.rules, conversion.numbers, configs)
+    except StateExchangeError as error:
+        raise error.located(path=source.path) from None
+    # What ranks saved as one tree, and other values, have the original's names.
+    return replace(converted.source, configs={}, texts={}, others={}), unknown
+
+
+# Live state
+
+
+def convert_live(
+    comm: Communicator, described: Description, conversion: ChosenConversion, options: ExportOptions
+) -> Description:
+    """Return the selected tensors of a description converted, as views of the same memory. Collective.
+
+    The boxes of each rank lie in the output as those of the input do: no rank gets bytes of another.
+    """
+    layout = options.new_layout()
+    with comm.phase("choosing its conversion"):
+        renumbered = [rule.pattern for rule in layout.rules.values() if rule.renumber]
+        if renumbered:
+            text = "counts over the ranks, which convert does not follow: export first, and convert by merge_checkpoint"
+            raise InvalidArgumentError(f"the layout rule for {renumbered[0]!r} {text}")
+    conversion = conversion.shared(comm)
+    described = place_parts(comm, described, layout)
+    tensors = _all_tensors(comm, described)
+    with comm.phase("converting its state"):
+        options.check_include(tensors)
+        selected = {name: info for name, info in tensors.items() if options.wants(name)}
+        plan = plan_conversion(conversion.rules, selected, conversion.numbers, conversion.configs)
+        return _converted(described, plan, has_zeros=comm.rank == 0)
+
+
+def _all_tensors(comm: Communicator, described: Description) -> dict[str, TensorInfo]:
+    """Return the dtype and global shape of each tensor of any rank. Collective."""
+    own = [[local.shard.name, local.shard.dtype, local.shard.global_shape] for local in described.held.values()]
+    sent, _ = gather_distinct(comm, json.dumps(own).encode())
+    tensors: dict[str, TensorInfo] = {}
+    with comm.phase("comparing its tensors"):
+        for data in dict.fromkeys(sent):
+            rank = sent.index(data)
+            for name, info in records.decoded(data, _named_tensors, "its tensors", rank):
+                first = tensors.setdefault(name, info)
+                if first != info:
+                    text = "this rank's dtype or shape differs from another's"
+                    raise CorruptError(text, name=name, rank=rank, expected=first, found=info)
+    return tensors
+
+
+def _named_tensors(raw: Any) -> tuple[tuple[str, TensorInfo], ...]:
+    return records.items(raw, _named_tensor)
+
+
+def _named_tensor(raw: Any) -> tuple[str, TensorInfo]:
+    name, dtype, shape = records.items(raw, lambda part: part, 3)
+    itemsize_of(dtype)
+    return records.text(name), TensorInfo(dtype, shape_from_json(shape))
+
+
+@dataclass(slots=True)
+class _Outputs:
+    """The boxes of the outputs on this rank, with their memory."""
+
+    plan: ConversionPlan
+    boxes: dict[str, list[tuple[Box, Any]]]
+    reductions: dict[str, str]
+
+    def add(self, name: str, box: Box, tensor: Any) -> None:
+        """Add a box of an output."""
+        self.boxes.setdefault(name, []).append((box, tensor))
+
+    def described(self, aliases: Mapping[str, str]) -> Description:
+        """Return the outputs, in the order of the plan."""
+        held = {}
+        for name, info in self.plan.tensors.items():
+            if name in self.boxes:
+                boxes = self.boxes[name]
+                shard = Shard(name, info.dtype, info.shape, tuple(box for box, _ in boxes))
+                tensors = tuple(tensor for _, tensor in boxes)
+                held[name] = LocalTensor(shard, tensors, reduce=self.reductions.get(name))
+        return Description(held, self.plan.new_aliases(aliases))
+
+
+def _converted(described: Description, plan: ConversionPlan, *, has_zeros: bool) -> Description:
+    outputs = _Outputs(plan, {}, {})
+    for name, local in described.held.items():
+        for fill in plan.fills.get(name, ()):
+            if not fill.patch.box.numel:
+                outputs.boxes.setdefault(fill.target, [])
+            if local.reduce is not None:
+                outputs.reductions[fill.target] = local.reduce
+            for box, tensor in zip(local.shard.boxes, local.tensors, strict=True):
+                block = shared_block(fill.patch, box)
+                if block is not None:
+                    outputs.add(fill.target, block.box, _view(tensor, block))
+    for fill in plan.zeros if has_zeros else ():
+        dtype = numpy_dtype(plan.tensors[fill.target].dtype)
+        outputs.add(fill.target, fill.patch.box, np.broadcast_to(np.zeros((), dtype), fill.patch.box.shape))
+    return outputs.described(described.aliases)
+
+
+def _view(tensor: Any, block: Block) -> Any:
+    """Return the view of a tensor or array that has the elements of a block, in its order."""
+    index: list[Any] = list(block.begin)
+    for size, along in zip(block.box.shape, block.dims, strict=True):
+        if along.dim is not None:
+            begin = block.begin[along.dim]
+            index[along.dim] = slice(begin, begin + (size - 1) * along.step + 1, along.step)
+    part = tensor[(*index, ...)]
+    used = [along.dim for along in block.dims if along.dim is not None]
+    order = [sorted(used).index(dim) for dim in used]
+    part = part.transpose(order) if is_array(part) else part.permute(order)
+    return part[(*(None if along.dim is None else slice(None) for along in block.dims), ...)]

@@ -1,0 +1,241 @@
+"""Conversions of live state: export in another family's names and values, load from them, on any sharding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import statexchange as sx
+from statexchange.errors import CorruptError, InvalidArgumentError, NotFoundError, UnsafeError
+from statexchange.testing import run_ranks
+
+TORCHTITAN = Path(__file__).parents[1] / "data" / "torchtitan"
+LLAMA3, BACK = "torchtitan:llama3", "inverse:torchtitan:llama3"
+State = dict[str, torch.Tensor]
+
+
+def exported(path: Path | str) -> State:
+    found: State = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def equal(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def hf_state(kind: str = "fused") -> State:
+    return load_file(TORCHTITAN / kind / "to_hf.safetensors")
+
+
+def titan_state(path: Path) -> State:
+    """The whole tensors of the sample, by torchtitan's names."""
+    sx.merge_checkpoint(TORCHTITAN / "fused" / "checkpoint" / "step-3", path)
+    return exported(path)
+
+
+def llama(seed: int = 0) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**json.loads((TORCHTITAN / "fused" / "config.json").read_text())))
+
+
+# Export
+
+
+def sharded(whole: State, kind: str) -> tuple[Any, dict[str, Any] | None]:
+    """Return this rank's state, and the layout for plain tensors."""
+    rank, size = sx.get_rank(), sx.get_world_size()
+    if kind == "dtensor":
+        from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+        mesh = init_device_mesh("cpu", (size,))
+        return {name: distribute_tensor(tensor.clone(), mesh, [Shard(0)]) for name, tensor in whole.items()}, None
+    if kind == "replicas":
+        return whole, None
+    parts = {name: tensor.tensor_split(size)[rank] for name, tensor in whole.items()}
+    if kind == "arrays":
+        return {name: part.numpy() for name, part in parts.items()}, {"*": {"dim": 0}}
+    assert kind == "parts"
+    return parts, {"*": {"dim": 0}}
+
+
+def export_titan(kind: str, whole: str, out: str, background: bool = False) -> bool:
+    state, layout = sharded(load_file(whole), kind)
+    options: dict[str, Any] = {
+        "convert": LLAMA3,
+        "layout": layout,
+        "files_from": str(TORCHTITAN / "fused" / "config.json"),
+    }
+    if background:
+        sx.export_checkpoint(state, out, background=True, **options).result()
+    else:
+        sx.export_checkpoint(state, out, max_shard_size=5000, **options)
+    return equal(exported(out), hf_state())
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "backend"),
+    [
+        ("dtensor", 2, "gloo"),
+        ("dtensor", 3, "gloo"),
+        ("replicas", 2, "threads"),
+        ("parts", 3, "threads"),
+        ("arrays", 2, "threads"),
+    ],
+)
+def test_torchtitans_state_is_exported_as_its_to_hf_has_it(tmp_path: Path, kind: str, ranks: int, backend: Any) -> None:
+    titan_state(tmp_path / "whole")
+    arguments = (kind, str(tmp_path / "whole" / "model.safetensors"), str(tmp_path / "out"))
+    assert run_ranks(export_titan, ranks, backend=backend, args=arguments) == [True] * ranks
+
+
+def test_an_export_in_the_background_converts_its_copy(tmp_path: Path) -> None:
+    titan_state(tmp_path / "whole")
+    arguments = ("parts", str(tmp_path / "whole" / "model.safetensors"), str(tmp_path / "out"), True)
+    assert run_ranks(export_titan, 2, backend="threads", args=arguments) == [True] * 2
+
+
+def test_a_model_of_transformers_knows_its_numbers_and_is_exported_with_torchtitans_names(tmp_path: Path) -> None:
+    model = llama()
+    model.load_state_dict(hf_state())
+    sx.export_checkpoint(model, tmp_path / "titan", convert=BACK)
+    assert equal(exported(tmp_path / "titan"), titan_state(tmp_path / "whole"))
+
+
+def options_differ(out: str) -> None:
+    """Each rank gives another number."""
+    with pytest.raises(InvalidArgumentError, match="convert_with is"):
+        sx.export_checkpoint(
+            {"norm.weight": torch.ones(2)}, out, convert=LLAMA3, convert_with={"n_heads": 1 + sx.get_rank()}
+        )
+
+
+def names_differ(out: str) -> None:
+    """What has no rule on one rank is an error on all; a layer may be on one rank alone."""
+    state = (
+        {"norm.weight": torch.ones(2)}
+        if sx.get_rank()
+        else {"layers.0.ffn_norm.weight": torch.ones(2), "x": torch.ones(1)}
+    )
+    with pytest.raises(UnsafeError, match="no rule for 1 of 3 names: x"):
+        sx.export_checkpoint(state, out, convert=LLAMA3)
+    with pytest.raises(InvalidArgumentError, match="layout rule for 'layers"):
+        sx.export_checkpoint(state, out, convert=LLAMA3, exclude="x", layout={"layers.*": {"renumber": "layers"}})
+    with pytest.raises(CorruptError, match="shape differs"):
+        sx.export_checkpoint({"norm.weight": torch.ones(2 + sx.get_rank())}, out, convert=LLAMA3)
+    sx.export_checkpoint(state, out, convert=LLAMA3, exclude="x", rename=[("^model", "m")])
+    assert set(exported(out)) == {"m.norm.weight", "m.layers.0.post_attention_layernorm.weight"}
+
+
+@pytest.mark.parametrize("case", [options_differ, names_differ])
+def test_ranks_agree_on_a_conversion(tmp_path: Path, case: Any) -> None:
+    run_ranks(case, 2, backend="threads", args=(str(tmp_path / "out"),))
+
+
+def fuse_over_stages(out: str) -> None:
+    """The parts of a fused tensor, and the layers of a stacked one, lie on different ranks; zeros fill it up."""
+    rank = sx.get_rank()
+    state = {f"{rank}.{part}": torch.full((2, 3), 10.0 * rank + number) for number, part in enumerate("gu")}
+    rule = {
+        "from": ["{layer}.g", "{layer}.u"],
+        "to": "gu",
+        "stack": ["layer"],
+        "values": [{"fuse": {"dim": 1}}, {"pad": {"dim": 0, "to": 3}}],
+    }
+    sx.export_checkpoint(state, out, convert={"rules": [rule]}, layout={"*": "replicate"})
+    found = exported(out)["gu"]
+    assert found[:, 2].eq(0).all()
+    assert found[:, 0].tolist() == [[0, 0, 0, 1, 1, 1], [10, 10, 10, 11, 11, 11]]
+
+
+def test_tensors_of_several_ranks_become_one(tmp_path: Path) -> None:
+    run_ranks(fuse_over_stages, 2, backend="threads", args=(str(tmp_path / "out"),))
+
+
+def test_copies_that_a_layout_reduces_keep_their_reduction(tmp_path: Path) -> None:
+    def export(out: str) -> None:
+        state = {"w.scale": torch.full((2,), float(sx.get_rank()))}
+        rules = [{"from": "{n}.scale", "to": ["{n}.a", "{n}.b"], "values": [{"split": {"sizes": [1, 1]}}]}]
+        sx.export_checkpoint(state, out, layout={"*.scale": {"reduce": "max"}}, convert={"rules": rules})
+
+    run_ranks(export, 2, backend="threads", args=(str(tmp_path / "out"),))
+    assert equal(exported(tmp_path / "out"), {"w.a": torch.ones(1), "w.b": torch.ones(1)})
+
+
+# Load
+
+
+@pytest.mark.parametrize("kind", ["fused", "tied"])
+def test_a_checkpoint_of_torchtitan_is_loaded_into_a_model_of_transformers(kind: str) -> None:
+    model, expected = llama(1), hf_state(kind)
+    if kind == "tied":
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    report = sx.load_checkpoint(model, TORCHTITAN / kind / "checkpoint" / "step-3", convert=LLAMA3)
+    assert equal(dict(model.state_dict()), expected)
+    assert (report.missing, report.unexpected) == ((), ())
+
+
+def load_sharded(source: str, convert: str, expected: str) -> bool:
+    """Load into DTensors, cut along either dim."""
+    from torch.distributed.tensor import Shard, init_device_mesh, zeros
+
+    mesh = init_device_mesh("cpu", (sx.get_world_size(),))
+    whole = load_file(expected)
+    state = {}
+    for number, (name, tensor) in enumerate(whole.items()):
+        state[name] = zeros(*tensor.shape, device_mesh=mesh, placements=[Shard(number % tensor.ndim)])
+    sx.load_checkpoint(state, source, convert=convert, convert_with={"n_heads": 4})
+    return equal({name: tensor.full_tensor() for name, tensor in state.items()}, whole)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sharded_state_is_loaded_from_either_side(tmp_path: Path, ranks: int) -> None:
+    titan, hf = TORCHTITAN / "fused" / "checkpoint" / "step-3", TORCHTITAN / "fused" / "to_hf.safetensors"
+    assert run_ranks(load_sharded, ranks, backend="gloo", args=(str(titan), LLAMA3, str(hf))) == [True] * ranks
+    titan_state(tmp_path / "whole")
+    arguments = (str(hf), BACK, str(tmp_path / "whole" / "model.safetensors"))
+    assert run_ranks(load_sharded, ranks, backend="gloo", args=arguments) == [True] * ranks
+
+
+def test_a_job_s_state_gives_its_model_and_renames_come_after_the_conversion(tmp_path: Path) -> None:
+    """A save of one's own, with an optimizer and a step beside the model."""
+    model = titan_state(tmp_path / "whole")
+    sx.save_checkpoint({"model": model, "optimizer": {"state": {"m": torch.ones(2)}}, "step": 3}, tmp_path / "save")
+    state = {f"m.{name}": torch.zeros_like(tensor) for name, tensor in hf_state().items()}
+    sx.load_checkpoint(state, tmp_path / "save", convert=LLAMA3, convert_with={"n_heads": 4}, rename=[("^", "m.")])
+    assert equal({name.removeprefix("m."): tensor for name, tensor in state.items()}, hf_state())
+
+
+def test_names_without_a_rule_are_refused_or_unexpected(tmp_path: Path) -> None:
+    save_file({"norm.weight": torch.ones(2), "x": torch.ones(1)}, tmp_path / "s.safetensors")
+    state = {"model.norm.weight": torch.zeros(2)}
+    with pytest.raises(UnsafeError, match="no rule for 1 of 2 names: x"):
+        sx.load_checkpoint(state, tmp_path / "s.safetensors", convert=LLAMA3)
+    report = sx.load_checkpoint(state, tmp_path / "s.safetensors", convert=LLAMA3, strict=False)
+    assert report.unexpected == ("x",)
+    assert state["model.norm.weight"].tolist() == [1, 1]
+    with pytest.raises(NotFoundError, match="missing in the source"):
+        sx.load_checkpoint(state, tmp_path / "s.safetensors")
+
+
+def test_arrays_are_loaded_through_a_turned_and_cut_tensor(tmp_path: Path) -> None:
+    rows = np.arange(12, dtype="f4").reshape(3, 4)
+    save_file({"w": torch.from_numpy(rows)}, tmp_path / "s.safetensors")
+    values = [{"transpose": {"order": [1, 0]}}, {"split": {"sizes": [1, 1], "groups": 2}}]
+    state = {"a": np.zeros((2, 3), "f4"), "b": np.zeros((2, 3), "f4")}
+    sx.load_checkpoint(
+        state, tmp_path / "s.safetensors", convert={"rules": [{"from": "w", "to": ["a", "b"], "values": values}]}
+    )
+    assert (state["a"] == rows.T[[0, 2]]).all()
+    assert (state["b"] == rows.T[[1, 3]]).all()
