@@ -16,6 +16,7 @@ from typing import Any
 import fsspec
 import pytest
 from filelock import FileLock
+from hypothesis import settings
 from programs import require_mounts, require_mpi
 from scripts import BIN
 
@@ -24,6 +25,8 @@ from statexchange.processes import usable_cores
 from statexchange.testing.worlds import mpi_missing
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share the cores
+settings.register_profile("statexchange", deadline=None)  # on a busy machine any example may take seconds
+settings.load_profile("statexchange")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -133,7 +133,7 @@ def test_each_start_goes_on_from_the_newest_whole_state(
         tally = kill_again_and_again(hosts, tmp_path / "saves", seed, kills, worlds)
         print(f"seed {seed}: {tally}")
         assert tally.kills == kills
-        assert tally.steps >= 3
+        assert tally.steps >= 2  # of three, of which a save in the background is reported a step later
         assert tally.from_memory or kills < 100
         left = sorted(os.listdir(tmp_path / "saves"))
         assert [name for name in left if not name.startswith("step-")] in ([], ["saves.json"])

@@ -411,7 +411,7 @@ def exports_by_rules(layout: Any, states: list[State], out: str) -> None:
     sx.export_checkpoint(states[sx.get_communicator().rank], out, layout=layout)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(cut_by_rules())
 def test_random_rules_give_the_same_export_as_files(tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
     layout, whole, states = case

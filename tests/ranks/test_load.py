@@ -426,7 +426,7 @@ def cases(draw: Any, world_size: int) -> Any:
 def test_any_placement_is_loaded_into_any_other(world_size: int, tmp_path: Path) -> None:
     numbers = iter(range(100))
 
-    @settings(max_examples=3, deadline=None, derandomize=True)
+    @settings(max_examples=3, derandomize=True)
     @given(cases(world_size))
     def check(found: Any) -> None:
         folder = str(tmp_path / str(next(numbers)))

@@ -488,7 +488,7 @@ def laid_out(values: torch.Tensor, order: list[int], steps: list[int], offset: i
     return memory.as_strided(values.shape, stride, offset).copy_(values)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(call=calls())
 def test_any_shape_layout_and_dtype_is_reduced_as_numpy_would(call: dict[str, Any]) -> None:
     op, dtype, n = call["op"], call["dtype"], call["world_size"]
@@ -517,7 +517,7 @@ def test_any_shape_layout_and_dtype_is_reduced_as_numpy_would(call: dict[str, An
     assert run_ranks(reduces, n) == [None] * n
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example([2**63 - 2, 1], "sum", 1)
 @example([2**63 - 1, 1], "sum", 1)
 @example([-(2**63) + 1, -1], "sum", 1)

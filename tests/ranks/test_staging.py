@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import statexchange as sx
@@ -36,7 +36,6 @@ def views(draw: st.DrawFn) -> torch.Tensor:
     return tensor.conj() if tensor.is_complex() and draw(st.booleans()) else tensor
 
 
-@settings(deadline=None)
 @given(views(), st.integers(16, 200))
 def test_parts_give_the_bytes_of_any_tensor_in_c_order(tensor: torch.Tensor, window_bytes: int) -> None:
     parts = [(box, bytes(data)) for box, data in Staging(window_bytes).parts(tensor, name_of(tensor))]
@@ -45,7 +44,6 @@ def test_parts_give_the_bytes_of_any_tensor_in_c_order(tensor: torch.Tensor, win
     assert all(len(data) == box.numel * tensor.element_size() <= window_bytes for box, data in parts)
 
 
-@settings(deadline=None)
 @given(views(), st.integers(16, 200))
 def test_targets_fill_any_tensor(tensor: torch.Tensor, window_bytes: int) -> None:
     staging, wanted = Staging(window_bytes), tensor.resolve_conj().contiguous()

@@ -112,7 +112,7 @@ def test_large_views_are_read_in_ranges(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_random_views(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     tensor = torch.arange(int(np.prod(shape))).reshape(shape)

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from statexchange.errors import IncompleteError
@@ -30,7 +30,6 @@ def positions(shape: tuple[int, ...], box: Box) -> list[int]:
     return [int(at) for at in np.asarray(whole[slices_within(box, full_box(shape))]).reshape(-1)]
 
 
-@settings(deadline=None)
 @given(runs())
 def test_the_boxes_of_a_run_are_few_and_follow_one_another(run: tuple[tuple[int, ...], int, int]) -> None:
     shape, begin, end = run
@@ -41,7 +40,6 @@ def test_the_boxes_of_a_run_are_few_and_follow_one_another(run: tuple[tuple[int,
     assert all(box.numel and c_contiguous(box, shape) for box in boxes)
 
 
-@settings(deadline=None)
 @given(shapes, st.lists(st.integers(0, 3125), max_size=6))
 def test_runs_that_divide_a_tensor_cover_it_exactly_once(shape: tuple[int, ...], cuts: list[int]) -> None:
     numel = math.prod(shape)

@@ -323,7 +323,7 @@ def cut_by_rules(draw: st.DrawFn) -> tuple[Any, State, list[State]]:
     return {"mesh": mesh, "rules": rules}, whole, states
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cut_by_rules())
 def test_random_layouts_restore_the_whole_tensors(tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
     layout, whole, states = case

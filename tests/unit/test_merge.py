@@ -144,7 +144,7 @@ def cut(draw: st.DrawFn) -> tuple[torch.Tensor, list[list[Box]]]:
     return torch.arange(torch.Size(shape).numel()).to(dtype).reshape(shape), ranks
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cut(), st.integers(20, 300))
 def test_tensors_of_any_sharding_are_restored(tmp_path_factory: pytest.TempPathFactory, case: Any, window: int) -> None:
     from statexchange.checkpoint import merge

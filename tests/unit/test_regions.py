@@ -60,7 +60,6 @@ def test_a_box_of_one_run_is_distinguished_from_several(case: tuple[tuple[int, .
     assert linear_offset(box, shape) == places[0]
 
 
-@settings(deadline=None)
 @given(boxed(), st.booleans())
 def test_a_box_is_written_where_it_belongs_and_nowhere_else(
     tmp_path_factory: pytest.TempPathFactory, case: tuple[tuple[int, ...], Box], reserved: bool
@@ -79,7 +78,6 @@ def test_a_box_is_written_where_it_belongs_and_nowhere_else(
     assert path.read_bytes() == b"\xff" * begin + expected.tobytes() + b"\xff" * 3
 
 
-@settings(deadline=None)
 @given(boxed(), st.integers(2, 60))
 def test_a_box_is_read_window_by_window(
     tmp_path_factory: pytest.TempPathFactory, case: tuple[tuple[int, ...], Box], budget: int
@@ -154,7 +152,7 @@ def test_few_descriptors_serve_many_files(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_strided_boxes_are_read_in_the_order_of_their_indices(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

@@ -53,7 +53,7 @@ def elements_of(box: Box, shape: tuple[int, ...]) -> Any:
     return numbers[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(placements())
 def test_every_element_comes_once_and_from_ranks_that_have_it(case: tuple[tuple[int, ...], Placement]) -> None:
     shape, placement = case
@@ -78,7 +78,6 @@ def test_every_element_comes_once_and_from_ranks_that_have_it(case: tuple[tuple[
     assert list(tensor.pieces[1:]) == list(tensor.pieces)[1:]
 
 
-@settings(deadline=None)
 @given(placements())
 def test_a_record_gives_the_plan_of_its_boxes(case: tuple[tuple[int, ...], Placement]) -> None:
     from statexchange.sharding.placements import local_boxes

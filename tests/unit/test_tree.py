@@ -194,8 +194,7 @@ TREES = st.recursive(
 )
 
 
-# No deadline: on a busy machine the first inputs alone took seven seconds.
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(TREES)
 def test_any_tree_is_rebuilt_with_every_leaf_in_its_place(tree: Any) -> None:
     leaves = flatten(tree)
