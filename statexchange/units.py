@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["format_bytes", "format_ranks", "format_seconds", "format_shares", "format_time", "format_transfer"]
+__all__ = [
+    "format_bytes",
+    "format_count",
+    "format_ranks",
+    "format_seconds",
+    "format_shares",
+    "format_time",
+    "format_transfer",
+]
 
 
 def format_bytes(nbytes: float) -> str:
@@ -20,6 +28,17 @@ def format_bytes(nbytes: float) -> str:
         if nbytes < 999.5:
             return f"{_three_digits(nbytes)} {unit}"
     return f"{_three_digits(nbytes / 1000)} TB"
+
+
+def format_count(count: float) -> str:
+    """Format a number in powers of 1000 with three digits: ``1.24 B`` for 1.24 billion."""
+    if count < 999.5:
+        return f"{count:.0f}"
+    for unit in ("k", "M", "B"):
+        count /= 1000
+        if count < 999.5:
+            return f"{_three_digits(count)} {unit}"
+    return f"{_three_digits(count / 1000)} T"
 
 
 def _three_digits(value: float) -> str:

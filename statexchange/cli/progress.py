@@ -8,20 +8,22 @@ from typing import TYPE_CHECKING
 from statexchange.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
+
+    from typing_extensions import Self
 
     from statexchange.cli.output import Output
 
-__all__ = ["Progress"]
+__all__ = ["LiveLine", "Progress"]
 
 _FIRST_S, _LIVE_S, _LOG_S = 1.0, 0.1, 30.0
 
 
-class Progress:
-    """Shows bytes done, bytes/s and time left. A context manager, which clears its line at the end.
+class LiveLine:
+    """Shows a changing line. A context manager, which clears the line at the end.
 
-    Call it as `progress(done, total)`; that is cheap, and only one thread at a time may do so. Nothing is shown in the
-    first second.
+    Only one thread at a time may call it. Nothing is shown in the first second.
     """
 
     def __init__(self, output: Output, label: str) -> None:
@@ -32,29 +34,42 @@ class Progress:
         self._next_line = self._began + _LOG_S
         self._shown = False
 
-    def __call__(self, done: int, total: int) -> None:
-        """Show `done` of `total` bytes, at most every 0.1 s."""
+    def show(self, text: Callable[[float], str]) -> None:
+        """Show what `text` returns for the seconds since the start, at most every 0.1 s; cheap otherwise."""
         now = time.monotonic()
         if now < self._next_live:
             return
         self._next_live = now + _LIVE_S
-        text = self._text(done, total, now - self._began)
-        self._shown = self._output.live(text)
+        line = f"{self._label}  {text(now - self._began)}"
+        self._shown = self._output.live(line)
         if not self._shown and now >= self._next_line:
             self._next_line = now + _LOG_S
-            self._output.message(text)
+            self._output.message(line)
 
-    def _text(self, done: int, total: int, seconds: float) -> str:
-        left = (total - done) * seconds / done if done else 0.0
-        share = done / total if total else 1.0
-        sizes = f"{format_bytes(done)} of {format_bytes(total)} ({share:.0%})"
-        return f"{self._label}  {sizes}  {format_bytes(done / seconds)}/s  {format_seconds(left)} left"
+    def clear(self) -> None:
+        """Clear the line, before other text is written."""
+        if self._shown:
+            self._output.live("")
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._shown:
-            self._output.live("")
+        self.clear()
+
+
+class Progress(LiveLine):
+    """Shows bytes done, bytes/s and time left."""
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show `done` of `total` bytes."""
+
+        def text(seconds: float) -> str:
+            left = (total - done) * seconds / done if done else 0.0
+            share = done / total if total else 1.0
+            sizes = f"{format_bytes(done)} of {format_bytes(total)} ({share:.0%})"
+            return f"{sizes}  {format_bytes(done / seconds)}/s  {format_seconds(left)} left"
+
+        self.show(text)

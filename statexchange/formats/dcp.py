@@ -85,7 +85,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         text = (
             f"{METADATA} is missing, which torch writes last: the save did not finish, or hidden files were not copied"
         )
-        problem = IncompleteError(text, path=store.path)
+        problem = IncompleteError(text, path=metadata)
         if strict:
             raise problem
         return Source("dcp", opened, (), problems=(problem,))

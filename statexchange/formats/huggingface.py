@@ -59,9 +59,10 @@ def matches(opened: OpenedPath) -> bool:
     """
     if opened.file is not None:
         return not is_rank_file(opened.file) and (opened.file.endswith(_SUFFIX) or _has_header(opened))
-    names = opened.store.listing
-    if ".metadata" in names or any(map(is_rank_file, names)):  # a torch DCP directory, or a workspace's round
+    listing = opened.store.listing
+    if ".metadata" in listing or any(map(is_rank_file, listing)):  # a torch DCP directory, or a workspace's round
         return False
+    names = [name for name, kind in listing.items() if kind != "directory"]  # opening reports what is no regular file
     return any(name in (MANIFEST, CLAIM_NAME) or name.endswith((_SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
@@ -88,7 +89,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             problems.append(error)
     published = manifest["tensors"] if manifest is not None else {}
     listed_names = names_by_file(weight_map)
-    present = [name for name in opened.names if name.endswith(_SUFFIX) or name == opened.file]
+    present = [opened.file] if opened.file is not None else _tensor_files(store)
     names = sorted(set(weight_map.values())) or present
     if opened.file is None and not weight_map:
         problems += check_numbers(names, store.path)
@@ -124,6 +125,11 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         metadata=metadata,
         differing=differing,
     )
+
+
+def _tensor_files(store: Store) -> list[str]:
+    """Return the names of all safetensors files; opening reports those that are no regular files."""
+    return [name for name, kind in store.listing.items() if kind != "directory" and name.endswith(_SUFFIX)]
 
 
 def check_numbers(names: Sequence[str], path: str) -> list[StateExchangeError]:

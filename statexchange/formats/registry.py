@@ -7,6 +7,7 @@ path is opened and listed once, and all formats match against this one listing. 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,9 +25,11 @@ from statexchange.storage.steps import is_saves_directory, list_steps, step_name
 from statexchange.storage.store import is_url, resolve_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["FORMATS", "Format", "holds_saves", "open_checkpoint", "open_source"]
+    from typing_extensions import Self
+
+__all__ = ["FORMATS", "Format", "Probe", "holds_saves", "open_checkpoint", "open_source", "probe"]
 
 
 class Format(Protocol):
@@ -107,6 +110,62 @@ def open_with(
         return read_with_retry(path, read_once)
     except NotFoundError as error:
         raise _absent_step(path) or error from None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What is at a path: a checkpoint or none. A context manager, which closes it.
+
+    Attributes:
+        opened: the opened path.
+        source: the checkpoint; None if there is none, or if it cannot be opened.
+        error: why it cannot be opened.
+        names: all names in the directory, sorted.
+        directories: the names of its directories, without links.
+    """
+
+    opened: OpenedPath
+    source: Source | None
+    error: StateExchangeError | None
+    names: Sequence[str]
+    directories: Sequence[str]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.opened.close()
+
+
+def probe(path: str) -> Probe:
+    """Look at a path, which need not be a checkpoint.
+
+    Not collective. Reads headers only. A path that is replaced meanwhile is looked at again.
+
+    Raises:
+        NotFoundError: there is nothing at the path.
+        StorageError: it cannot be listed.
+    """
+
+    def look(opened: OpenedPath) -> Probe:
+        store = opened.store
+        names, directories = list(store.listing), store.directories
+        try:
+            source = read_opened(opened, strict=False)
+            _check_not_repeated(source)
+        except NotFoundError:
+            return Probe(opened, None, None, names, directories)
+        except ReplacedError:
+            raise
+        except InvalidArgumentError as error:  # one of several has to be named: in it, or in its directories
+            return Probe(opened, None, None if directories else error, names, directories)
+        except StateExchangeError as error:
+            return Probe(opened, None, error, names, directories)
+        if source.problems and not opened.is_current():
+            raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
+        return Probe(opened, source, None, names, directories)
+
+    return read_with_retry(path, look)
 
 
 def _absent_step(path: str) -> NotFoundError | None:

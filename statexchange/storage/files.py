@@ -12,6 +12,7 @@ import errno
 import hashlib
 import io
 import os
+import re
 import secrets
 import stat
 import sys
@@ -44,6 +45,7 @@ __all__ = [
     "directory",
     "fstat_of",
     "hidden_prefix",
+    "hidden_target",
     "libc",
     "list_names",
     "make_directory",
@@ -78,6 +80,7 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 NAME_MAX = 255  # bytes of a file's name
 # The longest ending of a hidden name; directory_build.py lists these names.
 _MAX_ENDING = len(f".{'0' * 32}.{'0' * 16}.partial")
+_HIDDEN = re.compile(r"\.(.+?)(?:\.[0-9a-f]{32})?\.[0-9a-f]{16}\.(?:partial|owner|replaced|discarded)")
 _MAX_CHUNK = 1 << 30  # Linux moves at most 2 GiB in one call
 
 
@@ -97,6 +100,12 @@ def hidden_prefix(name: str) -> str:
         return f".{name}"
     end = "-" + hashlib.blake2b(encoded, digest_size=8).hexdigest()
     return f".{encoded[: max_bytes - len(end)].decode('utf-8', 'ignore')}{end}"
+
+
+def hidden_target(hidden: str) -> str | None:
+    """Return the name of the file or directory beside which a publisher made a hidden name; None for any other name."""
+    match = _HIDDEN.fullmatch(hidden)
+    return match[1] if match is not None else None
 
 
 # Directories

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import CorruptError
+from statexchange.errors import CorruptError, TruncatedError
 from statexchange.sharding.shards import Box, Shard, sizes_from_json
 from statexchange.storage.tensorfile import Header, digest, read_header, storage_form
 from statexchange.tensors import ITEMSIZE
@@ -51,12 +51,12 @@ class RankFile:
         self.file = file
         self.path = path = file.path
         self._owner = owner
-        self.header: Header = read_header(file)
         rank = int(expected["rank"])
-        if size is not None and self.header.nbytes != size:
-            raise CorruptError(
-                "size differs from its receipt", path=path, rank=rank, expected=size, found=self.header.nbytes
-            )
+        if size is not None and file.size < size:
+            raise TruncatedError("file is truncated", path=path, rank=rank, expected=size, found=file.size)
+        if size is not None and file.size > size:
+            raise CorruptError("size differs from its receipt", path=path, rank=rank, expected=size, found=file.size)
+        self.header: Header = read_header(file)
         metadata = self.header.workspace_metadata(path)
         if metadata is None:
             raise CorruptError("not a rank's file of statexchange", path=path)

@@ -1,0 +1,92 @@
+"""``statexchange scan``: the checkpoints below directories, and which of them are whole."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import click
+
+from statexchange.cli import commands
+from statexchange.cli.output import Output, Row, code_of, error_record, fields_of
+from statexchange.cli.progress import LiveLine
+from statexchange.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from statexchange.report.scan import ScanRow
+
+_HEADER = ("PATH", "KIND", "MODEL", "STEP", "TENSORS", "PARAMETERS", "BYTES", "AGE", "VERDICT")
+_KEYS: dict[str, Callable[[ScanRow], tuple[float, str]]] = {
+    "size": lambda row: (-row.nbytes, ""),
+    "age": lambda row: (-(row.modified or 0.0), ""),
+    "step": lambda row: (-1 if row.step is None else row.step, ""),
+    "verdict": lambda row: (row.status == "whole", row.verdict),
+}
+
+
+@commands.command
+@click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+@click.option(
+    "--only", type=click.Choice(["broken", "whole", "unfinished"]), help="List only these. --only broken: what to mend."
+)
+@click.option(
+    "--sort",
+    type=click.Choice(["path", *_KEYS]),
+    default="path",
+    show_default=True,
+    help="Order of the rows: largest, newest or lowest step first, or all that is not whole.",
+)
+def command(output: Output, paths: tuple[str, ...], only: str | None, sort: str) -> int:
+    """List all checkpoints in directories and below, and say which are whole.
+
+    Reads headers, manifests and sizes; verify reads everything. Exits with 1 if one is
+    broken. Links to directories are not followed.
+    """
+    from statexchange.report.scan import scan
+
+    num_directories = num_found = 0
+    rows: list[ScanRow] = []
+    with LiveLine(output, "scan") as live:
+
+        def count(folder: str) -> None:
+            nonlocal num_directories
+            num_directories += 1
+            live.show(lambda _: f"{num_directories:,} directories, {num_found:,} checkpoints  {folder}")
+
+        for path in paths:
+            for row in scan(path, on_directory=count):
+                num_found += 1
+                rows.append(row)
+    broken = [row for row in rows if row.status == "broken"]
+    shown = [row for row in rows if only in (None, row.status)]
+    if sort != "path":
+        shown.sort(key=_KEYS[sort])
+    output.table(_HEADER, (_cells(row, output.aligned) for row in shown), right=_HEADER[3:8])
+    counts = ", ".join(f"{count:,} {status}" for status, count in Counter(row.status for row in rows).most_common())
+    total = "1 checkpoint" if len(rows) == 1 else f"{len(rows):,} checkpoints"
+    output.message(f"{total} in {num_directories:,} directories" + (f": {counts}" if rows else ""))
+    data = {"num_directories": num_directories, "num_checkpoints": len(rows), "num_broken": len(broken)}
+    return output.finish("FINDINGS" if broken else "OK", data, rows=("checkpoints", map(_record, shown)))
+
+
+def _cells(row: ScanRow, is_rounded: bool) -> tuple[str, ...]:
+    age = "-" if row.modified is None else format_seconds(max(0.0, time.time() - row.modified))
+    return (
+        row.path,
+        row.kind or "-",
+        row.model or "-",
+        "-" if row.step is None else str(row.step),
+        f"{row.num_tensors:,}" if is_rounded else str(row.num_tensors),
+        format_count(row.num_parameters) if is_rounded else str(row.num_parameters),
+        format_bytes(row.nbytes) if is_rounded else str(row.nbytes),
+        age,
+        row.verdict,
+    )
+
+
+def _record(row: ScanRow) -> Row:
+    problems = [error_record(problem, code_of(problem)) for problem in row.problems]
+    return {**fields_of(row), "problems": problems}

@@ -1,0 +1,283 @@
+"""Find the checkpoints below a directory, and tell of each what it is and whether it is whole.
+
+Only headers, manifests and sizes are read. Links to directories are not followed, and nothing but regular files is
+opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    StateExchangeError,
+    StorageError,
+    TruncatedError,
+    UnsafeError,
+    UnsupportedError,
+    excerpt,
+    without_secrets,
+)
+from statexchange.formats.registry import Probe, probe
+from statexchange.report.summary import tensor_rows
+from statexchange.sharding.shards import full_box
+from statexchange.storage.files import hidden_target
+from statexchange.storage.json_text import parse_json
+from statexchange.storage.local import local_path
+from statexchange.storage.steps import step_of
+from statexchange.storage.store import is_url, resolve_path
+
+if TYPE_CHECKING:
+    from statexchange.formats.source import Source
+    from statexchange.storage.directory_build import UnfinishedBuild
+
+__all__ = ["ScanRow", "scan"]
+
+Status = Literal["whole", "broken", "unfinished", "not checked"]
+
+_MAX_REASON, _MAX_MODEL = 120, 60
+_MAX_CONFIG_BYTES = 4 << 20
+_SHOWN_FILES = 2
+# Kinds whose subdirectories are parts of them.
+_WITH_DIRECTORIES = ("workspace", "orbax", "zarr")
+
+
+@dataclass(frozen=True, slots=True)
+class ScanRow:
+    """A checkpoint, or what a process has left of an unfinished one.
+
+    Attributes:
+        path: its directory.
+        kind: the format; None if it is unfinished.
+        model: the model's class or type, by its config.json.
+        step: the training step, of a save or by the directory's name.
+        num_tensors: number of tensors.
+        num_parameters: number of elements of all tensors.
+        nbytes: bytes of its files.
+        modified: when the directory was last changed, in seconds since the epoch; None for a URL.
+        verdict: in a few words whether it is whole.
+        status: "whole", "broken", "unfinished", or "not checked" of a format that is only shown.
+        problems: an error for each thing that is missing or broken.
+    """
+
+    path: str
+    kind: str | None
+    model: str | None
+    step: int | None
+    num_tensors: int
+    num_parameters: int
+    nbytes: int
+    modified: float | None
+    verdict: str
+    status: Status
+    problems: tuple[StateExchangeError, ...] = ()
+
+
+def scan(path: str | os.PathLike[str], *, on_directory: Callable[[str], None] | None = None) -> Iterator[ScanRow]:
+    """Yield a row for each checkpoint in a directory or below it, in the order of their paths.
+
+    Not collective. Hidden directories are left out. Reads headers only: that bytes are right, only `verify` can tell.
+
+    Args:
+        path: a directory or an fsspec URL.
+        on_directory: called with the path of each directory before it is read.
+
+    Yields:
+        The rows. Problems are in the rows, not raised.
+
+    Raises:
+        NotFoundError: the path does not exist.
+        StorageError: it cannot be read.
+
+    Example:
+        >>> import os, numpy
+        >>> from safetensors.numpy import save_file
+        >>> for name in ("good", "half"):
+        ...     os.makedirs(f"models/{name}")
+        ...     save_file({"w": numpy.zeros(1000)}, f"models/{name}/model.safetensors")
+        >>> os.truncate("models/half/model.safetensors", 4036)
+        >>> for row in scan("models"):
+        ...     os.path.relpath(row.path), row.num_parameters, row.verdict
+        ('models/good', 1000, 'WHOLE')
+        ('models/half', 1000, 'TRUNCATED 50 %')
+    """
+    root = resolve_path(path, "a directory to scan")
+    given, absolute = without_secrets(os.fspath(path)).rstrip("/"), without_secrets(root).rstrip("/")
+    for row in _walk(root, on_directory):
+        yield replace(row, path=given + row.path.removeprefix(absolute))
+
+
+def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[ScanRow]:
+    """Yield the rows with their absolute paths."""
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        if on_directory is not None:
+            on_directory(without_secrets(folder))
+        try:
+            found = probe(folder)
+        except StateExchangeError as error:  # of a directory that cannot be opened
+            if folder == root:
+                raise
+            yield _broken(folder, error)
+            continue
+        with found:
+            row = _row(folder, found)
+            if row is not None:
+                yield row
+            if not is_url(folder):
+                yield from _unfinished(folder, found.names)
+            below = [name for name in found.directories if not name.startswith(".")]
+            if found.source is not None:
+                below = _others(found.source, below)
+        waiting += [f"{folder.rstrip('/')}/{name}" for name in reversed(below)]
+
+
+def _others(source: Source, names: list[str]) -> list[str]:
+    """Return the subdirectories that are no parts of a source."""
+    if source.kind in _WITH_DIRECTORIES:
+        return []
+    prefix = f"{source.path.rstrip('/')}/"
+    used = {file.path.removeprefix(prefix).partition("/")[0] for file in source.files}
+    return [name for name in names if name not in used]
+
+
+def _row(folder: str, found: Probe) -> ScanRow | None:
+    if found.error is not None:
+        return _broken(folder, found.error)
+    source = found.source
+    if source is None:
+        return None
+    rows = tensor_rows(source)
+    status: Status = "whole"
+    verdict = "WHOLE"
+    if source.problems:
+        verdict, status = _verdict(source.problems), "broken"
+    elif source.refusal is not None:
+        verdict, status = "NOT CHECKED", "not checked"
+    return ScanRow(
+        path=without_secrets(folder),
+        kind=source.kind,
+        model=_model_of(found),
+        step=source.step,
+        num_tensors=len(rows),
+        num_parameters=sum(full_box(row.shape).numel for row in rows if row.dtype != "?" or row.shape),
+        nbytes=_size_of_files(found) if source.problems else source.nbytes,
+        modified=_modified(folder),
+        verdict=verdict,
+        status=status,
+        problems=source.problems,
+    )
+
+
+def _size_of_files(found: Probe) -> int:
+    """Return the bytes of the files in a directory that may have tensors, also of those that cannot be read."""
+    total = 0
+    for name in filter(lambda name: not name.endswith(".json"), found.opened.store.files):
+        with contextlib.suppress(StateExchangeError):
+            total += found.opened.store.open(name).size
+    return total
+
+
+def _broken(folder: str, error: StateExchangeError) -> ScanRow:
+    """Return the row of a checkpoint that cannot be opened."""
+    shown = without_secrets(folder)
+    return ScanRow(shown, None, None, None, 0, 0, 0, _modified(folder), _verdict([error]), "broken", (error,))
+
+
+def _modified(folder: str) -> float | None:
+    if is_url(folder):
+        return None
+    try:
+        return os.stat(local_path(folder)).st_mtime
+    except OSError:  # removed meanwhile
+        return None
+
+
+def _model_of(found: Probe) -> str | None:
+    """Return the class or type of the model that config.json names; None without one that can be read."""
+    assert found.source is not None
+    if "config.json" not in found.names or found.source.opened.file is not None:
+        return None
+    try:
+        store = found.source.opened.store
+        config = parse_json(store.read_small("config.json", _MAX_CONFIG_BYTES), store.path_of("config.json"))
+    except StateExchangeError:
+        return None
+    if not isinstance(config, dict):
+        return None
+    classes = config.get("architectures")
+    name = classes[0] if isinstance(classes, list) and classes else config.get("model_type")
+    return name[:_MAX_MODEL] if isinstance(name, str) else None
+
+
+def _verdict(problems: Iterable[StateExchangeError]) -> str:
+    """Return in a few words what is wrong."""
+    missing: dict[str, None] = {}
+    shares: list[str] = []
+    reasons: dict[str, None] = {}
+    for problem in problems:
+        if isinstance(problem, TruncatedError):
+            shares.append(_share(problem))
+        elif isinstance(problem, IncompleteError) and problem.path is not None:
+            missing[os.path.basename(problem.path)] = None
+        else:
+            reasons[f"{_word(problem)}: {excerpt(problem.message.removeprefix('refused: '), _MAX_REASON)[1:-1]}"] = None
+    parts = []
+    if missing:
+        word = "NO" if all(name.startswith(".") or name.endswith(".json") for name in missing) else "MISSING"
+        parts.append(f"{word} {_listed(list(missing))}")
+    if shares:
+        parts.append("TRUNCATED" + (f" {shares[0]}" if len(shares) == 1 else f": {len(shares)} files"))
+    return "; ".join([*parts, *list(reasons)[:1]])
+
+
+def _reason(problem: StateExchangeError) -> str:
+    return excerpt(problem.message.removeprefix("refused: "), _MAX_REASON)[1:-1]
+
+
+def _share(error: TruncatedError) -> str:
+    if isinstance(error.expected, int) and isinstance(error.found, int) and error.expected > 0:
+        return f"{100 * error.found // error.expected} %"
+    return ""
+
+
+def _word(problem: StateExchangeError) -> str:
+    if isinstance(problem, UnsafeError | UnsupportedError):
+        return "REFUSED"
+    if isinstance(problem, StorageError):
+        return "UNREADABLE"
+    return "CORRUPT" if isinstance(problem, CorruptError) else "INCOMPLETE"
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(excerpt(name, _MAX_MODEL)[1:-1] for name in names[:_SHOWN_FILES])
+    return shown + (f" and {len(names) - _SHOWN_FILES} more" if len(names) > _SHOWN_FILES else "")
+
+
+def _unfinished(folder: str, names: Iterable[str]) -> Iterator[ScanRow]:
+    """Yield a row for what each process has under hidden names of unfinished checkpoints in a directory."""
+    targets = sorted({target for target in map(hidden_target, names) if target is not None})
+    if not targets:
+        return
+    from statexchange.storage.directory_build import unfinished_builds  # only here: readers need no file locks
+
+    for name in targets:
+        path = f"{local_path(folder).rstrip('/')}/{name}"
+        for build in unfinished_builds(path):
+            if build.paths:
+                verdict, step = _unfinished_verdict(build), step_of(name)
+                modified = _modified(build.paths[0])
+                yield ScanRow(path, None, None, step, 0, 0, build.nbytes, modified, verdict, "unfinished")
+
+
+def _unfinished_verdict(build: UnfinishedBuild) -> str:
+    work = "REMOVAL" if build.is_removal else "WRITER"
+    if build.state == "alive":
+        return "BEING REMOVED" if build.is_removal else "BEING WRITTEN"
+    return f"KILLED {work}" if build.state == "dead" else f"UNFINISHED {work}"

@@ -1,0 +1,197 @@
+"""scan: which checkpoints lie below a directory, and the verdict on each that a person would give."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import statexchange as sx
+from statexchange.cli.main import main
+from statexchange.report.scan import ScanRow, scan
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.save of one process
+
+
+def hugging_face(path: Path, files: int = 1) -> None:
+    path.mkdir(parents=True)
+    for number in range(1, files + 1):
+        name = "model.safetensors" if files == 1 else f"model-{number:05d}-of-{files:05d}.safetensors"
+        save_file({f"layers.{number}.w": torch.ones(100, 10)}, path / name)
+    (path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+
+
+def saves(path: Path) -> None:
+    kept = sx.Checkpoints(path, keep=None)
+    for step in (10, 20):
+        kept.save({"w": torch.ones(100)}, step)
+
+
+def rows_of(path: Path) -> dict[str, ScanRow]:
+    return {os.path.relpath(row.path, path): row for row in scan(path)}
+
+
+def verdicts_of(path: Path) -> dict[str, str]:
+    return {name: row.verdict for name, row in rows_of(path).items()}
+
+
+def test_each_checkpoint_below_has_a_row(tmp_path: Path) -> None:
+    hugging_face(tmp_path / "a/deep/model", files=2)
+    saves(tmp_path / "job/saves")
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "dcp")
+    (tmp_path / "pt").mkdir()
+    torch.save({"w": torch.ones(5)}, tmp_path / "pt/model.pt")
+    workspace = sx.NFSWorkspace(tmp_path / "ws")
+    workspace.write_configs_and_weights({}, {"w": torch.ones(4)})
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/numbers.txt").write_text("1 2 3")
+    (tmp_path / ".git").mkdir()
+    hugging_face(tmp_path / ".git/hidden")
+    rows = rows_of(tmp_path)
+    assert list(rows) == ["a/deep/model", "dcp", "job/saves/step-000000010", "job/saves/step-000000020", "pt", "ws"]
+    assert {row.verdict for row in rows.values()} == {"WHOLE"}
+    assert [row.kind for row in rows.values()] == ["huggingface", "dcp", "save", "save", "torch", "workspace"]
+    assert [row.num_parameters for row in rows.values()] == [2000, 3, 100, 100, 5, 4]
+    model = rows["a/deep/model"]
+    assert (model.model, model.num_tensors, model.step) == ("LlamaForCausalLM", 2, None)
+    assert model.nbytes == sum(path.stat().st_size for path in (tmp_path / "a/deep/model").glob("*.safetensors"))
+    assert rows["job/saves/step-000000020"].step == 20
+
+
+def remove_a_file(path: Path) -> None:
+    hugging_face(path, files=3)
+    (path / "model-00002-of-00003.safetensors").unlink()
+
+
+def truncate(path: Path) -> None:
+    hugging_face(path)
+    file = path / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def empty_a_file(path: Path) -> None:
+    hugging_face(path)
+    os.truncate(path / "model.safetensors", 0)
+
+
+def write_zeros(path: Path) -> None:
+    hugging_face(path)
+    (path / "model.safetensors").write_bytes(bytes(5000))
+
+
+def dangle(path: Path) -> None:
+    hugging_face(path)
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors").symlink_to("../blobs/gone")
+
+
+def make_a_fifo(path: Path) -> None:
+    hugging_face(path)
+    (path / "model.safetensors").unlink()
+    os.mkfifo(path / "model.safetensors")
+
+
+def lose_the_metadata(path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=path)
+    (path / ".metadata").unlink()
+
+
+def lose_a_rank(path: Path) -> None:
+    sx.save_checkpoint({"w": torch.ones(100)}, path)
+    next(path.glob("*.safetensors")).unlink()
+
+
+def truncate_a_rank(path: Path) -> None:
+    sx.save_checkpoint({"w": torch.ones(1000)}, path)
+    file = next(path.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size // 4)
+
+
+class Calls:
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("true",)
+
+
+def run_code(path: Path) -> None:
+    path.mkdir()
+    torch.save({"w": Calls()}, path / "model.pt")
+
+
+def cut_the_zip(path: Path) -> None:
+    path.mkdir()
+    torch.save({"w": torch.ones(1000)}, path / "model.pt")
+    os.truncate(path / "model.pt", 2000)
+
+
+BROKEN: dict[Callable[[Path], None], str] = {
+    remove_a_file: "MISSING model-00002-of-00003.safetensors",
+    truncate: "TRUNCATED 50 %",
+    empty_a_file: "CORRUPT: file is too short to be a tensor file",
+    write_zeros: "CORRUPT: not a safetensors file: its header is not a JSON object",
+    dangle: "MISSING model.safetensors",
+    make_a_fifo: "REFUSED: not a regular file",
+    lose_the_metadata: "NO .metadata",
+    lose_a_rank: "MISSING rank-00000-of-00001.safetensors",
+    truncate_a_rank: "TRUNCATED 25 %",
+    run_code: "REFUSED: the pickle uses posix.system, which is not known to be harmless",
+    cut_the_zip: "CORRUPT: truncated, or not a file of torch.save: it does not end like a zip archive",
+}
+
+
+@pytest.mark.parametrize("break_one", BROKEN, ids=lambda function: function.__name__)
+def test_what_is_broken_is_said_in_a_few_words(break_one: Callable[[Path], None], tmp_path: Path) -> None:
+    break_one(tmp_path / "one")
+    (row,) = scan(tmp_path)
+    assert (row.verdict, row.status) == (BROKEN[break_one], "broken")
+    assert row.problems
+
+
+def test_links_are_not_followed_and_formats_that_are_only_shown_are_no_finding(tmp_path: Path) -> None:
+    hugging_face(tmp_path / "outside")
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside/link").symlink_to(tmp_path / "outside")
+    (tmp_path / "inside/loop").symlink_to(tmp_path)
+    shutil.copytree(Path(__file__).parents[1] / "data/foreign/orbax", tmp_path / "inside/orbax")
+    (row,) = scan(tmp_path / "inside")
+    assert (row.kind, row.verdict, row.status) == ("orbax", "NOT CHECKED", "not checked")
+    with pytest.raises(sx.errors.NotFoundError):
+        list(scan(tmp_path / "absent"))
+
+
+def test_an_export_that_was_killed_is_told_from_one_that_runs(tmp_path: Path) -> None:
+    def write(message: str) -> None:
+        assert verdicts_of(tmp_path) == {message: "BEING WRITTEN"}
+
+    # The progress of an export is reported while its directory is being written.
+    sx.export_checkpoint(torch.nn.Linear(10, 10), tmp_path / "out", on_progress=lambda *_: write("out"))
+    assert verdicts_of(tmp_path) == {"out": "WHOLE"}
+
+
+def test_the_command_names_what_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hugging_face(tmp_path / "whole")
+    for function in (truncate, lose_the_metadata):
+        function(tmp_path / function.__name__)
+    with pytest.raises(SystemExit, match="1"):
+        main(["scan", str(tmp_path), "--only", "broken", "--sort", "verdict"])
+    captured = capsys.readouterr()
+    lines = [line.split("\t") for line in captured.out.splitlines()]
+    assert [[cell for cell in line if cell.isupper() or "%" in cell][-1:] for line in lines[1:]] == [
+        [], ["TRUNCATED 50 %"]
+    ]  # fmt: skip
+    assert captured.err == "3 checkpoints in 4 directories: 2 broken, 1 whole\n"
+    with pytest.raises(SystemExit, match="1"):
+        main(["scan", str(tmp_path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["code"], found["data"]["num_broken"]) == ("FINDINGS", 2)
+    assert [one["verdict"] for one in found["data"]["checkpoints"]] == ["NO .metadata", "TRUNCATED 50 %", "WHOLE"]
+    shutil.rmtree(tmp_path / "truncate")
+    shutil.rmtree(tmp_path / "lose_the_metadata")
+    with pytest.raises(SystemExit, match="0"):
+        main(["scan", str(tmp_path)])
