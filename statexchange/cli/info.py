@@ -24,8 +24,8 @@ def command(output: Output, path: str) -> int:
     """Summarize the checkpoint at PATH: tensors, dtypes, bytes, ranks.
 
     Reads headers only. PATH is a save or a directory of a job's saves, a Hugging
-    Face directory or file, a workspace, a torch DCP directory, or files of
-    torch.save; a local path or a URL.
+    Face directory or file, a workspace, a torch DCP directory, a Megatron
+    checkpoint, or files of torch.save; a local path or a URL.
     """
     from statexchange.formats.registry import holds_saves
     from statexchange.report.summary import summarize
@@ -58,8 +58,10 @@ def _fields(summary: Summary) -> list[tuple[str, str]]:
         fields.append(("files", f"{summary.num_files:,}, {_exact(summary.file_nbytes)}"))
     if summary.kind == "save":
         fields += _fields_of_save(summary)
-    elif summary.world_size is not None:
-        fields += [("run", str(summary.run)), ("round", str(summary.round))]
+    elif summary.run is not None:
+        fields += [("run", summary.run), ("round", str(summary.round))]
+    elif summary.step is not None:
+        fields.append(("step", str(summary.step)))
     if summary.world_size is not None:
         ranks = f": {format_ranks(summary.ranks)}" if summary.ranks else ""
         fields.append(("ranks", f"{len(summary.ranks)} of {summary.world_size}{ranks}"))

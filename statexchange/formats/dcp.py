@@ -153,7 +153,7 @@ def _parsed(
     metadata: Any, budget: Budget, path: str
 ) -> tuple[dict[str, _Tensor], dict[str, list[_StoredEntry]], list[UnreadableTensor]]:
     """Return the tensors by name, the entries of each file, and the tensors of unsupported dtypes."""
-    _expect(metadata, "Metadata")
+    _expect(metadata, "Metadata", "MCoreMetadata")
     tensors = {}
     others = set()
     unsupported: dict[str, UnreadableTensor] = {}
@@ -192,10 +192,10 @@ def _unsupported(name: str, record: OpaqueObject, error: UnsupportedError, path:
     )
 
 
-def _expect(value: Any, class_name: str) -> None:
-    """Raise ValueError unless a value of a pickle is an object of this class."""
-    if type(value) is not OpaqueObject or value.name != class_name:
-        raise ValueError(f"not a {class_name}")
+def _expect(value: Any, *class_names: str) -> None:
+    """Raise ValueError unless a value of a pickle is an object of one of these classes."""
+    if type(value) is not OpaqueObject or value.name not in class_names:
+        raise ValueError(f"not a {class_names[0]}")
 
 
 def _tensor(name: str, record: OpaqueObject, budget: Budget) -> _Tensor:

@@ -119,7 +119,10 @@ _SPELLINGS = {
     "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties"
     " _MEM_FORMAT_ENCODING ChunkStorageMetadata MetadataIndex StorageMeta",
     "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    "torch.distributed.checkpoint.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
+    "megatron.core.dist_checkpointing.mapping": "MCoreMetadata",
     "pathlib": "PosixPath WindowsPath PurePosixPath PureWindowsPath",
     "pathlib._local": "PosixPath WindowsPath PurePosixPath PureWindowsPath",
     "collections": "OrderedDict Counter defaultdict",

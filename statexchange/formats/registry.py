@@ -55,11 +55,11 @@ class Format(Protocol):
 
 # In order: the first format that matches reads. A format is imported when it is tried; torch's two import the pickle
 # reader, which the others do not need.
-FORMATS = ("save", "huggingface", "workspace", "dcp", "foreign", "torch_file")
+FORMATS = ("save", "huggingface", "workspace", "megatron", "dcp", "foreign", "torch_file")
 _DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
 # All tensors together may have _BASE_BYTES more than _MAX_REPETITION times the bytes of their files.
 _BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
-_UNKNOWN = "neither a save, a workspace nor a checkpoint (safetensors, torch DCP, or torch.save's .pt files)"
+_UNKNOWN = "neither a save, a workspace nor a checkpoint (safetensors, torch DCP, Megatron, or torch.save's .pt files)"
 
 
 def open_source(path: str | os.PathLike[str], *, strict: bool = True, section: str | None = ALL) -> Source:
@@ -69,7 +69,7 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True, section: s
 
     Args:
         path: a save, a workspace (or one run or round of it), a Hugging Face directory or file, a torch DCP directory,
-            a file of torch.save or a directory of such files.
+            a Megatron checkpoint, a file of torch.save or a directory of such files.
         strict: raise the first missing or broken part; otherwise all become the source's `problems`.
         section: the section to open, without its prefix: its name, "all", or None for the model, if it is known which
             tensors are the model's (formats/sections.py). Problems of other sections do not count.
@@ -286,8 +286,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     content stays readable if the checkpoint is replaced later.
 
     Args:
-        path: a Hugging Face directory or file, a save, a workspace, a torch DCP directory, or files of torch.save; a
-            local path or an fsspec URL.
+        path: a Hugging Face directory or file, a save, a workspace, a torch DCP directory, a Megatron checkpoint, or
+            files of torch.save; a local path or an fsspec URL.
 
     Returns:
         A mapping of names to `StoredTensor`, which has `shape`, `dtype`, `nbytes` and `read()`. It is a context

@@ -44,10 +44,23 @@ __all__ = [
 
 _MAX_LISTED, _MAX_NAME = 8, 100
 FormatName = Literal[
-    "save", "workspace", "huggingface", "dcp", "torch", "rank files", "gguf", "npy", "npz", "msgpack", "orbax", "zarr"
+    "save",
+    "workspace",
+    "huggingface",
+    "megatron torch_dist",
+    "megatron ranks",
+    "dcp",
+    "torch",
+    "rank files",
+    "gguf",
+    "npy",
+    "npz",
+    "msgpack",
+    "orbax",
+    "zarr",
 ]
 SectionName = Literal["model", "master", "ema", "optimizer", "scheduler", "rng", "other"]
-_KINDS_WITH_RANKS = ("save", "workspace", "dcp", "rank files")
+_KINDS_WITH_RANKS = ("save", "workspace", "megatron torch_dist", "megatron ranks", "dcp", "rank files")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +185,7 @@ class Source:
         files: the files with their tensors.
         run: the run of a workspace, or the run of the job that made a save.
         round: the round of a workspace.
-        step: the training step of a save.
+        step: the training step of a save, or the iteration of a Megatron checkpoint.
         created: the time of a save, in seconds since the epoch.
         metrics: numbers that a job gave with a save.
         world_size: number of ranks, where the format has it.

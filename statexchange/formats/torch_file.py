@@ -41,7 +41,7 @@ from statexchange.storage.store import StoredFile
 from statexchange.tensors import ITEMSIZE
 from statexchange.values import MAX_DEPTH
 
-__all__ = ["matches", "read"]
+__all__ = ["TorchFile", "matches", "read"]
 
 _SUFFIXES = (".pt", ".pth", ".bin")
 _INDEX_SUFFIX = ".bin.index.json"
@@ -86,7 +86,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     listed_names = names_by_file(indexed)
     for rank, name in _ranked(opened, sorted(listed_names)):
         try:
-            reader = _TorchFileReader(store.open(name), rank)
+            reader = TorchFile(store.open(name), rank)
             shard_files.append(reader.shard_file)
             others |= reader.others
             unreadable += reader.unsupported
@@ -115,8 +115,15 @@ def _ranked(opened: OpenedPath, indexed: list[str]) -> list[tuple[int, str]]:
     return list(enumerate(names))
 
 
-class _TorchFileReader:
-    """Reads one file: its tensors, its other entries, and its unsupported tensors."""
+class TorchFile:
+    """One file of torch.save: its tensors, its other entries, and its unsupported tensors.
+
+    Attributes:
+        shard_file: the file with its tensors, by dotted names.
+        others: descriptions, by name, of entries that are not tensors.
+        unsupported: tensors that cannot be read.
+        root: the value of the pickle, as `read_pickle` returns it.
+    """
 
     def __init__(self, file: StoredFile, rank: int) -> None:
         self._file = file
@@ -131,7 +138,7 @@ class _TorchFileReader:
         data = self._archive.pickle()
         self._budget = Budget(len(data), path)
         self._meshes = _MeshShapes(self._budget)
-        root = read_pickle(data, path, self._budget, unknown_classes=True)
+        self.root = root = read_pickle(data, path, self._budget, unknown_classes=True)
         names: set[str] = set()
         without_tensors: set[int] = set()
         for name, value in _leaves(root, path, self._budget):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -321,6 +322,15 @@ def _sample(name: str, path: str = "{}/x") -> Source:
     return Source(make, path)
 
 
+def megatron(folder: Path, kind: str) -> None:
+    """Unpack one of the samples that Megatron-Core wrote."""
+    sample = Path(__file__).parents[1] / "data" / "megatron" / "ep2_moe.tar.xz"
+    with tarfile.open(sample) as archive:
+        archive.extractall(folder / "sample", filter="data")
+    (folder / "sample" / kind).rename(folder / "x")
+    shutil.rmtree(folder / "sample")
+
+
 SOURCES: dict[str, Source] = {
     "safetensors": Source(one_file, "{}/x.safetensors"),
     "packed dtypes": Source(packed, "{}/x.safetensors", state=dict),
@@ -350,6 +360,8 @@ SOURCES: dict[str, Source] = {
     "zarr 3, consolidated": _sample("zarr3-consolidated"),
     "orbax": _sample("orbax"),
     "orbax, zarr": _sample("orbax-zarr"),
+    "megatron torch_dist": Source(lambda folder: megatron(folder, "torch_dist")),
+    "megatron ranks": Source(lambda folder: megatron(folder, "legacy")),
 }
 
 

@@ -51,6 +51,7 @@ OF_OTHER_TESTS = {
     "block: lora.py": "test_recipes",
     "block: ema.py": "test_recipes",
     "block: stages.py": "test_recipes",
+    "commands: megatron": "test_megatron",
 }
 SLOW = {"docs/how-to/collectives.md", "docs/how-to/saves.md"}  # they import torch
 

@@ -1,0 +1,118 @@
+"""What Megatron checkpoints of both kinds have in common: the arguments of the run, and sections by names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from statexchange.errors import CorruptError
+from statexchange.formats.pickles import OpaqueObject
+from statexchange.formats.source import Section, SectionName
+
+__all__ = ["RunArguments", "in_order", "section_of_key", "sections_from"]
+
+_NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+_MAX_NUMBER = 1 << 20
+_OPTIMIZER = re.compile(r"(?:chained_[0-9]+\.)?optimizer(?:\.|$)")
+_KEYS: dict[str, SectionName] = {"opt_param_scheduler": "scheduler", "lr_scheduler": "scheduler", "rng_state": "rng"}
+_ORDER: tuple[SectionName, ...] = ("model", "optimizer", "scheduler", "rng", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class RunArguments:
+    """The arguments of a run of Megatron, as far as they tell the layout of its files.
+
+    Attributes:
+        tensor: number of tensor-parallel ranks.
+        pipeline: number of pipeline stages.
+        expert: number of expert-parallel ranks.
+        expert_tensor: number of tensor-parallel ranks of experts.
+        chunks: chunks of layers on each pipeline stage.
+        num_layers: layers of the model; None if not known.
+        num_experts: experts of each layer; None if not known.
+        is_tied: whether the output layer is the embedding; None if not known.
+        iteration: training iteration; None if not known.
+        num_arguments: number of all arguments.
+    """
+
+    tensor: int
+    pipeline: int
+    expert: int
+    expert_tensor: int
+    chunks: int
+    num_layers: int | None
+    num_experts: int | None
+    is_tied: bool | None
+    iteration: int | None
+    num_arguments: int
+
+    @classmethod
+    def parse(cls, state: object, path: str) -> RunArguments:
+        """Return the arguments in a checkpoint's state, the value of its pickle.
+
+        Raises:
+            CorruptError: it has no arguments, or an argument is not what Megatron writes.
+        """
+        arguments = state.get("args") if type(state) is dict else None
+        if type(arguments) is OpaqueObject and arguments.name in _NAMESPACES:
+            arguments = arguments.state
+        if type(state) is not dict or type(arguments) is not dict:
+            raise CorruptError("not what Megatron writes: there are no 'args' of the run in it", path=path)
+        untied = arguments.get("untie_embeddings_and_output_weights")
+        tensor = _number(arguments, "tensor_model_parallel_size", path) or 1
+        return cls(
+            tensor=tensor,
+            pipeline=_number(arguments, "pipeline_model_parallel_size", path) or 1,
+            expert=_number(arguments, "expert_model_parallel_size", path) or 1,
+            expert_tensor=_number(arguments, "expert_tensor_parallel_size", path) or tensor,
+            chunks=_number(arguments, "virtual_pipeline_model_parallel_size", path) or 1,
+            num_layers=_number(arguments, "num_layers", path),
+            num_experts=_number(arguments, "num_experts", path),
+            is_tied=not untied if type(untied) is bool else None,
+            iteration=_number(state, "iteration", path),
+            num_arguments=len(arguments),
+        )
+
+    def __str__(self) -> str:
+        sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert}
+        parallel = ", ".join(f"{axis} parallel {size}" for axis, size in sizes.items() if size > 1 or axis != "expert")
+        layers = "" if self.num_layers is None else f", {self.num_layers} layers"
+        return f"{self.num_arguments} arguments of the run: {parallel}{layers}"
+
+
+def _number(arguments: Mapping[Any, Any], name: str, path: str) -> int | None:
+    value = arguments.get(name)
+    if value is None:
+        return None
+    # An iteration has no limit that would matter here.
+    if type(value) is not int or value < 0 or (value > _MAX_NUMBER and name != "iteration"):
+        raise CorruptError(f"not what Megatron writes: {name} is not a small number", path=path)
+    return value
+
+
+def section_of_key(name: str) -> SectionName | None:
+    """Return the section of an entry of a job's state by its first key; None for an unknown key."""
+    if _OPTIMIZER.match(name):
+        return "optimizer"
+    return _KEYS.get(name.partition(".")[0].partition("/")[0])
+
+
+def sections_from(names: Iterable[tuple[str, SectionName]]) -> tuple[Section, ...]:
+    """Return the sections of names, without prefixes."""
+    found: dict[SectionName, set[str]] = {}
+    for name, section in names:
+        found.setdefault(section, set()).add(name)
+    return tuple(Section(section, "", frozenset(found[section])) for section in _ORDER if section in found)
+
+
+def in_order(others: Mapping[str, str]) -> dict[str, str]:
+    """Return descriptions of entries, the many of parameter groups and of extra states last."""
+    return {name: others[name] for name in sorted(others, key=_rank_of)}
+
+
+def _rank_of(name: str) -> int:
+    if "_extra_state" in name:
+        return 2
+    return 1 if ".param_groups." in name else 0

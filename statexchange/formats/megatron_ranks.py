@@ -1,0 +1,457 @@
+"""Read the legacy format of Megatron-LM: an iteration with a directory of each model-parallel rank.
+
+``mp_rank_TT``, ``mp_rank_TT_PPP``, ``mp_rank_TT_EEE`` or ``mp_rank_TT_PPP_EEE``, for the tensor, pipeline and expert
+parallel ranks of which there are several, has ``model_optim_rng.pt``. The arguments of the run are in each of these
+files: they tell how many ranks there are. A rank's tensors are plain; the names of parameters tell how they are
+divided (sharding/megatron.py).
+
+* Each chunk of layers on a pipeline stage numbers its layers from 0. Chunks follow each other chunk by chunk, and stage
+  by stage in each chunk, so the numbers of layers before a chunk are its first number.
+* Each expert-parallel rank numbers its experts from 0, too.
+* If the output layer is tied to the embedding, the last stage has a copy of the embedding under the name of the output
+  layer. It is read as another copy of the embedding, and merges compare the two.
+* ``distrib_optim.pt`` has flat buffers of the distributed optimizer. It is named and not read.
+* What each rank has of its own beside the model (optimizer, random states) is read under the name of its directory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    StateExchangeError,
+    UnsupportedError,
+)
+from statexchange.formats import torch_file
+from statexchange.formats.megatron_arguments import RunArguments, in_order, section_of_key, sections_from
+from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
+from statexchange.formats.torch_archive import strides_of
+from statexchange.formats.torch_file import TorchFile
+from statexchange.sharding.megatron import division_of, gate_sibling, is_expert
+from statexchange.sharding.shards import Box, Shard, c_strides, linear_offset
+from statexchange.storage.byte_range import ByteRange
+from statexchange.storage.opened_path import OpenedPath
+from statexchange.storage.store import Store
+from statexchange.tensors import ITEMSIZE
+
+__all__ = ["is_rank", "is_rank_file", "matches", "read", "read_one"]
+
+_FILE, _OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+_DIRECTORY = re.compile(r"mp_rank_([0-9]{2,6})(?:_([0-9]{3,6}))?(?:_([0-9]{3,6}))?")
+_MODEL = re.compile(r"model([0-9]{0,4})\.(.+)", re.DOTALL)
+_LAYER = re.compile(r"(?P<block>(?:^|.*?\.))layers\.(?P<number>[0-9]{1,6})(?=\.)")
+_LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.)([0-9]{1,6})(?=\.)")
+_GROUPED_EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))([0-9]{1,6})$")
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_EXTRA_STATE = "_extra_state"
+_MULTI_TOKEN = "mtp."  # noqa: S105 (layers that predict further tokens, beside those that are counted)
+
+
+# A number by (block of layers, chunk, pipeline stage). A block is the part of names before "layers.".
+_ByChunk = dict[tuple[str, int, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """A rank's index along the tensor, pipeline and expert parallel axes."""
+
+    tensor: int
+    pipeline: int
+    expert: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """One model-parallel rank: its directory, its position and its file."""
+
+    directory: str
+    position: _Position
+    number: int
+    file: TorchFile
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelTensor:
+    """A rank's tensor of the model: its chunk, and its name in the chunk."""
+
+    chunk: int
+    name: str
+    tensor: SourceTensor
+
+
+def matches(store: Store) -> bool:
+    """Whether a directory is an iteration in this format."""
+    return any(map(_DIRECTORY.fullmatch, store.directories))
+
+
+def is_rank_file(name: str) -> bool:
+    """Whether a file has the name of a rank's."""
+    return name == _FILE
+
+
+def is_rank(store: Store) -> bool:
+    """Whether a directory is a rank's."""
+    name = os.path.basename(store.path.rstrip("/"))
+    return _FILE in store.listing and _DIRECTORY.fullmatch(name) is not None
+
+
+def read_one(opened: OpenedPath, *, strict: bool = True) -> Source:
+    """Return the source of one rank's directory or file, if its run had no other ranks.
+
+    Raises:
+        InvalidArgumentError: the file has only a part of the model.
+    """
+    file = TorchFile(opened.store.open(_FILE), 0)
+    if type(file.root) is not dict or "args" not in file.root:  # of another program
+        return torch_file.read(opened, strict=strict)
+    arguments = RunArguments.parse(file.root, file.shard_file.path)
+    num_ranks = arguments.tensor * arguments.pipeline * arguments.expert
+    if num_ranks > 1:
+        above = os.path.dirname(opened.store.path.rstrip("/"))
+        text = f"this is one of {num_ranks} ranks' parts of the model: give the directory of the iteration, {above}"
+        raise InvalidArgumentError(text, path=file.shard_file.path)
+    return _Reader(opened, opened.store, [_Rank("", _Position(0, 0, 0), 0, file)], arguments, []).source(strict=strict)
+
+
+def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
+    """Return the source of an iteration's directory, `store`, in an opened path.
+
+    Raises:
+        IncompleteError: with `strict`, a rank is missing, or belongs to another save.
+    """
+    problems: list[StateExchangeError] = []
+    files: dict[str, TorchFile] = {}
+    names = [name for name in store.directories if _DIRECTORY.fullmatch(name)]
+    for name in names:
+        below = store.below(name)
+        try:
+            if _FILE not in below.listing:
+                text = f"this rank's {_FILE} is missing: the save did not finish, or it was not copied completely"
+                raise IncompleteError(text, path=below.path)
+            files[name] = TorchFile(below.open(_FILE), len(files))
+        except StateExchangeError as error:
+            problems.append(error)
+    arguments = None
+    for name, file in files.items():
+        try:
+            found = RunArguments.parse(file.root, file.shard_file.path)
+            if arguments is None:
+                arguments = found
+            elif found != arguments:
+                text = f"the run's arguments or iteration differ from those in {names[0]}: this rank is of another save"
+                raise IncompleteError(text, path=store.path_of(name), expected=str(arguments), found=str(found))
+        except StateExchangeError as error:
+            problems.append(error)
+    if arguments is None:
+        if strict:
+            raise problems[0]
+        return Source("megatron ranks", opened, (), problems=tuple(problems))
+    positions = {name: _position(name, arguments) for name in names}
+    problems += _missing(store, positions, arguments)
+    if problems and strict:
+        raise problems[0]
+    ranks = []
+    for name, file in files.items():
+        position = positions[name]
+        if position is not None:
+            ranks.append(_Rank(name, position, _number_of(position, arguments), file))
+    ranks.sort(key=lambda rank: rank.number)
+    return _Reader(opened, store, ranks, arguments, problems).source(strict=strict)
+
+
+def _position(directory: str, arguments: RunArguments) -> _Position | None:
+    """Return the position that the name of a directory tells; None if the run has no such rank."""
+    match = _DIRECTORY.fullmatch(directory)
+    assert match is not None
+    tensor, second, third = (int(text) if text is not None else None for text in match.groups())
+    assert tensor is not None
+    pipeline, expert = second or 0, third or 0
+    if third is None and arguments.pipeline == 1 and arguments.expert > 1:
+        pipeline, expert = 0, second or 0
+    if tensor >= arguments.tensor or pipeline >= arguments.pipeline or expert >= arguments.expert:
+        return None
+    return _Position(tensor, pipeline, expert)
+
+
+def _number_of(position: _Position, arguments: RunArguments) -> int:
+    """Return a rank's number: tensor-parallel ranks follow each other."""
+    return (position.pipeline * arguments.expert + position.expert) * arguments.tensor + position.tensor
+
+
+def _position_of(number: int, arguments: RunArguments) -> _Position:
+    others, tensor = divmod(number, arguments.tensor)
+    pipeline, expert = divmod(others, arguments.expert)
+    return _Position(tensor, pipeline, expert)
+
+
+def _directory_of(position: _Position, arguments: RunArguments) -> str:
+    name = f"mp_rank_{position.tensor:02d}"
+    if arguments.pipeline > 1:
+        name += f"_{position.pipeline:03d}"
+    if arguments.expert > 1:
+        name += f"_{position.expert:03d}"
+    return name
+
+
+def _missing(store: Store, positions: dict[str, _Position | None], arguments: RunArguments) -> list[StateExchangeError]:
+    """Return an error for the first rank without a directory, and one for each directory without a rank."""
+    problems: list[StateExchangeError] = []
+    sizes = f"tensor {arguments.tensor} x pipeline {arguments.pipeline} x expert parallel {arguments.expert}"
+    present: set[_Position] = set()
+    for name, position in positions.items():
+        if position is None or position in present:
+            text = f"the arguments of the run, {sizes}, have no such rank: this directory is of another save"
+            problems.append(IncompleteError(text, path=store.path_of(name)))
+        else:
+            present.add(position)
+    total = arguments.tensor * arguments.pipeline * arguments.expert
+    for number in range(total):  # the first that is absent is among the first len(present) + 1
+        position = _position_of(number, arguments)
+        if position not in present:
+            text = f"{total - len(present)} of {total} ranks are missing ({sizes}), this one and others"
+            if len(present) == total - 1:
+                text = f"this one of {total} ranks is missing ({sizes})"
+            directory = _directory_of(position, arguments)
+            return [IncompleteError(text, path=store.path_of(directory)), *problems]
+    return problems
+
+
+class _Reader:
+    """Builds the source of an iteration from its ranks."""
+
+    def __init__(
+        self,
+        opened: OpenedPath,
+        store: Store,
+        ranks: list[_Rank],
+        arguments: RunArguments,
+        problems: list[StateExchangeError],
+    ) -> None:
+        self._opened = opened
+        self._store = store
+        self._ranks = ranks
+        self._arguments = arguments
+        self._problems = problems
+        self._others: dict[str, str] = {"args": str(arguments)}
+        self._unreadable: list[UnreadableTensor] = []
+        self._section_of: dict[str, SectionName] = {"args": "other"}
+        self._tensors: dict[int, list[_ModelTensor]] = {rank.number: list(_model(rank)) for rank in ranks}
+
+    def source(self, *, strict: bool) -> Source:
+        """Return the source; with `strict`, raise the first problem."""
+        counts = self._layer_counts()
+        self._check_layers(counts)
+        if self._problems and strict:
+            raise self._problems[0]
+        firsts = _first_layers(counts)
+        files = [self._shard_file(rank, firsts) for rank in self._ranks]
+        arguments = self._arguments
+        return Source(
+            "megatron ranks",
+            self._opened,
+            tuple(files),
+            step=arguments.iteration,
+            world_size=arguments.tensor * arguments.pipeline * arguments.expert,
+            others=in_order(self._others),
+            problems=tuple(self._problems),
+            unreadable=tuple(self._unreadable),
+            sections=sections_from(self._section_of.items()),
+        )
+
+    def _layer_counts(self) -> _ByChunk:
+        """Return the number of layers of each chunk."""
+        counts: _ByChunk = {}
+        for rank in self._ranks:
+            for found in self._tensors[rank.number]:
+                match = _LAYER.match(found.name)
+                if match is not None:
+                    key = match["block"], found.chunk, rank.position.pipeline
+                    counts[key] = max(counts.get(key, 0), int(match["number"]) + 1)
+        return counts
+
+    def _check_layers(self, counts: _ByChunk) -> None:
+        """Add a problem if the stages together do not have the layers that the run's arguments tell."""
+        expected = self._arguments.num_layers
+        blocks = {block for block, _, _ in counts if not block.startswith(_MULTI_TOKEN)}
+        if self._problems or expected is None or len(blocks) != 1:
+            return
+        (block,) = blocks
+        of_stage = {rank.position.pipeline: 0 for rank in self._ranks}
+        for (found_block, _, stage), count in counts.items():
+            if found_block == block:
+                of_stage[stage] += count
+        if sum(of_stage.values()) != expected:
+            stage = min(of_stage, key=lambda stage: of_stage[stage])
+            directory = next(rank.directory for rank in self._ranks if rank.position.pipeline == stage)
+            self._problems.append(
+                IncompleteError(
+                    "the pipeline stages do not have the layers that the run's arguments tell; this one has the fewest",
+                    path=self._store.path_of(directory) if directory else self._store.path,
+                    expected=f"{expected} layers",
+                    found=f"{sum(of_stage.values())} layers",
+                )
+            )
+
+    def _shard_file(self, rank: _Rank, firsts: _ByChunk) -> ShardFile:
+        shapes = {(found.chunk, found.name): found.tensor.shard.global_shape for found in self._tensors[rank.number]}
+        new_names: dict[str, str] = {}
+        tensors: dict[str, SourceTensor] = {}
+        names = {found.name for found in self._tensors[rank.number]}
+        for found in self._tensors[rank.number]:
+            old_name = found.tensor.shard.name
+            if found.name.endswith(_EXTRA_STATE):
+                self._describe(found.name, f"{found.tensor.shard.nbytes} bytes of extra state", "other")
+                continue
+            name = self._global_name(found, rank, firsts)
+            is_last = rank.position.pipeline == self._arguments.pipeline - 1
+            if name == _OUTPUT and self._arguments.is_tied and is_last and _EMBEDDING not in names:
+                name = _EMBEDDING
+            self._section_of[name] = "model"
+            try:
+                placed = self._placed(found, name, rank, shapes)
+            except UnsupportedError as error:
+                located = error.located(rank=rank.number, name=name, path=rank.file.shard_file.path)
+                shard = found.tensor.shard
+                self._unreadable.append(UnreadableTensor(name, shard.dtype, None, located.path or "", located))
+                continue
+            if name in tensors:
+                text = "two tensors of this rank have this name once layers and experts are numbered over all ranks"
+                raise CorruptError(text, name=name, rank=rank.number, path=rank.file.shard_file.path)
+            tensors[name] = placed
+            new_names[old_name] = name
+        tensors |= self._own_entries(rank)
+        old_aliases = rank.file.shard_file.aliases
+        aliases = {
+            new_names[alias]: new_names[name]
+            for alias, name in old_aliases.items()
+            if alias in new_names and name in new_names
+        }
+        return replace(rank.file.shard_file, rank=rank.number, tensors=tensors, aliases=aliases)
+
+    def _own_entries(self, rank: _Rank) -> dict[str, SourceTensor]:
+        """Return the rank's tensors that are not the model's, and describe what is no tensor."""
+        prefix = f"{rank.directory}." if rank.directory else ""
+        tensors: dict[str, SourceTensor] = {}
+        for name, tensor in rank.file.shard_file.tensors.items():
+            if _MODEL.fullmatch(name) is None:
+                new_name = prefix + name
+                tensors[new_name] = replace(tensor, shard=replace(tensor.shard, name=new_name))
+                self._section_of[new_name] = section_of_key(name) or "other"
+        for unsupported in rank.file.unsupported:
+            new_name = prefix + unsupported.name
+            self._unreadable.append(replace(unsupported, name=new_name))
+            is_model = _MODEL.fullmatch(unsupported.name) is not None
+            self._section_of[new_name] = section_of_key(unsupported.name) or ("model" if is_model else "other")
+        for name, description in rank.file.others.items():
+            match = _MODEL.fullmatch(name)
+            if match is not None:
+                self._describe(match[2], description, "other")
+            elif name != "args":
+                self._describe(name, description, section_of_key(name) or "other")
+        directory = self._store.below(rank.directory) if rank.directory else self._store
+        if _OPTIMIZER_FILE in directory.listing:
+            self._describe(_OPTIMIZER_FILE, "flat buffers of the distributed optimizer, not read", "optimizer")
+        return tensors
+
+    def _describe(self, name: str, description: str, section: SectionName) -> None:
+        """List an entry that is not a tensor, of the first rank that has it."""
+        self._others.setdefault(name, description)
+        self._section_of.setdefault(name, section)
+
+    def _global_name(self, found: _ModelTensor, rank: _Rank, firsts: _ByChunk) -> str:
+        """Return a name in which layers and experts are numbered over all ranks."""
+        name = found.name
+        match = _LAYER.match(name)
+        if match is not None:
+            before = firsts[match["block"], found.chunk, rank.position.pipeline]
+            name = f"{match['block']}layers.{int(match['number']) + before}{name[match.end() :]}"
+        for pattern in (_LOCAL_EXPERT, _GROUPED_EXPERT):
+            expert = pattern.search(name)
+            if expert is not None and self._arguments.expert > 1:
+                before = rank.position.expert * ((self._arguments.num_experts or 0) // self._arguments.expert)
+                name = f"{name[: expert.start()]}{expert[1]}{int(expert[2]) + before}{name[expert.end() :]}"
+        return name
+
+    def _placed(
+        self, found: _ModelTensor, name: str, rank: _Rank, shapes: dict[tuple[int, str], tuple[int, ...]]
+    ) -> SourceTensor:
+        """Return a tensor of the model as a part of the whole one."""
+        arguments = self._arguments
+        shard = found.tensor.shard
+        _check_experts(found.name, arguments)
+        num_ranks = arguments.tensor
+        if num_ranks == 1:
+            return replace(found.tensor, shard=replace(shard, name=name))
+        if shard.boxes != (Box((0,) * len(shard.global_shape), shard.global_shape),):
+            raise UnsupportedError("it is a DTensor, which the legacy format is not known to have")
+        sibling = gate_sibling(found.name)
+        division = division_of(found.name, shard.global_shape, shapes.get((found.chunk, sibling or "")))
+        try:
+            shape, pairs = division.place(shard.global_shape, rank.position.tensor, num_ranks)
+            boxes = tuple(box for box, _ in pairs)
+            placed = Shard(name, shard.dtype, shape, boxes)
+        except ValueError as error:
+            raise UnsupportedError(f"{error}: leave it out with exclude (--exclude)") from None
+        (byte_range,) = found.tensor.byte_ranges
+        byte_ranges = tuple(_part_of(byte_range, shard, local) for _, local in pairs)
+        return SourceTensor(placed, byte_ranges)
+
+
+def _first_layers(counts: _ByChunk) -> _ByChunk:
+    """Return the number of the first layer of each chunk."""
+    firsts: _ByChunk = {}
+    ends: dict[str, int] = {}
+    for block, chunk, stage in sorted(counts):
+        firsts[block, chunk, stage] = ends.get(block, 0)
+        ends[block] = firsts[block, chunk, stage] + counts[block, chunk, stage]
+    return firsts
+
+
+def _check_experts(name: str, arguments: RunArguments) -> None:
+    """Raise UnsupportedError for a parameter of experts whose division over ranks is not known."""
+    if not is_expert(name):
+        return
+    is_numbered = _LOCAL_EXPERT.search(name) is not None or _GROUPED_EXPERT.search(name) is not None
+    if arguments.expert > 1 and (not is_numbered or not arguments.num_experts):
+        raise UnsupportedError(
+            "it is not known which experts a rank has of a parameter of this name: leave it out with exclude "
+            "(--exclude)"
+        )
+    if arguments.expert_tensor != arguments.tensor:
+        raise UnsupportedError(
+            f"experts are divided over {arguments.expert_tensor} tensor-parallel ranks, all else over "
+            f"{arguments.tensor}, which is not read: leave them out with exclude (--exclude)"
+        )
+
+
+def _model(rank: _Rank) -> Iterator[_ModelTensor]:
+    """Yield the tensors of a rank's model; its chunks are ``model``, or ``model0``, ``model1`` and so on."""
+    for name, tensor in rank.file.shard_file.tensors.items():
+        match = _MODEL.fullmatch(name)
+        if match is not None:
+            yield _ModelTensor(int(match[1] or 0), match[2], tensor)
+
+
+def _part_of(byte_range: ByteRange, shard: Shard, local: Box) -> ByteRange:
+    """Return the byte range of a block of a rank's tensor."""
+    if local.shape == shard.global_shape:
+        return byte_range
+    itemsize = ITEMSIZE[shard.dtype]
+    if byte_range.strides is None:
+        begin = byte_range.begin + itemsize * linear_offset(local, shard.global_shape)
+        return ByteRange(
+            byte_range.file,
+            begin,
+            local.numel * itemsize,
+            strides=strides_of(local.shape, c_strides(shard.global_shape)),
+        )
+    begin = byte_range.begin + itemsize * sum(
+        offset * stride for offset, stride in zip(local.offsets, byte_range.strides, strict=True)
+    )
+    return ByteRange(byte_range.file, begin, local.numel * itemsize, strides=byte_range.strides)

@@ -1,0 +1,152 @@
+"""Read Megatron-Core's `torch_dist` format: one iteration, as `dist_checkpointing.save` writes it.
+
+It is a DCP directory (dcp.py) with two more files: ``common.pt``, what all ranks have alike (arguments, iteration,
+scheduler, parameter groups), and ``metadata.json``, which is written last. Names are the keys of Megatron's sharded
+tensors: the model's have no prefix, layers are stacked along a first dim unless each has a name of its own
+(``singleton_local_shards``), the optimizer's begin with ``optimizer.`` or ``chained_0.optimizer.``.
+
+The optimizer's state is by parameter, or in flat buffers of no parameter's shape; ``distrib_optim_sharding_type`` in
+``content_metadata`` tells which. Flat buffers are read as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    StateExchangeError,
+    UnsafeError,
+    UnsupportedError,
+    excerpt,
+)
+from statexchange.formats import dcp
+from statexchange.formats.megatron_arguments import RunArguments, in_order, section_of_key, sections_from
+from statexchange.formats.source import SectionName, ShardFile, Source, UnreadableTensor
+from statexchange.formats.torch_file import TorchFile
+from statexchange.storage.json_text import read_json
+from statexchange.storage.opened_path import OpenedPath
+from statexchange.storage.store import Store
+
+__all__ = ["COMMON", "CONFIG", "matches", "read"]
+
+CONFIG, COMMON = "metadata.json", "common.pt"
+_BACKEND = "sharded_backend"
+_MAX_CONFIG_BYTES = 1 << 16
+_SHARDING_TYPE = "distrib_optim_sharding_type"
+_BY_PARAMETER = ("None", "fully_reshardable")  # types of the optimizer's state
+
+
+def matches(store: Store) -> bool:
+    """Whether a directory is an iteration in this format, perhaps with files missing."""
+    if CONFIG in store.listing:
+        try:
+            return _backend(store) is not None
+        except StateExchangeError:  # of another program
+            pass
+    return COMMON in store.listing and dcp.matches(OpenedPath(store.path, store, None))
+
+
+def _backend(store: Store) -> object:
+    """Return the backend that metadata.json names; None if it is not Megatron's."""
+    config = read_json(store.open(CONFIG), _MAX_CONFIG_BYTES)
+    return config.get(_BACKEND) if isinstance(config, dict) else None
+
+
+def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
+    """Return the source of an iteration's directory, `store`, in an opened path."""
+    problems: list[StateExchangeError] = []
+    if CONFIG not in store.listing:
+        text = f"{CONFIG}, which Megatron writes last, is missing: the save did not finish, or it was not copied"
+        problems.append(IncompleteError(text, path=store.path_of(CONFIG)))
+    elif (backend := _backend(store)) != "torch_dist":
+        text = f"{_BACKEND} is {excerpt(backend, 60)}: only torch_dist is read, which newer releases of Megatron write"
+        raise UnsupportedError(text, path=store.path_of(CONFIG))
+    common = _read_common(store, problems)
+    if problems and strict:
+        raise problems[0]
+    source = dcp.read(OpenedPath(store.path, store, None), strict=strict)
+    problems += source.problems
+    others: dict[str, str] = {}
+    files = source.files
+    unreadable = list(source.unreadable)
+    iteration = None
+    if isinstance(common, str):
+        others[COMMON] = common
+    elif common is not None:
+        others |= common.others
+        files = (*files, common.shard_file)
+        iteration = _describe_arguments(common, others)
+        _describe_flat_buffers(others)
+        _check_no_names_twice(source, common)
+        unreadable += common.unsupported
+    others = in_order(others | dict(source.others))
+    return replace(
+        source,
+        kind="megatron torch_dist",
+        opened=opened,
+        files=files,
+        step=iteration,
+        others=others,
+        problems=tuple(problems),
+        unreadable=tuple(unreadable),
+        # Without .metadata nothing is known of the tensors, the model's among them.
+        sections=sections_from(_sections(files, unreadable, others)) if source.files else (),
+    )
+
+
+def _read_common(store: Store, problems: list[StateExchangeError]) -> TorchFile | str | None:
+    """Return common.pt; a description if its pickle is refused, as of other entries; None if it cannot be read."""
+    try:
+        return TorchFile(store.open(COMMON), 0)
+    except NotFoundError:
+        text = (
+            "the arguments, the iteration and the parameter groups of this checkpoint are missing: copy this file, too"
+        )
+        problems.append(IncompleteError(text, path=store.path_of(COMMON)))
+    except UnsafeError as error:
+        return error.message
+    except StateExchangeError as error:
+        problems.append(error)
+    return None
+
+
+def _describe_arguments(common: TorchFile, others: dict[str, str]) -> int | None:
+    """Replace the description of the arguments, and return the iteration."""
+    try:
+        arguments = RunArguments.parse(common.root, common.shard_file.path)
+    except CorruptError:  # the arguments may be anything that a job saves
+        iteration = common.root.get("iteration") if type(common.root) is dict else None
+        return iteration if type(iteration) is int else None
+    others["args"] = str(arguments)
+    return arguments.iteration
+
+
+def _check_no_names_twice(source: Source, common: TorchFile) -> None:
+    for _, tensor in source.shards():
+        name = tensor.shard.name
+        if name in common.shard_file.tensors:
+            raise CorruptError(f"both {COMMON} and a .distcp file have this tensor", name=name, path=source.path)
+
+
+def _describe_flat_buffers(others: dict[str, str]) -> None:
+    """List the optimizer as an entry of its own if its state is in flat buffers."""
+    kind = others.get(f"content_metadata.{_SHARDING_TYPE}", "None").removeprefix("str ").strip("'")
+    if kind not in _BY_PARAMETER:
+        others["optimizer"] = f"flat buffers, not by parameter: {_SHARDING_TYPE} is {kind}"
+
+
+def _sections(
+    files: Iterable[ShardFile], unreadable: Iterable[UnreadableTensor], others: Iterable[str]
+) -> Iterator[tuple[str, SectionName]]:
+    """Yield each name with its section. Tensors without the key of another section are the model's."""
+    for shard_file in files:
+        for name in shard_file.tensors:
+            yield name, section_of_key(name) or "model"
+    for tensor in unreadable:
+        yield tensor.name, section_of_key(tensor.name) or "model"
+    for name in others:
+        yield name, section_of_key(name) or "other"

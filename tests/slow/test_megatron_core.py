@@ -1,0 +1,47 @@
+"""Megatron-Core itself writes checkpoints of many geometries on this machine's CPU, and loads them for comparison."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from megatron_states import check_expected, check_legacy
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "frameworks" / "megatron_write.py"
+GEOMETRIES = [
+    (1, "--singleton --optimizer dp_reshardable"),
+    (2, "--tp 2 --qk-norm --optimizer fully_reshardable"),
+    (2, "--pp 2 --tied --optimizer plain"),
+    (2, "--pp 2 --vpp 2 --layers 4"),
+    (2, "--pp 2 --layers 3 --first-stage-layers 1"),
+    (4, "--tp 2 --pp 2 --bias --gelu --optimizer dp_reshardable"),
+    (4, "--tp 2 --ep 2 --moe"),
+]
+
+
+def run(*command: str | Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(850)
+@pytest.mark.skipif(
+    find_spec("megatron") is None or find_spec("psutil") is None,
+    reason='megatron-core or psutil is not installed: pip install ".[frameworks]"',
+)
+@pytest.mark.parametrize(("ranks", "options"), GEOMETRIES, ids=lambda value: str(value))
+def test_a_checkpoint_that_megatron_has_written_just_now(ranks: int, options: str, tmp_path: Path) -> None:
+    out = tmp_path / "written"
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    run(*launcher, SCRIPT, out, *options.split())
+    run(SCRIPT, out, "--expected")
+    assert check_expected(out) > 5
+    assert check_legacy(out, tmp_path) > 10

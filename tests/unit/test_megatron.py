@@ -1,0 +1,441 @@
+"""Checkpoints of Megatron: samples that Megatron-Core wrote (tests/data/megatron) are read as it reads them itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron_states import check_expected, check_legacy, merged, read
+from scripts import page_block, run_commands
+
+from statexchange.checkpoint.merge import merge_checkpoint
+from statexchange.cli.main import main
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    ReplicaError,
+    StateExchangeError,
+    UnsafeError,
+    UnsupportedError,
+)
+from statexchange.formats.registry import open_source
+from statexchange.report.summary import summarize
+from statexchange.sharding.megatron import division_of
+
+DATA = Path(__file__).parents[1] / "data" / "megatron"
+SAMPLES = {"tp2_pp2": (25, 23), "pp2_tied": (32, 14), "ep2_moe": (12, 33)}
+
+
+def unpacked(sample: str, folder: Path) -> Path:
+    with tarfile.open(DATA / f"{sample}.tar.xz") as archive:
+        archive.extractall(folder / sample, filter="data")
+    return folder / sample
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("megatron")
+    return {sample: unpacked(sample, folder) for sample in SAMPLES}
+
+
+@pytest.fixture
+def torch_dist(samples: dict[str, Path], tmp_path: Path) -> Path:
+    """Return a copy of the run's directory, for tests that damage it."""
+    return Path(shutil.copytree(samples["tp2_pp2"] / "torch_dist", tmp_path / "torch_dist"))
+
+
+@pytest.fixture
+def legacy(samples: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(samples["tp2_pp2"] / "legacy", tmp_path / "legacy"))
+
+
+ITERATION = "iter_0000007"
+RANK_FILE = "model_optim_rng.pt"
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change what a file of torch.save has. Classes of Megatron in it are lost."""
+    state = torch.load(path, weights_only=False, pickle_module=WithoutMegatron)
+    change(state)
+    torch.save(state, path)
+
+
+class WithoutMegatron:
+    """A pickle module that reads Megatron's classes as text."""
+
+    import pickle
+
+    load, dump = pickle.load, pickle.dump
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if module.startswith("megatron"):
+                return str
+            return super().find_class(module, name)
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_torch_dist_has_what_megatron_loads(samples: dict[str, Path], sample: str) -> None:
+    assert check_expected(samples[sample]) == SAMPLES[sample][0]
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_mp_rank_directories_have_the_model_of_torch_dist(
+    samples: dict[str, Path], sample: str, tmp_path: Path
+) -> None:
+    assert check_legacy(samples[sample], tmp_path) == SAMPLES[sample][1]
+
+
+def test_a_summary_shows_sections_arguments_and_the_iteration(samples: dict[str, Path]) -> None:
+    summary = summarize(samples["tp2_pp2"] / "torch_dist")
+    assert (summary.kind, summary.step, summary.ranks) == ("megatron torch_dist", 7, (0, 1, 2, 3))
+    counts = {name: section.num_tensors for name, section in summary.sections.items()}
+    assert (counts["model"], counts["optimizer"]) == (13, 12)
+    assert summary.others["args"] == "19 arguments of the run: tensor parallel 2, pipeline parallel 2, 2 layers"
+    assert summary.others["content_metadata.distrib_optim_sharding_type"] == "str 'dp_reshardable'"
+    assert summary.others["opt_param_scheduler.num_steps"] == "int 448"
+
+    summary = summarize(samples["tp2_pp2"] / "legacy")
+    assert (summary.kind, summary.step, summary.world_size) == ("megatron ranks", 7, 4)
+    assert summary.sections["model"].num_tensors == 23
+    assert summary.others["distrib_optim.pt"] == "flat buffers of the distributed optimizer, not read"
+    assert summary.others["iteration"] == "int 7"
+
+
+def test_each_ranks_optimizer_and_random_state_have_its_directory_in_their_names(
+    samples: dict[str, Path], tmp_path: Path
+) -> None:
+    found = merged(samples["pp2_tied"] / "legacy", tmp_path / "optimizer", section="optimizer")
+    assert found["mp_rank_00_001.optimizer.optimizer.state.0.exp_avg"].shape == (8, 8)
+    assert len(found) == 60
+    found = merged(samples["pp2_tied"] / "legacy", tmp_path / "rng", section="rng")
+    assert found.keys() == {f"mp_rank_00_00{rank}.rng_state.0.torch_rng_state" for rank in (0, 1)}
+
+
+def test_flat_buffers_of_an_optimizer_are_named_and_are_not_the_models(
+    samples: dict[str, Path], tmp_path: Path
+) -> None:
+    others = summarize(samples["tp2_pp2"] / "torch_dist").others
+    assert others["optimizer"] == "flat buffers, not by parameter: distrib_optim_sharding_type is dp_reshardable"
+    assert not any("optimizer" in name for name in merged(samples["tp2_pp2"] / "torch_dist", tmp_path / "out"))
+    assert "optimizer" not in summarize(samples["pp2_tied"] / "torch_dist").others
+    names = merged(samples["pp2_tied"] / "torch_dist", tmp_path / "optimizer", section="optimizer").keys()
+    assert "optimizer.state.exp_avg.embedding.word_embeddings.weight" in names
+
+
+def test_an_iteration_opens_by_its_own_directory(samples: dict[str, Path]) -> None:
+    for kind in ("torch_dist", "legacy"):
+        run = samples["tp2_pp2"] / kind
+        of_run, of_iteration = read(run), read(run / ITERATION)
+        assert of_run.keys() == of_iteration.keys()
+        assert all(of_run[name][1].tobytes() == of_iteration[name][1].tobytes() for name in of_run)
+
+
+def test_the_runs_file_names_the_iteration_that_is_read(legacy: Path) -> None:
+    shutil.copytree(legacy / ITERATION, legacy / "iter_0000009")
+    with open_source(legacy) as source:
+        assert all(ITERATION in shard_file.path for shard_file in source.files)
+    tracker = legacy / "latest_checkpointed_iteration.txt"
+    tracker.write_text("9\n")
+    with open_source(legacy) as source:
+        assert all("iter_0000009" in shard_file.path for shard_file in source.files)
+    (legacy / "iter_0000009").rename(legacy / "release")
+    tracker.write_text("release")
+    with open_source(legacy) as source:
+        assert all("release" in shard_file.path for shard_file in source.files)
+    tracker.write_text("9")
+    with pytest.raises(IncompleteError, match="names iter_0000009, which is missing; there are: iter_0000007, release"):
+        open_source(legacy)
+    tracker.write_text("../../etc")
+    with pytest.raises(CorruptError, match="not the number of an iteration"):
+        open_source(legacy)
+    tracker.unlink()
+    with pytest.raises(
+        InvalidArgumentError, match=r"latest_checkpointed_iteration\.txt.* is missing: give the directory"
+    ):
+        open_source(legacy)
+
+
+def test_an_iteration_of_an_unknown_format_is_named(legacy: Path) -> None:
+    shutil.rmtree(legacy / ITERATION)
+    (legacy / ITERATION).mkdir()
+    with pytest.raises(IncompleteError, match=r"neither metadata\.json .* nor directories mp_rank_\*"):
+        open_source(legacy)
+
+
+FAULTS_OF_TORCH_DIST: dict[str, tuple[Callable[[Path], object], type[StateExchangeError], str]] = {
+    "no common.pt": (lambda path: (path / "common.pt").unlink(), IncompleteError, "copy this file, too.*common.pt"),
+    "no metadata.json": (
+        lambda path: (path / "metadata.json").unlink(),
+        IncompleteError,
+        r"metadata\.json, which Megatron writes last, is missing",
+    ),
+    "no .metadata": (lambda path: (path / ".metadata").unlink(), IncompleteError, "torch writes last"),
+    "a missing .distcp": (
+        lambda path: (path / "__1_0.distcp").unlink(),
+        IncompleteError,
+        r"rank 1.*__1_0\.distcp",
+    ),
+    "a truncated .distcp": (
+        lambda path: (path / "__1_0.distcp").write_bytes((path / "__1_0.distcp").read_bytes()[:-3000]),
+        CorruptError,
+        r"truncated.*rank 1.*__1_0\.distcp|rank 1.*__1_0\.distcp.*truncated",
+    ),
+    "another backend": (
+        lambda path: (path / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+        UnsupportedError,
+        "sharded_backend is 'zarr': only torch_dist is read",
+    ),
+    "broken JSON": (
+        lambda path: (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"'),
+        CorruptError,
+        "broken JSON",
+    ),
+    "a truncated common.pt": (
+        lambda path: (path / "common.pt").write_bytes((path / "common.pt").read_bytes()[:-30]),
+        CorruptError,
+        r"common\.pt",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_TORCH_DIST)
+def test_damage_of_torch_dist_is_named(torch_dist: Path, tmp_path: Path, fault: str) -> None:
+    damage, kind, match = FAULTS_OF_TORCH_DIST[fault]
+    damage(torch_dist / ITERATION)
+    with pytest.raises(kind, match=f"(?s){match}"):
+        merge_checkpoint(torch_dist, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_model_is_merged_if_only_the_optimizers_file_is_gone(torch_dist: Path, tmp_path: Path) -> None:
+    """Which of a rank's two files has what is torch's choice, so one is removed if it has no part of the model."""
+    expected = merged(torch_dist, tmp_path / "whole")
+    with open_source(torch_dist) as source:
+        only_optimizer = [
+            shard_file.path
+            for shard_file in source.files
+            if shard_file.tensors and all(name.startswith("optimizer.") for name in shard_file.tensors)
+        ]
+    for path in only_optimizer:
+        Path(path).unlink()
+    found = merged(torch_dist, tmp_path / "out")
+    assert {name: values.tobytes() for name, values in found.items()} == {
+        name: values.tobytes() for name, values in expected.items()
+    }
+
+
+class Unknown:
+    """An object of a class that no reader knows."""
+
+    def __init__(self) -> None:
+        self.value = 7
+
+
+class Calling:
+    """An object whose pickle calls a function."""
+
+    def __reduce__(self) -> Any:
+        return print, ("the reader has called me",)
+
+
+def test_objects_of_unknown_classes_in_common_pt_are_named(torch_dist: Path, tmp_path: Path) -> None:
+    rewrite(torch_dist / ITERATION / "common.pt", lambda state: state.update(extra=Unknown()))
+    assert summarize(torch_dist).others["extra"] == "opaque test_megatron.Unknown"
+    assert len(merged(torch_dist, tmp_path / "out")) == 13
+
+
+def test_a_refused_common_pt_does_not_stop_the_model(
+    torch_dist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewrite(torch_dist / ITERATION / "common.pt", lambda state: state.update(extra=Calling()))
+    assert "print, which is not known to be harmless" in summarize(torch_dist).others["common.pt"]
+    assert len(merged(torch_dist, tmp_path / "out")) == 13
+    assert "called" not in capsys.readouterr().out
+
+
+def test_a_refused_file_of_a_rank_is_refused(legacy: Path) -> None:
+    rewrite(legacy / ITERATION / "mp_rank_00_001" / RANK_FILE, lambda state: state.update(extra=Calling()))
+    with pytest.raises(UnsafeError, match="mp_rank_00_001"):
+        open_source(legacy)
+
+
+def test_a_missing_rank_is_named_by_its_directory(legacy: Path, tmp_path: Path) -> None:
+    shutil.rmtree(legacy / ITERATION / "mp_rank_01_001")
+    with pytest.raises(IncompleteError, match=r"this one of 4 ranks is missing \(tensor 2 x .*mp_rank_01_001"):
+        merge_checkpoint(legacy, tmp_path / "out")
+    summary = summarize(legacy)
+    assert [problem.code for problem in summary.problems] == ["INCOMPLETE"]
+    assert summary.num_tensors
+    shutil.rmtree(legacy / ITERATION / "mp_rank_00_000")
+    with pytest.raises(IncompleteError, match=r"2 of 4 ranks are missing.*mp_rank_00_000"):
+        open_source(legacy)
+
+
+def test_a_rank_without_its_file_is_named(legacy: Path) -> None:
+    (legacy / ITERATION / "mp_rank_01_000" / RANK_FILE).unlink()
+    with pytest.raises(IncompleteError, match=r"this rank's model_optim_rng\.pt is missing.*mp_rank_01_000"):
+        open_source(legacy)
+
+
+def test_a_truncated_file_of_a_rank_is_named(legacy: Path) -> None:
+    path = legacy / ITERATION / "mp_rank_01_000" / RANK_FILE
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CorruptError, match="mp_rank_01_000"):
+        open_source(legacy)
+
+
+def test_a_rank_of_another_run_is_named(legacy: Path) -> None:
+    shutil.copytree(legacy / ITERATION / "mp_rank_00_000", legacy / ITERATION / "mp_rank_02_000")
+    with pytest.raises(IncompleteError, match=r"have no such rank.*mp_rank_02_000"):
+        open_source(legacy)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: setattr(state["args"], "tensor_model_parallel_size", 4),
+        lambda state: state.update(iteration=8),
+    ],
+)
+def test_ranks_that_contradict_each_other_are_named(legacy: Path, change: Callable[[Any], None]) -> None:
+    rewrite(legacy / ITERATION / "mp_rank_01_000" / RANK_FILE, change)
+    with pytest.raises(IncompleteError, match=r"this rank is of another save.*mp_rank_01_000"):
+        open_source(legacy)
+
+
+def test_layers_that_are_missing_are_named(legacy: Path) -> None:
+    for name in ("mp_rank_00_001", "mp_rank_01_001"):
+        rewrite(
+            legacy / ITERATION / name / RANK_FILE,
+            lambda state: state.update(model={k: v for k, v in state["model"].items() if ".layers." not in k}),
+        )
+    with pytest.raises(
+        IncompleteError, match=r"do not have the layers.*expected 2 layers, found 1 layers.*mp_rank_00_001"
+    ):
+        open_source(legacy)
+
+
+def test_a_file_without_the_runs_arguments_is_named(legacy: Path) -> None:
+    for path in legacy.rglob(RANK_FILE):
+        rewrite(path, lambda state: state.pop("args"))
+    with pytest.raises(CorruptError, match="there are no 'args' of the run in it"):
+        open_source(legacy)
+
+
+def test_a_parameter_of_an_unknown_name_is_refused_unless_it_is_left_out(legacy: Path, tmp_path: Path) -> None:
+    for path in legacy.rglob(RANK_FILE):
+        rewrite(path, lambda state: state["model"].update({"decoder.layers.0.mixer.weight": torch.ones(4, 4)}))
+    with pytest.raises(UnsupportedError, match=r"not known how.*decoder\.layers\.0\.mixer\.weight"):
+        merge_checkpoint(legacy, tmp_path / "out")
+    found = merged(legacy, tmp_path / "out", section="model", exclude="*.mixer.*")
+    assert len(found) == 23
+
+
+def test_copies_of_a_tied_embedding_must_be_equal(samples: dict[str, Path], tmp_path: Path) -> None:
+    run = Path(shutil.copytree(samples["pp2_tied"] / "legacy", tmp_path / "legacy"))
+    with open_source(run, section="model") as source:
+        names = {name for shard_file in source.files for name in shard_file.tensors}
+    assert "embedding.word_embeddings.weight" in names
+    assert "output_layer.weight" not in names
+
+    def change(state: dict[str, Any]) -> None:
+        state["model"]["output_layer.weight"][3, 3] += 1
+
+    rewrite(run / ITERATION / "mp_rank_00_001" / RANK_FILE, change)
+    with pytest.raises(ReplicaError, match="word_embeddings"):
+        merge_checkpoint(run, tmp_path / "out")
+
+
+def test_one_rank_alone_is_read_only_if_the_run_had_no_other(samples: dict[str, Path], tmp_path: Path) -> None:
+    directory = samples["tp2_pp2"] / "legacy" / ITERATION / "mp_rank_00_000"
+    for path in (directory, directory / RANK_FILE):
+        with pytest.raises(InvalidArgumentError, match=rf"one of 4 ranks' parts of the model: .*{ITERATION} "):
+            open_source(path)
+    alone = tmp_path / "mp_rank_00"
+    alone.mkdir()
+    of_one_rank = argparse.Namespace(tensor_model_parallel_size=1, num_layers=1)
+    state = {"model": {"decoder.layers.0.mlp.linear_fc1.weight": torch.ones(3)}, "args": of_one_rank, "iteration": 7}
+    torch.save(state, alone / RANK_FILE)
+    for path in (alone, alone / RANK_FILE):
+        assert merged(path, tmp_path / path.name / "out").keys() == {"decoder.layers.0.mlp.linear_fc1.weight"}
+
+
+def test_a_file_of_this_name_of_another_program_is_a_file_of_torch_save(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / RANK_FILE)
+    assert merged(tmp_path / RANK_FILE, tmp_path / "out").keys() == {"w"}
+
+
+DIVISIONS = {
+    ("embedding.word_embeddings.weight", (8, 6), None): (0, 1),
+    ("output_layer.weight", (8, 6), None): (0, 1),
+    ("decoder.layers.0.self_attention.linear_qkv.bias", (8,), None): (0, 1),
+    ("decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", (6,), None): (None, 1),
+    ("decoder.layers.0.self_attention.q_layernorm.weight", (6,), None): (None, 1),
+    ("decoder.layers.0.self_attention.linear_proj.weight", (6, 3), None): (1, 1),
+    ("decoder.layers.0.mlp.linear_fc2.bias", (6,), None): (None, 1),
+    ("decoder.layers.0.mlp.linear_fc1.weight", (8, 6), (6, 4)): (0, 2),
+    ("decoder.layers.0.mlp.linear_fc1.weight", (8, 6), (6, 8)): (0, 1),
+    ("decoder.layers.0.mlp.experts.linear_fc1.weight3", (8, 6), (6, 4)): (0, 2),
+    ("decoder.layers.0.mlp.router.weight", (4, 6), None): (None, 1),
+}
+
+
+@pytest.mark.parametrize("case", DIVISIONS, ids=lambda case: case[0])
+def test_names_tell_how_parameters_are_divided(case: tuple[str, tuple[int, ...], tuple[int, ...] | None]) -> None:
+    division = division_of(*case)
+    assert (division.dim, division.blocks) == DIVISIONS[case]
+
+
+def test_a_gated_parameter_is_divided_by_halves() -> None:
+    whole = np.arange(16).reshape(8, 2)
+    division = division_of("mlp.linear_fc1.weight", (4, 2), (2, 2))
+    found = np.zeros_like(whole)
+    for rank in range(2):
+        part = np.concatenate([whole[2 * rank : 2 * rank + 2], whole[4 + 2 * rank : 6 + 2 * rank]])
+        shape, pairs = division.place(part.shape, rank, 2)
+        assert shape == whole.shape
+        for box, local in pairs:
+            rows = slice(local.offsets[0], local.ends[0])
+            found[box.offsets[0] : box.ends[0]] = part[rows]
+    assert found.tolist() == whole.tolist()
+
+
+def test_a_linear_fc1_that_fits_no_linear_fc2_is_refused() -> None:
+    for sibling in (None, (6, 3), (6,)):
+        with pytest.raises(UnsupportedError, match="does not tell whether it is gated"):
+            division_of("mlp.linear_fc1.weight", (8, 6), sibling)
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (lambda run: shutil.rmtree(run / ITERATION / "mp_rank_00_001"), 5),
+        (lambda run: (run / ITERATION / "mp_rank_00_001" / RANK_FILE).write_bytes(b"PK\3\4"), 4),
+        (lambda run: shutil.rmtree(run / ITERATION), 5),
+    ],
+)
+def test_the_command_line_exits_with_the_code_of_the_damage(
+    legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], code: int
+) -> None:
+    damage(legacy)
+    for arguments in (["info", str(legacy), "--json"], ["merge", str(legacy), str(tmp_path / "out"), "--json"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == code
+        assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+def test_the_commands_of_the_page_print_what_it_shows(samples: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(samples["tp2_pp2"] / "torch_dist", tmp_path / "checkpoints")
+    shutil.copytree(samples["tp2_pp2"] / "legacy", tmp_path / "old")
+    run_commands(page_block("commands: megatron"), tmp_path)
