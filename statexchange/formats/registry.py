@@ -53,8 +53,8 @@ class Format(Protocol):
         """
 
 
-# In order: the first format that matches reads. A format is imported when it is tried; Megatron's and torch's import the
-# pickle reader, which the others do not need.
+# In order: the first format that matches reads. A format is imported when it is tried; those from Megatron's on import
+# the pickle reader, which the others do not need.
 FORMATS = ("save", "huggingface", "workspace", "megatron", "dcp", "foreign", "torch_file")
 _DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
 # All tensors together may have _BASE_BYTES more than _MAX_REPETITION times the bytes of their files.
