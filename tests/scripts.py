@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from programs import require_mpi
+from warm_python import warm_python
 
 BIN = Path(sys.executable).parent
 HOME = Path(__file__).parent.parent
@@ -56,10 +57,25 @@ def page_block(marker: str) -> str:
     return block.text
 
 
+def warm_command(launcher: Sequence[str], text: str) -> tuple[list[str | Path], dict[str, str]]:
+    """Return the words before the script's name and the environment with which a script starts at once.
+
+    The script `text` is then forked from a process that has imported what it imports; see `warm_python`.
+    """
+    python = warm_python("transformers" if re.search(r"^ *(from|import) transformers", text, re.MULTILINE) else "torch")
+    if launcher[0] == "python":
+        return [python, *launcher[1:]], dict(os.environ)
+    if launcher[0] == "torchrun":
+        return [python, "-m", "torch.distributed.run", *launcher[1:]], {**os.environ, "PYTHON_EXEC": python}
+    return [BIN / launcher[0], *(python if word == sys.executable else word for word in launcher[1:])], dict(os.environ)
+
+
 def run_script(
-    launcher: Sequence[str], name: str, text: str, folder: Path, *arguments: str | Path
+    launcher: Sequence[str], name: str, text: str, folder: Path, *arguments: str | Path, is_warm: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Run a script called `name` in `folder`; fail unless all its ranks reach its end.
+
+    With `is_warm` false, launcher and ranks are new interpreters, as users start them.
 
     After that torch may abort a rank that used FSDP2 over Gloo: one of Gloo's threads that lets a tensor go while the
     interpreter ends dies of it. docs/limits.md says so, and it is no failure of the script.
@@ -67,8 +83,11 @@ def run_script(
     if launcher[0] == "mpiexec":
         require_mpi()
     (folder / name).write_text(f"{text}\nimport sys\n\nprint('{_MARK}', file=sys.stderr, flush=True)\n")
-    command = [BIN / launcher[0], *launcher[1:], name, *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    command, environ = [BIN / launcher[0], *launcher[1:]], dict(os.environ)
+    if is_warm:
+        command, environ = warm_command(launcher, text)
+    command += [name, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100)
     ranks = next((int(word) for word in launcher if word.isdecimal()), 1)
     assert done.stderr.count(_MARK) == ranks, done.stderr
     assert done.returncode == 0 or "Signal 6 (SIGABRT)" in done.stderr, done.stderr

@@ -426,9 +426,12 @@ class _Processes(_Remote):
 def _fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     preload = [name for name in sys.modules if name.split(".")[0] == "statexchange"]
-    preload += [name for name in ("hypothesis", "pytest") if name in sys.modules]
+    preload += [name for name in ("hypothesis", "pytest", "accelerate", "peft") if name in sys.modules]
+    # Ranks import the module of their function, and with it the models for whose sake it was imported here.
+    preload += [name for name in sys.modules if name.startswith("transformers.") and ".modeling_" in name]
     if importlib.util.find_spec("torch") is not None:
         preload += ["torch", "torch.distributed.fsdp"]
+        preload += ["torch._dynamo"]  # each rank with an optimizer would import it
     context.set_forkserver_preload(preload)  # has no effect once the server runs
     return context
 

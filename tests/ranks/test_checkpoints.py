@@ -22,7 +22,7 @@ import pytest
 import torch
 from forked_jobs import ForkedJobs
 from programs import require_mounts
-from scripts import BIN, HOME
+from scripts import HOME, warm_command
 from sweeps import slow, some
 
 import statexchange as sx
@@ -598,8 +598,10 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("launcher", [("torchrun", "--nproc-per-node", "2"), ("python",)], ids=["torchrun", "alone"])
 def test_a_preempted_job_saves_and_goes_on(launcher: tuple[str, ...], tmp_path: Path) -> None:
-    command = [BIN / launcher[0], *launcher[1:], HOME / "tools/examples/preempted.py", "saves"]
-    with subprocess.Popen([*command, "100000"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as job:
+    script = HOME / "tools/examples/preempted.py"
+    words, environ = warm_command(launcher, script.read_text())
+    command = [*words, script, "saves"]
+    with subprocess.Popen([*command, "100000"], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         assert job.stdout.readline().startswith("begins at step 0")
         time.sleep(0.5)
@@ -607,7 +609,8 @@ def test_a_preempted_job_saves_and_goes_on(launcher: tuple[str, ...], tmp_path: 
         (step,) = {int(number) for number in re.findall(r"ends at step (\d+)", job.stdout.read())}
     assert sx.Checkpoints(tmp_path / "saves").latest() == step
     assert step % 5 == 0
-    done = subprocess.run([*command, str(step + 7)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    again = [*command, str(step + 7)]
+    done = subprocess.run(again, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
     assert set(re.findall(r"(begins|ends) at step (\d+)", done.stdout)) == {
         ("begins", str(step)),
         ("ends", str(step + 7)),

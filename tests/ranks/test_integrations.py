@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from scripts import ALONE, BIN, page_block, run_script, with_torchrun
+from scripts import ALONE, page_block, run_script, warm_command, with_torchrun
 from sweeps import slow
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
@@ -61,7 +61,8 @@ def fitting(*, kills: bool, replace: dict[str, str] | None = None) -> str:
 
 def killed(launcher: tuple[str, ...], name: str, script: str, folder: Path) -> None:
     (folder / name).write_text(script)
-    done = subprocess.run([BIN / launcher[0], *launcher[1:], name], cwd=folder, capture_output=True, timeout=100)
+    command, environ = warm_command(launcher, script)
+    done = subprocess.run([*command, name], cwd=folder, env=environ, capture_output=True, timeout=100)
     assert done.returncode != 0
 
 
