@@ -82,7 +82,7 @@ def test_it_ends_and_prints_as_a_new_interpreter(words: tuple[str, ...], tmp_pat
     assert (warm.returncode, warm.stdout, warm.stderr) == (new.returncode, new.stdout, new.stderr)
 
 
-SLEEPS = "import os, sys, time; print(os.getpid(), flush=True)\ntry:\n    time.sleep(60)\nfinally:\n    print('end')"
+SLEEPS = "import os, time\ntry:\n    print(os.getpid(), flush=True)\n    time.sleep(60)\nfinally:\n    print('end')"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
