@@ -14,15 +14,10 @@ import os
 import re
 import threading
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
-import xxhash
-
-from statexchange.checkpoint.convert import ConvertingReader
 from statexchange.checkpoint.extra_files import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -35,6 +30,7 @@ from statexchange.checkpoint.extra_files import (
 from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication, target_path
+from statexchange.checkpoint.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.conversions.choice import Convert, check_numbers
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.errors import (
@@ -52,16 +48,13 @@ from statexchange.formats.sections import ALL, section_of
 from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor
 from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas
-from statexchange.sharding.plan import FilePlan, Piece, Plan, RankShards, TensorPlan, plan_merge
+from statexchange.sharding.plan import FilePlan, Plan, RankShards, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box
-from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import OpenedPath, open_path
-from statexchange.storage.regions import READ_AHEAD_BYTES, BoxReader, windows
 from statexchange.storage.store import is_url, resolve_path
-from statexchange.tensors import ITEMSIZE, element_shape
+from statexchange.tensors import element_shape
 from statexchange.units import format_transfer
 
 if TYPE_CHECKING:
@@ -458,11 +451,6 @@ def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
     return tuple(planned)
 
 
-def byte_range_of(source: Source, tensor: TensorPlan, holder: int, box_index: int) -> ByteRange:
-    """Return the byte range of one box of a tensor."""
-    return source.files[holder].tensors[tensor.source].byte_ranges[box_index]
-
-
 def check_replicas(source: Source, plan: Plan) -> None:
     """Raise ReplicaError unless all copies of each box are equal, and tied tensors equal each other."""
     for file in plan.files:
@@ -502,9 +490,6 @@ def _check_tied(shard_file: ShardFile, alias: str, name: str) -> None:
 
 def _digests(tensor: SourceTensor) -> list[str]:
     return [tensor.digest_of(index) for index in range(len(tensor.byte_ranges))]
-
-
-_Reader = BoxReader | ConvertingReader
 
 
 def _provenance_of(plan: FilePlan, record: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[BoxProvenance]]:
@@ -556,7 +541,7 @@ class _Merge:
         return provenance
 
     def _write_file(self, plan: FilePlan, output: PlannedFile) -> dict[str, list[BoxProvenance]]:
-        memory = memoryview(bytearray(4 * WINDOW_BYTES))
+        memory = memoryview(bytearray(MEMORY_BYTES))
         provenance = {tensor.name: self._write_tensor(tensor, output, memory) for tensor in plan.tensors}
         output.finish()
         record = []
@@ -566,56 +551,15 @@ class _Merge:
         return provenance
 
     def _write_tensor(self, tensor: TensorPlan, output: PlannedFile, memory: memoryview) -> list[BoxProvenance]:
-        readers = [self._reader(tensor, piece) for piece in tensor.pieces]
-        waiting = deque(readers)
+        reader = TensorReader(self._source, tensor)
         at = output.offset_of(tensor)
-        widest = max((ITEMSIZE[self._source_dtype(tensor, piece)] for piece in tensor.pieces), default=0)
-        for window in windows(tensor.shape, max(widest, ITEMSIZE[tensor.dtype])) if tensor.nbytes else ():
+        for _, data in reader.windows(memory):
             if self._stop.is_set():
                 raise RuntimeError("another file of this merge failed")
-            nbytes = window.numel * ITEMSIZE[tensor.dtype]
-            self._fill(memory[:nbytes], window, waiting, memory[WINDOW_BYTES:])
-            output.write(memory[:nbytes], at)
-            at += nbytes
-        return [
-            self._checked_provenance(tensor, piece, reader)
-            for piece, reader in zip(tensor.pieces, readers, strict=True)
-        ]
-
-    def _fill(self, buffer: memoryview, window: Box, waiting: deque[_Reader], bounce: memoryview) -> None:
-        """Fill one window from the readers, which are in the order of their first elements; drop finished readers."""
-        last = tuple(end - 1 for end in window.ends)
-        for reader in takewhile(lambda reader: reader.box.offsets <= last, waiting):
-            self._count(reader.copy_into(buffer, window, bounce))
-        while waiting and not waiting[0].bytes_left:
-            waiting.popleft()
-
-    def _source_dtype(self, tensor: TensorPlan, piece: Piece) -> str:
-        """Return the dtype of a piece in the source."""
-        return self._source.files[piece.holder].tensors[tensor.source].shard.dtype
-
-    def _reader(self, tensor: TensorPlan, piece: Piece) -> _Reader:
-        dtype = self._source_dtype(tensor, piece)
-        if dtype == tensor.dtype and tensor.reduce is None:
-            return self._box_reader(tensor, piece, piece.holder, piece.box_index)
-        copies = [(piece.holder, piece.box_index), *(piece.replicas if tensor.reduce is not None else ())]
-        readers = [self._box_reader(tensor, piece, *copy) for copy in copies]
-        return ConvertingReader(readers, dtype, tensor.dtype, tensor.reduce, xxhash.xxh3_128())
-
-    def _box_reader(self, tensor: TensorPlan, piece: Piece, holder: int, box_index: int) -> BoxReader:
-        byte_range = byte_range_of(self._source, tensor, holder, box_index)
-        dtype = self._source.files[holder].tensors[tensor.source].shard.dtype
-        copies = 1 + len(piece.replicas) if tensor.reduce is not None else 1
-        ahead = READ_AHEAD_BYTES // (len(tensor.pieces) * copies)
-        return BoxReader(byte_range, piece.box, dtype, ahead)
-
-    def _checked_provenance(self, tensor: TensorPlan, piece: Piece, reader: _Reader) -> BoxProvenance:
-        """Return the provenance of a piece that was read; raise CorruptError if a digest differs."""
-        holders = [piece.holder, *(holder for holder, _ in piece.replicas)]
-        readers = reader.readers if isinstance(reader, ConvertingReader) else [reader]
-        for holder, box_reader in zip(holders, readers, strict=False):
-            box_reader.digest.check(tensor.source, self._source.files[holder].rank)
-        return BoxProvenance(self._source.files[piece.holder].rank, reader.hexdigest())
+            self._count(len(data))
+            output.write(data, at)
+            at += len(data)
+        return reader.provenance()
 
     def _count(self, nbytes: int) -> None:
         with self._lock:

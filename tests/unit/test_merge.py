@@ -147,15 +147,15 @@ def cut(draw: st.DrawFn) -> tuple[torch.Tensor, list[list[Box]]]:
 @settings(max_examples=40)
 @given(cut(), st.integers(20, 300))
 def test_tensors_of_any_sharding_are_restored(tmp_path_factory: pytest.TempPathFactory, case: Any, window: int) -> None:
-    from statexchange.checkpoint import merge
+    from statexchange.checkpoint import tensor_reader
     from statexchange.storage import regions
 
     value, ranks = case
     path = tmp_path_factory.mktemp("any", numbered=True)
     save(path / "ws", *[[part("w", value, *boxes)] for boxes in ranks])
     with pytest.MonkeyPatch.context() as patch:  # small windows, so that small tensors take many
-        patch.setattr(merge, "WINDOW_BYTES", window)
-        patch.setattr(merge, "windows", lambda shape, itemsize: regions.windows(shape, itemsize, window))
+        patch.setattr(tensor_reader, "WINDOW_BYTES", window)
+        patch.setattr(tensor_reader, "windows", lambda shape, itemsize: regions.windows(shape, itemsize, window))
         merge_checkpoint(path / "ws", path / "out")
     back = load_file(path / "out" / "model.safetensors")["w"]
     assert (back.dtype, back.shape, content(back)) == (value.dtype, value.shape, content(value))
