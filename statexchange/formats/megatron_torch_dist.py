@@ -5,8 +5,8 @@ scheduler, parameter groups), and ``metadata.json``, which is written last. Name
 tensors: the model's have no prefix, layers are stacked along a first dim unless each has a name of its own
 (``singleton_local_shards``), the optimizer's begin with ``optimizer.`` or ``chained_0.optimizer.``.
 
-The optimizer's state is by parameter, or in flat buffers of no parameter's shape; ``distrib_optim_sharding_type`` in
-``content_metadata`` tells which. Flat buffers are read as they are.
+The optimizer's state is by parameter, or in flat buffers of no parameter's shape; ``param_state_sharding_type`` in
+common.pt tells which. Flat buffers are read as they are.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = ["COMMON", "CONFIG", "matches", "read"]
 CONFIG, COMMON = "metadata.json", "common.pt"
 _BACKEND = "sharded_backend"
 _MAX_CONFIG_BYTES = 1 << 16
-_SHARDING_TYPE = "distrib_optim_sharding_type"
-_BY_PARAMETER = ("None", "fully_reshardable")  # types of the optimizer's state
+_SHARDING_TYPE = "param_state_sharding_type"
+_BY_PARAMETER = "fully_reshardable"
 
 
 def matches(store: Store) -> bool:
@@ -134,9 +134,10 @@ def _check_no_names_twice(source: Source, common: TorchFile) -> None:
 
 def _describe_flat_buffers(others: dict[str, str]) -> None:
     """List the optimizer as an entry of its own if its state is in flat buffers."""
-    kind = others.get(f"content_metadata.{_SHARDING_TYPE}", "None").removeprefix("str ").strip("'")
-    if kind not in _BY_PARAMETER:
-        others["optimizer"] = f"flat buffers, not by parameter: {_SHARDING_TYPE} is {kind}"
+    kinds = {others[name] for name in others if name.endswith(f".{_SHARDING_TYPE}")}  # one for each chained optimizer
+    flat = sorted(kinds - {f"str {_BY_PARAMETER!r}"})
+    if flat:
+        others["optimizer"] = f"flat buffers, not by parameter: {_SHARDING_TYPE} is {flat[0].removeprefix('str ')}"
 
 
 def _sections(

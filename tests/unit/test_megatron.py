@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import shutil
+import sys
 import tarfile
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ import pytest
 import torch
 from megatron_states import check_expected, check_legacy, merged, read
 from scripts import page_block, run_commands
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.cli.main import main
@@ -32,7 +37,7 @@ from statexchange.report.summary import summarize
 from statexchange.sharding.megatron import division_of
 
 DATA = Path(__file__).parents[1] / "data" / "megatron"
-SAMPLES = {"tp2_pp2": (25, 23), "pp2_tied": (32, 14), "ep2_moe": (12, 33)}
+SAMPLES = {"tp2_pp2": (25, 23), "pp2_tied": (32, 14), "ep2_moe": (12, 33), "pp2_vpp2": (9, 27)}
 
 
 def unpacked(sample: str, folder: Path) -> Path:
@@ -125,7 +130,7 @@ def test_flat_buffers_of_an_optimizer_are_named_and_are_not_the_models(
     samples: dict[str, Path], tmp_path: Path
 ) -> None:
     others = summarize(samples["tp2_pp2"] / "torch_dist").others
-    assert others["optimizer"] == "flat buffers, not by parameter: distrib_optim_sharding_type is dp_reshardable"
+    assert others["optimizer"] == "flat buffers, not by parameter: param_state_sharding_type is 'dp_reshardable'"
     assert not any("optimizer" in name for name in merged(samples["tp2_pp2"] / "torch_dist", tmp_path / "out"))
     assert "optimizer" not in summarize(samples["pp2_tied"] / "torch_dist").others
     names = merged(samples["pp2_tied"] / "torch_dist", tmp_path / "optimizer", section="optimizer").keys()
@@ -373,6 +378,66 @@ def test_one_rank_alone_is_read_only_if_the_run_had_no_other(samples: dict[str, 
 def test_a_file_of_this_name_of_another_program_is_a_file_of_torch_save(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / RANK_FILE)
     assert merged(tmp_path / RANK_FILE, tmp_path / "out").keys() == {"w"}
+
+
+def test_metadata_of_older_releases_is_read(torch_dist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their metadata and plans are of Megatron's own classes."""
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    module = types.ModuleType(name)
+    for parent in ("megatron", "megatron.core", "megatron.core.dist_checkpointing"):
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    monkeypatch.setitem(sys.modules, name, module)
+    module.MCoreMetadata = type("MCoreMetadata", (Metadata,), {"__module__": name})  # type: ignore[attr-defined]
+    module.MCoreSavePlan = type("MCoreSavePlan", (SavePlan,), {"__module__": name})  # type: ignore[attr-defined]
+    path = torch_dist / ITERATION / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    plans = [module.MCoreSavePlan(plan.items, planner_data={"fragments": 3}) for plan in metadata.all_local_plans]
+    changed = module.MCoreMetadata(metadata.state_dict_metadata, storage_data=metadata.storage_data)
+    changed.all_local_plans, changed.mcore_data = plans, {"w": {"nd_reformulated_orig_global_shape": (2, 2)}}
+    path.write_bytes(pickle.dumps(changed))
+    assert b"MCoreSavePlan" in path.read_bytes()
+    assert len(merged(torch_dist, tmp_path / "out")) == 13
+
+
+def test_grouped_experts_are_numbered_and_divided(tmp_path: Path) -> None:
+    """Transformer Engine's names; made by hand, since it needs a GPU. Tensor and expert parallel ranks: 2 x 2."""
+    gate = torch.arange(4 * 8 * 3, dtype=torch.float32).reshape(4, 8, 3)  # experts, halves of 4 rows, inputs
+    down = torch.arange(4 * 3 * 4, dtype=torch.float32).reshape(4, 3, 4)
+    arguments = argparse.Namespace(
+        tensor_model_parallel_size=2, expert_model_parallel_size=2, num_experts=4, num_layers=1
+    )
+    for tensor, expert in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        model = {}
+        for number in range(2):
+            rows = gate[2 * expert + number].reshape(2, 4, 3)[:, 2 * tensor : 2 * tensor + 2].reshape(4, 3)
+            columns = down[2 * expert + number][:, 2 * tensor : 2 * tensor + 2]
+            model[f"decoder.layers.0.mlp.experts.linear_fc1.weight{number}"] = rows.clone()
+            model[f"decoder.layers.0.mlp.experts.linear_fc2.weight{number}"] = columns.clone()
+        directory = tmp_path / ITERATION / f"mp_rank_{tensor:02d}_{expert:03d}"
+        directory.mkdir(parents=True)
+        torch.save({"model": model, "args": arguments, "iteration": 7}, directory / RANK_FILE)
+    found = merged(tmp_path / ITERATION, tmp_path / "out")
+    for number in range(4):
+        assert (found[f"decoder.layers.0.mlp.experts.linear_fc1.weight{number}"] == gate[number].numpy()).all()
+        assert (found[f"decoder.layers.0.mlp.experts.linear_fc2.weight{number}"] == down[number].numpy()).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"expert_model_parallel_size": 2, "num_experts": 4}, "weight1"),
+        ({"expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2}, "linear_fc2.weight0"),
+    ],
+)
+def test_experts_that_may_lie_in_any_way_are_refused(tmp_path: Path, arguments: dict[str, int], name: str) -> None:
+    for rank in range(2):
+        tensor = f"{rank:02d}" if "tensor_model_parallel_size" in arguments else f"00_{rank:03d}"
+        directory = tmp_path / ITERATION / f"mp_rank_{tensor}"
+        directory.mkdir(parents=True)
+        model = {f"decoder.layers.0.mlp.experts.{name}": torch.ones(4, 4)}
+        torch.save({"model": model, "args": argparse.Namespace(**arguments)}, directory / RANK_FILE)
+    with pytest.raises(UnsupportedError, match=r"experts.*leave .* out"):
+        merge_checkpoint(tmp_path / ITERATION, tmp_path / "out")
 
 
 DIVISIONS = {
