@@ -17,6 +17,7 @@ _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _MAX_NUMBER = 1 << 20
 _OPTIMIZER = re.compile(r"(?:chained_[0-9]+\.)?optimizer(?:\.|$)")
 _KEYS: dict[str, SectionName] = {"opt_param_scheduler": "scheduler", "lr_scheduler": "scheduler", "rng_state": "rng"}
+_FIRST = ("args", "iteration", "optimizer", "distrib_optim.pt")
 _ORDER: tuple[SectionName, ...] = ("model", "optimizer", "scheduler", "rng", "other")
 
 
@@ -108,11 +109,13 @@ def sections_from(names: Iterable[tuple[str, SectionName]]) -> tuple[Section, ..
 
 
 def in_order(others: Mapping[str, str]) -> dict[str, str]:
-    """Return descriptions of entries, the many of parameter groups and of extra states last."""
+    """Return descriptions of entries, the most useful first, the many of parameter groups and of extra states last."""
     return {name: others[name] for name in sorted(others, key=_rank_of)}
 
 
 def _rank_of(name: str) -> int:
+    if name in _FIRST:
+        return 0
     if "_extra_state" in name:
-        return 2
-    return 1 if ".param_groups." in name else 0
+        return 3
+    return 2 if ".param_groups." in name else 1
