@@ -40,7 +40,7 @@ _OF_TRAINING = ("trainer_state.json",)
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versions
 # Files of a directory that are not taken: weights, indexes, manifests and hidden files.
 _NOT_COPIED = re.compile(
-    r".*\.(safetensors|bin|pt|pth|ckpt|distcp|gguf|onnx|h5|msgpack|npz|index\.json)|statexchange\.json|\..*"
+    r".*\.(safetensors|bin|pt|pth|ckpt|distcp|gguf|onnx|h5|pkl|msgpack|npz|index\.json)|statexchange\.json|\..*"
 )
 
 
@@ -92,18 +92,23 @@ def given_config(files_from: FilesFrom) -> bytes | None:
 def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """Return the extra files of a source that is a Hugging Face directory, and notes about those that cannot be read.
 
-    A directory of torch.save files counts as one if it has a config.json.
+    A directory of torch.save files counts as one if it has a config.json. A training framework's directory may have
+    one for such files.
     """
     opened = source.opened
-    names = [] if opened.file is not None else opened.store.files
-    if source.kind != "huggingface" and (source.kind != "torch" or CONFIG not in names):
-        return {}, ()
+    store = source.small_files
+    if store is None:
+        store = opened.store
+        if opened.file is not None or source.kind not in ("huggingface", "torch"):
+            return {}, ()
+        if source.kind == "torch" and CONFIG not in store.files:
+            return {}, ()
     files: dict[str, bytes] = {}
     notes = []
-    for name in names:
+    for name in store.files:
         if not _NOT_COPIED.fullmatch(name) and name not in _OF_TRAINING:
             try:
-                files[name] = opened.store.read_small(name)
+                files[name] = store.read_small(name)
             except ReplacedError:
                 raise
             except StateExchangeError as error:

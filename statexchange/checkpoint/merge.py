@@ -43,8 +43,8 @@ from statexchange.errors import (
 )
 from statexchange.formats import rank_files
 from statexchange.formats.converted import Converted, config_of, configs_beside, convert_source, read_conversion
-from statexchange.formats.registry import open_source, open_with, read_opened
-from statexchange.formats.sections import ALL, section_of
+from statexchange.formats.registry import open_source, open_with, read_opened, read_section
+from statexchange.formats.sections import MODEL_OF_PARTS, section_of
 from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor
 from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas
@@ -162,7 +162,8 @@ def merge_checkpoint(
         section: what to merge of a job's state: "model", "optimizer" or another of `info`'s sections, or "all". The
             section's prefix, such as ``model.``, is removed from the names before all other options apply. By default
             the model, if it is known which tensors are the model's; but all if there are patterns (`layout`, `include`,
-            `exclude`, `rename`) and no `convert`: they then match the full names.
+            `exclude`, `rename`) and no `convert`: they then match the full names. Of a training
+            framework's directory, the model in any case.
         layout: sharding of plain tensors, as a mapping or the path of a JSON file (`statexchange.sharding.rules`). Each
             safetensors file of the source directory is then one rank's. Patterns match the names in the source.
         include: shell patterns of names to merge; by default all. If the layout renames tensors, the new names count.
@@ -337,18 +338,18 @@ def _open(
         and not converts
         and (options.layout is not None or options.include or options.exclude or options.rename)
     ):
-        section = ALL
+        section = MODEL_OF_PARTS
     if options.layout is None:
         return open_source(path, section=section), {}
     source = open_with(path, _read_plain, strict=True, section=section)
     return rank_files.apply_layout(source, options.new_layout())
 
 
-def _read_plain(opened: OpenedPath, *, strict: bool) -> Source:
+def _read_plain(opened: OpenedPath, *, strict: bool, section: str | None) -> Source:
     """Read each file of a directory of plain safetensors files as one rank's; read anything else by its own format."""
     if rank_files.matches(opened):
-        return rank_files.read(opened, strict=strict)
-    return read_opened(opened, strict=strict)
+        return read_section(rank_files.read, opened, strict=strict, section=section)
+    return read_opened(opened, strict=strict, section=section)
 
 
 def _unwrapping_options(

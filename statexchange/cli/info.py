@@ -12,10 +12,13 @@ from statexchange.formats.source import abbreviated_list
 from statexchange.units import format_bytes, format_ranks, format_time
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from statexchange.formats.source import Part
     from statexchange.report.saves import SavesReport
     from statexchange.report.summary import SectionSummary, Summary
+
+_MAX_NAMES = 4  # shown of a part's files
 
 
 @commands.command
@@ -37,10 +40,13 @@ def command(output: Output, path: str) -> int:
         output.warning(str(problem))
     if summary.unsupported:
         output.warning(f"tensors that cannot be read: {abbreviated_list(summary.unsupported)}")
+    for note in summary.notes:
+        output.message(note)
     output.fields(_fields(summary))
     worst = most_severe(summary.problems)
     record = fields_of(summary)
     record["sections"] = {name: fields_of(section) for name, section in summary.sections.items()}
+    record["parts"] = [fields_of(part) for part in summary.parts]
     return output.finish(code_of(worst) if worst else "OK", record, error=worst)
 
 
@@ -67,6 +73,7 @@ def _fields(summary: Summary) -> list[tuple[str, str]]:
         fields.append(("ranks", f"{len(summary.ranks)} of {summary.world_size}{ranks}"))
     elif summary.ranks:
         fields.append(("ranks", f"{len(summary.ranks)}: {format_ranks(summary.ranks)}"))
+    fields += _parts(summary.parts)
     sections = {name: section for name, section in summary.sections.items() if section.num_tensors}
     if len(sections) > 1:
         fields.append(("sections", ", ".join(map(_section_text, sections.items()))))
@@ -78,6 +85,20 @@ def _fields(summary: Summary) -> list[tuple[str, str]]:
     fields += [("note", note) for note in summary.notes]
     if summary.num_unreadable:
         fields.append(("unreadable", f"{summary.num_unreadable:,} tensors are listed but cannot be read"))
+    return fields
+
+
+def _parts(parts: Sequence[Part]) -> list[tuple[str, str]]:
+    """Return the files of each section of a framework's directory."""
+    names: dict[str, list[str]] = {}
+    for part in parts:
+        refusal = " (cannot be read)" if part.refusal else ""
+        names.setdefault(part.section or "parts", []).extend(f"{name}{refusal}" for name in part.names)
+    fields = []
+    for section, of_section in names.items():
+        hidden = len(of_section) - _MAX_NAMES
+        more = f" and {hidden:,} more" if hidden > 0 else ""
+        fields.append((section, ", ".join(of_section[:_MAX_NAMES]) + more))
     return fields
 
 

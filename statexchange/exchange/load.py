@@ -29,7 +29,7 @@ from statexchange.exchange.placing import place_parts
 from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.reading import ReadItem, assign_readers, read_all
 from statexchange.formats.registry import open_source
-from statexchange.formats.sections import ALL
+from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import Source
 from statexchange.processes import collector_paused
 from statexchange.sharding import records
@@ -38,6 +38,7 @@ from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
 from statexchange.state.load_plan import LoadPlan, SavedTensor, merge_trees, plan_load, tree_from_names
+from statexchange.state.modules import is_module, module_items
 from statexchange.state.tree import flatten
 from statexchange.storage.store import is_url
 from statexchange.storage.stored_values import decode_stored
@@ -49,6 +50,7 @@ __all__ = ["LoadReport", "load_checkpoint", "load_now"]
 
 _log = logging.getLogger(__name__)
 _SHOWN = 5
+_KEYED_KINDS = ("dcp", "torch")  # formats whose first keys show the sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +304,7 @@ class _Load:
         with contextlib.ExitStack() as holding:
             with self._comm.phase("reading the headers", timeout_s=self._stall_timeout_s), collector_paused():
                 options = LoadOptions(**given)
-                source = holding.enter_context(_opened(path, self._comm, self._conversion))
+                source = holding.enter_context(_opened(path, state, self._comm, self._conversion))
                 if self._conversion is not None:
                     source, self._without_rule = convert_for_load(source, self._conversion, strict=options.strict)
             texts = {} if self._conversion is None else self._conversion.texts()
@@ -435,15 +437,37 @@ def _digest(value: Any) -> str:
     return digest(json.dumps(value).encode())
 
 
-def _opened(source: str | os.PathLike[str], comm: Communicator, conversion: ChosenConversion | None) -> Source:
-    """Open the source, or its model for a conversion; on several hosts NotFoundError names the host without it."""
+def _opened(
+    path: str | os.PathLike[str], state: Any, comm: Communicator, conversion: ChosenConversion | None
+) -> Source:
+    """Open what the state needs of the source; on several hosts NotFoundError names the host that does not see it.
+
+    A conversion takes the model. So does any state of a training framework's directory but a mapping that names
+    sections, which takes all parts.
+    """
+    names_sections = isinstance(state, Mapping) and any(key in SECTIONS for key in state)
     try:
-        return open_source(source, section=ALL if conversion is None else None)
+        if conversion is not None:
+            return open_source(path, section=None)
+        source = open_source(path, section=ALL if names_sections else MODEL_OF_PARTS)
+        return _model_for(state, source)
     except NotFoundError as error:
         if comm.num_nodes == 1:
             raise
         text = f"{error.message} on {comm.hosts[comm.rank]}; all hosts must see the source"
         raise NotFoundError(text, rank=comm.rank, path=error.path) from error
+
+
+def _model_for(state: Any, source: Source) -> Source:
+    """Return the model's section of a job's state for a module whose names lack the section's prefix."""
+    if not is_module(state) or source.kind not in _KEYED_KINDS:
+        return source
+    models = [section for section in sections_of(source) if section.name == "model" and section.prefix]
+    if not models:
+        return source
+    (model,) = models
+    own = module_items(state, keep_vars=True)
+    return source if model.names & own.keys() else select_section(source, model.name)
 
 
 # The load plan

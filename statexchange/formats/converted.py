@@ -47,10 +47,10 @@ def _read_file(path: str) -> object:
 
 def configs_beside(source: Source) -> list[KnownConfig]:
     """Return the config.json beside a source's files, if there is one that can be read."""
-    opened = source.opened
-    if opened.file is not None or _CONFIG not in opened.store.files:
+    store = source.small_files or source.opened.store
+    if (source.small_files is None and source.opened.file is not None) or _CONFIG not in store.files:
         return []
-    return config_of(opened.store.path_of(_CONFIG), opened.store.read_small(_CONFIG))
+    return config_of(store.path_of(_CONFIG), store.read_small(_CONFIG))
 
 
 def config_of(where: str, content: bytes) -> list[KnownConfig]:

@@ -18,7 +18,8 @@ from statexchange.errors import (
     StateExchangeError,
     UnsupportedError,
 )
-from statexchange.formats.sections import ALL, check_section, select_section
+from statexchange.formats import directories
+from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, select_section
 from statexchange.formats.source import OpenCheckpoint, Source
 from statexchange.storage.opened_path import OpenedPath, open_path, read_with_retry
 from statexchange.storage.steps import is_saves_directory, list_steps, step_name, step_of, steps_text
@@ -54,8 +55,10 @@ class Format(Protocol):
 
 
 # In order: the first format that matches reads. A format is imported when it is tried; those from Megatron's on import
-# the pickle reader, which the others do not need.
-FORMATS = ("save", "huggingface", "workspace", "megatron", "dcp", "foreign", "torch_file")
+# the pickle reader, which the others do not need. `directories` reads parts by the other formats, and selects the
+# section itself.
+_DIRECTORIES = "directories"
+FORMATS = ("save", _DIRECTORIES, "huggingface", "workspace", "megatron", "dcp", "foreign", "torch_file")
 _DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
 # All tensors together may have _BASE_BYTES more than _MAX_REPETITION times the bytes of their files.
 _BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
@@ -94,13 +97,7 @@ def open_with(
     check_section(section)
 
     def read_once(opened: OpenedPath) -> Source:
-        source = read(opened, strict=strict and section == ALL)
-        if strict and source.refusal is not None:
-            raise source.problems[0] if source.problems else source.refusal
-        if section != ALL:
-            source = select_section(source, section)
-            if source.problems and strict:
-                raise source.problems[0]
+        source = read(opened, strict=strict, section=section)
         _check_not_repeated(source)
         if source.problems and not opened.is_current():
             raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
@@ -226,25 +223,37 @@ def _check_not_repeated(source: Source) -> None:
             raise UnsupportedError(text, name=tensor.shard.name, path=shard_file.path)
 
 
-def read_opened(opened: OpenedPath, *, strict: bool = True) -> Source:
-    """Return the source at an opened path, by the first format that matches."""
+def read_opened(opened: OpenedPath, *, strict: bool = True, section: str | None = ALL) -> Source:
+    """Return a section of the source at an opened path, by the first format that matches."""
     for name in FORMATS:
         module: Format = import_module(f"statexchange.formats.{name}")
         if module.matches(opened):
+            if name == _DIRECTORIES:
+                return directories.read(opened, strict=strict, section=section)
             if name == "torch_file":
+                directories.check_none_below(opened)
                 _check_no_dcp_below(opened)
-            return module.read(opened, strict=strict)
-    _check_no_dcp_below(opened)
+            return read_section(module.read, opened, strict=strict, section=section)
     _check_no_saves_below(opened)
+    directories.check_none_below(opened)
+    _check_no_dcp_below(opened)
     _check_no_description(opened)
     raise NotFoundError(_UNKNOWN, path=opened.path)
 
 
-def _check_no_dcp_below(opened: OpenedPath) -> None:
-    """Raise InvalidArgumentError if there are DCP directories one level below.
+def read_section(read: Callable[..., Source], opened: OpenedPath, *, strict: bool, section: str | None) -> Source:
+    """Return a section of what a format's `read` returns; with `strict`, raise the first problem that affects it."""
+    source = read(opened, strict=strict and section == ALL)
+    if strict and source.refusal is not None:
+        raise source.problems[0] if source.problems else source.refusal
+    source = select_section(source, section)
+    if source.problems and strict:
+        raise source.problems[0]
+    return source
 
-    accelerate writes DCP directories into a directory of its own, beside files of torch.save that have no model.
-    """
+
+def _check_no_dcp_below(opened: OpenedPath) -> None:
+    """Raise InvalidArgumentError if there are DCP directories one level below, of no framework that is known."""
     if opened.file is not None:
         return
     dcp_names = [name for name in opened.store.directories if _is_dcp(opened, name)]
@@ -283,7 +292,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
 
     Not collective. Reads headers only; a tensor's bytes are read by its `read`. A tensor that is stored as shards, even
     in several files, is read as one. The files stay open until the mapping is closed, so that the old
-    content stays readable if the checkpoint is replaced later.
+    content stays readable if the checkpoint is replaced later. Of a training framework's directory, whose parts are
+    model, optimizer and others, the model is opened.
 
     Args:
         path: a Hugging Face directory or file, a save, a workspace, a torch DCP directory, a Megatron checkpoint, or
@@ -307,4 +317,4 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
         ...     w.dtype, w.shape, w.read().tolist()
         ('F32', (2, 3), [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
     """
-    return OpenCheckpoint(open_source(path))
+    return OpenCheckpoint(open_source(path, section=MODEL_OF_PARTS))

@@ -24,11 +24,12 @@ from statexchange.errors import InvalidArgumentError, StateExchangeError, excerp
 from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
 from statexchange.storage.json_text import parse_json
 
-__all__ = ["ALL", "SECTIONS", "check_section", "section_of", "sections_of", "select_section"]
+__all__ = ["ALL", "MODEL_OF_PARTS", "SECTIONS", "check_section", "section_of", "sections_of", "select_section"]
 
 T = TypeVar("T")
 SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 ALL = "all"
+MODEL_OF_PARTS = "model of parts"  # the model of a framework's directory (directories.py), all of anything else
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "app.model")
 _KEYS: dict[str, SectionName] = {
@@ -135,7 +136,7 @@ def _first_key(name: str) -> str:
 
 def check_section(section: object) -> None:
     """Raise InvalidArgumentError unless this is the name of a section, "all", or None."""
-    if section is not None and section != ALL and section not in SECTIONS:
+    if section not in (None, ALL, MODEL_OF_PARTS, *SECTIONS):
         names = ", ".join(map(repr, SECTIONS))
         raise InvalidArgumentError(f"section must be {names} or 'all', not {excerpt(section)}")
 
@@ -147,14 +148,16 @@ def select_section(source: Source, section: str | None) -> Source:
 
     Args:
         source: the source, opened without `strict`.
-        section: the name of the section; "all" for the source as it is; None for the model if the source has sections,
-            else for the source as it is.
+        section: the name of the section; "all" and MODEL_OF_PARTS for the source as it is; None for the model if the
+            source has sections, else for the source as it is.
 
     Raises:
         InvalidArgumentError: the source does not have the section.
     """
-    sections = sections_of(source) if section != ALL else ()
-    if not sections and section in (None, ALL):
+    if section in (ALL, MODEL_OF_PARTS):
+        return source
+    sections = sections_of(source)
+    if not sections and section is None:
         return source
     by_name = {known.name: known for known in sections}
     wanted = by_name.get(section or "model")  # type: ignore[call-overload]

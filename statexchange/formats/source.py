@@ -19,7 +19,7 @@ from statexchange.sharding.plan import RankShards, prove_cover
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, is_inside
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.opened_path import OpenedPath
-from statexchange.storage.store import StoredFile
+from statexchange.storage.store import Store, StoredFile
 from statexchange.storage.tensorfile import Header
 from statexchange.tensors import ITEMSIZE, PACKED
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FormatName",
     "OpenCheckpoint",
+    "Part",
     "Section",
     "SectionName",
     "ShardFile",
@@ -52,6 +53,8 @@ FormatName = Literal[
     "dcp",
     "torch",
     "rank files",
+    "trainer",
+    "accelerate",
     "gguf",
     "npy",
     "npz",
@@ -156,6 +159,21 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a framework's directory (formats/directories.py).
+
+    Attributes:
+        section: the section that it is; None if it has several.
+        names: names of its files or of its directory.
+        refusal: why it cannot be read; "" if it can.
+    """
+
+    section: SectionName | None
+    names: tuple[str, ...]
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ShardFile:
     """One file of a checkpoint, with its tensors and its rank, or its number if it has no rank."""
 
@@ -201,6 +219,8 @@ class Source:
         notes: what a user should know about how it was read.
         refusal: why no tensor can be read, if the format is one that is only shown (formats/foreign). Opening with
             `strict` raises it.
+        parts: the parts of a framework's directory.
+        small_files: the directory with the model's config and tokenizer, where the format knows it.
     """
 
     kind: FormatName
@@ -223,6 +243,8 @@ class Source:
     sections: tuple[Section, ...] = ()
     notes: tuple[str, ...] = ()
     refusal: UnsupportedError | None = None
+    parts: tuple[Part, ...] = ()
+    small_files: Store | None = None
 
     @property
     def unsupported(self) -> dict[str, UnsupportedError]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from statexchange.errors import without_secrets
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
-from statexchange.formats.source import ShardFile, Source
+from statexchange.formats.source import Part, ShardFile, Source
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.tensors import ITEMSIZE, element_shape
 
@@ -54,6 +54,8 @@ class Summary:
         proven: whether digests of all bytes are known.
         others: descriptions, by name, of entries that are not tensors.
         unsupported: reasons, by name, why tensors cannot be read although their files can.
+        parts: the parts of a training framework's directory.
+        notes: what a user should know about how it was read.
         problems: errors for everything that is missing or broken.
         notes: what this is and which tool reads it, if it is a format that is only shown, and what was not looked at.
     """
@@ -79,6 +81,8 @@ class Summary:
     proven: bool
     others: dict[str, str]
     unsupported: dict[str, str]
+    parts: tuple[Part, ...]
+    notes: tuple[str, ...]
     problems: tuple[StateExchangeError, ...]
     notes: tuple[str, ...] = ()
 
@@ -157,6 +161,8 @@ def _summary(path: str, source: Source) -> Summary:
         proven=_proven(source),
         others=dict(source.others),
         unsupported={name: error.message for name, error in source.unsupported.items()},
+        parts=source.parts,
+        notes=source.notes,
         problems=source.problems,
         notes=_notes(source),
     )

@@ -1,0 +1,441 @@
+"""Read the directory in which a training framework keeps the parts of one checkpoint, such as model and optimizer.
+
+Each framework is a row of the table `_FRAMEWORKS`: how its directory is recognised, and for each section of the job's
+state (formats/sections.py) the files or directories that have it. A part is read by its own format. Where one section
+is wanted, only its parts are opened, so a broken or refused file of another section does not matter. Where all are
+wanted, the names of a part begin with its section, as ``optimizer.state.0.exp_avg``.
+
+A directory that only contains checkpoints is no checkpoint; `check_none_below` lists them. verl's directories are the
+exception: they say which step is the newest, and which of its directories has the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Literal
+
+from statexchange.errors import InvalidArgumentError, StateExchangeError
+from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
+from statexchange.formats.source import (
+    FormatName,
+    Part,
+    Section,
+    SectionName,
+    ShardFile,
+    Source,
+    SourceTensor,
+    UnreadableTensor,
+    merged_metadata,
+)
+from statexchange.storage.claim import CLAIM_NAME
+from statexchange.storage.opened_path import OpenedPath
+from statexchange.storage.store import EntryKind, Store, StoredFile
+from statexchange.storage.workspace import is_rank_file
+
+__all__ = ["check_none_below", "matches", "read"]
+
+_Reader = Literal["dcp", "huggingface", "torch_file"]
+_MAX_SHOWN = 8
+# Files that only a whole of another kind has.
+_OF_OTHERS = ("statexchange.json", "save.json", "latest", CLAIM_NAME)  # "latest" is DeepSpeed's
+_WEIGHTS = (".bin", ".ckpt", ".distcp", ".pkl", ".pt", ".pth", ".safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One way in which a part may be stored: files or directories whose whole name matches `pattern`.
+
+    The names with an equal group ``of`` are one part; without such a group each name is one. If the pattern has the
+    groups ``rank`` and ``ranks``, the part is whole if there is a file for each rank.
+
+    Attributes:
+        pattern: the names.
+        reader: the format of the files, or of each directory.
+        key: a first key that all names of the part may have, and that is removed.
+    """
+
+    pattern: re.Pattern[str]
+    reader: _Reader
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Framework:
+    """A framework's directory.
+
+    Attributes:
+        kind: the format that `info` shows.
+        marks: patterns of names; the directory is recognised if it has one of these, and one of its parts.
+        parts: by section, in the order of the table: the ways in which it may be stored, of which the first that is
+            there counts. None stands for a part with several sections, which its names show.
+        small_files: the subdirectory with config and tokenizer; "" for the directory itself, None if it has none.
+    """
+
+    kind: FormatName
+    marks: tuple[re.Pattern[str], ...]
+    parts: tuple[tuple[SectionName | None, tuple[_Stored, ...]], ...]
+    small_files: str | None = ""
+
+
+def _stored(pattern: str, reader: _Reader, key: str = "") -> _Stored:
+    return _Stored(re.compile(pattern), reader, key)
+
+
+_INDEX = r"(-[0-9]{5}-of-[0-9]{5})?"
+_SAFETENSORS = _stored(rf"(?P<of>(adapter_)?model(_[0-9]+)?){_INDEX}\.safetensors(\.index\.json)?", "huggingface")
+# accelerate writes FSDP's states: sharded as DCP, full as one file, local as one file a rank.
+_ACCELERATE_MODEL = (
+    _SAFETENSORS,
+    _stored(r"pytorch_model_fsdp_[0-9]+", "dcp", "model"),
+    _stored(r"pytorch_model_fsdp(_[0-9]+)?\.bin", "torch_file"),
+    _stored(r"pytorch_model_fsdp(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin", "torch_file"),
+    _stored(rf"(?P<of>adapter_model|pytorch_model(_[0-9]+)?){_INDEX}\.bin(\.index\.json)?", "torch_file"),
+)
+_ACCELERATE_OPTIMIZER = (
+    _stored(r"optimizer_[0-9]+", "dcp", "optimizer"),
+    _stored(r"optimizer(_[0-9]+)?\.(pt|bin)", "torch_file"),
+    _stored(r"optimizer(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin", "torch_file"),
+)
+_FRAMEWORKS = (
+    _Framework(
+        "trainer",
+        (re.compile(r"trainer_state\.json"),),
+        (
+            ("model", _ACCELERATE_MODEL),
+            ("optimizer", _ACCELERATE_OPTIMIZER),
+            ("scheduler", (_stored(r"scheduler\.pt", "torch_file"),)),
+            ("rng", (_stored(r"rng_state(_[0-9]+)?\.pth", "torch_file"),)),
+            ("other", (_stored(r"training_args\.bin", "torch_file"),)),
+            ("other", (_stored(r"scaler\.pt", "torch_file"),)),
+        ),
+    ),
+    _Framework(
+        "accelerate",
+        (re.compile(r"random_states_[0-9]+\.pkl"), re.compile(r"pytorch_model_fsdp.*"), re.compile(r"optimizer_0")),
+        (
+            ("model", _ACCELERATE_MODEL),
+            ("optimizer", _ACCELERATE_OPTIMIZER),
+            ("scheduler", (_stored(r"scheduler(_[0-9]+)?\.bin", "torch_file"),)),
+            ("rng", (_stored(r"random_states_[0-9]+\.pkl", "torch_file"),)),
+            ("other", (_stored(r"(scaler\.pt|(dl_state_dict|sampler)(_[0-9]+)?\.bin)", "torch_file"),)),
+            ("other", (_stored(r"custom_checkpoint_[0-9]+\.pkl", "torch_file"),)),
+        ),
+    ),
+)
+
+
+def matches(opened: OpenedPath) -> bool:
+    """Whether a path is a directory of one of the frameworks."""
+    return _found(opened) is not None
+
+
+def read(opened: OpenedPath, *, strict: bool = True, section: str | None = ALL) -> Source:
+    """Return the source at a path: all parts, or those of one section alone.
+
+    Args:
+        opened: the opened path.
+        strict: raise the first missing or broken part of what is wanted.
+        section: the section, as in `registry.open_source`.
+
+    Raises:
+        InvalidArgumentError: the directory does not have the section, or has several models.
+    """
+    found = _found(opened)
+    assert found is not None  # matches
+    directory = _Directory(opened, *found)
+    if section == ALL:
+        return directory.read_all(strict=strict)
+    return directory.read_section(section if section not in (None, MODEL_OF_PARTS) else "model", strict=strict)
+
+
+def _found(opened: OpenedPath) -> tuple[_Framework, Store] | None:
+    """Return the framework whose directory this is, with its store."""
+    if opened.file is not None:
+        return None
+    framework = _framework_of(opened.store)
+    return None if framework is None else (framework, opened.store)
+
+
+def _framework_of(store: Store) -> _Framework | None:
+    names = store.listing
+    if any(name in names for name in _OF_OTHERS) or any(map(is_rank_file, names)):
+        return None
+    for framework in _FRAMEWORKS:
+        has_mark = any(mark.fullmatch(name) for mark in framework.marks for name in names)
+        if has_mark and any(section in ("model", "optimizer", None) for section, _ in _chosen(framework, store)):
+            return framework
+    return None
+
+
+def _chosen(framework: _Framework, store: Store) -> list[tuple[SectionName | None, list[_FoundPart]]]:
+    """Return the parts that a directory has, by section."""
+    chosen = []
+    for section, ways in framework.parts:
+        for stored in ways:
+            found = _parts(stored, store)
+            if found:
+                chosen.append((section, found))
+                break
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _FoundPart:
+    """A part of a directory: how it is stored, and its names."""
+
+    stored: _Stored
+    names: tuple[str, ...]
+
+    @property
+    def stem(self) -> str:
+        """The first name up to its first dot."""
+        return self.names[0].partition(".")[0]
+
+
+def _parts(stored: _Stored, store: Store) -> list[_FoundPart]:
+    wanted: EntryKind = "directory" if stored.reader == "dcp" else "file"
+    names: dict[str, list[str]] = {}
+    for name, kind in store.listing.items():
+        match = stored.pattern.fullmatch(name)
+        if match is not None and kind == wanted:
+            of = (match["of"] or "") if "of" in stored.pattern.groupindex else name
+            names.setdefault(of, []).append(name)
+    return [_FoundPart(stored, tuple(of_part)) for of_part in names.values()]
+
+
+class _SomeFiles(Store):
+    """A view of a store in which only some names are listed. It is closed with that store."""
+
+    def __init__(self, store: Store, names: Iterable[str]) -> None:
+        self.path = store.path
+        self._store = store
+        self._names = frozenset(names)
+
+    def _list(self) -> dict[str, EntryKind]:
+        return {name: kind for name, kind in self._store.listing.items() if name in self._names}
+
+    def _open(self, name: str) -> StoredFile:
+        return self._store.open(name)
+
+    def below(self, name: str, *, private: bool = False) -> Store:
+        return self._store.below(name, private=private)
+
+    def is_current(self) -> bool:
+        return self._store.is_current()
+
+    def close(self) -> None:
+        """Do nothing: the store is closed by its owner."""
+
+
+class _Directory:
+    """The opened directory of a framework."""
+
+    def __init__(self, opened: OpenedPath, framework: _Framework, store: Store) -> None:
+        self._opened = opened
+        self._framework = framework
+        self._store = store
+        self._chosen = _chosen(framework, store)
+
+    def read_all(self, *, strict: bool) -> Source:
+        """Return all parts as one source; the names of each part begin with its section."""
+        found: list[tuple[SectionName, str, Source | None]] = []
+        parts: list[Part] = []
+        problems: list[StateExchangeError] = []
+        for section, of_section in self._chosen:
+            for part in of_section:
+                try:
+                    source = self._read(part, strict=strict)
+                except StateExchangeError as error:
+                    if strict:
+                        raise
+                    problems.append(error)
+                    parts.append(Part(section, part.names, error.message))
+                    found.append((section or "other", part.stem, None))
+                    continue
+                parts.append(Part(section, part.names))
+                problems += source.problems
+                found += [(name, part.stem, one) for name, one in _by_section(section, source)]
+        counts = Counter(section for section, _, _ in found)
+        sources: dict[SectionName, list[Source]] = {section: [] for section in SECTIONS if section in counts}
+        for name, stem, one in found:
+            if one is not None:
+                prefix = f"{name}." if counts[name] == 1 else f"{name}.{stem}."
+                sources[name].append(_renamed(one, prefix.__add__))
+        sections = []
+        for name, of_name in sources.items():
+            sections.append(Section(name, f"{name}.", frozenset().union(*map(_names_of, of_name))))
+        joined = _joined(self._framework.kind, self._opened, [one for of_name in sources.values() for one in of_name])
+        return replace(
+            joined,
+            sections=tuple(sections),
+            problems=tuple(problems),
+            notes=self._notes(),
+            parts=tuple(parts),
+        )
+
+    def read_section(self, section: str, *, strict: bool) -> Source:
+        """Return one section, without opening parts of others."""
+        found = [part for name, parts in self._chosen if name == section for part in parts]
+        if not found:
+            there = ", ".join(repr(name) for name in SECTIONS if name in dict(self._chosen))
+            text = f"there is no section {section!r}, only {there}: choose with section (--section)"
+            raise InvalidArgumentError(text, path=self._store.path)
+        if section == "model" and len(found) > 1:
+            paths = ", ".join(self._store.path_of(part.names[0]) for part in found[:_MAX_SHOWN])
+            text = f"this directory has {len(found)} models, name one of them: {paths}"
+            raise InvalidArgumentError(text, path=self._store.path)
+        sources = [self._read(part, strict=strict) for part in found]
+        (source,) = sources if len(sources) == 1 else [self._several(found, sources)]
+        others = list(dict.fromkeys(repr(name) for name, _ in self._chosen if name != section))
+        note = f"only the section {section!r} of this {self._framework.kind} directory is read"
+        if others:
+            note += f", not {', '.join(others)}"
+        notes = (*source.notes, f'{note} (all: section="all", --section all)', *self._notes())
+        return replace(source, opened=self._opened, notes=notes, sections=(), small_files=self._small_files())
+
+    def _several(self, found: Sequence[_FoundPart], sources: Sequence[Source]) -> Source:
+        """Return several parts of one section as one source, with names that begin with those of the parts."""
+        pairs = zip(found, sources, strict=True)
+        return _joined(
+            self._framework.kind, self._opened, [_renamed(source, f"{part.stem}.".__add__) for part, source in pairs]
+        )
+
+    def _read(self, part: _FoundPart, *, strict: bool) -> Source:
+        """Open a part by its own format, and remove the key that its framework adds."""
+        read_part: Callable[..., Source] = import_module(f"statexchange.formats.{part.stored.reader}").read
+        if part.stored.reader == "dcp":
+            below = self._store.below(part.names[0])
+            opened = OpenedPath(below.path, below, None)
+        elif len(part.names) == 1:
+            opened = OpenedPath(self._store.path_of(part.names[0]), self._store, part.names[0])
+        else:
+            opened = OpenedPath(self._store.path, _SomeFiles(self._store, part.names), None)
+        source = read_part(opened, strict=strict)
+        key = part.stored.key
+        return _without_key(source, f"{key}.") if key else source
+
+    def _small_files(self) -> Store | None:
+        name = self._framework.small_files
+        if name is None or (name and self._store.listing.get(name) != "directory"):
+            return None
+        return self._store.below(name) if name else self._store
+
+    def _notes(self) -> tuple[str, ...]:
+        """Return a note about files of the directory that belong to no part."""
+        patterns = [stored.pattern for _, ways in self._framework.parts for stored in ways]
+        unknown = [
+            name
+            for name in self._store.files
+            if name.endswith(_WEIGHTS) and not any(pattern.fullmatch(name) for pattern in patterns)
+        ]
+        if not unknown:
+            return ()
+        return (f"not known as part of a {self._framework.kind} directory, not read: {_listed(unknown)}",)
+
+
+def _listed(names: Sequence[str]) -> str:
+    hidden = len(names) - _MAX_SHOWN
+    return ", ".join(names[:_MAX_SHOWN]) + (f" and {hidden:,} more" if hidden > 0 else "")
+
+
+def _by_section(section: SectionName | None, source: Source) -> list[tuple[SectionName, Source]]:
+    """Return a part's sections: the one that it is, or those that its names show."""
+    if section is not None:
+        return [(section, source)]
+    known = sections_of(source)
+    return [(one.name, select_section(source, one.name)) for one in known] if known else [("model", source)]
+
+
+def _names_of(source: Source) -> set[str]:
+    """Return the names of all tensors and other entries."""
+    names = {tensor.shard.name for _, tensor in source.shards()}
+    return names.union(source.others, (tensor.name for tensor in source.unreadable))
+
+
+def _without_key(source: Source, key: str) -> Source:
+    """Return the source without a first key; unchanged if not all its names have it."""
+    if not all(name.startswith(key) and name != key for name in _names_of(source)):
+        return source
+    return _renamed(source, lambda name: name.removeprefix(key))
+
+
+def _renamed(source: Source, new_name: Callable[[str], str]) -> Source:
+    """Return the source with other names for its tensors and other entries."""
+    files = []
+    for shard_file in source.files:
+        tensors: dict[str, SourceTensor] = {}
+        for name, tensor in shard_file.tensors.items():
+            tensors[new_name(name)] = replace(tensor, shard=replace(tensor.shard, name=new_name(name)))
+        aliases = {new_name(alias): new_name(name) for alias, name in shard_file.aliases.items()}
+        files.append(replace(shard_file, tensors=tensors, aliases=aliases))
+    return replace(
+        source,
+        files=tuple(files),
+        others={new_name(name): text for name, text in source.others.items()},
+        texts={new_name(name): text for name, text in source.texts.items()},
+        unreadable=tuple(replace(tensor, name=new_name(tensor.name)) for tensor in source.unreadable),
+    )
+
+
+def _joined(kind: FormatName, opened: OpenedPath, sources: Sequence[Source]) -> Source:
+    """Return sources of different names as one."""
+    files: list[ShardFile] = []
+    others: dict[str, str] = {}
+    texts: dict[str, str] = {}
+    unreadable: list[UnreadableTensor] = []
+    problems: list[StateExchangeError] = []
+    for source in sources:
+        files += source.files
+        others |= source.others
+        texts |= source.texts
+        unreadable += source.unreadable
+        problems += source.problems
+    metadata, differing = merged_metadata([source.metadata for source in sources if source.metadata])
+    return Source(
+        kind,
+        opened,
+        tuple(files),
+        others=others,
+        texts=texts,
+        problems=tuple(problems),
+        unreadable=tuple(unreadable),
+        metadata=metadata,
+        differing=differing,
+    )
+
+
+_CHECKPOINT = re.compile(r"(?:checkpoint|global_step|step|epoch|iter)[-_=]?([0-9]{1,18})", re.IGNORECASE)
+_CKPT = ".ckpt"  # of Lightning's files and directories
+_NO_MODEL = ("training_args.bin",)  # Trainer writes it beside its checkpoints, too
+
+
+def check_none_below(opened: OpenedPath) -> None:
+    """Raise InvalidArgumentError for a directory that contains checkpoints, by their names, and no weights itself."""
+    if opened.file is not None or any(_is_weights(name) for name in opened.store.files):
+        return
+    store = opened.store
+    steps = {name: match for name in store.directories if (match := _CHECKPOINT.fullmatch(name)) is not None}
+    if steps:
+        names = sorted(steps, key=lambda name: int(steps[name][1]))
+        newest = store.path_of(names[-1])
+        text = f"this directory contains {_counted(names)}: name one of them, such as the newest, {newest}"
+        raise InvalidArgumentError(text, path=opened.path)
+    names = [name for name, kind in store.listing.items() if name.endswith(_CKPT) and kind != "other"]
+    if names:
+        text = f"this directory contains {_counted(names)}: name one of them, as {store.path_of(names[0])}"
+        raise InvalidArgumentError(text, path=opened.path)
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(_WEIGHTS) and name not in _NO_MODEL and not name.endswith(_CKPT)
+
+
+def _counted(names: Sequence[str]) -> str:
+    shown = f"{_listed(names[:-1][: _MAX_SHOWN - 1])}, ..., {names[-1]}"
+    if len(names) <= _MAX_SHOWN:
+        shown = ", ".join(names)
+    return f"{len(names):,} checkpoint{'' if len(names) == 1 else 's'} ({shown})"
