@@ -256,7 +256,8 @@ class _Directory:
                     parts.append(Part(section, part.names, error.message))
                     found.append((section or "other", part.stem, None))
                     continue
-                parts.append(Part(section, part.names))
+                refusal = source.problems[0].message if source.problems and not source.files else ""
+                parts.append(Part(section, part.names, refusal))
                 problems += source.problems
                 found += [(name, part.stem, one) for name, one in _by_section(section, source)]
         counts = Counter(section for section, _, _ in found)

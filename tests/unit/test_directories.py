@@ -1,0 +1,237 @@
+"""Directories of training frameworks: real samples are read bit by bit, and broken ones give a named error."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import statexchange as sx
+from statexchange.checkpoint.merge import merge_checkpoint
+from statexchange.cli.main import main
+from statexchange.errors import InvalidArgumentError
+from statexchange.formats.registry import open_source
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A directory, what `info` calls it, the number of tensors of each section, and the model that it has."""
+
+    path: str
+    kind: str
+    sections: dict[str, int]
+    expected: str
+
+
+SAMPLES = [
+    Sample("trainer/plain/checkpoint-2", "trainer", {"model": 4, "optimizer": 4, "rng": 1}, "trainer/plain"),
+    Sample("trainer/sharded/checkpoint-2", "trainer", {"model": 4, "optimizer": 4, "rng": 2}, "trainer/sharded"),
+    Sample("accelerate/full/state", "accelerate", {"model": 4, "optimizer": 12, "rng": 1}, "accelerate/full"),
+    Sample("accelerate/sharded/state", "accelerate", {"model": 4, "optimizer": 12, "rng": 2}, "accelerate/sharded"),
+]
+BY_PATH = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.path)
+
+
+def tensors_of(sample: Sample) -> dict[str, torch.Tensor]:
+    """Return the model as the framework itself gathered it."""
+    return load_file(DATA / sample.expected / "expected.safetensors")
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def copied(path: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DATA / path, tmp_path / "copy"))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Return the exit code, stdout and stderr of the command line."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(map(str, arguments)))
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code, *capsys.readouterr()
+
+
+@BY_PATH
+def test_the_model_is_merged_bit_by_bit(tmp_path: Path, sample: Sample) -> None:
+    report = merge_checkpoint(DATA / sample.path, tmp_path / "out")
+    assert_equal(load_file(tmp_path / "out/model.safetensors"), tensors_of(sample))
+    assert report.notes[0].startswith(
+        f"only the section 'model' of this {sample.kind} directory is read, not 'optimizer'"
+    )
+
+
+@BY_PATH
+def test_info_shows_the_sections_and_their_files(capsys: pytest.CaptureFixture[str], sample: Sample) -> None:
+    code, out, _ = run(capsys, "info", DATA / sample.path, "--json")
+    data = json.loads(out)["data"]
+    assert (code, data["kind"]) == (0, sample.kind)
+    found = {name: section["num_tensors"] for name, section in data["sections"].items() if section["num_tensors"]}
+    assert found == sample.sections
+    listed = {name for part in data["parts"] for name in part["names"]}
+    assert listed == {path.name for path in (DATA / sample.path).iterdir()} - {"trainer_state.json"}
+
+
+@BY_PATH
+def test_all_sections_have_their_names_as_prefixes(tmp_path: Path, sample: Sample) -> None:
+    with open_source(DATA / sample.path) as source:
+        names = {tensor.shard.name for _, tensor in source.shards()}
+    assert {name.split(".")[0] for name in names} == sample.sections.keys()
+    merge_checkpoint(DATA / sample.path, tmp_path / "all", section="all")
+    found = load_file(tmp_path / "all/model.safetensors")
+    assert found.keys() == names
+    for name, tensor in tensors_of(sample).items():
+        assert torch.equal(found[f"model.{name}"], tensor)
+
+
+@BY_PATH
+def test_a_model_is_loaded_and_opened(sample: Sample) -> None:
+    expected = tensors_of(sample)
+    with sx.open_checkpoint(DATA / sample.path) as checkpoint:
+        assert_equal({name: torch.from_numpy(tensor.read()) for name, tensor in checkpoint.items()}, expected)
+    block = torch.nn.Module()
+    block.linear = torch.nn.Linear(3, 5)
+    module = torch.nn.Module()
+    module.block, module.head = block, torch.nn.Linear(5, 1)
+    for state in (module, {name: torch.zeros_like(tensor) for name, tensor in expected.items()}):
+        sx.load_checkpoint(state, DATA / sample.path)
+        assert_equal(state if isinstance(state, dict) else state.state_dict(), expected)
+    torch.nn.init.zeros_(module.head.weight)
+    sx.load_checkpoint({"model": module}, DATA / sample.path, strict=False)
+    assert_equal(module.state_dict(), expected)
+
+
+@BY_PATH
+def test_a_refused_file_of_another_section_stops_no_merge_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sample: Sample
+) -> None:
+    path = copied(sample.path, tmp_path)
+    (rng, *_) = [*path.glob("rng_state*"), *path.glob("random_states*")]
+    torch.save({"x": torch.ones(1), "y": Harmful()}, rng)
+    code, out, err = run(capsys, "info", path)
+    assert code == 7
+    assert f"refused: the pickle uses posix.system, which is not known to be harmless [{rng}]" in err
+    assert f"{rng.name} (cannot be read)" in out
+    assert run(capsys, "merge", path, tmp_path / "out")[0] == 0
+    assert_equal(load_file(tmp_path / "out/model.safetensors"), tensors_of(sample))
+    code, _, err = run(capsys, "merge", path, tmp_path / "rng", "--section", "rng")
+    assert (code, str(rng) in err) == (7, True)
+    assert not (tmp_path / "rng").exists()
+    sx.load_checkpoint({name: torch.zeros_like(one) for name, one in tensors_of(sample).items()}, path)
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        import posix
+
+        return posix.system, ("true",)
+
+
+def test_patterns_match_the_names_of_the_model(tmp_path: Path) -> None:
+    merge_checkpoint(DATA / "trainer/sharded/checkpoint-2", tmp_path / "out", include="head.*", rename=[("head", "h")])
+    assert load_file(tmp_path / "out/model.safetensors").keys() == {"h.weight", "h.bias"}
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata"])
+def test_a_missing_file_of_the_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    path = copied("accelerate/sharded/state", tmp_path)
+    (path / "pytorch_model_fsdp_0" / name).unlink()
+    code, _, err = run(capsys, "merge", path, tmp_path / "out")
+    assert code == 5
+    assert str(path / "pytorch_model_fsdp_0") in err
+    assert ("rank 1" if name == "__1_0.distcp" else ".metadata is missing") in err
+    code, out, _ = run(capsys, "info", path)
+    assert (code, "optimizer   optimizer_0\n" in out) == (5, True)
+    merge_checkpoint(path, tmp_path / "optimizer", section="optimizer")
+    assert len(load_file(tmp_path / "optimizer/model.safetensors")) == 12
+
+
+def test_a_directory_without_a_model_says_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copied("accelerate/full/state", tmp_path)
+    (path / "pytorch_model_fsdp.bin").unlink()
+    code, _, err = run(capsys, "merge", path, tmp_path / "out")
+    text = (
+        f"there is no section 'model', only 'optimizer', 'scheduler', 'rng': choose with section (--section) [{path}]"
+    )
+    assert (code, text in err) == (2, True)
+
+
+def test_of_several_models_one_must_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = DATA / "accelerate/several/state"
+    code, _, err = run(capsys, "merge", path, tmp_path / "out")
+    text = f"this directory has 2 models, name one of them: {path}/model.safetensors, {path}/model_1.safetensors"
+    assert (code, text in err) == (2, True)
+    merge_checkpoint(path / "model_1.safetensors", tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors").keys() == {"weight", "bias"}
+    with open_source(path) as source:
+        names = {tensor.shard.name for _, tensor in source.shards()}
+    assert {"model.model_1.weight", "model.model.head.weight", "optimizer.state.0.exp_avg"} <= names
+
+
+def test_a_directory_of_checkpoints_names_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copied("trainer/plain", tmp_path)
+    (path / "expected.safetensors").unlink()
+    for number in (10, 9):
+        shutil.copytree(path / "checkpoint-2", path / f"checkpoint-{number}")
+    (path / "training_args.bin").write_bytes(b"PK")  # Trainer.save_model writes it there, too
+    for command in (["info", path], ["merge", path, tmp_path / "out"]):
+        code, _, err = run(capsys, *command)
+        names = "4 checkpoints (checkpoint-1, checkpoint-2, checkpoint-9, checkpoint-10)"
+        text = f"this directory contains {names}: name one of them, such as the newest, {path}/checkpoint-10"
+        assert (code, text in err) == (2, True)
+
+
+def test_unknown_weights_beside_are_named(tmp_path: Path) -> None:
+    path = copied("trainer/plain/checkpoint-2", tmp_path)
+    torch.save({"w": torch.ones(1)}, path / "average.pt")
+    report = merge_checkpoint(path, tmp_path / "out")
+    assert "not known as part of a trainer directory, not read: average.pt" in report.notes
+    assert not (tmp_path / "out/trainer_state.json").exists()
+
+
+def test_small_files_of_the_model_are_taken(tmp_path: Path) -> None:
+    path = copied("trainer/sharded/checkpoint-2", tmp_path)
+    (path / "config.json").write_text('{"dtype": "float32"}')
+    merge_checkpoint(path, tmp_path / "out", dtype="bfloat16")
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {"dtype": "bfloat16"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "statexchange.json",
+    }
+
+
+def test_a_published_checkpoint_with_such_names_is_one(tmp_path: Path) -> None:
+    merge_checkpoint(DATA / "trainer/plain/checkpoint-2", tmp_path / "out", files_from={"trainer_state.json": "{}"})
+    with open_source(tmp_path / "out") as source:
+        assert source.kind == "huggingface"
+
+
+def test_a_missing_section_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="no section 'ema', only 'model', 'optimizer', 'scheduler', 'rng'"):
+        merge_checkpoint(DATA / "accelerate/full/state", tmp_path / "out", section="ema")
+
+
+def test_a_bare_module_takes_the_model_of_a_job_state(tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 2)
+    moments = {"state": {0: {"exp_avg": torch.ones(1)}}, "param_groups": [{"lr": 0.5}]}
+    torch.save({"model": module.state_dict(), "optimizer": moments}, tmp_path / "state.pt")
+    target = torch.nn.Linear(2, 2)
+    sx.load_checkpoint(target, tmp_path / "state.pt")
+    assert torch.equal(target.weight, module.weight)
+    wrapped = torch.nn.Module()
+    wrapped.model = target
+    torch.nn.init.zeros_(target.weight)
+    sx.load_checkpoint(wrapped, tmp_path / "state.pt", strict=False)  # the names with the key fit
+    assert torch.equal(target.weight, module.weight)
