@@ -40,8 +40,6 @@ def command(output: Output, path: str) -> int:
         output.warning(str(problem))
     if summary.unsupported:
         output.warning(f"tensors that cannot be read: {abbreviated_list(summary.unsupported)}")
-    for note in summary.notes:
-        output.message(note)
     output.fields(_fields(summary))
     worst = most_severe(summary.problems)
     record = fields_of(summary)

@@ -55,7 +55,6 @@ class Summary:
         others: descriptions, by name, of entries that are not tensors.
         unsupported: reasons, by name, why tensors cannot be read although their files can.
         parts: the parts of a training framework's directory.
-        notes: what a user should know about how it was read.
         problems: errors for everything that is missing or broken.
         notes: what this is and which tool reads it, if it is a format that is only shown, and what was not looked at.
     """
@@ -82,7 +81,6 @@ class Summary:
     others: dict[str, str]
     unsupported: dict[str, str]
     parts: tuple[Part, ...]
-    notes: tuple[str, ...]
     problems: tuple[StateExchangeError, ...]
     notes: tuple[str, ...] = ()
 
@@ -162,7 +160,6 @@ def _summary(path: str, source: Source) -> Summary:
         others=dict(source.others),
         unsupported={name: error.message for name, error in source.unsupported.items()},
         parts=source.parts,
-        notes=source.notes,
         problems=source.problems,
         notes=_notes(source),
     )
