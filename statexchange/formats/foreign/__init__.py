@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
-from statexchange.formats.foreign.contents import Contents
-from statexchange.formats.foreign.directories import is_orbax, is_zarr, read_orbax, read_zarr
-from statexchange.formats.foreign.gguf import MAGIC, read_gguf
-from statexchange.formats.foreign.msgpack import is_map_of_text, read_msgpack
-from statexchange.formats.foreign.numpy_files import NPY_MAGIC, is_npz, read_npy, read_npz
+from statexchange.formats.foreign.starts import is_gguf, is_map_of_text, is_npy, is_npz
 from statexchange.formats.huggingface import check_numbers
 from statexchange.formats.source import FormatName, ShardFile, Source, UnreadableTensor
 from statexchange.storage.opened_path import OpenedPath
-from statexchange.storage.store import Store, StoredFile
+from statexchange.storage.store import Store
+
+if TYPE_CHECKING:
+    from statexchange.formats.foreign.contents import Contents
 
 __all__ = ["matches", "read"]
 
@@ -28,61 +28,60 @@ _NUMBER = re.compile(r"[0-9]{5}-of-[0-9]{5}")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")  # a directory that has such files, too, is read as theirs
 
 
-@dataclass(frozen=True, slots=True)
-class _FileKind:
-    """A kind of file: its suffix, how its first bytes look, and which tool reads it."""
+class _Kind(NamedTuple):
+    """A kind of file, or of directory.
+
+    Attributes:
+        name: its name.
+        suffix: of a file's name; "" for a directory.
+        begins: whether a file begins so; None for a directory.
+        entries: names of files of which a directory has one.
+        module: the module that shows it, whose `read` takes a StoredFile or a Store.
+        title: what it is.
+        tool: which tool reads it.
+    """
 
     name: FormatName
     suffix: str
-    begins: Callable[[bytes], bool]
-    read: Callable[[StoredFile], Contents]
-    title: str
-    tool: str
-
-
-@dataclass(frozen=True, slots=True)
-class _DirectoryKind:
-    """A kind of directory."""
-
-    name: FormatName
-    matches: Callable[[Store], bool]
-    read: Callable[[Store], Contents]
+    begins: Callable[[bytes], bool] | None
+    entries: tuple[str, ...]
+    module: str
     title: str
     tool: str
 
 
 _FILES = (
-    _FileKind(
-        "gguf", ".gguf", lambda start: start.startswith(MAGIC), read_gguf,
+    _Kind(
+        "gguf", ".gguf", is_gguf, (), "gguf",
         "GGUF, the format of llama.cpp",
         "llama.cpp and ollama run it; transformers' from_pretrained(directory, gguf_file=NAME) loads it, and "
         "save_pretrained then writes safetensors",
     ),
-    _FileKind(
-        "npy", ".npy", lambda start: start.startswith(NPY_MAGIC), read_npy,
+    _Kind(
+        "npy", ".npy", is_npy, (), "numpy_files",
         "an array of numpy", "numpy.load reads it; safetensors.numpy.save_file writes what can be read here",
     ),
-    _FileKind(
-        "npz", ".npz", is_npz, read_npz,
+    _Kind(
+        "npz", ".npz", is_npz, (), "numpy_files",
         "a zip of numpy's arrays",
         "numpy.load reads it; safetensors.numpy.save_file(dict(numpy.load(NAME)), ...) writes what can be read here",
     ),
-    _FileKind(
-        "msgpack", ".msgpack", is_map_of_text, read_msgpack,
+    _Kind(
+        "msgpack", ".msgpack", is_map_of_text, (), "msgpack",
         "msgpack of Flax",
         "flax.serialization.msgpack_restore reads it; transformers 4's from_pretrained(directory, from_flax=True) "
         "loads it, and save_pretrained then writes safetensors",
     ),
 )  # fmt: skip
 _DIRECTORIES = (
-    _DirectoryKind(
-        "orbax", is_orbax, read_orbax,
+    _Kind(
+        "orbax", "", None, ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"), "directories",
         "a checkpoint of Orbax, for JAX",
         "orbax.checkpoint.StandardCheckpointer().restore(path) reads it; safetensors.flax.save_file writes what can be "
         "read here",
     ),
-    _DirectoryKind(
-        "zarr", is_zarr, read_zarr,
+    _Kind(
+        "zarr", "", None, ("zarr.json", ".zarray", ".zgroup", ".zmetadata"), "directories",
         "arrays of zarr", "zarr.open(path) reads them; safetensors.numpy.save_file writes what can be read here",
     ),
 )  # fmt: skip
@@ -93,28 +92,28 @@ def matches(opened: OpenedPath) -> bool:
     return _kind_of(opened) is not None
 
 
-def _kind_of(opened: OpenedPath) -> _FileKind | _DirectoryKind | None:
+def _kind_of(opened: OpenedPath) -> _Kind | None:
     if opened.file is not None:
         return _kind_of_file(opened.store, opened.file)
     if any(name.endswith(_TORCH_SUFFIXES) for name in opened.store.files):
         return None
-    for directory_kind in _DIRECTORIES:
-        if directory_kind.matches(opened.store):
-            return directory_kind
+    for kind in _DIRECTORIES:
+        if any(name in opened.store.listing for name in kind.entries):
+            return kind
     return next((kind for kind in _FILES if _names_of(kind, opened.store.files)), None)
 
 
-def _kind_of_file(store: Store, name: str) -> _FileKind | None:
+def _kind_of_file(store: Store, name: str) -> _Kind | None:
     for kind in _FILES:
         if name.endswith(kind.suffix):
             return kind
     file = store.open(name)
     start = bytearray(min(_START_BYTES, file.size))
     file.read_into(memoryview(start), 0)
-    return next((kind for kind in _FILES if kind.begins(bytes(start))), None)
+    return next((kind for kind in _FILES if kind.begins is not None and kind.begins(bytes(start))), None)
 
 
-def _names_of(kind: _FileKind, names: Sequence[str]) -> list[str]:
+def _names_of(kind: _Kind, names: Sequence[str]) -> list[str]:
     return [name for name in names if name.endswith(kind.suffix)]
 
 
@@ -123,8 +122,9 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     kind = _kind_of(opened)
     assert kind is not None  # it matches
     refusal = UnsupportedError(f"{kind.title}: only shown here, not read. {kind.tool}", path=opened.path)
-    if isinstance(kind, _DirectoryKind):
-        return _source(opened, kind.name, refusal, *_read_directory(kind, opened.store), strict=strict)
+    show = import_module(f"statexchange.formats.foreign.{kind.module}").read
+    if kind in _DIRECTORIES:
+        return _source(opened, kind.name, refusal, *_read_directory(show, opened.store), strict=strict)
     names = [opened.file] if opened.file is not None else _names_of(kind, opened.store.files)
     problems = check_numbers(names, opened.store.path) if len(names) > 1 else []
     if len(names) > 1 and not _are_one_set(names):
@@ -135,7 +135,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     for number, name in enumerate(names):
         try:
             file = opened.store.open(name)
-            contents.append(kind.read(file))
+            contents.append(show(file))
             shard_files.append(ShardFile(number, file, {}))
         except StateExchangeError as error:
             problems.append(error)
@@ -148,10 +148,10 @@ def _are_one_set(names: Sequence[str]) -> bool:
 
 
 def _read_directory(
-    kind: _DirectoryKind, store: Store
+    show: Callable[[Store], Contents], store: Store
 ) -> tuple[list[Contents], list[StateExchangeError], list[ShardFile]]:
     try:
-        return [kind.read(store)], [], []
+        return [show(store)], [], []
     except StateExchangeError as error:
         return [], [error], []
 

@@ -17,29 +17,23 @@ from statexchange.formats.source import UnreadableTensor
 from statexchange.storage.json_text import read_json
 from statexchange.storage.store import Store
 
-__all__ = ["is_orbax", "is_zarr", "read_orbax", "read_zarr"]
+__all__ = ["read"]
 
-_ZARR = ("zarr.json", ".zarray", ".zgroup", ".zmetadata")
-_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _MAX_DIRECTORIES = 4096  # that are looked at for arrays: each costs a listing
 _MAX_JSON_BYTES = 64 << 20
 
 
-def is_zarr(store: Store) -> bool:
-    """Whether a directory is an array or a group of zarr, version 2 or 3."""
-    return any(name in store.listing for name in _ZARR)
-
-
-def is_orbax(store: Store) -> bool:
-    """Whether a directory is a checkpoint of Orbax, or one item of it."""
-    return any(name in store.listing for name in _ORBAX)
+def read(store: Store) -> Contents:
+    """Return the arrays of a directory of either kind; raise CorruptError for broken metadata."""
+    is_orbax = any(name in store.listing for name in ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"))
+    return _read_orbax(store) if is_orbax else _read_zarr(store)
 
 
 # zarr
 
 
-def read_zarr(store: Store) -> Contents:
+def _read_zarr(store: Store) -> Contents:
     """Return the arrays of a directory; raise CorruptError for broken metadata.
 
     Consolidated metadata is taken where there is any; otherwise the directories below are looked at.
@@ -118,7 +112,7 @@ def _consolidated(store: Store, counter: Counter) -> list[UnreadableTensor] | No
 # Orbax
 
 
-def read_orbax(store: Store) -> Contents:
+def _read_orbax(store: Store) -> Contents:
     """Return the arrays of a checkpoint, or of one item; raise CorruptError for broken metadata."""
     if _UNFINISHED in store.path.rpartition("/")[2]:
         raise IncompleteError("Orbax did not finish this checkpoint", path=store.path)

@@ -12,12 +12,12 @@ from typing import Any
 
 from statexchange.errors import CorruptError, UnsupportedError, excerpt
 from statexchange.formats.foreign.contents import Contents, Counter, Cursor, described_tensor
+from statexchange.formats.foreign.starts import GGUF_MAGIC
 from statexchange.formats.source import UnreadableTensor
 from statexchange.storage.store import StoredFile
 
-__all__ = ["MAGIC", "read_gguf"]
+__all__ = ["read"]
 
-MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMS = 8  # llama.cpp writes at most 4
 _MAX_SHOWN_BYTES = 1 << 12  # of a text value; longer ones, such as chat templates, are described by their length
@@ -40,10 +40,10 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def read_gguf(file: StoredFile) -> Contents:
+def read(file: StoredFile) -> Contents:
     """Return the contents of a file; raise CorruptError for a broken or truncated one."""
     cursor = Cursor(file)
-    if cursor.take(len(MAGIC)) != MAGIC:
+    if cursor.take(len(GGUF_MAGIC)) != GGUF_MAGIC:
         raise CorruptError("not a GGUF file: it does not begin with GGUF", path=file.path)
     (version,) = cursor.unpack("<I")
     if version not in _VERSIONS:

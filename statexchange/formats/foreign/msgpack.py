@@ -16,7 +16,7 @@ from statexchange.sharding.shards import MAX_DIMS
 from statexchange.storage.store import StoredFile
 from statexchange.values import MAX_DEPTH
 
-__all__ = ["is_map_of_text", "read_msgpack"]
+__all__ = ["read"]
 
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3  # Flax's extension types
 # Flax splits an array of more than 1 GiB into a map with this key, "shape" and "chunks".
@@ -53,21 +53,7 @@ class _Frame:
     index: int = 0
 
 
-def is_map_of_text(start: bytes) -> bool:
-    """Whether a file begins as a map whose first key is printable text, and is neither a pickle nor other text."""
-    if len(start) < 2 or not (0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):
-        return False
-    at = {0xDE: 3, 0xDF: 5}.get(start[0], 1)
-    first = start[at : at + 1]
-    if not first or not (0xA1 <= first[0] <= 0xBF or first[0] == 0xD9):
-        return False
-    begin = at + (2 if first[0] == 0xD9 else 1)
-    length = start[at + 1] if first[0] == 0xD9 and len(start) > at + 1 else first[0] & 0x1F
-    key = start[begin : begin + length]
-    return bool(key) and key.isascii() and key.decode().isprintable()
-
-
-def read_msgpack(file: StoredFile) -> Contents:
+def read(file: StoredFile) -> Contents:
     """Return the contents of a file; raise CorruptError for a broken or truncated one."""
     return _Walk(file).run()
 

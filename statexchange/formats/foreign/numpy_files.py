@@ -10,30 +10,29 @@ from typing import IO, cast
 
 from statexchange.errors import CorruptError, StateExchangeError, UnsupportedError, excerpt
 from statexchange.formats.foreign.contents import Contents, Counter, described_tensor, dtype_of_numpy
+from statexchange.formats.foreign.starts import NPY_MAGIC
 from statexchange.formats.source import UnreadableTensor
 from statexchange.storage.store import StoredFile
 
-__all__ = ["NPY_MAGIC", "is_npz", "read_npy", "read_npz"]
+__all__ = ["read"]
 
-NPY_MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 1 << 16  # of one array
 _MAX_READ_BYTES = 64 << 20  # at once: the zip's directory, some half a million arrays
-_ZIP_LOCAL = struct.Struct("<4s5H3L2H")
 _DESCR = re.compile(r"""['"]descr['"]\s*:\s*(?:['"]([^'"]{1,64})['"]|([\[(]))""")
 _SHAPE = re.compile(r"""['"]shape['"]\s*:\s*\(([0-9,\sL]*)\)""")
 _ORDER = re.compile(r"""['"]fortran_order['"]\s*:\s*(True|False)""")
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
-def is_npz(start: bytes) -> bool:
-    """Whether a file begins as a zip whose first member is called ``*.npy``."""
-    if not start.startswith(b"PK\3\4") or len(start) < _ZIP_LOCAL.size:
-        return False
-    length = _ZIP_LOCAL.unpack_from(start)[9]
-    return start[_ZIP_LOCAL.size : _ZIP_LOCAL.size + length].endswith(b".npy")
+def read(file: StoredFile) -> Contents:
+    """Return the arrays of a file of either kind; raise CorruptError for a broken or truncated one."""
+    start = bytearray(min(4, file.size))
+    file.read_into(memoryview(start), 0)
+    is_array = file.path.endswith(".npy") or NPY_MAGIC.startswith(start)
+    return _read_npy(file) if is_array else _read_npz(file)
 
 
-def read_npy(file: StoredFile) -> Contents:
+def _read_npy(file: StoredFile) -> Contents:
     """Return the array of a file; raise CorruptError for a broken or truncated one."""
     start = bytearray(min(_MAX_HEADER_BYTES + 16, file.size))
     file.read_into(memoryview(start), 0)
@@ -42,7 +41,7 @@ def read_npy(file: StoredFile) -> Contents:
     return Contents((tensor,))
 
 
-def read_npz(file: StoredFile) -> Contents:
+def _read_npz(file: StoredFile) -> Contents:
     """Return the arrays of a file; raise CorruptError for a broken or truncated one."""
     tensors: list[UnreadableTensor] = []
     others: dict[str, str] = {}
