@@ -342,6 +342,11 @@ def check_dense(tensor: Any, name: str | None = None) -> None:
     last = tensor.storage_offset()  # where the last element lies
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         last += (size - 1) * stride
+    if hasattr(tensor, "__tensor_flatten__") and not tensor.data_ptr():
+        parts, _ = tensor.__tensor_flatten__()
+        kind = f"{type(tensor).__module__.partition('.')[0]}'s {type(tensor).__name__}"
+        text = f"{kind} is made of several tensors ({', '.join(parts)[:100]}): give what dequantize() returns"
+        raise UnsupportedError(f"{text}, or save it with the library that made it", name=name)
     if not tensor.data_ptr() or tensor.untyped_storage().nbytes() < (last + 1) * tensor.element_size():
         raise UnsupportedError(f"this {type(tensor).__name__} has no storage of its own, or it was freed", name=name)
 

@@ -257,7 +257,7 @@ def merge_checkpoint(
         if options.replicas == "equal":
             check_replicas(merged, plan)
         extra = extra_files(files_from, plan, own, mends_dtype=bool(options.dtype))
-        metadata, metadata_notes = kept_metadata(checkpoint)
+        metadata, metadata_notes = kept_metadata(checkpoint, plan_options)
         sources = [tensor.source for file in plan.files for tensor in file.tensors]
         notes = (*checkpoint.notes, *notes, *notes_about(checkpoint, sources, options), *metadata_notes, *own_notes)
         notes += missing_files(plan, extra)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from statexchange.checkpoint.publication import FORMAT_METADATA
 from statexchange.errors import UnsupportedError, excerpt
+from statexchange.formats.packed import renamed_torchao
 from statexchange.formats.sections import sections_of
 from statexchange.formats.source import abbreviated_list
 
@@ -49,9 +50,13 @@ def check_readable(source: Source, options: ExportOptions) -> None:
             )
 
 
-def kept_metadata(source: Source) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the text metadata of the output files, and notes about the source's metadata that is not kept."""
-    others = {key: value for key, value in source.metadata.items() if key != "format"}
+def kept_metadata(source: Source, options: ExportOptions) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the text metadata of the output files, and notes about the source's metadata that is not kept.
+
+    torchao's records of its weights get the names that `options` give to the tensors.
+    """
+    metadata = renamed_torchao(source.metadata, options.renamed, source.path) if options.rename else source.metadata
+    others = {key: value for key, value in metadata.items() if key != "format"}
     written = {key: value for key, value in others.items() if _is_text(key) and _is_text(value)}
     reasons = dict.fromkeys(source.differing, "files differ")
     reasons |= {key: "not valid text" for key in others if key not in written}

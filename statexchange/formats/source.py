@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +19,7 @@ from statexchange.errors import (
 from statexchange.sharding.plan import RankShards, prove_cover
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, is_inside
 from statexchange.storage.byte_range import ByteRange
+from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import Store, StoredFile
 from statexchange.storage.tensorfile import Header
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "TORCHAO_NAMES",
     "FormatName",
     "OpenCheckpoint",
     "Part",
@@ -44,6 +47,7 @@ __all__ = [
 ]
 
 _MAX_LISTED, _MAX_NAME = 8, 100
+TORCHAO_NAMES = "tensor_names"  # torchao's key of the metadata with a list of all weights (formats/packed.py)
 FormatName = Literal[
     "save",
     "workspace",
@@ -134,13 +138,33 @@ def unknown_dtypes(header: Header, path: str) -> list[UnreadableTensor]:
 
 
 def merged_metadata(files: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the text metadata on which all files agree, and the keys on which they differ."""
+    """Return the text metadata on which all files agree, and the keys on which they differ.
+
+    torchao's lists of names, one in each file, are joined.
+    """
     values: dict[str, set[str]] = {}
     for metadata in files:
         for key, value in metadata.items():
             values.setdefault(key, set()).add(value)
+    if len(values.get(TORCHAO_NAMES, ())) > 1:
+        joined = _joined_lists(metadata[TORCHAO_NAMES] for metadata in files if TORCHAO_NAMES in metadata)
+        values[TORCHAO_NAMES] = values[TORCHAO_NAMES] if joined is None else {joined}
     agreed = {key: next(iter(of_key)) for key, of_key in sorted(values.items()) if len(of_key) == 1}
     return agreed, tuple(key for key in sorted(values) if key not in agreed)
+
+
+def _joined_lists(texts: Iterable[str]) -> str | None:
+    """Return one JSON list of the names in several, each once; None if one text is something else."""
+    names: dict[str, None] = {}
+    for text in texts:
+        try:
+            listed = parse_json(text, "")
+        except CorruptError:
+            return None
+        if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+            return None
+        names |= dict.fromkeys(listed)
+    return json.dumps(list(names))
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,8 +314,11 @@ def view_of(tensor: OpaqueObject) -> TensorView:
         ValueError: its arguments contradict each other.
     """
     if tensor.name not in _STRIDED:
-        kind = tensor.name.removeprefix("_rebuild_").partition("_")[0]
-        raise UnsupportedError(f"a {kind} tensor is not supported, only strided ones")
+        kind = f"a {tensor.name.removeprefix('_rebuild_').partition('_')[0]} tensor"
+        subclass = tensor.args[1] if tensor.name in _FROM_TYPE and len(tensor.args) > 1 else None
+        if type(subclass) is GlobalRef:
+            kind = f"a tensor of the class {excerpt(subclass.name, 80)[1:-1]}"
+        raise UnsupportedError(f"{kind} is not supported, only strided ones")
     if len(tensor.args) > _MAX_ARGUMENTS:
         raise ValueError(f"a tensor with {len(tensor.args)} arguments")
     storage, offset, shape, strides = tensor.args[:4]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from statexchange.errors import without_secrets
+from statexchange.formats.packed import packing_notes
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
 from statexchange.formats.source import Part, ShardFile, Source
@@ -56,7 +57,8 @@ class Summary:
         unsupported: reasons, by name, why tensors cannot be read although their files can.
         parts: the parts of a training framework's directory.
         problems: errors for everything that is missing or broken.
-        notes: what this is and which tool reads it, if it is a format that is only shown, and what was not looked at.
+        notes: what this is and which tool reads it, if it is a format that is only shown or a layout of quantised
+            weights; what was not looked at.
     """
 
     kind: str
@@ -168,7 +170,7 @@ def _summary(path: str, source: Source) -> Summary:
 def _notes(source: Source) -> tuple[str, ...]:
     """Return what to tell about a source beside its numbers."""
     refusal = () if source.refusal is None else (source.refusal.message,)
-    return (*refusal, *source.notes)
+    return (*refusal, *source.notes, *packing_notes(source))
 
 
 def _proven(source: Source) -> bool:

@@ -200,10 +200,16 @@ def _plan(rank_shards: Sequence[RankShards], options: ExportOptions, basis: str,
     return Plan(files, output_aliases, _digest(files, output_aliases, basis))
 
 
+_INTEGERS = ("I8", "U8", "I32")
+_PACKED_ENDINGS = ("qdata", "qweight", "weight_packed")  # of packed weights in torchao, GPTQ, AWQ, compressed-tensors
+_OF_BITSANDBYTES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+
+
 class _OutputDTypes:
     """The dtypes in which tensors are written.
 
-    A tensor in float8 keeps its dtype, so its scale, a tensor of the same module, keeps its own, too.
+    A tensor in float8, or of packed integers, keeps its dtype, so what is needed to read it keeps its own, too: scales
+    and zero points, which are tensors of the same module, and what bitsandbytes keeps below the name of the weight.
     """
 
     def __init__(self, selected: Mapping[str, _TensorShards], options: ExportOptions) -> None:
@@ -211,17 +217,26 @@ class _OutputDTypes:
         for pattern, _ in options.dtype:
             if pattern != "*" and not any(fnmatch.fnmatchcase(name, pattern) for name in selected):
                 raise InvalidArgumentError(f"dtype pattern {pattern!r} matches no tensor")
-        self._quantized = set()
+        self._quantized = set()  # names of modules
+        self._weights_in_bytes = set()
         if options.dtype:
             for name, shards in selected.items():
                 first = shards if isinstance(shards, ShardingSpec) else shards[0][1]
-                if first.dtype.startswith("F8") or first.dtype in PACKED:
-                    self._quantized.add(name.rpartition(".")[0])
+                module, _, last = name.rpartition(".")
+                is_small = first.dtype.startswith("F8") or first.dtype in PACKED
+                if is_small or (first.dtype in _INTEGERS and last.endswith(_PACKED_ENDINGS)):
+                    self._quantized.add(module)
+                elif first.dtype in ("I8", "U8"):
+                    self._weights_in_bytes.add(name)
 
     def of(self, name: str, dtype: str) -> str:
         """Return the dtype in which tensor `name`, which has `dtype` in the source, is written."""
         module, _, last = name.rpartition(".")
-        if "scale" in last and module in self._quantized:
+        if ("scale" in last or "zero" in last) and module in self._quantized:
+            return dtype
+        if module in self._weights_in_bytes and last in _OF_BITSANDBYTES:
+            return dtype
+        if last == "SCB" and f"{module}.weight" in self._weights_in_bytes:
             return dtype
         return self._options.output_dtype(name, dtype)
 

@@ -1,0 +1,153 @@
+"""Layouts of quantised weights in safetensors: what the packed tensors are, and torchao's metadata about them.
+
+The tensors of these layouts are plain ones and are copied as they are. Only the library that wrote them knows what the
+bytes mean, so `info` names the layout, by config.json or else by the names of the tensors.
+
+torchao takes a quantised weight ``l.weight`` apart, into ``l._weight_qdata``, ``l._weight_scale`` and others. The text
+metadata of the file has a record for each weight under its name, and the list of all under "tensor_names".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from statexchange.errors import CorruptError, StateExchangeError, UnsupportedError, excerpt
+from statexchange.formats.source import TORCHAO_NAMES, Source
+from statexchange.storage.json_text import parse_json
+
+__all__ = ["packing_notes", "renamed_torchao"]
+
+_CONFIG, _MAX_CONFIG_BYTES = "config.json", 1 << 20
+_MAX_TEXT = 40
+
+
+class _Layout(NamedTuple):
+    """A layout: what its weights are, and which tool loads them."""
+
+    title: str
+    tool: str
+
+
+_VLLM = "transformers, with the package that wrote it, or vLLM loads it"
+_LAYOUTS = {
+    "bitsandbytes": _Layout(
+        "bitsandbytes: weights packed into U8, or I8 with SCB, and their scales beside them",
+        "transformers with bitsandbytes loads it",
+    ),
+    "gptq": _Layout("GPTQ: weights packed into I32 as qweight, qzeros, scales and g_idx", _VLLM),
+    "awq": _Layout("AWQ: weights packed into I32 as qweight, qzeros and scales", _VLLM),
+    "torchao": _Layout(
+        "torchao: weights taken apart into _weight_qdata, _weight_scale and others, with records in the metadata",
+        "transformers or vLLM with torchao loads it",
+    ),
+    "compressed-tensors": _Layout(
+        "compressed-tensors: weights quantised, or packed as weight_packed, with scales beside them",
+        "vLLM, or transformers with compressed-tensors, loads it",
+    ),
+    "mxfp4": _Layout("MXFP4: weights packed into U8 as *_blocks, with *_scales", "transformers or vLLM loads it"),
+    "fp8": _Layout("float8 by blocks: weights in F8_E4M3 with weight_scale_inv", "transformers or vLLM loads it"),
+}
+# In order: the layout of which a name of a tensor has this ending or part.
+_NAMES = (
+    (re.compile(r"\.quant_state\.bitsandbytes__|\.SCB$"), "bitsandbytes"),
+    (re.compile(r"\.g_idx$"), "gptq"),
+    (re.compile(r"\.qzeros$"), "awq"),
+    (re.compile(r"\._[^.]+_qdata$"), "torchao"),
+    (re.compile(r"\.weight_packed$"), "compressed-tensors"),
+    (re.compile(r"_blocks$"), "mxfp4"),
+    (re.compile(r"\.weight_scale_inv$"), "fp8"),
+)
+
+
+def packing_notes(source: Source) -> tuple[str, ...]:
+    """Return a note about the layout of quantised weights in a Hugging Face checkpoint; () for any other source."""
+    if source.kind != "huggingface":
+        return ()
+    names = {tensor.shard.name for _, tensor in source.shards()}
+    config = _quantization_config(source)
+    method, settings = config.get("quant_method"), _settings(config)
+    found = _LAYOUTS.get(method) if isinstance(method, str) else None
+    if found is None:
+        by_names = _layout_by_names(names)
+        found = None if by_names is None else _LAYOUTS[by_names]
+    if found is not None:
+        return (f"{found.title}{settings}. {found.tool}; a merge copies the packed tensors as they are",)
+    if isinstance(method, str):
+        shown = excerpt(method, _MAX_TEXT)
+        return (f"quantised by {shown}{settings}, as config.json says; a merge copies the tensors as they are",)
+    return ()
+
+
+def _layout_by_names(names: Iterable[str]) -> str | None:
+    found = {layout for name in names for pattern, layout in _NAMES if pattern.search(name)}
+    if found == {"mxfp4"} and not any(name.endswith("_scales") for name in names):
+        return None
+    return next((layout for _, layout in _NAMES if layout in found), None)
+
+
+def _quantization_config(source: Source) -> Mapping[str, object]:
+    """Return the quantization_config of the config.json beside the tensors; {} if there is none that can be read."""
+    store = source.opened.store
+    if source.opened.file is None and _CONFIG not in store.listing:
+        return {}
+    try:
+        parsed = parse_json(store.read_small(_CONFIG, _MAX_CONFIG_BYTES), store.path_of(_CONFIG))
+    except StateExchangeError:
+        return {}
+    config = parsed.get("quantization_config") if isinstance(parsed, dict) else None
+    return config if isinstance(config, dict) else {}
+
+
+def _settings(config: Mapping[str, object]) -> str:
+    """Return the settings that say most about a layout, as " (4 bits, groups of 128)"."""
+    texts = []
+    if config.get("load_in_4bit") is True:
+        texts.append(f"4 bits, {excerpt(config.get('bnb_4bit_quant_type'), _MAX_TEXT)}")
+    if config.get("load_in_8bit") is True:
+        texts.append("8 bits")
+    if type(config.get("bits")) is int:
+        texts.append(f"{excerpt(config['bits'], _MAX_TEXT)} bits")
+    if type(config.get("group_size")) is int:
+        texts.append(f"groups of {excerpt(config['group_size'], _MAX_TEXT)}")
+    return f" ({', '.join(texts)})" if texts else ""
+
+
+def renamed_torchao(metadata: Mapping[str, str], rename: Callable[[str], str], path: str) -> dict[str, str]:
+    """Return text metadata in which torchao's records have the new names; any other metadata unchanged.
+
+    Args:
+        metadata: the text metadata of a checkpoint.
+        rename: gives the new name of a tensor.
+        path: the checkpoint's, for messages.
+
+    Raises:
+        UnsupportedError: the parts of a weight would get names that torchao does not put together.
+    """
+    if TORCHAO_NAMES not in metadata:
+        return dict(metadata)
+    try:
+        weights = parse_json(metadata[TORCHAO_NAMES], path)
+    except CorruptError:
+        return dict(metadata)
+    if not isinstance(weights, list) or not all(isinstance(name, str) and name in metadata for name in weights):
+        return dict(metadata)
+    new_names = {name: rename(name) for name in weights}
+    for name, new_name in new_names.items():
+        old_part, new_part = (_part_of(weight, "qdata") for weight in (name, new_name))
+        if new_name != name and rename(old_part) != new_part:
+            text = (
+                f"torchao would not find the parts of this weight: {excerpt(old_part)} becomes "
+                f"{excerpt(rename(old_part))}, not {excerpt(new_part)}. Rename modules, not weights"
+            )
+            raise UnsupportedError(text, name=name, path=path)
+    found = {new_names.get(key, key): value for key, value in metadata.items() if key != TORCHAO_NAMES}
+    return {**found, TORCHAO_NAMES: json.dumps(list(new_names.values()))}
+
+
+def _part_of(weight: str, part: str) -> str:
+    """Return the name of a part of a weight: of ``l.weight`` it is ``l._weight_qdata``."""
+    module, dot, last = weight.rpartition(".")
+    return f"{module}{dot}_{last}_{part}"
