@@ -20,6 +20,7 @@ from statexchange.exchange.load import load_checkpoint as load_checkpoint
 from statexchange.exchange.nfs_workspace import NFSWorkspace as NFSWorkspace
 from statexchange.exchange.save import save_checkpoint as save_checkpoint
 from statexchange.formats.registry import open_checkpoint as open_checkpoint
+from statexchange.report.diff import diff_checkpoints as diff_checkpoints
 from statexchange.storage.workspace import Workspace as Workspace
 from statexchange.train.averaging import average_gradients as average_gradients
 from statexchange.train.optimizer import DistributedOptimizer as DistributedOptimizer

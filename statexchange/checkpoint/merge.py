@@ -30,7 +30,6 @@ from statexchange.checkpoint.extra_files import (
 from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication, target_path
-from statexchange.checkpoint.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.conversions.choice import Convert, check_numbers
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.errors import (
@@ -46,6 +45,7 @@ from statexchange.formats.converted import Converted, config_of, configs_beside,
 from statexchange.formats.registry import open_source, open_with, read_opened, read_section
 from statexchange.formats.sections import MODEL_OF_PARTS, section_of
 from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor
+from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas
 from statexchange.sharding.plan import FilePlan, Plan, RankShards, TensorPlan, plan_merge
@@ -560,7 +560,8 @@ class _Merge:
             self._count(len(data))
             output.write(data, at)
             at += len(data)
-        return reader.provenance()
+        ranks = [self._source.files[piece.holder].rank for piece in tensor.pieces]
+        return [BoxProvenance(rank, digest) for rank, digest in zip(ranks, reader.digests(), strict=True)]
 
     def _count(self, nbytes: int) -> None:
         with self._lock:

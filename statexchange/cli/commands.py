@@ -1,4 +1,4 @@
-"""The parts that all commands share: the decorator that adds the format options, and the check of the rank."""
+"""The parts that commands share: the decorator with the format options, options of several, the check of the rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from statexchange.errors import UnsafeError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["command", "refuse_other_ranks", "requested_format"]
+__all__ = ["command", "parse_renames", "refuse_other_ranks", "requested_format"]
 
 
 def _set_format(context: click.Context, parameter: click.Parameter, value: str | bool | None) -> None:
@@ -57,3 +57,11 @@ def requested_format(arguments: Sequence[str]) -> str:
     pairs = [option.partition("=")[::2] for option in options if option.startswith("--format=")]
     pairs += [pair for pair in pairwise(options) if pair[0] == "--format"]
     return next((value for _, value in pairs if value in FORMATS), "auto")
+
+
+def parse_renames(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Split at the last ``=``: a lookahead in the regex may contain one, a tensor's name hardly ever does."""
+    for value in values:
+        if "=" not in value:
+            raise click.BadParameter(f"{value!r} is not REGEX=REPL", context, parameter)
+    return [value.rpartition("=")[::2] for value in values]

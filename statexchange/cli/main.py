@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["cli", "main"]
 
-_COMMANDS = ("info", "ls", "scan", "verify", "merge", "prune", "demo")
+_COMMANDS = ("info", "ls", "scan", "diff", "verify", "merge", "prune", "demo")
 # Errors of the operating system that are not bugs of statexchange, in case one arrives here as a plain OSError.
 _REFUSALS = {
     getattr(errno, name, None)

@@ -21,16 +21,6 @@ if TYPE_CHECKING:
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ExportOptions)}
 
 
-def _parse_renames(
-    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
-) -> list[tuple[str, str]]:
-    """Split at the last ``=``: a lookahead in the regex may contain one, a tensor's name hardly ever does."""
-    for value in values:
-        if "=" not in value:
-            raise click.BadParameter(f"{value!r} is not REGEX=REPL", context, parameter)
-    return [value.rpartition("=")[::2] for value in values]
-
-
 def _parse_numbers(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
     """Return numbers by name."""
     numbers: dict[str, int] = {}
@@ -74,7 +64,7 @@ def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tu
     "--rename",
     multiple=True,
     metavar="REGEX=REPL",
-    callback=_parse_renames,
+    callback=commands.parse_renames,
     help="Replace REGEX by REPL in tensor names; repeatable, applied in order.",
 )
 @click.option(

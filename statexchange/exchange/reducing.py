@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from statexchange.checkpoint.convert import reduce_into
 from statexchange.comm.communicator import Communicator
 from statexchange.exchange.rank_metadata import held_box
 from statexchange.exchange.staging import Staging
+from statexchange.formats.tensor_reader import reduce_into
 from statexchange.sharding.write_plan import BoxReduction
 from statexchange.state.describe import Description, LocalTensor
 from statexchange.tensors import array_over, dtype_name, from_bytes, own_bytes

@@ -147,7 +147,7 @@ def cut(draw: st.DrawFn) -> tuple[torch.Tensor, list[list[Box]]]:
 @settings(max_examples=40)
 @given(cut(), st.integers(20, 300))
 def test_tensors_of_any_sharding_are_restored(tmp_path_factory: pytest.TempPathFactory, case: Any, window: int) -> None:
-    from statexchange.checkpoint import tensor_reader
+    from statexchange.formats import tensor_reader
     from statexchange.storage import regions
 
     value, ranks = case

@@ -1,0 +1,134 @@
+"""``statexchange diff``: where two checkpoints differ."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import click
+
+from statexchange.cli import commands
+from statexchange.cli.output import Output, Row, fields_of
+from statexchange.cli.progress import Progress
+from statexchange.formats.sections import SECTIONS
+from statexchange.report.pictures import shape_text
+
+if TYPE_CHECKING:
+    from statexchange.report.diff import DiffReport, TensorDiff
+
+_HEADER = ("NAME", "DIFFERS", "ELEMENTS", "MAX-ABS", "REL-L2", "COSINE", "FIRST", "NAN")
+_BAR, _DECADES = 20, 10  # a full bar is a relative difference of 1 and more; each decade less is a tenth shorter
+
+
+@commands.command
+@click.argument("a")
+@click.argument("b")
+@click.option("--section", type=click.Choice([*SECTIONS, "all"]), help="Compare this section. [default: the model]")
+@click.option("--include", "-i", multiple=True, metavar="GLOB", help="Compare only names that match; repeatable.")
+@click.option("--exclude", "-x", multiple=True, metavar="GLOB", help="Leave out names that match; repeatable.")
+@click.option(
+    "--rename",
+    multiple=True,
+    metavar="REGEX=REPL",
+    callback=commands.parse_renames,
+    help="Rename the tensors of A before they are compared; repeatable.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    metavar="X",
+    help="Compare by value, and call a difference of at most X none. [default: bits and dtypes]",
+)
+@click.option("--stat", is_flag=True, help="Show a bar for each tensor that differs, by the size of the difference.")
+def command(
+    output: Output,
+    a: str,
+    b: str,
+    section: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    rename: list[tuple[str, str]],
+    tolerance: float | None,
+    stat: bool,
+) -> int:
+    """Compare the checkpoints A and B: names, shapes, dtypes and values.
+
+    They may be of any formats and shardings. Exits with 1 if they differ. Where both have
+    digests of the same boxes, only tensors that differ are read.
+    """
+    from statexchange.report.diff import diff_checkpoints
+
+    with Progress(output, "diff") as progress:
+        report = diff_checkpoints(
+            a,
+            b,
+            section=section,  # type: ignore[arg-type]
+            include=include,
+            exclude=exclude,
+            rename=rename,
+            tolerance=tolerance,
+            on_progress=progress,
+        )
+    for note in report.notes:
+        output.message(f"note: {note}")
+    if stat:
+        _show_bars(output, report)
+    elif report.differing:
+        output.table(_HEADER, map(_cells, report.differing), right=_HEADER[2:6])
+    output.line(str(report))
+    rows = [_record(tensor) for tensor in report.tensors]
+    data = {
+        "a": report.a,
+        "b": report.b,
+        "equal": report.equal,
+        "num_tensors": len(report.tensors),
+        "num_differing": len(report.differing),
+        "nbytes": report.nbytes,
+        "notes": list(report.notes),
+    }
+    return output.finish("OK" if report.equal else "FINDINGS", data, rows=("tensors", rows))
+
+
+def _cells(tensor: TensorDiff) -> tuple[str, ...]:
+    values = tensor.values
+    if values is None:
+        return tensor.name, _difference(tensor), "-", "-", "-", "-", "-", "-"
+    return (
+        tensor.name,
+        _difference(tensor),
+        f"{values.num_differing:,}",
+        f"{values.max_abs:.3g}",
+        f"{values.relative_l2:.3g}",
+        f"{values.cosine:.6f}",
+        "-" if values.first is None else shape_text(values.first),
+        f"{values.num_nan_a:,} {values.num_nan_b:,}" if values.num_nan_a or values.num_nan_b else "-",
+    )
+
+
+def _difference(tensor: TensorDiff) -> str:
+    """Return what differs, with both sides."""
+    if tensor.status == "shape" and tensor.shape_a is not None and tensor.shape_b is not None:
+        return f"shape {shape_text(tensor.shape_a)} {shape_text(tensor.shape_b)}"
+    if tensor.dtype_a != tensor.dtype_b and tensor.dtype_a is not None and tensor.dtype_b is not None:
+        text = f"{tensor.dtype_a} {tensor.dtype_b}"
+        return f"dtype {text}" if tensor.status == "dtype" else f"values, {text}"
+    return tensor.status
+
+
+def _show_bars(output: Output, report: DiffReport) -> None:
+    """Write a line for each tensor that differs: a bar by the relative difference, on a logarithmic scale."""
+    full = "#" if not output.can_show("█") else "█"
+    width = max((len(tensor.name) for tensor in report.differing), default=0)
+    for tensor in report.differing:
+        values = tensor.values
+        if values is None or not values.relative_l2:  # NaN alone, or the sign of a zero
+            output.line(f"{tensor.name:<{width}} | {_difference(tensor)}")
+            continue
+        relative = values.relative_l2
+        decades = max(0.0, _DECADES + math.log10(min(relative, 1.0)))
+        bar = full * max(1, round(_BAR * decades / _DECADES))
+        output.line(f"{tensor.name:<{width}} | {relative:8.1e} {bar}")
+
+
+def _record(tensor: TensorDiff) -> Row:
+    return {**fields_of(tensor), "values": None if tensor.values is None else fields_of(tensor.values)}

@@ -1,0 +1,164 @@
+"""Read a tensor of a source window by window, whatever boxes it is stored in, and check digests on the way.
+
+Values may be cast to another floating dtype on the way, or several copies be reduced to one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from statexchange.sharding.shards import Box, intersect
+from statexchange.storage.files import WINDOW_BYTES
+from statexchange.storage.regions import READ_AHEAD_BYTES, BoxReader, slices_within, windows
+from statexchange.tensors import ITEMSIZE, array_over, converted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from statexchange.formats.source import Source
+    from statexchange.sharding.plan import Piece, TensorPlan
+
+__all__ = ["MEMORY_BYTES", "TensorReader", "reduce_into"]
+
+MEMORY_BYTES = 4 * WINDOW_BYTES  # one window, and what a cast or a reduction needs
+
+
+class TensorReader:
+    """Reads a planned tensor in C order, in its output dtype: `windows`, and then `digests`.
+
+    Args:
+        source: the source.
+        tensor: the tensor, as `plan_merge` placed it.
+    """
+
+    def __init__(self, source: Source, tensor: TensorPlan) -> None:
+        self._source = source
+        self._tensor = tensor
+        self._readers = [self._reader(piece) for piece in tensor.pieces]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the widest dtype that is read or returned."""
+        widest = max((ITEMSIZE[self._dtype_of(piece.holder)] for piece in self._tensor.pieces), default=0)
+        return max(widest, ITEMSIZE[self._tensor.dtype])
+
+    def windows(self, memory: memoryview, itemsize: int | None = None) -> Iterator[tuple[Box, memoryview]]:
+        """Yield each window of the tensor and its bytes, which lie in `memory` until the next window.
+
+        Args:
+            memory: MEMORY_BYTES of memory.
+            itemsize: at least `itemsize`, for the same windows as those of another reader.
+        """
+        tensor = self._tensor
+        waiting = deque(self._readers)
+        for window in windows(tensor.shape, itemsize or self.itemsize) if tensor.nbytes else ():
+            data = memory[: window.numel * ITEMSIZE[tensor.dtype]]
+            self._fill(data, window, waiting, memory[WINDOW_BYTES:])
+            yield window, data
+
+    def digests(self) -> list[str]:
+        """Return the digest of each piece, as it was returned, after the last window.
+
+        Raises:
+            CorruptError: the bytes of a box differ from its digest in the source.
+        """
+        for piece, reader in zip(self._tensor.pieces, self._readers, strict=True):
+            holders = [piece.holder, *(holder for holder, _ in piece.replicas)]
+            readers = reader.readers if isinstance(reader, _ConvertingReader) else [reader]
+            for holder, box_reader in zip(holders, readers, strict=False):
+                box_reader.digest.check(self._tensor.source, self._source.files[holder].rank)
+        return [reader.hexdigest() for reader in self._readers]
+
+    def _fill(
+        self, data: memoryview, window: Box, waiting: deque[BoxReader | _ConvertingReader], bounce: memoryview
+    ) -> None:
+        """Fill one window from the readers, which are in the order of their first elements; drop finished readers."""
+        last = tuple(end - 1 for end in window.ends)
+        for reader in takewhile(lambda reader: reader.box.offsets <= last, waiting):
+            reader.copy_into(data, window, bounce)
+        while waiting and not waiting[0].bytes_left:
+            waiting.popleft()
+
+    def _dtype_of(self, holder: int) -> str:
+        """Return the dtype of a holder's shard in the source."""
+        return self._source.files[holder].tensors[self._tensor.source].shard.dtype
+
+    def _reader(self, piece: Piece) -> BoxReader | _ConvertingReader:
+        tensor, dtype = self._tensor, self._dtype_of(piece.holder)
+        if dtype == tensor.dtype and tensor.reduce is None:
+            return self._box_reader(piece, piece.holder, piece.box_index)
+        copies = [(piece.holder, piece.box_index), *(piece.replicas if tensor.reduce is not None else ())]
+        readers = [self._box_reader(piece, *copy) for copy in copies]
+        return _ConvertingReader(readers, dtype, tensor.dtype, tensor.reduce, xxhash.xxh3_128())
+
+    def _box_reader(self, piece: Piece, holder: int, box_index: int) -> BoxReader:
+        byte_range = self._source.files[holder].tensors[self._tensor.source].byte_ranges[box_index]
+        copies = 1 + len(piece.replicas) if self._tensor.reduce is not None else 1
+        ahead = READ_AHEAD_BYTES // (len(self._tensor.pieces) * copies)
+        return BoxReader(byte_range, piece.box, self._dtype_of(holder), ahead)
+
+
+_REDUCE = {"max": np.maximum, "min": np.minimum}
+
+
+def reduce_into(op: str, values: Any, others: Any) -> None:
+    """Reduce `others` into the array `values` by "max" or "min", elementwise; NaN in either gives NaN."""
+    with np.errstate(invalid="ignore"):  # ml_dtypes warns of some NaN
+        _REDUCE[op](values, others, out=values)
+
+
+class _ConvertingReader:
+    """Reads a box with one BoxReader, or reduces the values of several copies; then converts and digests the values.
+
+    Args:
+        readers: one for each copy of the box.
+        source_dtype: dtype of the copies.
+        output_dtype: dtype of the output.
+        reduce: "max" or "min" for several readers; None for one.
+        hasher: digests the output.
+    """
+
+    def __init__(
+        self, readers: Sequence[BoxReader], source_dtype: str, output_dtype: str, reduce: str | None, hasher: Any
+    ) -> None:
+        self.readers = readers
+        self.box = readers[0].box
+        self._source_dtype = source_dtype
+        self._output_dtype = output_dtype
+        self._reduce = reduce
+        self._hasher = hasher
+
+    @property
+    def bytes_left(self) -> int:
+        """Bytes that are not yet read from the source."""
+        return self.readers[0].bytes_left
+
+    def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> int:
+        """Fill the window's bytes like BoxReader.copy_into; `bounce` must hold three windows in the wider dtype."""
+        part = intersect(self.box, window)
+        if part is None:
+            return 0
+        nbytes, third = part.numel * ITEMSIZE[self._source_dtype], len(bounce) // 3
+        values: Any = None
+        for reader in self.readers:
+            memory = bounce[:nbytes] if values is None else bounce[third : third + nbytes]
+            reader.copy_into(memory, part, bounce[2 * third :])
+            copy = array_over(memory, self._source_dtype, part.shape)
+            if values is None:
+                values = copy
+            else:
+                reduce_into(str(self._reduce), values, copy)
+        output = values if self._output_dtype == self._source_dtype else converted(values, self._output_dtype)
+        output = np.ascontiguousarray(output)
+        self._hasher.update(output.reshape(-1).view(np.uint8))
+        array_over(buffer, self._output_dtype, window.shape)[slices_within(part, window)] = output.reshape(part.shape)
+        return part.numel * ITEMSIZE[self._output_dtype]
+
+    def hexdigest(self) -> str:
+        """Return the digest of all converted bytes."""
+        return str(self._hasher.hexdigest())

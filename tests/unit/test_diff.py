@@ -1,0 +1,170 @@
+"""diff: where two checkpoints differ, whatever their formats and shardings."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import statexchange as sx
+from statexchange.cli.main import main
+from statexchange.report.diff import TensorDiff, diff_checkpoints
+from statexchange.testing import run_ranks
+
+
+def published(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    sx.export_checkpoint(tensors, path)
+    return path
+
+
+def differing(*paths: Path, **options: Any) -> dict[str, TensorDiff]:
+    return {tensor.name: tensor for tensor in diff_checkpoints(*paths, **options).differing}
+
+
+def save_rows(path: str) -> None:
+    comm = sx.get_communicator()
+    rows = torch.arange(24.0).reshape(6, 4)[2 * comm.rank :][:2]
+    sx.save_checkpoint({"model": {"w": rows}, "step": 3}, path, layout={"model.w": {"dim": 0}})
+
+
+def test_a_sharded_save_equals_its_merge_and_its_export(tmp_path: Path) -> None:
+    run_ranks(lambda: save_rows(str(tmp_path / "save")), 3)
+    whole = torch.arange(24.0).reshape(6, 4)
+    torch.save({"w": whole}, tmp_path / "w.pt")
+    sx.merge_checkpoint(tmp_path / "save", tmp_path / "merged")
+    for other in ("merged", "w.pt"):
+        report = diff_checkpoints(tmp_path / "save", tmp_path / other)
+        assert report.equal, report.differing
+        assert [tensor.name for tensor in report.tensors] == ["w"]
+        assert report.notes
+        assert "section" in report.notes[0]
+    whole[4, 1] += 1
+    torch.save({"w": whole}, tmp_path / "w.pt")
+    found = differing(tmp_path / "save", tmp_path / "w.pt")["w"]
+    assert found.values is not None
+    assert (found.status, found.values.first, found.values.max_abs, found.values.num_differing) == (
+        "values",
+        (4, 1),
+        1,
+        1,
+    )
+
+
+def test_equal_digests_settle_without_reading(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(100, 50), "b": torch.arange(10)}
+    a, b = published(tmp_path / "a", tensors), published(tmp_path / "b", tensors)
+    report = diff_checkpoints(a, b)
+    assert (report.equal, report.nbytes) == (True, 0)
+    assert {tensor.by for tensor in report.tensors} == {"digests"}
+    tensors["b"][3] = 7
+    report = diff_checkpoints(a, published(tmp_path / "c", tensors))
+    assert [tensor.name for tensor in report.differing] == ["b"]
+    assert 0 < report.nbytes < 1000
+
+
+def test_names_shapes_and_dtypes_are_told_apart(tmp_path: Path) -> None:
+    a = {
+        "same": torch.ones(3),
+        "gone": torch.ones(1),
+        "long": torch.ones(2),
+        "half": torch.ones(4, dtype=torch.bfloat16),
+    }
+    b = {"same": torch.ones(3), "new": torch.ones(1), "long": torch.ones(3), "half": torch.ones(4)}
+    paths = published(tmp_path / "a", a), published(tmp_path / "b", b)
+    assert {name: tensor.status for name, tensor in differing(*paths).items()} == {
+        "gone": "only in a", "half": "dtype", "long": "shape", "new": "only in b"
+    }  # fmt: skip
+    assert differing(*paths, tolerance=0.0, exclude=["gone", "new", "long"]) == {}
+    assert set(differing(*paths, include="*o*")) == {"gone", "long"}
+    renamed = differing(*paths, rename=[("^gone$", "new")])
+    assert set(renamed) == {"half", "long"}
+    with pytest.raises(sx.errors.InvalidArgumentError, match="tolerance"):
+        diff_checkpoints(*paths, tolerance=-1)
+
+
+FINITE = st.floats(-100, 100, width=32)
+
+
+@given(st.lists(st.tuples(FINITE, FINITE | st.just(math.nan) | st.just(-0.0)), min_size=1, max_size=30))
+def test_the_numbers_are_those_of_numpy(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[float, float]]
+) -> None:
+    path = tmp_path_factory.mktemp("pairs", numbered=True)
+    a, b = (torch.tensor(values, dtype=torch.float32) for values in zip(*pairs, strict=True))
+    save_file({"w": a}, path / "a.safetensors")
+    save_file({"w": b}, path / "b.safetensors")
+    (tensor,) = diff_checkpoints(path / "a.safetensors", path / "b.safetensors").tensors
+    left, right = a.numpy().astype(float), b.numpy().astype(float)
+    changed = np.flatnonzero(a.numpy().view(np.uint32) != b.numpy().view(np.uint32))
+    assert (tensor.status == "equal") == (len(changed) == 0)
+    if tensor.values is None:
+        return
+    known = ~np.isnan(right)
+    delta = (right - left)[known]
+    assert tensor.values.num_differing == len(changed)
+    assert tensor.values.first == (changed[0],)
+    assert tensor.values.num_nan_b == np.isnan(right).sum()
+    assert tensor.values.num_nan_a == 0
+    if len(delta):
+        assert tensor.values.max_abs == np.abs(delta).max()
+        norm = np.linalg.norm(left[known])
+        expected = np.linalg.norm(delta) / norm if norm else (math.inf if delta.any() else 0.0)
+        assert tensor.values.relative_l2 == pytest.approx(expected)
+    else:
+        assert math.isnan(tensor.values.max_abs)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int64, torch.bool, torch.float16, torch.complex64, torch.float8_e4m3fn]
+)
+def test_each_dtype_is_compared(dtype: torch.dtype, tmp_path: Path) -> None:
+    a = torch.zeros(2, 3).to(dtype)
+    b = torch.zeros(2, 3)
+    b[1, 2] = 1
+    save_file({"w": a}, tmp_path / "a.safetensors")
+    save_file({"w": b.to(dtype)}, tmp_path / "b.safetensors")
+    values = differing(tmp_path / "a.safetensors", tmp_path / "b.safetensors")["w"].values
+    assert values is not None
+    assert (values.first, values.num_differing, values.max_abs, values.relative_l2) == ((1, 2), 1, 1.0, math.inf)
+
+
+def test_a_broken_byte_is_found_and_said(tmp_path: Path) -> None:
+    path = published(tmp_path / "a", {"w": torch.randn(1000)})
+    other = tmp_path / "b.safetensors"
+    save_file(load_file(path / "model.safetensors"), other)
+    with open(path / "model.safetensors", "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"\x01\x02\x03")
+    with pytest.raises(sx.errors.CorruptError, match="bytes differ from their digest"):
+        diff_checkpoints(other, path)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = published(tmp_path / "a", {"w": torch.ones(10, 10), "v": torch.ones(2)})
+    b = published(tmp_path / "b", {"w": torch.full((10, 10), 1.5), "v": torch.ones(2)})
+    with pytest.raises(SystemExit, match="0"):
+        main(["diff", str(a), str(a)])
+    assert capsys.readouterr().out == "2 of 2 tensors are equal, 0 B read\n"
+    with pytest.raises(SystemExit, match="1"):
+        main(["diff", str(a), str(b)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split("\t") == ["w", "values", "100", "0.5", "0.5", "1.000000", "[0,0]", "-"]
+    with pytest.raises(SystemExit, match="1"):
+        main(["diff", str(a), str(b), "--stat"])
+    assert capsys.readouterr().out.splitlines()[0].startswith("w |  5.0e-01 ")
+    with pytest.raises(SystemExit, match="1"):
+        main(["diff", str(a), str(b), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["data"]["equal"], found["data"]["num_differing"]) == (False, 1)
+    assert found["data"]["tensors"][1]["values"]["first"] == [0, 0]
+    with pytest.raises(SystemExit, match="3"):
+        main(["diff", str(a), str(tmp_path / "absent")])
