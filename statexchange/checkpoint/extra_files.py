@@ -36,7 +36,7 @@ FilesFrom = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _OF_TRANSFORMERS = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
-_OF_TRAINING = ("trainer_state.json",)
+_OF_TRAINING = ("trainer_state.json", "latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versions
 # Files of a directory that are not taken: weights, indexes, manifests and hidden files.
 _NOT_COPIED = re.compile(
@@ -92,16 +92,16 @@ def given_config(files_from: FilesFrom) -> bytes | None:
 def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """Return the extra files of a source that is a Hugging Face directory, and notes about those that cannot be read.
 
-    A directory of torch.save files counts as one if it has a config.json. A training framework's directory may have
-    one for such files.
+    A directory of torch.save files, or of DeepSpeed's steps, counts as one if it has a config.json. A training
+    framework's directory may have one for such files.
     """
     opened = source.opened
     store = source.small_files
     if store is None:
         store = opened.store
-        if opened.file is not None or source.kind not in ("huggingface", "torch"):
+        if opened.file is not None or source.kind not in ("huggingface", "torch", "deepspeed"):
             return {}, ()
-        if source.kind == "torch" and CONFIG not in store.files:
+        if source.kind != "huggingface" and CONFIG not in store.files:
             return {}, ()
     files: dict[str, bytes] = {}
     notes = []

@@ -16,6 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from statexchange.checkpoint.extra_files import (
@@ -44,7 +45,7 @@ from statexchange.formats import rank_files
 from statexchange.formats.converted import Converted, config_of, configs_beside, convert_source, read_conversion
 from statexchange.formats.registry import open_source, open_with, read_opened, read_section
 from statexchange.formats.sections import MODEL_OF_PARTS, section_of
-from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor
+from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor, Weights
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas
@@ -121,6 +122,7 @@ def merge_checkpoint(
     path: str | os.PathLike[str],
     *,
     section: SectionName | Literal["all"] | None = None,
+    weights: Weights | None = None,
     layout: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
@@ -164,6 +166,8 @@ def merge_checkpoint(
             the model, if it is known which tensors are the model's; but all if there are patterns (`layout`, `include`,
             `exclude`, `rename`) and no `convert`: they then match the full names. Of a training
             framework's directory, the model in any case.
+        weights: which weights of a DeepSpeed checkpoint are the model: "master" for the fp32 ones, "model" for those
+            with which the training computes. By default the master weights, where they can be read.
         layout: sharding of plain tensors, as a mapping or the path of a JSON file (`statexchange.sharding.rules`). Each
             safetensors file of the source directory is then one rank's. Patterns match the names in the source.
         include: shell patterns of names to merge; by default all. If the layout renames tensors, the new names count.
@@ -232,7 +236,7 @@ def merge_checkpoint(
     numbers = check_numbers(convert_with)
 
     def merge_once() -> MergeReport:
-        checkpoint, reductions = _open(source, section, options, converts=conversion is not None)
+        checkpoint, reductions = _open(source, section, weights, options, converts=conversion is not None)
         with checkpoint:
             return merge_opened(checkpoint, reductions)
 
@@ -256,7 +260,7 @@ def merge_checkpoint(
         plan = plan_merge(merged.rank_shards(), plan_options, basis=basis, reductions=reductions)
         if options.replicas == "equal":
             check_replicas(merged, plan)
-        extra = extra_files(files_from, plan, own, mends_dtype=bool(options.dtype))
+        extra = extra_files(files_from, plan, own, mends_dtype=bool(options.dtype) or checkpoint.kind == "deepspeed")
         metadata, metadata_notes = kept_metadata(checkpoint, plan_options)
         sources = [tensor.source for file in plan.files for tensor in file.tensors]
         notes = (*checkpoint.notes, *notes, *notes_about(checkpoint, sources, options), *metadata_notes, *own_notes)
@@ -330,7 +334,12 @@ def _read_layout(layout: Mapping[str, Any] | str | os.PathLike[str] | None) -> M
 
 
 def _open(
-    path: str | os.PathLike[str], section: str | None, options: ExportOptions, *, converts: bool
+    path: str | os.PathLike[str],
+    section: str | None,
+    weights: Weights | None,
+    options: ExportOptions,
+    *,
+    converts: bool,
 ) -> tuple[Source, Mapping[str, str]]:
     """Return a section of the source, sharded by the layout if there is one, and the reductions by tensor name."""
     if (
@@ -340,16 +349,16 @@ def _open(
     ):
         section = MODEL_OF_PARTS
     if options.layout is None:
-        return open_source(path, section=section), {}
-    source = open_with(path, _read_plain, strict=True, section=section)
+        return open_source(path, section=section, weights=weights), {}
+    source = open_with(path, partial(_read_plain, weights=weights), strict=True, section=section)
     return rank_files.apply_layout(source, options.new_layout())
 
 
-def _read_plain(opened: OpenedPath, *, strict: bool, section: str | None) -> Source:
+def _read_plain(opened: OpenedPath, *, strict: bool, section: str | None, weights: Weights | None) -> Source:
     """Read each file of a directory of plain safetensors files as one rank's; read anything else by its own format."""
-    if rank_files.matches(opened):
+    if weights is None and rank_files.matches(opened):
         return read_section(rank_files.read, opened, strict=strict, section=section)
-    return read_opened(opened, strict=strict, section=section)
+    return read_opened(opened, strict=strict, section=section, weights=weights)
 
 
 def _unwrapping_options(

@@ -43,8 +43,7 @@ def check_readable(source: Source, options: ExportOptions) -> None:
         if partitioned:
             raise UnsupportedError(
                 f"DeepSpeed ZeRO-3 wrote {len(partitioned)} tensors of shape [0] here; their values are in the "
-                "*_optim_states.pt files: run DeepSpeed's zero_to_fp32.py there, or leave them out with exclude "
-                "(--exclude)",
+                "*_optim_states.pt files: give the directory with all files, not one of them",
                 name=partitioned[0],
                 path=shard_file.path,
             )

@@ -27,8 +27,8 @@ def command(output: Output, path: str) -> int:
     """Summarize the checkpoint at PATH: tensors, dtypes, bytes, ranks.
 
     Reads headers only. PATH is a save or a directory of a job's saves, a Hugging
-    Face directory or file, a workspace, a torch DCP directory, a Megatron
-    checkpoint, or files of torch.save; a local path or a URL.
+    Face directory or file, a workspace, a torch DCP directory, a Megatron or
+    DeepSpeed checkpoint, or files of torch.save; a local path or a URL.
     """
     from statexchange.formats.registry import holds_saves
     from statexchange.report.summary import summarize

@@ -11,6 +11,7 @@ from statexchange.cli import commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.progress import Progress
 from statexchange.formats.sections import ALL, SECTIONS
+from statexchange.formats.source import WEIGHTS
 from statexchange.report.pictures import shape_text
 from statexchange.sharding.options import REPLICAS, ExportOptions
 from statexchange.units import format_bytes, format_ranks, format_seconds
@@ -52,6 +53,12 @@ def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tu
     "--section",
     type=click.Choice([*SECTIONS, ALL]),
     help="Merge this part of a job's state, as info shows them; by default the model, or all where patterns are given.",
+)
+@click.option(
+    "--weights",
+    type=click.Choice(WEIGHTS),
+    help="Of a DeepSpeed checkpoint: the fp32 master weights (default, where they can be read), or the weights with "
+    "which the training computes.",
 )
 @click.option(
     "--layout",

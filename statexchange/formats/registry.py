@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,10 +18,11 @@ from statexchange.errors import (
     ReplacedError,
     StateExchangeError,
     UnsupportedError,
+    excerpt,
 )
 from statexchange.formats import directories
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, select_section
-from statexchange.formats.source import OpenCheckpoint, Source
+from statexchange.formats.source import WEIGHTS, OpenCheckpoint, Source, Weights
 from statexchange.storage.opened_path import OpenedPath, open_path, read_with_retry
 from statexchange.storage.steps import is_saves_directory, list_steps, step_name, step_of, steps_text
 from statexchange.storage.store import is_url, resolve_path
@@ -57,25 +59,34 @@ class Format(Protocol):
 # In order: the first format that matches reads. A format is imported when it is tried; those from Megatron's on import
 # the pickle reader, which the others do not need. `directories` reads parts by the other formats, and selects the
 # section itself.
-_DIRECTORIES = "directories"
-FORMATS = ("save", _DIRECTORIES, "huggingface", "workspace", "megatron", "dcp", "foreign", "torch_file")
+_DIRECTORIES, _DEEPSPEED = "directories", "deepspeed"
+FORMATS = ("save", _DIRECTORIES, "huggingface", "workspace", "megatron", "dcp", "foreign", _DEEPSPEED, "torch_file")
 _DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
 # All tensors together may have _BASE_BYTES more than _MAX_REPETITION times the bytes of their files.
 _BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
-_UNKNOWN = "neither a save, a workspace nor a checkpoint (safetensors, torch DCP, Megatron, or torch.save's .pt files)"
+_KNOWN = "safetensors, torch DCP, Megatron, DeepSpeed, or torch.save's .pt files"
+_UNKNOWN = f"neither a save, a workspace nor a checkpoint ({_KNOWN})"
 
 
-def open_source(path: str | os.PathLike[str], *, strict: bool = True, section: str | None = ALL) -> Source:
+def open_source(
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    section: str | None = ALL,
+    weights: Weights | None = None,
+) -> Source:
     """Open a checkpoint of any format.
 
     Not collective. Reads headers only. A checkpoint that is replaced meanwhile is opened again.
 
     Args:
         path: a save, a workspace (or one run or round of it), a Hugging Face directory or file, a torch DCP directory,
-            a Megatron checkpoint, a file of torch.save or a directory of such files.
+            a Megatron or DeepSpeed checkpoint, a file of torch.save or a directory of such files.
         strict: raise the first missing or broken part; otherwise all become the source's `problems`.
         section: the section to open, without its prefix: its name, "all", or None for the model, if it is known which
             tensors are the model's (formats/sections.py). Problems of other sections do not count.
+        weights: which weights of a DeepSpeed checkpoint are the model's: "master" (fp32) or "model"; None for the
+            master weights where they can be read.
 
     Returns:
         The source, which holds its files open until it is closed.
@@ -83,10 +94,10 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True, section: s
     Raises:
         NotFoundError: there is no checkpoint of a known format at the path.
         IncompleteError, CorruptError: with `strict`, something is missing or broken.
-        InvalidArgumentError: the checkpoint does not have the section.
+        InvalidArgumentError: the checkpoint does not have the section, or `weights` does not apply to it.
         UnsupportedError: with `strict`, the format is one that is only shown.
     """
-    return open_with(path, read_opened, strict=strict, section=section)
+    return open_with(path, partial(read_opened, weights=weights), strict=strict, section=section)
 
 
 def open_with(
@@ -223,11 +234,23 @@ def _check_not_repeated(source: Source) -> None:
             raise UnsupportedError(text, name=tensor.shard.name, path=shard_file.path)
 
 
-def read_opened(opened: OpenedPath, *, strict: bool = True, section: str | None = ALL) -> Source:
+def read_opened(
+    opened: OpenedPath, *, strict: bool = True, section: str | None = ALL, weights: Weights | None = None
+) -> Source:
     """Return a section of the source at an opened path, by the first format that matches."""
+    if weights is not None and weights not in WEIGHTS:
+        raise InvalidArgumentError(f"weights must be 'master' or 'model', not {excerpt(weights)}")
     for name in FORMATS:
         module: Format = import_module(f"statexchange.formats.{name}")
         if module.matches(opened):
+            if name == _DEEPSPEED:
+                from statexchange.formats import deepspeed
+
+                read = partial(deepspeed.read, weights=weights)
+                return read_section(read, opened, strict=strict, section=section)
+            if weights is not None:
+                text = "weights (--weights) is for checkpoints of DeepSpeed alone, and this is another format"
+                raise InvalidArgumentError(text, path=opened.path)
             if name == _DIRECTORIES:
                 return directories.read(opened, strict=strict, section=section)
             if name == "torch_file":
@@ -287,7 +310,7 @@ def _is_dcp(opened: OpenedPath, name: str) -> bool:
         return False
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, weights: Weights | None = None) -> OpenCheckpoint:
     """Open a checkpoint of any format as a lazy mapping of tensor names to tensors.
 
     Not collective. Reads headers only; a tensor's bytes are read by its `read`. A tensor that is stored as shards, even
@@ -296,8 +319,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     model, optimizer and others, the model is opened.
 
     Args:
-        path: a Hugging Face directory or file, a save, a workspace, a torch DCP directory, a Megatron checkpoint, or
-            files of torch.save; a local path or an fsspec URL.
+        path: a Hugging Face directory or file, a save, a workspace, a torch DCP directory, a Megatron or DeepSpeed
+            checkpoint, or files of torch.save; a local path or an fsspec URL.
+        weights: which weights of a DeepSpeed checkpoint the names that begin with ``model.`` have: "master" for the
+            fp32 ones, "model" for those with which the training computes. By default the master weights, where they
+            can be read.
 
     Returns:
         A mapping of names to `StoredTensor`, which has `shape`, `dtype`, `nbytes` and `read()`. It is a context
@@ -307,6 +333,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
         NotFoundError: there is no checkpoint at the path.
         IncompleteError: a file or a rank is missing.
         CorruptError: a file is broken.
+        InvalidArgumentError: `weights` does not apply to this checkpoint.
+        UnsupportedError: the checkpoint does not have the weights that are wanted.
 
     Example:
         >>> import numpy
@@ -317,4 +345,4 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
         ...     w.dtype, w.shape, w.read().tolist()
         ('F32', (2, 3), [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
     """
-    return OpenCheckpoint(open_source(path, section=MODEL_OF_PARTS))
+    return OpenCheckpoint(open_source(path, section=MODEL_OF_PARTS, weights=weights))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from statexchange.errors import (
     CorruptError,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TORCHAO_NAMES",
+    "WEIGHTS",
     "FormatName",
     "OpenCheckpoint",
     "Part",
@@ -41,6 +42,7 @@ __all__ = [
     "SourceTensor",
     "StoredTensor",
     "UnreadableTensor",
+    "Weights",
     "abbreviated_list",
     "merged_metadata",
     "unknown_dtypes",
@@ -55,6 +57,7 @@ FormatName = Literal[
     "megatron torch_dist",
     "megatron ranks",
     "dcp",
+    "deepspeed",
     "torch",
     "rank files",
     "trainer",
@@ -67,7 +70,9 @@ FormatName = Literal[
     "zarr",
 ]
 SectionName = Literal["model", "master", "ema", "optimizer", "scheduler", "rng", "other"]
-_KINDS_WITH_RANKS = ("save", "workspace", "megatron torch_dist", "megatron ranks", "dcp", "rank files")
+Weights = Literal["master", "model"]  # of a DeepSpeed checkpoint
+WEIGHTS: tuple[Weights, ...] = get_args(Weights)
+_KINDS_WITH_RANKS = ("save", "workspace", "megatron torch_dist", "megatron ranks", "dcp", "deepspeed", "rank files")
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from statexchange.storage.store import StoredFile
 from statexchange.tensors import ITEMSIZE
 from statexchange.values import MAX_DEPTH
 
-__all__ = ["TorchFile", "matches", "read"]
+__all__ = ["TorchFile", "leaves", "matches", "open_archive", "read"]
 
 _SUFFIXES = (".pt", ".pth", ".bin")
 _INDEX_SUFFIX = ".bin.index.json"
@@ -134,14 +134,14 @@ class TorchFile:
         tensors: dict[str, SourceTensor] = {}
         aliases: dict[str, str] = {}
         seen: dict[Any, str] = {}
-        self._archive = _archive(file)
+        self._archive = open_archive(file)
         data = self._archive.pickle()
         self._budget = Budget(len(data), path)
         self._meshes = _MeshShapes(self._budget)
         self.root = root = read_pickle(data, path, self._budget, unknown_classes=True)
         names: set[str] = set()
         without_tensors: set[int] = set()
-        for name, value in _leaves(root, path, self._budget):
+        for name, value in leaves(root, path, self._budget):
             if name in names:
                 raise CorruptError(
                     "two entries have this name when nested keys are joined with dots", name=name, path=path
@@ -227,7 +227,8 @@ class TorchFile:
         return SourceTensor(shard, tuple(byte_ranges))
 
 
-def _archive(file: StoredFile) -> Archive:
+def open_archive(file: StoredFile) -> Archive:
+    """Return the archive in a file of torch.save; raise UnsupportedError for the format of before 1.6."""
     start, path = _first_bytes(file), file.path
     if start.startswith(_ZIP):
         return Archive(file)
@@ -238,7 +239,7 @@ def _archive(file: StoredFile) -> Archive:
     raise CorruptError("not a file of torch.save", path=path)
 
 
-def _leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
+def leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, value) of everything but containers, in order. A sequence without tensors is one leaf.
 
     A pickle can refer to one list many times, so visits and the text of names are counted against the budget.

@@ -476,7 +476,7 @@ def test_deepspeeds_placeholders_are_refused_by_name(tmp_path: Path) -> None:
         "ds_version": "0.15",
     }
     torch.save(state, tmp_path / "ws")
-    error = refuse(UnsupportedError, tmp_path, r"ZeRO-3 wrote 2 tensors of shape \[0\].*zero_to_fp32")
+    error = refuse(UnsupportedError, tmp_path, r"ZeRO-3 wrote 2 tensors of shape \[0\].*give the directory")
     assert error.name == "module.w"
     torch.save({"w": torch.empty(0)}, tmp_path / "ws")
     merge_checkpoint(tmp_path / "ws", tmp_path / "out")

@@ -295,7 +295,7 @@ import os, sys
 import encodings.cp437, ml_dtypes, xxhash
 import statexchange.checkpoint.merge, statexchange.tensors, statexchange.report.verify
 import statexchange.formats.dcp, statexchange.formats.torch_file, statexchange.formats.workspace
-import statexchange.formats.foreign, statexchange.formats.megatron
+import statexchange.formats.deepspeed, statexchange.formats.foreign, statexchange.formats.megatron
 import statexchange.formats.registry, statexchange.formats.save
 from statexchange.errors import StateExchangeError
 

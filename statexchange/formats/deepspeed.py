@@ -1,0 +1,725 @@
+"""Read the checkpoints of DeepSpeed: ZeRO-0 to 3, pipelines and Universal Checkpoints.
+
+``save_checkpoint`` writes a directory for each step, and `latest` beside them names the newest:
+
+* ``mp_rank_00_model_states.pt``: the weights in the dtype of the training, buffers, and what else the job saves. In
+  ZeRO-3 each rank has one (``zero_pp_rank_R_mp_rank_00_model_states.pt``), in which the weights are empty.
+* ``zero_pp_rank_R_mp_rank_00_optim_states.pt``: rank R's part of the fp32 master weights and of the optimizer's states,
+  flattened (zero.py has the geometry). With bf16 the names begin with ``bf16_``.
+* Pipeline stage S has the number S after ``mp_rank_``, and each layer a file ``layer_NN-model_states.pt``.
+* Experts have files ``layer_L_expert_E_mp_rank_00_model_states.pt``.
+* A Universal Checkpoint has ``zero/PARAMETER/fp32.pt`` and the optimizer's states beside it.
+
+The names of the source begin with ``model.`` and ``optimizer.state.``; both are sections. The model is made of the
+master weights, or of those that the training computes with (`weights`). Buffers and frozen parameters have no master
+weights: they are the model's own in both cases.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    StateExchangeError,
+    UnsupportedError,
+    excerpt,
+)
+from statexchange.formats.deepspeed_files import (
+    UNIVERSAL,
+    DeepSpeedFile,
+    FileNames,
+    FlatBuffer,
+    number_of,
+    parse_shapes,
+)
+from statexchange.formats.sections import SECTIONS
+from statexchange.formats.source import Section, SectionName, Source, UnreadableTensor, Weights
+from statexchange.formats.torch_archive import is_tensor, unwrap_tensor, view_of
+from statexchange.formats.zero import FlatRun, Shapes, runs_of_parameters, runs_of_partitions
+from statexchange.storage.opened_path import OpenedPath
+from statexchange.storage.store import Store
+
+__all__ = ["matches", "read"]
+
+
+_LATEST = ("latest", "latest_universal")
+_MAX_TAG_BYTES = 255
+_TAG = re.compile(r"[^/\\\0\n]{1,200}")
+_SCRIPT = "zero_to_fp32.py"
+_MODEL, _STATE = "model.", "optimizer.state."
+_RESERVED = (_MODEL, "optimizer.")
+# Entries of the model's file that are the model, or that describe it.
+_OF_MODEL = {
+    "module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names"
+}  # fmt: skip
+# Entries of the optimizer's file that are read as tensors, or that describe these.
+_OF_STATE = {
+    "single_partition_of_fp32_groups", "fp32_flat_groups", "base_optimizer_state", "optimizer_state_dict",
+    "group_paddings", "param_alignment_paddings", "partition_count", "param_slice_mappings"
+}  # fmt: skip
+_MISSING = "the file of a parameter is missing: the conversion did not finish"
+_CONVERTER = "python -m deepspeed.checkpoint.ds_to_universal --input_folder STEP --output_folder OUT"
+_UNIVERSAL_ADVICE = f"convert it with {_CONVERTER}, and give OUT"
+
+
+def matches(opened: OpenedPath) -> bool:
+    """Whether a path is the directory of a step, or a directory with such directories and `latest`."""
+    if opened.file is not None:
+        return False
+    store = opened.store
+    if _is_step(store):
+        return True
+    tag = _latest(store)
+    if tag is None:
+        return False
+    if tag in store.directories:
+        return _is_step(store.below(tag))
+    return _SCRIPT in store.files or tag.startswith("global_step")
+
+
+def _is_step(store: Store) -> bool:
+    names = FileNames.of(store)
+    return names.any or (names.is_universal and _is_universal(store.below(UNIVERSAL)))
+
+
+def _is_universal(store: Store) -> bool:
+    return "optimizer_state.pt" in store.files or any(
+        "fp32.pt" in store.below(name).files for name in store.directories[:1]
+    )
+
+
+def _latest(store: Store) -> str | None:
+    """Return the name in the file `latest`; None if there is no such file, or something else in it."""
+    for name in _LATEST:
+        if name in store.files:
+            file = store.open(name)
+            if 0 < file.size <= _MAX_TAG_BYTES:
+                tag = file.read_all().decode(errors="replace").strip()
+                if _TAG.fullmatch(tag) and tag not in (".", ".."):
+                    return tag
+    return None
+
+
+def _step_store(opened: OpenedPath) -> Store:
+    """Return the directory of the step to read.
+
+    Raises:
+        IncompleteError: `latest` names a directory that is not there, or that has no files of DeepSpeed.
+    """
+    store = opened.store
+    if _is_step(store):
+        return store
+    tag = _latest(store)
+    assert tag is not None  # `matches`
+    if tag not in store.directories:
+        steps = [name for name in store.directories if _is_step(store.below(name))]
+        advice = f"give one of the others: {', '.join(steps[-8:])}" if steps else "no other is here"
+        path = store.path_of(next(name for name in _LATEST if name in store.files))
+        raise IncompleteError(f"it names the directory {excerpt(tag)}, which is not here; {advice}", path=path)
+    return store.below(tag)
+
+
+def read(opened: OpenedPath, *, strict: bool = True, weights: Weights | None = None) -> Source:
+    """Return the source at a path.
+
+    Args:
+        opened: the path.
+        strict: raise the first problem.
+        weights: "master" for the fp32 weights, "model" for those with which the training computes; None for the master
+            weights if they can be read.
+
+    Raises:
+        IncompleteError: a rank's file is missing, or `latest` names a directory that is not there.
+        CorruptError: a file is broken, or sizes contradict each other.
+        UnsupportedError: the weights that are wanted cannot be read from here.
+    """
+    store = _step_store(opened)
+    names = FileNames.of(store)
+    reader = _UniversalReader(store, names, weights) if names.is_universal else _Reader(store, names, weights)
+    reader.run()
+    if reader.problems and strict:
+        raise reader.problems[0]
+    return reader.source(opened)
+
+
+class _Reader:
+    """Reads the files of a step."""
+
+    def __init__(self, store: Store, names: FileNames, weights: Weights | None) -> None:
+        self.problems: list[StateExchangeError] = []
+        self._store = store
+        self._names = names
+        self._weights = weights
+        self._files: dict[str, DeepSpeedFile] = {}
+        self._unreadable: list[UnreadableTensor] = []
+        self._notes: list[str] = []
+        self._num_ranks = 1  # of one pipeline stage
+        self._world_size: int | None = None
+
+    def run(self) -> None:
+        """Open all files, and add what they hold."""
+        name = self._names.model.get(0, {}).get(0) or self._names.expected_model(0, 0)
+        first = self._opened(name, 0, "the file that describes the model is missing")
+        if first is None:
+            return
+        try:
+            self._read_all(first)
+        except StateExchangeError as error:
+            self.problems.append(error)
+            # Whatever is wrong there, neither the model nor the optimizer's states are whole.
+            path = error.path or self._store.path
+            self._unreadable += [UnreadableTensor(f"{prefix}*", None, None, path) for prefix in (_MODEL, _STATE)]
+
+    def _read_all(self, first: DeepSpeedFile) -> None:
+        with first.parsing():
+            first.entry("module")
+            self._read(first)
+            rest = {key: value for key, value in first.root.items() if key not in _OF_MODEL}
+            optimizer = rest.pop("optimizer", None)
+            if type(optimizer) is dict:
+                first.add_entries("optimizer.", optimizer)
+            first.add_entries("", rest, _RESERVED)
+
+    def _read(self, first: DeepSpeedFile) -> None:
+        """Read the model and the optimizer's states; `first` describes them."""
+        num_stages = self._num_stages(first)
+        expert_counts = _expert_counts(first.root.get("num_experts"))
+        has_experts = bool(self._names.experts) or any(count > 1 for count in expert_counts)
+        is_zero = first.root.get("param_shapes") is not None
+        if is_zero:
+            self._num_ranks = _positive(first.root.get("dp_world_size", 1))
+            self._world_size = self._num_ranks * num_stages
+        takes_master = self._takes_master(first, is_zero=is_zero, has_experts=has_experts)
+        stages = []
+        for mp_rank in range(num_stages):
+            stage = self._stage(mp_rank, takes_master=takes_master)
+            if stage is None:
+                break
+            stages.append(stage)
+            if is_zero and not has_experts:
+                self._add_flat(stage, mp_rank)
+            if takes_master:
+                stage.add_frozen()
+            stage.add_module()
+        self._add_layers({name for stage in stages for name in stage.names} if takes_master else set())
+        if has_experts:
+            self._add_experts(expert_counts)
+
+    def _opened(self, name: str, rank: int, missing: str) -> DeepSpeedFile | None:
+        """Return a file; if it is missing or broken, add the problem and return None."""
+        if name in self._files:
+            return self._files[name]
+        try:
+            file = DeepSpeedFile(self._store.open(name), rank)
+        except NotFoundError:
+            self.problems.append(IncompleteError(missing, rank=rank, path=self._store.path_of(name)))
+            return None
+        except StateExchangeError as error:
+            self.problems.append(error)
+            return None
+        self._files[name] = file
+        return file
+
+    def _num_stages(self, first: DeepSpeedFile) -> int:
+        """Return the number of pipeline stages; raise UnsupportedError for tensor parallelism."""
+        count = _positive(first.root.get("mp_world_size", 1))
+        sizes = first.root.get("checkpoint_parallel_dimensions")
+        if type(sizes) is dict:
+            tensor_parallel = _positive(sizes.get("tp_degree", 1))
+        elif self._names.layers:
+            tensor_parallel = max(max(of_layer) + 1 for of_layer in self._names.layers.values())
+        else:
+            tensor_parallel = count
+        num_found = len({*self._names.model, *self._names.optimizer})
+        if tensor_parallel > 1 or (num_found > 1 and not self._names.layers):
+            text = f"files of {max(count, num_found)} tensor-parallel ranks do not say how they divide the tensors"
+            raise UnsupportedError(f"{text}: {_UNIVERSAL_ADVICE}")
+        return count if self._names.layers else 1
+
+    def _takes_master(self, first: DeepSpeedFile, *, is_zero: bool, has_experts: bool) -> bool:
+        """Whether the model is made of the fp32 weights; add a note if it is not although nothing was chosen."""
+        if self._weights == "model":
+            self._check_has_others()
+            return False
+        reason = None
+        if has_experts:
+            reason = "the parts of experts are not described"
+        elif not is_zero and _has_16_bits(first.root["module"]):
+            reason = "DeepSpeed saves them without names if it does not divide them (ZeRO-0)"
+        if reason is None:
+            return is_zero
+        if self._weights == "master":
+            text = f'the fp32 master weights cannot be read here: {reason}. Take weights="model" (--weights model)'
+            raise UnsupportedError(text)
+        self._notes.append(f"these are the weights of the training, not the fp32 master weights: {reason}")
+        return False
+
+    def _check_has_others(self) -> None:
+        """Raise UnsupportedError for ZeRO-3, which saves no weights but the fp32 ones."""
+        if self._names.per_rank:
+            text = (
+                "ZeRO-3 saves only fp32 master weights. Take these with the dtype of the training, which gives its "
+                'weights bit by bit: weights="master", dtype="bfloat16" (--weights master --dtype bfloat16)'
+            )
+            raise UnsupportedError(text)
+
+    def _stage(self, mp_rank: int, *, takes_master: bool) -> _Stage | None:
+        """Open the model's files of a pipeline stage; None if there are none."""
+        names, rank_count = self._names, self._num_ranks if self._names.per_rank else 1
+        found = self._of_ranks(
+            names.model.get(mp_rank, {}),
+            rank_count,
+            mp_rank,
+            names.expected_model,
+            "the file with the model's states is missing",
+        )
+        if len(found) < rank_count and found:
+            self._list_missing(found[min(found)], of_model=True)
+        return (
+            _Stage(found, self._num_ranks, is_divided=names.per_rank, takes_master=takes_master) if 0 in found else None
+        )
+
+    def _of_ranks(
+        self,
+        present: Mapping[int, str],
+        num_ranks: int,
+        mp_rank: int,
+        expected_name: Callable[[int, int], str],
+        missing: str,
+    ) -> dict[int, DeepSpeedFile]:
+        """Return the files of a stage's ranks. The first that is missing, and those that are broken, are problems."""
+        first_rank = mp_rank * self._num_ranks
+        found = {}
+        for rank in sorted(present):
+            if rank >= num_ranks:
+                text = f"it is of rank {rank}, but {num_ranks} ranks saved the model: files of two saves are mixed"
+                path = self._store.path_of(present[rank])
+                self.problems.append(CorruptError(text, rank=first_rank + rank, path=path))
+                break
+            file = self._opened(present[rank], first_rank + rank, missing)
+            if file is not None:
+                found[rank] = file
+        absent = next((rank for rank in range(num_ranks) if rank not in present), None)
+        if absent is not None:
+            path = self._store.path_of(expected_name(mp_rank, absent))
+            self.problems.append(IncompleteError(missing, rank=first_rank + absent, path=path))
+        return found
+
+    def _list_missing(self, first: DeepSpeedFile, *, of_model: bool) -> None:
+        """List as unreadable what depends on the file of the last problem."""
+        path = self.problems[-1].path or self._store.path
+        self._unreadable.append(UnreadableTensor(f"{_STATE}*", None, None, path))
+        if of_model:
+            shapes = {
+                name: shape for group in _groups_of(first.root.get("param_shapes")) for name, shape in group.items()
+            }
+            for name, shape in shapes.items() or (("*", ()),):
+                self._unreadable.append(UnreadableTensor(_MODEL + name, None, shape, path))
+
+    def _add_flat(self, stage: _Stage, mp_rank: int) -> None:
+        """Add what the flat buffers of all ranks hold, or the problem if something is missing or contradictory."""
+        names, num_problems = self._names, len(self.problems)
+        present = names.optimizer.get(mp_rank, {})
+        missing = "the file with this rank's part of the fp32 weights and of the optimizer's states is missing"
+        if not present:
+            missing = "there are no files with the fp32 weights and the optimizer's states"
+            if not names.per_rank:
+                missing += '; weights="model" (--weights model) does not need them'
+        files = self._of_ranks(present, self._num_ranks, mp_rank, names.expected_optimizer, missing)
+        if len(self.problems) == num_problems:
+            try:
+                stage.add_flat([files[rank] for rank in range(self._num_ranks)])
+            except StateExchangeError as error:
+                self.problems.append(error)
+        if len(self.problems) > num_problems:
+            self._list_missing(stage.first, of_model=stage.takes_master)
+
+    def _add_layers(self, known: set[str]) -> None:
+        """Add the files of pipeline layers, without the tensors of `known` names.
+
+        A layer that is tied to another has the name ``tied_modules.KEY`` among these, and its number as a file.
+        """
+        tied = {name.split(".", 2)[2] for name in known if name.startswith("tied_modules.") and name.count(".") > 1}
+        for number, names in self._names.layers.items():
+            file = self._opened(names[min(names)], 0, "the file of a layer is missing")
+            if file is not None:
+                with file.parsing():
+                    entries = _named(file.root).items()
+                    kept = {key: value for key, value in entries if f"{number}.{key}" not in known and key not in tied}
+                    file.add_entries(f"{_MODEL}{number}.", kept)
+
+    def _add_experts(self, counts: Sequence[int]) -> None:
+        """Add the files of experts; `counts` are the numbers of experts of each layer with experts."""
+        experts = self._names.experts
+        for layer, count in enumerate(counts):
+            present = [expert for of_layer, expert in experts if of_layer == layer]
+            absent = next((expert for expert in range(count) if expert not in present), None)
+            if absent is not None and (present or count > 1):
+                path = self._store.path_of(f"layer_{layer}_expert_{absent}_mp_rank_00_model_states.pt")
+                self.problems.append(IncompleteError(f"the file of expert {absent} is missing", path=path))
+        for names in experts.values():
+            file = self._opened(names[min(names)], 0, "the file of an expert is missing")
+            if file is not None:
+                with file.parsing():
+                    file.add_entries(_MODEL, _named(file.root))
+
+    def source(self, opened: OpenedPath) -> Source:
+        """Return the source of all that was read."""
+        files = list(self._files.values())
+        others: dict[str, str] = {}
+        unreadable = list(self._unreadable)
+        for file in files:
+            others |= file.others
+            unreadable += file.unreadable
+        names = {name for file in files for name in file.tensors}
+        names.update(others)
+        names.update(tensor.name for tensor in unreadable)
+        return Source(
+            "deepspeed",
+            opened,
+            tuple(file.shard_file() for file in files),
+            world_size=self._world_size,
+            others=others,
+            problems=tuple(self.problems),
+            unreadable=tuple(unreadable),
+            sections=_sections(names),
+            notes=tuple(self._notes),
+        )
+
+
+class _Stage:
+    """The model's files of one pipeline stage; without a pipeline, of the whole model.
+
+    Attributes:
+        files: the files by rank: one, or in ZeRO-3 one of each rank.
+        first: the file of rank 0, which describes the model.
+        takes_master: whether the model is made of the fp32 weights.
+        groups: the shapes of the parameters of each group of the optimizer.
+        frozen: the shapes of the parameters that are not trained.
+        shared: other names of parameters, with the names under which they are saved.
+    """
+
+    def __init__(
+        self, files: Mapping[int, DeepSpeedFile], num_ranks: int, *, is_divided: bool, takes_master: bool
+    ) -> None:
+        self.files = files
+        self._is_divided = is_divided  # whether ZeRO-3 divides the parameters: the module has empty ones
+        self.first = files[0]
+        self.takes_master = takes_master
+        self._num_ranks = num_ranks
+        with self.first.parsing():
+            root = self.first.root
+            self.groups = _groups_of(root.get("param_shapes"))
+            self.frozen = parse_shapes(root.get("frozen_param_shapes") or {})
+            self.shared = _named(root.get("shared_params") or {})
+            self._buffers = set(root.get("buffer_names") or ())
+        self.shapes = {name: shape for group in self.groups for name, shape in group.items()}
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all parameters."""
+        return self.shapes.keys() | self.frozen.keys()
+
+    def add_flat(self, files: Sequence[DeepSpeedFile]) -> None:
+        """Add the fp32 weights, if they are wanted, and the optimizer's states, which are in these files of the ranks.
+
+        Raises:
+            CorruptError: counts or sizes contradict each other.
+        """
+        parts = [_FlatFile(file) for file in files]
+        first = parts[0]
+        for part in parts:
+            part.check(first, len(parts), self.groups)
+        sizes = [[buffer.numel for buffer in part.weights] for part in parts]
+        with first.file.parsing():
+            if first.zero_stage == 3:
+                runs = runs_of_parameters(self.shapes, sizes)
+            else:
+                runs = runs_of_partitions(self.groups, first.paddings(), sizes)
+        for part, of_rank in zip(parts, runs, strict=True):
+            with part.file.parsing():
+                part.check_addresses(of_rank)
+                self._add_runs(part, of_rank)
+        with first.file.parsing():
+            first.add_rest()
+
+    def _add_runs(self, part: _FlatFile, runs: Sequence[FlatRun]) -> None:
+        weights = dict(enumerate(part.weights))
+        for name, group in itertools.groupby(runs, key=lambda run: run.name):
+            of_name, shape = list(group), self.shapes[name]
+            if self.takes_master:
+                part.file.add_runs(_MODEL + name, shape, of_name, weights)
+            for key in part.states[of_name[0].group]:
+                buffers = {run.group: part.states[run.group][key] for run in of_name if key in part.states[run.group]}
+                if all(run.group in buffers for run in of_name):
+                    part.file.add_runs(f"{_STATE}{name}.{key}", shape, of_name, buffers)
+        if self.takes_master:
+            self._add_aliases(part.file, self.shapes)
+
+    def _add_aliases(self, file: DeepSpeedFile, names: Iterable[str]) -> None:
+        """Add the other names of parameters of which the file has a part."""
+        for alias, name in self.shared.items():
+            if name in names:
+                file.add_alias(_MODEL + alias, _MODEL + name)
+
+    def add_frozen(self) -> None:
+        """Add the parameters that are not trained, where they are saved apart: whole in ZeRO-2, in parts in ZeRO-3."""
+        for rank, file in self.files.items() if self.frozen else ():
+            with file.parsing():
+                fragments = file.entry("frozen_param_fragments")
+                for name, shape in self.frozen.items():
+                    if self._is_divided:
+                        self._add_part(file, rank, name, fragments[name])
+                    else:
+                        file.add_whole(_MODEL + name, fragments[name], shape)
+                self._add_aliases(file, self.frozen)
+
+    def _add_part(self, file: DeepSpeedFile, rank: int, name: str, fragment: Any) -> None:
+        """Add a rank's part of a parameter that ZeRO-3 divides."""
+        shape, buffer = self.frozen[name], file.buffer(fragment)
+        numel = math.prod(shape)
+        size = -(-numel // self._num_ranks)
+        if buffer.numel != size:
+            text = "this rank's part of the parameter has another size"
+            raise CorruptError(text, name=name, expected=size, found=buffer.numel)
+        begin, end = min(rank * size, numel), min((rank + 1) * size, numel)
+        if begin < end or not numel:
+            file.add_runs(_MODEL + name, shape, [FlatRun(name, begin, end, 0, 0)], {0: buffer})
+
+    def add_module(self, elsewhere: Iterable[str] = ()) -> None:
+        """Add what the model's file holds itself: all of the model, or what has no fp32 weights in other files."""
+        with self.first.parsing():
+            module = _named(self.first.root["module"] or {})  # None in a pipeline, whose layers have their own files
+            skipped = set(elsewhere)
+            if self.takes_master:
+                skipped |= self.names
+                skipped |= {alias for alias, name in self.shared.items() if name in skipped}
+            kept = {name: value for name, value in module.items() if name not in skipped}
+            for name, value in kept.items():
+                if not self._is_divided or name in self._buffers or not is_tensor(value):
+                    continue
+                if self.first.view(value).shape == (0,):
+                    raise IncompleteError("the values of this parameter are in no file", name=name)
+            self.first.add_entries(_MODEL, kept)
+
+
+class _FlatFile:
+    """The flat buffers of one rank's optimizer file.
+
+    Attributes:
+        file: the file.
+        zero_stage: 1, 2 or 3.
+        weights: the fp32 weights, by group.
+        states: the optimizer's states by group and key, those that are as long as the weights.
+    """
+
+    def __init__(self, file: DeepSpeedFile) -> None:
+        self.file = file
+        with file.parsing():
+            self._state = _named(file.entry("optimizer_state_dict"))
+            self.zero_stage = number_of(self._state["zero_stage"])
+            key = "fp32_flat_groups" if self.zero_stage == 3 else "single_partition_of_fp32_groups"
+            self.weights = [file.buffer(value) for value in self._state[key]]
+            counts = self._state["partition_count"]
+            self._counts = [number_of(count) for count in (counts if type(counts) is list else [counts])]
+            if self._state.get("ds_zero_partition_groups"):
+                raise UnsupportedError(
+                    f"parameters are divided among groups of ranks of their own: {_UNIVERSAL_ADVICE}"
+                )
+            self._base = self._state["optimizer_state_dict" if self.zero_stage == 3 else "base_optimizer_state"]
+            self._by_group = [self._tensors_of(group) for group in range(len(self.weights))]
+            self.states = [self._flat_of(group) for group in range(len(self.weights))]
+
+    def _tensors_of(self, group: int) -> dict[str, Any]:
+        """Return the tensors among the optimizer's states of a group."""
+        states = self._base[group] if type(self._base) is list else self._base["state"].get(group, {})
+        return {key: value for key, value in _named(states).items() if is_tensor(value)}
+
+    def _flat_of(self, group: int) -> dict[str, FlatBuffer]:
+        """Return the states that are as long as the weights, or longer by the padding of the group."""
+        paddings = self._state.get("group_paddings")
+        padding = number_of(paddings[group]) if type(paddings) is list else 0
+        numel = self.weights[group].numel
+        found = {}
+        for key, value in self._by_group[group].items():
+            if numel and self.file.view(value).shape in ((numel,), (numel + padding,)):
+                found[key] = self.file.buffer(value)
+        return found
+
+    def check(self, first: _FlatFile, num_ranks: int, groups: Sequence[Shapes]) -> None:
+        """Raise CorruptError unless this file and rank 0's are of one save by `num_ranks` ranks of these groups."""
+        with self.file.parsing():
+            num_groups = len(groups) if self.zero_stage != 3 else len(first.weights)
+            for what, expected, found in (
+                ("ZeRO stage", first.zero_stage, self.zero_stage),
+                ("number of partitions", num_ranks, max(self._counts, default=0)),
+                ("number of partitions", num_ranks, min(self._counts, default=0)),
+                ("number of groups", num_groups, len(self.weights)),
+            ):
+                if expected != found:
+                    text = f"its {what} is not that of the other files: files of two saves are mixed"
+                    raise CorruptError(text, expected=expected, found=found)
+
+    def paddings(self) -> list[list[int]] | None:
+        """Return the padding after each parameter of each group; None if the file does not have it."""
+        paddings = self._state.get("param_alignment_paddings")
+        if paddings is None:
+            return None
+        numbers = [[number_of(value) for value in of_group] for of_group in paddings]
+        if any(value < 0 for of_group in numbers for value in of_group):
+            raise ValueError("a negative padding")
+        return numbers
+
+    def check_addresses(self, runs: Iterable[FlatRun]) -> None:
+        """Raise CorruptError if the file itself says that a parameter lies elsewhere."""
+        mappings = self._state.get("param_slice_mappings")
+        if type(mappings) is not list:
+            return
+        for run in runs:
+            address = getattr(_named(mappings[run.group]).get(run.name), "state", None)
+            if type(address) is dict:
+                expected = run.at, run.end - run.begin
+                found = address.get("start"), address.get("numel")
+                if expected != found:
+                    text = (
+                        "the shapes of the parameters contradict its param_slice_mappings (start, number of elements)"
+                    )
+                    raise CorruptError(text, name=run.name, expected=str(expected), found=excerpt(found))
+
+    def add_rest(self) -> None:
+        """Add the entries that are neither weights nor states of parameters."""
+        for group, of_group in enumerate(self._by_group):
+            rest = {key: value for key, value in of_group.items() if key not in self.states[group]}
+            self.file.add_entries(f"optimizer.groups.{group}.", rest)
+        if type(self._base) is dict:
+            self.file.add_entries("optimizer.", {"param_groups": self._base.get("param_groups")})
+        self.file.add_entries("optimizer.", {key: value for key, value in self._state.items() if key not in _OF_STATE})
+
+
+class _UniversalReader(_Reader):
+    """Reads a Universal Checkpoint: a directory for each parameter, and the model's files."""
+
+    def _read(self, first: DeepSpeedFile) -> None:
+        takes_master = self._weights != "model"
+        num_stages = len(self._names.model)
+        if not takes_master:
+            self._check_has_others()
+            if num_stages > 1:
+                raise UnsupportedError("there are only fp32 master weights here: leave out weights (--weights)")
+        if self._names.per_rank:
+            self._num_ranks = _positive(first.root.get("dp_world_size", 1))
+        stage = self._stage(0, takes_master=takes_master)
+        if stage is None:
+            return
+        shapes, shared = dict(stage.shapes), dict(stage.shared)
+        for mp_rank in range(1, num_stages if not self._names.per_rank else 1):
+            other = self._stage(mp_rank, takes_master=takes_master)
+            if other is not None:
+                shapes |= other.shapes
+                shared |= other.shared
+        buffers = set(first.root.get("buffer_names") or ())
+        zero = self._store.below(UNIVERSAL)
+        in_zero = set(zero.directories) - buffers - shared.keys() - stage.frozen.keys()
+        for name in sorted(in_zero):
+            self._add_parameter(zero.below(name), name, shapes.get(name), shared, takes_master=takes_master)
+        absent = next((name for name in shapes if name not in in_zero), None)
+        if absent is not None:
+            path = zero.path_of(f"{absent}/fp32.pt")
+            self._not_read(_MODEL + absent, shapes[absent], IncompleteError(_MISSING, name=absent, path=path))
+            self._unreadable.append(UnreadableTensor(f"{_STATE}{absent}.*", None, None, path))
+        if takes_master:
+            stage.add_frozen()
+        if num_stages == 1:
+            stage.add_module(in_zero if takes_master else ())
+
+    def _add_parameter(
+        self,
+        store: Store,
+        name: str,
+        shape: tuple[int, ...] | None,
+        shared: Mapping[str, str],
+        *,
+        takes_master: bool,
+    ) -> None:
+        """Add the fp32 weights and the optimizer's states of one parameter."""
+        for file_name in dict.fromkeys(("fp32.pt", *store.files)):
+            key = file_name.removesuffix(".pt")
+            wanted = takes_master if key == "fp32" else key != file_name and key != "step"
+            if not wanted:
+                continue
+            source_name = _MODEL + name if key == "fp32" else f"{_STATE}{name}.{key}"
+            try:
+                file = DeepSpeedFile(store.open(file_name), 0)
+                self._files[f"{UNIVERSAL}/{name}/{file_name}"] = file
+                with file.parsing():
+                    value = file.root if is_tensor(file.root) else file.entry("param")
+                    file.add_whole(source_name, value, shape)
+                    for alias, target in shared.items() if key == "fp32" else ():
+                        if target == name:
+                            file.add_alias(_MODEL + alias, source_name)
+            except NotFoundError as error:
+                self._not_read(source_name, shape, IncompleteError(_MISSING, name=name, path=error.path))
+            except StateExchangeError as error:
+                self._not_read(source_name, shape, error)
+
+    def _not_read(self, name: str, shape: tuple[int, ...] | None, error: StateExchangeError) -> None:
+        self.problems.append(error)
+        self._unreadable.append(UnreadableTensor(name, None, shape, error.path or self._store.path))
+
+
+def _sections(names: Iterable[str]) -> tuple[Section, ...]:
+    """Return the sections of a checkpoint's names."""
+    found: dict[tuple[SectionName, str], set[str]] = {}
+    for name in sorted(names):
+        if name.startswith(_MODEL):
+            key: tuple[SectionName, str] = ("model", _MODEL)
+        elif name.startswith("optimizer."):
+            key = ("optimizer", "optimizer.")
+        elif name.startswith("lr_scheduler."):
+            key = ("scheduler", "lr_scheduler.")
+        else:
+            key = ("other", "")
+        found.setdefault(key, set()).add(name)
+    found.setdefault(("model", _MODEL), set())
+    in_order = sorted(found, key=lambda key: SECTIONS.index(key[0]))
+    return tuple(Section(name, prefix, frozenset(found[name, prefix])) for name, prefix in in_order)
+
+
+def _groups_of(value: Any) -> list[Shapes]:
+    """Return the shapes of the parameters of each group."""
+    return [parse_shapes(group) for group in value or ()]
+
+
+def _named(value: Any) -> dict[str, Any]:
+    """Return a dict with the entries whose keys are text; raise ValueError for anything but a dict."""
+    if type(value) is not dict:
+        raise ValueError(f"a {type(value).__name__} in the place of a dict")
+    return {key: entry for key, entry in value.items() if type(key) is str}
+
+
+def _positive(value: Any) -> int:
+    """Return a number of ranks; raise ValueError for anything else."""
+    number = number_of(value)
+    if number < 1:
+        raise ValueError(f"{number} in the place of a number of ranks")
+    return number
+
+
+def _expert_counts(value: Any) -> list[int]:
+    """Return the number of experts of each layer with experts."""
+    return [number_of(count) for count in value] if type(value) is list else []
+
+
+def _has_16_bits(module: Any) -> bool:
+    """Whether there are tensors of 16 bits in a module's state."""
+    tensors = (unwrap_tensor(value) for value in _named(module or {}).values() if is_tensor(value))
+    return any(
+        view_of(tensor).dtype in ("BF16", "F16") for tensor in tensors if tensor.name.startswith("_rebuild_tensor")
+    )

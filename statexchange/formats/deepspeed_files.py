@@ -1,0 +1,296 @@
+"""The files of a DeepSpeed checkpoint: their names, and one file's content as tensors, flat buffers and other entries.
+
+All are files of torch.save. Nothing in them is executed, and deepspeed is not imported: its own classes, such as the
+loss scaler, stay opaque.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from statexchange.errors import CorruptError, StateExchangeError, UnsupportedError, excerpt
+from statexchange.formats.budget import Budget
+from statexchange.formats.pickles import OpaqueObject, read_pickle
+from statexchange.formats.source import ShardFile, SourceTensor, UnreadableTensor
+from statexchange.formats.torch_archive import TensorView, describe, holds_tensor, is_tensor, unwrap_tensor, view_of
+from statexchange.formats.torch_file import leaves, open_archive
+from statexchange.formats.zero import FlatRun, Shapes
+from statexchange.sharding.flat_runs import boxes_of_run
+from statexchange.sharding.shards import Box, Shard, full_box, shape_from_json
+from statexchange.storage.byte_range import ByteRange
+from statexchange.storage.store import Store, StoredFile
+from statexchange.tensors import ITEMSIZE
+
+__all__ = ["UNIVERSAL", "DeepSpeedFile", "FileNames", "FlatBuffer", "number_of", "parse_shapes"]
+
+_NUMBER = "([0-9]{1,9})"
+_OPTIMIZER = re.compile(rf"((?:bf16_|fp16_)?zero_pp_rank_){_NUMBER}_mp_rank_{_NUMBER}_optim_states\.pt")
+_MODEL = re.compile(rf"(?:zero_pp_rank_{_NUMBER}_)?mp_rank_{_NUMBER}_model_states\.pt")
+_LAYER = re.compile(rf"layer_{_NUMBER}-(?:model_{_NUMBER}-)?model_states\.pt")
+_EXPERT = re.compile(rf"(?:layer_{_NUMBER}_)?expert_{_NUMBER}_mp_rank_{_NUMBER}_model_states\.pt")
+UNIVERSAL = "zero"  # the directory with a directory for each parameter
+
+
+@dataclass(frozen=True)
+class FileNames:
+    """The files of one step's directory.
+
+    Attributes:
+        optimizer: names of the optimizer's files by model-parallel rank, then by rank.
+        model: names of the model's files, in the same way; ZeRO-3 has one of each rank, others have one of rank 0.
+        per_rank: whether the names of the model's files have ranks, as in ZeRO-3.
+        layers: names of the files of pipeline layers, by layer and by tensor-parallel rank.
+        experts: names of the files of experts, by (layer, expert) and model-parallel rank.
+        is_universal: whether there is the directory of a Universal Checkpoint.
+    """
+
+    optimizer: Mapping[int, Mapping[int, str]]
+    model: Mapping[int, Mapping[int, str]]
+    per_rank: bool
+    layers: Mapping[int, Mapping[int, str]]
+    experts: Mapping[tuple[int, int], Mapping[int, str]]
+    is_universal: bool
+
+    @classmethod
+    def of(cls, store: Store) -> FileNames:
+        """Return the files of a directory.
+
+        Raises:
+            CorruptError: files of two saves are mixed: there are two files of one rank.
+        """
+        optimizer: dict[int, dict[int, str]] = {}
+        model: dict[int, dict[int, str]] = {}
+        layers: dict[int, dict[int, str]] = {}
+        experts: dict[tuple[int, int], dict[int, str]] = {}
+        kinds = set()
+        for name in store.files:
+            if match := _OPTIMIZER.fullmatch(name):
+                _add(optimizer.setdefault(int(match[3]), {}), int(match[2]), name, store)
+            elif match := _MODEL.fullmatch(name):
+                kinds.add(match[1] is not None)
+                _add(model.setdefault(int(match[2]), {}), int(match[1] or 0), name, store)
+            elif match := _LAYER.fullmatch(name):
+                _add(layers.setdefault(int(match[1]), {}), int(match[2] or 0), name, store)
+            elif match := _EXPERT.fullmatch(name):
+                _add(experts.setdefault((int(match[1] or 0), int(match[2])), {}), int(match[3]), name, store)
+        if len(kinds) > 1:
+            raise CorruptError(
+                "files of two saves are mixed here: model states with and without ranks", path=store.path
+            )
+        is_universal = UNIVERSAL in store.directories
+        return cls(optimizer, model, True in kinds, layers, experts, is_universal)
+
+    @property
+    def any(self) -> bool:
+        """Whether there are files of DeepSpeed."""
+        return bool(self.optimizer or self.model or self.layers)
+
+    def expected_model(self, mp_rank: int, rank: int) -> str:
+        """Return the name that the model's file of a rank has."""
+        prefix = f"zero_pp_rank_{rank}_" if self.per_rank else ""
+        return f"{prefix}mp_rank_{mp_rank:02d}_model_states.pt"
+
+    def expected_optimizer(self, mp_rank: int, rank: int) -> str:
+        """Return the name that the optimizer's file of a rank has."""
+        prefix = "zero_pp_rank_"
+        for names in self.optimizer.values():
+            for name in names.values():
+                prefix = name[: name.index("zero_pp_rank_")] + prefix
+                return f"{prefix}{rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+        return f"{prefix}{rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+
+
+def _add(names: dict[int, str], number: int, name: str, store: Store) -> None:
+    if names.setdefault(number, name) != name:
+        text = f"files of two saves are mixed here: this one, and {names[number]} of the same rank"
+        raise CorruptError(text, rank=number, path=store.path_of(name))
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBuffer:
+    """A tensor of one dim: a rank's flattened parts of parameters."""
+
+    dtype: str
+    numel: int
+    stored: ByteRange
+
+    def range(self, at: int, numel: int) -> ByteRange:
+        """Return the byte range of `numel` elements from element `at` on."""
+        itemsize = ITEMSIZE[self.dtype]
+        return ByteRange(self.stored.file, self.stored.begin + at * itemsize, numel * itemsize)
+
+
+@dataclass
+class _Content:
+    tensors: dict[str, SourceTensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    others: dict[str, str] = field(default_factory=dict)
+    unreadable: list[UnreadableTensor] = field(default_factory=list)
+
+
+class DeepSpeedFile:
+    """One file, with the tensors and other entries that are taken from it.
+
+    Attributes:
+        root: the unpickled value: a dict, or the tensor alone.
+        rank: its rank among all ranks.
+    """
+
+    def __init__(self, file: StoredFile, rank: int) -> None:
+        self.path = file.path
+        self.rank = rank
+        self._file = file
+        self._archive = open_archive(file)
+        data = self._archive.pickle()
+        self._budget = Budget(len(data), file.path)
+        self.root = read_pickle(data, file.path, self._budget, unknown_classes=True)
+        self._content = _Content()
+        self._by_range: dict[tuple[str, tuple[int, ...], ByteRange], str] = {}
+
+    @property
+    def tensors(self) -> Mapping[str, SourceTensor]:
+        """The tensors that were added."""
+        return self._content.tensors
+
+    @property
+    def others(self) -> Mapping[str, str]:
+        """Descriptions, by name, of the other entries that were added."""
+        return self._content.others
+
+    @property
+    def unreadable(self) -> Sequence[UnreadableTensor]:
+        """The tensors among what was added that are not supported."""
+        return self._content.unreadable
+
+    @contextmanager
+    def parsing(self) -> Iterator[None]:
+        """Turn what goes wrong with unexpected content into CorruptError, and add the file to errors."""
+        try:
+            yield
+        except StateExchangeError as error:
+            raise error.located(rank=self.rank, path=self.path) from None
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            text = f"not what DeepSpeed writes: {excerpt(error, 200)}"
+            raise CorruptError(text, rank=self.rank, path=self.path) from None
+
+    def entry(self, name: str) -> Any:
+        """Return an entry of the root; raise CorruptError if there is none."""
+        if type(self.root) is not dict or name not in self.root:
+            raise CorruptError(f"not what DeepSpeed writes here: it has no entry {name!r}", path=self.path)
+        return self.root[name]
+
+    def view(self, value: Any) -> TensorView:
+        """Return the strided tensor that a value stands for."""
+        if not is_tensor(value):
+            raise ValueError(f"{describe(value)} in the place of a tensor")
+        return view_of(unwrap_tensor(value))
+
+    def buffer(self, value: Any) -> FlatBuffer:
+        """Return a tensor of one dim as a flat buffer."""
+        view = self.view(value)
+        stored = self._archive.byte_range(view)
+        if len(view.shape) != 1 or stored.strides is not None:
+            raise ValueError(f"a tensor of shape {view.shape} in the place of a flat one")
+        return FlatBuffer(view.dtype, view.shape[0], stored)
+
+    def add_whole(self, name: str, value: Any, shape: tuple[int, ...] | None = None) -> None:
+        """Add a whole tensor; one with the bytes of another becomes its alias. `shape` is for a flattened one."""
+        try:
+            view = self.view(value)
+            stored = self._archive.byte_range(view)
+        except UnsupportedError as error:
+            self._refuse(name, error)
+            return
+        if shape is not None and shape != view.shape:
+            buffer = self.buffer(value)
+            if full_box(shape).numel != buffer.numel:
+                text = f"a tensor of {buffer.numel} elements for shape {shape}"
+                raise CorruptError(text, name=name)
+        else:
+            shape = view.shape
+        self._put(name, SourceTensor(Shard(name, view.dtype, shape, (full_box(shape),)), (stored,)))
+        first = self._by_range.setdefault((view.dtype, shape, stored), name)
+        if first != name and stored.nbytes:
+            self._content.aliases[name] = first
+
+    def add_runs(
+        self, name: str, shape: tuple[int, ...], runs: Sequence[FlatRun], buffers: Mapping[int, FlatBuffer]
+    ) -> None:
+        """Add a tensor's runs in flat buffers, which have numbers."""
+        boxes: list[Box] = []
+        ranges: list[ByteRange] = []
+        dtypes = {buffers[run.group].dtype for run in runs}
+        if len(dtypes) != 1:
+            raise CorruptError(f"its parts have the dtypes {', '.join(sorted(dtypes))}", name=name)
+        for run in runs:
+            at = run.at
+            for box in boxes_of_run(shape, run.begin, run.end):
+                boxes.append(box)
+                ranges.append(buffers[run.group].range(at, box.numel))
+                at += box.numel
+        self._put(name, SourceTensor(Shard(name, dtypes.pop(), shape, tuple(boxes)), tuple(ranges)))
+
+    def add_alias(self, alias: str, name: str) -> None:
+        """Add another name for a tensor of this file, if it has it."""
+        tensor = self._content.tensors.get(name)
+        if tensor is not None:
+            shard = tensor.shard
+            named = Shard(alias, shard.dtype, shard.global_shape, shard.boxes)
+            self._content.tensors[alias] = SourceTensor(named, tensor.byte_ranges)
+            self._content.aliases[alias] = name
+
+    def add_entries(self, prefix: str, entries: Mapping[Any, Any], reserved: tuple[str, ...] = ()) -> None:
+        """Add all that `entries` contain, nested keys joined with dots: tensors, and descriptions of anything else.
+
+        Names that begin with one of `reserved` get the prefix ``client.``.
+        """
+        without_tensors: set[int] = set()
+        for key, value in leaves(dict(entries), self.path, self._budget) if entries else ():
+            name = f"{prefix}{key}"
+            if name.startswith(reserved):
+                name = f"client.{name}"
+            if is_tensor(value):
+                self.add_whole(name, value)
+            elif holds_tensor(value, self._budget, without_tensors):
+                text = f"this object contains tensors, but its class is not supported: {describe(value)}"
+                self._refuse(name, UnsupportedError(text))
+            else:
+                self._content.others[name] = describe(value)
+
+    def _put(self, name: str, tensor: SourceTensor) -> None:
+        if name in self._content.tensors:
+            raise CorruptError("two entries have this name when nested keys are joined with dots", name=name)
+        self._content.tensors[name] = tensor
+
+    def _refuse(self, name: str, error: UnsupportedError) -> None:
+        located = error.located(rank=self.rank, name=name, path=self.path)
+        self._content.unreadable.append(UnreadableTensor(name, None, None, self.path, located))
+
+    def shard_file(self) -> ShardFile:
+        """Return the file with the tensors that were added."""
+        return ShardFile(self.rank, self._file, self._content.tensors, self._content.aliases)
+
+
+def parse_shapes(value: Any) -> Shapes:
+    """Return shapes by name; raise ValueError for anything else."""
+    if type(value) is not dict:
+        raise ValueError(f"{describe(value)} in the place of shapes by name")
+    shapes = {}
+    for name, shape in value.items():
+        if type(name) is not str:
+            raise ValueError(f"{excerpt(name)} as a name")
+        shapes[name] = shape_from_json(shape)
+    return shapes
+
+
+def number_of(value: Any) -> int:
+    """Return an integer, or the integer of an enum's member; raise ValueError for anything else."""
+    if type(value) is OpaqueObject and len(value.args) == 1:
+        value = value.args[0]
+    if type(value) is not int:
+        raise ValueError(f"{describe(value)} in the place of a number")
+    return value

@@ -1,0 +1,437 @@
+"""DeepSpeed's checkpoints: samples that it wrote itself, and directories in its layout, with what may be wrong."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from scripts import page_block, run_commands
+from zero_files import write_zero
+
+import statexchange as sx
+from statexchange.checkpoint.merge import merge_checkpoint
+from statexchange.cli.main import main
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    NotFoundError,
+    StateExchangeError,
+    UnsupportedError,
+)
+from statexchange.formats.registry import open_checkpoint
+from statexchange.report.summary import summarize
+
+SAMPLES = Path(__file__).parents[1] / "data" / "deepspeed"  # see README.md there
+State = dict[str, torch.Tensor]
+
+
+def said(kind: str, what: str) -> State:
+    """What DeepSpeed says of a sample: its tensors of one prefix, by the names behind it."""
+    tensors = load_file(SAMPLES / f"{kind}.safetensors")
+    return {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{what}.")}
+
+
+def merged(path: Path, tmp_path: Path, **options: Any) -> State:
+    """The merge of a checkpoint, with tied tensors under all their names."""
+    out = tmp_path / "merged"
+    shutil.rmtree(out, ignore_errors=True)
+    report = merge_checkpoint(path, out, **options)
+    state = load_file(out / "model.safetensors")
+    return state | {alias: state[name] for alias, name in report.aliases.items()}
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found[name], tensor), name
+
+
+def copy_of(kind: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(SAMPLES / kind, tmp_path / kind))
+
+
+def refused(error: type[StateExchangeError], match: str, path: Path, **options: Any) -> StateExchangeError:
+    out = path.parent / "refused"
+    with pytest.raises(error, match=match) as caught:
+        merge_checkpoint(path, out, **options)
+    assert type(caught.value) is error
+    assert not out.exists()
+    return caught.value
+
+
+# --- what DeepSpeed wrote ---
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3"])
+def test_a_merge_is_what_zero_to_fp32_makes(kind: str, tmp_path: Path) -> None:
+    found, expected = merged(SAMPLES / kind, tmp_path), said(kind, "oracle")
+    if kind == "zero1":  # of which zero_to_fp32 leaves out the frozen parameters
+        expected["norm.bias"] = said(kind, "model")["norm.bias"]
+    assert_same(found, expected)
+    assert_same(merged(SAMPLES / kind / "global_step2", tmp_path), expected)
+    assert found["norm.bias"].dtype == torch.bfloat16
+    assert torch.equal(found["head.weight"], found["embed.weight"])
+
+
+def test_a_universal_checkpoint_has_what_it_was_made_of(tmp_path: Path) -> None:
+    assert_same(merged(SAMPLES / "universal", tmp_path), said("zero3", "oracle"))
+    with open_checkpoint(SAMPLES / "universal") as universal, open_checkpoint(SAMPLES / "zero3") as divided:
+        assert set(divided) - set(universal) == {f"optimizer.groups.{group}.step" for group in range(3)}
+        for name, tensor in universal.items():
+            assert np.array_equal(tensor.read(), divided[name].read()), name
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3", "pipeline"])
+def test_weights_and_moments_are_those_of_the_engine(kind: str) -> None:
+    master, moments = said(kind, "master"), said(kind, "exp_avg")
+    assert len(master) > 4
+    assert len(moments) > 2
+    with open_checkpoint(SAMPLES / kind) as checkpoint:
+        for name, tensor in master.items():
+            assert np.array_equal(checkpoint[f"model.{name}"].read(), tensor.numpy()), name
+            assert checkpoint[f"optimizer.state.{name}.exp_avg_sq"].shape == tensor.shape
+        for name, tensor in moments.items():
+            assert np.array_equal(checkpoint[f"optimizer.state.{name}.exp_avg"].read(), tensor.numpy()), name
+
+
+@pytest.mark.parametrize("kind", ["zero0", "zero1", "zero2", "pipeline", "experts"])
+def test_the_weights_of_the_training_are_those_of_the_engine(kind: str, tmp_path: Path) -> None:
+    expected = said(kind, "model")
+    found = merged(SAMPLES / kind, tmp_path, weights="model")
+    buffers = {"scale", "count", "head.weight"} if kind.startswith("zero") else set()
+    assert found.keys() - expected.keys() == buffers
+    assert_same({name: found[name] for name in expected}, expected)
+
+
+def test_master_weights_in_the_dtype_of_the_training_are_its_weights(tmp_path: Path) -> None:
+    assert_same(
+        merged(SAMPLES / "zero2", tmp_path, dtype={"scale": "float32", "*": "bfloat16"}),
+        merged(SAMPLES / "zero2", tmp_path, weights="model"),
+    )
+    error = refused(UnsupportedError, "ZeRO-3 saves only fp32", copy_of("zero3", tmp_path), weights="model")
+    assert "--dtype bfloat16" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["zero0", "experts"])
+def test_where_fp32_weights_have_no_names_it_is_said(kind: str, tmp_path: Path) -> None:
+    report = merge_checkpoint(SAMPLES / kind, tmp_path / "out")
+    assert report.notes[0].startswith("these are the weights of the training, not the fp32 master weights: ")
+    refused(UnsupportedError, r'cannot be read here: .*weights="model"', copy_of(kind, tmp_path), weights="master")
+
+
+def test_info_shows_sections_and_ranks() -> None:
+    summary = summarize(SAMPLES / "zero2")
+    assert (summary.kind, summary.world_size, summary.ranks) == ("deepspeed", 2, (0, 1))
+    assert {name: section.num_tensors for name, section in summary.sections.items()} == {
+        "model": 9,
+        "optimizer": 12,
+        "other": 0,
+    }
+    assert summary.aliases == {"model.head.weight": "model.embed.weight"}
+    assert summary.others["epoch"] == "int 1"
+    assert summary.others["optimizer.param_groups.0.weight_decay"] == "float 0.1"
+    assert not summary.problems
+
+
+def test_the_command_line_takes_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        return ended.value.code, *capsys.readouterr()
+
+    source, out = str(SAMPLES / "zero1"), tmp_path / "out"
+    code, _, _ = run("merge", source, str(out), "--weights", "model")
+    assert code == 0
+    assert load_file(out / "model.safetensors")["up.weight"].dtype == torch.bfloat16
+    code, _, text = run("merge", str(SAMPLES / "zero3"), str(tmp_path / "x"), "--weights", "model")
+    assert code == 7
+    assert "--weights master --dtype bfloat16" in text
+    code, shown, _ = run("info", source)
+    assert code == 0
+    assert "kind        deepspeed\n" in shown
+    assert "ranks       2 of 2: 0-1\n" in shown
+
+
+def test_a_config_beside_the_steps_is_taken_with_the_dtype_that_is_written(tmp_path: Path) -> None:
+    path = copy_of("zero2", tmp_path)
+    (path / "config.json").write_text('{"dtype": "bfloat16"}')
+    merge_checkpoint(path, tmp_path / "out")
+    assert (tmp_path / "out/config.json").read_text() == '{\n  "dtype": "float32"\n}\n'
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "model.safetensors", "statexchange.json"}
+
+
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    shutil.copytree(SAMPLES / "zero3", tmp_path / "run")
+    run_commands(page_block("commands: deepspeed"), tmp_path)
+    assert_same(
+        {name: tensor.float() for name, tensor in load_file(tmp_path / "merged/model.safetensors").items()},
+        {name: tensor.float() for name, tensor in said("zero3", "oracle").items() if name != "head.weight"},
+    )
+
+
+# --- directories made by hand ---
+
+
+@st.composite
+def groups_of_shapes(draw: st.DrawFn) -> list[list[tuple[int, ...]]]:
+    shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)
+    return draw(st.lists(st.lists(shapes, min_size=1, max_size=4), min_size=1, max_size=3))
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups_of_shapes(), st.integers(1, 5), st.sampled_from([(2, False), (2, True), (3, False)]))
+def test_any_shapes_on_any_number_of_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+    shapes: list[list[tuple[int, ...]]],
+    world_size: int,
+    kind: tuple[int, bool],
+) -> None:
+    stage, paddings = kind
+    generator = torch.Generator().manual_seed(0)
+    groups = []
+    for number, of_group in enumerate(shapes):
+        tensors = [torch.randn(shape, generator=generator) for shape in of_group]
+        groups.append({f"g{number}.p{at}": tensor for at, tensor in enumerate(tensors)})
+    path = tmp_path_factory.mktemp("zero")
+    write_zero(path / "run", stage, groups, world_size, paddings=paddings)
+    whole = {name: tensor for group in groups for name, tensor in group.items()}
+    assert_same(merged(path / "run", path), whole)
+    with open_checkpoint(path / "run") as checkpoint:
+        for name, tensor in whole.items():
+            assert np.array_equal(checkpoint[f"optimizer.state.{name}.exp_avg"].read(), -tensor.numpy())
+    shutil.rmtree(path)
+
+
+PARAMETERS = {"a.weight": torch.arange(21.0).reshape(7, 3), "a.bias": torch.arange(5.0), "c": torch.tensor(3.0)}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_buffers_frozen_and_tied_parameters(stage: int, tmp_path: Path) -> None:
+    buffers = {"seen": torch.tensor([3]), "empty": torch.empty(0)}
+    frozen = {"f": torch.arange(7.0).bfloat16(), "g": torch.ones(2, 3).bfloat16()}
+    shared = {"tied": "a.weight", "tied.frozen": "g"}
+    write_zero(tmp_path / "run", stage, [PARAMETERS], 3, buffers=buffers, frozen=frozen, shared=shared)
+    tied = {"tied": PARAMETERS["a.weight"], "tied.frozen": frozen["g"]}
+    assert_same(merged(tmp_path / "run", tmp_path), {**buffers, **PARAMETERS, **frozen, **tied})
+
+
+def test_a_save_is_loaded_into_a_module(tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 7)
+    with torch.no_grad():
+        expected = {name: torch.randn_like(param) for name, param in net.named_parameters()}
+    write_zero(tmp_path / "run", 3, [expected], 2)
+    sx.load_checkpoint({"model": net}, tmp_path / "run", include="model.*")
+    assert_same(net.state_dict(), expected)
+
+
+def test_a_merge_streams_in_bounded_memory(tmp_path: Path) -> None:
+    import tracemalloc
+
+    write_zero(tmp_path / "run", 3, [{f"w{i}": torch.full((1000, 4000), float(i)) for i in range(4)}], 2)
+    merge_checkpoint(tmp_path / "run", tmp_path / "first")
+    tracemalloc.start()
+    merge_checkpoint(tmp_path / "run", tmp_path / "second")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 32 << 20  # a half of the 64 MB of weights, of which each rank has a half
+
+
+# --- what may be wrong ---
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    for kind in ("zero2", "zero3"):
+        path = copy_of(kind, tmp_path)
+        (file,) = path.glob("global_step2/bf16_zero_pp_rank_1_*")
+        file.unlink()
+        error = refused(IncompleteError, "this rank's part of the fp32 weights", path)
+        assert (error.rank, error.path) == (1, str(file))
+        refused(IncompleteError, "this rank's part of the fp32 weights", path, section="optimizer")
+        summary = summarize(path)
+        assert [type(problem) for problem in summary.problems] == [IncompleteError]
+        assert summary.num_unreadable > 5
+    merge_checkpoint(tmp_path / "zero2", tmp_path / "of the model", weights="model")
+
+
+def test_the_models_file_of_a_rank_of_zero_3_is_missing(tmp_path: Path) -> None:
+    path = copy_of("zero3", tmp_path)
+    (path / "global_step2/zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    assert refused(IncompleteError, "the file with the model's states is missing", path).rank == 1
+    (path / "global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
+    assert refused(IncompleteError, "the file that describes the model is missing", path).rank == 0
+
+
+def test_the_models_states_alone(tmp_path: Path) -> None:
+    for kind, advice in (("zero3", "optimizer's states"), ("zero2", "--weights model")):
+        path = copy_of(kind, tmp_path)
+        for file in path.glob("global_step2/*optim_states.pt"):
+            file.unlink()
+        assert refused(IncompleteError, f"there are no files with the fp32 weights.*{advice}", path).rank == 0
+    assert len(merged(tmp_path / "zero2", tmp_path, weights="model")) == 9
+    file = tmp_path / "zero3/global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt"
+    refused(UnsupportedError, r"of shape \[0\] here.*give the directory with all files", file)
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    path = copy_of("zero1", tmp_path)
+    (file,) = path.glob("global_step2/bf16_zero_pp_rank_1_*")
+    file.write_bytes(file.read_bytes()[:-100])
+    assert refused(CorruptError, "truncated", path).path == str(file)
+    merge_checkpoint(path, tmp_path / "of the model", weights="model")
+
+
+def test_latest_that_names_nothing(tmp_path: Path) -> None:
+    path = copy_of("zero1", tmp_path)
+    (path / "latest").write_text("global_step9")
+    error = refused(IncompleteError, "'global_step9', which is not here; give one of the others: global_step2", path)
+    assert error.path == str(path / "latest")
+    shutil.rmtree(path / "global_step2")
+    refused(IncompleteError, "which is not here; no other is here", path)
+    for text in ("../zero1", "", "..", "a\nb", "x" * 300):
+        (path / "latest").write_text(text)
+        refused(NotFoundError, "neither a save", path)
+
+
+def test_weights_are_refused_elsewhere(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    refused(InvalidArgumentError, "for checkpoints of DeepSpeed alone", tmp_path / "w.pt", weights="master")
+    with pytest.raises(InvalidArgumentError, match="weights must be 'master' or 'model', not 'both'"):
+        open_checkpoint(SAMPLES / "zero1", weights="both")  # type: ignore[arg-type]
+    with open_checkpoint(SAMPLES / "zero1", weights="model") as checkpoint:
+        assert checkpoint["model.up.weight"].dtype == "BF16"
+
+
+def change(file: Path, key: str, value: Any) -> None:
+    """Set an entry of a file of `write_zero`, or of its optimizer's state."""
+    state = torch.load(file)
+    (state if key in state else state["optimizer_state_dict"])[key] = value
+    torch.save(state, file)
+
+
+WRONG: dict[str, tuple[int, str, str, Any, str]] = {
+    "more ranks than files": (2, "mp_rank_00_model", "dp_world_size", 4, "this rank's part.*is missing"),
+    "fewer ranks than files": (2, "mp_rank_00_model", "dp_world_size", 1, "of rank 1, but 1 ranks saved the model"),
+    "other partitions": (2, "rank_1_mp_rank_00_optim", "partition_count", [3], "number of partitions is not that of"),
+    "another stage": (3, "rank_1_mp_rank_00_optim", "zero_stage", 2, "not what DeepSpeed writes"),
+    "a short partition": (
+        *(2, "rank_0_mp_rank_00_optim", "single_partition_of_fp32_groups", [torch.ones(3)]),
+        "group 0 differs in size from rank 0's",
+    ),
+    "no group": (2, "rank_1_mp_rank_00_optim", "single_partition_of_fp32_groups", [], "number of groups is not that"),
+    "a larger shape": (
+        *(2, "mp_rank_00_model", "param_shapes", [{"a.weight": torch.Size([70, 3])}]),
+        "do not have as many elements as its parameters",
+    ),
+    "a larger shape in ZeRO-3": (
+        *(3, "rank_0_mp_rank_00_model", "param_shapes", [{"a.weight": torch.Size([70, 3])}]),
+        "do not have as many elements as 1 parameters on 2 ranks",
+    ),
+    "paddings of another group": (
+        *(2, "rank_0_mp_rank_00_optim", "param_alignment_paddings", [[0, 0]]),
+        "3 parameters, but 2 paddings",
+    ),
+    "a matrix": (2, "rank_1_mp_rank_00_optim", "single_partition_of_fp32_groups", [torch.ones(2, 8)], "of a flat one"),
+    "tensor parallelism": (2, "mp_rank_00_model", "mp_world_size", 2, "ds_to_universal"),
+    "no parameters by name": (2, "mp_rank_00_model", "param_shapes", [[1, 2]], "in the place of shapes by name"),
+}
+
+
+def test_the_first_problem_is_the_cause(tmp_path: Path) -> None:
+    step = write_zero(tmp_path / "run", 3, [PARAMETERS], 2)
+    change(step / "zero_pp_rank_0_mp_rank_00_model_states.pt", "param_shapes", [{}])
+    problems = summarize(tmp_path / "run").problems
+    assert [problem.message for problem in problems][-1] == "the values of this parameter are in no file"
+    assert len(problems) == 2
+    refused(CorruptError, "do not have as many elements", tmp_path / "run")
+    refused(CorruptError, "do not have as many elements", tmp_path / "run", section="optimizer")
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_contradictions_are_named(case: str, tmp_path: Path) -> None:
+    stage, file, key, value, match = WRONG[case]
+    step = write_zero(tmp_path / "run", stage, [PARAMETERS], 2)
+    (found,) = [path for path in step.iterdir() if file in path.name]
+    if key == "param_alignment_paddings":
+        state = torch.load(found)
+        state["optimizer_state_dict"][key] = None
+        torch.save(state, found)
+    change(found, key, value)
+    with pytest.raises(StateExchangeError, match=match) as caught:
+        merge_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert type(caught.value) in (CorruptError, IncompleteError, UnsupportedError)
+    assert caught.value.path is not None
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
+    step = write_zero(tmp_path / "run", 2, [PARAMETERS], 2)
+    file = step / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(file, step / f"bf16_{file.name}")
+    assert refused(CorruptError, "files of two saves are mixed", tmp_path / "run").rank == 1
+
+
+def test_a_file_that_says_that_parameters_lie_elsewhere(tmp_path: Path) -> None:
+    path = copy_of("zero1", tmp_path)
+    (model,) = path.glob("global_step2/mp_rank_00_model_states.pt")
+    state = torch.load(model)
+    (first, second) = state["param_shapes"]
+    state["param_shapes"] = [dict(reversed(first.items())), second]  # as many elements, in another order
+    torch.save(state, model)
+    refused(CorruptError, "contradict its param_slice_mappings", path)
+
+
+def test_an_expert_or_a_parameter_of_a_universal_checkpoint_is_missing(tmp_path: Path) -> None:
+    path = copy_of("experts", tmp_path)
+    (path / "global_step2/layer_0_expert_2_mp_rank_00_model_states.pt").unlink()
+    refused(IncompleteError, "the file of expert 2 is missing", path)
+    path = copy_of("universal", tmp_path)
+    file = path / "global_step2/zero/up.weight/fp32.pt"
+    file.unlink()
+    assert refused(IncompleteError, "the file of a parameter is missing", path).path == str(file)
+    shutil.rmtree(file.parent)
+    assert refused(IncompleteError, "the file of a parameter is missing", path).name == "up.weight"
+    refused(IncompleteError, "the file of a parameter is missing", path, section="optimizer")
+
+
+def test_a_placeholder_without_values_is_refused(tmp_path: Path) -> None:
+    step = write_zero(tmp_path / "run", 3, [PARAMETERS], 2)
+    file = step / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    state = torch.load(file)
+    change(file, "module", {**state["module"], "other": torch.empty(0)})
+    assert refused(IncompleteError, "the values of this parameter are in no file", tmp_path / "run").name == "other"
+
+
+def test_a_hostile_number_of_ranks_costs_nothing(tmp_path: Path) -> None:
+    step = write_zero(tmp_path / "run", 3, [PARAMETERS], 1)
+    change(step / "zero_pp_rank_0_mp_rank_00_model_states.pt", "dp_world_size", 1 << 60)
+    assert refused(IncompleteError, "is missing", tmp_path / "run").rank == 1
+    change(step / "zero_pp_rank_0_mp_rank_00_model_states.pt", "dp_world_size", -1)
+    refused(CorruptError, "in the place of a number of ranks", tmp_path / "run")
+
+
+def test_what_a_client_saved_does_not_become_the_model(tmp_path: Path) -> None:
+    step = write_zero(tmp_path / "run", 2, [{"w": torch.ones(3)}], 2)
+    file = step / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(file), "model": {"w": torch.zeros(2)}, "mine": torch.ones(1)}, file)
+    assert_same(merged(tmp_path / "run", tmp_path), {"w": torch.ones(3)})
+    with open_checkpoint(tmp_path / "run") as checkpoint:
+        assert {"client.model.w", "mine"} < set(checkpoint)
+
+
+def test_a_scalar_of_no_elements_is_kept(tmp_path: Path) -> None:
+    frozen = {"nothing": torch.empty(0, 4), "w": torch.full((3,), math.pi)}
+    for stage in (2, 3):
+        write_zero(tmp_path / f"run{stage}", stage, [{"v": torch.ones(2)}], 2, frozen=frozen)
+        assert_same(merged(tmp_path / f"run{stage}", tmp_path), {"v": torch.ones(2), **frozen})

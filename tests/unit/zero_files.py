@@ -1,0 +1,112 @@
+"""Checkpoints in the layout of DeepSpeed's ZeRO, made by hand: any shapes on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+State = Mapping[str, torch.Tensor]
+
+
+def write_zero(
+    path: Path,
+    stage: int,
+    groups: Sequence[State],
+    world_size: int,
+    *,
+    buffers: State | None = None,
+    frozen: State | None = None,
+    shared: Mapping[str, str] | None = None,
+    paddings: bool = False,
+) -> Path:
+    """Write a checkpoint of these groups of fp32 parameters; return its step's directory.
+
+    Each parameter's first moment, exp_avg, is its negative. What pads the flat buffers is NaN.
+
+    Args:
+        path: the directory of the checkpoint.
+        stage: 1, 2 or 3.
+        groups: the fp32 parameters of each group.
+        world_size: the number of ranks.
+        buffers: buffers of the module.
+        frozen: parameters without fp32 weights.
+        shared: other names of parameters, with the names under which they are saved.
+        paddings: put an element of padding after each parameter (stages 1 and 2).
+    """
+    step = path / "global_step7"
+    step.mkdir(parents=True)
+    (path / "latest").write_text("global_step7")
+    shapes = [{name: tensor.shape for name, tensor in group.items()} for group in groups]
+    whole = {name: tensor.bfloat16() for group in groups for name, tensor in group.items()} | dict(frozen or {})
+    whole |= {alias: whole[name] for alias, name in (shared or {}).items()}
+    frozen = frozen or {}
+    common: dict[str, Any] = {
+        "buffer_names": list(buffers or {}),
+        "param_shapes": shapes,
+        "frozen_param_shapes": {name: tensor.shape for name, tensor in frozen.items()} if stage > 1 else None,
+        "shared_params": dict(shared or {}),
+        "dp_world_size": world_size,
+        "mp_world_size": 1,
+    }
+    for rank in range(world_size if stage == 3 else 1):
+        fragments = (
+            {name: _piece(tensor, rank, world_size) for name, tensor in frozen.items()} if stage == 3 else frozen
+        )
+        module = {name: tensor.new_empty(0) for name, tensor in whole.items()} if stage == 3 else whole
+        prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
+        state = {"module": {**module, **(buffers or {})}, "frozen_param_fragments": fragments if stage > 1 else None}
+        torch.save({**common, **state, "epoch": 5}, step / f"{prefix}mp_rank_00_model_states.pt")
+    for rank in range(world_size):
+        state = _of_stage_3(groups, rank, world_size) if stage == 3 else _of_stage_2(groups, rank, world_size, paddings)
+        torch.save(
+            {"optimizer_state_dict": {**state, "zero_stage": stage, "clip_grad": 1.0}},
+            step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+        )
+    return step
+
+
+def _moments(buffers: Sequence[torch.Tensor]) -> dict[str, Any]:
+    return {
+        "state": {number: {"step": torch.tensor(7.0), "exp_avg": -buffer} for number, buffer in enumerate(buffers)},
+        "param_groups": [{"lr": 0.1, "params": [number]} for number in range(len(buffers))],
+    }
+
+
+def _nans(count: int) -> torch.Tensor:
+    return torch.full((count,), math.nan)
+
+
+def _piece(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """Return a rank's part of a tensor that ZeRO-3 divides."""
+    size = -(-tensor.numel() // world_size)
+    piece = tensor.flatten()[rank * size : (rank + 1) * size]
+    return torch.cat([piece, _nans(size - len(piece)).to(piece.dtype)])
+
+
+def _of_stage_3(groups: Sequence[State], rank: int, world_size: int) -> dict[str, Any]:
+    flat = [torch.cat([_piece(tensor, rank, world_size) for tensor in group.values()]) for group in groups]
+    return {"partition_count": world_size, "fp32_flat_groups": flat, "optimizer_state_dict": _moments(flat)}
+
+
+def _of_stage_2(groups: Sequence[State], rank: int, world_size: int, paddings: bool) -> dict[str, Any]:
+    padded, lean, ends = [], [], []
+    for group in groups:
+        vector = torch.cat([torch.cat([tensor.flatten(), _nans(int(paddings))]) for tensor in group.values()])
+        ends.append(-len(vector) % (2 * world_size))
+        vector = torch.cat([vector, _nans(ends[-1])])
+        size = len(vector) // world_size
+        padded.append(vector[rank * size : (rank + 1) * size].clone())
+        lean.append(padded[-1][: size - ends[-1]] if rank == world_size - 1 else padded[-1])
+    state = {
+        "partition_count": [world_size] * len(groups),
+        "single_partition_of_fp32_groups": lean,
+        "group_paddings": ends if rank == world_size - 1 else [0] * len(groups),
+        "base_optimizer_state": _moments(padded),
+    }
+    if paddings:
+        state["param_alignment_paddings"] = [[1] * len(group) for group in groups]
+    return state
