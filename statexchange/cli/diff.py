@@ -56,10 +56,10 @@ def command(
     They may be of any formats and shardings. Exits with 1 if they differ. Where both have
     digests of the same boxes, only tensors that differ are read.
     """
-    from statexchange.report.diff import diff_checkpoints
+    from statexchange.report.diff import diff_paths
 
     with Progress(output, "diff") as progress:
-        report = diff_checkpoints(
+        report = diff_paths(
             a,
             b,
             section=section,  # type: ignore[arg-type]

@@ -7,17 +7,17 @@ numbers.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from statexchange.errors import InvalidArgumentError, without_secrets
+from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
 from statexchange.formats.registry import open_source
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
+from statexchange.report.value_sums import ValueDiff, ValueSums, same_bytes
 from statexchange.sharding.options import ExportOptions, Rename
 from statexchange.sharding.plan import TensorPlan, plan_merge
 from statexchange.sharding.shards import Box
@@ -27,32 +27,9 @@ from statexchange.units import format_bytes
 if TYPE_CHECKING:
     from statexchange.formats.source import SectionName, Source
 
-__all__ = ["DiffReport", "TensorDiff", "ValueDiff", "diff_checkpoints"]
+__all__ = ["DiffReport", "TensorDiff", "check_tolerance", "diff_paths"]
 
 Status = Literal["equal", "values", "dtype", "shape", "only in a", "only in b"]
-
-
-@dataclass(frozen=True, slots=True)
-class ValueDiff:
-    """How the values of two tensors of one shape differ. Differences are those of b from a, in float64.
-
-    Attributes:
-        num_differing: number of elements that differ; with a tolerance, by more than it.
-        max_abs: the largest difference; NaN if every difference is.
-        relative_l2: norm of the differences over the norm of a; infinite if a is zero.
-        cosine: cosine of the angle between a and b; NaN if one of them is zero.
-        first: index of the first element that differs; None if none does.
-        num_nan_a: number of NaN in a.
-        num_nan_b: number of NaN in b.
-    """
-
-    num_differing: int
-    max_abs: float
-    relative_l2: float
-    cosine: float
-    first: tuple[int, ...] | None
-    num_nan_a: int
-    num_nan_b: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +55,24 @@ class TensorDiff:
     shape_b: tuple[int, ...] | None
     by: Literal["digests", "bytes"] | None = None
     values: ValueDiff | None = None
+
+    @classmethod
+    def of_values(
+        cls,
+        name: str,
+        dtypes: tuple[str, str],
+        shape: tuple[int, ...],
+        values: ValueDiff | None,
+        tolerance: float | None,
+    ) -> TensorDiff:
+        """Return the result of two tensors of one shape whose bytes or dtypes differ, by the differences in values."""
+        status: Status = "values"
+        if values is not None and not values.num_differing:
+            if tolerance is not None:
+                status = "equal"
+            elif dtypes[0] != dtypes[1]:
+                status, values = "dtype", None
+        return cls(name, status, *dtypes, shape, shape, "bytes", values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +108,7 @@ class DiffReport:
         return f"{same:,} of {len(self.tensors):,} tensors are equal, {format_bytes(self.nbytes)} read"
 
 
-def diff_checkpoints(
+def diff_paths(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
     *,
@@ -125,44 +120,12 @@ def diff_checkpoints(
     threads: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> DiffReport:
-    """Compare two checkpoints of any formats and shardings.
-
-    Not collective. Memory is bounded, whatever the size of the tensors.
-
-    Args:
-        a: a path or URL of any format that `open_checkpoint` reads.
-        b: another.
-        section: what to compare of a job's state, as for `merge_checkpoint`: by default the model, where it is known.
-        include: shell patterns of names to compare; by default all. They are matched after `rename`.
-        exclude: shell patterns of names to leave out.
-        rename: a function of a name, or (regex, replacement) pairs, for the names in a.
-        tolerance: values are equal if they differ by at most this, whatever their dtypes, and NaN equals NaN. By
-            default bits and dtypes must be equal.
-        threads: number of tensors read at once; by default one per core.
-        on_progress: called with (bytes done, bytes in total).
-
-    Returns:
-        The report.
+    """Compare two checkpoints as `diff_checkpoints` does. Not collective.
 
     Raises:
-        NotFoundError: there is no checkpoint at a path.
-        IncompleteError: something is missing in one of them.
-        CorruptError: a file is broken; verify tells more.
-        ReplacedError: one was changed meanwhile.
-        InvalidArgumentError: an option is wrong.
-
-    Example:
-        >>> import numpy
-        >>> from safetensors.numpy import save_file
-        >>> save_file({"w": numpy.ones(4), "b": numpy.zeros(2)}, "a.safetensors")
-        >>> save_file({"w": numpy.array([1.0, 1, 1.5, 1]), "b": numpy.zeros(2)}, "b.safetensors")
-        >>> report = diff_checkpoints("a.safetensors", "b.safetensors")
-        >>> for tensor in report.differing:
-        ...     tensor.name, tensor.status, tensor.values.max_abs, tensor.values.first
-        ('w', 'values', 0.5, (2,))
+        StateExchangeError: as `diff_checkpoints`.
     """
-    if tolerance is not None and not tolerance >= 0:
-        raise InvalidArgumentError(f"tolerance must be a number from 0 on, not {tolerance!r}")
+    check_tolerance(tolerance)
     selected = ExportOptions(include=include, exclude=exclude)
     with open_source(a, section=section) as source_a, open_source(b, section=section) as source_b:
         sides = (
@@ -176,6 +139,12 @@ def diff_checkpoints(
         notes = [f"a: {note}" for note in source_a.notes] + [f"b: {note}" for note in source_b.notes]
     shown_a, shown_b = without_secrets(os.fspath(a)), without_secrets(os.fspath(b))
     return DiffReport(shown_a, shown_b, tensors, comparison.done, tuple(notes))
+
+
+def check_tolerance(tolerance: float | None) -> None:
+    """Raise InvalidArgumentError unless this is a tolerance."""
+    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):
+        raise InvalidArgumentError(f"tolerance must be a number from 0 on, not {excerpt(tolerance)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,14 +216,8 @@ class _Comparison:
                 return self._settle(name, "equal", a, b, "digests")
             if self._same_bytes(a, b):
                 return _result(name, "equal", a, b, "bytes")
-        values = self._values(a, b)
-        if values is None:
-            return _result(name, "values", a, b, "bytes")
-        if self._tolerance is not None:
-            return _result(name, "values" if values.num_differing else "equal", a, b, "bytes", values)
-        if a.dtype != b.dtype and not values.num_differing:
-            return _result(name, "dtype", a, b, "bytes")
-        return _result(name, "values", a, b, "bytes", values)
+        shape = element_shape(a.dtype, a.shape)
+        return TensorDiff.of_values(name, (a.dtype, b.dtype), shape, self._values(a, b), self._tolerance)
 
     def _settle(
         self,
@@ -288,17 +251,16 @@ class _Comparison:
             reader.digests()
 
     def _same_bytes(self, a: TensorPlan, b: TensorPlan) -> bool:
-        import numpy as np
-
-        return all(np.array_equal(_words(data_a), _words(data_b)) for _, data_a, data_b in self._pairs(a, b))
+        return all(same_bytes(data_a, data_b) for _, data_a, data_b in self._pairs(a, b))
 
     def _values(self, a: TensorPlan, b: TensorPlan) -> ValueDiff | None:
         """Return the differences in values; None for packed dtypes, whose values are not computed."""
         if {a.dtype, b.dtype} & PACKED.keys():
             return None
-        sums = _Sums(a.shape, self._tolerance)
+        sums = ValueSums()
         for window, data_a, data_b in self._pairs(a, b):
-            sums.add(window, array_over(data_a, a.dtype, window.shape), array_over(data_b, b.dtype, window.shape))
+            values = array_over(data_a, a.dtype, window.shape), array_over(data_b, b.dtype, window.shape)
+            sums.add(window, *values, self._tolerance)
         return sums.result()
 
 
@@ -307,89 +269,9 @@ def _result(
     status: Status,
     a: TensorPlan | None,
     b: TensorPlan | None,
-    by: Literal["digests", "bytes"] | None,
-    values: ValueDiff | None = None,
+    by: Literal["digests", "bytes"] | None = None,
 ) -> TensorDiff:
+    """Return the result of two tensors whose values are equal, or were not compared."""
     dtype_a, shape_a = (None, None) if a is None else (a.dtype, element_shape(a.dtype, a.shape))
     dtype_b, shape_b = (None, None) if b is None else (b.dtype, element_shape(b.dtype, b.shape))
-    return TensorDiff(name, status, dtype_a, dtype_b, shape_a, shape_b, by, values)
-
-
-def _words(data: memoryview) -> Any:
-    """Return bytes as an array of the largest words that divide them: comparing these is fastest."""
-    import numpy as np
-
-    size = next(size for size in (8, 4, 2, 1) if len(data) % size == 0)
-    return np.frombuffer(data, f"u{size}")
-
-
-@dataclass(slots=True)
-class _Sums:
-    """The sums over all windows from which the differences follow."""
-
-    shape: tuple[int, ...]
-    tolerance: float | None
-    num_differing: int = 0
-    max_abs: float = 0.0
-    squares: list[float] = field(default_factory=lambda: [0.0] * 4)  # of the differences, of a, of b; products a * b
-    first: tuple[int, ...] | None = None
-    nans: list[int] = field(default_factory=lambda: [0, 0])
-    has_number: bool = False
-
-    def add(self, window: Box, a: Any, b: Any) -> None:
-        """Add the values of one window; NaN and infinite values count in the numbers of elements only."""
-        import numpy as np
-
-        with np.errstate(all="ignore"):
-            wide_a, wide_b = (_wide(values) for values in (a, b))
-            nan_a, nan_b = np.isnan(wide_a), np.isnan(wide_b)
-            delta = wide_b - wide_a
-            size = np.abs(delta)
-            if self.tolerance is not None:
-                is_equal = (size <= self.tolerance) | (wide_a == wide_b) | (nan_a & nan_b)
-            elif a.dtype == b.dtype:
-                is_equal = _equal_bits(a, b)
-            else:
-                is_equal = (wide_a == wide_b) | (nan_a & nan_b)
-            differing = np.flatnonzero(~is_equal.reshape(-1))
-            if self.first is None and len(differing):
-                inside = np.unravel_index(differing[0], window.shape)
-                self.first = tuple(int(at) + begin for at, begin in zip(inside, window.offsets, strict=True))
-            self.num_differing += len(differing)
-            self.nans[0] += int(nan_a.sum())
-            self.nans[1] += int(nan_b.sum())
-            known = size[~np.isnan(size)]
-            if known.size:
-                self.has_number = True
-                self.max_abs = max(self.max_abs, float(known.max()))
-            finite = np.isfinite(delta)
-            delta, wide_a, wide_b = (values[finite] for values in (delta, wide_a, wide_b))
-            pairs = (delta, delta), (wide_a, wide_a), (wide_b, wide_b), (wide_a, wide_b)
-            for index, (left, right) in enumerate(pairs):
-                self.squares[index] += float(np.vdot(left, right).real)
-
-    def result(self) -> ValueDiff:
-        """Return the differences."""
-        delta, a, b, product = self.squares
-        relative = math.sqrt(delta / a) if a else (math.inf if delta else 0.0)
-        cosine = product / math.sqrt(a) / math.sqrt(b) if a and b else math.nan
-        largest = self.max_abs if self.has_number or not self.num_differing else math.nan
-        return ValueDiff(self.num_differing, largest, relative, cosine, self.first, *self.nans)
-
-
-def _wide(values: Any) -> Any:
-    """Return values in float64, or complex128."""
-    import numpy as np
-
-    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
-
-
-def _equal_bits(a: Any, b: Any) -> Any:
-    """Return for each element whether its bits are equal: by value 0.0 equals -0.0, and NaN equals nothing."""
-    import numpy as np
-
-    itemsize = a.dtype.itemsize
-    if itemsize <= 8:
-        return a.view(f"u{itemsize}") == b.view(f"u{itemsize}")
-    pairs = (values.reshape(-1).view(np.uint64).reshape(-1, 2) for values in (a, b))
-    return np.equal(*pairs).all(axis=1).reshape(a.shape)
+    return TensorDiff(name, status, dtype_a, dtype_b, shape_a, shape_b, by)

@@ -34,7 +34,18 @@ LAWS = {
     "comm": BOTTOM | {"shared_memory"},
     "train": BOTTOM | {"comm", "sharding", "state"},
     "exchange": BOTTOM
-    | {"conversions", "sharding", "storage", "formats", "checkpoint", "comm", "shared_memory", "state", "train"},
+    | {
+        "conversions",
+        "sharding",
+        "storage",
+        "formats",
+        "checkpoint",
+        "report",
+        "comm",
+        "shared_memory",
+        "state",
+        "train",
+    },
     "integrations": BOTTOM | {"formats", "exchange"},
     "testing": BOTTOM
     | {

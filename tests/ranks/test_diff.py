@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import statexchange as sx
 from statexchange.cli.main import main
-from statexchange.report.diff import TensorDiff, diff_checkpoints
+from statexchange.report.diff import TensorDiff
 from statexchange.testing import run_ranks
 
 
@@ -27,7 +27,7 @@ def published(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 def differing(*paths: Path, **options: Any) -> dict[str, TensorDiff]:
-    return {tensor.name: tensor for tensor in diff_checkpoints(*paths, **options).differing}
+    return {tensor.name: tensor for tensor in sx.diff_checkpoints(*paths, **options).differing}
 
 
 def save_rows(path: str) -> None:
@@ -42,7 +42,7 @@ def test_a_sharded_save_equals_its_merge_and_its_export(tmp_path: Path) -> None:
     torch.save({"w": whole}, tmp_path / "w.pt")
     sx.merge_checkpoint(tmp_path / "save", tmp_path / "merged")
     for other in ("merged", "w.pt"):
-        report = diff_checkpoints(tmp_path / "save", tmp_path / other)
+        report = sx.diff_checkpoints(tmp_path / "save", tmp_path / other)
         assert report.equal, report.differing
         assert [tensor.name for tensor in report.tensors] == ["w"]
         assert report.notes
@@ -62,11 +62,11 @@ def test_a_sharded_save_equals_its_merge_and_its_export(tmp_path: Path) -> None:
 def test_equal_digests_settle_without_reading(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(100, 50), "b": torch.arange(10)}
     a, b = published(tmp_path / "a", tensors), published(tmp_path / "b", tensors)
-    report = diff_checkpoints(a, b)
+    report = sx.diff_checkpoints(a, b)
     assert (report.equal, report.nbytes) == (True, 0)
     assert {tensor.by for tensor in report.tensors} == {"digests"}
     tensors["b"][3] = 7
-    report = diff_checkpoints(a, published(tmp_path / "c", tensors))
+    report = sx.diff_checkpoints(a, published(tmp_path / "c", tensors))
     assert [tensor.name for tensor in report.differing] == ["b"]
     assert 0 < report.nbytes < 1000
 
@@ -88,7 +88,7 @@ def test_names_shapes_and_dtypes_are_told_apart(tmp_path: Path) -> None:
     renamed = differing(*paths, rename=[("^gone$", "new")])
     assert set(renamed) == {"half", "long"}
     with pytest.raises(sx.errors.InvalidArgumentError, match="tolerance"):
-        diff_checkpoints(*paths, tolerance=-1)
+        sx.diff_checkpoints(*paths, tolerance=-1)
 
 
 FINITE = st.floats(-100, 100, width=32)
@@ -102,7 +102,7 @@ def test_the_numbers_are_those_of_numpy(
     a, b = (torch.tensor(values, dtype=torch.float32) for values in zip(*pairs, strict=True))
     save_file({"w": a}, path / "a.safetensors")
     save_file({"w": b}, path / "b.safetensors")
-    (tensor,) = diff_checkpoints(path / "a.safetensors", path / "b.safetensors").tensors
+    (tensor,) = sx.diff_checkpoints(path / "a.safetensors", path / "b.safetensors").tensors
     left, right = a.numpy().astype(float), b.numpy().astype(float)
     changed = np.flatnonzero(a.numpy().view(np.uint32) != b.numpy().view(np.uint32))
     assert (tensor.status == "equal") == (len(changed) == 0)
@@ -145,7 +145,7 @@ def test_a_broken_byte_is_found_and_said(tmp_path: Path) -> None:
         file.seek(-3, os.SEEK_END)
         file.write(b"\x01\x02\x03")
     with pytest.raises(sx.errors.CorruptError, match="bytes differ from their digest"):
-        diff_checkpoints(other, path)
+        sx.diff_checkpoints(other, path)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,3 +168,52 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found["data"]["tensors"][1]["values"]["first"] == [0, 0]
     with pytest.raises(SystemExit, match="3"):
         main(["diff", str(a), str(tmp_path / "absent")])
+
+
+def compare_live(path: str) -> None:
+    """Each rank holds rows; a copy of `norm` is on all ranks."""
+    comm = sx.get_communicator()
+    layout = {"model.w": {"dim": 0}}
+    rows = torch.arange(24.0).reshape(6, 4)[2 * comm.rank :][:2].clone()
+    state = {"model": {"w": rows, "norm": torch.ones(4)}, "step": 3}
+    sx.save_checkpoint(state, path, layout=layout)
+    assert sx.diff_checkpoints(state, path, layout=layout).equal
+    if comm.rank == 1:
+        rows[1, 2] += 0.5
+    report = sx.diff_checkpoints(state, path, layout=layout)
+    (found,) = report.differing
+    assert found.values is not None
+    assert (found.name, found.status, found.values.first, found.values.max_abs) == ("model.w", "values", (3, 2), 0.5)
+    expected = torch.arange(24.0)
+    expected[14] += 0.5  # the norm is that of the first
+    assert found.values.relative_l2 == pytest.approx(0.5 / float(torch.linalg.norm(expected)))
+    state["model"]["norm"][0] = comm.rank + 1.0  # type: ignore[index]
+    report = sx.diff_checkpoints(state, path, layout=layout, exclude="*.w")
+    assert [tensor.name for tensor in report.differing] == ["model.norm"]
+    assert len(report.tensors) == 1
+    assert sx.diff_checkpoints(state, path, layout=layout, tolerance=2.0).equal
+    with pytest.raises(sx.errors.NotFoundError):
+        sx.diff_checkpoints(state, path + "-absent", layout=layout)
+
+
+def test_live_state_is_compared_by_the_ranks_that_hold_it(tmp_path: Path) -> None:
+    run_ranks(lambda: compare_live(str(tmp_path / "save")), 3)
+
+
+def test_a_live_module_is_compared_with_the_model_of_a_save(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    sx.save_checkpoint({"model": model, "optimizer": optimizer, "step": 1}, tmp_path / "save")
+    assert sx.diff_checkpoints(model, tmp_path / "save").equal
+    with torch.no_grad():
+        model.bias.add_(1)
+    (found,) = sx.diff_checkpoints(model, tmp_path / "save").differing
+    assert (found.name, found.status) == ("bias", "values")
+    half = torch.nn.Linear(3, 2).bfloat16()
+    half.load_state_dict(model.state_dict())
+    statuses = {one.name: one.status for one in sx.diff_checkpoints(half, tmp_path / "save").tensors}
+    assert statuses == {"bias": "values", "weight": "values"}
+    other = sx.diff_checkpoints(torch.nn.Linear(4, 2), tmp_path / "save")
+    assert {one.name: one.status for one in other.tensors} == {"bias": "values", "weight": "shape"}

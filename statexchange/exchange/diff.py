@@ -1,0 +1,221 @@
+"""Compare two checkpoints, or a checkpoint with live state: each rank compares its own rows."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from statexchange.comm.calls import public_call
+from statexchange.comm.communicator import CommLike, Communicator
+from statexchange.comm.defaults import as_communicator
+from statexchange.errors import without_secrets
+from statexchange.exchange.placing import place_parts
+from statexchange.exchange.saving import describe_save
+from statexchange.exchange.staging import Staging
+from statexchange.formats.registry import open_source
+from statexchange.formats.sections import ALL
+from statexchange.formats.source import OpenCheckpoint, SectionName, StoredTensor
+from statexchange.report.diff import DiffReport, TensorDiff, check_tolerance, diff_paths
+from statexchange.report.value_sums import ValueSums
+from statexchange.sharding import records
+from statexchange.sharding.options import ExportOptions, Rename
+from statexchange.sharding.shards import Box, shape_from_json
+from statexchange.state.describe import LocalTensor, State
+from statexchange.tensors import PACKED, array_over
+
+__all__ = ["diff_checkpoints"]
+
+
+def diff_checkpoints(
+    a: State | str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    comm: CommLike | None = None,
+    layout: Mapping[str, Any] | None = None,
+    section: SectionName | Literal["all"] | None = None,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    rename: Rename = (),
+    tolerance: float | None = None,
+    threads: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> DiffReport:
+    """Compare two checkpoints of any formats and shardings, or live state with a checkpoint.
+
+    Of two paths not collective, and memory is bounded, whatever the size of the tensors. Of live state collective over
+    `comm`: each rank compares the rows that it holds, and all get the same report. So a job can see whether what it
+    has loaded has arrived. Values that are no tensors are not compared.
+
+    Args:
+        a: a path or URL of any format that `open_checkpoint` reads; or live state, as for `save_checkpoint`.
+        b: another path or URL.
+        comm: of live state, what holds its parts; None is the default communicator.
+        layout: of live state, the sharding of plain tensors, as for `save_checkpoint`.
+        section: what to compare of a job's state, as for `merge_checkpoint`: by default the model, where it is known.
+        include: shell patterns of names to compare; by default all. They are matched after `rename`.
+        exclude: shell patterns of names to leave out.
+        rename: a function of a name, or (regex, replacement) pairs, for the names in a.
+        tolerance: values are equal if they differ by at most this, whatever their dtypes, and NaN equals NaN. By
+            default bits and dtypes must be equal.
+        threads: number of tensors read at once from two paths; by default one per core.
+        on_progress: called with (bytes done, bytes in total) of two paths.
+
+    Returns:
+        The report.
+
+    Raises:
+        NotFoundError: there is no checkpoint at a path.
+        IncompleteError: something is missing in one of them.
+        CorruptError: a file is broken; verify tells more.
+        ReplacedError: one was changed meanwhile.
+        InvalidArgumentError: an option is wrong.
+        PeerError: another rank has failed.
+
+    Example:
+        >>> import numpy
+        >>> from safetensors.numpy import save_file
+        >>> save_file({"w": numpy.ones(4), "b": numpy.zeros(2)}, "a.safetensors")
+        >>> save_file({"w": numpy.array([1.0, 1, 1.5, 1]), "b": numpy.zeros(2)}, "b.safetensors")
+        >>> report = diff_checkpoints("a.safetensors", "b.safetensors")
+        >>> for tensor in report.differing:
+        ...     tensor.name, tensor.status, tensor.values.max_abs, tensor.values.first
+        ('w', 'values', 0.5, (2,))
+        >>> import torch
+        >>> diff_checkpoints({"w": torch.ones(4, dtype=torch.float64)}, "a.safetensors", include="w").equal
+        True
+    """
+    if isinstance(a, str | os.PathLike):
+        return diff_paths(
+            a,
+            b,
+            section=section,
+            include=include,
+            exclude=exclude,
+            rename=rename,
+            tolerance=tolerance,
+            threads=threads,
+            on_progress=on_progress,
+        )
+    communicator = as_communicator(comm)
+    with public_call("diff_checkpoints"):
+        with communicator.phase("describing its state"):
+            check_tolerance(tolerance)
+            selected = ExportOptions(include=include, exclude=exclude, rename=rename)
+            saved = describe_save(a, layout, communicator.rank)
+            # The names of a job's state begin with its sections.
+            wanted = ALL if section is None and isinstance(a, Mapping) else section
+        described = saved.described
+        if communicator.all_gather_object(layout is not None).count(True):
+            described = place_parts(communicator, described, saved.rules)
+        live = {selected.renamed(name): local for name, local in described.held.items()}
+        live = {name: local for name, local in live.items() if selected.wants(name)}
+        return _LiveComparison(communicator, live, selected, tolerance).run(b, wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A rank's part of one live tensor: dtype, global shape, and the sums of each box that could be compared."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: Mapping[Box, ValueSums]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value that `from_json` reads."""
+        boxes = [[box.to_json(), sums.to_json()] for box, sums in self.boxes.items()]
+        return {"dtype": self.dtype, "shape": self.shape, "boxes": boxes}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> _Compared:
+        """Return the part that `to_json` wrote; raise ValueError for anything else."""
+        dtype, shape, raw_boxes = records.fields(raw, "dtype", "shape", "boxes")
+        boxes = {}
+        for pair in records.items(raw_boxes, lambda pair: records.items(pair, lambda part: part, 2)):
+            boxes[Box.from_json(pair[0])] = ValueSums.from_json(pair[1])
+        return cls(records.text(dtype), shape_from_json(shape), boxes)
+
+
+class _LiveComparison:
+    """Compares live tensors with those of a checkpoint."""
+
+    def __init__(
+        self, comm: Communicator, live: Mapping[str, LocalTensor], selected: ExportOptions, tolerance: float | None
+    ) -> None:
+        self._comm = comm
+        self._live = live
+        self._selected = selected
+        self._tolerance = tolerance
+        self._nbytes = 0
+
+    def run(self, path: str | os.PathLike[str], section: str | None) -> DiffReport:
+        """Compare all tensors. Collective."""
+        ours: dict[str, Any] = {}
+        with self._comm.phase("comparing its rows"):
+            source = open_source(path, section=section)
+            with OpenCheckpoint(source) as stored:
+                facts = {name: (one.dtype, one.shape) for name, one in stored.items() if self._selected.wants(name)}
+                for name, local in self._live.items():
+                    ours[name] = self._compare(local, stored.get(name)).to_json()
+                    self._comm.progress()
+        parts: dict[str, list[_Compared]] = {}
+        sent = self._comm.all_gather_object([ours, self._nbytes])
+        nbytes = 0
+        for rank, raw in enumerate(sent):
+            of_rank, rank_nbytes = records.parsed(raw, _parts_of_rank, "its comparison", rank)
+            nbytes += rank_nbytes
+            for name, part in of_rank.items():
+                parts.setdefault(name, []).append(part)
+        tensors = []
+        for name in sorted(parts.keys() | facts.keys()):
+            tensors.append(self._result(name, parts.get(name, []), facts.get(name)))
+        notes = tuple(f"b: {note}" for note in source.notes)
+        return DiffReport("live state", without_secrets(os.fspath(path)), tuple(tensors), nbytes, notes)
+
+    def _compare(self, local: LocalTensor, stored: StoredTensor | None) -> _Compared:
+        """Compare this rank's boxes of a tensor."""
+        shard = local.shard
+        boxes: dict[Box, ValueSums] = {}
+        if stored is not None and stored.shape == shard.global_shape and shard.dtype not in PACKED:
+            for box, tensor in zip(shard.boxes, local.tensors, strict=True):
+                boxes[box] = self._sums(box, tensor, shard.dtype, stored)
+        return _Compared(shard.dtype, shard.global_shape, boxes)
+
+    def _sums(self, box: Box, tensor: Any, dtype: str, stored: StoredTensor) -> ValueSums:
+        sums = ValueSums()
+        for window, data in Staging().parts(tensor, dtype):
+            offsets = tuple(map(operator.add, box.offsets, window.offsets))
+            theirs = stored.read(Box(offsets, window.shape))
+            sums.add(Box(offsets, window.shape), array_over(data, dtype, window.shape), theirs, self._tolerance)
+            self._nbytes += theirs.nbytes
+            self._comm.progress()
+        return sums
+
+    def _result(self, name: str, parts: Sequence[_Compared], stored: tuple[str, tuple[int, ...]] | None) -> TensorDiff:
+        """Return the comparison of one tensor from the parts of all ranks."""
+        if not parts:
+            assert stored is not None  # it has a name of one of both
+            return TensorDiff(name, "only in b", None, stored[0], None, stored[1])
+        dtype, shape = parts[0].dtype, parts[0].shape
+        if stored is None:
+            return TensorDiff(name, "only in a", dtype, None, shape, None)
+        if shape != stored[1]:
+            return TensorDiff(name, "shape", dtype, stored[0], shape, stored[1])
+        boxes: dict[Box, ValueSums] = {}
+        for part in parts:
+            for box, sums in part.boxes.items():
+                if box not in boxes or sums.num_differing > boxes[box].num_differing:  # of copies, one that differs
+                    boxes[box] = sums
+        total = ValueSums()
+        for sums in boxes.values():
+            total.merge(sums)
+        if not total.num_differing and dtype == stored[0]:
+            return TensorDiff(name, "equal", dtype, dtype, shape, shape, "bytes")
+        return TensorDiff.of_values(name, (dtype, stored[0]), shape, total.result(), self._tolerance)
+
+
+def _parts_of_rank(raw: Any) -> tuple[dict[str, _Compared], int]:
+    parts, nbytes = records.items(raw, lambda part: part, 2)
+    return records.mapping(parts, _Compared.from_json), records.count(nbytes)

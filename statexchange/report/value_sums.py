@@ -1,0 +1,152 @@
+"""Compute how the values of two tensors differ, from their parts in any order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from statexchange.sharding import records
+
+if TYPE_CHECKING:
+    from statexchange.sharding.shards import Box
+
+__all__ = ["ValueDiff", "ValueSums", "same_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDiff:
+    """How the values of two tensors of one shape differ. Differences are those of b from a, in float64.
+
+    Attributes:
+        num_differing: number of elements that differ; with a tolerance, by more than it.
+        max_abs: the largest difference; NaN if every difference is.
+        relative_l2: norm of the differences over the norm of a; infinite if a is zero.
+        cosine: cosine of the angle between a and b; NaN if one of them is zero.
+        first: index of the first element that differs; None if none does.
+        num_nan_a: number of NaN in a.
+        num_nan_b: number of NaN in b.
+    """
+
+    num_differing: int
+    max_abs: float
+    relative_l2: float
+    cosine: float
+    first: tuple[int, ...] | None
+    num_nan_a: int
+    num_nan_b: int
+
+
+def same_bytes(a: memoryview, b: memoryview) -> bool:
+    """Whether two buffers of one size have the same bytes. Not collective."""
+    import numpy as np
+
+    size = next(size for size in (8, 4, 2, 1) if len(a) % size == 0)  # the largest words are compared fastest
+    return np.array_equal(np.frombuffer(a, f"u{size}"), np.frombuffer(b, f"u{size}"))
+
+
+@dataclass(slots=True)
+class ValueSums:
+    """The sums over the parts of two tensors from which their differences follow. Not thread-safe."""
+
+    num_differing: int = 0
+    max_abs: float = 0.0
+    squares: list[float] = field(default_factory=lambda: [0.0] * 4)  # of the differences, of a, of b; products a * b
+    first: tuple[int, ...] | None = None
+    nans: list[int] = field(default_factory=lambda: [0, 0])
+    has_number: bool = False
+
+    def add(self, window: Box, a: Any, b: Any, tolerance: float | None) -> None:
+        """Add the values of one window; NaN and infinite values count in the numbers of elements only.
+
+        `tolerance` is that of `diff_checkpoints`.
+        """
+        import numpy as np
+
+        with np.errstate(all="ignore"):
+            wide_a, wide_b = (_wide(values) for values in (a, b))
+            nan_a, nan_b = np.isnan(wide_a), np.isnan(wide_b)
+            delta = wide_b - wide_a
+            size = np.abs(delta)
+            if tolerance is not None:
+                is_equal = (size <= tolerance) | (wide_a == wide_b) | (nan_a & nan_b)
+            elif a.dtype == b.dtype:
+                is_equal = _equal_bits(a, b)
+            else:
+                is_equal = (wide_a == wide_b) | (nan_a & nan_b)
+            differing = np.flatnonzero(~is_equal.reshape(-1))
+            if self.first is None and len(differing):
+                inside = np.unravel_index(differing[0], window.shape)
+                self.first = tuple(int(at) + begin for at, begin in zip(inside, window.offsets, strict=True))
+            self.num_differing += len(differing)
+            self.nans[0] += int(nan_a.sum())
+            self.nans[1] += int(nan_b.sum())
+            known = size[~np.isnan(size)]
+            if known.size:
+                self.has_number = True
+                self.max_abs = max(self.max_abs, float(known.max()))
+            finite = np.isfinite(delta)
+            delta, wide_a, wide_b = (values[finite] for values in (delta, wide_a, wide_b))
+            pairs = (delta, delta), (wide_a, wide_a), (wide_b, wide_b), (wide_a, wide_b)
+            for index, (left, right) in enumerate(pairs):
+                self.squares[index] += float(np.vdot(left, right).real)
+
+    def merge(self, other: ValueSums) -> None:
+        """Add the sums over parts that come later in C order, or on another rank."""
+        self.num_differing += other.num_differing
+        self.max_abs = max(self.max_abs, other.max_abs)
+        self.squares = [ours + theirs for ours, theirs in zip(self.squares, other.squares, strict=True)]
+        self.first = min((first for first in (self.first, other.first) if first is not None), default=None)
+        self.nans = [ours + theirs for ours, theirs in zip(self.nans, other.nans, strict=True)]
+        self.has_number |= other.has_number
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value that `from_json` reads."""
+        return {
+            "num_differing": self.num_differing,
+            "max_abs": self.max_abs,
+            "squares": self.squares,
+            "first": self.first,
+            "nans": self.nans,
+            "has_number": self.has_number,
+        }
+
+    @classmethod
+    def from_json(cls, raw: Any) -> ValueSums:
+        """Return the sums that `to_json` wrote; raise ValueError for anything else."""
+        names = ("num_differing", "max_abs", "squares", "first", "nans", "has_number")
+        num_differing, max_abs, squares, first, nans, has_number = records.fields(raw, *names)
+        return cls(
+            records.count(num_differing),
+            records.number(max_abs),
+            list(records.items(squares, records.number, 4)),
+            records.optional(first, lambda index: records.items(index, records.count)),
+            list(records.items(nans, records.count, 2)),
+            records.flag(has_number),
+        )
+
+    def result(self) -> ValueDiff:
+        """Return the differences."""
+        delta, a, b, product = self.squares
+        relative = math.sqrt(delta / a) if a else (math.inf if delta else 0.0)
+        cosine = product / math.sqrt(a) / math.sqrt(b) if a and b else math.nan
+        largest = self.max_abs if self.has_number or not self.num_differing else math.nan
+        return ValueDiff(self.num_differing, largest, relative, cosine, self.first, *self.nans)
+
+
+def _wide(values: Any) -> Any:
+    """Return values in float64, or complex128."""
+    import numpy as np
+
+    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
+
+
+def _equal_bits(a: Any, b: Any) -> Any:
+    """Return for each element whether its bits are equal: by value 0.0 equals -0.0, and NaN equals nothing."""
+    import numpy as np
+
+    itemsize = a.dtype.itemsize
+    if itemsize <= 8:
+        return a.view(f"u{itemsize}") == b.view(f"u{itemsize}")
+    pairs = (values.reshape(-1).view(np.uint64).reshape(-1, 2) for values in (a, b))
+    return np.equal(*pairs).all(axis=1).reshape(a.shape)
