@@ -64,6 +64,8 @@ FORMATS = ("save", _DIRECTORIES, "huggingface", "workspace", "megatron", "dcp", 
 _DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
 # All tensors together may have _BASE_BYTES more than _MAX_REPETITION times the bytes of their files.
 _BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
+# A file by which a directory is known, and what such directories are.
+_DCP, _ORBAX = (".metadata", "torch DCP directories"), ("_CHECKPOINT_METADATA", "checkpoints of Orbax")
 _KNOWN = "safetensors, torch DCP, Megatron, DeepSpeed, or torch.save's .pt files"
 _UNKNOWN = f"neither a save, a workspace nor a checkpoint ({_KNOWN})"
 
@@ -255,11 +257,12 @@ def read_opened(
                 return directories.read(opened, strict=strict, section=section)
             if name == "torch_file":
                 directories.check_none_below(opened)
-                _check_no_dcp_below(opened)
+                _check_none_below(opened, *_DCP)
             return read_section(module.read, opened, strict=strict, section=section)
     _check_no_saves_below(opened)
     directories.check_none_below(opened)
-    _check_no_dcp_below(opened)
+    _check_none_below(opened, *_DCP)
+    _check_none_below(opened, *_ORBAX)
     _check_no_description(opened)
     raise NotFoundError(_UNKNOWN, path=opened.path)
 
@@ -275,13 +278,13 @@ def read_section(read: Callable[..., Source], opened: OpenedPath, *, strict: boo
     return source
 
 
-def _check_no_dcp_below(opened: OpenedPath) -> None:
-    """Raise InvalidArgumentError if there are DCP directories one level below, of no framework that is known."""
+def _check_none_below(opened: OpenedPath, file: str, kind: str) -> None:
+    """Raise InvalidArgumentError if directories one level below have `file`, so that one of them must be named."""
     if opened.file is not None:
         return
-    dcp_names = [name for name in opened.store.directories if _is_dcp(opened, name)]
-    if dcp_names:
-        text = f"this directory contains torch DCP directories, name one of them: {', '.join(dcp_names)}"
+    names = [name for name in opened.store.directories if _has_below(opened, name, file)]
+    if names:
+        text = f"this directory contains {kind}, name one of them: {', '.join(names)}"
         raise InvalidArgumentError(text, path=opened.path)
 
 
@@ -303,9 +306,9 @@ def _check_no_description(opened: OpenedPath) -> None:
         raise InvalidArgumentError(text, path=opened.path)
 
 
-def _is_dcp(opened: OpenedPath, name: str) -> bool:
+def _has_below(opened: OpenedPath, name: str, file: str) -> bool:
     try:
-        return ".metadata" in opened.store.below(name).listing
+        return file in opened.store.below(name).listing
     except StateExchangeError:  # removed meanwhile, or unreadable
         return False
 

@@ -1,9 +1,9 @@
-"""Fuzz the readers of pickles, headers and manifests with atheris, which follows coverage.
+"""Fuzz the readers of pickles, headers, manifests and foreign files with atheris, which follows coverage.
 
-``python tests/fuzz/atheris_readers.py pickle|header|manifest --minutes 30`` ends when libFuzzer has found no new edge
-for 30 minutes. It starts itself again as libFuzzer's process, reads that process's output, and reports when it found
-the last new edge. A reader may raise nothing but a StateExchangeError. An input that raises another error, or takes 10
-s or 2 GiB, is kept as a file in the directory of --findings; ``... pickle --input FILE`` runs it again.
+``python tests/fuzz/atheris_readers.py TARGET --minutes 30``, with one of TARGETS, ends when libFuzzer has found no new
+edge for 30 minutes. It starts itself again as libFuzzer's process, reads that process's output, and reports when it
+found the last new edge. A reader may raise nothing but a StateExchangeError. An input that raises another error, or
+takes 10 s or 2 GiB, is kept as a file in the directory of --findings; ``... pickle --input FILE`` runs it again.
 
 The first byte of an input selects the kind of file that it is read as. All files lie in memory.
 """
@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 _CHILD = "STATEXCHANGE_FUZZ_CHILD"  # only for the process that this one starts
 _COVERAGE = re.compile(rb"cov: (\d+) ft: (\d+) .*exec/s: (\d+)")
 _LIMIT_S, _LIMIT_MB, _MAX_BYTES = 10, 2048, 1 << 16
-TARGETS = ("pickle", "header", "manifest")
+TARGETS = ("pickle", "header", "manifest", "foreign")
 
 
 def main() -> int:
@@ -147,6 +147,8 @@ def _fuzz(target: str, seed: int, arguments: list[str]) -> NoReturn:
         if chance.random() < 0.5:
             return atheris.Mutate(data, max_size)  # type: ignore[no-any-return]
         try:
+            if target == "foreign":
+                return atheris.Mutate(data, max_size)  # type: ignore[no-any-return]
             if target == "pickle":
                 new = mutated_pickle(data[1:], chance)[0]
             else:
@@ -165,12 +167,13 @@ class _Readers:
 
     def __init__(self) -> None:
         from statexchange import errors
-        from statexchange.formats import dcp, huggingface, source, torch_file
+        from statexchange.formats import dcp, foreign, huggingface, source, torch_file
+        from statexchange.formats.foreign import directories, gguf, msgpack, numpy_files  # noqa: F401 (instrumented)
         from statexchange.sharding import rules
         from statexchange.storage import claim, json_text, opened_path, save_directory, store, stored_values, workspace
 
         self._error = errors.StateExchangeError
-        self._formats = {"torch": torch_file, "dcp": dcp, "hf": huggingface}
+        self._formats = {"torch": torch_file, "dcp": dcp, "hf": huggingface, "foreign": foreign}
         self._open = source.OpenCheckpoint
         self._layout = rules.Layout
         self._claim = claim.Claim
@@ -219,6 +222,11 @@ class _Readers:
             self._try(lambda: self._layout.parse(self._json.parse_json(text, "x")))
         else:
             self._read("hf", {**tensors, "statexchange.json": text})
+
+    def foreign(self, data: bytes) -> None:
+        """Read the data as a file of the kind that the first byte selects."""
+        if data[:1] in _FOREIGN:
+            self._read("foreign", {_FOREIGN[data[:1]]: data[1:]})
 
     def _read(self, kind: str, files: dict[str, bytes]) -> None:
         """Open a checkpoint, and read its tensors if they are small."""
@@ -280,6 +288,15 @@ def _memory_stores(base: type[Any], file_base: type[Any], absent: type[Exception
     return Directory
 
 
+_FOREIGN = {
+    b"g": "x.gguf",
+    b"y": "x.npy",
+    b"z": "x.npz",
+    b"m": "x.msgpack",
+    b"2": ".zarray",
+    b"3": "zarr.json",
+    b"o": "_METADATA",
+}
 _HEADER = b'{"w":{"dtype":"U8","shape":[2,4],"data_offsets":[0,8]}}'
 _ENTRY = b""
 
@@ -336,6 +353,8 @@ def _inputs(target: str, path: Path) -> list[bytes]:
     if name.endswith(".safetensors") and target == "header":
         header = data[8 : 8 + struct.unpack("<Q", data[:8])[0]]
         return [b"r" + data, b"h" + header.rstrip(), b"w" + header.rstrip()]
+    if target == "foreign":
+        return [kind + data for kind, known in _FOREIGN.items() if known in (name, f"x{path.suffix}")]
     if target != "manifest":
         return []
     if name.endswith(".safetensors") and b"config" in data:

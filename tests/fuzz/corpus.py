@@ -360,6 +360,8 @@ SOURCES: dict[str, Source] = {
     "zarr 3, consolidated": _sample("zarr3-consolidated"),
     "orbax": _sample("orbax"),
     "orbax, zarr": _sample("orbax-zarr"),
+    "torchao": _sample("../packed/torchao"),
+    "bitsandbytes": _sample("../packed/bitsandbytes"),
     "megatron torch_dist": Source(lambda folder: megatron(folder, "torch_dist")),
     "megatron ranks": Source(lambda folder: megatron(folder, "legacy")),
 }

@@ -329,6 +329,13 @@ def test_an_orbax_checkpoint_that_was_not_finished_is_incomplete(tmp_path: Path)
     assert isinstance(problem, IncompleteError)
 
 
+def test_a_directory_of_orbax_steps_asks_for_one(tmp_path: Path) -> None:
+    for step in ("0", "1000"):
+        shutil.copytree(SAMPLES / "orbax", tmp_path / step)
+    with pytest.raises(InvalidArgumentError, match=r"contains checkpoints of Orbax, name one of them: 0, 1000"):
+        sx.open_checkpoint(tmp_path)
+
+
 def test_a_sharded_orbax_array_has_no_shape_that_is_a_shards(tmp_path: Path) -> None:
     shutil.copytree(SAMPLES / "orbax", tmp_path / "x")
     (tmp_path / "x/state/_sharding").write_text("{}")

@@ -17,7 +17,7 @@ from statexchange.tensors import DTYPE_NAMES, ITEMSIZE
 
 __all__ = ["MAX_ENTRIES", "MAX_TEXT_BYTES", "Contents", "Counter", "Cursor", "described_tensor", "dtype_of_numpy"]
 
-MAX_ENTRIES = 1 << 20  # tensors, values and items of lists in one file: real files have some thousands
+MAX_ENTRIES = 1 << 22  # tensors, values, and texts in arrays of one file: large vocabularies have half a million
 MAX_TEXT_BYTES = 1 << 16  # of a name or a key
 _WINDOW_BYTES = 1 << 16
 # Codes of numpy's dtypes, as in "<f4", without those of which the name says less than the code.

@@ -124,6 +124,8 @@ class _ZipBytes:
         nbytes = left if nbytes < 0 else min(nbytes, left)
         if nbytes > _MAX_READ_BYTES:
             raise UnsupportedError(f"refused: a zip directory of {nbytes} bytes", path=self._file.path)
+        if not nbytes:  # also behind the end
+            return b""
         data = bytearray(nbytes)
         self._file.read_into(memoryview(data), self._at)
         self._at += nbytes
