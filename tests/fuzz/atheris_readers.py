@@ -272,7 +272,7 @@ def _memory_stores(base: type[Any], file_base: type[Any], absent: type[Exception
         def _list(self) -> dict[str, str]:
             return dict.fromkeys(self._files, "file")
 
-        def open(self, name: str) -> File:
+        def _open(self, name: str) -> File:
             if name not in self._files:
                 raise absent("no such file", path=name)
             return File(self.path_of(name), self._files[name])
