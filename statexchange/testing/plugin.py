@@ -5,8 +5,8 @@ may ask for `tmp_path`, the same directory on all ranks, and for parameters that
 world size may be a `pytest.param` with marks of its own. With ``reuse=True`` the ranks may serve several tests, see
 `run_ranks`.
 
-With ``--no-skips`` a skip fails the session, unless its reason begins with "no GPU", "no cgroup" or "no Slurm": few
-machines have these.
+With ``--no-skips`` a skip fails the session, unless its reason begins with "no GPU", "no cgroup", "no Slurm" or "no
+framework": few machines have these.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 _MARKER = "ranks(*world_sizes, backend='threads', timeout_s=20, reuse=False): run the test on every rank of each world"
-_ALLOWED_SKIPS = ("no GPU", "no cgroup", "no Slurm")
+_ALLOWED_SKIPS = ("no GPU", "no cgroup", "no Slurm", "no framework")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -35,7 +35,7 @@ def run(*command: str | Path) -> None:
 @pytest.mark.timeout(850)
 @pytest.mark.skipif(
     find_spec("megatron") is None or find_spec("psutil") is None,
-    reason='megatron-core or psutil is not installed: pip install ".[frameworks]"',
+    reason='no framework: megatron-core and psutil: pip install ".[frameworks]"',
 )
 @pytest.mark.parametrize(("ranks", "options"), GEOMETRIES, ids=lambda value: str(value))
 def test_a_checkpoint_that_megatron_has_written_just_now(ranks: int, options: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 def test_torchao_reads_a_merge(config: str, tmp_path: Path) -> None:
-    pytest.importorskip("torchao", reason="needs torchao: pip install torchao==0.18.0")
+    pytest.importorskip("torchao", reason="no framework: pip install torchao==0.18.0")
     from torchao import quantization
     from torchao.prototype.safetensors.safetensors_support import (
         flatten_tensor_state_dict,
