@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Literal
 
-from statexchange.errors import InvalidArgumentError, StateExchangeError
+from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, StateExchangeError
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import (
     FormatName,
@@ -40,9 +40,11 @@ __all__ = ["check_none_below", "matches", "read"]
 
 _Reader = Literal["dcp", "huggingface", "torch_file"]
 _MAX_SHOWN = 8
+_PEFT = "base_model.model."
+_MAX_TEXT = 64  # bytes of a file with one number
 # Files that only a whole of another kind has.
 _OF_OTHERS = ("statexchange.json", "save.json", "latest", CLAIM_NAME)  # "latest" is DeepSpeed's
-_WEIGHTS = (".bin", ".ckpt", ".distcp", ".pkl", ".pt", ".pth", ".safetensors")
+_WEIGHTS = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,14 @@ class _Stored:
     Attributes:
         pattern: the names.
         reader: the format of the files, or of each directory.
-        key: a first key that all names of the part may have, and that is removed.
+        keys: first keys that all names of the part may have; the first that they do have is removed.
+        is_directory: whether the names are directories. DCP's ``.metadata`` is a file, of the directory that has it.
     """
 
     pattern: re.Pattern[str]
     reader: _Reader
-    key: str = ""
+    keys: tuple[str, ...] = ()
+    is_directory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,8 @@ class _Framework:
     small_files: str | None = ""
 
 
-def _stored(pattern: str, reader: _Reader, key: str = "") -> _Stored:
-    return _Stored(re.compile(pattern), reader, key)
+def _stored(pattern: str, reader: _Reader, *keys: str, is_directory: bool = False) -> _Stored:
+    return _Stored(re.compile(pattern), reader, keys, is_directory)
 
 
 _INDEX = r"(-[0-9]{5}-of-[0-9]{5})?"
@@ -90,16 +94,18 @@ _SAFETENSORS = _stored(rf"(?P<of>(adapter_)?model(_[0-9]+)?){_INDEX}\.safetensor
 # accelerate writes FSDP's states: sharded as DCP, full as one file, local as one file a rank.
 _ACCELERATE_MODEL = (
     _SAFETENSORS,
-    _stored(r"pytorch_model_fsdp_[0-9]+", "dcp", "model"),
+    _stored(r"pytorch_model_fsdp_[0-9]+", "dcp", "model", is_directory=True),
     _stored(r"pytorch_model_fsdp(_[0-9]+)?\.bin", "torch_file"),
     _stored(r"pytorch_model_fsdp(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin", "torch_file"),
     _stored(rf"(?P<of>adapter_model|pytorch_model(_[0-9]+)?){_INDEX}\.bin(\.index\.json)?", "torch_file"),
 )
 _ACCELERATE_OPTIMIZER = (
-    _stored(r"optimizer_[0-9]+", "dcp", "optimizer"),
+    _stored(r"optimizer_[0-9]+", "dcp", "optimizer", is_directory=True),
     _stored(r"optimizer(_[0-9]+)?\.(pt|bin)", "torch_file"),
     _stored(r"optimizer(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin", "torch_file"),
 )
+_WORLD = r"_world_size_(?P<ranks>[0-9]{1,9})_rank_(?P<rank>[0-9]{1,9})\.pt"
+_VERL_FILES = "huggingface"
 _FRAMEWORKS = (
     _Framework(
         "trainer",
@@ -125,7 +131,44 @@ _FRAMEWORKS = (
             ("other", (_stored(r"custom_checkpoint_[0-9]+\.pkl", "torch_file"),)),
         ),
     ),
+    _Framework(
+        "verl",
+        (re.compile(r"(model|optim)_world_size_.*"),),
+        (
+            (
+                "model",
+                (
+                    _stored(rf"(?P<of>model){_WORLD}", "torch_file"),
+                    _stored(_VERL_FILES, "huggingface", is_directory=True),
+                ),
+            ),
+            ("optimizer", (_stored(rf"(?P<of>optim){_WORLD}", "torch_file"),)),
+            ("other", (_stored(rf"extra_state{_WORLD}", "torch_file"),)),
+        ),
+        _VERL_FILES,
+    ),
+    _Framework(
+        "lightning",
+        (re.compile(r"meta\.pt"),),
+        (
+            (None, (_stored(r"\.metadata", "dcp", "state_dict", "model"),)),
+            ("other", (_stored(r"meta\.pt", "torch_file"),)),
+        ),
+        None,
+    ),
+    _Framework(
+        "torch_checkpointing",
+        (re.compile(r"metadata\.pkl"),),
+        (
+            ("model", (_stored(r"(?P<of>model)_[0-9]+\.pt", "torch_file"),)),
+            ("optimizer", (_stored(r"(?P<of>optim|optimizer)_[0-9]+\.pt", "torch_file"),)),
+            ("other", (_stored(r"(?!(model|optim|optimizer)_[0-9]).+_[0-9]+\.pt", "torch_file"),)),
+        ),
+        None,
+    ),
 )
+# verl's directories: a file names the newest step, whose directory has one of each model.
+_VERL_LATEST, _VERL_STEP, _VERL_ROLES = "latest_checkpointed_iteration.txt", "global_step_", ("actor", "critic")
 
 
 def matches(opened: OpenedPath) -> bool:
@@ -153,11 +196,26 @@ def read(opened: OpenedPath, *, strict: bool = True, section: str | None = ALL) 
 
 
 def _found(opened: OpenedPath) -> tuple[_Framework, Store] | None:
-    """Return the framework whose directory this is, with its store."""
-    if opened.file is not None:
-        return None
-    framework = _framework_of(opened.store)
-    return None if framework is None else (framework, opened.store)
+    """Return the framework whose directory this is, with its store, which may be below for verl."""
+    store: Store | None = opened.store if opened.file is None else None
+    while store is not None:
+        framework = _framework_of(store)
+        if framework is not None:
+            return framework, store
+        store = _verl_below(store)
+    return None
+
+
+def _verl_below(store: Store) -> Store | None:
+    """Return the directory of the newest step, or of the one model of a step, if this is one of verl's directories."""
+    if _VERL_LATEST in store.listing:
+        step = store.read_small(_VERL_LATEST, _MAX_TEXT).strip()
+        name = f"{_VERL_STEP}{step.decode(errors='replace')}"
+        return store.below(name) if store.listing.get(name) == "directory" else None
+    if re.fullmatch(rf"{_VERL_STEP}[0-9]+", store.path.rstrip("/").rpartition("/")[2]):
+        roles = [role for role in _VERL_ROLES if store.listing.get(role) == "directory"]
+        return store.below(roles[0]) if len(roles) == 1 else None
+    return None
 
 
 def _framework_of(store: Store) -> _Framework | None:
@@ -197,7 +255,7 @@ class _FoundPart:
 
 
 def _parts(stored: _Stored, store: Store) -> list[_FoundPart]:
-    wanted: EntryKind = "directory" if stored.reader == "dcp" else "file"
+    wanted: EntryKind = "directory" if stored.is_directory else "file"
     names: dict[str, list[str]] = {}
     for name, kind in store.listing.items():
         match = stored.pattern.fullmatch(name)
@@ -281,7 +339,8 @@ class _Directory:
     def read_section(self, section: str, *, strict: bool) -> Source:
         """Return one section, without opening parts of others."""
         found = [part for name, parts in self._chosen if name == section for part in parts]
-        if not found:
+        mixed = [part for name, parts in self._chosen if name is None for part in parts]
+        if not found and not mixed:
             there = ", ".join(repr(name) for name in SECTIONS if name in dict(self._chosen))
             text = f"there is no section {section!r}, only {there}: choose with section (--section)"
             raise InvalidArgumentError(text, path=self._store.path)
@@ -290,13 +349,37 @@ class _Directory:
             text = f"this directory has {len(found)} models, name one of them: {paths}"
             raise InvalidArgumentError(text, path=self._store.path)
         sources = [self._read(part, strict=strict) for part in found]
+        others = {name for name, _ in self._chosen if name not in (section, None)}
+        for part in mixed:
+            selected, left_out = self._selected(part, section, strict=strict, is_only=not found)
+            others |= left_out
+            if selected is not None:
+                found.append(part)
+                sources.append(selected)
         (source,) = sources if len(sources) == 1 else [self._several(found, sources)]
-        others = list(dict.fromkeys(repr(name) for name, _ in self._chosen if name != section))
         note = f"only the section {section!r} of this {self._framework.kind} directory is read"
         if others:
-            note += f", not {', '.join(others)}"
-        notes = (*source.notes, f'{note} (all: section="all", --section all)', *self._notes())
+            note += f", not {', '.join(repr(name) for name in SECTIONS if name in others)}"
+        notes = (*source.notes, f'{note} (all: section="all", --section all)', *self._notes(), *_notes_on_lora(source))
         return replace(source, opened=self._opened, notes=notes, sections=(), small_files=self._small_files())
+
+    def _selected(
+        self, part: _FoundPart, section: str, *, strict: bool, is_only: bool
+    ) -> tuple[Source | None, set[SectionName]]:
+        """Return one section of a part that has several, and the others.
+
+        None if it does not have the section; an InvalidArgumentError if no other part has it either.
+        """
+        whole = self._read(part, strict=False)
+        known: set[SectionName] = {one.name for one in sections_of(whole)} or {"model"}
+        if section not in known and not is_only:
+            return None, known
+        selected = whole
+        if section not in known or len(known) > 1:
+            selected = replace(select_section(whole, section), notes=whole.notes)
+        if selected.problems and strict:
+            raise selected.problems[0]
+        return selected, {name for name in known if name != section}
 
     def _several(self, found: Sequence[_FoundPart], sources: Sequence[Source]) -> Source:
         """Return several parts of one section as one source, with names that begin with those of the parts."""
@@ -308,16 +391,48 @@ class _Directory:
     def _read(self, part: _FoundPart, *, strict: bool) -> Source:
         """Open a part by its own format, and remove the key that its framework adds."""
         read_part: Callable[..., Source] = import_module(f"statexchange.formats.{part.stored.reader}").read
-        if part.stored.reader == "dcp":
-            below = self._store.below(part.names[0])
+        stored, (first, *others) = part.stored, part.names
+        if stored.is_directory:
+            below = self._store.below(first)
             opened = OpenedPath(below.path, below, None)
-        elif len(part.names) == 1:
-            opened = OpenedPath(self._store.path_of(part.names[0]), self._store, part.names[0])
-        else:
+        elif stored.reader == "dcp":
+            opened = OpenedPath(self._store.path, self._store, None)
+        elif others or "of" in stored.pattern.groupindex:
             opened = OpenedPath(self._store.path, _SomeFiles(self._store, part.names), None)
+        else:
+            opened = OpenedPath(self._store.path_of(first), self._store, first)
+        problem = self._missing_rank(part)
+        if problem is not None and strict:
+            raise problem
         source = read_part(opened, strict=strict)
-        key = part.stored.key
-        return _without_key(source, f"{key}.") if key else source
+        if problem is not None:
+            source = replace(source, problems=(problem, *source.problems))
+        for key in stored.keys:
+            if _all_have(source, f"{key}."):
+                return _renamed(source, lambda name: name.partition(".")[2])
+        return source
+
+    def _missing_rank(self, part: _FoundPart) -> StateExchangeError | None:
+        """Return an error for the first rank whose file is missing, where the names have ranks."""
+        if "ranks" not in part.stored.pattern.groupindex or "of" not in part.stored.pattern.groupindex:
+            return None
+        by_rank: dict[int, str] = {}
+        world_sizes = set()
+        for name in part.names:
+            match = part.stored.pattern.fullmatch(name)
+            assert match is not None
+            by_rank[int(match["rank"])] = name
+            world_sizes.add(int(match["ranks"]))
+        if len(world_sizes) > 1:
+            sizes = " and ".join(map(str, sorted(world_sizes)))
+            text = f"{part.stem.partition('_')[0]} files of {sizes} ranks are here, of two saves: remove those of one"
+            return CorruptError(text, path=self._store.path)
+        (world_size,) = world_sizes
+        missing = next((rank for rank in range(world_size) if rank not in by_rank), None)
+        if missing is None:
+            return None
+        name = re.sub(r"_rank_[0-9]+", f"_rank_{missing}", part.names[0])
+        return IncompleteError("the file of this rank is missing", rank=missing, path=self._store.path_of(name))
 
     def _small_files(self) -> Store | None:
         name = self._framework.small_files
@@ -328,14 +443,25 @@ class _Directory:
     def _notes(self) -> tuple[str, ...]:
         """Return a note about files of the directory that belong to no part."""
         patterns = [stored.pattern for _, ways in self._framework.parts for stored in ways]
+        patterns += self._framework.marks
         unknown = [
             name
             for name in self._store.files
             if name.endswith(_WEIGHTS) and not any(pattern.fullmatch(name) for pattern in patterns)
         ]
+        notes = () if self._store is self._opened.store else (f"read from {self._store.path}",)
         if not unknown:
-            return ()
-        return (f"not known as part of a {self._framework.kind} directory, not read: {_listed(unknown)}",)
+            return notes
+        return (*notes, f"not known as part of a {self._framework.kind} directory, not read: {_listed(unknown)}")
+
+
+def _notes_on_lora(source: Source) -> tuple[str, ...]:
+    """Return a note on the names of a PEFT model, which transformers does not know."""
+    names = _names_of(source)
+    if not any(".lora_" in name for name in names) or not all(name.startswith(_PEFT) for name in names):
+        return ()
+    advice = '--exclude "*.lora_*" --rename "^base_model[.]model[.]=" --rename "[.]base_layer[.]=."'
+    return (f"the names are those of a PEFT model with LoRA; its base model alone: {advice}",)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -357,11 +483,9 @@ def _names_of(source: Source) -> set[str]:
     return names.union(source.others, (tensor.name for tensor in source.unreadable))
 
 
-def _without_key(source: Source, key: str) -> Source:
-    """Return the source without a first key; unchanged if not all its names have it."""
-    if not all(name.startswith(key) and name != key for name in _names_of(source)):
-        return source
-    return _renamed(source, lambda name: name.removeprefix(key))
+def _all_have(source: Source, key: str) -> bool:
+    """Whether all names of a source begin with a first key."""
+    return all(name.startswith(key) and name != key for name in _names_of(source))
 
 
 def _renamed(source: Source, new_name: Callable[[str], str]) -> Source:
@@ -383,14 +507,17 @@ def _renamed(source: Source, new_name: Callable[[str], str]) -> Source:
 
 
 def _joined(kind: FormatName, opened: OpenedPath, sources: Sequence[Source]) -> Source:
-    """Return sources of different names as one."""
-    files: list[ShardFile] = []
+    """Return sources of different names as one; they may share files."""
+    files: dict[tuple[int, str], ShardFile] = {}
     others: dict[str, str] = {}
     texts: dict[str, str] = {}
     unreadable: list[UnreadableTensor] = []
     problems: list[StateExchangeError] = []
     for source in sources:
-        files += source.files
+        for shard_file in source.files:
+            known = files.setdefault((shard_file.rank, shard_file.path), shard_file)
+            tensors, aliases = {**known.tensors, **shard_file.tensors}, {**known.aliases, **shard_file.aliases}
+            files[shard_file.rank, shard_file.path] = replace(known, tensors=tensors, aliases=aliases)
         others |= source.others
         texts |= source.texts
         unreadable += source.unreadable
@@ -399,7 +526,7 @@ def _joined(kind: FormatName, opened: OpenedPath, sources: Sequence[Source]) -> 
     return Source(
         kind,
         opened,
-        tuple(files),
+        tuple(files.values()),
         others=others,
         texts=texts,
         problems=tuple(problems),
@@ -424,6 +551,10 @@ def check_none_below(opened: OpenedPath) -> None:
         names = sorted(steps, key=lambda name: int(steps[name][1]))
         newest = store.path_of(names[-1])
         text = f"this directory contains {_counted(names)}: name one of them, such as the newest, {newest}"
+        raise InvalidArgumentError(text, path=opened.path)
+    roles = [name for name in store.directories if name in _VERL_ROLES]
+    if len(roles) > 1:
+        text = f"this directory contains several models ({', '.join(roles)}): name one, as {store.path_of(roles[0])}"
         raise InvalidArgumentError(text, path=opened.path)
     names = [name for name, kind in store.listing.items() if name.endswith(_CKPT) and kind != "other"]
     if names:

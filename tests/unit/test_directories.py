@@ -1,6 +1,7 @@
 """Directories of training frameworks: real samples are read bit by bit, and broken ones give a named error."""
 
 import json
+import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,26 +22,39 @@ DATA = Path(__file__).parents[1] / "data"
 
 @dataclass(frozen=True)
 class Sample:
-    """A directory, what `info` calls it, the number of tensors of each section, and the model that it has."""
+    """A directory, what `info` calls it, the number of tensors of each section, and a file that has no model."""
 
     path: str
     kind: str
     sections: dict[str, int]
-    expected: str
+    side_file: str
+
+    @property
+    def expected(self) -> Path:
+        """The model as the framework itself gathered it."""
+        return DATA.joinpath(*Path(self.path).parts[:2], "expected.safetensors")
 
 
 SAMPLES = [
-    Sample("trainer/plain/checkpoint-2", "trainer", {"model": 4, "optimizer": 4, "rng": 1}, "trainer/plain"),
-    Sample("trainer/sharded/checkpoint-2", "trainer", {"model": 4, "optimizer": 4, "rng": 2}, "trainer/sharded"),
-    Sample("accelerate/full/state", "accelerate", {"model": 4, "optimizer": 12, "rng": 1}, "accelerate/full"),
-    Sample("accelerate/sharded/state", "accelerate", {"model": 4, "optimizer": 12, "rng": 2}, "accelerate/sharded"),
+    Sample("trainer/plain/checkpoint-2", "trainer", {"model": 4, "optimizer": 4, "rng": 1}, "rng_state.pth"),
+    Sample("trainer/sharded/checkpoint-2", "trainer", {"model": 4, "optimizer": 4, "rng": 2}, "rng_state_1.pth"),
+    Sample("accelerate/full/state", "accelerate", {"model": 4, "optimizer": 12, "rng": 1}, "random_states_0.pkl"),
+    Sample("accelerate/sharded/state", "accelerate", {"model": 4, "optimizer": 12, "rng": 2}, "random_states_1.pkl"),
+    Sample("verl/fsdp2/run", "verl", {"model": 12, "optimizer": 12, "other": 1}, "extra_state_world_size_2_rank_0.pt"),
+    Sample("verl/lora/run", "verl", {"model": 14, "optimizer": 2, "other": 1}, "extra_state_world_size_2_rank_0.pt"),
+    Sample("lightning/sharded/last.ckpt", "lightning", {"model": 5, "optimizer": 4}, "meta.pt"),
+    Sample("torch_checkpointing/state", "torch_checkpointing", {"model": 3}, "config_1.pt"),
 ]
+# Files that are of no part, or of one that another file stands for.
+UNLISTED = {"trainer_state.json", "metadata.pkl", "fsdp_config.json", "lora_train_meta.json", "config.json"}
 BY_PATH = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.path)
 
 
 def tensors_of(sample: Sample) -> dict[str, torch.Tensor]:
     """Return the model as the framework itself gathered it."""
-    return load_file(DATA / sample.expected / "expected.safetensors")
+    if sample.kind == "torch_checkpointing":
+        return load_file(DATA / "torch_checkpointing/expected.safetensors")
+    return load_file(sample.expected)
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -67,9 +81,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 def test_the_model_is_merged_bit_by_bit(tmp_path: Path, sample: Sample) -> None:
     report = merge_checkpoint(DATA / sample.path, tmp_path / "out")
     assert_equal(load_file(tmp_path / "out/model.safetensors"), tensors_of(sample))
-    assert report.notes[0].startswith(
-        f"only the section 'model' of this {sample.kind} directory is read, not 'optimizer'"
-    )
+    assert report.notes[0].startswith(f"only the section 'model' of this {sample.kind} directory is read, not '")
 
 
 @BY_PATH
@@ -80,7 +92,8 @@ def test_info_shows_the_sections_and_their_files(capsys: pytest.CaptureFixture[s
     found = {name: section["num_tensors"] for name, section in data["sections"].items() if section["num_tensors"]}
     assert found == sample.sections
     listed = {name for part in data["parts"] for name in part["names"]}
-    assert listed == {path.name for path in (DATA / sample.path).iterdir()} - {"trainer_state.json"}
+    files = {path.name for path in (DATA / sample.path).rglob("*") if path.suffix not in ("", ".distcp", ".txt")}
+    assert files - UNLISTED <= listed
 
 
 @BY_PATH
@@ -99,17 +112,24 @@ def test_all_sections_have_their_names_as_prefixes(tmp_path: Path, sample: Sampl
 def test_a_model_is_loaded_and_opened(sample: Sample) -> None:
     expected = tensors_of(sample)
     with sx.open_checkpoint(DATA / sample.path) as checkpoint:
-        assert_equal({name: torch.from_numpy(tensor.read()) for name, tensor in checkpoint.items()}, expected)
-    block = torch.nn.Module()
-    block.linear = torch.nn.Linear(3, 5)
+        assert {name: tensor.shape for name, tensor in checkpoint.items()} == {
+            name: tuple(tensor.shape) for name, tensor in expected.items()
+        }
+    state = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    sx.load_checkpoint(state, DATA / sample.path)
+    assert_equal(state, expected)
+    nested = {"model": {name: torch.zeros_like(tensor) for name, tensor in expected.items()}}
+    sx.load_checkpoint(nested, DATA / sample.path, strict=False)
+    assert_equal(nested["model"], expected)
+
+
+@pytest.mark.parametrize("path", ["trainer/sharded/checkpoint-2", "accelerate/full/state"])
+def test_a_bare_module_is_loaded(path: str) -> None:
     module = torch.nn.Module()
-    module.block, module.head = block, torch.nn.Linear(5, 1)
-    for state in (module, {name: torch.zeros_like(tensor) for name, tensor in expected.items()}):
-        sx.load_checkpoint(state, DATA / sample.path)
-        assert_equal(state if isinstance(state, dict) else state.state_dict(), expected)
-    torch.nn.init.zeros_(module.head.weight)
-    sx.load_checkpoint({"model": module}, DATA / sample.path, strict=False)
-    assert_equal(module.state_dict(), expected)
+    module.block = torch.nn.Module()
+    module.block.linear, module.head = torch.nn.Linear(3, 5), torch.nn.Linear(5, 1)
+    sx.load_checkpoint(module, DATA / path)
+    assert_equal(module.state_dict(), load_file(DATA.joinpath(path).parent / "expected.safetensors"))
 
 
 @BY_PATH
@@ -117,17 +137,17 @@ def test_a_refused_file_of_another_section_stops_no_merge_of_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], sample: Sample
 ) -> None:
     path = copied(sample.path, tmp_path)
-    (rng, *_) = [*path.glob("rng_state*"), *path.glob("random_states*")]
-    torch.save({"x": torch.ones(1), "y": Harmful()}, rng)
+    (side,) = path.rglob(sample.side_file)
+    torch.save({"x": torch.ones(1), "y": Harmful()}, side)
     code, out, err = run(capsys, "info", path)
     assert code == 7
-    assert f"refused: the pickle uses posix.system, which is not known to be harmless [{rng}]" in err
-    assert f"{rng.name} (cannot be read)" in out
+    assert f"refused: the pickle uses posix.system, which is not known to be harmless [{side}]" in err
+    assert f"{side.name} (cannot be read)" in out
     assert run(capsys, "merge", path, tmp_path / "out")[0] == 0
     assert_equal(load_file(tmp_path / "out/model.safetensors"), tensors_of(sample))
-    code, _, err = run(capsys, "merge", path, tmp_path / "rng", "--section", "rng")
-    assert (code, str(rng) in err) == (7, True)
-    assert not (tmp_path / "rng").exists()
+    code, _, err = run(capsys, "merge", path, tmp_path / "all", "--section", "all")
+    assert (code, str(side) in err) == (7, True)
+    assert not (tmp_path / "all").exists()
     sx.load_checkpoint({name: torch.zeros_like(one) for name, one in tensors_of(sample).items()}, path)
 
 
@@ -235,3 +255,79 @@ def test_a_bare_module_takes_the_model_of_a_job_state(tmp_path: Path) -> None:
     torch.nn.init.zeros_(target.weight)
     sx.load_checkpoint(wrapped, tmp_path / "state.pt", strict=False)  # the names with the key fit
     assert torch.equal(target.weight, module.weight)
+
+
+@pytest.mark.parametrize("part", ["model", "optim"])
+def test_a_missing_rank_of_verl_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str) -> None:
+    path = copied("verl/fsdp2/run", tmp_path)
+    file = path / f"global_step_1/actor/{part}_world_size_2_rank_1.pt"
+    file.unlink()
+    code, _, err = run(
+        capsys, "merge", path, tmp_path / "out", *([] if part == "model" else ["--section", "optimizer"])
+    )
+    assert (code, f"the file of this rank is missing [rank 1, {file}]" in err) == (5, True)
+    assert run(capsys, "info", path)[0] == 5
+
+
+def test_verl_files_of_two_world_sizes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copied("verl/fsdp2/run/global_step_1/actor", tmp_path)
+    shutil.copy(path / "model_world_size_2_rank_0.pt", path / "model_world_size_1_rank_0.pt")
+    code, _, err = run(capsys, "merge", path, tmp_path / "out")
+    text = f"model files of 1 and 2 ranks are here, of two saves: remove those of one [{path}]"
+    assert (code, text in err) == (4, True)
+
+
+def test_of_verl_actor_and_critic_one_must_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copied("verl/fsdp2/run", tmp_path) / "global_step_1"
+    shutil.copytree(path / "actor", path / "critic")
+    code, _, err = run(capsys, "merge", path, tmp_path / "out")
+    text = f"this directory contains several models (actor, critic): name one, as {path}/actor"
+    assert (code, text in err) == (2, True)
+
+
+def test_verl_takes_the_small_files_of_its_hugging_face_directory(tmp_path: Path) -> None:
+    merge_checkpoint(DATA / "verl/fsdp2/run", tmp_path / "out", dtype="bfloat16")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
+
+
+def test_the_base_model_of_a_lora_model_by_the_line_that_a_note_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = DATA / "verl/lora/run"
+    _, _, err = run(capsys, "merge", path, tmp_path / "all")
+    (line,) = [line for line in err.splitlines() if "LoRA" in line]
+    assert run(capsys, "merge", path, tmp_path / "out", *shlex.split(line.split("alone: ")[1]))[0] == 0
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == load_file(DATA / "verl/fsdp2/expected.safetensors").keys()
+
+
+def test_lightning_weights_without_an_optimizer(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import save
+
+    with pytest.warns(UserWarning, match="single process"):
+        save({"state_dict": {"model.w": torch.ones(2)}}, checkpoint_id=tmp_path / "last.ckpt")
+    torch.save({"epoch": 1}, tmp_path / "last.ckpt/meta.pt")
+    merge_checkpoint(tmp_path / "last.ckpt", tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors").keys() == {"model.w"}
+
+
+def test_lightning_consolidated_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = DATA / "lightning/full"
+    merge_checkpoint(path / "last.ckpt", tmp_path / "out")
+    assert_equal(load_file(tmp_path / "out/model.safetensors"), load_file(path / "expected.safetensors"))
+    (tmp_path / "run").mkdir()
+    shutil.copy(path / "last.ckpt", tmp_path / "run")
+    code, _, err = run(capsys, "merge", tmp_path / "run", tmp_path / "again")
+    text = f"this directory contains 1 checkpoint (last.ckpt): name one of them, as {tmp_path}/run/last.ckpt"
+    assert (code, text in err) == (2, True)
+
+
+def test_torchtitan_parent_names_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (9, 10):
+        shutil.copytree(DATA / "accelerate/sharded/state/pytorch_model_fsdp_0", tmp_path / f"checkpoint/step-{step}")
+    code, _, err = run(capsys, "merge", tmp_path / "checkpoint", tmp_path / "out")
+    text = (
+        f"contains 2 checkpoints (step-9, step-10): name one of them, such as the newest, {tmp_path}/checkpoint/step-10"
+    )
+    assert (code, text in err) == (2, True)

@@ -1,0 +1,57 @@
+"""Write a checkpoint of Lightning on a CPU: torchrun --nproc-per-node 2 lightning_write.py OUT KIND.
+
+KIND is sharded or full, of ModelParallelStrategy. OUT/last.ckpt is Lightning's; OUT/expected.safetensors the model as
+torch gathers it. Needs lightning 2.6.
+"""
+
+import sys
+
+import lightning
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from safetensors.torch import save_file
+from tiny_model import TinyModel
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+
+class Task(lightning.LightningModule):
+    """Trains the tiny model on the mesh that Lightning makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters({"lr": 0.1})
+        self.model = TinyModel()
+        self.register_buffer("seen", torch.ones(2))
+
+    def configure_model(self):
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch):
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def main(out, kind):
+    strategy = ModelParallelStrategy(
+        data_parallel_size=2,
+        tensor_parallel_size=1,
+        save_distributed_checkpoint=kind == "sharded",
+        process_group_backend="gloo",
+    )
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_steps=2, enable_checkpointing=False, **quiet
+    )
+    task = Task()
+    trainer.fit(task, torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=2))
+    trainer.save_checkpoint(f"{out}/last.ckpt")
+    full = get_model_state_dict(task, options=StateDictOptions(full_state_dict=True))
+    if trainer.is_global_zero:
+        save_file({name: tensor.contiguous() for name, tensor in full.items()}, f"{out}/expected.safetensors")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
