@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 from statexchange.errors import (
     CorruptError,
@@ -26,6 +26,7 @@ from statexchange.storage.tensorfile import Header
 from statexchange.tensors import ITEMSIZE, PACKED
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
     from typing_extensions import Self
 
@@ -351,20 +352,29 @@ class StoredTensor:
         """Bytes of the tensor; 0 if its dtype is unknown."""
         return full_box(self.shape).numel * ITEMSIZE.get(self.dtype, 0)
 
-    def read(self, box: Box | None = None) -> NDArray[Any]:
-        """Read the tensor, or one block of it, into a numpy array.
+    @overload
+    def read(self, box: Box | None = None, *, framework: Literal["np"] = "np") -> NDArray[Any]: ...
+
+    @overload
+    def read(self, box: Box | None = None, *, framework: Literal["pt"]) -> torch.Tensor: ...
+
+    def read(self, box: Box | None = None, *, framework: Literal["np", "pt"] = "np") -> NDArray[Any] | torch.Tensor:
+        """Read the tensor, or one block of it, into a new array of numpy or tensor of torch.
 
         Not collective. Stored boxes that are read whole are checked against their digests, where these are known.
 
         Args:
             box: the block to read; None for the whole tensor.
+            framework: "np" for an array of numpy, "pt" for a tensor of torch in host memory.
 
         Returns:
-            A new array. ml_dtypes supplies dtypes that numpy lacks. Of F4, F6_E2M3 and F6_E3M2, which both lack, the
-            packed bytes.
+            A new array or tensor. ml_dtypes supplies dtypes that numpy lacks. Of F4, F6_E2M3 and F6_E3M2, which both
+            lack, the packed bytes.
 
         Raises:
-            InvalidArgumentError: the box is outside of the tensor, or the checkpoint has been closed.
+            InvalidArgumentError: the box is outside of the tensor, there is no such framework, or the checkpoint has
+                been closed.
+            MissingExtraError: torch is not installed.
             IncompleteError: a region is in no file.
             ReplacedError: a file was changed or removed since the checkpoint was opened; open it again.
             UnsupportedError: the tensor has an unsupported dtype, or is not a strided tensor.
@@ -382,8 +392,10 @@ class StoredTensor:
             [[1, 2], [4, 5]]
         """
         from statexchange.storage import regions
-        from statexchange.tensors import array_over
+        from statexchange.tensors import from_bytes
 
+        if framework not in ("np", "pt"):
+            raise InvalidArgumentError(f'framework must be "np" or "pt", not {excerpt(framework)}')
         whole = full_box(self.shape)
         target = whole if box is None else box
         if not is_inside(target, self.shape):
@@ -393,6 +405,7 @@ class StoredTensor:
             raise self._conflicts[self.name]
         self._check_cover()
         data = bytearray(target.numel * ITEMSIZE[self.dtype])
+        found: NDArray[Any] | torch.Tensor
         for stored_box, (stored, _) in self._boxes.items():
             part = target if stored_box == target and target.numel else intersect(stored_box, target)
             if part is None:
@@ -405,10 +418,11 @@ class StoredTensor:
         if self.dtype in PACKED:
             import numpy as np
 
-            nbytes_of_row = target.shape[-1] * ITEMSIZE[self.dtype]
-            return np.frombuffer(data, np.uint8).reshape(*target.shape[:-1], nbytes_of_row)
-        array: NDArray[Any] = array_over(data, self.dtype, target.shape)
-        return array
+            rows = np.frombuffer(data, np.uint8).reshape(*target.shape[:-1], target.shape[-1] * ITEMSIZE[self.dtype])
+            found = from_bytes(rows, "U8", rows.shape, as_numpy=framework == "np")
+        else:
+            found = from_bytes(data, self.dtype, target.shape, as_numpy=framework == "np")
+        return found
 
     def _check_cover(self) -> None:
         if self._boxes.keys() != {full_box(self.shape)}:
@@ -456,6 +470,15 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._tensors[name]
+
+    def __str__(self) -> str:
+        """Return a table of all tensors: name, dtype, shape and bytes."""
+        rows = [(one.name, one.dtype, f"[{','.join(map(str, one.shape))}]", one.nbytes) for one in self.values()]
+        widths = [max((len(str(row[column])) for row in rows), default=0) for column in range(4)]
+        lines = [f"{self.path}: {self._source.kind}, {len(rows):,} tensors"]
+        for name, dtype, shape, nbytes in rows:
+            lines.append(f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {nbytes:>{widths[3]}}")
+        return "\n".join(lines)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -571,3 +571,34 @@ def test_a_box_outside_of_a_tensor_is_refused(box: Box, tmp_path: Path) -> None:
         pytest.raises(InvalidArgumentError, match=r"outside of the tensor, whose shape is \(2, 3\)"),
     ):
         checkpoint["a"].read(box)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+def test_a_tensor_is_read_as_one_of_torch(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {
+        "w": torch.arange(12).reshape(3, 4).to(dtype),
+        "scalar": torch.tensor(1).to(dtype),
+        "none": torch.empty(0, 2),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    with sx.open_checkpoint(tmp_path) as checkpoint:
+        for name, expected in tensors.items():
+            found = checkpoint[name].read(framework="pt")
+            assert found.dtype == expected.dtype
+            assert (
+                torch.equal(found.view(torch.uint8), expected.view(torch.uint8)) if found.dim() else found == expected
+            )
+        part = checkpoint["w"].read(Box((1, 0), (1, 2)), framework="pt")
+        assert part.tolist() == tensors["w"][1:2, :2].tolist()
+        part.zero_()  # memory of its own
+        assert torch.equal(checkpoint["w"].read(framework="pt"), tensors["w"])
+        with pytest.raises(InvalidArgumentError, match='framework must be "np" or "pt"'):
+            checkpoint["w"].read(framework="tf")  # type: ignore[call-overload]
+
+
+def test_an_open_checkpoint_prints_as_a_table(tmp_path: Path) -> None:
+    save_file({"layer.w": torch.ones(3, 4), "b": torch.ones(2).bfloat16()}, tmp_path / "model.safetensors")
+    with sx.open_checkpoint(tmp_path) as checkpoint:
+        title, *rows = str(checkpoint).splitlines()
+    assert title == f"{tmp_path}: huggingface, 2 tensors"
+    assert sorted(row.split() for row in rows) == [["b", "BF16", "[2]", "4"], ["layer.w", "F32", "[3,4]", "48"]]
