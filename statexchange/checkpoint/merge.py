@@ -36,7 +36,6 @@ from statexchange.conversions.numbers import KnownConfig
 from statexchange.errors import (
     InvalidArgumentError,
     ReplacedError,
-    ReplicaError,
     UnsafeError,
     excerpt,
     without_secrets,
@@ -44,14 +43,13 @@ from statexchange.errors import (
 from statexchange.formats import rank_files
 from statexchange.formats.converted import Converted, config_of, configs_beside, convert_source, read_conversion
 from statexchange.formats.registry import open_source, open_with, read_opened, read_section
+from statexchange.formats.replicas import check_tensor_copies, check_tied
 from statexchange.formats.sections import MODEL_OF_PARTS, section_of
-from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor, Weights
+from statexchange.formats.source import Section, SectionName, Source, Weights
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
-from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas
 from statexchange.sharding.plan import FilePlan, Plan, RankShards, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
-from statexchange.sharding.shards import Box
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import OpenedPath, open_path
 from statexchange.storage.store import is_url, resolve_path
@@ -465,41 +463,14 @@ def check_replicas(source: Source, plan: Plan) -> None:
     """Raise ReplicaError unless all copies of each box are equal, and tied tensors equal each other."""
     for file in plan.files:
         for tensor in file.tensors:
-
-            def digest_of(holder: int, index: int, name: str = tensor.source) -> str:
-                return source.files[holder].tensors[name].digest_of(index)
-
-            def error(tensor: TensorPlan, box: Box, holder: int, other: int) -> ReplicaError:
-                advice = (
-                    f'if each holds a part, give a layout (--layout): {{"{tensor.source}": {{"dim": 0}}}}; to take '
-                    'the lowest rank\'s, replicas="root" (--replicas root)'
-                )
-                ranks = source.files[holder].rank, source.files[other].rank
-                return replica_error(tensor.source, box, *ranks, advice, path=source.files[other].path)
-
-            for piece in tensor.pieces:
-                check_copies(tensor, piece, digest_of, error)
+            advice = (
+                f'if each holds a part, give a layout (--layout): {{"{tensor.source}": {{"dim": 0}}}}; to take '
+                'the lowest rank\'s, replicas="root" (--replicas root)'
+            )
+            check_tensor_copies(source, tensor, advice)
     for shard_file in source.files:
         for alias, name in shard_file.aliases.items():
-            _check_tied(shard_file, alias, name)
-
-
-def _check_tied(shard_file: ShardFile, alias: str, name: str) -> None:
-    """Raise ReplicaError if two tensors that a file lists as tied differ."""
-    tied, tensor = shard_file.tensors.get(alias), shard_file.tensors.get(name)
-    if tied is None or tensor is None or tied.byte_ranges == tensor.byte_ranges:  # the same bytes under two names
-        return
-    if _digests(tied) != _digests(tensor):
-        raise ReplicaError(
-            f"this tensor is listed as tied to {name!r}, but its values differ",
-            name=alias,
-            rank=shard_file.rank,
-            path=shard_file.path,
-        )
-
-
-def _digests(tensor: SourceTensor) -> list[str]:
-    return [tensor.digest_of(index) for index in range(len(tensor.byte_ranges))]
+            check_tied(shard_file, alias, name)
 
 
 def _provenance_of(plan: FilePlan, record: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[BoxProvenance]]:

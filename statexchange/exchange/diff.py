@@ -64,14 +64,15 @@ def diff_checkpoints(
         on_progress: called with (bytes done, bytes in total) of two paths.
 
     Returns:
-        The report.
+        The report. A tensor that is tied to another is in it if the other checkpoint has it as one of its own.
 
     Raises:
         NotFoundError: there is no checkpoint at a path.
         IncompleteError: something is missing in one of them.
         CorruptError: a file is broken; verify tells more.
+        ReplicaError: the copies that ranks have of one tensor differ.
         ReplacedError: one was changed meanwhile.
-        InvalidArgumentError: an option is wrong.
+        InvalidArgumentError: an option is wrong, or the patterns select no name.
         PeerError: another rank has failed.
 
     Example:

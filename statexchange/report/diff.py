@@ -11,11 +11,13 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Literal
 
 from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
 from statexchange.formats.registry import open_source
+from statexchange.formats.replicas import check_tensor_copies, check_tied
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.report.value_sums import ValueDiff, ValueSums, same_bytes
 from statexchange.sharding.options import ExportOptions, Rename
@@ -126,11 +128,12 @@ def diff_paths(
         StateExchangeError: as `diff_checkpoints`.
     """
     check_tolerance(tolerance)
+    if threads is not None and not (isinstance(threads, int) and threads >= 0):
+        raise InvalidArgumentError(f"threads must be a number from 0 on, not {excerpt(threads)}")
     selected = ExportOptions(include=include, exclude=exclude)
     with open_source(a, section=section) as source_a, open_source(b, section=section) as source_b:
-        sides = (
-            _Side(source_a, _tensors_of(source_a, ExportOptions(rename=rename), selected)),
-            _Side(source_b, _tensors_of(source_b, ExportOptions(), selected)),
+        sides = _sides(
+            _side(source_a, ExportOptions(rename=rename), selected), _side(source_b, ExportOptions(), selected)
         )
         comparison = _Comparison(*sides, selected, tolerance, on_progress)
         tensors = comparison.run(threads)
@@ -143,16 +146,17 @@ def diff_paths(
 
 def check_tolerance(tolerance: float | None) -> None:
     """Raise InvalidArgumentError unless this is a tolerance."""
-    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):
+    if tolerance is not None and not (isinstance(tolerance, Real) and tolerance >= 0):
         raise InvalidArgumentError(f"tolerance must be a number from 0 on, not {excerpt(tolerance)}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One of the two: its tensors by the names under which they are compared."""
+    """One of the two: its tensors, and the aliases of tied ones, by the names under which they are compared."""
 
     source: Source
     tensors: Mapping[str, TensorPlan]
+    aliases: Mapping[str, str]
 
     def digests(self, name: str) -> dict[Box, str | None]:
         """Return the known digest of each box of a tensor."""
@@ -162,13 +166,38 @@ class _Side:
             for piece in plan.pieces
         }
 
+    def check_copies(self, name: str) -> None:
+        """Raise ReplicaError unless the copies of a tensor are equal, of which one is compared."""
+        advice = 'merge_checkpoint(replicas="root") takes the lowest rank\'s (--replicas root)'
+        check_tensor_copies(self.source, self.tensors[name], advice)
 
-def _tensors_of(source: Source, options: ExportOptions, selected: ExportOptions) -> dict[str, TensorPlan]:
+
+def _side(source: Source, options: ExportOptions, selected: ExportOptions) -> _Side:
     for name, error in source.unsupported.items():
         if selected.wants(options.renamed(name)):
             raise error
     plan = plan_merge(source.rank_shards(), options)
-    return {tensor.name: tensor for file in plan.files for tensor in file.tensors}
+    for shard_file in source.files:
+        for alias, name in shard_file.aliases.items():
+            if selected.wants(options.renamed(alias)):
+                check_tied(shard_file, alias, name)
+    published = source.manifest.get("aliases", {}) if source.manifest is not None else {}
+    aliases = {options.renamed(alias): options.renamed(name) for alias, name in published.items()}
+    tensors = {tensor.name: tensor for file in plan.files for tensor in file.tensors}
+    return _Side(source, tensors, {**aliases, **plan.aliases})
+
+
+def _sides(a: _Side, b: _Side) -> tuple[_Side, _Side]:
+    """Return both sides, each with those of its tied tensors that are not tied alike in the other, and are there."""
+    return _untied(a, b), _untied(b, a)
+
+
+def _untied(side: _Side, other: _Side) -> _Side:
+    tensors = dict(side.tensors)
+    for alias, name in side.aliases.items():
+        if name in tensors and (alias in other.tensors or other.aliases.get(alias, name) != name):
+            tensors.setdefault(alias, tensors[name])
+    return replace(side, tensors=tensors)
 
 
 class _Comparison:
@@ -183,7 +212,11 @@ class _Comparison:
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self._a, self._b = a, b
-        self._names = [name for name in sorted(a.tensors.keys() | b.tensors.keys()) if selected.wants(name)]
+        names = sorted(a.tensors.keys() | b.tensors.keys())
+        self._names = [name for name in names if selected.wants(name)]
+        if names and not self._names:
+            text = f"include and exclude select none of the {len(names):,} names, such as {excerpt(names[0])}"
+            raise InvalidArgumentError(text)
         self._tolerance = tolerance
         self._on_progress = on_progress
         self._total = sum(side.tensors[name].nbytes for side in (a, b) for name in self._names if name in side.tensors)
@@ -208,6 +241,8 @@ class _Comparison:
         if a is None or b is None:
             status: Status = "only in a" if b is None else "only in b"
             return self._settle(name, status, a, b)
+        for side in (self._a, self._b):
+            side.check_copies(name)
         if a.shape != b.shape:
             return self._settle(name, "shape", a, b)
         if a.dtype == b.dtype:

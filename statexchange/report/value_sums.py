@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ValueDiff", "ValueSums", "same_bytes"]
 
+_MAX_EXACT = 1 << 53  # float64 has each whole number up to this
+_MAX_EXACT_SIZE = 1 << 62
+
 
 @dataclass(frozen=True, slots=True)
 class ValueDiff:
@@ -64,17 +67,19 @@ class ValueSums:
         import numpy as np
 
         with np.errstate(all="ignore"):
+            a, b = a.reshape(-1), b.reshape(-1)
             wide_a, wide_b = (_wide(values) for values in (a, b))
             nan_a, nan_b = np.isnan(wide_a), np.isnan(wide_b)
             delta = wide_b - wide_a
             size = np.abs(delta)
-            if tolerance is not None:
-                is_equal = (size <= tolerance) | (wide_a == wide_b) | (nan_a & nan_b)
-            elif a.dtype == b.dtype:
+            _make_exact(size, (a, wide_a), (b, wide_b))
+            if tolerance is None and a.dtype == b.dtype:
                 is_equal = _equal_bits(a, b)
-            else:
-                is_equal = (wide_a == wide_b) | (nan_a & nan_b)
-            differing = np.flatnonzero(~is_equal.reshape(-1))
+            else:  # the size between equal infinite values is NaN
+                is_equal = ((wide_a == wide_b) & ~(size > 0)) | (nan_a & nan_b)
+                if tolerance is not None:
+                    is_equal |= size <= tolerance
+            differing = np.flatnonzero(~is_equal)
             if self.first is None and len(differing):
                 inside = np.unravel_index(differing[0], window.shape)
                 self.first = tuple(int(at) + begin for at, begin in zip(inside, window.offsets, strict=True))
@@ -139,6 +144,34 @@ def _wide(values: Any) -> Any:
     import numpy as np
 
     return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
+
+
+def _make_exact(size: Any, *sides: tuple[Any, Any]) -> None:
+    """Replace the sizes of differences that float64 rounds, because integers of 64 bits are larger than it can tell.
+
+    `sides` are the values of a and of b, and the same in float64.
+    """
+    import numpy as np
+
+    if not any(values.dtype.kind in "iu" and values.dtype.itemsize == 8 for values, _ in sides):
+        return
+    rounded = (size < _MAX_EXACT_SIZE) & (np.maximum(*(np.abs(wide) for _, wide in sides)) >= _MAX_EXACT)
+    for values, wide in sides:
+        if values.dtype.kind not in "iub":
+            rounded &= np.abs(wide) >= _MAX_EXACT
+    if rounded.any():
+        one, other = (_modulo_64_bits(values[rounded]) for values, _ in sides)
+        size[rounded] = np.minimum(one - other, other - one)
+
+
+def _modulo_64_bits(values: Any) -> Any:
+    """Return whole numbers modulo 2**64: floats from 2**53 on are whole."""
+    import numpy as np
+
+    if values.dtype.kind in "iub":
+        return values.astype(np.uint64)
+    values = values.astype(np.float64)
+    return np.where(values < 0, values.astype(np.int64).astype(np.uint64), values.astype(np.uint64))
 
 
 def _equal_bits(a: Any, b: Any) -> Any:

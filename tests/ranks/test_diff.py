@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file as np_save_file
 from safetensors.torch import load_file, save_file
 
 import statexchange as sx
@@ -135,6 +136,80 @@ def test_each_dtype_is_compared(dtype: torch.dtype, tmp_path: Path) -> None:
     values = differing(tmp_path / "a.safetensors", tmp_path / "b.safetensors")["w"].values
     assert values is not None
     assert (values.first, values.num_differing, values.max_abs, values.relative_l2) == ((1, 2), 1, 1.0, math.inf)
+
+
+def integers(path: Path, array: np.ndarray[Any, Any]) -> Path:
+    np_save_file({"w": array}, path)
+    return path
+
+
+@pytest.mark.parametrize("tolerance", [None, 0, 99.5])
+def test_large_integers_that_are_one_number_in_float64_differ(tolerance: float | None, tmp_path: Path) -> None:
+    a = integers(tmp_path / "a.safetensors", np.array([7, 2**62, -(2**53), -1]))
+    for other in (np.array([7, 2**62 + 100, -(2**53), -1]), np.array([7, 2**62 - 100, -(2**53), -1])):
+        values = differing(a, integers(tmp_path / "b.safetensors", other), tolerance=tolerance)["w"].values
+        assert values is not None
+        assert (values.num_differing, values.first, values.max_abs) == (1, (1,), 100.0)
+    assert not differing(a, tmp_path / "b.safetensors", tolerance=100)
+
+
+@pytest.mark.parametrize("b", [np.array([2.0**53, 2]), np.array([2**53, 2], np.uint64)])
+def test_large_integers_of_different_dtypes_are_compared_exactly(b: np.ndarray[Any, Any], tmp_path: Path) -> None:
+    path = integers(tmp_path / "b.safetensors", b)
+    equal = integers(tmp_path / "equal.safetensors", np.array([2**53, 2]))
+    assert differing(equal, path)["w"].status == "dtype"
+    other = integers(tmp_path / "a.safetensors", np.array([2**53 + 1, 2]))
+    found = differing(other, path)["w"]
+    assert found.values is not None
+    assert (found.status, found.values.num_differing, found.values.max_abs) == ("values", 1, 1.0)
+    assert differing(other, path, tolerance=0)
+    assert not differing(other, path, tolerance=1)
+
+
+def test_ranks_copies_that_differ_are_not_equal_to_anything(tmp_path: Path) -> None:
+    for name, second in (("equal", 1.0), ("differ", 0.0)):
+        (tmp_path / name).mkdir()
+        torch.save({"w": torch.ones(3)}, tmp_path / name / "rank0.pt")
+        torch.save({"w": torch.full((3,), second)}, tmp_path / name / "rank1.pt")
+    torch.save({"w": torch.ones(3), "v": torch.ones(3)}, tmp_path / "whole.pt")
+    assert set(differing(tmp_path / "equal", tmp_path / "whole.pt")) == {"v"}
+    for paths in (("differ", "whole.pt"), ("whole.pt", "differ"), ("equal", "differ")):
+        with pytest.raises(sx.errors.ReplicaError, match=r"ranks 0 and 1 hold different values .*rank1\.pt"):
+            sx.diff_checkpoints(*(tmp_path / path for path in paths))
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_a_tied_tensor_is_compared_with_one_that_is_not_tied(tmp_path: Path, is_published: bool) -> None:
+    w = torch.ones(3)
+    tied = tmp_path / "tied.pt"
+    torch.save({"embed": w, "head": w}, tied)
+    if is_published:
+        sx.merge_checkpoint(tied, tmp_path / "tied")
+        tied = tmp_path / "tied"
+    save_file({"embed": w, "head": w.clone()}, tmp_path / "copied.safetensors")
+    save_file({"embed": w, "head": w + 1}, tmp_path / "untied.safetensors")
+    save_file({"embed": w}, tmp_path / "dropped.safetensors")
+    assert not differing(tied, tied)
+    assert not differing(tied, tmp_path / "copied.safetensors")
+    assert not differing(tmp_path / "dropped.safetensors", tied)
+    found = differing(tied, tmp_path / "untied.safetensors")
+    assert {name: tensor.status for name, tensor in found.items()} == {"head": "values"}
+    found = differing(tmp_path / "untied.safetensors", tied, rename=[("^head", "lm_head")])
+    assert {name: tensor.status for name, tensor in found.items()} == {"lm_head": "only in a"}
+
+
+def test_options_that_compare_nothing_are_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
+    options: list[dict[str, Any]] = [
+        {"include": "layers.*"},
+        {"exclude": "*"},
+        {"threads": -1},
+        {"tolerance": "x"},
+        {"tolerance": math.nan},
+    ]
+    for option in options:
+        with pytest.raises(sx.errors.InvalidArgumentError):
+            sx.diff_checkpoints(tmp_path / "a.safetensors", tmp_path / "a.safetensors", **option)
 
 
 def test_a_broken_byte_is_found_and_said(tmp_path: Path) -> None:

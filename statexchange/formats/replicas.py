@@ -1,0 +1,43 @@
+"""Check that the copies in a source are equal: of a box in several files, and of tensors that are listed as tied."""
+
+from __future__ import annotations
+
+from statexchange.errors import ReplicaError
+from statexchange.formats.source import ShardFile, Source, SourceTensor
+from statexchange.sharding.copies import check_copies, replica_error
+from statexchange.sharding.plan import TensorPlan
+from statexchange.sharding.shards import Box
+
+__all__ = ["check_tensor_copies", "check_tied"]
+
+
+def check_tensor_copies(source: Source, tensor: TensorPlan, advice: str) -> None:
+    """Raise ReplicaError, which ends with `advice`, unless all copies of each box of a planned tensor are equal."""
+
+    def digest_of(holder: int, index: int) -> str:
+        return source.files[holder].tensors[tensor.source].digest_of(index)
+
+    def error(tensor: TensorPlan, box: Box, holder: int, other: int) -> ReplicaError:
+        ranks = source.files[holder].rank, source.files[other].rank
+        return replica_error(tensor.source, box, *ranks, advice, path=source.files[other].path)
+
+    for piece in tensor.pieces:
+        check_copies(tensor, piece, digest_of, error)
+
+
+def check_tied(shard_file: ShardFile, alias: str, name: str) -> None:
+    """Raise ReplicaError if two tensors that a file lists as tied differ."""
+    tied, tensor = shard_file.tensors.get(alias), shard_file.tensors.get(name)
+    if tied is None or tensor is None or tied.byte_ranges == tensor.byte_ranges:  # the same bytes under two names
+        return
+    if _digests(tied) != _digests(tensor):
+        raise ReplicaError(
+            f"this tensor is listed as tied to {name!r}, but its values differ",
+            name=alias,
+            rank=shard_file.rank,
+            path=shard_file.path,
+        )
+
+
+def _digests(tensor: SourceTensor) -> list[str]:
+    return [tensor.digest_of(index) for index in range(len(tensor.byte_ranges))]
