@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
-from statexchange.errors import without_secrets
+from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.saving import describe_save
 from statexchange.exchange.staging import Staging
 from statexchange.formats.registry import open_source
+from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies
 from statexchange.formats.sections import ALL
-from statexchange.formats.source import OpenCheckpoint, SectionName, StoredTensor
+from statexchange.formats.source import OpenCheckpoint, SectionName, Source, StoredTensor
 from statexchange.report.diff import DiffReport, TensorDiff, check_tolerance, diff_paths
-from statexchange.report.value_sums import ValueSums
+from statexchange.report.value_sums import ValueSums, same_bytes
 from statexchange.sharding import records
 from statexchange.sharding.options import ExportOptions, Rename
+from statexchange.sharding.plan import RankShards, plan_merge
 from statexchange.sharding.shards import Box, shape_from_json
 from statexchange.state.describe import LocalTensor, State
 from statexchange.tensors import PACKED, array_over
@@ -157,7 +159,9 @@ class _LiveComparison:
         with self._comm.phase("comparing its rows"):
             source = open_source(path, section=section)
             with OpenCheckpoint(source) as stored:
+                names = list(stored)
                 facts = {name: (one.dtype, one.shape) for name, one in stored.items() if self._selected.wants(name)}
+                self._check_copies(source, facts.keys())
                 for name, local in self._live.items():
                     ours[name] = self._compare(local, stored.get(name)).to_json()
                     self._comm.progress()
@@ -172,24 +176,46 @@ class _LiveComparison:
         tensors = []
         for name in sorted(parts.keys() | facts.keys()):
             tensors.append(self._result(name, parts.get(name, []), facts.get(name)))
+        if names and not tensors:
+            raise InvalidArgumentError(f"include and exclude select none of the names, such as {excerpt(names[0])}")
         notes = tuple(f"b: {note}" for note in source.notes)
         return DiffReport("live state", without_secrets(os.fspath(path)), tuple(tensors), nbytes, notes)
+
+    def _check_copies(self, source: Source, names: Collection[str]) -> None:
+        """Raise ReplicaError unless the copies in the checkpoint, of which one is compared, are equal.
+
+        Each rank checks its share of the tensors.
+        """
+        ours = set(sorted(names)[self._comm.rank :: self._comm.world_size])
+        shards = []
+        for holder in source.rank_shards():
+            shards.append(RankShards(holder.rank, [shard for shard in holder.shards if shard.name in ours]))
+        for file in plan_merge(shards).files:
+            for tensor in file.tensors:
+                check_tensor_copies(source, tensor, TAKE_LOWEST)
+                self._comm.progress()
 
     def _compare(self, local: LocalTensor, stored: StoredTensor | None) -> _Compared:
         """Compare this rank's boxes of a tensor."""
         shard = local.shard
         boxes: dict[Box, ValueSums] = {}
-        if stored is not None and stored.shape == shard.global_shape and shard.dtype not in PACKED:
+        if stored is not None and stored.shape == shard.global_shape:
             for box, tensor in zip(shard.boxes, local.tensors, strict=True):
                 boxes[box] = self._sums(box, tensor, shard.dtype, stored)
         return _Compared(shard.dtype, shard.global_shape, boxes)
 
     def _sums(self, box: Box, tensor: Any, dtype: str, stored: StoredTensor) -> ValueSums:
         sums = ValueSums()
+        is_packed = bool({dtype, stored.dtype} & PACKED.keys())
+        if is_packed and dtype != stored.dtype:  # values of packed dtypes are not computed
+            return sums
         for window, data in Staging().parts(tensor, dtype):
             offsets = tuple(map(operator.add, box.offsets, window.offsets))
             theirs = stored.read(Box(offsets, window.shape))
-            sums.add(Box(offsets, window.shape), array_over(data, dtype, window.shape), theirs, self._tolerance)
+            if is_packed:
+                sums.num_differing += not same_bytes(memoryview(data).cast("B"), theirs.reshape(-1).data)
+            else:
+                sums.add(Box(offsets, window.shape), array_over(data, dtype, window.shape), theirs, self._tolerance)
             self._nbytes += theirs.nbytes
             self._comm.progress()
         return sums
@@ -214,7 +240,8 @@ class _LiveComparison:
             total.merge(sums)
         if not total.num_differing and dtype == stored[0]:
             return TensorDiff(name, "equal", dtype, dtype, shape, shape, "bytes")
-        return TensorDiff.of_values(name, (dtype, stored[0]), shape, total.result(), self._tolerance)
+        values = None if {dtype, stored[0]} & PACKED.keys() else total.result()
+        return TensorDiff.of_values(name, (dtype, stored[0]), shape, values, self._tolerance)
 
 
 def _parts_of_rank(raw: Any) -> tuple[dict[str, _Compared], int]:

@@ -8,7 +8,9 @@ from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.plan import TensorPlan
 from statexchange.sharding.shards import Box
 
-__all__ = ["check_tensor_copies", "check_tied"]
+__all__ = ["TAKE_LOWEST", "check_tensor_copies", "check_tied"]
+
+TAKE_LOWEST = 'merge_checkpoint(replicas="root") takes the lowest rank\'s (--replicas root)'  # advice
 
 
 def check_tensor_copies(source: Source, tensor: TensorPlan, advice: str) -> None:

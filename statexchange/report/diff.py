@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
 from statexchange.formats.registry import open_source
-from statexchange.formats.replicas import check_tensor_copies, check_tied
+from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies, check_tied
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.report.value_sums import ValueDiff, ValueSums, same_bytes
 from statexchange.sharding.options import ExportOptions, Rename
@@ -168,8 +168,7 @@ class _Side:
 
     def check_copies(self, name: str) -> None:
         """Raise ReplicaError unless the copies of a tensor are equal, of which one is compared."""
-        advice = 'merge_checkpoint(replicas="root") takes the lowest rank\'s (--replicas root)'
-        check_tensor_copies(self.source, self.tensors[name], advice)
+        check_tensor_copies(self.source, self.tensors[name], TAKE_LOWEST)
 
 
 def _side(source: Source, options: ExportOptions, selected: ExportOptions) -> _Side:

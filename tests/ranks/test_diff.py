@@ -292,3 +292,22 @@ def test_a_live_module_is_compared_with_the_model_of_a_save(tmp_path: Path) -> N
     assert statuses == {"bias": "values", "weight": "values"}
     other = sx.diff_checkpoints(torch.nn.Linear(4, 2), tmp_path / "save")
     assert {one.name: one.status for one in other.tensors} == {"bias": "values", "weight": "shape"}
+
+
+def test_packed_live_tensors_are_compared_by_their_bytes(tmp_path: Path) -> None:
+    stored = torch.arange(8, dtype=torch.uint8).reshape(4, 2)
+    other = stored.clone()
+    other[3, 1] += 1
+    save_file({"w": stored.view(torch.float4_e2m1fn_x2)}, tmp_path / "w.safetensors")
+    for live, status in ((stored, "equal"), (other, "values")):
+        report = sx.diff_checkpoints({"w": live.view(torch.float4_e2m1fn_x2)}, tmp_path / "w.safetensors")
+        assert [tensor.status for tensor in report.tensors] == [status]
+
+
+def test_live_state_is_not_compared_with_copies_that_differ_nor_with_nothing(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "rank0.pt")
+    torch.save({"w": torch.zeros(3)}, tmp_path / "rank1.pt")
+    with pytest.raises(sx.errors.ReplicaError, match="ranks 0 and 1 hold different values"):
+        sx.diff_checkpoints({"w": torch.ones(3)}, tmp_path)
+    with pytest.raises(sx.errors.InvalidArgumentError, match="select none of the names, such as 'w'"):
+        sx.diff_checkpoints({"w": torch.ones(3)}, tmp_path / "rank0.pt", include="layers.*")
