@@ -52,11 +52,12 @@ def save_checkpoint(
     background: bool = False,
     stall_timeout_s: float = 300.0,
 ) -> SaveReport | Future[SaveReport]:
-    """Save nested `state` (modules, optimizers, tensors, numbers ...) as the directory `path`, with its sharding.
+    """Save nested `state` (modules, optimizers, tensors, numbers ...) to `path`, with its sharding.
 
     Collective; blocks until the save is published. It appears when it is whole and durable, or not at all. Each rank
     writes its tensors as one file, under their dotted paths; values that are not tensors are kept as JSON. All hosts
-    must see `path`; if one does not, a NotFoundError names it. A failure on any rank is raised on all ranks. For a job
+    must see `path`; if one does not, a NotFoundError names it. At a URL each rank uploads its own file in parts, and
+    its tensors are read twice, as the file begins with their digests. A failure on any rank is raised on all ranks. For a job
     that saves again and again use `Checkpoints`.
 
     In the background, the call returns once this rank's tensors are copied, as that of `export_checkpoint` does: a
@@ -65,13 +66,13 @@ def save_checkpoint(
 
     Args:
         state: a nested mapping, as ``{"model": ..., "optimizer": ..., "step": 7}``, or a module.
-        path: a local directory, the same on all ranks.
+        path: a local directory or an fsspec URL such as ``s3://bucket/saved``, the same on all ranks.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         layout: rules for plain tensors that are parts of whole ones, as in `export_checkpoint`, by their dotted paths:
             ``{"*.up.weight": Shard(0)}``. Optimizer state of a parameter's shape follows the parameter's rule. Rules
             that rename (split, renumber) or reduce are refused: tensors are saved as they are.
         overwrite: replace the save at `path`; else an existing target is a TargetExistsError. The old save stays until
-            the new one is whole.
+            the new one is whole; at a URL, which nothing can exchange in one step, it is removed first.
         background: save a copy in a thread, and return a Future.
         stall_timeout_s: limit of the time in which no rank moves a byte, in seconds; the total time is not limited.
 
@@ -81,7 +82,8 @@ def save_checkpoint(
     Raises:
         TargetExistsError: `path` exists and `overwrite` is false, or another process is writing there.
         InvalidArgumentError: a rule does not fit a tensor, or matches none.
-        NotFoundError: a host does not see the files of the others.
+        NotFoundError: a host does not see the files of the others, or there is no such bucket.
+        CorruptError: a tensor was changed while it was saved to a URL.
         UnsafeError: overwriting would remove files that are not of a save.
         UnsupportedError, IncompleteError, StorageError: see `statexchange.errors`.
         StallError: no rank has moved a byte for `stall_timeout_s`.

@@ -1,10 +1,13 @@
 """One save of described state: every rank writes its own file into root's build, and root publishes it.
 
-1. Root opens the build of the target directory (storage/build.py) and sends its hidden name and the save's number.
-2. Each rank writes one tensor file into the hidden directory and sends its size.
-3. Root checks that it sees all files, writes the manifest and renames the directory. Only now does the save exist.
+1. Root opens the build of the target (storage/build.py) and sends its key and the save's number.
+2. Each rank joins the build, writes one tensor file into it, and sends its size and version.
+3. Root checks that it sees all files and commits by the manifest. Only now does the save exist.
 
-If a rank fails, root removes the hidden directory. If root is killed, the next save to this directory does.
+In a directory the key is the hidden name of the directory under construction, which root renames at the end. At a URL
+it is the nonce of root's claim; each rank uploads its own file there, and the manifest comes last.
+
+If a rank fails, root removes what was written. If root is killed, the next save to this target does.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from statexchange.checkpoint.publication import target_path
 from statexchange.comm.communicator import Communicator
@@ -29,20 +32,18 @@ from statexchange.sharding import records
 from statexchange.sharding.rules import Layout
 from statexchange.state.describe import Description, State, describe
 from statexchange.state.state_dict import encode_state
-from statexchange.storage import files
-from statexchange.storage.atomic import invalidate_listings
-from statexchange.storage.build import Build
-from statexchange.storage.mounts import mount_of
-from statexchange.storage.open_build import open_build
+from statexchange.storage.build import Build, WrittenFile
+from statexchange.storage.open_build import join_build, open_build
 from statexchange.storage.save_directory import (
     MANIFEST,
     SaveManifest,
+    is_stray,
     rank_file_name,
     rank_metadata,
     removable_files,
 )
 from statexchange.storage.store import is_url
-from statexchange.storage.tensorfile import write_tensor_file
+from statexchange.storage.tensorfile import DigestedTensors
 from statexchange.units import format_shares, format_transfer
 
 __all__ = ["SaveReport", "SaveRequest", "SavedState", "describe_save", "save_described"]
@@ -70,6 +71,10 @@ class SaveReport:
         return f"{done} -> {self.path} ({format_shares(self.rank_nbytes)})"
 
 
+AfterSave: TypeAlias = Callable[[SaveReport, Communicator, DigestedTensors | None], None]
+"""Given the report, the communicator, and the content of this rank's file if that went to an object store."""
+
+
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
     """The arguments of a save other than the state and the communicator.
@@ -84,7 +89,7 @@ class SaveRequest:
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     before: Callable[[Communicator], None] | None = None
-    after: Callable[[SaveReport, Communicator], None] | None = None
+    after: AfterSave | None = None
 
     @classmethod
     def of(
@@ -97,14 +102,11 @@ class SaveRequest:
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         before: Callable[[Communicator], None] | None = None,
-        after: Callable[[SaveReport, Communicator], None] | None = None,
+        after: AfterSave | None = None,
     ) -> SaveRequest:
         """Check and keep the arguments of a call."""
         check_timeout(stall_timeout_s, "stall_timeout_s")
         target = target_path(path)
-        if is_url(target):
-            text = "a save goes to a directory, not to a URL: save to a directory and copy it; loads read URLs"
-            raise InvalidArgumentError(text, path=without_secrets(target))
         return cls(target, layout, overwrite, stall_timeout_s, step, dict(metrics or {}), before, after)
 
 
@@ -145,38 +147,37 @@ def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """The record that a rank sends at the start of a save: its target's name, root also its build."""
+    """The record that a rank sends at the start of a save: its target's name, root also the key of its build."""
 
     name: str
     save: str
-    partial: str
+    key: str
     has_layout: bool
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "save": self.save, "partial": self.partial, "has_layout": self.has_layout}
+        return {"name": self.name, "save": self.save, "key": self.key, "has_layout": self.has_layout}
 
     @classmethod
     def from_json(cls, raw: Any) -> _Start:
-        name, save, partial, has_layout = records.fields(raw, "name", "save", "partial", "has_layout")
-        return cls(
-            records.text(name), records.text(save), os.path.basename(records.text(partial)), records.flag(has_layout)
-        )
+        name, save, key, has_layout = records.fields(raw, "name", "save", "key", "has_layout")
+        return cls(records.text(name), records.text(save), records.text(key), records.flag(has_layout))
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """The file that a rank has written: its size, and the directory in which the rank sees it."""
+    """The file that a rank has written: its size and version, and the directory or URL in which the rank sees it."""
 
     nbytes: int
+    version: str
     folder: str
 
     def to_json(self) -> dict[str, Any]:
-        return {"nbytes": self.nbytes, "folder": self.folder}
+        return {"nbytes": self.nbytes, "version": self.version, "folder": self.folder}
 
     @classmethod
     def from_json(cls, raw: Any) -> _Written:
-        nbytes, folder = records.fields(raw, "nbytes", "folder")
-        return cls(records.count(nbytes), records.text(folder))
+        nbytes, version, folder = records.fields(raw, "nbytes", "version", "folder")
+        return cls(records.count(nbytes), records.text(version), records.text(folder))
 
 
 def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, began: float) -> SaveReport:
@@ -189,38 +190,40 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
                     request.before(comm)
                 check = removable_files if request.overwrite else None
                 names = [*(rank_file_name(rank, comm.world_size) for rank in range(comm.world_size)), MANIFEST]
-                build = building.enter_context(open_build(request.path, secrets.token_hex(16), names, check=check))
+                build = building.enter_context(
+                    open_build(request.path, secrets.token_hex(16), names, check=check, is_own=is_stray)
+                )
         starts = _exchange_starts(request, build, comm)
         held = saved.described
         if any(start.has_layout for start in starts):
             held = place_parts(comm, held, saved.rules)
         with comm.phase("saving", timeout_s=request.stall_timeout_s):
-            folder = os.path.join(os.path.dirname(request.path), starts[0].partial)
-            nbytes = _write(held, saved.config, folder, starts[0].save, comm)
-        written = comm.all_gather_object(_Written(nbytes, folder).to_json())
+            file, folder = _write(held, saved.config, request.path, starts[0], comm)
+        written = comm.all_gather_object(_Written(file.nbytes, file.version, folder).to_json())
         with comm.phase("publishing", timeout_s=request.stall_timeout_s):
             found = [
                 records.parsed(raw, _Written.from_json, "the written file", rank) for rank, raw in enumerate(written)
             ]
             sizes = tuple(one.nbytes for one in found)
             if build is not None:
-                _check_seen(build, [one.folder for one in found], comm)
+                _check_seen(build, found, comm)
                 manifest = SaveManifest(starts[0].save, comm.run, time.time(), sizes, request.step, request.metrics)
                 build.commit(MANIFEST, manifest.to_bytes())
     seconds = time.perf_counter() - began
-    report = SaveReport(request.path, request.step, len(held.held), sum(sizes), seconds, sizes)
+    shown = without_secrets(request.path)
+    report = SaveReport(shown, request.step, len(held.held), sum(sizes), seconds, sizes)
     if comm.rank == 0:
         _log.info("saved %s", report)
     if request.after is not None:
-        request.after(report, comm)
+        request.after(report, comm, file.content)
     return report
 
 
 def _exchange_starts(request: SaveRequest, build: Build | None, comm: Communicator) -> list[_Start]:
     """Return what each rank sends at the start; raise InvalidArgumentError if their targets differ. Collective."""
     name = os.path.basename(request.path)
-    partial = "" if build is None else build.building_path
-    ours = _Start(name, secrets.token_hex(8), partial, request.layout is not None)
+    key = "" if build is None else build.share()
+    ours = _Start(name, secrets.token_hex(8), key, request.layout is not None)
     sent = comm.all_gather_object(ours.to_json())
     starts = [records.parsed(raw, _Start.from_json, "the start of the save", rank) for rank, raw in enumerate(sent)]
     for rank, start in enumerate(starts):
@@ -230,41 +233,54 @@ def _exchange_starts(request: SaveRequest, build: Build | None, comm: Communicat
     return starts
 
 
-def _write(held: Description, config: str, folder: str, save: str, comm: Communicator) -> int:
-    """Write this rank's file into the hidden directory and return its size."""
+def _write(
+    held: Description, config: str, path: str, start: _Start, comm: Communicator
+) -> tuple[WrittenFile, str]:
+    """Write this rank's file into the build; return it, and where this rank looks for the build."""
     staging = Staging()
     name = rank_file_name(comm.rank, comm.world_size)
-    metadata = rank_metadata(save, comm.rank, comm.world_size, config, {"aliases": dict(held.aliases)})
+    metadata = rank_metadata(start.save, comm.rank, comm.world_size, config, {"aliases": dict(held.aliases)})
+    shards = [held_bytes(one, staging, comm.progress) for one in held.held.values()]
     try:
-        with files.directory(folder) as dir_fd:
-            nbytes = write_tensor_file(
-                dir_fd,
-                name,
-                os.path.join(folder, name),
-                [held_bytes(one, staging, comm.progress) for one in held.held.values()],
-                metadata,
-                durable=not mount_of(folder).is_memory,
-                mode=0o666,
-            )
-            invalidate_listings(dir_fd, path=folder)  # before root on another host looks for the file
-            return nbytes
+        member = join_build(path, start.key, MANIFEST)
+        return member.write_tensors(name, shards, metadata), member.folder
     except NotFoundError as error:
-        parent = os.path.dirname(folder)
+        raise _unseen(error, comm.rank, 0, path, comm) from error
+
+
+def _check_seen(build: Build, written: Sequence[_Written], comm: Communicator) -> None:
+    """Raise NotFoundError unless root's host sees what each rank has written. Root only."""
+    names = [rank_file_name(rank, comm.world_size) for rank in range(comm.world_size)]
+    try:
+        build.add_all({name: one.version for name, one in zip(names, written, strict=True)})
+    except NotFoundError as error:
+        rank = names.index(os.path.basename(str(error.path)))
+        raise _unseen(error, 0, rank, build.path, comm, written[rank].folder) from error
+
+
+def _unseen(
+    error: NotFoundError, rank: int, writer: int, path: str, comm: Communicator, folder: str = ""
+) -> NotFoundError:
+    """Return the error for a rank that does not see what the rank `writer` has made, in `folder` as that rank sees it.
+
+    Another rank than 0 is to be named by the error; a missing bucket keeps its own message.
+    """
+    other = rank or writer
+    if is_url(path):
         text = (
-            f"{comm.hosts[comm.rank]} does not see in {parent} what rank 0 on {comm.hosts[0]} has made there: pass "
+            f"{comm.hosts[rank]} does not see at this URL what rank {writer} on {comm.hosts[writer]} has put there: "
+            "give all ranks the same URL, endpoint and access"
+        )
+        return NotFoundError(text, rank=other, path=without_secrets(path))
+    parent = os.path.dirname(path)
+    if not writer:
+        text = (
+            f"{comm.hosts[rank]} does not see in {parent} what rank 0 on {comm.hosts[0]} has made there: pass "
             "the same shared directory on all ranks"
         )
-        raise NotFoundError(text, rank=comm.rank, path=parent) from error
-
-
-def _check_seen(build: Build, folders: list[str], comm: Communicator) -> None:
-    """Raise NotFoundError unless root's host sees what each rank has written. Root only."""
-    for rank, folder in enumerate(folders):
-        try:
-            build.add(rank_file_name(rank, comm.world_size))
-        except NotFoundError as error:
-            text = (
-                f"{comm.hosts[0]} does not see in {os.path.dirname(build.path)} what rank {rank} on {comm.hosts[rank]} "
-                f"has saved in {os.path.dirname(folder)}: pass the same shared directory on all ranks"
-            )
-            raise NotFoundError(text, rank=rank, path=error.path) from error
+        return NotFoundError(text, rank=rank, path=parent)
+    text = (
+        f"{comm.hosts[0]} does not see in {parent} what rank {writer} on {comm.hosts[writer]} "
+        f"has saved in {os.path.dirname(folder)}: pass the same shared directory on all ranks"
+    )
+    return NotFoundError(text, rank=writer, path=error.path)

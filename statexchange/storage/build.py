@@ -19,13 +19,15 @@ import errno
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from statexchange.errors import StorageError, TargetExistsError
 from statexchange.processes import Owner
 from statexchange.storage.files import Buffer
 from statexchange.storage.store import Store
+from statexchange.storage.tensorfile import DigestedTensors, ShardData
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,8 +35,11 @@ if TYPE_CHECKING:
 __all__ = [
     "ActiveBuilds",
     "Build",
+    "BuildMember",
     "OutputFile",
+    "OwnCheck",
     "ReplaceCheck",
+    "WrittenFile",
     "active_builds",
     "busy_error",
     "removed_error",
@@ -44,6 +49,11 @@ __all__ = [
 ReplaceCheck: TypeAlias = Callable[[Store], Sequence[str]]
 """Given the directory at the target, return its file names in removal order; raise UnsafeError or CorruptError if it
 must not be replaced."""
+
+
+OwnCheck: TypeAlias = Callable[[Store, str], bool]
+"""Given a directory of an object store without a manifest, return whether the object of this name was put by a publisher
+of the same kind, which was killed."""
 
 
 class ActiveBuilds:
@@ -151,8 +161,16 @@ class Build(ABC):
         """Record that an output file is finished, with JSON metadata, for a publisher that resumes this build."""
 
     @abstractmethod
-    def add(self, name: str) -> None:
-        """Take over a complete file that another process has written into the build; NotFoundError if none is seen."""
+    def share(self) -> str:
+        """Return the key by which members (`open_build.join_build`) write files into this build until its end."""
+
+    @abstractmethod
+    def add_all(self, files: Mapping[str, str]) -> None:
+        """Take over complete files that members have written; `files` has the version of each `WrittenFile` by name.
+
+        Raises:
+            NotFoundError: this process does not see one of them; `path` is the file's.
+        """
 
     @abstractmethod
     def make_probe(self) -> str:
@@ -178,3 +196,37 @@ class Build(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.abandon()
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file that a member has written.
+
+    Attributes:
+        nbytes: its size.
+        version: what its store calls this version of it; "" in a directory.
+        content: what it was made of, where the file itself cannot be read again at no cost; None in a directory.
+    """
+
+    nbytes: int
+    version: str
+    content: DigestedTensors | None
+
+
+class BuildMember(ABC):
+    """Another process's part in a build that is shared.
+
+    Attributes:
+        folder: where this process looks for the files of the build, for messages.
+    """
+
+    folder: str
+
+    @abstractmethod
+    def write_tensors(self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> WrittenFile:
+        """Write a rank's tensors and metadata as the file `name`, which is complete and durable on return.
+
+        Raises:
+            NotFoundError: this process does not see the build.
+            TargetExistsError: another publisher has taken over, or the build was abandoned.
+        """

@@ -72,8 +72,10 @@ from statexchange.storage.atomic import (
 )
 from statexchange.storage.build import (
     Build,
+    BuildMember,
     OutputFile,
     ReplaceCheck,
+    WrittenFile,
     active_builds,
     busy_error,
     removed_error,
@@ -82,12 +84,16 @@ from statexchange.storage.build import (
 from statexchange.storage.json_text import MAX_MANIFEST_BYTES, parse_json
 from statexchange.storage.local import open_local
 from statexchange.storage.mounts import Mount, mount_of, warn_of_options
+from statexchange.storage.tensorfile import write_tensor_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from statexchange.storage.tensorfile import ShardData
 
 __all__ = [
     "DirectoryBuild",
+    "DirectoryMember",
     "DirectoryRemoval",
     "UnfinishedBuild",
     "check_directory",
@@ -413,6 +419,21 @@ def open_for_writing(path: str) -> int:
         raise StorageError.of(error, "open for writing", path=path) from error
 
 
+class DirectoryMember(BuildMember):
+    """Writes files into the directory under construction that has the name `key`, beside the target `path`."""
+
+    def __init__(self, path: str, key: str) -> None:
+        self.folder = os.path.join(os.path.dirname(path), os.path.basename(key))
+
+    def write_tensors(self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> WrittenFile:
+        path = os.path.join(self.folder, name)
+        durable = not mount_of(self.folder).is_memory
+        with files.directory(self.folder) as dir_fd:
+            nbytes = write_tensor_file(dir_fd, name, path, shards, metadata, durable=durable, mode=0o666)
+            invalidate_listings(dir_fd, path=self.folder)  # before the publisher on another host looks for the file
+        return WrittenFile(nbytes, "", None)
+
+
 class DirectoryBuild(Build):
     """A directory under construction on a file system. The top of this file explains the protocol."""
 
@@ -716,8 +737,16 @@ class DirectoryBuild(Build):
         self.put(_receipt(name), json.dumps([*_size_and_time(attributes), metadata], separators=(",", ":")).encode())
         self.finished[name] = metadata
 
-    def add(self, name: str) -> None:
-        """Check that a file of another process is seen here; it is durable already."""
+    def share(self) -> str:
+        """Return the name of the directory under construction."""
+        return self._partial
+
+    def add_all(self, files: Mapping[str, str]) -> None:
+        """Check that this host sees the files."""
+        for name in files:
+            self._check_seen(name)
+
+    def _check_seen(self, name: str) -> None:
         path = os.path.join(self.building_path, name)
         if files.stat_of(name, self._dir_fd, path) is None:
             raise NotFoundError("this host does not see the file", path=path)

@@ -30,9 +30,10 @@ from statexchange.errors import (
 )
 from statexchange.storage.store import EntryKind, Store, StoredFile
 
-__all__ = ["FsspecStore", "file_system", "open_url", "storage_errors", "version_of_info"]
+__all__ = ["FsspecStore", "file_system", "is_missing_bucket", "open_url", "storage_errors", "version_of_info"]
 
 _TAGS = ("ETag", "etag", "md5Hash", "generation")
+_NO_BUCKET = "no such bucket"
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
 
 
@@ -49,7 +50,7 @@ def storage_errors(doing: str, url: str) -> Iterator[None]:
     except FileNotFoundError as error:
         path = url.rpartition("://")[2].strip("/")
         is_bucket = "bucket" in str(error).replace(path, "").lower()  # a path may have the word in it
-        raise NotFoundError("no such bucket" if is_bucket else "no such path", path=url) from None
+        raise NotFoundError(_NO_BUCKET if is_bucket else "no such path", path=url) from None
     except FileExistsError:
         raise TargetExistsError("the object exists", path=url) from None
     except NotImplementedError:
@@ -60,6 +61,11 @@ def storage_errors(doing: str, url: str) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 (it is translated)
         reason = _redacted(f"{type(error).__name__}: {error}", url)
         raise StorageError(f"cannot {doing}: {reason}", path=url) from _cause(error, url)
+
+
+def is_missing_bucket(error: StateExchangeError) -> bool:
+    """Whether `storage_errors` has raised this error because of a bucket that does not exist."""
+    return error.message == _NO_BUCKET
 
 
 def _redacted(text: str, url: str) -> str:

@@ -26,14 +26,20 @@ systems other than s3fs have no conditional put; there the claim is compared and
 one claim at the same moment may then both treat it as their own, until one of them renews it or makes the final
 check of step 5. No store has a conditional removal, so the claim is checked just before each removal.
 
+Members: other processes may put objects under the publisher's claim (`share`, `ObjectMember`), as the ranks of a save
+do. While it waits for them the publisher renews its claim in a thread. A member checks the claim's nonce when it joins,
+every 15 s, and after its put; if the claim is lost by then, it removes its own object. The publisher compares the
+versions that the members have sent with its listing in step 5.
+
 Failure: a publisher that fails removes its objects only while it still holds the claim; otherwise its successor removes
-them. A killed publisher leaves the claim and its objects, and the next publisher takes over in step 1.
+them. A killed publisher leaves the claim and its objects, and the next publisher takes over in step 1; it also cancels the
+uploads that a killed process has begun. A member that is killed between its put and its check, after its publisher has
+failed, leaves an object that no claim lists: for this `is_own` tells such objects by their content.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import threading
@@ -41,166 +47,29 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import (
-    CorruptError,
-    NotFoundError,
-    StateExchangeError,
-    StorageError,
-    TargetExistsError,
-    UnsupportedError,
-    without_secrets,
-)
+from statexchange.errors import NotFoundError, StateExchangeError, TargetExistsError, UnsupportedError
 from statexchange.processes import Owner
 from statexchange.storage.atomic import new_nonce
-from statexchange.storage.build import (
-    Build,
-    OutputFile,
-    ReplaceCheck,
-    active_builds,
-    busy_error,
-    removed_error,
-    target_exists,
-)
+from statexchange.storage.build import Build, BuildMember, WrittenFile, active_builds, busy_error, target_exists
 from statexchange.storage.claim import CLAIM_NAME, Claim
 from statexchange.storage.files import audit
-from statexchange.storage.fsspec_store import FsspecStore, file_system, storage_errors, version_of_info
-from statexchange.storage.json_text import read_json
+from statexchange.storage.object_writer import ObjectFile, ObjectWriter
+from statexchange.storage.objects import Objects, etag_of
 from statexchange.storage.store import Store
+from statexchange.storage.tensorfile import DigestedTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from statexchange.storage.build import OwnCheck, ReplaceCheck
     from statexchange.storage.files import Buffer
+    from statexchange.storage.fsspec_store import FsspecStore
     from statexchange.storage.store import EntryKind, StoredFile
+    from statexchange.storage.tensorfile import ShardData
 
 __all__ = ["ObjectBuild", "check_url"]
 
 _log = logging.getLogger(__name__)
-_PART_BYTES = 16 << 20  # of a multipart upload; stores require at least 5 MiB
-_ATTEMPTS = 5  # to put an object whose name a publisher without the claim keeps creating
-_READ_ONLY = ("http", "https", "data", "github", "zip", "tar")
-
-
-@contextlib.contextmanager
-def _conditional(doing: str, url: str) -> Iterator[None]:
-    """Translate errors like `storage_errors`; a failed condition (s3fs reports EINVAL) becomes TargetExistsError."""
-    try:
-        with storage_errors(doing, url):
-            yield
-    except StorageError as error:
-        if error.errno == errno.EINVAL and "pre-condition" in error.message:
-            raise TargetExistsError("the object exists, or was changed", path=error.path) from None
-        raise
-
-
-class _Objects:
-    """The objects directly below a URL, by name."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
-        self.path = without_secrets(self.url)
-        scheme = url.partition("://")[0].partition("::")[0]  # of the outermost file system of a chain
-        if scheme in _READ_ONLY:
-            raise UnsupportedError(
-                f"{scheme}:// is read-only: publish to a directory or an object store", path=self.path
-            )
-        self._system, path = file_system(url)
-        self._base = path.rstrip("/")
-        protocols = self._system.protocol
-        self._has_conditional_put = "s3" in ([protocols] if isinstance(protocols, str) else protocols)
-
-    def path_of(self, name: str) -> str:
-        """Return the URL of an object, for messages."""
-        return f"{self.path}/{name}"
-
-    def store(self) -> FsspecStore:
-        """Return a new store of the directory; its listing raises NotFoundError if it does not exist."""
-        return FsspecStore(self.url, self._system, self._base)
-
-    def list_infos(self) -> dict[str, Mapping[str, Any]]:
-        """List the directory: fsspec's info of each object by name."""
-        audit("list", self.path)
-        try:
-            with storage_errors("list", self.url):
-                self._system.invalidate_cache()
-                entries = self._system.ls(self._base, detail=True)
-        except NotFoundError as error:
-            if "bucket" in error.message:
-                raise
-            return {}
-        infos = {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in entries}
-        if set(infos) == {self._base.rpartition("/")[2]} and entries[0].get("type") == "file":
-            is_target = str(entries[0]["name"]).strip("/") == self._base.strip("/")
-            if is_target:
-                raise TargetExistsError("the target is an object, not a directory", path=self.path)
-        return {name: info for name, info in infos.items() if name}
-
-    def version(self, name: str) -> str | None:
-        """Return an object's version; None if it does not exist."""
-        try:
-            with storage_errors("look up", f"{self.url}/{name}"):
-                self._system.invalidate_cache()
-                return _version(self._system.info(f"{self._base}/{name}"))
-        except NotFoundError:
-            return None
-
-    def create(self, name: str, data: bytes) -> None:
-        """Put a small object; raise TargetExistsError if the name exists."""
-        audit("put", self.path_of(name))
-        with _conditional("put", f"{self.url}/{name}"):
-            self._system.pipe_file(f"{self._base}/{name}", data, mode="create")
-
-    def open_new(self, name: str) -> Any:
-        """Begin to upload an object; closing it raises TargetExistsError if the name exists then."""
-        audit("create", self.path_of(name))
-        with _conditional("create", f"{self.url}/{name}"):
-            return self._system.open(f"{self._base}/{name}", "xb", block_size=_PART_BYTES)
-
-    def remove(self, name: str) -> None:
-        """Remove an object if it exists."""
-        with contextlib.suppress(NotFoundError), storage_errors("remove", f"{self.url}/{name}"):
-            self._system.rm_file(f"{self._base}/{name}")
-
-    # The claim
-
-    def read_claim(self) -> tuple[Claim, str] | None:
-        """Return the claim and its version, read consistently; None without a claim."""
-        path = self.path_of(CLAIM_NAME)
-        for _ in range(_ATTEMPTS):
-            before = self.claim_version()
-            if before is None:
-                return None
-            try:
-                with storage_errors("read", path):
-                    data = self._system.cat_file(f"{self._base}/{CLAIM_NAME}")
-            except NotFoundError:
-                return None
-            if self.claim_version() == before:
-                return Claim.parse(bytes(data), path), before
-        raise busy_error(None, self.path)
-
-    def claim_version(self) -> str | None:
-        """Return the claim's ETag or other version; None without a claim."""
-        return self.version(CLAIM_NAME)
-
-    def replace_claim(self, claim: Claim, version: str, nonce: str) -> bool:
-        """Replace the claim that has this version and nonce; return False if it has changed."""
-        path = self.path_of(CLAIM_NAME)
-        audit("renew" if claim.nonce == nonce else "take over", path)
-        key = f"{self._base}/{CLAIM_NAME}"
-        if not self._has_conditional_put:
-            present = self.read_claim()
-            if present is None or present[0].nonce != nonce or present[1] != version:
-                return False
-            with storage_errors("put", path):
-                self._system.pipe_file(key, claim.to_bytes(), mode="overwrite")
-            return True
-        try:
-            with _conditional("put", path):
-                self._system.pipe_file(key, claim.to_bytes(), mode="overwrite", IfMatch=version)
-        except (TargetExistsError, NotFoundError):  # another publisher has replaced the claim, or it was removed
-            return False
-        return True
 
 
 class _FilteredStore(Store):
@@ -229,7 +98,7 @@ class _FilteredStore(Store):
 
 def check_url(url: str, manifest: str, check: ReplaceCheck | None) -> None:
     """Raise what a build at `url` would raise for the target, without changing anything."""
-    objects = _Objects(url)
+    objects = Objects(url)
     present = objects.read_claim()
     if present is not None and present[0].owner.is_alive:
         raise busy_error(present[0].owner, objects.path)
@@ -237,15 +106,22 @@ def check_url(url: str, manifest: str, check: ReplaceCheck | None) -> None:
 
 
 def _list_target(
-    objects: _Objects, manifest: str, check: ReplaceCheck | None, inherited: set[str]
+    objects: Objects,
+    manifest: str,
+    check: ReplaceCheck | None,
+    inherited: set[str],
+    is_own: OwnCheck | None = None,
 ) -> tuple[list[str], set[str]]:
     """Return the old checkpoint's names in the order of their removal, and the objects of earlier claims.
 
     `inherited` are the names that earlier claims list. Raises for any other object, and for a whole checkpoint that may
-    not be replaced.
+    not be replaced. Without a manifest, an object that `is_own` accepts counts as inherited, too.
     """
     present = set(objects.list_infos()) - {CLAIM_NAME}
     old: list[str] = []
+    if is_own is not None and manifest not in present:
+        store = objects.store()
+        inherited = inherited | {name for name in present - inherited if is_own(store, name)}
     if manifest in present or present - inherited:
         if check is None:
             raise target_exists(objects.path)
@@ -253,86 +129,36 @@ def _list_target(
     return old, (present & inherited) - set(old)
 
 
-class ObjectFile(OutputFile):
-    """A file of an `ObjectBuild`, uploaded from begin to end."""
-
-    def __init__(self, build: ObjectBuild, objects: _Objects, name: str, header: bytes) -> None:
-        self.path = objects.path_of(name)
-        self.header = header
-        self.name = name
-        self._build = build
-        self._objects = objects
-        self._file: Any = None
-        self._at = 0
-        self.is_visible = False
-
-    def _opened(self) -> Any:
-        if self._file is None:
-            self._file = self._build.open_new(self.name)
-            # Some stores list an object before it is complete.
-            self.is_visible = self._objects.version(self.name) is not None
-            self._write(self.header)
-        return self._file
-
-    def write(self, data: Buffer, at: int) -> None:
-        self._opened()
-        assert at == self._at, (at, self._at)
-        self._build.renew()
-        self._write(data)
-
-    def _write(self, data: Buffer) -> None:
-        with storage_errors("write", self.path):
-            self._file.write(data)
-        self._at += memoryview(data).nbytes
-
-    def finish(self, *, writes_header: bool = True) -> None:
-        assert writes_header
-        self._opened()
-        self._build.put_object(self.name, self._complete_upload, is_visible=self.is_visible)
-        self._file = None
-
-    def _complete_upload(self) -> None:
-        audit("put", self.path)
-        with _conditional("put", self.path):
-            if not self._file.closed:
-                self._file.close()
-            else:  # a second attempt: s3fs kept the uploaded parts when the name existed
-                self._file.commit()
-
-    def close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with contextlib.suppress(Exception):  # the upload is cancelled, whatever the store answers
-                file.discard()
-            with contextlib.suppress(Exception):
-                file.closed = True  # otherwise its finalizer would put the incomplete object
-
-
-class ObjectBuild(Build):
+class ObjectBuild(ObjectWriter, Build):
     """A checkpoint under construction in an object store. The top of this file explains the protocol."""
 
     renew_s = 15.0  # how often the claim is renewed
     take_over_s = 60.0  # how long a claim must be unchanged before it is taken over
 
     def __init__(
-        self, url: str, plan_digest: str, names: Sequence[str], *, check: ReplaceCheck | None, resume: bool
+        self,
+        url: str,
+        plan_digest: str,
+        names: Sequence[str],
+        *,
+        check: ReplaceCheck | None,
+        resume: bool,
+        is_own: OwnCheck | None = None,
     ) -> None:
-        self._objects = _Objects(url)
+        super().__init__(Objects(url), names[-1])
         self.path = self.building_path = self._objects.path
         self.finished = {}
-        self._manifest = names[-1]
         self._pid = os.getpid()
-        self._lock = threading.RLock()
         self._outputs: list[ObjectFile] = []
-        self._versions: dict[str, str | None] = {}  # None: it is being put, or the outcome of its put is unknown
         self._claim = Claim.new(new_nonce(), plan_digest, tuple(names))
         self._claim_version: str | None = None  # the claim's version while this publisher holds it
         self._renewed = 0.0
-        self._has_ended = False
+        self._renewal: _Renewal | None = None
+        self._has_ended = self._is_clearing = False
         active_builds.add(self._claim.nonce)
         try:
             inherited = self._take_claim(resume=resume)
-            old, leftovers = _list_target(self._objects, self._manifest, check, inherited)
+            old, leftovers = _list_target(self._objects, self._manifest, check, inherited, is_own)
             self._clear(old, leftovers)
         except BaseException:
             self.abandon()
@@ -369,6 +195,7 @@ class ObjectBuild(Build):
                 if self._objects.replace_claim(own_claim, version, other.nonce):
                     if self._read_own():
                         self._claim = own_claim
+                        self._objects.cancel_uploads(own_claim.names)  # those of the dead publisher
                         return set(other.names)
                     raise TargetExistsError("refused: another publisher has taken over", path=self.path)
                 watched_version = None
@@ -413,41 +240,20 @@ class ObjectBuild(Build):
         if not {*old, *leftovers} <= set(self._claim.names):
             self._claim = replace(self._claim, names=tuple({*self._claim.names, *old, *leftovers}))
             self.renew(at_once=True)
-        for name in [*old, *sorted(leftovers)]:
+        self._is_clearing = True
+        # The manifest first, also that of a publisher which was killed before it removed its claim
+        for name in sorted([*old, *sorted(leftovers)], key=lambda name: name != self._manifest):
             self.renew()
             self._remove(name)
+        self._is_clearing = False
 
     # Objects
 
-    def create(self, name: str, nbytes: int, header: bytes) -> ObjectFile:  # noqa: ARG002 (a store reserves no room)
+    def create(self, name: str, nbytes: int, header: bytes) -> ObjectFile:
         """Return an output file, which is uploaded while it is written."""
-        output = ObjectFile(self, self._objects, name, header)
+        output = ObjectFile(self, self._objects, name, nbytes, header)
         self._outputs.append(output)
         return output
-
-    def open_new(self, name: str) -> Any:
-        """Begin to upload an object; first remove any object that an earlier publisher has put under this name."""
-        for _ in range(_ATTEMPTS):
-            with self._lock:
-                self._versions[name] = None
-            try:
-                return self._objects.open_new(name)
-            except TargetExistsError:
-                self._drop(name)
-        raise TargetExistsError("refused: another publisher puts this object again and again", path=self.path)
-
-    def _drop(self, name: str) -> None:
-        """Remove an object that another publisher has put under one of this publisher's names."""
-        with self._lock:
-            self._versions.pop(name, None)
-        self._remove(name)
-
-    def _remove(self, name: str) -> None:
-        """Check the claim, then remove an object: without the claim another publisher has taken over."""
-        audit("remove object", self._objects.path_of(name))
-        with self._lock:
-            self._check_claim()
-            self._objects.remove(name)
 
     def _check_claim(self) -> None:
         with self._lock:
@@ -461,49 +267,6 @@ class ObjectBuild(Build):
             "refused: this publisher did not renew its claim in time, and another one has taken over", path=self.path
         )
 
-    def put_object(self, name: str, put: Callable[[], None], *, is_visible: bool = False) -> None:
-        """Put an object under a free name and store its version."""
-        for _ in range(_ATTEMPTS):
-            self.renew()
-            if not is_visible and self._objects.version(name) is not None:
-                self._drop(name)
-            with self._lock:
-                self._versions[name] = None
-            try:
-                put()
-            except TargetExistsError:
-                self._drop(name)
-                continue
-            version = self._objects.version(name)
-            if version is None:
-                raise removed_error(self._objects.path_of(name))
-            with self._lock:
-                self._versions[name] = version
-            try:
-                self._check_claim()
-            except TargetExistsError:
-                self._versions.clear()
-                self._remove_stray(name)
-                raise
-            return
-        raise TargetExistsError("refused: another publisher puts this object again and again", path=self.path)
-
-    def _remove_stray(self, name: str) -> None:
-        """Remove an object that was put after another publisher took over, unless it may be the other publisher's.
-
-        Until the other publisher puts its manifest, it removes what it finds of this one. Afterwards its manifest lists
-        its own objects.
-        """
-        store = self._objects.store()
-        try:
-            manifest: Any = read_json(store.open(self._manifest))
-            listed = manifest["files"]
-        except (NotFoundError, CorruptError, TypeError, KeyError):
-            return
-        if isinstance(listed, list) and name not in listed and name != self._manifest:
-            audit("remove object", self._objects.path_of(name))
-            self._objects.remove(name)
-
     def put(self, name: str, data: Buffer) -> None:
         """Put a small object."""
         self.put_object(name, lambda: self._objects.create(name, bytes(data)))
@@ -511,13 +274,20 @@ class ObjectBuild(Build):
     def record(self, name: str, metadata: object) -> None:
         """Do nothing: objects of a killed publisher are removed, not reused."""
 
-    def add(self, name: str) -> None:
-        """Store the version of an object that another process has put."""
-        version = self._objects.version(name)
-        if version is None:
-            raise NotFoundError("this host does not see the object", path=self._objects.path_of(name))
+    def share(self) -> str:
+        """Renew the claim in a thread from now on, and return its nonce."""
+        if self._renewal is None:
+            self._renewal = _Renewal(self)
+        return self._claim.nonce
+
+    def add_all(self, files: Mapping[str, str]) -> None:
+        """Store the versions of objects that members have put."""
+        infos = self._objects.list_infos()
+        for name in files:
+            if name not in infos:
+                raise NotFoundError("this host does not see the object", path=self._objects.path_of(name))
         with self._lock:
-            self._versions[name] = version
+            self._versions.update(files)
 
     def make_probe(self) -> str:
         """Raise UnsupportedError: several processes cannot write parts of one object."""
@@ -533,7 +303,7 @@ class ObjectBuild(Build):
         self.renew(at_once=True)  # proves that this publisher still holds the claim
         infos = self._objects.list_infos()
         for put_name, version in self._versions.items():
-            current = _etag(infos.get(put_name, {}))
+            current = etag_of(infos.get(put_name, {}))
             if put_name in infos and not current:  # only ETags are equal in a listing and in the info of one object
                 current = self._objects.version(put_name) or ""
             if current != version:
@@ -555,8 +325,12 @@ class ObjectBuild(Build):
             return
         for output in self._outputs:
             output.close()
+        self._stop_renewal()
         try:
             if self._read_own():
+                if self._is_clearing:  # what is left of a checkpoint that is being removed: the claim lists it
+                    self._claim_version = None
+                self._remove_shared()
                 for name in sorted(self._versions, key=lambda name: name != self._manifest):
                     version = self._objects.version(name)
                     if version is not None and self._versions[name] in (None, version):
@@ -567,8 +341,21 @@ class ObjectBuild(Build):
         finally:
             self._end()
 
+    def _remove_shared(self) -> None:
+        """Remove what members have put, as far as it is there. One that puts an object later removes it itself."""
+        if self._renewal is None:
+            return
+        for name in sorted(self._objects.list_infos().keys() & set(self._claim.names)):
+            self._remove(name)
+        self._objects.cancel_uploads(self._claim.names)  # those of members that were killed
+
+    def _stop_renewal(self) -> None:
+        if self._renewal is not None:
+            self._renewal.stop()
+
     def _end(self) -> None:
         """Remove the claim if this publisher holds it."""
+        self._stop_renewal()
         try:
             if self._claim_version is not None:
                 with contextlib.suppress(TargetExistsError):  # another publisher has taken it over
@@ -580,6 +367,74 @@ class ObjectBuild(Build):
             active_builds.discard(self._claim.nonce)
 
 
+class _Renewal:
+    """A thread that renews a claim while the publisher waits for members."""
+
+    def __init__(self, build: ObjectBuild) -> None:
+        self._build = build
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="statexchange renewal of a claim", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_stopped.wait(self._build.renew_s / 3):
+            try:
+                self._build.renew()
+            except TargetExistsError:  # the claim is lost: the next call of the publisher finds that out
+                return
+            except StateExchangeError as error:
+                _log.debug("the claim of %s was not renewed: %s", self._build.path, error)
+
+    def stop(self) -> None:
+        """End the thread; wait until it makes no request any more."""
+        self._is_stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+class ObjectMember(ObjectWriter, BuildMember):
+    """Puts objects for a publisher whose claim has the nonce `key`.
+
+    Raises:
+        NotFoundError: there is no such claim.
+    """
+
+    def __init__(self, url: str, key: str, manifest: str) -> None:
+        super().__init__(Objects(url), manifest)
+        self.folder = self._objects.path
+        self._key = key
+        self._checked = time.monotonic()
+        if self._objects.claim_nonce() != key:
+            raise NotFoundError("this host does not see the publisher's claim", path=self.folder)
+
+    def renew(self) -> None:
+        """Check the claim every 15 s; its publisher renews it."""
+        if time.monotonic() - self._checked >= ObjectBuild.renew_s:
+            self._check_claim()
+
+    def _check_claim(self) -> None:
+        if self._objects.claim_nonce() != self._key:
+            text = "refused: the save was given up, or another publisher has taken over"
+            raise TargetExistsError(text, path=self.folder)
+        self._checked = time.monotonic()
+
+    def write_tensors(self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> WrittenFile:
+        """Upload one file from begin to end, which needs its digests before: the tensors are read twice."""
+        content = DigestedTensors.of(shards, metadata)
+        output = ObjectFile(self, self._objects, name, content.nbytes, content.header)
+        try:
+            at = len(content.header)
+            for part in content.parts():
+                output.write(part, at)
+                at += len(part)
+            output.finish()
+        finally:
+            output.close()
+        version = self._versions[name]
+        assert version is not None
+        return WrittenFile(content.nbytes, version, content)
+
+
 def _is_alive(claim: Claim) -> bool:
     return claim.owner.is_alive and not _is_dead(claim)
 
@@ -589,12 +444,3 @@ def _is_dead(claim: Claim) -> bool:
     if claim.owner == Owner.current():
         return not active_builds.is_active(claim.nonce)
     return claim.owner.is_dead
-
-
-def _etag(info: Mapping[str, Any]) -> str:
-    return str(info.get("ETag") or info.get("etag") or "")
-
-
-def _version(info: Mapping[str, Any]) -> str:
-    """Return an object's ETag, else another version that its store gives, else ""."""
-    return _etag(info) or version_of_info(info) or ""

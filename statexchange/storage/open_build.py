@@ -1,4 +1,4 @@
-"""Open a build of the kind that a path needs: a local directory, or objects at an fsspec URL.
+"""Open a build of the kind that a path needs, or join one: a local directory, or objects at an fsspec URL.
 
 build.py has the interface of both and what it guarantees.
 """
@@ -12,9 +12,9 @@ from statexchange.storage.store import is_url
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from statexchange.storage.build import Build, ReplaceCheck
+    from statexchange.storage.build import Build, BuildMember, OwnCheck, ReplaceCheck
 
-__all__ = ["check_build", "open_build"]
+__all__ = ["check_build", "join_build", "open_build"]
 
 
 def open_build(
@@ -25,6 +25,7 @@ def open_build(
     check: ReplaceCheck | None,
     reuse: bool = False,
     resume: bool = False,
+    is_own: OwnCheck | None = None,
 ) -> Build:
     """Open a build of the directory `path`. Root only.
 
@@ -35,6 +36,7 @@ def open_build(
         check: called with the directory at `path` before it is replaced; None if it may not be replaced.
         reuse: keep the output files that a killed publisher of the same plan had finished.
         resume: treat every other publisher to this target as dead; without it a publisher's death must be proved.
+        is_own: in an object store, whether an object that neither a manifest nor a claim lists may be removed.
 
     Returns:
         The open build.
@@ -49,7 +51,7 @@ def open_build(
     if is_url(path):
         from statexchange.storage.object_build import ObjectBuild  # imports fsspec, which local paths do not need
 
-        return ObjectBuild(path, plan_digest, names, check=check, resume=resume)
+        return ObjectBuild(path, plan_digest, names, check=check, resume=resume, is_own=is_own)
     from statexchange.storage.directory_build import DirectoryBuild
 
     return DirectoryBuild(path, plan_digest, check=check, reuse=reuse, resume=resume)
@@ -68,3 +70,23 @@ def check_build(path: str, manifest: str, *, check: ReplaceCheck | None, nbytes:
     from statexchange.storage.directory_build import check_directory
 
     check_directory(path, check, nbytes, resume=resume)
+
+
+def join_build(path: str, key: str, manifest: str) -> BuildMember:
+    """Join a build that another process has opened at the target `path`.
+
+    Args:
+        path: the target, as this process names it.
+        key: what `Build.share` has returned there.
+        manifest: the name of the file that `commit` writes.
+
+    Raises:
+        NotFoundError: this process does not see the build.
+    """
+    if is_url(path):
+        from statexchange.storage.object_build import ObjectMember  # as above
+
+        return ObjectMember(path, key, manifest)
+    from statexchange.storage.directory_build import DirectoryMember
+
+    return DirectoryMember(path, key)

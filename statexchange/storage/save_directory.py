@@ -27,6 +27,7 @@ __all__ = [
     "MANIFEST",
     "SaveManifest",
     "is_of_a_save",
+    "is_stray",
     "open_rank_file",
     "rank_file_name",
     "rank_metadata",
@@ -179,6 +180,14 @@ def is_of_a_save(store: Store, name: str) -> bool:
     except CorruptError:
         return False
     return metadata is not None and "save" in metadata
+
+
+def is_stray(store: Store, name: str) -> bool:
+    """Whether a file, in a directory without a manifest, is a rank's of an unfinished save."""
+    try:
+        return rank_of_file(name) is not None and is_of_a_save(store, name)
+    except NotFoundError:  # removed meanwhile
+        return False
 
 
 def open_rank_file(store: Store, manifest: SaveManifest, rank: int) -> RankFile:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from statexchange.storage.store import StoredFile
 
 __all__ = [
+    "DigestedTensors",
     "TORCH_SHARDING_KEY",
     "Entry",
     "Header",
@@ -316,21 +317,77 @@ def write_tensor_file(
 
     The digests are computed while the tensors are written, so the header, which has them, is written last.
     """
-    dtypes = list(ITEMSIZE)
-    ordered = sorted(shards, key=lambda data: (-dtypes.index(data.shard.dtype), data.shard.name))
-    described = [data.shard for data in ordered]
-    digests = [[_NO_DIGEST for _ in shard.boxes] for shard in described]
-    entries = [(shard.name, shard.dtype, shard.local_shape) for shard in described]
+    ordered = _in_file_order(shards)
+    digests = _placeholders(ordered)
 
     def header() -> bytes:
-        with collector_paused():
-            return encode_header(entries, _header_metadata(described, digests, metadata))
+        return _rank_header(ordered, digests, metadata)
 
     begin = len(header())  # with placeholders: all digests have the same length
-    nbytes = begin + sum(shard.nbytes for shard in described)
+    nbytes = begin + sum(data.shard.nbytes for data in ordered)
     parts = _digested(ordered, digests)
     write_new(dir_fd, name, parts, nbytes=nbytes, path=path, durable=durable, mode=mode, begin=begin, header=header)
     return nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class DigestedTensors:
+    """One rank's tensors as the file that `write_tensor_file` writes, for a store that takes bytes in order.
+
+    The header comes first and has the digests, so the tensors are read twice.
+
+    Attributes:
+        header: the first bytes of the file.
+        nbytes: the size of the file.
+    """
+
+    header: bytes
+    nbytes: int
+    _shards: tuple[ShardData, ...]
+    _digests: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> DigestedTensors:
+        """Read the tensors once, for their digests."""
+        ordered = _in_file_order(shards)
+        digests = _placeholders(ordered)
+        for _ in _digested(ordered, digests):
+            pass
+        header = _rank_header(ordered, digests, metadata)
+        nbytes = len(header) + sum(data.shard.nbytes for data in ordered)
+        return cls(header, nbytes, tuple(ordered), tuple(map(tuple, digests)))
+
+    def parts(self) -> Iterator[memoryview]:
+        """Yield the bytes after the header; each part is valid until the next one is requested.
+
+        Raises:
+            CorruptError: a tensor was changed since its digest was made.
+        """
+        digests = _placeholders(self._shards)
+        yield from _digested(self._shards, digests)
+        for data, expected, found in zip(self._shards, self._digests, digests, strict=True):
+            if tuple(found) != expected:
+                text = "changed while it was saved: do not write into the state during a save, or use background=True"
+                raise CorruptError(text, name=data.shard.name)
+
+
+def _in_file_order(shards: Sequence[ShardData]) -> list[ShardData]:
+    dtypes = list(ITEMSIZE)
+    return sorted(shards, key=lambda data: (-dtypes.index(data.shard.dtype), data.shard.name))
+
+
+def _placeholders(shards: Sequence[ShardData]) -> list[list[str]]:
+    return [[_NO_DIGEST for _ in data.shard.boxes] for data in shards]
+
+
+def _rank_header(
+    shards: Sequence[ShardData], digests: Sequence[Sequence[str]], metadata: Mapping[str, Any]
+) -> bytes:
+    """Return the header of a rank's file."""
+    described = [data.shard for data in shards]
+    with collector_paused():
+        entries = [(shard.name, shard.dtype, shard.local_shape) for shard in described]
+        return encode_header(entries, _header_metadata(described, digests, metadata))
 
 
 def _digested(shards: Sequence[ShardData], digests: Sequence[list[str]]) -> Iterator[memoryview]:

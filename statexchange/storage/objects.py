@@ -1,0 +1,199 @@
+"""The objects directly below a URL of an fsspec file system: list, create exclusively, remove, and the claim."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+from typing import TYPE_CHECKING, Any
+
+from statexchange.errors import (
+    NotFoundError,
+    StateExchangeError,
+    StorageError,
+    TargetExistsError,
+    UnsupportedError,
+    without_secrets,
+)
+from statexchange.storage.build import busy_error
+from statexchange.storage.claim import CLAIM_NAME, Claim
+from statexchange.storage.files import audit
+from statexchange.storage.fsspec_store import (
+    FsspecStore,
+    file_system,
+    is_missing_bucket,
+    storage_errors,
+    version_of_info,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+__all__ = ["Objects", "conditional", "etag_of", "version_of"]
+
+_log = logging.getLogger(__name__)
+_PART_BYTES = 16 << 20  # of a multipart upload; stores require at least 5 MiB
+_MAX_PARTS = 9000  # S3 takes 10,000
+_ATTEMPTS = 5  # to read a claim that is being renewed
+_READ_ONLY = ("http", "https", "data", "github", "zip", "tar")
+
+
+@contextlib.contextmanager
+def conditional(doing: str, url: str) -> Iterator[None]:
+    """Translate errors like `storage_errors`; a failed condition (s3fs reports EINVAL) becomes TargetExistsError."""
+    try:
+        with storage_errors(doing, url):
+            yield
+    except StorageError as error:
+        if error.errno == errno.EINVAL and "pre-condition" in error.message:
+            raise TargetExistsError("the object exists, or was changed", path=error.path) from None
+        raise
+
+
+class Objects:
+    """The objects directly below a URL, by name."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.path = without_secrets(self.url)
+        scheme = url.partition("://")[0].partition("::")[0]  # of the outermost file system of a chain
+        if scheme in _READ_ONLY:
+            raise UnsupportedError(
+                f"{scheme}:// is read-only: publish to a directory or an object store", path=self.path
+            )
+        self._system, path = file_system(url)
+        self._base = path.rstrip("/")
+        protocols = self._system.protocol
+        self._has_conditional_put = "s3" in ([protocols] if isinstance(protocols, str) else protocols)
+
+    def path_of(self, name: str) -> str:
+        """Return the URL of an object, for messages."""
+        return f"{self.path}/{name}"
+
+    def store(self) -> FsspecStore:
+        """Return a new store of the directory; its listing raises NotFoundError if it does not exist."""
+        return FsspecStore(self.url, self._system, self._base)
+
+    def list_infos(self) -> dict[str, Mapping[str, Any]]:
+        """List the directory: fsspec's info of each object by name."""
+        audit("list", self.path)
+        try:
+            with storage_errors("list", self.url):
+                self._system.invalidate_cache()
+                entries = self._system.ls(self._base, detail=True)
+        except NotFoundError as error:
+            if is_missing_bucket(error):
+                raise
+            return {}
+        infos = {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in entries}
+        if set(infos) == {self._base.rpartition("/")[2]} and entries[0].get("type") == "file":
+            is_target = str(entries[0]["name"]).strip("/") == self._base.strip("/")
+            if is_target:
+                raise TargetExistsError("the target is an object, not a directory", path=self.path)
+        return {name: info for name, info in infos.items() if name}
+
+    def version(self, name: str) -> str | None:
+        """Return an object's version; None if it does not exist."""
+        try:
+            with storage_errors("look up", f"{self.url}/{name}"):
+                self._system.invalidate_cache()
+                return version_of(self._system.info(f"{self._base}/{name}"))
+        except NotFoundError:
+            return None
+
+    def create(self, name: str, data: bytes) -> None:
+        """Put a small object; raise TargetExistsError if the name exists."""
+        audit("put", self.path_of(name))
+        with conditional("put", f"{self.url}/{name}"):
+            self._system.pipe_file(f"{self._base}/{name}", data, mode="create")
+
+    def open_new(self, name: str, nbytes: int) -> Any:
+        """Begin to upload an object of `nbytes` bytes; closing it raises TargetExistsError if the name exists then."""
+        audit("create", self.path_of(name))
+        part_bytes = max(_PART_BYTES, -(-nbytes // _MAX_PARTS))
+        with conditional("create", f"{self.url}/{name}"):
+            return self._system.open(f"{self._base}/{name}", "xb", block_size=part_bytes)
+
+    def remove(self, name: str) -> None:
+        """Remove an object if it exists."""
+        with contextlib.suppress(NotFoundError), storage_errors("remove", f"{self.url}/{name}"):
+            self._system.rm_file(f"{self._base}/{name}")
+
+    def cancel_uploads(self, names: Collection[str]) -> None:
+        """Cancel unfinished uploads of these objects, which killed processes have left; for S3 only.
+
+        Their parts are invisible and cost money. A failure, as of a user who may not list uploads, is no error.
+        """
+        if not self._has_conditional_put:
+            return
+        bucket, _, base = self._base.partition("/")
+        audit("cancel uploads", self.path)
+        try:
+            with storage_errors("list uploads", self.url):
+                found = self._system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{base}/")
+                for upload in found.get("Uploads") or ():
+                    folder, _, name = str(upload["Key"]).rpartition("/")
+                    if folder == base and name in names:
+                        self._system.abort_mpu(bucket, upload["Key"], upload["UploadId"])
+        except StateExchangeError as error:
+            _log.debug("unfinished uploads stay until the bucket's rules remove them: %s", error)
+
+    # The claim
+
+    def claim_nonce(self) -> str | None:
+        """Return the nonce of the present claim; None without one."""
+        path = self.path_of(CLAIM_NAME)
+        try:
+            with storage_errors("read", path):
+                data = self._system.cat_file(f"{self._base}/{CLAIM_NAME}")
+        except NotFoundError:
+            return None
+        return Claim.parse(bytes(data), path).nonce
+
+    def read_claim(self) -> tuple[Claim, str] | None:
+        """Return the claim and its version, read consistently; None without a claim."""
+        path = self.path_of(CLAIM_NAME)
+        for _ in range(_ATTEMPTS):
+            before = self.claim_version()
+            if before is None:
+                return None
+            try:
+                with storage_errors("read", path):
+                    data = self._system.cat_file(f"{self._base}/{CLAIM_NAME}")
+            except NotFoundError:
+                return None
+            if self.claim_version() == before:
+                return Claim.parse(bytes(data), path), before
+        raise busy_error(None, self.path)
+
+    def claim_version(self) -> str | None:
+        """Return the claim's ETag or other version; None without a claim."""
+        return self.version(CLAIM_NAME)
+
+    def replace_claim(self, claim: Claim, version: str, nonce: str) -> bool:
+        """Replace the claim that has this version and nonce; return False if it has changed."""
+        path = self.path_of(CLAIM_NAME)
+        audit("renew" if claim.nonce == nonce else "take over", path)
+        key = f"{self._base}/{CLAIM_NAME}"
+        if not self._has_conditional_put:
+            present = self.read_claim()
+            if present is None or present[0].nonce != nonce or present[1] != version:
+                return False
+            with storage_errors("put", path):
+                self._system.pipe_file(key, claim.to_bytes(), mode="overwrite")
+            return True
+        try:
+            with conditional("put", path):
+                self._system.pipe_file(key, claim.to_bytes(), mode="overwrite", IfMatch=version)
+        except (TargetExistsError, NotFoundError):  # another publisher has replaced the claim, or it was removed
+            return False
+        return True
+
+
+def etag_of(info: Mapping[str, Any]) -> str:
+    return str(info.get("ETag") or info.get("etag") or "")
+
+
+def version_of(info: Mapping[str, Any]) -> str:
+    """Return an object's ETag, else another version that its store gives, else ""."""
+    return etag_of(info) or version_of_info(info) or ""
