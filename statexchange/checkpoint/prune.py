@@ -24,7 +24,7 @@ from statexchange.storage.steps import Retention, clear_leftovers, remove_save, 
 from statexchange.storage.store import is_url, resolve_path
 
 if TYPE_CHECKING:
-    from statexchange.storage.directory_build import UnfinishedBuild
+    from statexchange.storage.build import UnfinishedBuild
 
 __all__ = ["PruneReport", "PruneRow", "prune_saves"]
 

@@ -1,11 +1,13 @@
 """A directory of a job's saves by step: when to save, save, which to keep, and from which to go on.
 
 **The directory.** ``<path>/step-000000700/`` is the save of step 700 (saving.py). It appears when it is whole, so a job
-that is killed during a save goes on from the save before. All ranks learn from rank 0 which saves there are.
+that is killed during a save goes on from the save before. All ranks learn from rank 0 which saves there are. At a URL a
+save is whole when it has its manifest; what a process of another host left is removed once its claim has not changed
+for 60 s, for which rank 0 remembers the claims that it has seen.
 
 **Retention.** After a save rank 0 removes the saves that `keep`, `keep_every` and `best` do not keep, oldest first. A
-save is renamed before its first file is removed, so no reader opens a part of it. Directories that have files which no
-save lists are never removed.
+save is renamed before its first file is removed, and at a URL its manifest is removed first, so no reader opens a part
+of it. Directories that have files which no save lists are never removed.
 
 **Memory.** With `memory` the newest save also lies in the hosts' shared memory, from which a restarted job loads
 (memory_copy.py). The disk decides what may be loaded, and has each save first.
@@ -37,7 +39,6 @@ from statexchange.errors import (
     NotFoundError,
     StateExchangeError,
     TargetExistsError,
-    UnsupportedError,
     excerpt,
     without_secrets,
 )
@@ -59,6 +60,7 @@ from statexchange.storage.steps import (
     remove_save,
     step_name,
     steps_text,
+    watch_claims,
 )
 from statexchange.storage.store import is_url
 from statexchange.units import format_seconds
@@ -67,6 +69,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from typing_extensions import Self
+
+    from statexchange.storage.object_removal import ClaimWatch
+    from statexchange.storage.tensorfile import DigestedTensors
 
 __all__ = ["Checkpoints"]
 
@@ -81,7 +86,8 @@ class Checkpoints:
     Constructing it touches no file and communicates with no rank.
 
     Args:
-        path: a local directory that all hosts see; the first save makes it.
+        path: a local directory that all hosts see, or an fsspec URL such as ``s3://bucket/saves``; the first save makes
+            it.
         keep: how many of the newest saves stay; None keeps all.
         every_steps: `should_save` is true at multiples of this number of steps.
         every_s: `should_save` is true when this many seconds have passed since the last save, by rank 0's clock.
@@ -98,14 +104,14 @@ class Checkpoints:
             of one other host. A job that is started again on these hosts loads it from there, on any world size, if
             all of it is there, is as new as the disk's and agrees with its digests. Without room for it there is no
             copy, and a warning says so once. It stays in /dev/shm after the end of the job, until `delete`, or until a
-            job with `memory` finds that it is older than the disk's newest save, or that `path` is gone.
+            job with `memory` finds that it is older than the disk's newest save, that `path` is gone (if it is no URL),
+            or that it needs the room.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         layout: rules for plain tensors that are parts of whole ones, as in `save_checkpoint`, for saves and loads.
         stall_timeout_s: limit of the time in which no rank moves a byte, in seconds.
 
     Raises:
         InvalidArgumentError: an argument is not accepted, or `on_signal` is used outside of the main thread.
-        UnsupportedError: `path` is a URL.
 
     Example:
         >>> import torch
@@ -139,9 +145,7 @@ class Checkpoints:
         stall_timeout_s: float = 300.0,
     ) -> None:
         self.path = target_path(path)
-        if is_url(self.path):
-            text = "saves by step go to a directory: save there, and copy them with fsspec if they are needed elsewhere"
-            raise UnsupportedError(text, path=without_secrets(self.path))
+        self._shown = without_secrets(self.path)  # for logs; errors remove secrets themselves
         self._retention = Retention(keep, keep_every, best)
         self._every_steps = None if every_steps is None else _whole(every_steps, "every_steps", least=1)
         self._every_s = None if every_s is None else check_timeout(every_s, "every_s")
@@ -153,6 +157,7 @@ class Checkpoints:
         self._layout = layout
         self._known: set[int] | None = None  # root: steps that were there at the first look, or that this job saved
         self._others: set[int] = set()  # root: steps of another job, each of which a warning has named
+        self._watch: ClaimWatch | None = None  # root, at a URL
         self._begun: dict[int, str] = {}  # root: by step, the `run` of a save that has not ended, or has failed
         self._last: Future[SaveReport] | None = None
         self._pace = _Pace()
@@ -322,7 +327,7 @@ class Checkpoints:
             after=self._saved,
         )
 
-    def _saved(self, report: SaveReport, comm: Communicator) -> None:
+    def _saved(self, report: SaveReport, comm: Communicator, content: DigestedTensors | None) -> None:
         """Note a published save; root removes those that are not kept. Collective if there is a copy in memory."""
         self._pace.note_save(report.seconds)
         if comm.rank == 0 and report.step is not None:
@@ -332,15 +337,15 @@ class Checkpoints:
             del self._begun[report.step]
             self._remove_others(report.step, self._known)
         if self._memory is not None and report.step is not None:
-            self._memory.keep(report.step, comm)
+            self._memory.keep(report.step, comm, content)
 
     def _look(self, step: int, comm: Communicator, *, overwrite: bool) -> None:
         """Look for steps of another job, and clean up after killed ones; refuse a step that is saved. Root only."""
-        if not os.path.isdir(self.path):
+        if not is_url(self.path) and not os.path.isdir(self.path):
             self._known = set()
         else:
-            clear_leftovers(self.path)
             seen = self._others | (self._known or set())
+            clear_leftovers(self.path, without=seen - {step}, watch=self._claims())
             saves = read_saves(self.path, without=seen - {step})
             if self._known is None:
                 self._known = set(saves)
@@ -359,12 +364,20 @@ class Checkpoints:
                 raise TargetExistsError(text, path=os.path.join(self.path, step_name(step)))
         self._begun[step] = comm.run
 
+    def _claims(self) -> ClaimWatch | None:
+        """Return what this process has seen of claims; None for a local directory. Root only."""
+        if self._watch is None and is_url(self.path):
+            from statexchange.storage.object_removal import ClaimWatch  # imports fsspec
+
+            self._watch = ClaimWatch()
+        return self._watch
+
     def _warn_of_other_job(self, step: int, manifest: SaveManifest | StateExchangeError) -> None:
         job = manifest.job if isinstance(manifest, SaveManifest) else "another job"
         _log.warning(
             "%s: step %d was saved here by %s while this job runs: give each job a directory of its own, or end one; "
             "this job removes none of the other's saves",
-            self.path,
+            self._shown,
             step,
             job,
         )
@@ -383,8 +396,8 @@ class Checkpoints:
 
     def _remove(self, step: int) -> None:
         try:
-            remove_save(self.path, step)
-            _log.info("removed the save of step %d in %s", step, self.path)
+            remove_save(self.path, step, waits=False)
+            _log.info("removed the save of step %d in %s", step, self._shown)
         except NotFoundError:
             return
         except (StateExchangeError, OSError) as error:
@@ -484,7 +497,7 @@ class Checkpoints:
             return None
         if not copy.is_on_disk and comm.rank == 0:
             text = "%s: step %d is loaded from memory, as the disk does not have it any more; delete(%d) removes it"
-            _log.warning(text, self.path, copy.step, copy.step)
+            _log.warning(text, self._shown, copy.step, copy.step)
         given = {"layout": self._layout, **options}
         on_progress = given.pop("on_progress", None)
         try:
@@ -504,7 +517,7 @@ class Checkpoints:
                 raise
             if comm.rank == 0:
                 text = "%s: the copy of step %d in memory is not loaded, but the disk's save: %s"
-                _log.warning(text, self.path, copy.step, error)
+                _log.warning(text, self._shown, copy.step, error)
             if isinstance(error, CorruptError):
                 copies.discard(copy, comm)
             return None
@@ -519,6 +532,9 @@ class Checkpoints:
                 saves = read_saves(self.path)
                 if self._known is None:
                     self._known = set(saves)
+                watch = self._claims()
+                if watch is not None:
+                    watch_claims(self.path, watch, without=saves)
                 chosen = self._step_of(saves, wanted, missing_ok=missing_ok)
         sent = comm.broadcast_object(chosen)
         return records.parsed(sent, lambda raw: records.optional(raw, records.count), "the step to load", 0)

@@ -6,7 +6,8 @@ memory_directory.py has the names on each host, and says when a copy is removed.
 
 1. Root sends the manifest of the save and the identity of the directory of saves.
 2. The first rank of each host removes the copy before, looks at the room, and opens the build of the new one.
-3. Each rank copies its file from disk, where it has just written it, so that its bytes are in the page cache.
+3. Each rank copies its file from disk, where it has just written it, so that its bytes are in the page cache. If it
+   has uploaded the file, it writes the same bytes once more from its tensors.
 4. With several hosts each rank sends its file to a rank of the next host. So the loss of one host loses no file.
 5. If all ranks have succeeded, the first rank of each host publishes: only now does its part of the copy exist.
 
@@ -53,6 +54,7 @@ from statexchange.errors import (
     StateExchangeError,
     StorageError,
     UnsafeError,
+    without_secrets,
 )
 from statexchange.exchange.reading import ReadItem
 from statexchange.sharding import records
@@ -67,7 +69,7 @@ from statexchange.storage.opened_path import OpenedPath, open_path, read_with_re
 from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.save_directory import MANIFEST, SaveManifest, rank_of_file, read_manifest
 from statexchange.storage.steps import identity_of_saves, make_identity, read_saves, step_name
-from statexchange.storage.tensorfile import digest, read_header_bytes
+from statexchange.storage.tensorfile import DigestedTensors, digest, read_header_bytes
 
 __all__ = ["COPY_ERRORS", "MemoryCopies", "MemoryCopy"]
 
@@ -102,18 +104,22 @@ class MemoryCopies:
     """The copies in memory of one directory of saves, as all ranks of a job use them.
 
     Args:
-        path: absolute path of the directory of saves.
+        path: absolute path or URL of the directory of saves.
     """
 
     def __init__(self, path: str, stall_timeout_s: float) -> None:
         self.path = path
+        self._shown = without_secrets(path)
         self._stall_timeout_s = stall_timeout_s
         self._has_warned = False
 
     # After a save
 
-    def keep(self, step: int, comm: Communicator) -> None:
-        """Copy the save of `step` from disk, if it is the newest there. Collective; a failure is a warning."""
+    def keep(self, step: int, comm: Communicator, content: DigestedTensors | None = None) -> None:
+        """Copy the save of `step` from disk, if it is the newest there. Collective; a failure is a warning.
+
+        `content` is that of this rank's file, if it was uploaded.
+        """
         start = self._start(step, comm)
         if start is None:
             return
@@ -134,7 +140,10 @@ class MemoryCopies:
             folder = answers[hosts.first].building
             copied = _Answer.of(None)
             try:
-                header = self._copy_own(os.path.join(self.path, step_name(step)), folder, start.manifest, comm)
+                if content is not None:
+                    header = _write_own(content, folder, start.manifest, comm)
+                else:
+                    header = self._copy_own(os.path.join(self.path, step_name(step)), folder, start.manifest, comm)
                 copied = _Answer("", "", header)
             except (StateExchangeError, OSError) as error:
                 copied = _Answer.of(error)
@@ -186,7 +195,7 @@ class MemoryCopies:
         if comm.rank == 0 and not self._has_warned:
             _log.warning(
                 "%s: the newest save is not kept in memory, only on disk, because of rank %d on %s: %s",
-                self.path,
+                self._shown,
                 rank,
                 comm.hosts[rank],
                 problem,
@@ -244,7 +253,7 @@ class MemoryCopies:
                 directory.sweep(disk.newest)
                 found = directory.copies()
             except (StateExchangeError, OSError) as error:
-                _log.warning("%s: cannot look for copies in memory: %s", self.path, error)
+                _log.warning("%s: cannot look for copies in memory: %s", self._shown, error)
         sent = comm.all_gather_object([_Part.of(one).to_json() for one in found])
         parts = [
             records.parsed(raw, lambda raw: records.items(raw, _Part.from_json), "its copies", rank)
@@ -255,7 +264,7 @@ class MemoryCopies:
             for part in of_host:
                 if part.problem and comm.rank == 0:
                     text = "%s: the copy of step %d in memory of %s cannot be used: %s"
-                    _log.warning(text, self.path, part.step, comm.hosts[first], part.problem)
+                    _log.warning(text, self._shown, part.step, comm.hosts[first], part.problem)
         best = _newest_whole(by_host)
         if best is None:
             return None
@@ -272,7 +281,7 @@ class MemoryCopies:
         try:
             return identity_of_saves(self.path)
         except (CorruptError, UnsafeError) as error:
-            _log.warning("%s: copies in memory are not used: %s; remove this file", self.path, error)
+            _log.warning("%s: copies in memory are not used: %s; remove this file", self._shown, error)
             return None
 
     def _disk(self, wanted: int | None, comm: Communicator) -> _Disk | None:
@@ -340,7 +349,7 @@ class MemoryCopies:
             try:
                 MemoryDirectory(self.path, copy.identity).drop(copy.step)
             except (StateExchangeError, OSError) as error:
-                _log.warning("%s: cannot remove the copy of step %d in memory: %s", self.path, copy.step, error)
+                _log.warning("%s: cannot remove the copy of step %d in memory: %s", self._shown, copy.step, error)
 
     def drop(self, step: int, comm: Communicator) -> bool:
         """Remove the copy of a step; return whether a host had one. Collective."""
@@ -544,6 +553,20 @@ class _Hosts:
     def of_file(self, node: int, rank: int) -> int:
         """Return the rank of a host that sends or receives the file of `rank`."""
         return self.ranks[node][rank % len(self.ranks[node])]
+
+
+def _write_own(content: DigestedTensors, folder: str, manifest: SaveManifest, comm: Communicator) -> str:
+    """Write this rank's file into the directory under construction; return the digest of its header."""
+    path = os.path.join(folder, manifest.files[comm.rank])
+    with contextlib.ExitStack() as opening:
+        fd = _opened_for_writing(path, content.nbytes, opening)
+        files.pwrite_all(fd, content.header, 0, path)
+        at = len(content.header)
+        for part in content.parts():
+            files.pwrite_all(fd, part, at, path)
+            at += len(part)
+            comm.progress()
+    return digest(content.header)
 
 
 # Files between hosts

@@ -57,8 +57,8 @@ def save_checkpoint(
     Collective; blocks until the save is published. It appears when it is whole and durable, or not at all. Each rank
     writes its tensors as one file, under their dotted paths; values that are not tensors are kept as JSON. All hosts
     must see `path`; if one does not, a NotFoundError names it. At a URL each rank uploads its own file in parts, and
-    its tensors are read twice, as the file begins with their digests. A failure on any rank is raised on all ranks. For a job
-    that saves again and again use `Checkpoints`.
+    its tensors are read twice, as the file begins with their digests. A failure on any rank is raised on all ranks. For
+    a job that saves again and again use `Checkpoints`.
 
     In the background, the call returns once this rank's tensors are copied, as that of `export_checkpoint` does: a
     thread writes the copy, a save that is called while another one runs waits for it first, and a failure is raised by

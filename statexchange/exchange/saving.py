@@ -233,9 +233,7 @@ def _exchange_starts(request: SaveRequest, build: Build | None, comm: Communicat
     return starts
 
 
-def _write(
-    held: Description, config: str, path: str, start: _Start, comm: Communicator
-) -> tuple[WrittenFile, str]:
+def _write(held: Description, config: str, path: str, start: _Start, comm: Communicator) -> tuple[WrittenFile, str]:
     """Write this rank's file into the build; return it, and where this rank looks for the build."""
     staging = Staging()
     name = rank_file_name(comm.rank, comm.world_size)
@@ -261,26 +259,21 @@ def _check_seen(build: Build, written: Sequence[_Written], comm: Communicator) -
 def _unseen(
     error: NotFoundError, rank: int, writer: int, path: str, comm: Communicator, folder: str = ""
 ) -> NotFoundError:
-    """Return the error for a rank that does not see what the rank `writer` has made, in `folder` as that rank sees it.
+    """Return the error for a rank that does not see what `writer` has made, in `folder` as `writer` sees it.
 
-    Another rank than 0 is to be named by the error; a missing bucket keeps its own message.
+    One of the two is rank 0; the error names the other one.
     """
-    other = rank or writer
+    seen_by, made_by = comm.hosts[rank], comm.hosts[writer]
     if is_url(path):
         text = (
-            f"{comm.hosts[rank]} does not see at this URL what rank {writer} on {comm.hosts[writer]} has put there: "
-            "give all ranks the same URL, endpoint and access"
+            f"{seen_by} does not see at this URL what rank {writer} on {made_by} has put there: give all ranks the "
+            "same URL, endpoint and access"
         )
-        return NotFoundError(text, rank=other, path=without_secrets(path))
-    parent = os.path.dirname(path)
-    if not writer:
-        text = (
-            f"{comm.hosts[rank]} does not see in {parent} what rank 0 on {comm.hosts[0]} has made there: pass "
-            "the same shared directory on all ranks"
-        )
+        return NotFoundError(text, rank=rank or writer, path=without_secrets(path))
+    parent, advice = os.path.dirname(path), "pass the same shared directory on all ranks"
+    if rank:
+        text = f"{seen_by} does not see in {parent} what rank 0 on {made_by} has made there: {advice}"
         return NotFoundError(text, rank=rank, path=parent)
-    text = (
-        f"{comm.hosts[0]} does not see in {parent} what rank {writer} on {comm.hosts[writer]} "
-        f"has saved in {os.path.dirname(folder)}: pass the same shared directory on all ranks"
-    )
+    there = os.path.dirname(folder)
+    text = f"{seen_by} does not see in {parent} what rank {writer} on {made_by} has saved in {there}: {advice}"
     return NotFoundError(text, rank=writer, path=error.path)

@@ -14,7 +14,7 @@ from statexchange.storage.steps import unfinished_steps
 from statexchange.storage.store import resolve_path
 
 if TYPE_CHECKING:
-    from statexchange.storage.directory_build import UnfinishedBuild
+    from statexchange.storage.build import UnfinishedBuild
 
 __all__ = ["SaveRow", "SavesReport", "UnfinishedRow", "list_saves"]
 

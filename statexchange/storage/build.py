@@ -21,7 +21,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from statexchange.errors import StorageError, TargetExistsError
 from statexchange.processes import Owner
@@ -39,6 +39,7 @@ __all__ = [
     "OutputFile",
     "OwnCheck",
     "ReplaceCheck",
+    "UnfinishedBuild",
     "WrittenFile",
     "active_builds",
     "busy_error",
@@ -52,8 +53,29 @@ must not be replaced."""
 
 
 OwnCheck: TypeAlias = Callable[[Store, str], bool]
-"""Given a directory of an object store without a manifest, return whether the object of this name was put by a publisher
-of the same kind, which was killed."""
+"""Given a directory of an object store without a manifest, return whether the object of this name was put by a killed
+publisher of the same kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedBuild:
+    """What one publisher or removal that has not ended, or was killed, has at its target.
+
+    Attributes:
+        nonce: the random number in its hidden names or its claim.
+        paths: its hidden directories, none if it has only an owner record; at a URL the target.
+        is_removal: whether it removes a directory; else it publishes one.
+        owner: the process; None if its record is absent or incomplete.
+        state: whether the process runs, as far as can be proved.
+        nbytes: bytes of its files.
+    """
+
+    nonce: str
+    paths: tuple[str, ...]
+    is_removal: bool
+    owner: Owner | None
+    state: Literal["dead", "alive", "unknown"]
+    nbytes: int
 
 
 class ActiveBuilds:

@@ -75,6 +75,7 @@ from statexchange.storage.build import (
     BuildMember,
     OutputFile,
     ReplaceCheck,
+    UnfinishedBuild,
     WrittenFile,
     active_builds,
     busy_error,
@@ -95,7 +96,6 @@ __all__ = [
     "DirectoryBuild",
     "DirectoryMember",
     "DirectoryRemoval",
-    "UnfinishedBuild",
     "check_directory",
     "open_for_writing",
     "unfinished_builds",
@@ -173,27 +173,6 @@ def _read_record(name: str, dir_fd: int, path: str) -> tuple[os.stat_result | No
         return attributes, Owner.from_json(parse_json(data, path))
     except (NotFoundError, UnsafeError, CorruptError, StorageError, OSError, ValueError):
         return attributes, None
-
-
-@dataclass(frozen=True, slots=True)
-class UnfinishedBuild:
-    """What lies under the hidden names of one publisher or removal that has not ended, or was killed.
-
-    Attributes:
-        nonce: the random number in its names.
-        paths: its hidden directories; none if it has only an owner record.
-        is_removal: whether it removes a directory; else it publishes one.
-        owner: the process; None if its record is absent or incomplete.
-        state: whether the process runs, as far as can be proved.
-        nbytes: bytes of the files in its directories.
-    """
-
-    nonce: str
-    paths: tuple[str, ...]
-    is_removal: bool
-    owner: Owner | None
-    state: Literal["dead", "alive", "unknown"]
-    nbytes: int
 
 
 def unfinished_builds(path: str) -> list[UnfinishedBuild]:
@@ -426,6 +405,7 @@ class DirectoryMember(BuildMember):
         self.folder = os.path.join(os.path.dirname(path), os.path.basename(key))
 
     def write_tensors(self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> WrittenFile:
+        """Write the file while its digests are made; its header comes last."""
         path = os.path.join(self.folder, name)
         durable = not mount_of(self.folder).is_memory
         with files.directory(self.folder) as dir_fd:

@@ -17,9 +17,10 @@
 cannot be used any more:
 
 * the directory of saves has a newer step, or is being copied again;
-* the directory of saves is gone, or has another identity;
+* the directory of saves is gone, or has another identity. A URL is not looked at, since another job may have another
+  endpoint or access;
 * another job lacks room for its copy, the process that made this one has provably ended, and the disk has the same
-  save: then it only saves time;
+  save: then it only saves time. A URL is not looked at: it had the save when the copy was made;
 * `.load-` directories and unfinished copies: their owner has provably ended.
 """
 
@@ -33,7 +34,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from statexchange.cgroups import memory_left
-from statexchange.errors import CorruptError, NotFoundError, StateExchangeError, StorageError, TargetExistsError
+from statexchange.errors import (
+    CorruptError,
+    NotFoundError,
+    StateExchangeError,
+    StorageError,
+    TargetExistsError,
+    without_secrets,
+)
 from statexchange.processes import Owner, host_identity
 from statexchange.storage import files
 from statexchange.storage.atomic import is_abandoned, new_nonce, write_new
@@ -43,6 +51,7 @@ from statexchange.storage.opened_path import open_path
 from statexchange.storage.save_directory import MANIFEST, SaveManifest, read_manifest
 from statexchange.storage.sealed_json import seal, unseal
 from statexchange.storage.steps import clear_leftovers, identity_of_saves, read_saves, step_name, step_of
+from statexchange.storage.store import is_url
 from statexchange.storage.tensorfile import digest, read_header_bytes
 
 if TYPE_CHECKING:
@@ -81,12 +90,13 @@ class MemoryDirectory:
     """The directory of one host and one directory of saves. Not collective.
 
     Args:
-        saves: absolute path of the directory of saves.
+        saves: absolute path or URL of the directory of saves.
         identity: its identity.
     """
 
     def __init__(self, saves: str, identity: str) -> None:
-        self._target = _Target(os.path.realpath(saves), identity, host_identity())
+        path = without_secrets(saves) if is_url(saves) else os.path.realpath(saves)
+        self._target = _Target(path, identity, host_identity())
         self.path = local_path(f"shm://saves-{self._target.digest}")
 
     def begin(self, step: int, ranks: Sequence[int], manifest: SaveManifest) -> Build:
@@ -400,7 +410,7 @@ def _sweep_other(path: str) -> None:
     except CorruptError:
         return
     if target is not None:
-        if target.host != host_identity() or not target.is_gone:
+        if target.host != host_identity() or is_url(target.path) or not target.is_gone:
             return
         with open_path(path) as opened:
             steps = [step for found in opened.store.directories if (step := step_of(found)) is not None]
@@ -415,13 +425,19 @@ def _drop_spare(path: str) -> None:
         target = _Target.read(path)
         for name in opened.store.directories:
             step = step_of(name)
-            if step is None or target.host != host_identity() or target.is_gone:
+            if step is None or target.host != host_identity():
                 continue
             owner, _ = _headers(opened.store.below(name))
-            on_disk = read_saves(target.path).get(step)
-            is_same = isinstance(on_disk, SaveManifest) and on_disk.save == read_manifest(opened.store.below(name)).save
-            if owner.is_dead and is_same:
+            if owner.is_dead and _is_spare(target, step, read_manifest(opened.store.below(name))):
                 _drop(path, step)
+
+
+def _is_spare(target: _Target, step: int, manifest: SaveManifest) -> bool:
+    """Whether the disk has the save of which there is a copy."""
+    if is_url(target.path):
+        return True
+    on_disk = None if target.is_gone else read_saves(target.path).get(step)
+    return isinstance(on_disk, SaveManifest) and on_disk.save == manifest.save
 
 
 def _remove_directory(path: str) -> None:

@@ -32,9 +32,9 @@ every 15 s, and after its put; if the claim is lost by then, it removes its own 
 versions that the members have sent with its listing in step 5.
 
 Failure: a publisher that fails removes its objects only while it still holds the claim; otherwise its successor removes
-them. A killed publisher leaves the claim and its objects, and the next publisher takes over in step 1; it also cancels the
-uploads that a killed process has begun. A member that is killed between its put and its check, after its publisher has
-failed, leaves an object that no claim lists: for this `is_own` tells such objects by their content.
+them. A killed publisher leaves the claim and its objects, and the next publisher takes over in step 1; it also cancels
+the uploads that a killed process has begun. A member that is killed between its put and its check, after its publisher
+has failed, leaves an object that no claim lists: for this `is_own` tells such objects by their content.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ import logging
 import os
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import NotFoundError, StateExchangeError, TargetExistsError, UnsupportedError
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from statexchange.storage.store import EntryKind, StoredFile
     from statexchange.storage.tensorfile import ShardData
 
-__all__ = ["ObjectBuild", "check_url"]
+__all__ = ["ObjectBuild", "ObjectMember", "WatchedClaim", "check_url", "claim_is_dead"]
 
 _log = logging.getLogger(__name__)
 
@@ -129,6 +129,14 @@ def _list_target(
     return old, (present & inherited) - set(old)
 
 
+@dataclass(frozen=True, slots=True)
+class WatchedClaim:
+    """A version of a claim, and the time since when this process has seen it, by its monotonic clock."""
+
+    version: str
+    since: float
+
+
 class ObjectBuild(ObjectWriter, Build):
     """A checkpoint under construction in an object store. The top of this file explains the protocol."""
 
@@ -144,6 +152,8 @@ class ObjectBuild(ObjectWriter, Build):
         check: ReplaceCheck | None,
         resume: bool,
         is_own: OwnCheck | None = None,
+        watched: WatchedClaim | None = None,
+        waits: bool = True,
     ) -> None:
         super().__init__(Objects(url), names[-1])
         self.path = self.building_path = self._objects.path
@@ -157,7 +167,7 @@ class ObjectBuild(ObjectWriter, Build):
         self._has_ended = self._is_clearing = False
         active_builds.add(self._claim.nonce)
         try:
-            inherited = self._take_claim(resume=resume)
+            inherited = self._take_claim(watched, resume=resume, waits=waits)
             old, leftovers = _list_target(self._objects, self._manifest, check, inherited, is_own)
             self._clear(old, leftovers)
         except BaseException:
@@ -166,10 +176,11 @@ class ObjectBuild(ObjectWriter, Build):
 
     # The claim
 
-    def _take_claim(self, *, resume: bool) -> set[str]:
-        """Create the claim, or take it over from a dead publisher; return the names that the latter may have put."""
-        watched_version: str | None = None
-        watched_since = 0.0
+    def _take_claim(self, watched: WatchedClaim | None, *, resume: bool, waits: bool) -> set[str]:
+        """Create the claim, or take it over from a dead publisher; return the names that the latter may have put.
+
+        `watched` is the claim as it was seen before. Without `waits` a publisher whose death is not known is busy.
+        """
         while True:
             with contextlib.suppress(TargetExistsError):
                 audit("claim", self._objects.path_of(CLAIM_NAME))
@@ -183,13 +194,12 @@ class ObjectBuild(ObjectWriter, Build):
                 return set(other.names) - set(self._claim.names) if other.renewal else set()
             if _is_alive(other):
                 raise busy_error(other.owner, self.path)
-            now = time.monotonic()
-            is_first_look = watched_version is None
-            if is_first_look:
-                watched_version, watched_since = version, now
-            elif watched_version != version:
+            is_first_look = watched is None
+            if watched is None:
+                watched = WatchedClaim(version, time.monotonic())
+            elif watched.version != version:
                 raise busy_error(other.owner, self.path)
-            if resume or _is_dead(other) or now - watched_since >= self.take_over_s:
+            if resume or claim_is_dead(other) or time.monotonic() - watched.since >= self.take_over_s:
                 names = tuple({*self._claim.names, *other.names})
                 own_claim = replace(self._claim, names=names)
                 if self._objects.replace_claim(own_claim, version, other.nonce):
@@ -198,8 +208,10 @@ class ObjectBuild(ObjectWriter, Build):
                         self._objects.cancel_uploads(own_claim.names)  # those of the dead publisher
                         return set(other.names)
                     raise TargetExistsError("refused: another publisher has taken over", path=self.path)
-                watched_version = None
+                watched = None
                 continue
+            if not waits:
+                raise busy_error(other.owner, self.path)
             if is_first_look:
                 _log.warning(
                     "%s: %s: waiting for %.0f s to see whether it still runs; if it has ended, resume=True (--resume) "
@@ -328,8 +340,9 @@ class ObjectBuild(ObjectWriter, Build):
         self._stop_renewal()
         try:
             if self._read_own():
-                if self._is_clearing:  # what is left of a checkpoint that is being removed: the claim lists it
-                    self._claim_version = None
+                if self._is_clearing:
+                    _log.warning("objects of %s stay until the next publication or removal", self.path)
+                    self._claim_version = None  # so that `_end` keeps the claim, which lists these objects
                 self._remove_shared()
                 for name in sorted(self._versions, key=lambda name: name != self._manifest):
                     version = self._objects.version(name)
@@ -436,10 +449,10 @@ class ObjectMember(ObjectWriter, BuildMember):
 
 
 def _is_alive(claim: Claim) -> bool:
-    return claim.owner.is_alive and not _is_dead(claim)
+    return claim.owner.is_alive and not claim_is_dead(claim)
 
 
-def _is_dead(claim: Claim) -> bool:
+def claim_is_dead(claim: Claim) -> bool:
     """Whether the publisher has provably ended; for this process, whether that build has."""
     if claim.owner == Owner.current():
         return not active_builds.is_active(claim.nonce)

@@ -1,4 +1,4 @@
-"""Put objects under a claim (claim.py): what the publisher of a directory and the processes that help it have in common.
+"""Put objects under a claim (claim.py), as the publisher of a directory or as a member that helps it.
 
 object_build.py has the protocol. Each writer creates objects exclusively and checks the claim after each put, so that
 no object of a publisher that was taken for dead stays among those of its successor.
@@ -52,6 +52,7 @@ class ObjectFile(OutputFile):
         return self._file
 
     def write(self, data: Buffer, at: int) -> None:
+        """Upload the next bytes; the upload begins at the first call."""
         self._opened()
         assert at == self._at, (at, self._at)
         self._writer.renew()
@@ -63,6 +64,7 @@ class ObjectFile(OutputFile):
         self._at += memoryview(data).nbytes
 
     def finish(self, *, writes_header: bool = True) -> None:
+        """Complete the upload: only now the object exists."""
         assert writes_header
         self._opened()
         self._writer.put_object(self.name, self._complete_upload, is_visible=self.is_visible)
@@ -77,6 +79,7 @@ class ObjectFile(OutputFile):
                 self._file.commit()
 
     def close(self) -> None:
+        """Cancel an upload that is not complete."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(Exception):  # the upload is cancelled, whatever the store answers

@@ -191,6 +191,7 @@ class Objects:
 
 
 def etag_of(info: Mapping[str, Any]) -> str:
+    """Return an object's ETag; "" without one."""
     return str(info.get("ETag") or info.get("etag") or "")
 
 

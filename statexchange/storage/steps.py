@@ -1,7 +1,8 @@
-"""A local directory of saves by step: list the whole ones, remove one, and clean up after killed processes.
+"""A directory of saves by step: list the whole ones, remove one, and clean up after killed processes.
 
-The save of step 700 is the directory ``step-000000700``. It is published and removed like a checkpoint
-(directory_build.py), so a directory of that name is whole.
+The save of step 700 is the directory ``step-000000700``. It is published and removed like a checkpoint. In a local
+directory (directory_build.py) a directory of that name is whole. At a URL (object_build.py) it is whole if it has a
+manifest; one with a claim and without a manifest is unfinished, or is being removed.
 
 ``saves.json`` is there if the job also keeps its newest save in memory (memory_directory.py). It has random digits that
 identify this directory of saves: a copy in memory belongs to the directory whose digits it has. So a directory that was
@@ -30,16 +31,19 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.storage.atomic import new_nonce, write_new
+from statexchange.storage.claim import CLAIM_NAME
 from statexchange.storage.files import directory
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import open_path, read_with_retry
-from statexchange.storage.save_directory import MANIFEST, SaveManifest, read_manifest, removable_files
+from statexchange.storage.save_directory import MANIFEST, SaveManifest, is_stray, read_manifest, removable_files
 from statexchange.storage.sealed_json import seal, unseal
+from statexchange.storage.store import is_url
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
 
-    from statexchange.storage.directory_build import UnfinishedBuild
+    from statexchange.storage.build import UnfinishedBuild
+    from statexchange.storage.object_removal import ClaimWatch
     from statexchange.storage.opened_path import OpenedPath
     from statexchange.storage.store import Store
 
@@ -55,10 +59,12 @@ __all__ = [
     "named_steps",
     "read_saves",
     "remove_save",
+    "saved_steps",
     "step_name",
     "step_of",
     "steps_text",
     "unfinished_steps",
+    "watch_claims",
 ]
 
 _log = logging.getLogger(__name__)
@@ -163,7 +169,26 @@ def is_saves_directory(store: Store) -> bool:
     """Whether a directory has a whole or unfinished save of a step. Not collective."""
     if any(_HIDDEN.fullmatch(name) is not None for name in store.listing):
         return True
-    return bool(list_steps(store))
+    return bool(list_steps(store)) or any(_is_unfinished(store, step) for step in named_steps(store))
+
+
+def saved_steps(store: Store) -> list[int]:
+    """Return the steps whose directories should be saves, oldest first: all that are not known as unfinished.
+
+    Not collective.
+    """
+    return [step for step in named_steps(store) if not _is_unfinished(store, step)]
+
+
+def _is_unfinished(store: Store, step: int) -> bool:
+    """Whether the directory of a step is an unfinished save or removal: at a URL, one with a claim alone."""
+    if not is_url(store.path):
+        return False
+    try:
+        names = store.below(step_name(step)).listing
+    except NotFoundError:  # removed meanwhile
+        return False
+    return CLAIM_NAME in names and MANIFEST not in names
 
 
 def named_steps(store: Store) -> list[int]:
@@ -178,11 +203,14 @@ def read_saves(path: str, *, without: Container[int] = ()) -> dict[int, SaveMani
     not exist.
 
     Raises:
+        NotFoundError: `path` is a file, or there is no such bucket.
         StorageError: the directory cannot be read.
     """
     try:
         opened = open_path(path)
-    except NotFoundError:
+    except NotFoundError as error:
+        if is_url(path):
+            _check_bucket(error)
         return {}
     with opened:
         if opened.file is not None:
@@ -197,6 +225,14 @@ def read_saves(path: str, *, without: Container[int] = ()) -> dict[int, SaveMani
         except StateExchangeError as error:
             found[step] = error
     return found
+
+
+def _check_bucket(error: NotFoundError) -> None:
+    """Raise the error if it says that a bucket is missing: that is a wrong URL rather than a new job's."""
+    from statexchange.storage.fsspec_store import is_missing_bucket  # imports fsspec, which local paths do not need
+
+    if is_missing_bucket(error):
+        raise error
 
 
 def _manifest_of(opened: OpenedPath) -> SaveManifest:
@@ -236,8 +272,14 @@ def make_identity(path: str) -> str:
     if found is not None:
         return found
     data = json.dumps(seal({"schema": _SCHEMA, "identity": new_nonce()})).encode()
-    with contextlib.suppress(TargetExistsError), directory(path) as dir_fd:
-        write_new(dir_fd, IDENTITY, [data], nbytes=len(data), path=os.path.join(path, IDENTITY), mode=0o666)
+    with contextlib.suppress(TargetExistsError):
+        if is_url(path):
+            from statexchange.storage.object_removal import put_new  # for writers only
+
+            put_new(path, IDENTITY, data)
+        else:
+            with directory(path) as dir_fd:
+                write_new(dir_fd, IDENTITY, [data], nbytes=len(data), path=os.path.join(path, IDENTITY), mode=0o666)
     found = identity_of_saves(path)
     if found is None:
         raise NotFoundError("removed while it was made", path=os.path.join(path, IDENTITY))
@@ -254,7 +296,9 @@ def check_only_saves(path: str) -> None:
             if MANIFEST in opened.store.listing:
                 text = f"this is one save: pass the directory that contains it, {os.path.dirname(path)}"
                 raise InvalidArgumentError(text, path=path)
-            names = opened.store.listing.keys() - {IDENTITY, *map(step_name, list_steps(opened.store))}
+            store = opened.store
+            unfinished = [step for step in named_steps(store) if _is_unfinished(store, step)]
+            names = store.listing.keys() - {IDENTITY, *map(step_name, [*list_steps(store), *unfinished])}
     except NotFoundError:
         return
     others = sorted(name for name in names if _HIDDEN.fullmatch(name) is None)
@@ -272,16 +316,23 @@ def check_only_saves(path: str) -> None:
         raise InvalidArgumentError(text, path=path)
 
 
-def remove_save(path: str, step: int) -> None:
+def remove_save(path: str, step: int, *, waits: bool = True) -> None:
     """Remove the save of a step from the directory `path`.
 
-    Not collective. No reader opens a part of it: one that has opened it may fail, and is told that it was removed.
+    Not collective. No reader opens a part of it: one that has opened it may fail, and is told that it was removed. At a
+    URL it looks for 60 s whether another host's process, which has begun to remove it, still runs; without `waits` it
+    does not.
 
     Raises:
         NotFoundError: there is no such save.
         UnsafeError: the directory has files that are not of the save.
         TargetExistsError: another process is publishing or removing it.
     """
+    if is_url(path):
+        from statexchange.storage.object_removal import remove_objects  # for writers only
+
+        remove_objects(f"{path}/{step_name(step)}", MANIFEST, removable_files, waits=waits)
+        return
     from statexchange.storage.directory_build import DirectoryRemoval  # for writers only
 
     DirectoryRemoval(os.path.join(path, step_name(step)), check=removable_files).run()
@@ -295,6 +346,11 @@ def unfinished_steps(path: str) -> dict[int, list[UnfinishedBuild]]:
     Raises:
         StorageError: the directory cannot be read.
     """
+    if is_url(path):
+        from statexchange.storage.object_removal import unfinished_objects  # imports fsspec
+
+        unfinished = {step: unfinished_objects(f"{path}/{step_name(step)}", MANIFEST) for step in _steps_at(path)}
+        return {step: [build] for step, build in unfinished.items() if build is not None}
     names = _hidden_names(path)
     if not names:
         return {}
@@ -320,11 +376,51 @@ def _hidden_names(path: str) -> list[str]:
     return sorted({match[1] for name in entries if (match := _HIDDEN.fullmatch(name)) is not None})
 
 
-def clear_leftovers(path: str) -> None:
-    """Remove what processes that have provably ended left of unfinished saves and removals. Not collective."""
+def _steps_at(path: str, without: Container[int] = ()) -> list[int]:
+    """Return the steps that have a directory at a URL; [] if there is nothing."""
+    try:
+        with open_path(path) as opened:
+            return [] if opened.file is not None else [s for s in named_steps(opened.store) if s not in without]
+    except NotFoundError:
+        return []
+
+
+def watch_claims(path: str, watch: ClaimWatch, without: Container[int]) -> None:
+    """Note the claims of unfinished saves at a URL, for a later `clear_leftovers`; not of the steps in `without`.
+
+    Not collective.
+    """
+    for step in _steps_at(path, without):
+        watch.look_at(f"{path}/{step_name(step)}")
+
+
+def clear_leftovers(
+    path: str, *, without: Container[int] = (), watch: ClaimWatch | None = None, waits: bool = False
+) -> list[str]:
+    """Remove what processes that have provably ended left of unfinished saves and removals. Not collective.
+
+    At a URL also what belongs to a process of another host whose claim has not changed for 60 s.
+
+    Args:
+        path: the directory of saves.
+        without: steps that are known to be whole, at a URL.
+        watch: what this process has seen of claims before; without it and without `waits` none is 60 s old.
+        waits: look at the claims of other hosts for 60 s.
+
+    Returns:
+        The nonces of what was removed at a URL.
+    """
+    if is_url(path):
+        from statexchange.storage.object_removal import clear_objects  # for writers only
+
+        steps = _steps_at(path, without)
+        cleared = [
+            clear_objects(f"{path}/{step_name(step)}", MANIFEST, is_stray, watch=watch, waits=waits) for step in steps
+        ]
+        return [nonce for nonce in cleared if nonce is not None]
     names = _hidden_names(path)
     if not names:
-        return
+        return []
     from statexchange.storage.directory_build import DirectoryRemoval, unfinished_builds  # for writers only
 
     for name in names:
@@ -337,3 +433,4 @@ def clear_leftovers(path: str) -> None:
             continue
         except UnsafeError as error:  # of another user, or not a directory: no reason to fail for other steps
             _log.warning("what a killed save or removal left is not removed: %s", error)
+    return []

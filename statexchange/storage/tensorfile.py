@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from statexchange.storage.store import StoredFile
 
 __all__ = [
-    "DigestedTensors",
     "TORCH_SHARDING_KEY",
+    "DigestedTensors",
     "Entry",
     "Header",
     "ShardData",
@@ -380,9 +380,7 @@ def _placeholders(shards: Sequence[ShardData]) -> list[list[str]]:
     return [[_NO_DIGEST for _ in data.shard.boxes] for data in shards]
 
 
-def _rank_header(
-    shards: Sequence[ShardData], digests: Sequence[Sequence[str]], metadata: Mapping[str, Any]
-) -> bytes:
+def _rank_header(shards: Sequence[ShardData], digests: Sequence[Sequence[str]], metadata: Mapping[str, Any]) -> bytes:
     """Return the header of a rank's file."""
     described = [data.shard for data in shards]
     with collector_paused():

@@ -1,0 +1,126 @@
+"""Remove saves from an object store, and what killed processes have left there.
+
+A removal is a build (object_build.py) that takes the claim, removes the manifest first and then the other objects, and
+gives the claim up. Its claim has the plan `REMOVAL`.
+
+Whether a process on another host still runs is only seen by its claim, which it renews. `ClaimWatch` remembers when
+each claim was seen, so that a job which looks at its saves again and again waits for none of them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from statexchange.errors import NotFoundError, StateExchangeError, TargetExistsError
+from statexchange.storage.build import UnfinishedBuild
+from statexchange.storage.claim import CLAIM_NAME
+from statexchange.storage.object_build import ObjectBuild, WatchedClaim, claim_is_dead
+from statexchange.storage.objects import Objects
+
+if TYPE_CHECKING:
+    from statexchange.storage.build import OwnCheck, ReplaceCheck
+
+__all__ = ["ClaimWatch", "clear_objects", "put_new", "remove_objects", "unfinished_objects"]
+
+REMOVAL = "removal"
+
+
+class ClaimWatch:
+    """The versions of claims that a process has seen, and since when. For one thread."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, WatchedClaim] = {}  # by the path of the directory
+
+    def look_at(self, url: str) -> None:
+        """Note the claim in a directory, if there is one."""
+        objects = Objects(url)
+        version = objects.claim_version()
+        if version is not None:
+            self.look(objects.path, version)
+
+    def look(self, path: str, version: str) -> WatchedClaim:
+        """Return since when the claim in the directory `path` has its present version."""
+        seen = self._seen.get(path)
+        if seen is None or seen.version != version:
+            seen = self._seen[path] = WatchedClaim(version, time.monotonic())
+        return seen
+
+
+def unfinished_objects(url: str, manifest: str) -> UnfinishedBuild | None:
+    """Return what a publisher or removal has left, or is building, in the directory `url`; None if there is nothing.
+
+    Not collective. With a manifest the directory is whole, even if there is still a claim.
+    """
+    objects = Objects(url)
+    infos = objects.list_infos()
+    if CLAIM_NAME not in infos or manifest in infos:
+        return None
+    nbytes = sum(int(info.get("size") or 0) for name, info in infos.items() if name != CLAIM_NAME)
+    paths = (objects.path,)
+    try:
+        present = objects.read_claim()
+    except StateExchangeError:  # it is broken, or renewed again and again
+        return UnfinishedBuild("", paths, False, None, "unknown", nbytes)
+    if present is None:
+        return None
+    claim, _ = present
+    is_removal = claim.plan == REMOVAL
+    if claim_is_dead(claim):
+        return UnfinishedBuild(claim.nonce, paths, is_removal, claim.owner, "dead", nbytes)
+    if claim.owner.is_alive:
+        return UnfinishedBuild(claim.nonce, paths, is_removal, claim.owner, "alive", nbytes)
+    return UnfinishedBuild(claim.nonce, paths, is_removal, claim.owner, "unknown", nbytes)
+
+
+def clear_objects(
+    url: str, manifest: str, is_own: OwnCheck, *, watch: ClaimWatch | None = None, waits: bool = False
+) -> str | None:
+    """Remove what a dead publisher or removal has left in the directory `url`; return the nonce of its claim.
+
+    Not collective. None if there is nothing, or if its process may still run.
+
+    Args:
+        url: the directory.
+        manifest: the name of the object that commits it.
+        is_own: as for `open_build`.
+        watch: what this process has seen of claims; a claim that has not changed for 60 s is a dead process's.
+        waits: look at the claim for 60 s, unless its process runs on this host or has provably ended.
+    """
+    objects = Objects(url)
+    infos = objects.list_infos()
+    if CLAIM_NAME not in infos or manifest in infos:
+        return None
+    present = objects.read_claim()
+    if present is None:
+        return None
+    claim, version = present
+    watched = None if watch is None else watch.look(objects.path, version)
+    try:
+        ObjectBuild(
+            url, REMOVAL, [manifest], check=None, resume=False, is_own=is_own, watched=watched, waits=waits
+        ).abandon()
+    except TargetExistsError:  # its process runs, or has just ended well
+        return None
+    return claim.nonce
+
+
+def remove_objects(url: str, manifest: str, check: ReplaceCheck, *, waits: bool) -> None:
+    """Remove a published directory, its manifest first.
+
+    Not collective. With `waits` it looks for 60 s whether another host's publisher, whose claim is there, still runs.
+
+    Raises:
+        NotFoundError: there is no manifest.
+        UnsafeError: it has other objects.
+        TargetExistsError: another process is publishing or removing it.
+    """
+    objects = Objects(url)
+    if manifest not in objects.list_infos():
+        raise NotFoundError("no such path", path=objects.path)
+    ObjectBuild(url, REMOVAL, [manifest], check=check, resume=False, waits=waits).abandon()
+
+
+def put_new(url: str, name: str, data: bytes) -> None:
+    """Put a small object into the directory `url`; raise TargetExistsError if it exists. Not collective."""
+    Objects(url).create(name, data)
