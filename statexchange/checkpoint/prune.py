@@ -13,15 +13,20 @@ from statexchange.errors import (
     NotFoundError,
     StateExchangeError,
     TargetExistsError,
-    UnsupportedError,
     without_secrets,
 )
-from statexchange.storage.local import local_path
 from statexchange.storage.opened_path import open_path
 from statexchange.storage.save_check import check_saves
 from statexchange.storage.save_directory import SaveManifest, removable_files
-from statexchange.storage.steps import Retention, clear_leftovers, remove_save, step_name, unfinished_steps
-from statexchange.storage.store import is_url, resolve_path
+from statexchange.storage.steps import (
+    Retention,
+    clear_leftovers,
+    remove_save,
+    saves_path,
+    step_name,
+    unfinished_steps,
+)
+from statexchange.storage.store import is_url
 
 if TYPE_CHECKING:
     from statexchange.storage.build import UnfinishedBuild
@@ -90,10 +95,10 @@ def prune_saves(
 
     Not collective. A broken save does not count as one that stays, and is not removed. Neither is a directory that has
     files of others, or that another process is removing or replacing. What an unfinished save left is removed only if
-    its process has provably ended.
+    its process has provably ended; at a URL also if its claim does not change while it is watched for 60 s.
 
     Args:
-        path: the directory in which `Checkpoints` saves.
+        path: the directory or URL in which `Checkpoints` saves.
         retention: which saves stay.
         dry_run: remove nothing, and report what would be removed.
         on_progress: called with (bytes done, bytes in total).
@@ -104,7 +109,6 @@ def prune_saves(
     Raises:
         NotFoundError: the directory does not exist, or has no saves.
         InvalidArgumentError: it is one save, or a file, or no save has the metric of `retention`.
-        UnsupportedError: it is a URL.
         StorageError: it cannot be read.
 
     Example:
@@ -119,10 +123,7 @@ def prune_saves(
         (20, 'kept', 'one of the newest 2')
         (30, 'kept', 'one of the newest 2')
     """
-    resolved = resolve_path(path, "a directory of saves")
-    if is_url(resolved):
-        raise UnsupportedError("saves are removed from a local directory only", path=without_secrets(resolved))
-    root = local_path(resolved)
+    root = saves_path(path)
     rows: list[PruneRow] = []
     whole: dict[int, SaveManifest] = {}
     for check in check_saves(root):
@@ -137,7 +138,8 @@ def prune_saves(
     reasons = retention.reasons(whole)
     done = 0
     for step, manifest in whole.items():
-        row = PruneRow(step, (os.path.join(root, step_name(step)),), sum(manifest.nbytes), False, "kept", "")
+        folder = without_secrets(os.path.join(root, step_name(step)))
+        row = PruneRow(step, (folder,), sum(manifest.nbytes), False, "kept", "")
         if step in reasons:
             rows.append(replace(row, reason=reasons[step]))
             continue
@@ -165,7 +167,7 @@ def _remove(root: str, row: PruneRow, *, dry_run: bool) -> PruneRow | None:
     """Remove a save, or check that it can be removed; None if another process has removed it."""
     try:
         if dry_run:
-            with open_path(row.paths[0]) as opened:
+            with open_path(os.path.join(root, step_name(row.step))) as opened:
                 removable_files(opened.store)
         else:
             _remove_when_free(root, row.step)
@@ -194,9 +196,10 @@ def _clear(root: str, *, dry_run: bool) -> Iterable[PruneRow]:
     """Remove what processes that have provably ended left; return what became of it, and of what others left."""
     before = unfinished_steps(root)
     problem: StateExchangeError | None = None
+    cleared: list[str] = []
     if not dry_run:
         try:
-            clear_leftovers(root)
+            cleared = clear_leftovers(root, waits=True)
         except StateExchangeError as error:
             problem = error
     after = before if dry_run else unfinished_steps(root)
@@ -205,7 +208,7 @@ def _clear(root: str, *, dry_run: bool) -> Iterable[PruneRow]:
     for step, builds in sorted(before.items()):
         for build in builds:
             row = PruneRow(step, build.paths, build.nbytes, True, "not removed", _reason(build, root, step))
-            if build.state == "dead" and (dry_run or build.nonce not in left):
+            if build.nonce in cleared or (build.state == "dead" and (dry_run or build.nonce not in left)):
                 row = replace(row, action="removed")
             elif build.state == "dead":
                 row = replace(row, problem=problem)
@@ -222,5 +225,10 @@ def _reason(build: UnfinishedBuild, root: str, step: int) -> str:
     if build.state == "alive":
         return f"{what}, {build.owner} runs"
     whose = "an unknown process" if build.owner is None else f"{build.owner}, which cannot be seen from here"
+    if is_url(root):
+        url = f"{without_secrets(root)}/{step_name(step)}"
+        if build.owner is None:
+            return f"{what} of {whose}: if it has ended, remove all objects in {url}"
+        return f"{what} of {whose}: without --dry-run it is removed if its claim does not change for 60 s"
     hidden = os.path.join(root, f".{step_name(step)}.*{build.nonce}*")  # the directories and the owner record
     return f"{what} of {whose}: if it has ended, remove {hidden}"

@@ -25,7 +25,7 @@ from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, se
 from statexchange.formats.source import WEIGHTS, OpenCheckpoint, Source, Weights
 from statexchange.storage.opened_path import OpenedPath, open_path, read_with_retry
 from statexchange.storage.steps import is_saves_directory, list_steps, step_name, step_of, steps_text
-from statexchange.storage.store import is_url, resolve_path
+from statexchange.storage.store import resolve_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -181,7 +181,7 @@ def probe(path: str) -> Probe:
 def _absent_step(path: str) -> NotFoundError | None:
     """Return the error for the path of a step that a directory of saves does not have; None for any other path."""
     step = step_of(os.path.basename(path))
-    if step is None or is_url(path):
+    if step is None:
         return None
     try:
         with open_path(os.path.dirname(path)) as opened:
@@ -194,13 +194,11 @@ def _absent_step(path: str) -> NotFoundError | None:
 
 
 def holds_saves(path: str | os.PathLike[str]) -> bool:
-    """Whether a local directory has saves by step, whole or unfinished, and is no checkpoint itself.
+    """Whether a directory has saves by step, whole or unfinished, and is no checkpoint itself.
 
     Not collective. False for a path that does not exist.
     """
     path = resolve_path(path, "a source")
-    if is_url(path):
-        return False
     try:
         return read_with_retry(path, _holds_saves)
     except NotFoundError:

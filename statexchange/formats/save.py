@@ -5,6 +5,7 @@ from __future__ import annotations
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, StateExchangeError
 from statexchange.formats.source import ShardFile, Source
 from statexchange.formats.workspace import shard_file
+from statexchange.storage.claim import claim_of
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.save_directory import (
     MANIFEST,
@@ -76,5 +77,9 @@ def _manifest_of(opened: OpenedPath) -> SaveManifest:
     try:
         return read_manifest(opened.store)
     except NotFoundError as error:
+        claim = claim_of(opened.store)
+        if claim is not None:
+            text = f"this save is not finished, or is being removed: {claim}"
+            raise IncompleteError(text, path=opened.path) from None
         text = f"{MANIFEST} of this save is missing: copy the whole directory, with all ranks' files"
         raise IncompleteError(text, path=error.path) from None

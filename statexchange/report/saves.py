@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from statexchange.errors import StateExchangeError, without_secrets
-from statexchange.storage.local import local_path
 from statexchange.storage.save_check import check_saves
-from statexchange.storage.steps import unfinished_steps
-from statexchange.storage.store import resolve_path
+from statexchange.storage.steps import saves_path, unfinished_steps
 
 if TYPE_CHECKING:
     from statexchange.storage.build import UnfinishedBuild
@@ -54,7 +52,7 @@ class UnfinishedRow:
 
     Attributes:
         step: the training step.
-        paths: its hidden directories.
+        paths: its hidden directories; at a URL that of the step.
         nbytes: bytes of their files.
         owner_state: "alive", "dead" or "unknown", as far as can be proved on this host.
         state: the same in a few words.
@@ -108,7 +106,7 @@ def list_saves(path: str | os.PathLike[str]) -> SavesReport:
     Not collective. Reads manifests, and the sizes and headers of files. Problems are in the report, not raised.
 
     Args:
-        path: the directory in which `Checkpoints` saves.
+        path: the directory or URL in which `Checkpoints` saves.
 
     Returns:
         The report.
@@ -128,7 +126,7 @@ def list_saves(path: str | os.PathLike[str]) -> SavesReport:
         (10, 1, {'loss': 0.1}, 'whole')
         (20, 1, {'loss': 0.05}, 'whole')
     """
-    root = local_path(resolve_path(path, "a directory of saves"))
+    root = saves_path(path)
     rows = []
     for check in check_saves(root):
         manifest = check.manifest
@@ -148,7 +146,7 @@ def list_saves(path: str | os.PathLike[str]) -> SavesReport:
                     check.problems,
                 )
             )
-    unfinished = []
+    unfinished: list[UnfinishedRow] = []
     for step, builds in sorted(unfinished_steps(root).items()):
         for build in builds:
             unfinished.append(UnfinishedRow(step, build.paths, build.nbytes, build.state, _unfinished_state(build)))

@@ -6,13 +6,12 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from statexchange.errors import IncompleteError, NotFoundError, StateExchangeError
+from statexchange.errors import IncompleteError, NotFoundError, StateExchangeError, without_secrets
 from statexchange.report.verify import VerifyReport, verify
-from statexchange.storage.local import local_path
 from statexchange.storage.save_check import list_save_directories
 from statexchange.storage.save_directory import MANIFEST, SaveManifest
-from statexchange.storage.steps import read_saves, step_name
-from statexchange.storage.store import resolve_path
+from statexchange.storage.steps import read_saves, saves_path, step_name
+from statexchange.storage.store import is_url
 
 __all__ = ["SaveVerdict", "verify_saves"]
 
@@ -42,7 +41,7 @@ def verify_saves(
     Not collective. Problems become findings, not exceptions. A save that is removed meanwhile is left out.
 
     Args:
-        path: the directory in which `Checkpoints` saves.
+        path: the directory or URL in which `Checkpoints` saves.
         on_progress: called with (bytes done, bytes in total).
 
     Yields:
@@ -60,7 +59,7 @@ def verify_saves(
         ...     verdict.step, verdict.findings
         (10, ())
     """
-    root = local_path(resolve_path(path, "a directory of saves"))
+    root = saves_path(path)
     steps = list_save_directories(root)
     sizes = {step: sum(one.nbytes) for step, one in read_saves(root).items() if isinstance(one, SaveManifest)}
     total, done_before = sum(sizes.values()), 0
@@ -89,13 +88,15 @@ class _Part:
 
 def _verdict(step: int, folder: str, on_progress: Callable[[int, int], None] | None) -> SaveVerdict | None:
     """Verify one save; None if it was removed meanwhile."""
+    shown = without_secrets(folder)
     missing = IncompleteError(f"there is no {MANIFEST} in this step's directory: it is no save any more", path=folder)
     try:
         report = verify(folder, on_progress=on_progress)
     except NotFoundError:
-        return SaveVerdict(step, folder, None, (missing,)) if os.path.isdir(folder) else None
+        is_there = not is_url(folder) and os.path.isdir(folder)
+        return SaveVerdict(step, shown, None, (missing,)) if is_there else None
     except StateExchangeError as error:
-        return SaveVerdict(step, folder, None, (error,))
+        return SaveVerdict(step, shown, None, (error,))
     if report.kind != "save":  # without the manifest the ranks' files look like another format
-        return SaveVerdict(step, folder, None, (missing,))
-    return SaveVerdict(step, folder, report, report.findings)
+        return SaveVerdict(step, shown, None, (missing,))
+    return SaveVerdict(step, shown, report, report.findings)

@@ -349,7 +349,8 @@ class ObjectBuild(ObjectWriter, Build):
                     if version is not None and self._versions[name] in (None, version):
                         self._remove(name)
         except StateExchangeError as error:
-            _log.warning("objects of %s stay until the next publication: %s", self.path, error)
+            if self._claim_version is not None:
+                _log.warning("objects of %s stay until the next publication: %s", self.path, error)
             self._claim_version = None  # so that `_end` keeps the claim, which lists these objects
         finally:
             self._end()

@@ -9,10 +9,11 @@ each claim was seen, so that a job which looks at its saves again and again wait
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
-from statexchange.errors import NotFoundError, StateExchangeError, TargetExistsError
+from statexchange.errors import CorruptError, NotFoundError, StateExchangeError, TargetExistsError
 from statexchange.storage.build import UnfinishedBuild
 from statexchange.storage.claim import CLAIM_NAME
 from statexchange.storage.object_build import ObjectBuild, WatchedClaim, claim_is_dead
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ClaimWatch", "clear_objects", "put_new", "remove_objects", "unfinished_objects"]
 
+_log = logging.getLogger(__name__)
 REMOVAL = "removal"
 
 
@@ -78,7 +80,8 @@ def clear_objects(
 ) -> str | None:
     """Remove what a dead publisher or removal has left in the directory `url`; return the nonce of its claim.
 
-    Not collective. None if there is nothing, or if its process may still run.
+    Not collective. None if there is nothing, or if its process may still run. Of a directory with a manifest only the
+    claim is removed.
 
     Args:
         url: the directory.
@@ -88,10 +91,15 @@ def clear_objects(
         waits: look at the claim for 60 s, unless its process runs on this host or has provably ended.
     """
     objects = Objects(url)
-    infos = objects.list_infos()
-    if CLAIM_NAME not in infos or manifest in infos:
+    if CLAIM_NAME not in objects.list_infos():
         return None
-    present = objects.read_claim()
+    try:
+        present = objects.read_claim()
+    except CorruptError as error:  # no reason to fail for other directories
+        _log.warning("what a killed save or removal left is not removed: %s", error)
+        return None
+    except TargetExistsError:  # it is renewed again and again
+        return None
     if present is None:
         return None
     claim, version = present
@@ -100,7 +108,7 @@ def clear_objects(
         ObjectBuild(
             url, REMOVAL, [manifest], check=None, resume=False, is_own=is_own, watched=watched, waits=waits
         ).abandon()
-    except TargetExistsError:  # its process runs, or has just ended well
+    except TargetExistsError:  # its process runs, or the directory is whole: then only the claim was removed
         return None
     return claim.nonce
 

@@ -14,7 +14,9 @@ from statexchange.errors import (
     ReplacedError,
     StateExchangeError,
     TruncatedError,
+    without_secrets,
 )
+from statexchange.storage.claim import claim_of
 from statexchange.storage.opened_path import open_path, read_with_retry
 from statexchange.storage.save_directory import (
     MANIFEST,
@@ -23,7 +25,7 @@ from statexchange.storage.save_directory import (
     rank_file_name,
     read_manifest,
 )
-from statexchange.storage.steps import is_saves_directory, named_steps, step_name
+from statexchange.storage.steps import is_saves_directory, saved_steps, step_name
 from statexchange.units import format_ranks
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ class SaveCheck:
 def list_save_directories(path: str) -> list[int]:
     """Return the steps that have a directory in the directory of saves `path`, oldest first.
 
-    Not collective. Such a directory is a save unless somebody has changed it.
+    Not collective. Such a directory is a save unless somebody has changed it. Unfinished ones at a URL are left out.
 
     Raises:
         NotFoundError: `path` does not exist, or has neither saves nor unfinished ones.
@@ -72,7 +74,7 @@ def list_save_directories(path: str) -> list[int]:
         if not is_saves_directory(opened.store):
             text = "there are no saves by step here: pass the directory in which Checkpoints saves"
             raise NotFoundError(text, path=path)
-        return named_steps(opened.store)
+        return saved_steps(opened.store)
 
 
 def check_saves(path: str) -> list[SaveCheck]:
@@ -87,19 +89,20 @@ def check_saves(path: str) -> list[SaveCheck]:
     found = []
     for step in list_save_directories(path):
         folder = os.path.join(path, step_name(step))
+        shown = without_secrets(folder)
         try:
             manifest, problems = read_with_retry(folder, _look)
         except NotFoundError:  # removed meanwhile
             continue
         except IncompleteError as error:
-            found.append(SaveCheck(step, folder, None, f"no {MANIFEST}", (error,)))
+            found.append(SaveCheck(step, shown, None, f"no {MANIFEST}", (error,)))
         except CorruptError as error:
-            found.append(SaveCheck(step, folder, None, "broken manifest", (error,)))
+            found.append(SaveCheck(step, shown, None, "broken manifest", (error,)))
         except StateExchangeError as error:
-            found.append(SaveCheck(step, folder, None, "cannot be read", (error,)))
+            found.append(SaveCheck(step, shown, None, "cannot be read", (error,)))
         else:
             errors = tuple(problem.error for problem in problems)
-            found.append(SaveCheck(step, folder, manifest, _state(problems), errors))
+            found.append(SaveCheck(step, shown, manifest, _state(problems), errors))
     return found
 
 
@@ -131,6 +134,8 @@ def _look(opened: OpenedPath) -> tuple[SaveManifest, list[_FileProblem]]:
         try:
             manifest = read_manifest(opened.store)
         except NotFoundError:
+            if claim_of(opened.store) is not None:  # at a URL it is being removed or replaced
+                raise
             text = f"there is no {MANIFEST} in this step's directory: it is no save any more"
             raise IncompleteError(text, path=opened.path) from None
         problems: list[_FileProblem] = []

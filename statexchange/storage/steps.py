@@ -34,10 +34,11 @@ from statexchange.storage.atomic import new_nonce, write_new
 from statexchange.storage.claim import CLAIM_NAME
 from statexchange.storage.files import directory
 from statexchange.storage.json_text import parse_json
+from statexchange.storage.local import local_path
 from statexchange.storage.opened_path import open_path, read_with_retry
 from statexchange.storage.save_directory import MANIFEST, SaveManifest, is_stray, read_manifest, removable_files
 from statexchange.storage.sealed_json import seal, unseal
-from statexchange.storage.store import is_url
+from statexchange.storage.store import is_url, resolve_path
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
@@ -60,6 +61,7 @@ __all__ = [
     "read_saves",
     "remove_save",
     "saved_steps",
+    "saves_path",
     "step_name",
     "step_of",
     "steps_text",
@@ -140,6 +142,12 @@ class Retention:
 def step_name(step: int) -> str:
     """Return the name of a step's directory."""
     return f"step-{step:09d}"
+
+
+def saves_path(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path or URL of a directory of saves that a caller gave."""
+    resolved = resolve_path(path, "a directory of saves")
+    return resolved.rstrip("/") if is_url(resolved) else local_path(resolved)
 
 
 def step_of(name: str) -> int | None:

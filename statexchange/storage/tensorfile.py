@@ -364,7 +364,8 @@ class DigestedTensors:
             CorruptError: a tensor was changed since its digest was made.
         """
         digests = _placeholders(self._shards)
-        yield from _digested(self._shards, digests)
+        # A part is digested after its use: a change before that is found, too
+        yield from _digested(self._shards, digests, after_use=True)
         for data, expected, found in zip(self._shards, self._digests, digests, strict=True):
             if tuple(found) != expected:
                 text = "changed while it was saved: do not write into the state during a save, or use background=True"
@@ -388,14 +389,23 @@ def _rank_header(shards: Sequence[ShardData], digests: Sequence[Sequence[str]], 
         return encode_header(entries, _header_metadata(described, digests, metadata))
 
 
-def _digested(shards: Sequence[ShardData], digests: Sequence[list[str]]) -> Iterator[memoryview]:
-    """Yield the bytes of all tensors, and store each box's digest in `digests` after its last part."""
+def _digested(
+    shards: Sequence[ShardData], digests: Sequence[list[str]], *, after_use: bool = False
+) -> Iterator[memoryview]:
+    """Yield the bytes of all tensors, and store each box's digest in `digests` after its last part.
+
+    Each part is digested before it is yielded, while it is in the processor's cache, or with `after_use` afterwards.
+    """
     import xxhash
 
     for data, box_digests in zip(shards, digests, strict=True):
         for index in range(len(box_digests)):
             hasher = xxhash.xxh3_128()
             for part in data.box_parts(index):
-                hasher.update(part)
-                yield part
+                if after_use:
+                    yield part
+                    hasher.update(part)
+                else:
+                    hasher.update(part)
+                    yield part
             box_digests[index] = hasher.hexdigest()

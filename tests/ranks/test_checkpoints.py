@@ -301,11 +301,6 @@ def test_metrics_are_numbers_and_the_best_one_is_there(tmp_path: Path) -> None:
     assert saves.steps() == [10]
 
 
-def test_a_url_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(sx.errors.UnsupportedError, match="saves by step go to a directory"):
-        sx.Checkpoints("memory://bucket/saves")
-
-
 @pytest.mark.usefixtures("mounts")
 def test_a_full_disk_leaves_the_saves_that_were_there(tmp_path: Path) -> None:
     require_mounts()

@@ -1,5 +1,6 @@
 """The command line over a directory of a job's saves: `ls`, `info`, `verify` and `prune`."""
 
+import dataclasses
 import json
 import os
 import re
@@ -15,10 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import statexchange as sx
 from statexchange.cli.main import main
 from statexchange.cli.output import EXIT_CODES
+from statexchange.processes import Owner
+from statexchange.storage.claim import CLAIM_NAME, Claim
 from statexchange.testing import run_ranks
 from statexchange.units import format_bytes, format_time
 
@@ -801,6 +805,38 @@ def test_prune_takes_the_directory_of_the_saves_alone(saved: Path, call: Call) -
     assert (code, "this is a file" in err) == (2, True)
     code, _, err = call("prune", saved.parent, "--keep", "1")
     assert (code, "there are no saves by step here" in err) == (3, True)
-    code, _, err = call("prune", "memory://saved", "--keep", "1")
-    assert (code, "from a local directory only" in err) == (7, True)
     assert steps_in(saved) == list(STEPS)
+
+
+def test_saves_at_a_url(store: Any, call: Call, tmp_path: Path) -> None:
+    saves = sx.Checkpoints("memory://saves", keep=None)
+    for step in (10, 20, 30):
+        saves.save({"model": {"w": np.full(4, step, np.float32)}}, step, metrics={"loss": 1 / step})
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    owner = dataclasses.replace(Owner.current(), pid=ended.pid)
+    claim = Claim("a" * 16, owner, "2026-01-01T00:00:00+00:00", "0" * 32, ("save.json",))
+    store.pipe_file(f"/saves/step-000000040/{CLAIM_NAME}", claim.to_bytes())
+    code, out, err = call("ls", "memory://saves")
+    assert code == 0, err
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["10", "20", "30", "40"]
+    assert out.splitlines()[-1].endswith("killed")
+    code, out, _ = call("info", "memory://saves")
+    assert (code, "3: steps 10, 20, 30" in out) == (0, True)
+    code, out, _ = call("info", "memory://saves/step-000000020")
+    assert (code, re.search(r"step +20$", out, re.MULTILINE) is not None) == (0, True)
+    code, out, _ = call("verify", "memory://saves")
+    assert (code, out.count(": ok")) == (0, 3)
+    code, out, _ = call("prune", "memory://saves", "--keep", "1", "--dry-run")
+    assert (code, out.count("would be removed"), saves.steps()) == (0, 3, [10, 20, 30])
+    code, out, err = call("prune", "memory://saves", "--keep", "1")
+    assert (code, out.count("removed"), "kept step 30" in err) == (0, 3, True), err
+    assert [path.rpartition("/")[2] for path in store.ls("/saves", detail=False)] == ["step-000000030"]
+    assert call("merge", "memory://saves/step-000000030", tmp_path / "merged")[0] == 0
+    (tensor,) = load_file(tmp_path / "merged" / "model.safetensors").values()
+    assert tensor.tolist() == [30.0] * 4
+    store.rm_file("/saves/step-000000030/rank-00000-of-00001.safetensors")
+    code, out, _ = call("ls", "memory://saves")
+    assert (code, "rank 0 has no file" in out) == (5, True)
+    code, _, err = call("ls", "memory://nowhere")
+    assert (code, "no such path" in err) == (3, True)

@@ -210,12 +210,11 @@ def test_a_checkpoint_does_not_replace_a_save(tmp_path: Path) -> None:
     assert value_of(tmp_path / "saved") == 1.0
 
 
-@pytest.mark.parametrize("path", ["shm://name", "memory://bucket/saved", "s3://bucket/saved"])
-def test_a_save_goes_to_a_directory(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_does_not_go_to_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for options in ({}, {"overwrite": True}):
         with pytest.raises(InvalidArgumentError, match="goes to a directory, not to"):
-            sx.save_checkpoint({"w": np.ones(2)}, path, **options)
+            sx.save_checkpoint({"w": np.ones(2)}, "shm://name", **options)
     assert os.listdir() == []
 
 
