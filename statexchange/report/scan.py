@@ -34,7 +34,7 @@ from statexchange.storage.store import is_url, resolve_path
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
-    from statexchange.storage.directory_build import UnfinishedBuild
+    from statexchange.storage.build import UnfinishedBuild
 
 __all__ = ["ScanRow", "scan"]
 
