@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 from statexchange.conversions.numbers import KnownConfig, Numbers, UnknownNumberError
 from statexchange.conversions.operations import Planned
-from statexchange.conversions.patches import Dim, Patch, identity
+from statexchange.conversions.patches import Block, Dim, Patch, identity, shared_block
 from statexchange.conversions.rules import ConversionRules, Rule
 from statexchange.errors import IncompleteError, InvalidArgumentError, UnsafeError, UnsupportedError
 from statexchange.sharding.shards import Box, full_box
 
-__all__ = ["ConversionPlan", "Fill", "TensorInfo", "plan_conversion", "unknown_names"]
+__all__ = ["ConversionPlan", "Fill", "InputFills", "TensorInfo", "plan_conversion", "unknown_names"]
 
 _SHOWN = 5
 _MAX_STACKED = 1 << 20
+_MANY_FILLS = 16
 _TIED = "tie_word_embeddings"
 
 
@@ -35,6 +37,31 @@ class Fill:
 
     target: str
     patch: Patch
+
+
+class InputFills:
+    """What one input fills, found by boxes of the input: a tensor may have thousands of patches and of boxes."""
+
+    def __init__(self, fills: Sequence[Fill]) -> None:
+        self._fills = fills
+        self._ends: Any = None
+        if len(fills) > _MANY_FILLS:
+            import numpy as np
+
+            boxes = [fill.patch.input_box for fill in fills]
+            self._lows = np.array([box.offsets for box in boxes], np.int64)
+            self._ends = np.array([box.ends for box in boxes], np.int64)
+
+    def blocks(self, box: Box) -> Iterator[tuple[Fill, Block]]:
+        """Yield the parts of patches whose elements lie in `box` of the input, in the order of the patches."""
+        fills = self._fills
+        if self._ends is not None:
+            overlaps = ((self._lows < box.ends) & (self._ends > box.offsets)).all(axis=1)
+            fills = [fills[number] for number in overlaps.nonzero()[0]]
+        for fill in fills:
+            block = shared_block(fill.patch, box)
+            if block is not None:
+                yield fill, block
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import numpy as np
 from statexchange.comm.communicator import Communicator
 from statexchange.conversions.choice import Convert, check_numbers
 from statexchange.conversions.numbers import KnownConfig
-from statexchange.conversions.patches import Block, shared_block
-from statexchange.conversions.plan import ConversionPlan, TensorInfo, plan_conversion, unknown_names
+from statexchange.conversions.patches import Block
+from statexchange.conversions.plan import ConversionPlan, InputFills, TensorInfo, plan_conversion, unknown_names
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import CorruptError, InvalidArgumentError, StateExchangeError
 from statexchange.exchange.placing import place_parts
@@ -170,15 +170,16 @@ class _Outputs:
 def _converted(described: Description, plan: ConversionPlan, *, has_zeros: bool) -> Description:
     outputs = _Outputs(plan, {}, {})
     for name, local in described.held.items():
-        for fill in plan.fills.get(name, ()):
+        fills = plan.fills.get(name, ())
+        for fill in fills:
             if not fill.patch.box.numel:
                 outputs.boxes.setdefault(fill.target, [])
             if local.reduce is not None:
                 outputs.reductions[fill.target] = local.reduce
-            for box, tensor in zip(local.shard.boxes, local.tensors, strict=True):
-                block = shared_block(fill.patch, box)
-                if block is not None:
-                    outputs.add(fill.target, block.box, _view(tensor, block))
+        found = InputFills(fills)
+        for box, tensor in zip(local.shard.boxes, local.tensors, strict=True):
+            for fill, block in found.blocks(box):
+                outputs.add(fill.target, block.box, _view(tensor, block))
     for fill in plan.zeros if has_zeros else ():
         dtype = numpy_dtype(plan.tensors[fill.target].dtype)
         outputs.add(fill.target, fill.patch.box, np.broadcast_to(np.zeros((), dtype), fill.patch.box.shape))

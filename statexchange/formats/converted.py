@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from statexchange.conversions.choice import Convert, choose_conversion
 from statexchange.conversions.numbers import KnownConfig
-from statexchange.conversions.patches import Block, shared_block
-from statexchange.conversions.plan import ConversionPlan, Fill, TensorInfo, plan_conversion
+from statexchange.conversions.patches import Block
+from statexchange.conversions.plan import ConversionPlan, Fill, InputFills, TensorInfo, plan_conversion
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import CorruptError, InvalidArgumentError, StateExchangeError
 from statexchange.formats.source import ShardFile, Source, SourceTensor
@@ -165,13 +165,11 @@ def _converted_file(
         for fill in fills:
             if not fill.patch.box.numel:
                 outputs.setdefault(fill.target, _Boxes(plan.tensors[fill.target]))
+        found = InputFills(fills)
         lost = []
         for index, (box, byte_range) in enumerate(zip(tensor.shard.boxes, tensor.byte_ranges, strict=True)):
             keeps_digest = False
-            for fill in fills:
-                block = shared_block(fill.patch, box)
-                if block is None:
-                    continue
+            for fill, block in found.blocks(box):
                 boxes = outputs.setdefault(fill.target, _Boxes(plan.tensors[fill.target]))
                 converted = _byte_range(byte_range, box, block, fill, tensor.shard.dtype)
                 boxes.add(block.box, converted)
