@@ -77,4 +77,74 @@ _TORCHTITAN_LLAMA3: dict[str, Any] = {
     ],
 }
 
-BUILTIN: Mapping[str, Mapping[str, Any]] = {"torchtitan:llama3": _TORCHTITAN_LLAMA3}
+# Megatron-Core fuses queries, keys and values by group of heads, and gate and up one after the other. torch_dist stacks
+# the layers, unless it was saved with singleton_local_shards; the older format has a name for each layer.
+_SPLIT_QKV = {"split": {"dim": 0, "sizes": ["n_heads / n_kv_heads", 1, 1], "groups": "n_kv_heads"}}
+# A fc1 that is twice as high as fc2 is wide has a gate.
+_GATED = {"permute": {"dim": 0, "shape": [2, "ffn"], "order": [0, 1]}}
+_FC2 = {"permute": {"dim": 1, "shape": ["ffn"], "order": [0]}}
+_MLP = [f"{_HF_LAYER}.mlp.gate_proj", f"{_HF_LAYER}.mlp.up_proj"]
+_UNPAD = {"unpad": {"dim": 0, "to": "vocab_size", "from": "padded_vocab_size"}}
+
+
+def _megatron_layer() -> list[dict[str, Any]]:
+    """Return the rules for the tensors of one layer, by their names after ``decoder.layers.{layer}.``."""
+    rules: list[dict[str, Any]] = [
+        {"from": "self_attention.linear_qkv.layer_norm_weight", "to": f"{_HF_LAYER}.input_layernorm.weight"},
+        {"from": "mlp.linear_fc1.layer_norm_weight", "to": f"{_HF_LAYER}.post_attention_layernorm.weight"},
+        {"from": "input_layernorm.weight", "to": f"{_HF_LAYER}.input_layernorm.weight"},
+        {"from": "pre_mlp_layernorm.weight", "to": f"{_HF_LAYER}.post_attention_layernorm.weight"},
+        {
+            "from": "mlp.linear_fc2.weight",
+            "to": f"{_HF_LAYER}.mlp.down_proj.weight",
+            "values": [_FC2],
+        },
+        {"from": "mlp.linear_fc2.bias", "to": f"{_HF_LAYER}.mlp.down_proj.bias"},
+    ]
+    for kind in ("weight", "bias"):
+        targets = [f"{name}.{kind}" for name in _HF_QKV]
+        rules.append({"from": f"self_attention.linear_qkv.{kind}", "to": targets, "values": [_SPLIT_QKV]})
+        rules.append({"from": f"self_attention.linear_proj.{kind}", "to": f"{_HF_LAYER}.self_attn.o_proj.{kind}"})
+        targets = [f"{name}.{kind}" for name in _MLP]
+        halves = [_GATED, {"split": {"dim": 0, "sizes": [1, 1]}}]
+        rules.append({"from": f"mlp.linear_fc1.{kind}", "to": targets, "values": halves})
+        rules += [
+            {"from": f"mlp.linear_fc1.{kind}_{half}", "to": target} for half, target in zip("wv", targets, strict=True)
+        ]
+    return rules
+
+
+def _megatron_layers() -> list[dict[str, Any]]:
+    """Return the rules for stacked layers, and for one name a layer."""
+    rules = []
+    for rule in _megatron_layer():
+        rules.append({**rule, "from": f"decoder.layers.{rule['from']}", "unstack": ["layer"]})
+    for rule in _megatron_layer():
+        rules.append({**rule, "from": f"decoder.layers.{{layer}}.{rule['from']}"})
+    return rules
+
+
+_MEGATRON_GPT: dict[str, Any] = {
+    "about": "Megatron-Core's GPTModel (RMSNorm, rotary embeddings, gated MLP) to LlamaForCausalLM of transformers",
+    "numbers": {
+        **_HEADS,
+        "ffn": {"about": "rows of the gate", "config": ["intermediate_size", "ffn_hidden_size"]},
+        "vocab_size": {"about": "rows of the embedding without padding", "config": ["vocab_size"]},
+        "padded_vocab_size": {"about": "rows of the embedding", "config": ["padded_vocab_size"]},
+        "gated": {"about": "1 if the MLP has a gate", "config": ["swiglu"], "must_be": 1},
+        "norms_1p": {"about": "1 if norms add 1 to their weights", "config": ["apply_layernorm_1p"], "must_be": 0},
+        "interleaved": {"about": "1 if pairs of rows are rotated", "config": ["rotary_interleaved"], "must_be": 0},
+    },
+    "rules": [
+        {"from": "embedding.word_embeddings.weight", "to": "model.embed_tokens.weight", "values": [_UNPAD]},
+        *_megatron_layers(),
+        {"from": "decoder.final_layernorm.weight", "to": "model.norm.weight"},
+        {"from": "output_layer.weight", "to": "lm_head.weight", "values": [_UNPAD]},
+        {"from": "rotary_pos_emb.inv_freq", "to": []},
+    ],
+}
+
+BUILTIN: Mapping[str, Mapping[str, Any]] = {
+    "torchtitan:llama3": _TORCHTITAN_LLAMA3,
+    "megatron:gpt": _MEGATRON_GPT,
+}

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from statexchange.errors import InvalidArgumentError, excerpt
+from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 
 __all__ = ["KnownConfig", "NumberRule", "Numbers", "UnknownNumberError", "check_expression"]
 
@@ -32,11 +32,13 @@ class NumberRule:
         about: what it is, for messages.
         config: keys of configs that have it, in the order in which they are tried.
         value: an expression of other numbers, "" for none.
+        must_be: the one value that the conversion is for; None if any is.
     """
 
     about: str = ""
     config: tuple[str, ...] = ()
     value: str = ""
+    must_be: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,14 @@ class Numbers:
         self._given = dict(given)
         self._configs = configs
         self._solved: dict[str, tuple[int, str]] = {}  # with the tensors from whose shapes they follow
+
+    def check(self) -> None:
+        """Raise UnsupportedError if a number shows that the conversion is not for this model."""
+        for name, rule in self._rules.items():
+            value = self.get(name) if rule.must_be is not None else None
+            if value not in (None, rule.must_be):
+                text = f"convert: this conversion is for models in which {name} is {rule.must_be} ({rule.about})"
+                raise UnsupportedError(f"{text}, and it is {value}{self._origin(name)}")
 
     def get(self, name: str, depth: int = 0) -> int | None:
         """Return a number; None if it is not known."""

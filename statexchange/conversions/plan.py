@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -73,21 +74,25 @@ class ConversionPlan:
         fills: for each input by name, what it fills.
         zeros: the parts of outputs that are zeros.
         ties: outputs that need not be written if they equal another.
-        renames: inputs that are an output as they are, by name.
+        single: outputs that one input fills, perhaps with zeros.
     """
 
     tensors: Mapping[str, TensorInfo]
     fills: Mapping[str, Sequence[Fill]]
     zeros: Sequence[Fill] = ()
     ties: Mapping[str, str] = field(default_factory=dict)
-    renames: Mapping[str, str] = field(default_factory=dict)
+    single: AbstractSet[str] = frozenset()
 
     def new_aliases(self, aliases: Mapping[str, str]) -> dict[str, str]:
-        """Return the aliases of tied inputs under the outputs' names, where both are an output as they are."""
+        """Return the aliases of tied inputs under the outputs' names, where both become one output in the same way."""
         found = {}
         for alias, name in aliases.items():
-            if alias in self.renames and name in self.renames:
-                found[self.renames[alias]] = self.renames[name]
+            outputs = [{fill.target for fill in self.fills.get(tied, ())} for tied in (alias, name)]
+            patches = [[fill.patch for fill in self.fills.get(tied, ())] for tied in (alias, name)]
+            if all(len(targets) == 1 for targets in outputs) and patches[0] == patches[1]:
+                new, kept = (next(iter(targets)) for targets in outputs)
+                if self.tensors[new] == self.tensors[kept] and {new, kept} <= self.single:
+                    found[new] = kept
         return found
 
 
@@ -161,12 +166,13 @@ class _Planner:
         self._outputs: dict[str, TensorInfo] = {}
         self._fills: dict[str, list[Fill]] = {name: [] for name in tensors}
         self._zeros: list[Fill] = []
-        self._renames: dict[str, str] = {}
+        self._single: set[str] = set()
         self._applied: dict[tuple[int, tuple[tuple[int, ...], ...]], list[Planned]] = {}  # by rule and shapes
 
     def plan(self) -> ConversionPlan:
         """Return the plan."""
         waiting = self._groups()
+        self._numbers.check()
         while waiting:
             unknown: UnknownNumberError | None = None
             later = []
@@ -180,7 +186,7 @@ class _Planner:
                 raise unknown
             waiting = later
         self._restore()
-        return ConversionPlan(self._outputs, self._fills, self._zeros, self._ties(), self._renames)
+        return ConversionPlan(self._outputs, self._fills, self._zeros, self._ties(), self._single)
 
     def _groups(self) -> list[_Group]:
         """Return the inputs in groups, each with its rule, in the order of the inputs."""
@@ -233,8 +239,8 @@ class _Planner:
         for target, output in zip(group.rule.targets, outputs, strict=True):
             new = self._add_output(target.filled(group.values), names, output.shape)
             self._add_fills(new, names, output.patches)
-            if not group.rule.operations and len(names) == 1:
-                self._renames[names[0]] = new
+            if len(names) == 1:
+                self._single.add(new)
 
     def _add_unstacked(self, group: _Group) -> None:
         """Add the outputs of each index of the inputs' leading dims."""

@@ -38,7 +38,7 @@ for one part of a dotted name and ``{name*}`` for one part or more. Several name
 With ``"of": 0`` or ``"of": [0, 1]`` permute, transpose, pad and unpad work on some of several tensors. Sizes are
 numbers, or names of numbers joined by * and /. A number's value is what the caller gives (`convert_with`), the
 expression "value", or a key of "config" in a config of the model; one unknown size of a permute follows from the
-tensor's shape.
+tensor's shape. With ``"must_be": 1`` a model is refused in which the number is known to be another.
 
 ``"unstack": ["layer"]`` in a rule
     The tensors of "from" have one more dim in front, whose indices become ``{layer}`` in the names of "to"; "values"
@@ -63,6 +63,7 @@ from statexchange.errors import InvalidArgumentError, excerpt
 
 __all__ = ["ConversionRules", "Rule"]
 
+_NUMBER_KEYS = {"about", "config", "value", "must_be"}
 _RULE_KEYS = {"from", "to", "values", "unstack", "stack", "tied_to"}
 
 
@@ -193,8 +194,11 @@ def _texts(raw: object) -> tuple[str, ...]:
 
 
 def _number_rule(name: object, raw: object) -> NumberRule:
-    if not isinstance(name, str) or not isinstance(raw, Mapping) or not raw.keys() <= {"about", "config", "value"}:
+    if not isinstance(name, str) or not isinstance(raw, Mapping) or not raw.keys() <= _NUMBER_KEYS:
         text = 'is like {"about": "attention heads", "config": ["num_attention_heads"]}'
         raise InvalidArgumentError(f"convert: a number {text}, not {excerpt({name: raw})}")
     value = str(check_expression(raw["value"])) if "value" in raw else ""
-    return NumberRule("".join(_texts(raw.get("about", ""))), _texts(raw.get("config", ())), value)
+    must_be = raw.get("must_be")
+    if must_be is not None and (type(must_be) is not int or must_be < 0):
+        raise InvalidArgumentError(f"convert: must_be is a number, not {excerpt(must_be)}")
+    return NumberRule("".join(_texts(raw.get("about", ""))), _texts(raw.get("config", ())), value, must_be)

@@ -46,11 +46,14 @@ def _read_file(path: str) -> object:
 
 
 def configs_beside(source: Source) -> list[KnownConfig]:
-    """Return the config.json beside a source's files, if there is one that can be read."""
+    """Return what a source tells of its model: the config.json beside its files, and the arguments of its job."""
     store = source.small_files or source.opened.store
-    if (source.small_files is None and source.opened.file is not None) or _CONFIG not in store.files:
-        return []
-    return config_of(store.path_of(_CONFIG), store.read_small(_CONFIG))
+    configs = []
+    if (source.small_files is not None or source.opened.file is None) and _CONFIG in store.files:
+        configs = config_of(store.path_of(_CONFIG), store.read_small(_CONFIG))
+    if source.arguments:
+        configs.append(KnownConfig("the arguments of the run", source.arguments))
+    return configs
 
 
 def config_of(where: str, content: bytes) -> list[KnownConfig]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from statexchange.errors import CorruptError
@@ -15,6 +15,11 @@ __all__ = ["RunArguments", "in_order", "section_of_key", "sections_from"]
 
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _MAX_NUMBER = 1 << 20
+_HEADS, _GROUPS = "num_attention_heads", "num_query_groups"
+_MODEL = (
+    *(_HEADS, _GROUPS, "kv_channels", "num_layers", "hidden_size", "ffn_hidden_size", "vocab_size"),
+    *("padded_vocab_size", "swiglu", "apply_layernorm_1p", "rotary_interleaved"),
+)
 _OPTIMIZER = re.compile(r"(?:chained_[0-9]+\.)?optimizer(?:\.|$)")
 _KEYS: dict[str, SectionName] = {"opt_param_scheduler": "scheduler", "lr_scheduler": "scheduler", "rng_state": "rng"}
 _FIRST = ("args", "iteration", "optimizer", "distrib_optim.pt")
@@ -36,6 +41,7 @@ class RunArguments:
         is_tied: whether the output layer is the embedding; None if not known.
         iteration: training iteration; None if not known.
         num_arguments: number of all arguments.
+        model: numbers and truth values that tell the model's shape, by their names in Megatron.
     """
 
     tensor: int
@@ -48,6 +54,7 @@ class RunArguments:
     is_tied: bool | None
     iteration: int | None
     num_arguments: int
+    model: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     @classmethod
     def parse(cls, state: object, path: str) -> RunArguments:
@@ -74,6 +81,7 @@ class RunArguments:
             is_tied=not untied if type(untied) is bool else None,
             iteration=_number(state, "iteration", path),
             num_arguments=len(arguments),
+            model=_model_numbers(arguments),
         )
 
     def __str__(self) -> str:
@@ -81,6 +89,18 @@ class RunArguments:
         parallel = ", ".join(f"{axis} parallel {size}" for axis, size in sizes.items() if size > 1 or axis != "expert")
         layers = "" if self.num_layers is None else f", {self.num_layers} layers"
         return f"{self.num_arguments} arguments of the run: {parallel}{layers}"
+
+
+def _model_numbers(arguments: Mapping[Any, Any]) -> dict[str, int]:
+    """Return the arguments that tell the model's shape. Without grouped queries there are as many groups as heads."""
+    numbers = {}
+    for name in _MODEL:
+        value = arguments.get(name)
+        if isinstance(value, int) and 0 <= value < _MAX_NUMBER:
+            numbers[name] = int(value)
+    if _HEADS in numbers and (arguments.get("group_query_attention") is False or not numbers.get(_GROUPS)):
+        numbers[_GROUPS] = numbers[_HEADS]
+    return numbers
 
 
 def _number(arguments: Mapping[Any, Any], name: str, path: str) -> int | None:

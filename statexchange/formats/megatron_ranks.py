@@ -262,6 +262,7 @@ class _Reader:
             problems=tuple(self._problems),
             unreadable=tuple(self._unreadable),
             sections=sections_from(self._section_of.items()),
+            arguments=arguments.model,
         )
 
     def _layer_counts(self) -> _ByChunk:

@@ -73,13 +73,17 @@ def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
     others: dict[str, str] = {}
     files = source.files
     unreadable = list(source.unreadable)
+    arguments: RunArguments | None = None
     iteration = None
     if isinstance(common, str):
         others[COMMON] = common
     elif common is not None:
         others |= common.others
         files = (*files, common.shard_file)
-        iteration = _describe_arguments(common, others)
+        arguments = _arguments(common)
+        iteration = _iteration(common) if arguments is None else arguments.iteration
+        if arguments is not None:
+            others["args"] = str(arguments)
         _describe_flat_buffers(others)
         _check_no_names_twice(source, common)
         unreadable += common.unsupported
@@ -95,6 +99,7 @@ def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
         unreadable=tuple(unreadable),
         # Without .metadata nothing is known of the tensors, the model's among them.
         sections=sections_from(_sections(files, unreadable, others)) if source.files else (),
+        arguments={} if arguments is None else arguments.model,
     )
 
 
@@ -114,15 +119,17 @@ def _read_common(store: Store, problems: list[StateExchangeError]) -> TorchFile 
     return None
 
 
-def _describe_arguments(common: TorchFile, others: dict[str, str]) -> int | None:
-    """Replace the description of the arguments, and return the iteration."""
+def _arguments(common: TorchFile) -> RunArguments | None:
+    """Return the arguments of the run; None if they are none of Megatron's: they may be anything that a job saves."""
     try:
-        arguments = RunArguments.parse(common.root, common.shard_file.path)
-    except CorruptError:  # the arguments may be anything that a job saves
-        iteration = common.root.get("iteration") if type(common.root) is dict else None
-        return iteration if type(iteration) is int else None
-    others["args"] = str(arguments)
-    return arguments.iteration
+        return RunArguments.parse(common.root, common.shard_file.path)
+    except CorruptError:
+        return None
+
+
+def _iteration(common: TorchFile) -> int | None:
+    iteration = common.root.get("iteration") if type(common.root) is dict else None
+    return iteration if type(iteration) is int else None
 
 
 def _check_no_names_twice(source: Source, common: TorchFile) -> None:

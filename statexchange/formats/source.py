@@ -274,6 +274,7 @@ class Source:
     metadata: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
     sections: tuple[Section, ...] = ()
+    arguments: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     refusal: UnsupportedError | None = None
     parts: tuple[Part, ...] = ()

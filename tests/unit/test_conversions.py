@@ -1,6 +1,7 @@
 """Conversions: names and values of another model family, from files of any sharding, and back."""
 
 import json
+import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ def same(found: Arrays, expected: Arrays) -> bool:
 
 def merged(source: Path, out: Path, **options: Any) -> dict[str, np.ndarray]:
     merge_checkpoint(source, out, **options)
-    return load_file(out / "model.safetensors")
+    with sx.open_checkpoint(out) as checkpoint:
+        return {name: tensor.read() for name, tensor in checkpoint.items()}
 
 
 def run(*arguments: str | Path) -> int:
@@ -465,3 +467,107 @@ def test_a_dry_run_shows_the_converted_tensors(tmp_path: Path, capsys: pytest.Ca
     assert run("merge", titan("fused"), tmp_path / "hf", *options) == 0
     assert "model.layers.1.self_attn.q_proj.weight" in capsys.readouterr().out
     assert run("merge", titan("fused"), tmp_path / "hf", "--convert-with", "heads") == 2
+
+
+# Megatron
+
+
+MEGATRON = TORCHTITAN.parent / "megatron"
+GPT = "megatron:gpt"
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The samples that Megatron-Core wrote, as torch_dist and as mp_rank directories."""
+    folder = tmp_path_factory.mktemp("megatron")
+    for archive in MEGATRON.glob("*.tar.xz"):
+        with tarfile.open(archive) as opened:
+            opened.extractall(folder / archive.name.partition(".")[0], filter="data")
+    return folder
+
+
+def llama_of(stacked: Arrays, groups: int) -> dict[str, np.ndarray]:
+    """What numpy makes of the tensors of torch_dist: by layer, with queries, keys and values by group, gate and up."""
+    found = {"model.embed_tokens.weight": stacked["embedding.word_embeddings.weight"]}
+    found["model.norm.weight"] = stacked["decoder.final_layernorm.weight"]
+    if "output_layer.weight" in stacked:
+        found["lm_head.weight"] = stacked["output_layer.weight"]
+    renamed = {
+        "self_attention.linear_proj.": "self_attn.o_proj.",
+        "mlp.linear_fc2.": "mlp.down_proj.",
+        "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+        "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
+    }
+    for name, tensor in stacked.items():
+        if not name.startswith("decoder.layers."):
+            continue
+        rest, kind = name.removeprefix("decoder.layers."), name.rpartition(".")[2]
+        for layer, rows in enumerate(tensor):
+            prefix = f"model.layers.{layer}."
+            if rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
+                parts = rows.reshape(groups, 3, -1, *rows.shape[1:])  # the samples have one query for each key
+                for part, letter in enumerate("qkv"):
+                    found[f"{prefix}self_attn.{letter}_proj.{kind}"] = parts[:, part].reshape(-1, *rows.shape[1:])
+            elif rest in ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias"):
+                found[f"{prefix}mlp.gate_proj.{kind}"], found[f"{prefix}mlp.up_proj.{kind}"] = np.split(rows, 2)
+            else:
+                old = next(old for old in renamed if rest.startswith(old))
+                found[prefix + rest.replace(old, renamed[old])] = rows
+    return found
+
+
+@pytest.mark.parametrize("sample", ["tp2_pp2", "pp2_tied", "pp2_vpp2"])
+def test_megatrons_gpt_becomes_llama_from_either_of_its_formats(tmp_path: Path, megatron: Path, sample: str) -> None:
+    stacked = merged(megatron / sample / "torch_dist", tmp_path / "plain")
+    expected = llama_of(stacked, groups=2)
+    assert same(merged(megatron / sample / "torch_dist", tmp_path / "a", convert=GPT), expected)
+    assert same(merged(megatron / sample / "legacy", tmp_path / "b", convert=GPT), expected)
+    numbers = {"n_heads": 2, "n_kv_heads": 2}
+    assert same(merged(tmp_path / "a", tmp_path / "c", convert=f"inverse:{GPT}", convert_with=numbers), stacked)
+
+
+def test_a_padded_vocabulary_of_megatron_is_cut_to_that_of_the_config(tmp_path: Path, megatron: Path) -> None:
+    config = {"config.json": json.dumps({"vocab_size": 13})}
+    found = merged(megatron / "pp2_vpp2" / "torch_dist", tmp_path / "a", convert=GPT, files_from=config)
+    assert found["model.embed_tokens.weight"].shape == found["lm_head.weight"].shape == (13, 8)
+    numbers = {"n_heads": 2, "n_kv_heads": 2, "padded_vocab_size": 16}
+    back = merged(tmp_path / "a", tmp_path / "b", convert=f"inverse:{GPT}", convert_with=numbers)
+    rows = back["output_layer.weight"]
+    assert (rows.shape, rows[13:].view("u2").any()) == ((16, 8), False)
+
+
+def megatron_names(ffn: int, **more: np.ndarray) -> dict[str, np.ndarray]:
+    prefix = "decoder.layers.0.mlp."
+    return {
+        f"{prefix}linear_fc1.weight": np.zeros((ffn, 4), "f4"),
+        f"{prefix}linear_fc2.weight": np.zeros((4, 6), "f4"),
+        **more,
+    }
+
+
+def test_a_model_that_is_no_llama_is_refused(tmp_path: Path, megatron: Path) -> None:
+    source = tmp_path / "s.safetensors"
+    save_file(megatron_names(12), source)
+    assert len(merged(source, tmp_path / "gated", convert=GPT)) == 3
+    save_file(megatron_names(6), source)
+    with pytest.raises(InvalidArgumentError, match="a dim of size 6 is not"):
+        merge_checkpoint(source, tmp_path / "out", convert=GPT)
+    save_file(megatron_names(12, **{"decoder.layers.0.input_layernorm.bias": np.zeros(4, "f4")}), source)
+    with pytest.raises(UnsafeError, match=r"no rule for 1 of 3 names: decoder.layers.0.input_layernorm.bias"):
+        merge_checkpoint(source, tmp_path / "out", convert=GPT)
+    save_file(megatron_names(12), source)
+    for numbers in ({"gated": 0}, {"norms_1p": 1}, {"interleaved": 1}):
+        with pytest.raises(UnsupportedError, match="this conversion is for models in which"):
+            merge_checkpoint(source, tmp_path / "out", convert=GPT, convert_with=numbers)
+    with pytest.raises(UnsafeError, match=r"no rule for .*router"):
+        merge_checkpoint(megatron / "ep2_moe" / "torch_dist", tmp_path / "out", convert=GPT)
+
+
+def test_halves_of_the_gate_may_have_names_of_their_own(tmp_path: Path) -> None:
+    """As with singleton_local_shards."""
+    halves = {half: np.full((3, 2), number, "f4") for number, half in enumerate("wv")}
+    arrays = {f"decoder.layers.1.mlp.linear_fc1.weight_{half}": rows for half, rows in halves.items()}
+    save_file(arrays, tmp_path / "s.safetensors")
+    found = merged(tmp_path / "s.safetensors", tmp_path / "out", convert=GPT)
+    names = {"gate": halves["w"], "up": halves["v"]}
+    assert same(found, {f"model.layers.1.mlp.{name}_proj.weight": rows for name, rows in names.items()})

@@ -78,6 +78,7 @@ def parsed() -> argparse.Namespace:
         parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--vpp", type=int, default=None, help="chunks of layers on each pipeline stage")
     parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--heads", type=int, default=HEADS)
     parser.add_argument("--first-stage-layers", type=int, default=None)
     parser.add_argument("--optimizer", default=None, help="'plain', or a sharding type of the distributed optimizer")
     for flag in ("gelu", "moe", "tied", "singleton", "bias", "qk-norm", "expected"):
@@ -85,14 +86,13 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build(options: argparse.Namespace) -> tuple[Any, list[Any]]:
-    """Return the config and this rank's chunks of the model."""
+def build(options: argparse.Namespace, dtype: torch.dtype = torch.bfloat16, **more: Any) -> tuple[Any, list[Any]]:
+    """Return the config and this rank's chunks of the model; `more` are further entries of the config."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    more: dict[str, Any] = {}
     if options.moe:
         more |= {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
         more |= {"moe_shared_expert_intermediate_size": 8}
@@ -101,7 +101,7 @@ def build(options: argparse.Namespace) -> tuple[Any, list[Any]]:
     config = TransformerConfig(
         num_layers=options.layers,
         hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
+        num_attention_heads=options.heads,
         num_query_groups=GROUPS,
         ffn_hidden_size=FFN,
         gated_linear_unit=not options.gelu,
@@ -115,9 +115,9 @@ def build(options: argparse.Namespace) -> tuple[Any, list[Any]]:
         pipeline_model_parallel_size=options.pp,
         virtual_pipeline_model_parallel_size=options.vpp,
         expert_model_parallel_size=options.ep,
-        pipeline_dtype=torch.bfloat16,
-        params_dtype=torch.bfloat16,
-        bf16=True,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         **more,
     )
     spec = get_gpt_layer_local_spec(
@@ -146,7 +146,7 @@ def build(options: argparse.Namespace) -> tuple[Any, list[Any]]:
                 seed = int.from_bytes(hashlib.sha256(f"{name} {chunk} {options.pp}".encode()).digest()[:4], "little")
                 generator = torch.Generator().manual_seed(seed + stage_of(name))
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-        chunks.append(model.bfloat16())
+        chunks.append(model.to(dtype))
     return config, chunks
 
 
@@ -212,7 +212,7 @@ def arguments(options: argparse.Namespace, config: Any) -> argparse.Namespace:
         num_layers=options.layers,
         hidden_size=HIDDEN,
         ffn_hidden_size=FFN,
-        num_attention_heads=HEADS,
+        num_attention_heads=options.heads,
         num_query_groups=GROUPS,
         num_experts=4 if options.moe else None,
         padded_vocab_size=VOCABULARY,
