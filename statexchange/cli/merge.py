@@ -77,8 +77,8 @@ def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tu
 @click.option(
     "--convert",
     metavar="NAME|FILE.json",
-    help="Write another model family's names and values: a built-in conversion (torchtitan:llama3) or one's own; after "
-    "inverse: for the other direction.",
+    help="Write another model family's names and values: a built-in conversion, as torchtitan:llama3, or one's own; "
+    "after inverse: for the other direction.",
 )
 @click.option(
     "--convert-with",

@@ -52,6 +52,9 @@ OF_OTHER_TESTS = {
     "block: ema.py": "test_recipes",
     "block: stages.py": "test_recipes",
     "commands: megatron": "test_megatron",
+    "commands: torchtitan": "test_conversions",
+    "commands: megatron to llama": "test_conversions",
+    "block: own.json": "test_conversions",
     "commands: deepspeed": "test_deepspeed",
 }
 SLOW = {"docs/how-to/collectives.md", "docs/how-to/saves.md"}  # they import torch

@@ -59,7 +59,7 @@ def test_torchtitans_checkpoint_becomes_what_its_to_hf_gives(ranks: int, flags: 
     [
         (2, "--tp 2", "--heads 4"),
         (4, "--tp 2 --pp 2", "--heads 4 --bias"),
-        (2, "--pp 2 --singleton", "--heads 4 --tied"),
+        (2, "--pp 2", "--heads 4 --tied --singleton"),
     ],
 )
 def test_megatrons_model_and_the_converted_one_have_equal_logits(

@@ -1,6 +1,8 @@
 """Conversions: names and values of another model family, from files of any sharding, and back."""
 
+import importlib.util
 import json
+import shutil
 import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from scripts import page_block, run_commands
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
@@ -571,3 +574,40 @@ def test_halves_of_the_gate_may_have_names_of_their_own(tmp_path: Path) -> None:
     found = merged(tmp_path / "s.safetensors", tmp_path / "out", convert=GPT)
     names = {"gate": halves["w"], "up": halves["v"]}
     assert same(found, {f"model.layers.1.mlp.{name}_proj.weight": rows for name, rows in names.items()})
+
+
+# Pages
+
+
+def test_the_commands_of_the_pages_print_what_they_show(tmp_path: Path, megatron: Path) -> None:
+    shutil.copytree(TORCHTITAN / "fused", tmp_path / "titan")
+    run_commands(page_block("commands: torchtitan"), tmp_path / "titan")
+    shutil.copytree(megatron / "tp2_pp2" / "torch_dist", tmp_path / "gpt" / "checkpoints")
+    (tmp_path / "gpt" / "config.json").write_text(json.dumps({"vocab_size": 14}))
+    run_commands(page_block("commands: megatron to llama"), tmp_path / "gpt")
+
+
+def test_the_conversion_on_the_page_works_in_both_directions(tmp_path: Path) -> None:
+    (tmp_path / "own.json").write_text(page_block("block: own.json"))
+    arrays = {
+        "embed.weight": np.ones((3, 4), "f4"),
+        "blocks.0.qkv.weight": np.random.default_rng(0).random((24, 4), "f4"),
+    }
+    save_file({**arrays, "blocks.0.rope.freqs": np.ones(2, "f4")}, tmp_path / "s.safetensors")
+    options = {"convert": str(tmp_path / "own.json"), "convert_with": {"n_heads": 2}}
+    found = merged(tmp_path / "s.safetensors", tmp_path / "out", **options)
+    value = arrays["blocks.0.qkv.weight"].reshape(2, 3, 4, 4)[:, 2].reshape(8, 4)
+    assert found["model.layers.0.self_attn.v_proj.weight"].tolist() == value.tolist()
+    options["convert"] = f"inverse:{options['convert']}"
+    assert same(merged(tmp_path / "out", tmp_path / "back", **options), arrays)
+
+
+def test_the_reference_lists_the_built_in_conversions() -> None:
+    home = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("conversions_reference", home / "tools" / "conversions_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    page = (home / "docs" / "reference" / "conversions.md").read_text(encoding="utf-8")
+    assert page == program.page(), "run tools/conversions_reference.py"

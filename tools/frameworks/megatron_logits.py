@@ -1,6 +1,6 @@
 """Write the logits of Megatron-Core's own model for a checkpoint of tools/frameworks/megatron_write.py, on a CPU.
 
-    python tools/frameworks/megatron_logits.py OUT [--tied] [--bias] [--heads N]
+    python tools/frameworks/megatron_logits.py OUT [--tied] [--bias] [--singleton] [--heads N]
 
 loads OUT/torch_dist, whatever the number of ranks that wrote it, into one process in float32, and writes
 OUT/logits.npy for the tokens 0 to 7, and OUT/config.json, the config of the same model in transformers.
@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> None:
     no_kernels = {"masked_softmax_fusion": False, "bias_activation_fusion": False}
     _, (model,) = written.build(options, torch.float32, hidden_dropout=0.0, attention_dropout=0.0, **no_kernels)
     model.eval()
-    state = model.sharded_state_dict()
+    state = model.sharded_state_dict(metadata={"singleton_local_shards": options.singleton})
     path = options.out / "torch_dist" / written.STEP_DIRECTORY
     model.load_state_dict(dist_checkpointing.load(state, str(path)), strict=False)
     tokens = torch.arange(8).unsqueeze(0)
