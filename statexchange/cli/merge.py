@@ -177,7 +177,8 @@ def command(output: Output, source: str, path: str, **options: Any) -> int:
 def _show(output: Output, report: MergeReport) -> None:
     rate = f" in {format_seconds(report.seconds)}, {format_bytes(report.nbytes / report.seconds)}/s"
     done, pace = ("would merge", "") if report.dry_run else ("merged", rate)
-    output.line(f"{done} {report.num_tensors:,} tensors, {format_bytes(report.nbytes)}, into {report.path}{pace}")
+    tensors = "1 tensor" if report.num_tensors == 1 else f"{report.num_tensors:,} tensors"
+    output.line(f"{done} {tensors}, {format_bytes(report.nbytes)}, into {report.path}{pace}")
     for name, nbytes in report.files:
         output.line(f"  {name}  {format_bytes(nbytes)}")
     for name in report.reused:

@@ -67,7 +67,8 @@ def command(output: Output, paths: tuple[str, ...], only: str | None, sort: str)
     output.table(_HEADER, (_cells(row, output.aligned) for row in shown), right=_HEADER[3:8])
     counts = ", ".join(f"{count:,} {status}" for status, count in Counter(row.status for row in rows).most_common())
     total = "1 checkpoint" if len(rows) == 1 else f"{len(rows):,} checkpoints"
-    output.message(f"{total} in {num_directories:,} directories" + (f": {counts}" if rows else ""))
+    places = "1 directory" if num_directories == 1 else f"{num_directories:,} directories"
+    output.message(f"{total} in {places}" + (f": {counts}" if rows else ""))
     data = {"num_directories": num_directories, "num_checkpoints": len(rows), "num_broken": len(broken)}
     return output.finish("FINDINGS" if broken else "OK", data, rows=("checkpoints", map(_record, shown)))
 

@@ -38,7 +38,7 @@ def choose_conversion(convert: Convert, read: Callable[[str], object]) -> Conver
         rules = ConversionRules.parse(read(name), name)
     else:
         known = ", ".join(BUILTIN)
-        raise InvalidArgumentError(f"convert: there is no conversion {excerpt(name)}: there are {known}, or FILE.json")
+        raise InvalidArgumentError(f"there is no conversion {excerpt(name)}: choose {known}, or FILE.json")
     return rules.inverse() if convert.startswith(INVERSE) else rules
 
 

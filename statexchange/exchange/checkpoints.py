@@ -449,7 +449,7 @@ class Checkpoints:
         """
         unknown = sorted(options.keys() - _LOAD_OPTIONS)
         if unknown:  # also if there is nothing to load yet: else the first restart would find out
-            text = f"load takes no option {unknown[0]!r}, only {', '.join(_LOAD_OPTIONS)}"
+            text = f"load takes no option {unknown[0]!r}, only step, {', '.join(_LOAD_OPTIONS)}"
             own = " (comm, layout and stall_timeout_s are those of Checkpoints)"
             raise InvalidArgumentError(text + own, path=self.path)
         comm = as_communicator(self._comm)

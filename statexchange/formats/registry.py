@@ -291,9 +291,8 @@ def _check_no_saves_below(opened: OpenedPath) -> None:
     steps = list_steps(opened.store) if opened.file is None else []
     if steps:
         newest = opened.store.path_of(step_name(steps[-1]))
-        text = (
-            f"this directory contains {len(steps)} saves: name one of them, as {newest}, or use Checkpoints(path).load"
-        )
+        number = "1 save" if len(steps) == 1 else f"{len(steps)} saves"
+        text = f"this directory contains {number}: name one of them, such as {newest}, or use Checkpoints(path).load"
         raise InvalidArgumentError(text, path=opened.path)
 
 

@@ -157,7 +157,7 @@ def _row(folder: str, found: Probe) -> ScanRow | None:
     status: Status = "whole"
     verdict = "WHOLE"
     if source.problems:
-        verdict, status = _verdict(source.problems), "broken"
+        verdict, status = _verdict(source.problems, folder), "broken"
     elif source.refusal is not None:
         verdict, status = "NOT CHECKED", "not checked"
     return ScanRow(
@@ -187,7 +187,7 @@ def _size_of_files(found: Probe) -> int:
 def _broken(folder: str, error: StateExchangeError) -> ScanRow:
     """Return the row of a checkpoint that cannot be opened."""
     shown = without_secrets(folder)
-    return ScanRow(shown, None, None, None, 0, 0, 0, _modified(folder), _verdict([error]), "broken", (error,))
+    return ScanRow(shown, None, None, None, 0, 0, 0, _modified(folder), _verdict([error], folder), "broken", (error,))
 
 
 def _modified(folder: str) -> float | None:
@@ -216,8 +216,8 @@ def _model_of(found: Probe) -> str | None:
     return name[:_MAX_MODEL] if isinstance(name, str) else None
 
 
-def _verdict(problems: Iterable[StateExchangeError]) -> str:
-    """Return in a few words what is wrong."""
+def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
+    """Return in a few words what is wrong with the checkpoint in a folder."""
     missing: dict[str, None] = {}
     shares: list[str] = []
     reasons: dict[str, None] = {}
@@ -227,7 +227,7 @@ def _verdict(problems: Iterable[StateExchangeError]) -> str:
         elif isinstance(problem, IncompleteError) and problem.path is not None:
             missing[os.path.basename(problem.path)] = None
         else:
-            reasons[f"{_word(problem)}: {excerpt(problem.message.removeprefix('refused: '), _MAX_REASON)[1:-1]}"] = None
+            reasons[f"{_word(problem)}{_file_of(problem, folder)}: {_reason(problem)}"] = None
     parts = []
     if missing:
         word = "NO" if all(name.startswith(".") or name.endswith(".json") for name in missing) else "MISSING"
@@ -239,6 +239,13 @@ def _verdict(problems: Iterable[StateExchangeError]) -> str:
 
 def _reason(problem: StateExchangeError) -> str:
     return excerpt(problem.message.removeprefix("refused: "), _MAX_REASON)[1:-1]
+
+
+def _file_of(problem: StateExchangeError, folder: str) -> str:
+    """Return a space and the name of the file with the problem, "" if it is of the whole folder."""
+    if problem.path is None or problem.path.rstrip("/") in (folder.rstrip("/"), os.path.abspath(folder)):
+        return ""
+    return f" {_listed([os.path.basename(problem.path)])}"
 
 
 def _share(error: TruncatedError) -> str:

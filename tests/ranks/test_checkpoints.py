@@ -287,7 +287,7 @@ def test_a_step_that_no_name_could_show_is_refused(tmp_path: Path) -> None:
 
 def test_a_wrong_option_of_load_is_refused_before_there_is_a_save(tmp_path: Path) -> None:
     for memory in (False, True):
-        with pytest.raises(sx.errors.InvalidArgumentError, match="load takes no option 'stric', only strict,"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="load takes no option 'stric', only step, strict,"):
             sx.Checkpoints(tmp_path / "saves", memory=memory).load(state_of(0), stric=False)
 
 

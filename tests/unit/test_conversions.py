@@ -298,7 +298,7 @@ def test_names_without_a_rule_are_an_error_unless_they_are_excluded(tmp_path: Pa
     assert set(merged(source, tmp_path / "out", convert=convert, exclude="b.*")) == {"c"}
     with pytest.raises(InvalidArgumentError, match=r"torchtitan:llama3 has a rule for none of the 2 names: a, b.x"):
         merge_checkpoint(source, tmp_path / "out2", convert=LLAMA3)
-    with pytest.raises(InvalidArgumentError, match=r"there is no conversion 'llama': there are .*torchtitan:llama3"):
+    with pytest.raises(InvalidArgumentError, match=r"there is no conversion 'llama': choose .*torchtitan:llama3"):
         merge_checkpoint(source, tmp_path / "out2", convert="llama")
 
 

@@ -83,7 +83,7 @@ class Case:
 
 CASES = [
     Case(empty_dim, "verify IN", 0, "every digest agrees"),
-    Case(empty_dim, "merge IN OUT", 0, "merged 1 tensors, 0 B"),
+    Case(empty_dim, "merge IN OUT", 0, "merged 1 tensor, 0 B"),
     Case(empty_boxes, "info IN", 0, "tensors     1"),
     Case(empty_boxes, "verify IN", 0, "3 boxes, 0 B"),
     Case(twelve_dims, "verify IN", 7, "cannot prove that 9000 boxes cut along 12 dims at once cover the tensor"),
@@ -102,7 +102,7 @@ CASES = [
     Case(expanded, "verify IN/model.pt", 7, "save them with .contiguous()"),
     Case(expanded, "merge IN OUT", 7, "save them with .contiguous()"),
     Case(overlapping, "verify IN", 7, "save them with .contiguous()"),
-    Case(a_little_expanded, "merge IN OUT", 0, "merged 1 tensors, 16.0 kB"),
+    Case(a_little_expanded, "merge IN OUT", 0, "merged 1 tensor, 16.0 kB"),
     Case(strided_often, "info IN", 4, "it refers to the same objects so often"),
     Case(strided_in_many, "verify IN", 4, "it refers to the same objects so often"),
     Case(a_mesh_of_many_axes, "verify IN", 4, "does not fit its placements"),

@@ -133,15 +133,15 @@ def cut_the_zip(path: Path) -> None:
 BROKEN: dict[Callable[[Path], None], str] = {
     remove_a_file: "MISSING model-00002-of-00003.safetensors",
     truncate: "TRUNCATED 50 %",
-    empty_a_file: "CORRUPT: file is too short to be a tensor file",
-    write_zeros: "CORRUPT: not a safetensors file: its header is not a JSON object",
+    empty_a_file: "CORRUPT model.safetensors: file is too short to be a tensor file",
+    write_zeros: "CORRUPT model.safetensors: not a safetensors file: its header is not a JSON object",
     dangle: "MISSING model.safetensors",
-    make_a_fifo: "REFUSED: not a regular file",
+    make_a_fifo: "REFUSED model.safetensors: not a regular file",
     lose_the_metadata: "NO .metadata",
     lose_a_rank: "MISSING rank-00000-of-00001.safetensors",
     truncate_a_rank: "TRUNCATED 25 %",
-    run_code: "REFUSED: the pickle uses posix.system, which is not known to be harmless",
-    cut_the_zip: "CORRUPT: truncated, or not a file of torch.save: it does not end like a zip archive",
+    run_code: "REFUSED model.pt: the pickle uses posix.system, which is not known to be harmless",
+    cut_the_zip: "CORRUPT model.pt: truncated, or not a file of torch.save: it does not end like a zip archive",
 }
 
 
