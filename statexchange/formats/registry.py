@@ -282,7 +282,7 @@ def _check_none_below(opened: OpenedPath, file: str, kind: str) -> None:
         return
     names = [name for name in opened.store.directories if _has_below(opened, name, file)]
     if names:
-        text = f"this directory contains {kind}, name one of them: {', '.join(names)}"
+        text = f"this directory contains {kind}, name one of them: {', '.join(names)} (statexchange scan lists all)"
         raise InvalidArgumentError(text, path=opened.path)
 
 
