@@ -10,7 +10,7 @@ from statexchange.checkpoint.publication import FORMAT_METADATA
 from statexchange.errors import UnsupportedError, excerpt
 from statexchange.formats.packed import renamed_torchao
 from statexchange.formats.sections import sections_of
-from statexchange.formats.source import abbreviated_list
+from statexchange.formats.source import FLAT_PARAMETERS, abbreviated_list, is_flat_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,10 +30,14 @@ _DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
 
 
 def check_readable(source: Source, options: ExportOptions) -> None:
-    """Raise UnsupportedError for a selected tensor that is unsupported, or that DeepSpeed ZeRO-3 keeps elsewhere."""
+    """Raise UnsupportedError for a selected tensor that is unsupported, flattened, or kept elsewhere by ZeRO-3."""
     for name, error in source.unsupported.items():
         if options.wants(name):
             raise error
+    for shard_file in source.files:
+        for name in filter(is_flat_parameter, shard_file.tensors):
+            if options.wants(name):
+                raise UnsupportedError(FLAT_PARAMETERS, name=name, path=shard_file.path)
     if source.kind != "torch" or not any(name.startswith(_DEEPSPEED) for name in source.others):
         return
     for shard_file in source.files:

@@ -36,11 +36,14 @@ from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import Store, StoredFile
+from statexchange.storage.tensorfile import read_header
 
 __all__ = ["METADATA", "matches", "read"]
 
 METADATA = ".metadata"
 _FILE_NAME = re.compile(r"__([0-9]{1,9})_([0-9]{1,9})\.distcp")
+_ZIP = b"PK\3\4"
+_LEAST_SAFETENSORS = 10  # bytes: the length of the header, and an empty header
 _REFUSALS = (CorruptError, UnsafeError, UnsupportedError)
 _STEPS_PER_BOX = 64  # a box takes about 500 bytes of memory, and 130 bytes of the pickle
 _MAX_ENTRY_PICKLE_BYTES = 1 << 20  # a tensor's pickle has about 200 bytes
@@ -216,7 +219,10 @@ def _tensor(name: str, record: OpaqueObject, budget: Budget) -> _Tensor:
 def _stored(name: str, offsets: Any, storage_info: dict[str, Any]) -> _StoredEntry:
     if storage_info.get("transform_descriptors"):
         shown = excerpt(storage_info["transform_descriptors"])
-        raise UnsupportedError(f"its bytes are transformed by {shown}: save it without extensions", name=name)
+        raise UnsupportedError(
+            f"its bytes are transformed by {shown}: load it with torch, and save it without extensions",
+            name=name,
+        )
     begin, length = sizes_from_json((storage_info["offset"], storage_info["length"]))
     return _StoredEntry(name, None if offsets is None else sizes_from_json(offsets), begin, length)
 
@@ -258,6 +264,13 @@ def _is_plain(value: Any) -> bool:
     return False
 
 
+def _is_zip(file: StoredFile) -> bool:
+    """Whether a file begins with a zip, or is too short for anything else."""
+    start = bytearray(min(len(_ZIP), file.size))
+    file.read_into(memoryview(start), 0)
+    return _ZIP.startswith(start) or file.size < _LEAST_SAFETENSORS or bytes(start) == _ZIP
+
+
 class _DcpFileReader:
     """Reads the entries of one .distcp file. `views` caches the parsed pickles of entries, many of which are equal."""
 
@@ -272,6 +285,8 @@ class _DcpFileReader:
 
     def read(self, file: StoredFile, entries: list[_StoredEntry]) -> ShardFile:
         """Return the file with all its tensors; entries must not overlap."""
+        if not _is_zip(file):
+            return self._read_safetensors(file, entries)
         end = 0
         for entry in sorted(entries, key=lambda entry: entry.begin):
             if entry.begin < end:
@@ -284,6 +299,31 @@ class _DcpFileReader:
         for entry in entries:
             try:
                 self._entry(file, entry, parts)
+            except _REFUSALS as error:
+                raise error.located(rank=self._rank, name=entry.name, path=self._path) from None
+        return ShardFile(self._rank, file, {name: self._joined(name, boxes) for name, boxes in parts.items()})
+
+    def _read_safetensors(self, file: StoredFile, entries: list[_StoredEntry]) -> ShardFile:
+        """Return the tensors of a file that torch wrote with SerializationFormat.SAFETENSORS.
+
+        The metadata's offsets are all 0 for such a file: its header has the byte ranges.
+        """
+        header = read_header(file)
+        parts: dict[str, list[tuple[Box, ByteRange]]] = {}
+        for entry in entries:
+            try:
+                if entry.offsets is None:
+                    raise UnsupportedError("an entry of a safetensors file that is not a tensor: save it as torch.save")
+                if entry.name in parts or entry.name not in header.entries:
+                    raise CorruptError(f"the file does not have each part of this tensor that {METADATA} describes")
+                found = header.entries[entry.name]
+                tensor = self._tensors[entry.name]
+                box = tensor.chunks[entry.offsets]
+                for what, expected, there in (("dtype", tensor.dtype, found.dtype), ("shape", box.shape, found.shape)):
+                    if expected != there:
+                        text = f"{what} in {METADATA} differs from the file"
+                        raise CorruptError(text, expected=expected, found=there)
+                parts[entry.name] = [(box, ByteRange(file, found.begin, found.nbytes))]
             except _REFUSALS as error:
                 raise error.located(rank=self._rank, name=entry.name, path=self._path) from None
         return ShardFile(self._rank, file, {name: self._joined(name, boxes) for name, boxes in parts.items()})

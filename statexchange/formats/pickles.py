@@ -543,7 +543,18 @@ def _new_object(machine: _Machine) -> None:
     callee = machine.stack[-2]
     if type(callee) is GlobalRef:
         machine.functions.discard(callee.name)
+    elif machine.unknown_classes and _is_nested_class(callee):
+        owner, name = callee.args
+        machine.stack[-2] = GlobalRef(f"{owner.name}.{name}")
     _call(machine)
+
+
+def _is_nested_class(value: Any) -> bool:
+    """Whether a value is a class inside of a class, which protocol 2 spells as getattr(class, name)."""
+    if type(value) is not OpaqueObject or value.name != "getattr":
+        return False
+    owner, name = value.args  # `_call` has checked them
+    return _is_class_name(owner.name.rpartition(".")[2]) and _is_class_name(name) and len(name) <= _MAX_NAME
 
 
 def _call(machine: _Machine) -> None:

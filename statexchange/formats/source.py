@@ -45,6 +45,7 @@ __all__ = [
     "UnreadableTensor",
     "Weights",
     "abbreviated_list",
+    "is_flat_parameter",
     "merged_metadata",
     "unknown_dtypes",
 ]
@@ -119,6 +120,17 @@ class UnreadableTensor:
     path: str
     unsupported: UnsupportedError | None = None
     nbytes: int | None = None
+
+
+FLAT_PARAMETERS = (
+    "FSDP1's LOCAL_STATE_DICT: each rank saved its piece of flattened parameters, which do not say what they are of: "
+    "load it as it was saved, and save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT"
+)
+
+
+def is_flat_parameter(name: str) -> bool:
+    """Whether a name is that of parameters that FSDP1 flattened into one."""
+    return name.rpartition(".")[2] == "_flat_param"
 
 
 def abbreviated_list(entries: Mapping[str, str]) -> str:

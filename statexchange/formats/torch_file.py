@@ -1,8 +1,9 @@
 """Read files of torch.save (.pt, .pth, .bin): one file, or a directory with one file per rank or per part of a model.
 
 Nested dicts and lists become dotted names. A DTensor's pickle has its placements, its mesh and the coordinate of the
-rank that saved it, so its boxes follow from the file alone; a plain tensor counts as whole. An object of an unknown
-class is listed by its class and never constructed (pickles.py); if it contains tensors, it is unsupported.
+rank that saved it, and a ShardedTensor's pickle has offsets, so their boxes follow from the file alone; a plain tensor
+counts as whole. An object of an unknown class is listed by its class and never constructed (pickles.py); if it contains
+tensors, it is unsupported.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from statexchange.formats.source import ShardFile, Source, SourceTensor, Unreada
 from statexchange.formats.torch_archive import (
     Archive,
     describe,
+    dtype_of,
     holds_tensor,
     is_tensor,
     strides_of,
@@ -34,7 +36,7 @@ from statexchange.formats.torch_archive import (
     view_of,
 )
 from statexchange.sharding.placements import DimSplit, local_boxes
-from statexchange.sharding.shards import MAX_DIMS, Shard, c_strides, full_box, sizes_from_json
+from statexchange.sharding.shards import MAX_DIMS, Box, Shard, c_strides, full_box, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import StoredFile
@@ -47,6 +49,7 @@ _SUFFIXES = (".pt", ".pth", ".bin")
 _INDEX_SUFFIX = ".bin.index.json"
 _RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 _ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 _STEPS_PER_REFUSAL = 256  # an error takes about 2,000 bytes; a tensor's pickle has 200
 _MAX_KEY_TEXT = 512  # characters of a key that is not text, in a name
 
@@ -175,8 +178,10 @@ class TorchFile:
     def _tensor(self, name: str, value: OpaqueObject) -> SourceTensor:
         try:
             tensor = unwrap_tensor(value)
-            if _is_distributed(tensor):
+            if _is_of_class(tensor, "DTensor"):
                 return self._distributed(name, tensor)
+            if _is_of_class(tensor, _SHARDED_TENSOR):
+                return self._sharded(name, tensor)
             view = view_of(tensor)
             shard = Shard(name, view.dtype, view.shape, (full_box(view.shape),))
             return SourceTensor(shard, (self._archive.byte_range(view),))
@@ -186,6 +191,26 @@ class TorchFile:
             raise CorruptError(
                 f"not what torch writes for a tensor: {excerpt(error, 200)}", name=name, path=self._path
             ) from None
+
+    def _sharded(self, name: str, tensor: OpaqueObject) -> SourceTensor:
+        """Return the shard of a ShardedTensor, as FSDP1 saves it: its local shards have their offsets."""
+        _, _, args, state = tensor.args
+        shape, dtype = sizes_from_json(args[2]), dtype_of(args[1])
+        boxes, byte_ranges = [], []
+        self._budget.spend(len(state[0]))
+        for local_shard in state[0]:
+            fields = local_shard.state[1]
+            placement = fields["metadata"].state[1]
+            box = Box.from_json([placement["shard_offsets"], placement["shard_sizes"]])
+            view = view_of(unwrap_tensor(fields["tensor"]))
+            if (view.dtype, view.shape) != (dtype, box.shape):
+                problem = "a local shard does not fit its metadata"
+                found = f"{view.dtype} {view.shape}"
+                expected = f"{dtype} {box.shape}"
+                raise CorruptError(problem, name=name, path=self._path, expected=expected, found=found)
+            boxes.append(box)
+            byte_ranges.append(self._archive.byte_range(view))
+        return SourceTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(byte_ranges))
 
     def _distributed(self, name: str, dtensor: OpaqueObject) -> SourceTensor:
         """Return a DTensor's shard: the boxes of its placements, each with its part of the local tensor."""
@@ -274,10 +299,10 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _is_distributed(tensor: OpaqueObject) -> bool:
-    """Whether this is a DTensor."""
+def _is_of_class(tensor: OpaqueObject, name: str) -> bool:
+    """Whether this is a tensor of the class of that name."""
     kind = tensor.args[1] if tensor.name == "_rebuild_from_type_v2" and len(tensor.args) == 4 else None
-    return type(kind) is GlobalRef and kind.name == "DTensor"
+    return type(kind) is GlobalRef and kind.name == name
 
 
 def _dim_split(placement: OpaqueObject) -> DimSplit | None:

@@ -11,7 +11,7 @@ from statexchange.errors import without_secrets
 from statexchange.formats.packed import packing_notes
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
-from statexchange.formats.source import Part, ShardFile, Source
+from statexchange.formats.source import FLAT_PARAMETERS, Part, ShardFile, Source, is_flat_parameter
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.tensors import ITEMSIZE, element_shape
 
@@ -170,7 +170,9 @@ def _summary(path: str, source: Source) -> Summary:
 def _notes(source: Source) -> tuple[str, ...]:
     """Return what to tell about a source beside its numbers."""
     refusal = () if source.refusal is None else (source.refusal.message,)
-    return (*refusal, *source.notes, *packing_notes(source))
+    is_flat = any(is_flat_parameter(name) for shard_file in source.files for name in shard_file.tensors)
+    flat = (FLAT_PARAMETERS,) if is_flat else ()
+    return (*refusal, *source.notes, *flat, *packing_notes(source))
 
 
 def _proven(source: Source) -> bool:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.cli.main import main
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, UnsafeError
 from statexchange.formats.registry import open_source
 
 DATA = Path(__file__).parents[1] / "data"
@@ -331,3 +331,77 @@ def test_torchtitan_parent_names_its_steps(tmp_path: Path, capsys: pytest.Captur
         f"contains 2 checkpoints (step-9, step-10): name one of them, such as the newest, {tmp_path}/checkpoint/step-10"
     )
     assert (code, text in err) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["fsdp1", "dcp_safetensors"])
+def test_what_torch_alone_saves_is_merged_bit_by_bit(tmp_path: Path, name: str) -> None:
+    merge_checkpoint(DATA / "torch" / name, tmp_path / "out")
+    assert_equal(load_file(tmp_path / "out/model.safetensors"), load_file(DATA / f"torch/{name}.safetensors"))
+
+
+def test_a_missing_rank_of_fsdp1_is_a_missing_region(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copied("torch/fsdp1", tmp_path)
+    (path / "rank1.pt").unlink()
+    code, _, err = run(capsys, "merge", path, tmp_path / "out")
+    assert (code, "block.linear" in err or "head" in err) == (5, True)
+
+
+def test_flattened_parameters_are_named_and_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = DATA / "torch/fsdp1_local"
+    code, _, err = run(capsys, "merge", path, tmp_path / "out")
+    advice = "save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT [tensor '_flat_param'"
+    assert (code, "error: FSDP1's LOCAL_STATE_DICT: " in err, advice in err) == (7, True, True)
+    code, out, _ = run(capsys, "info", path)
+    assert (code, "note        FSDP1's LOCAL_STATE_DICT: " in out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        (
+            b'"F32"',
+            b'"I32"',
+            "dtype in .metadata differs from the file: expected F32, found I32 [tensor 'rows', rank 0",
+        ),
+        (
+            b'"rows":',
+            b'"Rows":',
+            "does not have each part of this tensor that .metadata describes [tensor 'rows', rank 0",
+        ),
+    ],
+)
+def test_a_dcp_of_safetensors_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: bytes, new: bytes, text: str
+) -> None:
+    path = copied("torch/dcp_safetensors", tmp_path)
+    file = path / "__0_0.distcp"
+    data = file.read_bytes()
+    assert data.count(old) == 1
+    file.write_bytes(data.replace(old, new))
+    code, _, err = run(capsys, "merge", path, tmp_path / "out")
+    assert (code, text in err) == (4, True), err
+    file.write_bytes(data[:-1])
+    assert run(capsys, "merge", path, tmp_path / "out")[0] == 4
+
+
+def test_a_pickle_may_name_a_class_in_a_class_but_not_call_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(1), "x": Outer.Inner()}, path, pickle_protocol=2)
+    with sx.open_checkpoint(path) as checkpoint:
+        assert list(checkpoint) == ["w"]
+    torch.save({"w": torch.ones(1), "x": Outer.made()}, path, pickle_protocol=2)
+    with pytest.raises(UnsafeError, match="the pickle calls"):
+        sx.open_checkpoint(path)
+
+
+class Outer:
+    class Inner:
+        pass
+
+    class Called:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Outer.Inner, ()
+
+    @staticmethod
+    def made() -> Any:
+        return Outer.Called()
