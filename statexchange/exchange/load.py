@@ -50,7 +50,7 @@ __all__ = ["LoadReport", "load_checkpoint", "load_now"]
 
 _log = logging.getLogger(__name__)
 _SHOWN = 5
-_KEYED_KINDS = ("dcp", "torch")  # formats whose first keys show the sections
+_KEYED_KINDS = ("dcp", "deepspeed", "torch")  # formats whose first keys show the sections
 
 
 @dataclass(frozen=True, slots=True)

@@ -524,7 +524,8 @@ class _FlatFile:
         self.file = file
         with file.parsing():
             self._state = _named(file.entry("optimizer_state_dict"))
-            self.zero_stage = number_of(self._state["zero_stage"])
+            # DeepSpeed's BF16_Optimizer (stage 1 with fp32 gradients) does not say its stage.
+            self.zero_stage = number_of(self._state.get("zero_stage", 1))
             key = "fp32_flat_groups" if self.zero_stage == 3 else "single_partition_of_fp32_groups"
             self.weights = [file.buffer(value) for value in self._state[key]]
             counts = self._state["partition_count"]

@@ -331,6 +331,11 @@ def megatron(folder: Path, kind: str) -> None:
     shutil.rmtree(folder / "sample")
 
 
+def deepspeed(folder: Path, kind: str) -> None:
+    """Copy a checkpoint that DeepSpeed wrote."""
+    shutil.copytree(Path(__file__).parents[1] / "data" / "deepspeed" / kind, folder / "x")
+
+
 SOURCES: dict[str, Source] = {
     "safetensors": Source(one_file, "{}/x.safetensors"),
     "packed dtypes": Source(packed, "{}/x.safetensors", state=dict),
@@ -362,6 +367,8 @@ SOURCES: dict[str, Source] = {
     "orbax, zarr": _sample("orbax-zarr"),
     "torchao": _sample("../packed/torchao"),
     "bitsandbytes": _sample("../packed/bitsandbytes"),
+    "zero 1": Source(lambda folder: deepspeed(folder, "zero1"), slow=True),
+    "zero 3": Source(lambda folder: deepspeed(folder, "zero3"), slow=True),
     "megatron torch_dist": Source(lambda folder: megatron(folder, "torch_dist")),
     "megatron ranks": Source(lambda folder: megatron(folder, "legacy")),
 }

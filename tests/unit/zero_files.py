@@ -1,15 +1,70 @@
-"""Checkpoints in the layout of DeepSpeed's ZeRO, made by hand: any shapes on any number of ranks."""
+"""Checkpoints of DeepSpeed: checks of those that it wrote, and others in its layout, made by hand."""
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import load_file
+
+from statexchange.checkpoint.merge import merge_checkpoint
+from statexchange.formats.registry import open_checkpoint
 
 State = Mapping[str, torch.Tensor]
+
+
+def said(folder: Path, kind: str, what: str) -> dict[str, torch.Tensor]:
+    """What DeepSpeed says of a checkpoint that tools/frameworks/deepspeed_write.py wrote: its tensors of one prefix."""
+    tensors = load_file(folder / f"{kind}.safetensors")
+    return {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{what}.")}
+
+
+def merged(path: Path, tmp_path: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """The merge of a checkpoint, with tied tensors under all their names."""
+    out = tmp_path / "merged"
+    shutil.rmtree(out, ignore_errors=True)
+    report = merge_checkpoint(path, out, **options)
+    state = load_file(out / "model.safetensors")
+    return state | {alias: state[name] for alias, name in report.aliases.items()}
+
+
+def assert_same(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found[name], tensor), name
+
+
+def check_written(folder: Path, kind: str, tmp_path: Path) -> None:
+    """Compare a checkpoint of deepspeed_write.py with what DeepSpeed says is in it."""
+    oracle, model = said(folder, kind, "oracle"), said(folder, kind, "model")
+    master, moments = said(folder, kind, "master"), said(folder, kind, "exp_avg")
+    if kind in ("zero1", "zero2", "zero3"):
+        found = merged(folder / kind, tmp_path)
+        if kind == "zero1":  # of which zero_to_fp32 leaves out the frozen parameters
+            oracle["norm.bias"] = model["norm.bias"]
+        assert_same(found, oracle)
+        assert found["norm.bias"].dtype == torch.bfloat16
+        assert torch.equal(found["head.weight"], found["embed.weight"])
+    if kind not in ("zero0", "experts"):
+        assert min(len(master), len(moments)) > 2
+        with open_checkpoint(folder / kind) as checkpoint:
+            for name, tensor in master.items():
+                assert np.array_equal(checkpoint[f"model.{name}"].read(), tensor.numpy()), name
+                assert checkpoint[f"optimizer.state.{name}.exp_avg_sq"].shape == tensor.shape
+            for name, tensor in moments.items():
+                assert np.array_equal(checkpoint[f"optimizer.state.{name}.exp_avg"].read(), tensor.numpy()), name
+    if kind != "zero3":
+        assert len(model) > 4
+        found = merged(folder / kind, tmp_path, weights="model")
+        buffers = {"scale", "count", "head.weight"} if kind.startswith("zero") else set()
+        assert found.keys() - model.keys() == buffers
+        assert_same({name: found[name] for name in model}, model)
 
 
 def write_zero(

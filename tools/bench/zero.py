@@ -91,11 +91,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", default="/dev/shm")
+    parser.add_argument("--write", help="only write a checkpoint there")
     options = parser.parse_args()
+    if options.write:
+        write(Path(options.write), options.megabytes, options.ranks)
+        return
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         source = os.path.join(folder, "run")
-        write(Path(source), options.megabytes, options.ranks)
+        # In a process of its own: the peak of a process counts what its parent had when it was started.
+        sizes = ["--megabytes", str(options.megabytes), "--ranks", str(options.ranks)]
+        run([sys.executable, __file__, "--write", source, *sizes])
         outs = {way: os.path.join(folder, way) for way in ("statexchange merge", "zero_to_fp32")}
         ways = {
             "statexchange merge": [sys.executable, "-m", "statexchange", "merge", source, outs["statexchange merge"]],

@@ -3,7 +3,7 @@
     export DS_ACCELERATOR=cpu DS_BUILD_OPS=0
     torchrun --nproc-per-node 2 tools/frameworks/deepspeed_write.py OUT KIND
 
-KIND is zero0, zero1, zero2, zero3, pipeline or experts. ``OUT/KIND`` is the checkpoint. ``OUT/KIND.safetensors`` has,
+KIND is zero0, zero1, zero1_fp32_gradients, zero2, zero3, pipeline or experts. ``OUT/KIND`` is the checkpoint. ``OUT/KIND.safetensors`` has,
 by the names of parameters, ``master.`` the fp32 weights, ``exp_avg.`` the optimizer's first moments and ``model.``
 the weights of the training, all from the live engine; and ``oracle.`` what DeepSpeed's zero_to_fp32 makes of the files,
 where it reads this kind. zero3 is converted to ``OUT/universal``, too.
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import save_file
 
-KINDS = ("zero0", "zero1", "zero2", "zero3", "pipeline", "experts")
+KINDS = ("zero0", "zero1", "zero1_fp32_gradients", "zero2", "zero3", "pipeline", "experts")
 STEPS = 2
 
 
@@ -93,9 +93,9 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def train_net(stage: int) -> Any:
+def train_net(stage: int, **more: Any) -> Any:
     model = Net()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=config(stage))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=config(stage, **more))
     for step in range(STEPS):
         tokens = (torch.arange(5) + dist.get_rank() + step).view(1, 5) % 11
         engine.backward(engine(tokens))
@@ -166,6 +166,8 @@ def write(out: Path, kind: str) -> None:
         engine = train_pipeline()
     elif kind == "experts":
         engine = train_experts()
+    elif kind == "zero1_fp32_gradients":  # another optimizer of DeepSpeed
+        engine = train_net(1, data_types={"grad_accum_dtype": "fp32"})
     else:
         engine = train_net(int(kind.removeprefix("zero")))
     engine.save_checkpoint(str(out / kind), client_state={"epoch": 1})
