@@ -3,10 +3,10 @@
     export DS_ACCELERATOR=cpu DS_BUILD_OPS=0
     torchrun --nproc-per-node 2 tools/frameworks/deepspeed_write.py OUT KIND
 
-KIND is zero0, zero1, zero1_fp32_gradients, zero2, zero3, pipeline or experts. ``OUT/KIND`` is the checkpoint. ``OUT/KIND.safetensors`` has,
-by the names of parameters, ``master.`` the fp32 weights, ``exp_avg.`` the optimizer's first moments and ``model.``
-the weights of the training, all from the live engine; and ``oracle.`` what DeepSpeed's zero_to_fp32 makes of the files,
-where it reads this kind. zero3 is converted to ``OUT/universal``, too.
+KIND is zero0, zero1, zero1_fp32_gradients, zero2, zero3, pipeline or experts. ``OUT/KIND`` is the checkpoint.
+``OUT/KIND.safetensors`` has, by the names of parameters, ``master.`` the fp32 weights, ``exp_avg.`` the optimizer's
+first moments and ``model.`` the weights of the training, all from the live engine; and ``oracle.`` what DeepSpeed's
+zero_to_fp32 makes of the files, where it reads this kind. zero3 is converted to ``OUT/universal``, too.
 
 Needs deepspeed and safetensors: ``pip install "statexchange[frameworks]"``. Run with two ranks or more.
 """
