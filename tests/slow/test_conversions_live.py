@@ -33,7 +33,7 @@ def torchrun(ranks: int, *command: str | Path) -> None:
 @pytest.mark.timeout(850)
 @pytest.mark.skipif(
     find_spec("torchtitan") is None,
-    reason="torchtitan is not installed: tools/frameworks/torchtitan_write.py has the commands",
+    reason="no framework: torchtitan: tools/frameworks/torchtitan_write.py has the commands",
 )
 @pytest.mark.parametrize(
     ("ranks", "flags"), [(2, ["separate"]), (2, []), (3, ["model"]), (2, ["tied"])], ids=lambda value: str(value)
@@ -52,7 +52,7 @@ def test_torchtitans_checkpoint_becomes_what_its_to_hf_gives(ranks: int, flags: 
 @pytest.mark.timeout(850)
 @pytest.mark.skipif(
     find_spec("megatron") is None or find_spec("psutil") is None,
-    reason='megatron-core or psutil is not installed: pip install ".[frameworks]"',
+    reason='no framework: megatron-core and psutil: pip install ".[frameworks]"',
 )
 @pytest.mark.parametrize(
     ("ranks", "geometry", "model"),
