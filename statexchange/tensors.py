@@ -27,6 +27,7 @@ __all__ = [
     "TensorKindT",
     "TensorLike",
     "TensorT",
+    "TorchTensor",
     "array_over",
     "as_numpy",
     "as_torch",
@@ -59,6 +60,8 @@ __all__ = [
 DType: TypeAlias = "str | np.dtype[Any] | torch.dtype"
 # A dense tensor as callers give it.
 TensorLike: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
+# For packages that never import torch.
+TorchTensor: TypeAlias = "torch.Tensor"
 # The type of a function that returns the tensor it was given, so also of a Parameter.
 TensorT = TypeVar("TensorT", bound="torch.Tensor | np.ndarray[Any, Any]")
 # The type of a function that returns new tensors of the kind it was given: torch tensors or arrays.

@@ -23,10 +23,9 @@ from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import Store, StoredFile
 from statexchange.storage.tensorfile import Header
-from statexchange.tensors import ITEMSIZE, PACKED
+from statexchange.tensors import ITEMSIZE, PACKED, TorchTensor
 
 if TYPE_CHECKING:
-    import torch
     from numpy.typing import NDArray
     from typing_extensions import Self
 
@@ -369,9 +368,9 @@ class StoredTensor:
     def read(self, box: Box | None = None, *, framework: Literal["np"] = "np") -> NDArray[Any]: ...
 
     @overload
-    def read(self, box: Box | None = None, *, framework: Literal["pt"]) -> torch.Tensor: ...
+    def read(self, box: Box | None = None, *, framework: Literal["pt"]) -> TorchTensor: ...
 
-    def read(self, box: Box | None = None, *, framework: Literal["np", "pt"] = "np") -> NDArray[Any] | torch.Tensor:
+    def read(self, box: Box | None = None, *, framework: Literal["np", "pt"] = "np") -> NDArray[Any] | TorchTensor:
         """Read the tensor, or one block of it, into a new array of numpy or tensor of torch.
 
         Not collective. Stored boxes that are read whole are checked against their digests, where these are known.
@@ -418,7 +417,7 @@ class StoredTensor:
             raise self._conflicts[self.name]
         self._check_cover()
         data = bytearray(target.numel * ITEMSIZE[self.dtype])
-        found: NDArray[Any] | torch.Tensor
+        found: NDArray[Any] | TorchTensor
         for stored_box, (stored, _) in self._boxes.items():
             part = target if stored_box == target and target.numel else intersect(stored_box, target)
             if part is None:
