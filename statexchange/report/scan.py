@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -40,6 +41,7 @@ __all__ = ["ScanRow", "scan"]
 
 Status = Literal["whole", "broken", "unfinished", "not checked"]
 
+_NUMBERED = re.compile(r"(?:checkpoint|global_step|iter|step)[-_]?([0-9]{1,18})")
 _MAX_REASON, _MAX_MODEL = 120, 60
 _MAX_CONFIG_BYTES = 4 << 20
 _SHOWN_FILES = 2
@@ -164,7 +166,7 @@ def _row(folder: str, found: Probe) -> ScanRow | None:
         path=without_secrets(folder),
         kind=source.kind,
         model=_model_of(found),
-        step=source.step,
+        step=_step_of(folder, source),
         num_tensors=len(rows),
         num_parameters=sum(full_box(row.shape).numel for row in rows if row.dtype != "?" or row.shape),
         nbytes=_size_of_files(found) if source.problems else source.nbytes,
@@ -197,6 +199,14 @@ def _modified(folder: str) -> float | None:
         return os.stat(local_path(folder)).st_mtime
     except OSError:  # removed meanwhile
         return None
+
+
+def _step_of(folder: str, source: Source) -> int | None:
+    """Return the step of a save, or the number in a directory's name such as ``checkpoint-500``."""
+    if source.step is not None:
+        return source.step
+    match = _NUMBERED.fullmatch(os.path.basename(folder))
+    return int(match[1]) if match is not None else None
 
 
 def _model_of(found: Probe) -> str | None:

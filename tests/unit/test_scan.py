@@ -65,6 +65,13 @@ def test_each_checkpoint_below_has_a_row(tmp_path: Path) -> None:
     assert rows["job/saves/step-000000020"].step == 20
 
 
+def test_the_step_is_known_from_the_name_of_the_directory(tmp_path: Path) -> None:
+    steps = {"checkpoint-500": 500, "global_step20": 20, "iter_0000007": 7, "step-30": 30, "model-7b": None}
+    for name in steps:
+        hugging_face(tmp_path / name)
+    assert {name: row.step for name, row in rows_of(tmp_path).items()} == steps
+
+
 def remove_a_file(path: Path) -> None:
     hugging_face(path, files=3)
     (path / "model-00002-of-00003.safetensors").unlink()
