@@ -80,6 +80,6 @@ def _manifest_of(opened: OpenedPath) -> SaveManifest:
         claim = claim_of(opened.store)
         if claim is not None:
             text = f"this save is not finished, or is being removed: {claim}"
-            raise IncompleteError(text, path=opened.path) from None
+            raise IncompleteError(text, path=error.path) from None
         text = f"{MANIFEST} of this save is missing: copy the whole directory, with all ranks' files"
         raise IncompleteError(text, path=error.path) from None
