@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -19,14 +20,32 @@ from filelock import FileLock
 from hypothesis import settings
 from programs import require_mounts, require_mpi
 from scripts import BIN
+from warm_python import warm_python
 
 from statexchange.errors import MissingExtraError
 from statexchange.processes import usable_cores
+from statexchange.testing import worlds
 from statexchange.testing.worlds import mpi_missing
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share the cores
 settings.register_profile("statexchange", deadline=None)  # on a busy machine any example may take seconds
 settings.load_profile("statexchange")
+
+
+# The fork server of `run_ranks`, and its ranks under mpiexec, are themselves forked from a process with torch. The
+# launcher's own tests, in test_testing.py, also start scripts of their own, with new interpreters. Open MPI, whose
+# program is prterun, knows its ranks by their process ids.
+_new_fork_server = worlds._fork_server
+
+
+def _fork_server() -> multiprocessing.context.ForkServerContext:
+    multiprocessing.set_executable(warm_python("transformers" if "transformers" in sys.modules else "torch"))
+    return _new_fork_server()
+
+
+worlds._fork_server = _fork_server
+if not (BIN / "prterun").exists():
+    worlds._python = warm_python
 
 
 @pytest.hookimpl(tryfirst=True)

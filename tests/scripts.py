@@ -94,9 +94,15 @@ def run_script(
     return done
 
 
-def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command line of a page in `folder`, with the programs of this environment; fail unless it succeeds."""
+def shell(command: str, folder: Path, *, is_warm: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run a command line of a page in `folder`, with the programs of this environment; fail unless it succeeds.
+
+    With `is_warm` its `python` and the ranks of its `torchrun` are forked; see `warm_python`.
+    """
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "80"}
+    if is_warm:
+        python = warm_python()
+        environment |= {"PATH": f"{os.path.dirname(python)}{os.pathsep}{environment['PATH']}", "PYTHON_EXEC": python}
     started = ["bash", "-o", "pipefail", "-c", command]
     done = subprocess.run(started, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, (command, done.stdout, done.stderr)

@@ -243,6 +243,12 @@ class _Server:
         self._selector.register(line, selectors.EVENT_READ, kill)
 
 
+def _without_options(words: list[str]) -> list[str]:
+    """Return the words from the first on that is no option which a fork can take over."""
+    known = ["-u", *(["-B"] if sys.flags.dont_write_bytecode else [])]
+    return words[next((at for at, word in enumerate(words) if word not in known), len(words)) :]
+
+
 def _variables(environ: Any) -> dict[str, str]:
     return {
         name: value for name, value in environ.items() if name.startswith(_READ_AT_START) and name not in _NOT_AT_START
@@ -280,7 +286,8 @@ def _become(request: _Request, received: Sequence[int], path: list[str]) -> NoRe
         if signal.SIGINT not in request.ignored:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         tempfile.tempdir = None
-        sys.modules["numpy"].random.seed()
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()
         code = _exit_code(_main(request, path))
     except BaseException:  # noqa: BLE001 (the server's loop must not go on in this process)
         traceback.print_exc()
@@ -304,10 +311,8 @@ def _place(numbers: Sequence[int], received: Sequence[int]) -> None:
 
 def _main(request: _Request, path: list[str]) -> Callable[[], None]:
     """Prepare `sys` and `__main__`; return what runs it."""
-    words = list(request.words)
-    is_unbuffered = words[0] == "-u" or bool(request.environ.get("PYTHONUNBUFFERED"))
-    if words[0] == "-u":
-        del words[0]
+    words = _without_options(request.words)
+    is_unbuffered = "-u" in request.words[: -len(words)] or bool(request.environ.get("PYTHONUNBUFFERED"))
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = _stream(number, name, is_unbuffered) if number in request.files else None
         setattr(sys, name, stream)

@@ -436,6 +436,10 @@ def _fork_server() -> ForkServerContext:
     return context
 
 
+def _python() -> str:
+    return sys.executable
+
+
 def _mpiexec() -> str | None:
     beside = Path(sys.executable).parent / "mpiexec"
     return str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -470,7 +474,7 @@ class _MpiJob(_Remote):
             mpiexec,
             "-n",
             str(self.world_size),
-            sys.executable,
+            _python(),
             "-m",
             "statexchange.testing.mpi_rank",
             address,

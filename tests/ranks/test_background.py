@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sweeps import slow
+from warm_python import warm_python
 
 import statexchange as sx
 from statexchange.testing import run_ranks
@@ -228,7 +229,7 @@ if sys.argv[2] == "asks":
 
 @pytest.mark.parametrize("how", ["drops", "asks"])
 def test_a_failure_without_a_call_of_result_is_logged_at_once_and_at_exit(how: str, tmp_path: Path) -> None:
-    run = [sys.executable, "-c", UNHEARD, tmp_path / "out", how]
+    run = [warm_python(), "-c", UNHEARD, tmp_path / "out", how]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     at_once, *at_the_end = done.stderr.splitlines()

@@ -24,6 +24,7 @@ from forked_jobs import ForkedJobs
 from programs import require_mounts
 from scripts import HOME, warm_command
 from sweeps import slow, some
+from warm_python import warm_python
 
 import statexchange as sx
 from statexchange.testing import run_ranks
@@ -461,7 +462,7 @@ print(future.result().step)
 
 def test_a_forked_process_does_not_wait_for_a_save_of_its_parent(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CLOSE_IN_A_CHILD], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [warm_python(), "-c", CLOSE_IN_A_CHILD], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split() == ["7", "10"], done.stderr
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from sweeps import slow
+from warm_python import warm_python
 
 import statexchange as sx
 from statexchange.report.verify import verify
@@ -88,8 +89,8 @@ def saved_value(path: Path) -> float:
     return float(value)
 
 
-def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", script, *map(str, arguments)]
+def run_script(script: str, *arguments: object, python: str = "") -> subprocess.CompletedProcess[str]:
+    command = [python or warm_python(), "-c", script, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -117,7 +118,7 @@ assert first.done()
 
 
 def test_the_end_of_the_interpreter_waits_for_the_save(tmp_path: Path) -> None:
-    done = run_script(SLOW, tmp_path / "saved")
+    done = run_script(SLOW, tmp_path / "saved", python=sys.executable)
     assert (done.returncode, done.stderr) == (0, "")
     assert saved_value(tmp_path / "saved") == 1.0
 
