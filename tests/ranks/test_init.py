@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import require_mpi
+from scripts import ALONE, warm_command, with_mpiexec, with_torchrun
 from shared_names import no_names_left
 from starting import start
 from sweeps import slow
@@ -366,31 +367,31 @@ print("done", flush=True)
 """
 
 
-def start_stop(backend: str, launcher: list[str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    if "mpiexec" in launcher[0]:
+def start_stop(backend: str, launcher: tuple[str, ...], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    command, environ = [sys.executable], dict(os.environ)
+    if launcher != ALONE:
+        command, environ = warm_command(launcher, STARTS)
+    if launcher[0] == "mpiexec":
         require_mpi()
     script = tmp_path / "script.py"
     script.write_text(STARTS)
-    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [*launcher, str(script), backend]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environ)
-
-
-def beside(name: str) -> str:
-    return str(Path(sys.executable).with_name(name))
+    environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, script, backend], capture_output=True, text=True, timeout=100, env=environ)
 
 
 @pytest.mark.parametrize(
     ("backend", "launcher", "ranks"),
     [
-        ("single", [sys.executable], 1),
-        slow("mpi", [beside("mpiexec"), "-n", "2", sys.executable], 2),
-        slow("auto", [beside("mpiexec"), "-n", "2", sys.executable], 2),
-        slow("gloo", [beside("mpiexec"), "-n", "2", sys.executable], 2),
-        slow("shm", [beside("torchrun"), "--nproc-per-node", "2"], 2),
+        ("single", ALONE, 1),
+        slow("mpi", with_mpiexec(2), 2),
+        slow("auto", with_mpiexec(2), 2),
+        slow("gloo", with_mpiexec(2), 2),
+        slow("shm", with_torchrun(2), 2),
     ],
 )
-def test_twenty_starts_and_stops_leave_nothing(backend: str, launcher: list[str], ranks: int, tmp_path: Path) -> None:
+def test_twenty_starts_and_stops_leave_nothing(
+    backend: str, launcher: tuple[str, ...], ranks: int, tmp_path: Path
+) -> None:
     with no_names_left():
         done = start_stop(backend, launcher, tmp_path)
     assert done.returncode == 0, done.stderr
