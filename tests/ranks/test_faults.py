@@ -479,7 +479,7 @@ def source_changes(out: str, how: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("how", "kind"), [("vanishes", "nothing"), ("is truncated", "CorruptError"), ("is emptied", "CorruptError")]
+    ("how", "kind"), [("vanishes", "nothing"), ("is truncated", "TruncatedError"), ("is emptied", "CorruptError")]
 )
 def test_changes_of_the_source_during_a_load(how: str, kind: str, prepared: Path, tmp_path: Path) -> None:
     out = target(prepared, "load", tmp_path)
