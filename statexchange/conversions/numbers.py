@@ -134,10 +134,13 @@ class Numbers:
 
         Raises:
             UnknownNumberError: A number in it is not known; the message says how to give it.
+            InvalidArgumentError: It is 0, which no count or ratio is.
         """
         value = self._evaluated(expression)
         if value is None:
             raise self._unknown(str(expression))
+        if value == 0:
+            raise InvalidArgumentError(f"convert: {expression} is 0{self._shown(str(expression))}")
         return value
 
     def known(self, expression: str | int) -> int | None:
@@ -187,13 +190,13 @@ class Numbers:
                     return f" in {config.where}"
         return f", from the shape of {self._solved[name][1]}" if name in self._solved else ""
 
-    def _unknown(self, expression: str) -> UnknownNumberError:
+    def _unknown(self, expression: str, depth: int = 0) -> UnknownNumberError:
         """Return the error for the first number that a user could give and that is missing."""
         missing = [name for name in _NAME.findall(expression) if self.get(name) is None]
         for name in missing:
             rule = self._rules.get(name, NumberRule())
-            if rule.value and not rule.config:
-                return self._unknown(rule.value)
+            if rule.value and not rule.config and depth < _MAX_DEPTH:
+                return self._unknown(rule.value, depth + 1)
         name = missing[0]
         rule = self._rules.get(name, NumberRule())
         text = f"convert: {name} is not known" + (f" ({rule.about})" if rule.about else "")

@@ -15,6 +15,7 @@ from statexchange.conversions.patches import Block, Dim, Patch, identity, shared
 from statexchange.conversions.rules import ConversionRules, Rule
 from statexchange.errors import IncompleteError, InvalidArgumentError, UnsafeError, UnsupportedError
 from statexchange.sharding.shards import Box, full_box
+from statexchange.tensors import PACKED
 
 __all__ = ["ConversionPlan", "Fill", "InputFills", "TensorInfo", "plan_conversion", "unknown_names"]
 
@@ -288,6 +289,8 @@ class _Planner:
 
     def _apply(self, rule: Rule, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Planned]:
         """Return the outputs of a rule for inputs of these shapes; layers have equal ones, and are planned once."""
+        for name, shape in zip(names, shapes, strict=True):
+            _check_packed(rule, name, self._inputs[name].dtype, len(shape))
         key = (id(rule), tuple(shapes))
         if key not in self._applied:
             tensors = []
@@ -348,6 +351,24 @@ class _Planner:
         """Return the one output that an input fills alone."""
         targets = {fill.target for fill in self._fills.get(name, ())}
         return next(iter(targets)) if len(targets) == 1 else None
+
+
+def _check_packed(rule: Rule, name: str, dtype: str, num_dims: int) -> None:
+    """Raise UnsupportedError if a rule would move elements along the last dim of a dtype that shares bytes among them.
+
+    `num_dims` is that of the tensor without dims that are unstacked.
+    """
+    if dtype not in PACKED:
+        return
+    for operation in rule.operations:
+        dim = getattr(operation, "dim", -1)  # transpose has none
+        if dim in (-1, num_dims - 1):
+            break
+    else:
+        if num_dims:
+            return
+    text = f"convert: along the last dim of {dtype} several elements share bytes, so only whole rows can be moved"
+    raise UnsupportedError(text, name=name)
 
 
 def _layer_number(text: str, name: str) -> int:

@@ -611,3 +611,48 @@ def test_the_reference_lists_the_built_in_conversions() -> None:
     spec.loader.exec_module(program)
     page = (home / "docs" / "reference" / "conversions.md").read_text(encoding="utf-8")
     assert page == program.page(), "run tools/conversions_reference.py"
+
+
+# Packed dtypes and numbers that cannot be
+
+
+def float4(path: Path) -> Path:
+    header = json.dumps({"w": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes([1, 2, 3, 4]))
+    return path
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        {"transpose": {"order": [1, 0]}},
+        {"permute": {"dim": 1, "shape": [2, 1], "order": [1, 0]}},
+        {"permute": {"dim": -1, "shape": [2, 1], "order": [1, 0]}},
+    ],
+)
+def test_elements_that_share_a_byte_are_not_moved_apart(tmp_path: Path, operation: dict[str, Any]) -> None:
+    rules = {"rules": [{"from": "w", "to": "v", "values": [operation]}]}
+    with pytest.raises(UnsupportedError, match="only whole rows can be moved"):
+        merge_checkpoint(float4(tmp_path / "w.safetensors"), tmp_path / "out", convert=rules)
+
+
+def test_whole_rows_of_a_packed_dtype_are_moved(tmp_path: Path) -> None:
+    rules = {"rules": [{"from": "w", "to": ["a", "b"], "values": [{"split": {"dim": 0, "sizes": [1, 1]}}]}]}
+    merge_checkpoint(float4(tmp_path / "w.safetensors"), tmp_path / "out", convert=rules)
+    with sx.open_checkpoint(tmp_path / "out") as found:
+        assert {name: tensor.read().tobytes() for name, tensor in found.items()} == {"a": b"\1\2", "b": b"\3\4"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"split": {"sizes": ["n", "n"]}}, {"split": {"sizes": [1, 1], "groups": "n"}}, {"split": {"sizes": ["loop", 1]}}],
+)
+def test_a_number_that_is_0_or_refers_to_itself_is_an_error(tmp_path: Path, values: dict[str, Any]) -> None:
+    save_file({"w": np.arange(4.0)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"n": 0}')
+    rules = {
+        "numbers": {"n": {"config": "n"}, "loop": {"value": "again"}, "again": {"value": "loop"}},
+        "rules": [{"from": "w", "to": ["a", "b"], "values": [values]}],
+    }
+    with pytest.raises(InvalidArgumentError, match=r"n is 0 \(n = 0 in|is not known"):
+        merge_checkpoint(tmp_path, tmp_path / "out", convert=rules)
