@@ -93,6 +93,9 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     names = sorted(set(weight_map.values())) or present
     if opened.file is None and not weight_map:
         problems += check_numbers(names, store.path)
+        if not names and manifest is None and not problems:
+            text = "the index lists no tensors, and there are no safetensors files: it was not written or copied whole"
+            problems.append(IncompleteError(text, path=store.path))
     shard_files: list[ShardFile] = []
     unreadable: list[UnreadableTensor] = []
     texts: list[Mapping[str, str]] = []

@@ -168,7 +168,9 @@ def probe(path: str) -> Probe:
         except ReplacedError:
             raise
         except InvalidArgumentError as error:  # one of several has to be named: in it, or in its directories
-            return Probe(opened, None, None if directories else error, names, directories)
+            foreign: Format = import_module("statexchange.formats.foreign")
+            is_in_it = not directories or foreign.matches(opened)
+            return Probe(opened, None, error if is_in_it else None, names, directories)
         except StateExchangeError as error:
             return Probe(opened, None, error, names, directories)
         if source.problems and not opened.is_current():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
+    InvalidArgumentError,
     StateExchangeError,
     StorageError,
     TruncatedError,
@@ -42,6 +43,7 @@ __all__ = ["ScanRow", "scan"]
 Status = Literal["whole", "broken", "unfinished", "not checked"]
 
 _NUMBERED = re.compile(r"(?:checkpoint|global_step|iter|step)[-_]?([0-9]{1,18})")
+_BROKEN: Status = "broken"
 _MAX_REASON, _MAX_MODEL = 120, 60
 _MAX_CONFIG_BYTES = 4 << 20
 _SHOWN_FILES = 2
@@ -188,8 +190,10 @@ def _size_of_files(found: Probe) -> int:
 
 def _broken(folder: str, error: StateExchangeError) -> ScanRow:
     """Return the row of a checkpoint that cannot be opened."""
-    shown = without_secrets(folder)
-    return ScanRow(shown, None, None, None, 0, 0, 0, _modified(folder), _verdict([error], folder), "broken", (error,))
+    shown, verdict, status = without_secrets(folder), _verdict([error], folder), _BROKEN
+    if isinstance(error, InvalidArgumentError):  # it has several checkpoints, of which one has to be named
+        verdict, status = f"NOT CHECKED: {_reason(error)}", "not checked"
+    return ScanRow(shown, None, None, None, 0, 0, 0, _modified(folder), verdict, status, (error,))
 
 
 def _modified(folder: str) -> float | None:
@@ -234,7 +238,7 @@ def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
     for problem in problems:
         if isinstance(problem, TruncatedError):
             shares.append(_share(problem))
-        elif isinstance(problem, IncompleteError) and problem.path is not None:
+        elif isinstance(problem, IncompleteError) and problem.path is not None and not _exists(problem.path):
             missing[os.path.basename(problem.path)] = None
         else:
             reasons[f"{_word(problem)}{_file_of(problem, folder)}: {_reason(problem)}"] = None
@@ -245,6 +249,11 @@ def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
     if shares:
         parts.append("TRUNCATED" + (f" {shares[0]}" if len(shares) == 1 else f": {len(shares)} files"))
     return "; ".join([*parts, *list(reasons)[:1]])
+
+
+def _exists(path: str) -> bool:
+    """Whether a path that a problem names exists: it lacks something then, and is not missing."""
+    return not is_url(path) and os.path.exists(local_path(path))
 
 
 def _reason(problem: StateExchangeError) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,3 +203,43 @@ def test_the_command_names_what_is_broken(tmp_path: Path, capsys: pytest.Capture
     shutil.rmtree(tmp_path / "lose_the_metadata")
     with pytest.raises(SystemExit, match="0"):
         main(["scan", str(tmp_path)])
+
+
+def test_an_index_without_tensors_or_files_is_not_whole(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {}}')
+    (row,) = scan(tmp_path)
+    assert row.status == "broken"
+    assert "the index lists no tensors" in row.verdict
+    with pytest.raises(sx.errors.IncompleteError, match="the index lists no tensors"):
+        sx.merge_checkpoint(tmp_path, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("with_directory", [False, True])
+def test_several_models_of_a_foreign_format_are_not_broken_and_not_left_out(
+    tmp_path: Path, with_directory: bool
+) -> None:
+    for name in ("q4.gguf", "q8.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
+    if with_directory:
+        (tmp_path / "images").mkdir()
+    (row,) = scan(tmp_path)
+    assert row.status == "not checked"
+    assert row.verdict.startswith("NOT CHECKED: this directory contains 2 files of gguf")
+
+
+def test_an_item_of_an_orbax_save_that_did_not_finish_is_broken(tmp_path: Path) -> None:
+    item = tmp_path / "7.orbax-checkpoint-tmp-1700000000/default"
+    item.mkdir(parents=True)
+    (item / "_METADATA").write_text('{"tree_metadata": {}}')
+    (row,) = scan(tmp_path)
+    verdict = "INCOMPLETE: Orbax did not finish this checkpoint"
+    assert (row.kind, row.status, row.verdict) == ("orbax", "broken", verdict)
+
+
+def test_a_file_that_lacks_a_tensor_is_not_missing(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "model-00001-of-00001.safetensors")
+    weight_map = dict.fromkeys(("v", "w"), "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (row,) = scan(tmp_path)
+    verdict = "INCOMPLETE model-00001-of-00001.safetensors: the index assigns this tensor to the file, which does not have it"
+    assert (row.status, row.verdict) == ("broken", verdict)

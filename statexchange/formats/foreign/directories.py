@@ -114,7 +114,8 @@ def _consolidated(store: Store, counter: Counter) -> list[UnreadableTensor] | No
 
 def _read_orbax(store: Store) -> Contents:
     """Return the arrays of a checkpoint, or of one item; raise CorruptError for broken metadata."""
-    if _UNFINISHED in store.path.rpartition("/")[2]:
+    # One of its items may be opened, too.
+    if any(_UNFINISHED in name for name in store.path.rstrip("/").split("/")[-2:]):
         raise IncompleteError("Orbax did not finish this checkpoint", path=store.path)
     counter = Counter(store.path)
     tensors: list[UnreadableTensor] = []
