@@ -241,5 +241,5 @@ def test_a_file_that_lacks_a_tensor_is_not_missing(tmp_path: Path) -> None:
     weight_map = dict.fromkeys(("v", "w"), "model-00001-of-00001.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (row,) = scan(tmp_path)
-    verdict = "INCOMPLETE model-00001-of-00001.safetensors: the index assigns this tensor to the file, which does not have it"
-    assert (row.status, row.verdict) == ("broken", verdict)
+    assert row.status == "broken"
+    assert row.verdict.startswith("INCOMPLETE model-00001-of-00001.safetensors: the index assigns this tensor")
