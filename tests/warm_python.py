@@ -123,12 +123,13 @@ def warm_python(kind: str = "torch") -> str:
     session = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     folder = Path(tempfile.gettempdir(), f"statexchange-{session}-{kind}")
     with FileLock(f"{folder}.lock"):
-        if not folder.exists():
+        # The server ends when the last worker has closed its connection.
+        lifeline = socket.socket(socket.AF_UNIX)
+        if lifeline.connect_ex(f"{folder}/socket"):
+            shutil.rmtree(folder, ignore_errors=True)  # of a session that was killed and had the same name
             _start_server(folder, kind)
-    # The server ends when the last worker has closed its connection.
-    lifeline = socket.socket(socket.AF_UNIX)
-    lifeline.connect(f"{folder}/socket")
-    lifeline.sendall(bytes(_WORD_BYTES))
+            lifeline.connect(f"{folder}/socket")
+        lifeline.sendall(bytes(_WORD_BYTES))
     atexit.register(lifeline.close)
     return f"{folder}/python"
 
