@@ -1,0 +1,57 @@
+"""Directories that the installed frameworks write now, in all variants of the scripts in tools/frameworks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from statexchange.checkpoint.merge import merge_checkpoint
+
+SCRIPTS = Path(__file__).parents[2] / "tools" / "frameworks"
+pytestmark = pytest.mark.slow
+
+# The script, its packages, its arguments, and the directory with the model and the expected one.
+CASES = [
+    ("trainer", ("transformers", "accelerate"), "plain", "checkpoint-2", "expected"),
+    ("trainer", ("transformers", "accelerate"), "sharded", "checkpoint-2", "expected"),
+    ("trainer", ("transformers", "accelerate"), "full", "checkpoint-2", "expected"),
+    ("accelerate", ("accelerate",), "plain", "state", "expected"),
+    ("accelerate", ("accelerate",), "bin", "state", "expected"),
+    ("accelerate", ("accelerate",), "sharded", "state", "expected"),
+    ("accelerate", ("accelerate",), "full", "state", "expected"),
+    ("torch", (), "", "fsdp1", "fsdp1"),
+    ("torch", (), "", "dcp_safetensors", "dcp_safetensors"),
+    ("lightning", ("lightning",), "sharded", "last.ckpt", "expected"),
+    ("lightning", ("lightning",), "full", "last.ckpt", "expected"),
+    ("verl", ("verl", "tensordict"), "", "run", "expected"),
+    ("verl", ("verl", "tensordict"), "lora", "run", "expected"),
+    ("verl", ("verl", "tensordict"), "fsdp1", "run", "expected"),
+]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("framework", "packages", "kind", "directory", "expected"), CASES)
+def test_what_a_framework_writes_is_merged_bit_by_bit(
+    tmp_path: Path, framework: str, packages: tuple[str, ...], kind: str, directory: str, expected: str
+) -> None:
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        pytest.skip(f"no framework: {missing[0]}: tools/frameworks/{framework}_write.py says what it needs")
+    out = tmp_path / "out"
+    out.mkdir()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(SCRIPTS / f"{framework}_write.py"), str(out), *filter(None, [kind])]
+    done = subprocess.run([*launcher, *script], cwd=tmp_path, capture_output=True, text=True, timeout=220, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    merge_checkpoint(out / directory, tmp_path / "merged")
+    found, wanted = load_file(tmp_path / "merged/model.safetensors"), load_file(out / f"{expected}.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
