@@ -65,3 +65,14 @@ def parse_renames(context: click.Context, parameter: click.Parameter, values: tu
         if "=" not in value:
             raise click.BadParameter(f"{value!r} is not REGEX=REPL", context, parameter)
     return [value.rpartition("=")[::2] for value in values]
+
+
+def parse_numbers(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
+    """Return numbers by name."""
+    numbers: dict[str, int] = {}
+    for value in values:
+        name, _, number = value.partition("=")
+        if not name or not number.isascii() or not number.isdigit() or len(number) > 15:
+            raise click.BadParameter(f"{value!r} is not NAME=NUMBER", context, parameter)
+        numbers[name] = int(number)
+    return numbers

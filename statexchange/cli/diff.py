@@ -34,6 +34,18 @@ _BAR, _DECADES = 20, 10  # a full bar is a relative difference of 1 and more; ea
     help="Rename the tensors of A before they are compared; repeatable.",
 )
 @click.option(
+    "--convert",
+    metavar="NAME|FILE.json",
+    help="Convert A to another model family's names and values first, as merge does.",
+)
+@click.option(
+    "--convert-with",
+    multiple=True,
+    metavar="NAME=NUMBER",
+    callback=commands.parse_numbers,
+    help="A number that the conversion needs and no config.json has, such as n_heads=32; repeatable.",
+)
+@click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
     metavar="X",
@@ -48,6 +60,8 @@ def command(
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     rename: list[tuple[str, str]],
+    convert: str | None,
+    convert_with: dict[str, int],
     tolerance: float | None,
     stat: bool,
 ) -> int:
@@ -66,6 +80,8 @@ def command(
             include=include,
             exclude=exclude,
             rename=rename,
+            convert=convert,
+            convert_with=convert_with,
             tolerance=tolerance,
             on_progress=progress,
         )

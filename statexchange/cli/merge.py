@@ -22,17 +22,6 @@ if TYPE_CHECKING:
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ExportOptions)}
 
 
-def _parse_numbers(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
-    """Return numbers by name."""
-    numbers: dict[str, int] = {}
-    for value in values:
-        name, _, number = value.partition("=")
-        if not name or not number.isascii() or not number.isdigit() or len(number) > 15:
-            raise click.BadParameter(f"{value!r} is not NAME=NUMBER", context, parameter)
-        numbers[name] = int(number)
-    return numbers
-
-
 def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
     """Return dtypes by pattern; that for all tensors comes last, as the first that matches counts."""
     by_pattern: dict[str, str] = {}
@@ -84,7 +73,7 @@ def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tu
     "--convert-with",
     multiple=True,
     metavar="NAME=NUMBER",
-    callback=_parse_numbers,
+    callback=commands.parse_numbers,
     help="A number that the conversion needs and no config.json has, such as n_heads=32; repeatable.",
 )
 @click.option(

@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Literal
 
+from statexchange.conversions.choice import Convert, check_numbers
 from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
+from statexchange.formats.converted import configs_beside, convert_source, read_conversion
 from statexchange.formats.registry import open_source
 from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies, check_tied
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
@@ -118,11 +120,13 @@ def diff_paths(
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
+    convert: Convert | None = None,
+    convert_with: Mapping[str, int] | None = None,
     tolerance: float | None = None,
     threads: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> DiffReport:
-    """Compare two checkpoints as `diff_checkpoints` does. Not collective.
+    """Compare two checkpoints as `diff_checkpoints` does, the first converted if `convert` is given. Not collective.
 
     Raises:
         StateExchangeError: as `diff_checkpoints`.
@@ -131,7 +135,11 @@ def diff_paths(
     if threads is not None and not (isinstance(threads, int) and threads >= 0):
         raise InvalidArgumentError(f"threads must be a number from 0 on, not {excerpt(threads)}")
     selected = ExportOptions(include=include, exclude=exclude)
+    conversion, numbers = None if convert is None else read_conversion(convert), check_numbers(convert_with)
     with open_source(a, section=section) as source_a, open_source(b, section=section) as source_b:
+        if conversion is not None:  # the same files, which source_a closes
+            configs = [*configs_beside(source_a), *configs_beside(source_b)]
+            source_a = convert_source(source_a, conversion, numbers, configs).source  # noqa: PLW2901
         sides = _sides(
             _side(source_a, ExportOptions(rename=rename), selected), _side(source_b, ExportOptions(), selected)
         )

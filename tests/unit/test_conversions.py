@@ -131,6 +131,13 @@ def test_shards_of_fused_weights_are_split_by_groups_of_heads(tmp_path: Path) ->
     assert found["model.layers.0.self_attn.q_proj.weight"].shape == (heads * size, dim)
 
 
+def test_a_checkpoint_is_compared_with_one_of_another_family(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--convert", LLAMA3, "--convert-with", "n_heads=4"]
+    assert run("diff", titan("fused"), TORCHTITAN / "fused" / "to_hf.safetensors", *options) == 0
+    assert "21 of 21 tensors are equal" in capsys.readouterr().out
+    assert run("diff", titan("fused"), TORCHTITAN / "fused" / "to_hf.safetensors") == 1
+
+
 # One's own
 
 

@@ -30,7 +30,7 @@ LAWS = {
     "storage": BOTTOM | {"sharding"},
     "formats": BOTTOM | {"conversions", "sharding", "storage"},
     "checkpoint": BOTTOM | {"conversions", "sharding", "storage", "formats"},
-    "report": BOTTOM | {"sharding", "storage", "formats"},
+    "report": BOTTOM | {"conversions", "sharding", "storage", "formats"},
     "comm": BOTTOM | {"shared_memory"},
     "train": BOTTOM | {"comm", "sharding", "state"},
     "exchange": BOTTOM
