@@ -11,6 +11,7 @@ from typing import Any, Literal
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
+from statexchange.conversions.choice import Convert
 from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.saving import describe_save
@@ -41,6 +42,8 @@ def diff_checkpoints(
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
+    convert: Convert | None = None,
+    convert_with: Mapping[str, int] | None = None,
     tolerance: float | None = None,
     threads: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -60,6 +63,8 @@ def diff_checkpoints(
         include: shell patterns of names to compare; by default all. They are matched after `rename`.
         exclude: shell patterns of names to leave out.
         rename: a function of a name, or (regex, replacement) pairs, for the names in a.
+        convert: of two paths, a conversion of the names and values in a, as for `merge_checkpoint`.
+        convert_with: numbers that the conversion needs, by name.
         tolerance: values are equal if they differ by at most this, whatever their dtypes, and NaN equals NaN. By
             default bits and dtypes must be equal.
         threads: number of tensors read at once from two paths; by default one per core.
@@ -98,6 +103,8 @@ def diff_checkpoints(
             include=include,
             exclude=exclude,
             rename=rename,
+            convert=convert,
+            convert_with=convert_with,
             tolerance=tolerance,
             threads=threads,
             on_progress=on_progress,
@@ -106,6 +113,8 @@ def diff_checkpoints(
     with public_call("diff_checkpoints"):
         with communicator.phase("describing its state"):
             check_tolerance(tolerance)
+            if convert is not None:
+                raise InvalidArgumentError("convert is for two paths: export the state with convert, and compare that")
             selected = ExportOptions(include=include, exclude=exclude, rename=rename)
             saved = describe_save(a, layout, communicator.rank)
             # The names of a job's state begin with its sections.
