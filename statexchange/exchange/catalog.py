@@ -164,6 +164,25 @@ class Catalog:
             text = _differing(f"different values of {found[0]!r}{others}", found[0], rank, other)
             raise ReplicaError(text, rank=other, path=self.source.path)
 
+    def check_loaders(self, saved: Any, places: LivePlaces) -> None:
+        """Raise ReplicaError for a data loader if its position was saved on another number of ranks.
+
+        The position is in one rank's share of the data, and often equal on all ranks: restored on another number of
+        ranks, it would repeat or skip samples without a word.
+        """
+        ranks = self.source.world_size
+        if ranks in (None, self.world_size) or self.options.replicas == "root" or not places.loaders:
+            return
+        loaded = paths_of(saved)
+        for path in sorted(places.loaders):
+            if any(name == path or name.startswith(f"{path}.") for name in loaded):
+                raise ReplicaError(
+                    f"the position of the data loader {path!r} is in the share that each of {ranks} ranks had of the "
+                    f"data, and there are {self.world_size} now: pass exclude='{path}.*' and begin where the step "
+                    'says, or pass replicas="root" to take rank 0\'s position as it is',
+                    path=self.source.path,
+                )
+
 
 def _differing(what: str, name: str, rank: int, other: int) -> str:
     """Return the message for what two ranks saved differently, with what can be done."""
@@ -182,11 +201,12 @@ class LivePlaces:
     """The containers and stateful objects of a live state, by dotted path.
 
     `containers` are mappings and modules, with the keys that lead to them; `objects` are optimizers, schedulers,
-    scalers and other objects with a state of their own.
+    scalers and other objects with a state of their own. Of these `loaders` are data loaders with a position.
     """
 
     containers: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     objects: set[str] = field(default_factory=set)
+    loaders: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, state: Any) -> LivePlaces:
@@ -197,6 +217,8 @@ class LivePlaces:
                 places.containers[step.path] = step.keys
             elif hasattr(step.value, "load_state_dict") or hasattr(step.value, "param_groups"):
                 places.objects.add(step.path)
+                if type(step.value).__module__.startswith("torchdata."):
+                    places.loaders.add(step.path)
         return places
 
     def may_want(self, path: str, options: LoadOptions) -> bool:

@@ -504,6 +504,7 @@ def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
     merged, conflicts = merge_trees(trees)
     whole = with_new_names(merged, catalog, places)
     tree = without_unwanted(whole, catalog.options, places)
+    catalog.check_loaders(tree, places)
     catalog.check_values(tree, conflicts)
     selects = catalog.options.include or catalog.options.exclude
     return _SavedTree(tree, frozenset(paths_of(whole) - paths_of(tree) if selects else ()))
