@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -325,8 +324,7 @@ def _sample(name: str, path: str = "{}/x") -> Source:
 def megatron(folder: Path, kind: str) -> None:
     """Unpack one of the samples that Megatron-Core wrote."""
     sample = Path(__file__).parents[1] / "data" / "megatron" / "ep2_moe.tar.xz"
-    with tarfile.open(sample) as archive:
-        archive.extractall(folder / "sample", filter="data")
+    shutil.unpack_archive(sample, folder / "sample")
     (folder / "sample" / kind).rename(folder / "x")
     shutil.rmtree(folder / "sample")
 

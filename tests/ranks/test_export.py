@@ -473,8 +473,9 @@ def test_a_target_that_is_no_directory_is_refused(out: str, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="goes to a directory, not to"):
         sx.export_checkpoint({"w": torch.ones(1)}, out)
-    with pytest.raises(ValueError, match="goes to a directory, not to"):
-        sx.save_checkpoint({"w": torch.ones(1)}, out)
+    if out.startswith("shm:"):  # a save goes to object stores, too
+        with pytest.raises(ValueError, match="goes to a directory, not to"):
+            sx.save_checkpoint({"w": torch.ones(1)}, out)
     assert not list(tmp_path.iterdir())
 
 

@@ -51,7 +51,7 @@ OF_OTHER_TESTS = {
     "block: lora.py": "test_recipes",
     "block: ema.py": "test_recipes",
     "block: stages.py": "test_recipes",
-    "commands: megatron": "test_megatron",
+    "commands: megatron": "test_megatron_formats",
     "commands: torchtitan": "test_conversions",
     "commands: megatron to llama": "test_conversions",
     "block: own.json": "test_conversions",

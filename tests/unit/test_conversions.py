@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import shutil
-import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from archives import unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -495,8 +495,7 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The samples that Megatron-Core wrote, as torch_dist and as mp_rank directories."""
     folder = tmp_path_factory.mktemp("megatron")
     for archive in MEGATRON.glob("*.tar.xz"):
-        with tarfile.open(archive) as opened:
-            opened.extractall(folder / archive.name.partition(".")[0], filter="data")
+        unpack(archive, folder / archive.name.partition(".")[0])
     return folder
 
 

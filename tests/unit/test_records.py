@@ -69,7 +69,7 @@ CASES: list[tuple[Any, Callable[[Any], Any]]] = [
         ExportReport.from_json,
     ),
     (_Start("step-000000007", "0123456789abcdef", "hidden", has_layout=False), _Start.from_json),
-    (_Written(100, "/saves"), _Written.from_json),
+    (_Written(100, "etag", "/saves"), _Written.from_json),
     (_Answer("no room", "/dev/shm/hidden", "digest"), _Answer.from_json),
     (_OpenedSource("a", "b", "/p", "/p, round 3", {"strict": "True"}, has_layout=True), _OpenedSource.from_json),
 ]

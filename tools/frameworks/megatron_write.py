@@ -8,7 +8,7 @@ writes OUT/torch_dist and OUT/legacy of the same model, each with its latest_che
     python tools/frameworks/megatron_write.py OUT --expected
 
 writes OUT/expected.json: dtype, shape and SHA-256 of each tensor that `dist_checkpointing` loads from OUT/torch_dist
-in a world of one. tests/data/megatron and tests/slow/test_megatron.py have the commands that are used.
+in a world of one. tests/data/megatron and tests/slow/test_megatron_core.py have the commands that are used.
 
 Megatron-Core expects CUDA in a few places, which `pretend_cuda` fills in. The files of the legacy format are written by
 Megatron-LM's training loop, which is in no wheel: `write_legacy` names and fills them as that does.

@@ -7,7 +7,6 @@ import json
 import pickle
 import shutil
 import sys
-import tarfile
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from archives import unpack
 from megatron_states import check_expected, check_legacy, merged, read
 from scripts import page_block, run_commands
 from torch.distributed.checkpoint.metadata import Metadata
@@ -41,8 +41,7 @@ SAMPLES = {"tp2_pp2": (25, 23), "pp2_tied": (32, 14), "ep2_moe": (12, 33), "pp2_
 
 
 def unpacked(sample: str, folder: Path) -> Path:
-    with tarfile.open(DATA / f"{sample}.tar.xz") as archive:
-        archive.extractall(folder / sample, filter="data")
+    unpack(DATA / f"{sample}.tar.xz", folder / sample)
     return folder / sample
 
 
@@ -255,7 +254,7 @@ class Calling:
 
 def test_objects_of_unknown_classes_in_common_pt_are_named(torch_dist: Path, tmp_path: Path) -> None:
     rewrite(torch_dist / ITERATION / "common.pt", lambda state: state.update(extra=Unknown()))
-    assert summarize(torch_dist).others["extra"] == "opaque test_megatron.Unknown"
+    assert summarize(torch_dist).others["extra"] == "opaque test_megatron_formats.Unknown"
     assert len(merged(torch_dist, tmp_path / "out")) == 13
 
 
