@@ -139,7 +139,7 @@ def write_model(out: str) -> list[str]:
 @pytest.mark.slow
 def test_fsdp2_over_tensor_parallel_merges_to_the_full_tensors(tmp_path: Path) -> None:
     assert "_StridedShard" in run_ranks(write_model, 4, backend="gloo", args=(str(tmp_path),), timeout_s=60)[0]
-    merge_checkpoint(tmp_path / "dcp", tmp_path / "out")
+    merge_checkpoint(tmp_path / "dcp", tmp_path / "out", section="all")
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
     source = open_source(tmp_path / "dcp")
     assert source.others[

@@ -89,7 +89,7 @@ def drawn(strategy: Any, count: int) -> list[Any]:
     """Return the first examples of a strategy, the same in every run."""
     found: list[Any] = []
 
-    @settings(max_examples=count, derandomize=True, database=None)
+    @settings(max_examples=count, deadline=None, derandomize=True, database=None)
     @given(strategy)
     def take(case: Any) -> None:
         found.append(case)

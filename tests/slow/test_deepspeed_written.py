@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "tools" / "frameworks" / "deepspeed_write.p
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason='deepspeed is not installed: pip install ".[frameworks]"')
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason='no framework: deepspeed: pip install ".[frameworks]"')
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [

@@ -27,7 +27,7 @@ echo "PASS restart_from_memory"
 
 # A job that is preempted and requeued goes on where it was stopped.
 wait_for() { # wait_for TEXT: until the job has printed it on both ranks
-    for _ in $(seq 240); do
+    for _ in $(seq 480); do
         [ "$(grep -c "$1" "$printed")" -lt 2 ] || return 0
         sleep 0.5
     done
@@ -44,7 +44,7 @@ scontrol requeue "$job"
 wait_for "ends at step"
 step=$(sed -n 's/^ends at step //p' "$printed" | head -1)
 [ "$step" -gt 0 ] && [ "$step" -lt 600 ]
-for _ in $(seq 60); do # Slurm would wait two minutes before it starts the job again
+for _ in $(seq 240); do # Slurm would wait two minutes before it starts the job again
     scontrol update "JobId=$job" StartTime=now 2>/dev/null && break
     sleep 0.5
 done
