@@ -67,6 +67,7 @@ _log = logging.getLogger(__name__)
 _WRAPPERS = ("module.", "_orig_mod.")
 # First parts of names in a whole model. A name with one of these after "model." shows that "model." is a wrapper.
 _TOPS = ("model.", "lm_head.", "transformer.", *_WRAPPERS)
+_WITHOUT_MODEL = ("optimizer", "scheduler", "rng", "other")  # sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +262,10 @@ def merge_checkpoint(
         extra = extra_files(files_from, plan, own, mends_dtype=bool(options.dtype) or checkpoint.kind == "deepspeed")
         metadata, metadata_notes = kept_metadata(checkpoint, plan_options)
         sources = [tensor.source for file in plan.files for tensor in file.tensors]
-        notes = (*checkpoint.notes, *notes, *notes_about(checkpoint, sources, options), *metadata_notes, *own_notes)
-        notes += missing_files(plan, extra)
+        has_model = section not in _WITHOUT_MODEL
+        about = notes_about(checkpoint, sources, options, expects_model=has_model)
+        notes = (*checkpoint.notes, *notes, *about, *metadata_notes, *own_notes)
+        notes += missing_files(plan, extra) if has_model else ()
         target = target_path(path)
         reused: tuple[str, ...] = ()
         _check_apart(checkpoint, target)

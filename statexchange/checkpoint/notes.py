@@ -81,14 +81,16 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def notes_about(source: Source, names: Iterable[str], options: ExportOptions) -> tuple[str, ...]:
-    """Return notes about entries that are not tensors, and about optimizer state among the tensors `names`."""
+def notes_about(
+    source: Source, names: Iterable[str], options: ExportOptions, *, expects_model: bool
+) -> tuple[str, ...]:
+    """Return notes about entries that are not tensors, and about optimizer state among a model's tensors `names`."""
     notes = []
     others = {name: description for name, description in source.others.items() if options.wants(name)}
     if others:
         count = "1 entry is not a tensor" if len(others) == 1 else f"{len(others):,} entries are not tensors"
         notes.append(f"{count}, not written: {abbreviated_list(others)}")
-    groups = Counter(map(_optimizer_group, names))
+    groups = Counter(map(_optimizer_group, names) if expects_model else ())
     num_others = groups.pop("", 0)
     if groups and num_others:
         patterns = [pattern for pattern, _ in groups.most_common(_MAX_PATTERNS)]

@@ -82,7 +82,8 @@ def _fields(summary: Summary) -> list[tuple[str, str]]:
     fields.append(("digests", "known, not checked here" if summary.proven else "not known"))
     fields += [("note", note) for note in summary.notes]
     if summary.num_unreadable:
-        fields.append(("unreadable", f"{summary.num_unreadable:,} tensors are listed but cannot be read"))
+        verb = "tensor is" if summary.num_unreadable == 1 else "tensors are"
+        fields.append(("unreadable", f"{summary.num_unreadable:,} {verb} listed but cannot be read"))
     return fields
 
 

@@ -121,8 +121,9 @@ def _step_store(opened: OpenedPath) -> Store:
     if tag not in store.directories:
         steps = [name for name in store.directories if _is_step(store.below(name))]
         advice = f"give one of the others: {', '.join(steps[-8:])}" if steps else "no other is here"
-        path = store.path_of(next(name for name in _LATEST if name in store.files))
-        raise IncompleteError(f"it names the directory {excerpt(tag)}, which is not here; {advice}", path=path)
+        name = next(name for name in _LATEST if name in store.files)
+        text = f"{name} names the directory {excerpt(tag)}, which is not here; {advice}"
+        raise IncompleteError(text, path=store.path_of(name))
     return store.below(tag)
 
 

@@ -343,6 +343,8 @@ class _Directory:
         if not found and not mixed:
             there = ", ".join(repr(name) for name in SECTIONS if name in dict(self._chosen))
             text = f"there is no section {section!r}, only {there}: choose with section (--section)"
+            if section == "model":
+                text = f"no file of a model is here, only of {there}: copy it, too, or choose with section (--section)"
             raise InvalidArgumentError(text, path=self._store.path)
         if section == "model" and len(found) > 1:
             paths = ", ".join(self._store.path_of(part.names[0]) for part in found[:_MAX_SHOWN])

@@ -264,7 +264,9 @@ def read_opened(
     _check_none_below(opened, *_DCP)
     _check_none_below(opened, *_ORBAX)
     _check_no_description(opened)
-    raise NotFoundError(_UNKNOWN, path=opened.path)
+    below = opened.file is None and bool(opened.store.directories)
+    advice = "; if it has directories of checkpoints, name one: statexchange scan lists them" if below else ""
+    raise NotFoundError(_UNKNOWN + advice, path=opened.path)
 
 
 def read_section(read: Callable[..., Source], opened: OpenedPath, *, strict: bool, section: str | None) -> Source:

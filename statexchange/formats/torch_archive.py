@@ -281,6 +281,8 @@ def describe(value: Any) -> str:
     """Describe a non-tensor value in a few words."""
     if type(value) in (OpaqueObject, GlobalRef) and value.is_unknown:
         return f"opaque {value.class_name}"
+    if type(value) is OpaqueObject and value.name == "encode" and value.args and type(value.args[0]) is str:
+        return f"{len(value.args[0])} bytes"  # how protocol 2 writes bytes: as Latin-1
     if type(value) is OpaqueObject:
         return f"a {value.class_name}"
     if type(value) is GlobalRef:

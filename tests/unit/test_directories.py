@@ -182,7 +182,8 @@ def test_a_directory_without_a_model_says_what_it_has(tmp_path: Path, capsys: py
     (path / "pytorch_model_fsdp.bin").unlink()
     code, _, err = run(capsys, "merge", path, tmp_path / "out")
     text = (
-        f"there is no section 'model', only 'optimizer', 'scheduler', 'rng': choose with section (--section) [{path}]"
+        "no file of a model is here, only of 'optimizer', 'scheduler', 'rng': copy it, too, or choose with section "
+        f"(--section) [{path}]"
     )
     assert (code, text in err) == (2, True)
 

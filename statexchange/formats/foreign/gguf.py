@@ -85,7 +85,8 @@ def read(file: StoredFile) -> Contents:
 def _checked_count(count: int, least_bytes: int, cursor: Cursor) -> int:
     """Return a count of entries that take at least so many bytes each; raise CorruptError if the file is shorter."""
     if count * least_bytes > cursor.size - cursor.at:
-        raise CorruptError(f"its header claims {count} entries at byte {cursor.at}", path=cursor.path)
+        text = f"truncated or broken: the header claims {count} entries at byte {cursor.at} of {cursor.size}"
+        raise CorruptError(text, path=cursor.path)
     return count
 
 
