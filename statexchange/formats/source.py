@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 from statexchange.errors import (
     CorruptError,
+    IncompleteError,
     InvalidArgumentError,
     ReplicaError,
     StateExchangeError,
@@ -76,6 +77,7 @@ FormatName = Literal[
 SectionName = Literal["model", "master", "ema", "optimizer", "scheduler", "rng", "other"]
 Weights = Literal["master", "model"]  # of a DeepSpeed checkpoint
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
+_KINDS_WITH_LISTS = ("save", "workspace", "huggingface", "dcp")
 _KINDS_WITH_RANKS = ("save", "workspace", "megatron torch_dist", "megatron ranks", "dcp", "deepspeed", "rank files")
 
 
@@ -322,6 +324,29 @@ class Source:
             shards = [tensor.shard for tensor in shard_file.tensors.values()]
             rank_shards.append(RankShards(shard_file.rank, shards, shard_file.aliases))
         return rank_shards
+
+    def uncovered(self) -> tuple[StateExchangeError, ...]:
+        """Return the error of a tensor whose boxes do not cover it, if nothing but the boxes can show a missing file.
+
+        So it is with one file of torch.save a rank. Other formats list their files, or have the world size. Of several
+        tensors the first one's is returned.
+        """
+        if self.problems or self.refusal is not None or self.world_size is not None or self.kind in _KINDS_WITH_LISTS:
+            return ()
+        boxes: dict[str, dict[Box, list[int]]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for shard_file, tensor in self.shards():
+            shard = tensor.shard
+            if shard.boxes != (full_box(shard.global_shape),):
+                shapes[shard.name] = shard.global_shape
+                for box in shard.boxes:
+                    boxes.setdefault(shard.name, {}).setdefault(box, []).append(shard_file.rank)
+        for name, shape in shapes.items():
+            try:
+                prove_cover(name, shape, {box: ranks for box, ranks in boxes.get(name, {}).items() if box.numel})
+            except (CorruptError, IncompleteError) as error:
+                return (error.located(path=self.path),)
+        return ()
 
     def shards(self) -> Iterator[tuple[ShardFile, SourceTensor]]:
         """Yield each tensor of each file."""

@@ -158,10 +158,11 @@ def _row(folder: str, found: Probe) -> ScanRow | None:
     if source is None:
         return None
     rows = tensor_rows(source)
+    problems = (*source.problems, *source.uncovered())
     status: Status = "whole"
     verdict = "WHOLE"
-    if source.problems:
-        verdict, status = _verdict(source.problems, folder), "broken"
+    if problems:
+        verdict, status = _verdict(problems, folder), "broken"
     elif source.refusal is not None:
         verdict, status = "NOT CHECKED", "not checked"
     return ScanRow(
@@ -171,11 +172,11 @@ def _row(folder: str, found: Probe) -> ScanRow | None:
         step=_step_of(folder, source),
         num_tensors=len(rows),
         num_parameters=sum(full_box(row.shape).numel for row in rows if row.dtype != "?" or row.shape),
-        nbytes=_size_of_files(found) if source.problems else source.nbytes,
+        nbytes=_size_of_files(found) if problems else source.nbytes,
         modified=_modified(folder),
         verdict=verdict,
         status=status,
-        problems=source.problems,
+        problems=problems,
     )
 
 

@@ -162,7 +162,7 @@ def _summary(path: str, source: Source) -> Summary:
         others=dict(source.others),
         unsupported={name: error.message for name, error in source.unsupported.items()},
         parts=source.parts,
-        problems=source.problems,
+        problems=(*source.problems, *source.uncovered()),
         notes=_notes(source),
     )
 
