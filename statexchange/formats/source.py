@@ -337,13 +337,14 @@ class Source:
         shapes: dict[str, tuple[int, ...]] = {}
         for shard_file, tensor in self.shards():
             shard = tensor.shard
+            of_tensor = boxes.setdefault(shard.name, {})
+            for box in shard.boxes:
+                of_tensor.setdefault(box, []).append(shard_file.rank)
             if shard.boxes != (full_box(shard.global_shape),):
                 shapes[shard.name] = shard.global_shape
-                for box in shard.boxes:
-                    boxes.setdefault(shard.name, {}).setdefault(box, []).append(shard_file.rank)
         for name, shape in shapes.items():
             try:
-                prove_cover(name, shape, {box: ranks for box, ranks in boxes.get(name, {}).items() if box.numel})
+                prove_cover(name, shape, {box: ranks for box, ranks in boxes[name].items() if box.numel})
             except (CorruptError, IncompleteError) as error:
                 return (error.located(path=self.path),)
         return ()
