@@ -21,24 +21,24 @@ __all__ = [
 
 def format_bytes(nbytes: float) -> str:
     """Format a size in powers of 1000 with three digits: ``4.21 MB``."""
-    if nbytes < 999.5:
-        return f"{nbytes:.0f} B"
-    for unit in ("kB", "MB", "GB"):
-        nbytes /= 1000
-        if nbytes < 999.5:
-            return f"{_three_digits(nbytes)} {unit}"
-    return f"{_three_digits(nbytes / 1000)} TB"
+    return _scaled(nbytes, (" B", " kB", " MB", " GB", " TB"))
 
 
 def format_count(count: float) -> str:
     """Format a number in powers of 1000 with three digits: ``1.24 B`` for 1.24 billion."""
-    if count < 999.5:
-        return f"{count:.0f}"
-    for unit in ("k", "M", "B"):
-        count /= 1000
-        if count < 999.5:
-            return f"{_three_digits(count)} {unit}"
-    return f"{_three_digits(count / 1000)} T"
+    return _scaled(count, ("", " k", " M", " B", " T"))
+
+
+def _scaled(value: float, suffixes: Sequence[str]) -> str:
+    """Format with the first suffix, the one of no scaling, or divided by the power of 1000 of another suffix."""
+    if value < 999.5:
+        return f"{value:.0f}{suffixes[0]}"
+    last = suffixes[-1]
+    for suffix in suffixes[1:]:
+        value /= 1000
+        if value < 999.5 or suffix == last:
+            break
+    return f"{_three_digits(value)}{suffix}"
 
 
 def _three_digits(value: float) -> str:

@@ -14,7 +14,7 @@ from statexchange.errors import UnsafeError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["command", "parse_renames", "refuse_other_ranks", "requested_format"]
+__all__ = ["CONVERT_WITH", "command", "parse_renames", "refuse_other_ranks", "requested_format"]
 
 
 def _set_format(context: click.Context, parameter: click.Parameter, value: str | bool | None) -> None:
@@ -67,7 +67,7 @@ def parse_renames(context: click.Context, parameter: click.Parameter, values: tu
     return [value.rpartition("=")[::2] for value in values]
 
 
-def parse_numbers(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
+def _parse_numbers(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
     """Return numbers by name."""
     numbers: dict[str, int] = {}
     for value in values:
@@ -76,3 +76,12 @@ def parse_numbers(context: click.Context, parameter: click.Parameter, values: tu
             raise click.BadParameter(f"{value!r} is not NAME=NUMBER", context, parameter)
         numbers[name] = int(number)
     return numbers
+
+
+CONVERT_WITH = click.option(
+    "--convert-with",
+    multiple=True,
+    metavar="NAME=NUMBER",
+    callback=_parse_numbers,
+    help="A number that the conversion needs and no config.json has, such as n_heads=32; repeatable.",
+)

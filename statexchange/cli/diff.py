@@ -38,13 +38,7 @@ _BAR, _DECADES = 20, 10  # a full bar is a relative difference of 1 and more; ea
     metavar="NAME|FILE.json",
     help="Convert A to another model family's names and values first, as merge does.",
 )
-@click.option(
-    "--convert-with",
-    multiple=True,
-    metavar="NAME=NUMBER",
-    callback=commands.parse_numbers,
-    help="A number that the conversion needs and no config.json has, such as n_heads=32; repeatable.",
-)
+@commands.CONVERT_WITH
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),

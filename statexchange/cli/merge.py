@@ -69,13 +69,7 @@ def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tu
     help="Write another model family's names and values: a built-in conversion, as torchtitan:llama3, or one's own; "
     "after inverse: for the other direction.",
 )
-@click.option(
-    "--convert-with",
-    multiple=True,
-    metavar="NAME=NUMBER",
-    callback=commands.parse_numbers,
-    help="A number that the conversion needs and no config.json has, such as n_heads=32; repeatable.",
-)
+@commands.CONVERT_WITH
 @click.option(
     "--replicas",
     type=click.Choice(REPLICAS),

@@ -27,7 +27,6 @@ from statexchange.errors import (
 )
 from statexchange.formats.registry import Probe, probe
 from statexchange.report.summary import tensor_rows
-from statexchange.sharding.shards import full_box
 from statexchange.storage.files import hidden_target
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.local import local_path
@@ -171,7 +170,7 @@ def _row(folder: str, found: Probe) -> ScanRow | None:
         model=_model_of(found),
         step=_step_of(folder, source),
         num_tensors=len(rows),
-        num_parameters=sum(full_box(row.shape).numel for row in rows if row.dtype != "?" or row.shape),
+        num_parameters=sum(row.num_parameters for row in rows),
         nbytes=_size_of_files(found) if problems else source.nbytes,
         modified=_modified(folder),
         verdict=verdict,

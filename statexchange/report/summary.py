@@ -109,6 +109,11 @@ class TensorRow:
     num_boxes: int
     file: str
 
+    @property
+    def num_parameters(self) -> int:
+        """Number of its elements; 0 if only the name is known."""
+        return full_box(self.shape).numel if self.dtype != "?" or self.shape else 0
+
 
 def summarize(path: str | os.PathLike[str]) -> Summary:
     """Summarize a checkpoint.
@@ -143,7 +148,7 @@ def _summary(path: str, source: Source) -> Summary:
         kind=source.kind,
         path=path,
         num_tensors=len(rows),
-        num_parameters=sum(full_box(row.shape).numel for row in rows if row.dtype != "?" or row.shape),
+        num_parameters=sum(row.num_parameters for row in rows),
         nbytes=sum(row.nbytes for row in rows),
         dtypes=dict(sorted(dtypes.items())),
         num_files=len(source.files),
