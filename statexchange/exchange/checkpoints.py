@@ -158,7 +158,7 @@ class Checkpoints:
         self._known: set[int] | None = None  # root: steps that were there at the first look, or that this job saved
         self._others: set[int] = set()  # root: steps of another job, each of which a warning has named
         self._watch: ClaimWatch | None = None  # root, at a URL
-        self._begun: dict[int, str] = {}  # root: by step, the `run` of a save that has not ended, or has failed
+        self._begun: dict[int, str] = {}  # root: by step, the job of a save that has not ended, or has failed
         self._last: Future[SaveReport] | None = None
         self._pace = _Pace()
         self._signals = _Signals(on_signal)
@@ -293,7 +293,7 @@ class Checkpoints:
         comm = as_communicator(self._comm)
 
         def request() -> SaveRequest:
-            return self._request(step, metrics, overwrite=overwrite, rank=comm.rank)
+            return self._request(step, metrics, comm, overwrite=overwrite)
 
         with public_call("Checkpoints.save"):
             if background:
@@ -306,24 +306,25 @@ class Checkpoints:
             return save_now(state, request, comm)
 
     def _request(
-        self, step: int, metrics: Mapping[str, SupportsFloat] | None, *, overwrite: bool, rank: int
+        self, step: int, metrics: Mapping[str, SupportsFloat] | None, comm: Communicator, *, overwrite: bool
     ) -> SaveRequest:
         number = _whole(step, "step")
         if number > MAX_STEP:
             raise InvalidArgumentError(f"step must be at most {MAX_STEP}, not {excerpt(number)}", path=self.path)
         found = {str(name): _metric(name, value) for name, value in (metrics or {}).items()}
         best = self._retention.best
-        if best is not None and best[0] not in found and rank == 0:  # its metrics are kept
+        if best is not None and best[0] not in found and comm.rank == 0:  # its metrics are kept
             text = f"best={best!r} needs this metric: pass metrics={{{best[0]!r}: ...}} to each save"
             raise InvalidArgumentError(text, path=self.path)
         return SaveRequest.of(
             os.path.join(self.path, step_name(number)),
             layout=self._layout,
+            job=comm.run,
             overwrite=overwrite,
             stall_timeout_s=self._stall_timeout_s,
             step=number,
             metrics=found,
-            before=functools.partial(self._look, number, overwrite=overwrite),
+            before=functools.partial(self._look, number, comm.run, overwrite=overwrite),
             after=self._saved,
         )
 
@@ -339,7 +340,7 @@ class Checkpoints:
         if self._memory is not None and report.step is not None:
             self._memory.keep(report.step, comm, content)
 
-    def _look(self, step: int, comm: Communicator, *, overwrite: bool) -> None:
+    def _look(self, step: int, job: str, *, overwrite: bool) -> None:
         """Look for steps of another job, and clean up after killed ones; refuse a step that is saved. Root only."""
         if not is_url(self.path) and not os.path.isdir(self.path):
             self._known = set()
@@ -362,7 +363,7 @@ class Checkpoints:
                     "it by overwrite=True"
                 )
                 raise TargetExistsError(text, path=os.path.join(self.path, step_name(step)))
-        self._begun[step] = comm.run
+        self._begun[step] = job
 
     def _claims(self) -> ClaimWatch | None:
         """Return what this process has seen of claims; None for a local directory. Root only."""

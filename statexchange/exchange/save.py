@@ -101,7 +101,9 @@ def save_checkpoint(
     communicator = as_communicator(comm)
 
     def request() -> SaveRequest:
-        return SaveRequest.of(path, layout=layout, overwrite=overwrite, stall_timeout_s=stall_timeout_s)
+        return SaveRequest.of(
+            path, layout=layout, job=communicator.run, overwrite=overwrite, stall_timeout_s=stall_timeout_s
+        )
 
     if background:
         return save_in_background("save_checkpoint", state, path, request, communicator)

@@ -79,16 +79,18 @@ AfterSave: TypeAlias = Callable[[SaveReport, Communicator, DigestedTensors | Non
 class SaveRequest:
     """The arguments of a save other than the state and the communicator.
 
-    Root calls `before` ahead of opening the target; each rank calls `after` once the save is published.
+    `job` names the run that saves, in the manifest: the caller's, not that of a background thread's communicator. Root
+    calls `before` ahead of opening the target; each rank calls `after` once the save is published.
     """
 
     path: str
     layout: Mapping[str, Any] | None
+    job: str
     overwrite: bool
     stall_timeout_s: float
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    before: Callable[[Communicator], None] | None = None
+    before: Callable[[], None] | None = None
     after: AfterSave | None = None
 
     @classmethod
@@ -97,17 +99,18 @@ class SaveRequest:
         path: str | os.PathLike[str],
         *,
         layout: Mapping[str, Any] | None,
+        job: str,
         overwrite: bool,
         stall_timeout_s: float,
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
-        before: Callable[[Communicator], None] | None = None,
+        before: Callable[[], None] | None = None,
         after: AfterSave | None = None,
     ) -> SaveRequest:
         """Check and keep the arguments of a call."""
         check_timeout(stall_timeout_s, "stall_timeout_s")
         target = target_path(path)
-        return cls(target, layout, overwrite, stall_timeout_s, step, dict(metrics or {}), before, after)
+        return cls(target, layout, job, overwrite, stall_timeout_s, step, dict(metrics or {}), before, after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +190,7 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
         with comm.phase("opening the target", timeout_s=request.stall_timeout_s):
             if comm.rank == 0:
                 if request.before is not None:
-                    request.before(comm)
+                    request.before()
                 check = removable_files if request.overwrite else None
                 names = [*(rank_file_name(rank, comm.world_size) for rank in range(comm.world_size)), MANIFEST]
                 build = building.enter_context(
@@ -207,7 +210,7 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
             sizes = tuple(one.nbytes for one in found)
             if build is not None:
                 _check_seen(build, found, comm)
-                manifest = SaveManifest(starts[0].save, comm.run, time.time(), sizes, request.step, request.metrics)
+                manifest = SaveManifest(starts[0].save, request.job, time.time(), sizes, request.step, request.metrics)
                 build.commit(MANIFEST, manifest.to_bytes())
     seconds = time.perf_counter() - began
     shown = without_secrets(request.path)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import (
     CorruptError,
+    IncompleteError,
     InvalidArgumentError,
     NotFoundError,
     StateExchangeError,
@@ -207,8 +208,8 @@ def named_steps(store: Store) -> list[int]:
 def read_saves(path: str, *, without: Container[int] = ()) -> dict[int, SaveManifest | StateExchangeError]:
     """Return the manifest of each step in the directory `path`, or the error of a broken one; oldest first.
 
-    Not collective. The steps in `without` are left out, and a save that is removed meanwhile. {} if the directory does
-    not exist.
+    Not collective. A save that has lost a file is broken, too; sizes and headers are not looked at. The steps in
+    `without` are left out, and a save that is removed meanwhile. {} if the directory does not exist.
 
     Raises:
         NotFoundError: `path` is a file, or there is no such bucket.
@@ -245,7 +246,12 @@ def _check_bucket(error: NotFoundError) -> None:
 
 def _manifest_of(opened: OpenedPath) -> SaveManifest:
     with opened:
-        return read_manifest(opened.store)
+        manifest = read_manifest(opened.store)
+        missing = [name for name in manifest.files if name not in opened.store.listing]
+    if missing:
+        more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+        raise IncompleteError(f"this save has lost {missing[0]}{more}", path=opened.store.path)
+    return manifest
 
 
 def identity_of_saves(path: str) -> str | None:

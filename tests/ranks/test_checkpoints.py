@@ -27,6 +27,7 @@ from sweeps import slow, some
 from warm_python import warm_python
 
 import statexchange as sx
+from statexchange.report.saves import list_saves
 from statexchange.testing import run_ranks
 
 
@@ -199,6 +200,25 @@ def test_only_files_of_a_save_are_removed(tmp_path: Path, caplog: pytest.LogCapt
     with pytest.raises(sx.errors.UnsafeError, match=r"notes\.txt"):
         saves.delete(10)
     assert (tmp_path / "step-000000010" / "notes.txt").read_text() == "mine"
+
+
+def test_a_save_that_has_lost_a_file_is_not_one_of_those_that_are_kept(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path, keep=2)
+    save_steps(saves, 10, 20, 30)
+    next((tmp_path / "step-000000030").glob("rank-*")).unlink()
+    save_steps(saves, 40)
+    assert saves.steps() == [20, 30, 40]
+    state = state_of(0)
+    assert saves.load(state, 20) is not None
+    assert value_in(state) == 20.0
+
+
+def test_saves_in_the_foreground_and_background_are_of_one_job(tmp_path: Path) -> None:
+    with sx.Checkpoints(tmp_path) as saves:
+        save_steps(saves, 10)
+        save_steps(saves, 20, background=True)
+    first, second = list_saves(tmp_path).saves
+    assert first.job == second.job
 
 
 def test_another_job_on_the_same_path_is_named_and_its_saves_stay(
