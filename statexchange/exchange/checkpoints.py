@@ -455,13 +455,16 @@ class Checkpoints:
             raise InvalidArgumentError(text + own, path=self.path)
         comm = as_communicator(self._comm)
         with public_call("Checkpoints.load"):
+            with comm.phase("looking for saves"):
+                self._wait()
+                wanted = None if step is None else _whole(step, "step")
             if self._memory is not None:
-                report = self._load_from_memory(state, step, self._memory, options, comm)
+                report = self._load_from_memory(state, wanted, self._memory, options, comm)
                 if report is not None:
                     self._pace.note_save(None)
                     return report
             for attempt in range(_ATTEMPTS):
-                chosen = self._choose(step, missing_ok=missing_ok, comm=comm)
+                chosen = self._choose(wanted, missing_ok=missing_ok, comm=comm)
                 if chosen is None:
                     return None
                 path = os.path.join(self.path, step_name(chosen))
@@ -490,10 +493,7 @@ class Checkpoints:
     ) -> LoadReport | None:
         """Load the copy in memory; None if it is absent, older than the disk's save or broken. Collective."""
         began = time.perf_counter()
-        with comm.phase("looking for saves"):
-            self._wait()
-            wanted = None if step is None else _whole(step, "step")
-        copy = copies.find(wanted, comm)
+        copy = copies.find(step, comm)
         if copy is None:
             return None
         if not copy.is_on_disk and comm.rank == 0:
@@ -527,8 +527,6 @@ class Checkpoints:
         """Return the step to load, as rank 0 finds it; None without a save. Collective."""
         chosen: int | None = None
         with comm.phase("looking for saves"):
-            self._wait()
-            wanted = None if step is None else _whole(step, "step")
             if comm.rank == 0:
                 saves = read_saves(self.path)
                 if self._known is None:
@@ -536,7 +534,7 @@ class Checkpoints:
                 watch = self._claims()
                 if watch is not None:
                     watch_claims(self.path, watch, without=saves)
-                chosen = self._step_of(saves, wanted, missing_ok=missing_ok)
+                chosen = self._step_of(saves, step, missing_ok=missing_ok)
         sent = comm.broadcast_object(chosen)
         return records.parsed(sent, lambda raw: records.optional(raw, records.count), "the step to load", 0)
 
