@@ -186,8 +186,8 @@ class _Background:
     def snapshot(self, described: Description) -> Description:
         """Return the description over copies of its tensors; tied tensors are copied once."""
         unique: dict[Any, Any] = {}
-        for held in described.held.values():
-            for tensor in held.tensors:
+        for local in described.tensors.values():
+            for tensor in local.tensors:
                 unique.setdefault(_key(tensor), tensor)
         sizes = {key: _aligned_bytes(tensor) for key, tensor in unique.items()}
         memory = self._memory_of(sum(sizes.values()))
@@ -196,10 +196,10 @@ class _Background:
             copies[key] = _copied(tensor, memory[at : at + sizes[key]])
             at += sizes[key]
         _synchronize(unique.values())
-        return replace(
-            described,
-            held={n: replace(h, tensors=tuple(copies[_key(t)] for t in h.tensors)) for n, h in described.held.items()},
-        )
+        tensors = {}
+        for name, local in described.tensors.items():
+            tensors[name] = replace(local, tensors=tuple(copies[_key(tensor)] for tensor in local.tensors))
+        return replace(described, tensors=tensors)
 
     def _memory_of(self, nbytes: int) -> Any:
         with needing_torch("work in the background"):

@@ -119,7 +119,7 @@ def convert_live(
 
 def _all_tensors(comm: Communicator, described: Description) -> dict[str, TensorInfo]:
     """Return the dtype and global shape of each tensor of any rank. Collective."""
-    own = [[local.shard.name, local.shard.dtype, local.shard.global_shape] for local in described.held.values()]
+    own = [[local.shard.name, local.shard.dtype, local.shard.global_shape] for local in described.tensors.values()]
     sent, _ = gather_distinct(comm, json.dumps(own).encode())
     tensors: dict[str, TensorInfo] = {}
     with comm.phase("comparing its tensors"):
@@ -157,19 +157,19 @@ class _Outputs:
 
     def described(self, aliases: Mapping[str, str]) -> Description:
         """Return the outputs, in the order of the plan."""
-        held = {}
+        converted = {}
         for name, info in self.plan.tensors.items():
             if name in self.boxes:
                 boxes = self.boxes[name]
                 shard = Shard(name, info.dtype, info.shape, tuple(box for box, _ in boxes))
                 tensors = tuple(tensor for _, tensor in boxes)
-                held[name] = LocalTensor(shard, tensors, reduce=self.reductions.get(name))
-        return Description(held, self.plan.new_aliases(aliases))
+                converted[name] = LocalTensor(shard, tensors, reduce=self.reductions.get(name))
+        return Description(converted, self.plan.new_aliases(aliases))
 
 
 def _converted(described: Description, plan: ConversionPlan, *, has_zeros: bool) -> Description:
     outputs = _Outputs(plan, {}, {})
-    for name, local in described.held.items():
+    for name, local in described.tensors.items():
         fills = plan.fills.get(name, ())
         for fill in fills:
             if not fill.patch.box.numel:

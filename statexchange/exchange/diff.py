@@ -122,7 +122,7 @@ def diff_checkpoints(
         described = saved.described
         if communicator.all_gather_object(layout is not None).count(True):
             described = place_parts(communicator, described, saved.rules)
-        live = {selected.renamed(name): local for name, local in described.held.items()}
+        live = {selected.renamed(name): local for name, local in described.tensors.items()}
         live = {name: local for name, local in live.items() if selected.wants(name)}
         return _LiveComparison(communicator, live, selected, tolerance).run(b, wanted)
 

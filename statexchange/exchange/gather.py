@@ -555,7 +555,7 @@ def gather_state(
     shards: list[Shard] = []
     with public_call("gather_state"), communicator.phase("describing its state"):
         communicator.check_root(root)
-        for local in describe(state).held.values():
+        for local in describe(state).tensors.values():
             shard = local.shard
             for index, (box, tensor) in enumerate(zip(shard.boxes, local.tensors, strict=True)):
                 name = shard.name if len(local.tensors) == 1 else f"{shard.name}#{index}"

@@ -337,7 +337,7 @@ class _Load:
         readers = assign_readers(items, comm) if is_url(source.path) else {}
         with comm.phase("reading", timeout_s=self._stall_timeout_s):
             mark_changed(live for _, live, _ in plan.targets)
-            mark_changed(part for item in items for part in item.held.tensors)
+            mark_changed(part for item in items for part in item.local.tensors)
             read = read_all(items, readers, comm, self._on_progress)
             for callback in plan.callbacks:
                 callback()
@@ -380,20 +380,20 @@ class _Load:
 
     def _placed(self, targets: Sequence[_Target], catalog: Catalog) -> list[_Target]:
         """Return the targets with each part's boxes in its whole tensor. Collective."""
-        held: dict[str, LocalTensor] = {}
+        tensors: dict[str, LocalTensor] = {}
         for target in targets:
-            held.setdefault(target.name, target.held.renamed(target.name))
+            tensors.setdefault(target.name, target.local.renamed(target.name))
         layout = catalog.layout
         selects = catalog.options.include or catalog.options.exclude
         unused = () if selects else tuple(sorted(layout.unused))
-        placed = place_parts(self._comm, Description(held, unused=unused), layout).held
+        placed = place_parts(self._comm, Description(tensors, unused=unused), layout).tensors
         found = []
         for target in targets:
-            whole = target.held
+            whole = target.local
             if whole.part is not None:
                 shard = replace(placed[target.name].shard, name=whole.shard.name)
                 whole = replace(whole, shard=shard, part=None)
-            found.append(replace(target, held=whole))
+            found.append(replace(target, local=whole))
         return found
 
 
@@ -577,7 +577,7 @@ class _Target:
 
     name: str
     path: str
-    held: LocalTensor
+    local: LocalTensor
     is_padded: bool
 
 
@@ -590,10 +590,10 @@ def _targets(plan: LoadPlan, catalog: Catalog, rank: int) -> list[_Target]:
     found = []
     for name, live, path in plan.targets:
         is_padded = bool(getattr(live, "allow_shape_mismatch", False))
-        for held in describe_entry(path, live, layout, rank):
-            is_whole = held.shard.name == path
-            source = name if is_whole else held.shard.name
-            found.append(_Target(catalog.renumbered.get(source, source), path, held, is_padded))
+        for local in describe_entry(path, live, layout, rank):
+            is_whole = local.shard.name == path
+            source = name if is_whole else local.shard.name
+            found.append(_Target(catalog.renumbered.get(source, source), path, local, is_padded))
     return found
 
 
@@ -625,31 +625,31 @@ def _hint(plan: LoadPlan, catalog: Catalog) -> str:
 
 
 def _read_item(target: _Target, catalog: Catalog) -> ReadItem:
-    stored, held = catalog.shard_of(target.name), target.held
-    for part in held.tensors:
+    stored, local = catalog.shard_of(target.name), target.local
+    for part in local.tensors:
         check_writable(part, target.path)
-    ours, theirs = held.shard.global_shape, stored.global_shape
+    ours, theirs = local.shard.global_shape, stored.global_shape
     # The common part of a padded tensor is read.
     if ours != theirs and not (target.is_padded and len(ours) == len(theirs)):
         hint = ""
-        if len(ours) == len(theirs) and held.placement is None and catalog.world_size > 1:
+        if len(ours) == len(theirs) and local.placement is None and catalog.world_size > 1:
             dim = next(dim for dim in range(len(ours)) if ours[dim] != theirs[dim])
             hint = f'; if each rank holds a part, say so with layout={{"{target.path}": Shard({dim})}}'
         text = f"the state's shape differs from the source's{hint}"
         raise InvalidArgumentError(text, name=target.path, path=catalog.source.path, expected=theirs, found=ours)
-    if held.shard.dtype != stored.dtype and not catalog.options.casts(stored.dtype, held.shard.dtype):
-        castable = {stored.dtype, held.shard.dtype} <= set(FLOATS)
+    if local.shard.dtype != stored.dtype and not catalog.options.casts(stored.dtype, local.shard.dtype):
+        castable = {stored.dtype, local.shard.dtype} <= set(FLOATS)
         hint = '; dtype="state" casts to the dtype that the state has' if castable else ""
         raise InvalidArgumentError(
             f"the state's dtype differs from the source's{hint}",
             name=target.path,
             path=catalog.source.path,
             expected=stored.dtype,
-            found=held.shard.dtype,
+            found=local.shard.dtype,
         )
     boxes = catalog.boxes_of(target.name)
     try:
         prove_cover(target.name, stored.global_shape, {box: [rank] for box, (_, rank) in boxes.items()})
     except (CorruptError, IncompleteError) as error:
         raise error.located(name=target.name, path=catalog.source.path) from error
-    return ReadItem(target.name, held, {box: byte_range for box, (byte_range, _) in boxes.items()}, stored.dtype)
+    return ReadItem(target.name, local, {box: byte_range for box, (byte_range, _) in boxes.items()}, stored.dtype)

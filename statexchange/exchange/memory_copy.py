@@ -713,7 +713,7 @@ def _ranks_read(items: Sequence[ReadItem]) -> set[int]:
     found = set()
     for item in items:
         for box, stored in item.boxes.items():
-            if any(intersect(box, target) is not None for target in item.held.shard.boxes):
+            if any(intersect(box, target) is not None for target in item.local.shard.boxes):
                 found.add(rank_of_file(os.path.basename(stored.file.path)))
     return {rank for rank in found if rank is not None}
 
@@ -763,7 +763,7 @@ def _check(items: Sequence[ReadItem], comm: Communicator, *, every: bool) -> Non
     for item in items:
         for box, stored in item.boxes.items():
             place = (stored.file.path, stored.begin)
-            if place not in checked and _is_to_check(box, item.held.shard.boxes, every=every):
+            if place not in checked and _is_to_check(box, item.local.shard.boxes, every=every):
                 checked.add(place)
                 _check_box(item, box, stored, comm)
 

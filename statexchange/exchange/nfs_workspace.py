@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from statexchange import values
 from statexchange.comm import defaults
 from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedError
-from statexchange.exchange.staging import Staging, held_bytes
+from statexchange.exchange.staging import Staging, shard_data
 from statexchange.settings import check_timeout, detect_launch
 from statexchange.state.describe import describe
 from statexchange.storage.rank_file import RankFile
@@ -85,7 +85,7 @@ class NFSWorkspace:
         run = self._writing_run()
         self._round = workspace.next_round(run, rank) if self._round is None else self._round + 1
         staging = Staging()
-        shards = [held_bytes(local, staging) for local in describe(weights).held.values()]
+        shards = [shard_data(local, staging) for local in describe(weights).tensors.values()]
         workspace.write(
             shards,
             run=run,

@@ -36,10 +36,10 @@ def place_parts(comm: Communicator, described: Description, layout: Layout) -> D
 
     All ranks must have the same mesh. A pattern that matches no tensor of any rank is an InvalidArgumentError.
     """
-    parts = {name: local for name, local in described.held.items() if local.part is not None}
+    parts = {name: local for name, local in described.tensors.items() if local.part is not None}
     own = RankMetadata.of(Description(parts, unused=described.unused), mesh_option(layout))
     sent, _ = gather_metadata(comm, own)
-    tensors = dict(described.held)
+    tensors = dict(described.tensors)
     with comm.phase("placing its tensors"):
         metadata = parse_metadata(sent, comm.rank, own)
         check_equal_options([rank_metadata.options for rank_metadata in metadata])
@@ -50,4 +50,4 @@ def place_parts(comm: Communicator, described: Description, layout: Layout) -> D
         for shard in rank_shards(metadata, layout)[comm.rank]:
             if isinstance(shard, Shard):
                 tensors[shard.name] = replace(tensors[shard.name], shard=shard, part=None)
-    return replace(described, held=tensors)
+    return replace(described, tensors=tensors)

@@ -18,12 +18,12 @@ from statexchange.storage.tensorfile import digest
 from statexchange.tensors import itemsize_of
 
 __all__ = [
-    "HeldShard",
+    "DescribedShard",
     "RankMetadata",
     "check_equal_options",
     "gather_distinct",
     "gather_metadata",
-    "held_box",
+    "local_box",
     "operations",
     "parse_metadata",
     "rank_shards",
@@ -34,15 +34,17 @@ _MAX_SHOWN = 300  # characters of an option in a message
 
 
 @dataclass(frozen=True, slots=True)
-class HeldShard:
+class DescribedShard:
     """A rank's shard of one tensor; `part` is set if a layout has yet to place it in the whole."""
 
     shard: Shard | ShardingSpec
     part: Part | None = None
 
-    def renamed(self, name: str) -> HeldShard:
+    def renamed(self, name: str) -> DescribedShard:
         """Return the same shard under another name."""
-        return HeldShard(replace(self.shard, name=name), None if self.part is None else replace(self.part, name=name))
+        return DescribedShard(
+            replace(self.shard, name=name), None if self.part is None else replace(self.part, name=name)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class RankMetadata:
     are all over one mesh have equal metadata, which is sent and parsed once.
     """
 
-    held: Sequence[HeldShard]
+    shards: Sequence[DescribedShard]
     aliases: Mapping[str, str]
     unused: Sequence[str]
     sources: Mapping[str, str]
@@ -63,31 +65,31 @@ class RankMetadata:
     @classmethod
     def of(cls, described: Description, options: Mapping[str, str]) -> RankMetadata:
         """Return the metadata of a description."""
-        held = []
-        for local in described.held.values():
+        shards = []
+        for local in described.tensors.values():
             shard: Shard | ShardingSpec = local.shard
             if local.placement is not None:
                 shard = ShardingSpec(shard.name, shard.dtype, shard.global_shape, local.placement)
-            held.append(HeldShard(shard, local.part))
-        reductions = {name: local.reduce for name, local in described.held.items() if local.reduce is not None}
-        return cls(held, described.aliases, described.unused, described.sources, reductions, options)
+            shards.append(DescribedShard(shard, local.part))
+        reductions = {name: local.reduce for name, local in described.tensors.items() if local.reduce is not None}
+        return cls(shards, described.aliases, described.unused, described.sources, reductions, options)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON value that `from_json` reads."""
         placements: dict[Placement, int] = {}
-        held: list[dict[str, Any]] = []
-        for held_shard in self.held:
-            shard, part = held_shard.shard, held_shard.part
+        shards: list[dict[str, Any]] = []
+        for described in self.shards:
+            shard, part = described.shard, described.part
             if isinstance(shard, ShardingSpec):
                 number = placements.setdefault(shard.placement, len(placements))
                 shape = shard.global_shape
-                held.append({"name": shard.name, "dtype": shard.dtype, "shape": shape, "placement": number})
+                shards.append({"name": shard.name, "dtype": shard.dtype, "shape": shape, "placement": number})
             elif part is None:
-                held.append({"shard": shard.to_json()})
+                shards.append({"shard": shard.to_json()})
             else:
-                held.append({"shard": shard.to_json(), "part": part.to_json()})
+                shards.append({"shard": shard.to_json(), "part": part.to_json()})
         return {
-            "held": held,
+            "shards": shards,
             "placements": [placement.to_json() for placement in placements],
             "aliases": dict(self.aliases),
             "unused": list(self.unused),
@@ -99,14 +101,14 @@ class RankMetadata:
     @classmethod
     def from_json(cls, raw: Any) -> RankMetadata:
         """Return the metadata that `to_json` wrote; raise ValueError for anything else."""
-        names = ("held", "placements", "aliases", "unused", "sources", "reductions", "options")
-        raw_held, raw_placements, aliases, unused, sources, raw_reductions, options = records.fields(raw, *names)
+        names = ("shards", "placements", "aliases", "unused", "sources", "reductions", "options")
+        raw_shards, raw_placements, aliases, unused, sources, raw_reductions, options = records.fields(raw, *names)
         placements = records.items(raw_placements, Placement.from_json)
         reductions = records.texts(raw_reductions)
         if not set(reductions.values()) <= set(REDUCTIONS):
             raise ValueError("a reduction is neither max nor min")
         return cls(
-            records.items(raw_held, lambda held: _held_from_json(held, placements)),
+            records.items(raw_shards, lambda shard: _shard_from_json(shard, placements)),
             records.texts(aliases),
             records.items(unused, records.text),
             records.texts(sources),
@@ -116,29 +118,29 @@ class RankMetadata:
 
     def renamed(self, names: Mapping[str, str], rank: int) -> RankMetadata:
         """Return the metadata with the tensors in `names` renamed."""
-        held: dict[str, HeldShard] = {}
-        for held_shard in self.held:
-            new = names.get(held_shard.shard.name, held_shard.shard.name)
-            if new in held:
+        shards: dict[str, DescribedShard] = {}
+        for described in self.shards:
+            new = names.get(described.shard.name, described.shard.name)
+            if new in shards:
                 raise InvalidArgumentError("the layout gives this name to two tensors of one rank", name=new, rank=rank)
-            held[new] = held_shard.renamed(new)
+            shards[new] = described.renamed(new)
         aliases = {names.get(alias, alias): names.get(name, name) for alias, name in self.aliases.items()}
         reductions = {names.get(name, name): operation for name, operation in self.reductions.items()}
-        return replace(self, held=list(held.values()), aliases=aliases, reductions=reductions)
+        return replace(self, shards=list(shards.values()), aliases=aliases, reductions=reductions)
 
 
-def _held_from_json(raw: Any, placements: Sequence[Placement]) -> HeldShard:
+def _shard_from_json(raw: Any, placements: Sequence[Placement]) -> DescribedShard:
     """Return one of the shards that `RankMetadata.to_json` encoded."""
     if type(raw) is dict and "placement" in raw:
         name, dtype, shape, number = records.fields(raw, "name", "dtype", "shape", "placement")
         itemsize_of(dtype)
         placement = placements[records.count(number, len(placements))]
-        return HeldShard(ShardingSpec(records.text(name), dtype, shape_from_json(shape), placement))
+        return DescribedShard(ShardingSpec(records.text(name), dtype, shape_from_json(shape), placement))
     if type(raw) is dict and "part" in raw:
         raw_shard, part = records.fields(raw, "shard", "part")
-        return HeldShard(Shard.from_json(raw_shard), Part.from_json(part))
+        return DescribedShard(Shard.from_json(raw_shard), Part.from_json(part))
     (raw_shard,) = records.fields(raw, "shard")
-    return HeldShard(Shard.from_json(raw_shard))
+    return DescribedShard(Shard.from_json(raw_shard))
 
 
 def gather_metadata(comm: Communicator, own: RankMetadata, root: int | None = None) -> tuple[list[bytes], int]:
@@ -188,12 +190,12 @@ def check_equal_options(options: Sequence[Mapping[str, str]]) -> None:
                 )
 
 
-def held_box(described: Description, name: str, index: int) -> Any:
+def local_box(described: Description, name: str, index: int) -> Any:
     """Return the tensor of box `index` of `name`; raise MismatchError if this rank does not hold it."""
-    held = described.held.get(name)
-    if held is None or index >= len(held.tensors):
+    local = described.tensors.get(name)
+    if local is None or index >= len(local.tensors):
         raise MismatchError("the plan names a box that this rank does not hold", name=name)
-    return held.tensors[index]
+    return local.tensors[index]
 
 
 def _shown(value: str | None) -> str:
@@ -206,7 +208,7 @@ def renames(metadata: Sequence[RankMetadata], layout: Layout) -> list[dict[str, 
         return [{}] * len(metadata)
     sources: dict[int, dict[str, str]] = {}
     for rank, rank_metadata in enumerate(metadata):
-        rank_names = [held.shard.name for held in rank_metadata.held]
+        rank_names = [described.shard.name for described in rank_metadata.shards]
         sources[rank] = {name: rank_metadata.sources.get(name, name) for name in rank_names}
     new_names = renumber_names(sources, layout)
     changed = []
@@ -231,43 +233,43 @@ def operations(metadata: Sequence[RankMetadata]) -> dict[str, str]:
     return reductions
 
 
-def _by_rank(metadata: Sequence[RankMetadata]) -> list[list[HeldShard]]:
+def _by_rank(metadata: Sequence[RankMetadata]) -> list[list[DescribedShard]]:
     """Return each rank's shards; a shard that all ranks describe alike, over a mesh of all ranks, only for rank 0."""
     distinct = list({id(rank_metadata): rank_metadata for rank_metadata in metadata}.values())
     specs = []  # of each distinct metadata
     for rank_metadata in distinct:
-        specs.append({held.shard for held in rank_metadata.held if isinstance(held.shard, ShardingSpec)})
+        specs.append({one.shard for one in rank_metadata.shards if isinstance(one.shard, ShardingSpec)})
     agreed = {spec for spec in set.intersection(*specs) if math.prod(spec.placement.mesh_shape) == len(metadata)}
-    others: dict[int, list[HeldShard]] = {}  # the shards with boxes of their own, by the id of the metadata
+    others: dict[int, list[DescribedShard]] = {}  # the shards with boxes of their own, by the id of the metadata
     for rank_metadata in distinct:
-        others[id(rank_metadata)] = [held for held in rank_metadata.held if held.shard not in agreed]
-    by_rank: list[list[HeldShard]] = []
+        others[id(rank_metadata)] = [one for one in rank_metadata.shards if one.shard not in agreed]
+    by_rank: list[list[DescribedShard]] = []
     for rank, rank_metadata in enumerate(metadata):
-        shards = rank_metadata.held if rank == 0 else others[id(rank_metadata)]
-        by_rank.append([held if held.shard in agreed else _explicit(held, rank) for held in shards])
+        shards = rank_metadata.shards if rank == 0 else others[id(rank_metadata)]
+        by_rank.append([one if one.shard in agreed else _explicit(one, rank) for one in shards])
     return by_rank
 
 
-def _explicit(held: HeldShard, rank: int) -> HeldShard:
+def _explicit(described: DescribedShard, rank: int) -> DescribedShard:
     """Return a shard with explicit boxes instead of a spec."""
-    return HeldShard(held.shard.shard_of(rank)) if isinstance(held.shard, ShardingSpec) else held
+    return DescribedShard(described.shard.shard_of(rank)) if isinstance(described.shard, ShardingSpec) else described
 
 
 def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[Shard | ShardingSpec]]:
     """Return each rank's shards, with the parts of layout rules placed in their whole tensors."""
     by_rank = _by_rank(metadata)
     parts: dict[str, dict[int, Part]] = {}
-    for rank, rank_held in enumerate(by_rank):
-        for held in rank_held:
-            if held.part is not None:
-                parts.setdefault(held.shard.name, {})[rank] = held.part
+    for rank, described_shards in enumerate(by_rank):
+        for described in described_shards:
+            if described.part is not None:
+                parts.setdefault(described.shard.name, {})[rank] = described.part
     positions = {name: place_parts(tensor_parts, layout.mesh) for name, tensor_parts in parts.items()}
     shards: list[list[Shard | ShardingSpec]] = []
-    for rank, rank_held in enumerate(by_rank):
+    for rank, described_shards in enumerate(by_rank):
         of_rank: list[Shard | ShardingSpec] = []
-        for held in rank_held:
-            shard = held.shard
-            if held.part is not None:
+        for described in described_shards:
+            shard = described.shard
+            if described.part is not None:
                 global_shape, boxes = positions[shard.name][rank]
                 shard = Shard(shard.name, shard.dtype, global_shape, boxes)
             of_rank.append(shard)

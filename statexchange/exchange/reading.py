@@ -46,7 +46,7 @@ class ReadItem:
     """A live tensor to fill, and the stored boxes of dtype `stored` that fill it; values are cast if dtypes differ."""
 
     name: str
-    held: LocalTensor
+    local: LocalTensor
     boxes: Mapping[Box, ByteRange]
     stored: str
 
@@ -78,8 +78,8 @@ def _first_tensors(items: Sequence[ReadItem]) -> dict[WantedBox, Any]:
     """Return the first live tensor of each box that this rank needs."""
     tensors: dict[WantedBox, Any] = {}
     for item in items:
-        for box, tensor in zip(item.held.shard.boxes, item.held.tensors, strict=True):
-            wanted = WantedBox(item.name, box, item.held.shard.dtype)
+        for box, tensor in zip(item.local.shard.boxes, item.local.tensors, strict=True):
+            wanted = WantedBox(item.name, box, item.local.shard.dtype)
             tensors.setdefault(wanted, tensor if isinstance(tensor, np.ndarray) else tensor.detach())
     return tensors
 
@@ -99,8 +99,8 @@ def read_all(
     received = {wanted for wanted, ranks in readers.items() if comm.rank in ranks[1:]}
     parts = []
     for item in items:
-        for box, tensor in zip(item.held.shard.boxes, item.held.tensors, strict=True):
-            wanted = WantedBox(item.name, box, item.held.shard.dtype) if received else None
+        for box, tensor in zip(item.local.shard.boxes, item.local.tensors, strict=True):
+            wanted = WantedBox(item.name, box, item.local.shard.dtype) if received else None
             if wanted in received:
                 received.remove(wanted)  # further live tensors of this name are read
             else:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from statexchange.comm.communicator import Communicator
-from statexchange.exchange.rank_metadata import held_box
+from statexchange.exchange.rank_metadata import local_box
 from statexchange.exchange.staging import Staging
 from statexchange.formats.tensor_reader import reduce_into
 from statexchange.sharding.write_plan import BoxReduction
@@ -25,7 +25,7 @@ _ALIGN_BYTES = 16  # a multiple of every dtype's size
 def reduce_copies(comm: Communicator, described: Description, reductions: Sequence[BoxReduction]) -> Description:
     """Return the description with reduced values for the boxes that this rank writes. Collective.
 
-    `reductions` must be equal on all ranks. Copies are reduced in their order and in the dtype in which they are held.
+    `reductions` must be equal on all ranks. Copies are reduced in their order and in the dtype that they have.
     The live state does not change. Memory: the size of this rank's reduced boxes, and of one more box if it lies on a
     GPU or is strided.
     """
@@ -46,10 +46,10 @@ def reduce_copies(comm: Communicator, described: Description, reductions: Sequen
                 _receive(comm, src, targets, described)
         elif comm.rank == src:
             _send(comm, dst, described, [(reduction.name, index) for reduction, index in pairs])
-    tensors = dict(described.held)
+    tensors = dict(described.tensors)
     for (name, index), data in results.items():
         tensors[name] = _with_bytes(tensors[name], index, data)
-    return replace(described, held=tensors)
+    return replace(described, tensors=tensors)
 
 
 def _transfers(reductions: Sequence[BoxReduction]) -> Iterator[tuple[int, int, list[tuple[BoxReduction, int]]]]:
@@ -81,13 +81,13 @@ def _copy(comm: Communicator, data: Any) -> Any:
 
 
 def _bytes(comm: Communicator, described: Description, name: str, index: int) -> Any:
-    """Return a box's bytes as an array, in the dtype in which it is held."""
-    tensor = held_box(described, name, index)
+    """Return a box's bytes as an array, in the dtype that it has."""
+    tensor = local_box(described, name, index)
     own = own_bytes(tensor)
     if own is not None:
         return np.frombuffer(own, np.uint8)
     data, at = np.empty(int(tensor.nbytes), np.uint8), 0
-    for _, part in Staging().parts(tensor, _held_dtype(described.held[name])):
+    for _, part in Staging().parts(tensor, _dtype_of(described.tensors[name])):
         data[at : at + len(part)] = part
         at += len(part)
         comm.progress()
@@ -114,7 +114,7 @@ def _messages(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
 
 
 def _send(comm: Communicator, dst: int, described: Description, boxes: Sequence[tuple[str, int]]) -> None:
-    sizes = [held_box(described, name, index).nbytes for name, index in boxes]
+    sizes = [local_box(described, name, index).nbytes for name, index in boxes]
     data, loaded = np.empty(0, np.uint8), -1  # the bytes of box `loaded`
     for message in _messages(sizes):
         parts = []
@@ -141,11 +141,11 @@ def _receive(comm: Communicator, src: int, results: Sequence[tuple[BoxReduction,
 
 def _reduce(described: Description, reduction: BoxReduction, result: Any, others: Any) -> None:
     """Reduce elements, given as bytes, into `result`."""
-    dtype = _held_dtype(described.held[reduction.name])
+    dtype = _dtype_of(described.tensors[reduction.name])
     reduce_into(reduction.op, array_over(result, dtype, (-1,)), array_over(others, dtype, (-1,)))
 
 
-def _held_dtype(local: LocalTensor) -> str:
+def _dtype_of(local: LocalTensor) -> str:
     """Return the dtype of a tensor in memory, which a cast changes only in the output."""
     return dtype_name(local.tensors[0], local.shard.name)
 
@@ -153,5 +153,5 @@ def _held_dtype(local: LocalTensor) -> str:
 def _with_bytes(local: LocalTensor, index: int, data: Any) -> LocalTensor:
     """Return `local` with other bytes for one of its boxes."""
     as_numpy = isinstance(local.tensors[index], np.ndarray)
-    tensor = from_bytes(data, _held_dtype(local), local.shard.boxes[index].shape, as_numpy=as_numpy)
+    tensor = from_bytes(data, _dtype_of(local), local.shard.boxes[index].shape, as_numpy=as_numpy)
     return replace(local, tensors=(*local.tensors[:index], tensor, *local.tensors[index + 1 :]))

@@ -25,7 +25,7 @@ from statexchange.checkpoint.publication import target_path
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, NotFoundError, without_secrets
 from statexchange.exchange.placing import parameter_names, place_parts
-from statexchange.exchange.staging import Staging, held_bytes
+from statexchange.exchange.staging import Staging, shard_data
 from statexchange.processes import collector_paused
 from statexchange.settings import check_timeout
 from statexchange.sharding import records
@@ -197,11 +197,11 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
                     open_build(request.path, secrets.token_hex(16), names, check=check, is_own=is_stray)
                 )
         starts = _exchange_starts(request, build, comm)
-        held = saved.described
+        described = saved.described
         if any(start.has_layout for start in starts):
-            held = place_parts(comm, held, saved.rules)
+            described = place_parts(comm, described, saved.rules)
         with comm.phase("saving", timeout_s=request.stall_timeout_s):
-            file, folder = _write(held, saved.config, request.path, starts[0], comm)
+            file, folder = _write(described, saved.config, request.path, starts[0], comm)
         written = comm.all_gather_object(_Written(file.nbytes, file.version, folder).to_json())
         with comm.phase("publishing", timeout_s=request.stall_timeout_s):
             found = [
@@ -214,7 +214,7 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
                 build.commit(MANIFEST, manifest.to_bytes())
     seconds = time.perf_counter() - began
     shown = without_secrets(request.path)
-    report = SaveReport(shown, request.step, len(held.held), sum(sizes), seconds, sizes)
+    report = SaveReport(shown, request.step, len(described.tensors), sum(sizes), seconds, sizes)
     if comm.rank == 0:
         _log.info("saved %s", report)
     if request.after is not None:
@@ -236,12 +236,14 @@ def _exchange_starts(request: SaveRequest, build: Build | None, comm: Communicat
     return starts
 
 
-def _write(held: Description, config: str, path: str, start: _Start, comm: Communicator) -> tuple[WrittenFile, str]:
+def _write(
+    described: Description, config: str, path: str, start: _Start, comm: Communicator
+) -> tuple[WrittenFile, str]:
     """Write this rank's file into the build; return it, and where this rank looks for the build."""
     staging = Staging()
     name = rank_file_name(comm.rank, comm.world_size)
-    metadata = rank_metadata(start.save, comm.rank, comm.world_size, config, {"aliases": dict(held.aliases)})
-    shards = [held_bytes(one, staging, comm.progress) for one in held.held.values()]
+    metadata = rank_metadata(start.save, comm.rank, comm.world_size, config, {"aliases": dict(described.aliases)})
+    shards = [shard_data(one, staging, comm.progress) for one in described.tensors.values()]
     try:
         member = join_build(path, start.key, MANIFEST)
         return member.write_tensors(name, shards, metadata), member.folder

@@ -18,7 +18,7 @@ from statexchange.storage.regions import slices_within, windows
 from statexchange.storage.tensorfile import ShardData
 from statexchange.tensors import ITEMSIZE, converted, dtype_name, numpy_dtype, own_bytes, torch_dtype, unify_nans
 
-__all__ = ["Staging", "held_bytes"]
+__all__ = ["Staging", "shard_data"]
 
 
 class Staging:
@@ -95,7 +95,7 @@ class Staging:
         return self._buffers[key]
 
 
-def held_bytes(local: LocalTensor, staging: Staging, progress: Callable[[], None] | None = None) -> ShardData:
+def shard_data(local: LocalTensor, staging: Staging, progress: Callable[[], None] | None = None) -> ShardData:
     """Return a live tensor's shard with the bytes of its boxes, which are produced on request through `staging`.
 
     `progress` is called for each part.

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from statexchange.comm.communicator import Communicator
-from statexchange.exchange.rank_metadata import held_box
+from statexchange.exchange.rank_metadata import local_box
 from statexchange.exchange.staging import Staging
 from statexchange.sharding import records
 from statexchange.sharding.shards import Box
@@ -178,7 +178,7 @@ class _Writing:
 
     def _tensor(self, item: _WriteItem) -> Any:
         """Return the tensor that holds a item's box on this rank."""
-        return held_box(self._described, item.tensor.source, item.box_index)
+        return local_box(self._described, item.tensor.source, item.box_index)
 
     def _write(self, item: _WriteItem, opened: _Files) -> str:
         """Write or only digest a box of this rank; return the digest."""

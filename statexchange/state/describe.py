@@ -57,13 +57,13 @@ class Description:
     """All tensors of a state on this rank.
 
     Attributes:
-        held: The tensors by name, in the order of the state.
+        tensors: The tensors by name, in the order of the state.
         aliases: The name that is kept for each other name of a tied tensor.
         unused: Layout patterns that match nothing on this rank.
         sources: The name in the state of each tensor that a layout rule names otherwise.
     """
 
-    held: Mapping[str, LocalTensor]
+    tensors: Mapping[str, LocalTensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -72,8 +72,8 @@ class Description:
         """Return the same tensors under the names that `names` maps theirs to; aliases and sources keep theirs."""
         if not names:
             return self
-        new = {name: names.get(name, name) for name in self.held}
-        return replace(self, held={new[name]: held.renamed(new[name]) for name, held in self.held.items()})
+        new = {name: names.get(name, name) for name in self.tensors}
+        return replace(self, tensors={new[name]: local.renamed(new[name]) for name, local in self.tensors.items()})
 
 
 def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Description:
@@ -88,29 +88,29 @@ def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Descrip
         UnsupportedError: A tensor cannot be represented: a Partial placement, sparse, quantised or meta; names it.
         InvalidArgumentError: Two parts of the state use one name, or an entry is no tensor.
     """
-    held: dict[str, LocalTensor] = {}
+    tensors: dict[str, LocalTensor] = {}
     aliases: dict[str, str] = {}
     sources: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     rules = layout or Layout({})
     for name, tensor in named_tensors(state):
         for part in _local_tensors(name, wait_tensor(tensor), rules.rule_for(name), rank):
-            if part.shard.name in held:
+            if part.shard.name in tensors:
                 raise InvalidArgumentError("two parts of the state use this name", name=part.shard.name)
-            held[part.shard.name] = part
+            tensors[part.shard.name] = part
             if part.shard.name != name:
                 sources[part.shard.name] = name
             key = tuple(map(same_memory, part.tensors))
             if key and None not in key and seen.setdefault(key, part.shard.name) != part.shard.name:
                 aliases[part.shard.name] = seen[key]
-    return Description(held, aliases, tuple(sorted(rules.unused)), sources)
+    return Description(tensors, aliases, tuple(sorted(rules.unused)), sources)
 
 
 def describe_entry(name: str, value: Any, layout: Layout, rank: int = 0) -> list[LocalTensor]:
     """Describe one entry of a state, as `describe` does; the layout may split it into several. Not collective."""
     if is_tensor(value) and layout.rule_for(name) is None:
         return _local_tensors(name, wait_tensor(value), None, rank)
-    return list(describe({name: value}, layout, rank).held.values())
+    return list(describe({name: value}, layout, rank).tensors.values())
 
 
 def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:

@@ -81,7 +81,7 @@ def mesh_modules(shape: tuple[int, ...], out: str) -> dict[str, Any]:
     if "tp" in names:
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
-    shards = describe(model, rank=dist.get_rank()).held
+    shards = describe(model, rank=dist.get_rank()).tensors
     whole = [n for n, t in model.state_dict().items() if getattr(t, "device_mesh", mesh["dp"]).size() == mesh.size()]
     assert whole
     assert all(shards[name].placement is not None for name in whole if hasattr(model.state_dict()[name], "placements"))

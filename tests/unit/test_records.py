@@ -50,7 +50,7 @@ def metadata() -> RankMetadata:
     spread = Placement((2, 1), (DimSplit(0), None))
     found = RankMetadata.of(described, {"dtype": "None"}).to_json()
     found["placements"] = [spread.to_json()]
-    found["held"].append({"name": "mesh", "dtype": "F32", "shape": [4, 2], "placement": 0})
+    found["shards"].append({"name": "mesh", "dtype": "F32", "shape": [4, 2], "placement": 0})
     return RankMetadata.from_json(json.loads(json.dumps(found)))
 
 
