@@ -1,11 +1,12 @@
-"""Fuzz the readers of pickles, headers, manifests and foreign files with atheris, which follows coverage.
+"""Fuzz the readers of pickles, headers, manifests, foreign files and frameworks with atheris, which follows coverage.
 
 ``python tests/fuzz/atheris_readers.py TARGET --minutes 30``, with one of TARGETS, ends when libFuzzer has found no new
 edge for 30 minutes. It starts itself again as libFuzzer's process, reads that process's output, and reports when it
 found the last new edge. A reader may raise nothing but a StateExchangeError. An input that raises another error, or
 takes 10 s or 2 GiB, is kept as a file in the directory of --findings; ``... pickle --input FILE`` runs it again.
 
-The first byte of an input selects the kind of file that it is read as. All files lie in memory.
+The first byte of an input selects the kind of file that it is read as; for the target "frameworks" the first two select
+one file of one directory that a framework wrote. All files lie in memory.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ import time
 import zipfile
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 _CHILD = "STATEXCHANGE_FUZZ_CHILD"  # only for the process that this one starts
 _COVERAGE = re.compile(rb"cov: (\d+) ft: (\d+) .*exec/s: (\d+)")
-_LIMIT_S, _LIMIT_MB, _MAX_BYTES = 10, 2048, 1 << 16
-TARGETS = ("pickle", "header", "manifest", "foreign")
+_LIMIT_S, _LIMIT_MB, _MAX_BYTES, _MAX_DIRECTORY_BYTES = 10, 2048, 1 << 16, 1 << 20
+TARGETS = ("pickle", "header", "manifest", "foreign", "frameworks")
 
 
 def main() -> int:
@@ -147,15 +150,14 @@ def _fuzz(target: str, seed: int, arguments: list[str]) -> NoReturn:
         if chance.random() < 0.5:
             return atheris.Mutate(data, max_size)  # type: ignore[no-any-return]
         try:
-            if target == "foreign":
-                return atheris.Mutate(data, max_size)  # type: ignore[no-any-return]
-            if target == "pickle":
-                new = mutated_pickle(data[1:], chance)[0]
+            begin = 2 if target == "frameworks" else 1
+            if data[begin : begin + 1] == b"\x80":
+                new = mutated_pickle(data[begin:], chance)[0]
             else:
-                new = mutated_json(data[1:].decode(), chance)[0].encode("utf-8", "surrogatepass")
-        except Exception:  # noqa: BLE001 (it is no longer what it was)
+                new = mutated_json(data[begin:].decode(), chance)[0].encode("utf-8", "surrogatepass")
+        except Exception:  # noqa: BLE001 (it is not of this kind, or not any longer)
             return atheris.Mutate(data, max_size)  # type: ignore[no-any-return]
-        return (data[:1] + new)[:max_size]
+        return (data[:begin] + new)[:max_size]
 
     atheris.Setup([sys.argv[0], *arguments], run, custom_mutator=mutate)
     atheris.Fuzz()
@@ -167,21 +169,40 @@ class _Readers:
 
     def __init__(self) -> None:
         from statexchange import errors
-        from statexchange.formats import dcp, foreign, huggingface, source, torch_file
+        from statexchange.conversions import plan
+        from statexchange.conversions import rules as conversion_rules
+        from statexchange.formats import dcp, foreign, huggingface, registry, source, torch_file
         from statexchange.formats.foreign import directories, gguf, msgpack, numpy_files  # noqa: F401 (instrumented)
         from statexchange.sharding import rules
-        from statexchange.storage import claim, json_text, opened_path, save_directory, store, stored_values, workspace
+        from statexchange.storage import (
+            claim,
+            json_text,
+            memory_directory,
+            opened_path,
+            save_directory,
+            store,
+            stored_values,
+            workspace,
+        )
+
+        for name in registry.FORMATS:  # imported where they are tried, which would be too late
+            import_module(f"statexchange.formats.{name}")
 
         self._error = errors.StateExchangeError
         self._formats = {"torch": torch_file, "dcp": dcp, "hf": huggingface, "foreign": foreign}
         self._open = source.OpenCheckpoint
+        self._read_any = registry.read_opened
         self._layout = rules.Layout
+        self._conversion = conversion_rules.ConversionRules
+        self._plan_conversion, self._tensor_info = plan.plan_conversion, plan.TensorInfo
+        self._directories: list[_File] | None = None
         self._claim = claim.Claim
         self._json = json_text
         self._stored_values = stored_values
         self._opened_path = opened_path.OpenedPath
         self._workspace = workspace
         self._save_directory = save_directory
+        self._memory_directory = memory_directory
         self._store_of = _memory_stores(store.Store, store.StoredFile, errors.NotFoundError)
 
     def pickle(self, data: bytes) -> None:
@@ -204,7 +225,7 @@ class _Readers:
             self._read("hf", {"model.safetensors": _tensor_file(text)})
 
     def manifest(self, data: bytes) -> None:
-        """A manifest, an index, the manifest of a round or a save, a config, a claim or a layout."""
+        """Read the data as one of the JSON files: a manifest, an index, a claim, a layout, a conversion or another."""
         kind, text = data[:1], data[1:]
         tensors = {"model.safetensors": _tensor_file(_HEADER)}
         if kind == b"i":
@@ -214,12 +235,17 @@ class _Readers:
             self._try(lambda: self._workspace._manifest_in(store, "manifest.json", "job", 1))
         elif kind == b"s":
             self._try(lambda: self._save_directory.SaveManifest.parse(_with_own_digest(text), "x"))
+        elif kind == b"p":
+            store = self._store_of({"headers.json": _with_own_digest(text)})
+            self._try(lambda: self._memory_directory._headers(store))
         elif kind == b"v":
             self._try(lambda: self._stored_values.decode_stored(text.decode(errors="replace"), "x", leaf=str))
         elif kind == b"c":
             self._try(lambda: self._claim.parse(text, "x"))
         elif kind == b"l":
             self._try(lambda: self._layout.parse(self._json.parse_json(text, "x")))
+        elif kind == b"x":
+            self._try(lambda: self._convert(text))
         else:
             self._read("hf", {**tensors, "statexchange.json": text})
 
@@ -228,12 +254,36 @@ class _Readers:
         if data[:1] in _FOREIGN:
             self._read("foreign", {_FOREIGN[data[:1]]: data[1:]})
 
-    def _read(self, kind: str, files: dict[str, bytes]) -> None:
+    def frameworks(self, data: bytes) -> None:
+        """Read a framework's directory in which the data is one file, or the pickle in it."""
+        from corpus import SOURCES
+
+        if self._directories is None:
+            self._directories = _files_of_frameworks(SOURCES)
+        number = int.from_bytes(data[:2], "big")
+        if number < len(self._directories):
+            file = self._directories[number]
+            self._read("any", file.directory_with(data[2:]), file.opened)
+
+    def _convert(self, text: bytes) -> None:
+        """Plan the conversion of the tensors that its rules name."""
+        conversion = self._conversion.parse(self._json.parse_json(text, "x"), "x")
+        names = [
+            pattern.text.replace("{", "").replace("}", "") for rule in conversion.rules for pattern in rule.sources
+        ]
+        tensors = {name: self._tensor_info("F32", (4096, 128)) for name in names}
+        for one in (conversion, conversion.inverse()):
+            self._try(lambda one=one: self._plan_conversion(one, tensors, {}))  # type: ignore[misc]
+
+    def _read(self, kind: str, files: dict[str, bytes], opened_file: str | None = None) -> None:
         """Open a checkpoint, and read its tensors if they are small."""
-        place = self._opened_path("x", self._store_of(files), None)
+        place = self._opened_path("x", self._store_of(files), opened_file)
 
         def read() -> None:
-            source = self._formats[kind].read(place, strict=False)
+            if kind == "any":
+                source = self._read_any(place, strict=False)
+            else:
+                source = self._formats[kind].read(place, strict=False)
             found = self._open(source)
             for name in list(found)[:10]:
                 if found[name].nbytes < 1 << 16:
@@ -264,21 +314,24 @@ def _memory_stores(base: type[Any], file_base: type[Any], absent: type[Exception
         def check_unchanged(self) -> None: ...
 
     class Directory(base):  # type: ignore[misc]
-        path = "/x"
-
-        def __init__(self, files: dict[str, bytes]) -> None:
+        def __init__(self, files: dict[str, bytes], path: str = "/x") -> None:
             self._files = files
+            self.path = path
 
         def _list(self) -> dict[str, str]:
-            return dict.fromkeys(self._files, "file")
+            tops = {name.partition("/")[0] for name in self._files}
+            return {top: "file" if top in self._files else "directory" for top in tops}
 
         def _open(self, name: str) -> File:
             if name not in self._files:
                 raise absent("no such file", path=name)
             return File(self.path_of(name), self._files[name])
 
-        def below(self, name: str, *, private: bool = False) -> NoReturn:
-            raise absent("no such directory", path=name)
+        def below(self, name: str, *, private: bool = False) -> Any:
+            below = {path[len(name) + 1 :]: data for path, data in self._files.items() if path.startswith(f"{name}/")}
+            if not below:
+                raise absent("no such directory", path=name)
+            return Directory(below, self.path_of(name))
 
         def is_current(self) -> bool:
             return True
@@ -286,6 +339,67 @@ def _memory_stores(base: type[Any], file_base: type[Any], absent: type[Exception
         def close(self) -> None: ...
 
     return Directory
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file of a directory that a framework wrote, which inputs replace."""
+
+    directory: dict[str, bytes]
+    name: str
+    opened: str | None
+
+    @property
+    def content(self) -> bytes:
+        """What an input replaces: the pickle in a file of torch.save, or the whole file."""
+        data = self.directory[self.name]
+        pickled = _pickle_in(data)
+        return data if pickled is None else pickled[1]
+
+    def directory_with(self, content: bytes) -> dict[str, bytes]:
+        """Return the directory with other content in the file."""
+        data = self.directory[self.name]
+        pickled = _pickle_in(data)
+        if pickled is None:
+            return {**self.directory, self.name: content}
+        found = io.BytesIO()
+        with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(found, "w") as new:
+            for member in old.namelist():
+                new.writestr(member, content if member == pickled[0] else old.read(member))
+        return {**self.directory, self.name: found.getvalue()}
+
+
+def _pickle_in(data: bytes) -> tuple[str, bytes] | None:
+    """Return the name and the content of the pickle in a file of torch.save; None for another file."""
+    if not zipfile.is_zipfile(io.BytesIO(data)):
+        return None
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        name = next((name for name in file.namelist() if name.endswith("data.pkl")), None)
+        return None if name is None else (name, file.read(name))
+
+
+def _files_of_frameworks(sources: dict[str, Any]) -> list[_File]:
+    """Return the files of the directories in the corpus that are samples, or have several files."""
+    found = []
+    with tempfile.TemporaryDirectory() as root:
+        for number, source in enumerate(sources.values()):
+            folder = Path(root, str(number))
+            folder.mkdir()
+            path = Path(source.path.format(folder))
+            if source.slow or "://" in source.path:
+                continue
+            try:
+                source.make(folder)
+            except ModuleNotFoundError:
+                continue
+            top = path if path.is_dir() else path.parent
+            directory = {}
+            for inside in sorted(inside for inside in top.rglob("*") if inside.is_file()):
+                directory[str(inside.relative_to(top))] = inside.read_bytes()
+            if len(directory) > 1 and sum(map(len, directory.values())) < _MAX_DIRECTORY_BYTES:
+                opened = path.name if path.is_file() else None
+                found += [_File(directory, name, opened) for name in directory]
+    return found
 
 
 _FOREIGN = {
@@ -325,7 +439,17 @@ def _seeds(target: str) -> list[bytes]:
     """Return inputs from those sources of the corpus that can be made here: some need torch."""
     from corpus import SECTION_E, SOURCES
 
-    found: list[bytes] = []
+    if target == "frameworks":
+        files = enumerate(_files_of_frameworks(SOURCES))
+        found = [number.to_bytes(2, "big") + file.content for number, file in files]
+        return [data for data in found if len(data) < _MAX_BYTES]
+    found = []
+    if target == "manifest":
+        from statexchange.conversions.builtin import BUILTIN
+        from statexchange.storage.memory_directory import headers_to_bytes
+
+        found += [b"x" + json.dumps(conversion).encode() for conversion in BUILTIN.values()]
+        found.append(b"p" + headers_to_bytes({"rank-00000-of-00001.safetensors": "0" * 32}))
     with tempfile.TemporaryDirectory() as root:
         for number, source in enumerate([*SOURCES.values(), *SECTION_E.values()]):
             folder = Path(root, str(number))

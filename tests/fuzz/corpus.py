@@ -329,9 +329,13 @@ def megatron(folder: Path, kind: str) -> None:
     shutil.rmtree(folder / "sample")
 
 
-def deepspeed(folder: Path, kind: str) -> None:
-    """Copy a checkpoint that DeepSpeed wrote."""
-    shutil.copytree(Path(__file__).parents[1] / "data" / "deepspeed" / kind, folder / "x")
+def copied(folder: Path, sample: str) -> None:
+    """Copy a directory that a framework wrote."""
+    shutil.copytree(Path(__file__).parents[1] / "data" / sample, folder / "x")
+
+
+def _of_framework(sample: str) -> Source:
+    return Source(lambda folder: copied(folder, sample))
 
 
 SOURCES: dict[str, Source] = {
@@ -365,8 +369,25 @@ SOURCES: dict[str, Source] = {
     "orbax, zarr": _sample("orbax-zarr"),
     "torchao": _sample("../packed/torchao"),
     "bitsandbytes": _sample("../packed/bitsandbytes"),
-    "zero 1": Source(lambda folder: deepspeed(folder, "zero1"), slow=True),
-    "zero 3": Source(lambda folder: deepspeed(folder, "zero3"), slow=True),
+    "zero 0": _of_framework("deepspeed/zero0"),
+    "zero 1": _of_framework("deepspeed/zero1"),
+    "zero 2": _of_framework("deepspeed/zero2"),
+    "zero 3": _of_framework("deepspeed/zero3"),
+    "zero, experts": _of_framework("deepspeed/experts"),
+    "zero, pipeline": _of_framework("deepspeed/pipeline"),
+    "zero, universal": _of_framework("deepspeed/universal"),
+    "trainer": _of_framework("trainer/plain"),
+    "trainer, sharded": _of_framework("trainer/sharded"),
+    "accelerate, full": _of_framework("accelerate/full/state"),
+    "accelerate, sharded": _of_framework("accelerate/sharded/state"),
+    "accelerate, several": _of_framework("accelerate/several/state"),
+    "verl": _of_framework("verl/fsdp2/run"),
+    "verl, lora": _of_framework("verl/lora/run"),
+    "lightning, full": Source(lambda folder: copied(folder, "lightning/full"), "{}/x/last.ckpt"),
+    "lightning, sharded": _of_framework("lightning/sharded/last.ckpt"),
+    "torch_checkpointing": _of_framework("torch_checkpointing/state"),
+    "torchtitan": _of_framework("torchtitan/tied/checkpoint/step-3"),
+    "fsdp1, local": _of_framework("torch/fsdp1_local"),
     "megatron torch_dist": Source(lambda folder: megatron(folder, "torch_dist")),
     "megatron ranks": Source(lambda folder: megatron(folder, "legacy")),
 }

@@ -222,6 +222,8 @@ class _Steps:
         yield "info, text", lambda: _command("info", self._path)
         yield "ls", lambda: _command("ls", self._path)
         yield "verify", lambda: _command("verify", self._path)
+        yield "scan", lambda: _command("scan", str(self._folder), "--json")
+        yield "diff", self._diff
         yield "report", self._report
         yield "open_checkpoint", self._open
         yield "load_checkpoint", self._load
@@ -241,6 +243,13 @@ class _Steps:
         supply_bars(self._path)
         supply_picture(self._path)
         return "OK"
+
+    def _diff(self) -> str:
+        """Compare the source with itself, in all its sections."""
+        name = _command("diff", self._path, self._path, "--section", "all")
+        if name == "FINDINGS":
+            raise FoundError("the source differs from itself")
+        return name
 
     def _open(self) -> str:
         """Read every tensor; hash those with digests again. A read of a large tensor allocates its whole size."""
@@ -299,6 +308,8 @@ class _Steps:
             with sx.open_checkpoint(self._out / "x") as merged:
                 for tensor in self._read.keys() & merged.keys() if not options else ():
                     self._compare("merge", tensor, merged[tensor].read().tobytes())
+            if not options and _command("diff", self._path, str(self._out / "x")) != "OK":
+                raise FoundError("what was merged differs from the source")
         return name
 
     def _check_whole(self, path: Path) -> None:
