@@ -1,4 +1,4 @@
-"""Format sizes, durations and the results of transfers for people."""
+"""Format sizes, shapes, durations, names and the results of transfers for people."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ __all__ = [
     "format_count",
     "format_ranks",
     "format_seconds",
+    "format_shape",
     "format_shares",
     "format_time",
     "format_transfer",
+    "shortened",
 ]
 
 
@@ -59,6 +61,11 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
+def format_shape(shape: Iterable[int]) -> str:
+    """Format a shape: ``[256,64]``; ``[]`` for a tensor without dims."""
+    return f"[{','.join(map(str, shape))}]"
+
+
 def format_time(seconds: float) -> str:
     """Format a time since the epoch as local time: ``2026-05-31T09:07:00``; "?" for a number that is no time."""
     try:
@@ -92,3 +99,15 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def shortened(text: str, width: int) -> str:
+    """Return a name of at most `width` characters: its middle is left out, and invisible characters are replaced by ?.
+
+    The ends of a tensor's name are the most specific.
+    """
+    shown = "".join(char if char.isprintable() else "?" for char in text)
+    if len(shown) <= width:
+        return shown
+    head = (width - 3) // 2
+    return f"{shown[:head]}...{shown[len(shown) - (width - 3 - head) :]}"

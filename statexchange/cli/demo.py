@@ -11,7 +11,7 @@ import click
 
 from statexchange.cli import commands
 from statexchange.cli.output import Output, fields_of
-from statexchange.errors import TargetExistsError
+from statexchange.cli.picture_file import picture_path, write_picture
 from statexchange.storage.store import resolve_path
 from statexchange.units import format_bytes, format_seconds
 
@@ -49,10 +49,7 @@ def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
 def _picture_path(keep: str | None) -> str | None:
     if keep is None:
         return None
-    path = os.path.join(resolve_path(keep, "--keep"), _PICTURE)
-    if os.path.lexists(path):
-        raise TargetExistsError("the demo's picture is already there: remove it, or keep another", path=path)
-    return path
+    return picture_path(os.path.join(resolve_path(keep, "--keep"), _PICTURE), overwrite=False)
 
 
 class _DemoProgress:
@@ -91,15 +88,14 @@ class _DemoProgress:
             self._output.message(text)
 
     def _draw(self, path: str) -> None:
-        from statexchange.report.pictures import supply_bars, supply_picture
-        from statexchange.storage import atomic, files
+        from statexchange.report.supply import supply_of
+        from statexchange.report.supply_picture import supply_picture
+        from statexchange.report.text_pictures import supply_bars
 
-        self.bars = supply_bars(path, ascii_only=not self._output.can_show("█▏"))
+        supply = supply_of(path)
+        self.bars = supply_bars(supply, ascii_only=not self._output.can_show("█▏"))
         if self._picture is not None:
-            folder, name = os.path.split(self._picture)
-            text = supply_picture(path).encode()
-            with files.directory(folder) as dir_fd:
-                atomic.write_new(dir_fd, name, [text], nbytes=len(text), path=self._picture, mode=0o666)
+            write_picture(self._picture, supply_picture(supply), overwrite=False)
 
 
 def _show(output: Output, report: DemoReport, bars: list[str], picture: str | None) -> None:
@@ -123,7 +119,7 @@ def _section(output: Output, title: str, lines: list[str]) -> None:
 
 
 def _show_loss(output: Output, report: DemoReport) -> None:
-    from statexchange.report.pictures import curve
+    from statexchange.report.text_pictures import curve
 
     ascii_only = not output.can_show("▁█")
     width = 60  # of the whole training

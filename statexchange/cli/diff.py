@@ -11,7 +11,7 @@ from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, fields_of
 from statexchange.cli.progress import Progress
 from statexchange.formats.sections import SECTIONS
-from statexchange.report.pictures import shape_text
+from statexchange.units import format_shape
 
 if TYPE_CHECKING:
     from statexchange.report.diff import DiffReport, TensorDiff
@@ -110,7 +110,7 @@ def _cells(tensor: TensorDiff) -> tuple[str, ...]:
         f"{values.max_abs:.3g}",
         f"{values.relative_l2:.3g}",
         f"{values.cosine:.6f}",
-        "-" if values.first is None else shape_text(values.first),
+        "-" if values.first is None else format_shape(values.first),
         f"{values.num_nan_a:,} {values.num_nan_b:,}" if values.num_nan_a or values.num_nan_b else "-",
     )
 
@@ -118,7 +118,7 @@ def _cells(tensor: TensorDiff) -> tuple[str, ...]:
 def _difference(tensor: TensorDiff) -> str:
     """Return what differs, with both sides."""
     if tensor.status == "shape" and tensor.shape_a is not None and tensor.shape_b is not None:
-        return f"shape {shape_text(tensor.shape_a)} {shape_text(tensor.shape_b)}"
+        return f"shape {format_shape(tensor.shape_a)} {format_shape(tensor.shape_b)}"
     if tensor.dtype_a != tensor.dtype_b and tensor.dtype_a is not None and tensor.dtype_b is not None:
         text = f"{tensor.dtype_a} {tensor.dtype_b}"
         return f"dtype {text}" if tensor.status == "dtype" else f"values, {text}"

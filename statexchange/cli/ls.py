@@ -10,8 +10,7 @@ import click
 from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
 from statexchange.errors import InvalidArgumentError, without_secrets
-from statexchange.report.pictures import shape_text
-from statexchange.units import format_bytes, format_ranks, format_time
+from statexchange.units import format_bytes, format_ranks, format_shape, format_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +78,7 @@ def _selected(rows: list[TensorRow], patterns: Sequence[str]) -> list[TensorRow]
 def _cells(row: TensorRow, has_ranks: bool, is_rounded: bool) -> tuple[str, ...]:
     nbytes = format_bytes(row.nbytes) if is_rounded else str(row.nbytes)
     held_by = format_ranks(row.holders) if has_ranks or len(row.holders) > 1 else row.file
-    return row.name, row.dtype, shape_text(row.shape), nbytes, held_by
+    return row.name, row.dtype, format_shape(row.shape), nbytes, held_by
 
 
 def _list_saves(output: Output, path: str, include: Sequence[str]) -> int:

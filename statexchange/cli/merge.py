@@ -12,9 +12,8 @@ from statexchange.cli.output import Output, fields_of
 from statexchange.cli.progress import Progress
 from statexchange.formats.sections import ALL, SECTIONS
 from statexchange.formats.source import WEIGHTS
-from statexchange.report.pictures import shape_text
 from statexchange.sharding.options import REPLICAS, ExportOptions
-from statexchange.units import format_bytes, format_ranks, format_seconds
+from statexchange.units import format_bytes, format_ranks, format_seconds, format_shape
 
 if TYPE_CHECKING:
     from statexchange.checkpoint.merge import MergeReport, PlannedTensor
@@ -166,7 +165,7 @@ def _show(output: Output, report: MergeReport) -> None:
         output.line(f"  {name}  {format_bytes(nbytes)}")
     for name in report.reused:
         output.line(f"  {name} was reused from an interrupted merge")
-    rows = [[t.name, t.dtype, shape_text(t.shape), t.file, _origin(t)] for t in report.tensors]
+    rows = [[t.name, t.dtype, format_shape(t.shape), t.file, _origin(t)] for t in report.tensors]
     if rows:
         output.table(["tensor", "dtype", "shape", "file", "from"], rows)
     for alias, kept in report.aliases.items():

@@ -9,6 +9,7 @@
 
 A failure in steps 1 to 3 removes the temporary file; a killed writer leaves it. Its name has the owner, so that others
 can remove it once the owner is dead (`is_abandoned`). If the sync in step 4 fails, the name is removed again.
+With `overwrite` step 3 is a rename, which replaces a file of this name in one step, and the name always stays.
 
 **New directory** (`rename_new`). The directory is built under a hidden name and renamed. A rename onto a directory that
 is not empty fails, so this is exclusive too.
@@ -100,12 +101,13 @@ def write_new(
     mode: int = 0o600,
     begin: int = 0,
     header: Callable[[], Buffer] | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write a new file, whose name appears only when all `nbytes` are written and durable.
 
     Args:
         dir_fd: descriptor of the directory.
-        name: the file's name, which must not exist.
+        name: the file's name, which must not exist unless `overwrite`.
         parts: the content after the header.
         nbytes: size of the whole file.
         path: full path for messages.
@@ -113,9 +115,10 @@ def write_new(
         mode: permissions of the file.
         begin: size of the header.
         header: returns the header; called after all parts are written. None if `begin` is 0.
+        overwrite: replace a file of this name, which keeps its content until the new one is complete.
 
     Raises:
-        TargetExistsError: the name exists.
+        TargetExistsError: the name exists, and `overwrite` is False.
         StorageError: the write failed; nothing is left of it.
     """
     temporary = f".tmp-{new_nonce()}.{Owner.current().to_name()}"
@@ -132,7 +135,10 @@ def write_new(
                 os.close(fd)
             raise
         close_file(fd, path)  # before the link: close may report a full quota or a lost server
-        _link(temporary, name, dir_fd, path)
+        if overwrite:
+            _replace(temporary, name, dir_fd, path)
+        else:
+            _link(temporary, name, dir_fd, path)
     except BaseException:
         with contextlib.suppress(OSError):  # report the first failure
             os.unlink(temporary, dir_fd=dir_fd)
@@ -141,8 +147,9 @@ def write_new(
         if durable:
             sync_directory(dir_fd, path)
     except BaseException:  # the name may not survive a power cut, so it must not stay
-        with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=dir_fd)
+        if not overwrite:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=dir_fd)
         raise
 
 
@@ -177,6 +184,16 @@ def _link(temporary: str, name: str, dir_fd: int, path: str) -> None:
     audit("unlink", path)
     with contextlib.suppress(OSError):  # the file has its name; the sync of the directory reports a broken disk
         os.unlink(temporary, dir_fd=dir_fd)
+
+
+def _replace(temporary: str, name: str, dir_fd: int, path: str) -> None:
+    """Rename a complete file to its name, over a file that has it."""
+    audit("rename", path)
+    identity = identity_of(temporary, dir_fd, path)
+    code = _rename(temporary, name, dir_fd)
+    # A retransmitted NFS request may report failure although the rename was done.
+    if code and (identity is None or identity_of(name, dir_fd, path) != identity):
+        raise StorageError(f"cannot rename into place: {os.strerror(code)}", errno=code, path=path)
 
 
 def identity_of(name: str, dir_fd: int, path: str) -> tuple[int, int] | None:

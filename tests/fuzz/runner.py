@@ -34,7 +34,9 @@ import statexchange as sx
 from statexchange.cli.main import main
 from statexchange.cli.output import EXIT_CODES
 from statexchange.formats.registry import open_source
-from statexchange.report.pictures import supply_bars, supply_picture
+from statexchange.report.supply import supply_of
+from statexchange.report.supply_picture import supply_picture
+from statexchange.report.text_pictures import supply_bars
 from statexchange.sharding.shards import full_box
 from statexchange.storage.regions import slices_within
 
@@ -240,8 +242,9 @@ class _Steps:
             yield "save_checkpoint", self._save
 
     def _report(self) -> str:
-        supply_bars(self._path)
-        supply_picture(self._path)
+        supply = supply_of(self._path)
+        supply_bars(supply)
+        supply_picture(supply)
         return "OK"
 
     def _diff(self) -> str:

@@ -12,19 +12,14 @@ import pytest
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import NotFoundError
 from statexchange.formats.registry import open_source
-from statexchange.report.pictures import (
-    Supplied,
-    _cells,
-    curve,
-    shape_text,
-    supplied_tensors,
-    supply_bars,
-    supply_picture,
-)
+from statexchange.formats.source import Source
+from statexchange.report.supply import Supplied, cells_of, supply_of
+from statexchange.report.supply_picture import supply_picture
+from statexchange.report.text_pictures import curve, supply_bars
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
-from statexchange.units import format_bytes
+from statexchange.units import format_bytes, format_shape
 
 SVG = "{http://www.w3.org/2000/svg}"
 Part = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
@@ -57,6 +52,18 @@ def quarters(tmp_path: Path) -> Path:
     return write_workspace(tmp_path / "ws", ranks)
 
 
+def picture(source: Source | str | os.PathLike[str]) -> str:
+    return supply_picture(supply_of(source))
+
+
+def bars(source: str | os.PathLike[str], width: int = 100, ascii_only: bool = False) -> list[str]:
+    return supply_bars(supply_of(source), width=width, ascii_only=ascii_only)
+
+
+def tensors_of(source: Source | str | os.PathLike[str]) -> list[Supplied]:
+    return list(supply_of(source).tensors)
+
+
 def drawn(svg: str) -> dict[str, list[dict[str, str]]]:
     """Return the rectangles of each tensor's group, its frame first."""
     root = ET.fromstring(svg)
@@ -82,26 +89,26 @@ def shares(rectangles: list[dict[str, str]]) -> dict[str, float]:
 
 
 def test_ranks_are_listed_by_what_they_supplied_largest_first(quarters: Path) -> None:
-    tensors = supplied_tensors(quarters)
+    tensors = tensors_of(quarters)
     assert [(t.name, t.nbytes, dict(t.nbytes_by_rank())) for t in tensors] == [
         ("matrix", 80, {0: 18, 1: 6, 2: 42, 3: 14}),
         ("vector", 4, {0: 2, 1: 2}),
         ("same", 3, {2: 3}),
         ("scalar", 1, {0: 1}),
     ]
-    assert supplied_tensors(open_source(quarters)) == tensors
+    assert tensors_of(open_source(quarters)) == tensors
 
 
 def test_a_published_directory_shows_the_same_ranks(quarters: Path, tmp_path: Path) -> None:
     merge_checkpoint(quarters, tmp_path / "out")
-    (matrix, *_), (expected, *_) = supplied_tensors(tmp_path / "out"), supplied_tensors(quarters)
+    (matrix, *_), (expected, *_) = tensors_of(tmp_path / "out"), tensors_of(quarters)
     assert isinstance(matrix, Supplied)
     assert matrix.nbytes_by_rank() == expected.nbytes_by_rank()
-    assert "rank 3" in supply_picture(tmp_path / "out")
+    assert "rank 3" in picture(tmp_path / "out")
 
 
 def test_every_box_is_drawn_to_scale(quarters: Path) -> None:
-    svg = supply_picture(quarters)
+    svg = picture(quarters)
     colours = {text.split(" · ")[0]: colour for colour, text in legend(svg).items()}
     groups = drawn(svg)
     found = shares(groups["matrix"])
@@ -118,7 +125,7 @@ def test_every_box_is_drawn_to_scale(quarters: Path) -> None:
 
 
 def test_the_legend_counts_the_bytes(quarters: Path) -> None:
-    assert list(legend(supply_picture(quarters)).values()) == [
+    assert list(legend(picture(quarters)).values()) == [
         "rank 0 · 21 B · 23.9%",
         "rank 1 · 8 B · 9.1%",
         "rank 2 · 45 B · 51.1%",
@@ -127,10 +134,10 @@ def test_the_legend_counts_the_bytes(quarters: Path) -> None:
 
 
 def test_the_picture_has_no_links_and_has_a_text_for_screen_readers(quarters: Path) -> None:
-    svg = supply_picture(quarters)
+    svg = picture(quarters)
     root = ET.fromstring(svg)
     assert root.get("role") == "img"
-    assert root.findtext(f"{SVG}title") == "Which rank supplied which bytes"
+    assert root.findtext(f"{SVG}title") == "Which rank supplied which bytes of ws"
     assert "rank 2: 45 bytes" in root.findtext(f"{SVG}desc", "")
     assert svg.count("http") == 1, "the name space is the only address"
     assert {text.text for text in root.iter(f"{SVG}text") if text.get("class") == "r"} >= {"0", "1", "2", "3"}
@@ -138,12 +145,12 @@ def test_the_picture_has_no_links_and_has_a_text_for_screen_readers(quarters: Pa
 
 def test_bytes_that_no_rank_supplied_are_shown(tmp_path: Path) -> None:
     root = write_workspace(tmp_path / "ws", [[("m", (4, 4), (0, 0), (1, 4))], []])
-    svg = supply_picture(root)
+    svg = picture(root)
     frame, *cells = drawn(svg)["m"]
-    assert frame["fill"] == "url(#not-supplied)"
+    assert frame["fill"] == "url(#not-there)"
     assert len(cells) == 1
     assert "not supplied · 12 B · 75.0%" in svg
-    lines = supply_bars(root)
+    lines = bars(root)
     assert any(line.startswith("not supplied") and line.endswith("12 B   75.0%") for line in lines)
     assert lines[-1] == "." * 32
 
@@ -152,14 +159,14 @@ def test_three_dims_that_are_all_cut_keep_their_shares(tmp_path: Path) -> None:
     shape = (2, 3, 4)
     corners = [((a, b, c), (1, 1 + b, 2)) for a in (0, 1) for b in (0, 1) for c in (0, 2)]
     root = write_workspace(tmp_path / "ws", [[("cube", shape, *corner)] for corner in corners])
-    found = shares(drawn(supply_picture(root))["cube"])
+    found = shares(drawn(picture(root))["cube"])
     assert sum(found.values()) == pytest.approx(1, rel=1e-3)
     assert sorted(found.values()) == [pytest.approx(n / 24, rel=1e-2) for n in (2, 2, 2, 2, 4, 4, 4, 4)]
 
 
 def test_small_tensors_are_summed(tmp_path: Path) -> None:
     ranks = [[(f"t{number:02d}", (2, 2), (rank, 0), (1, 2)) for number in range(50)] for rank in (0, 1)]
-    svg = supply_picture(write_workspace(tmp_path / "ws", ranks))
+    svg = picture(write_workspace(tmp_path / "ws", ranks))
     assert "and 30 more, summed by rank" in svg
     groups = drawn(svg)
     assert len(groups) == 21
@@ -167,20 +174,22 @@ def test_small_tensors_are_summed(tmp_path: Path) -> None:
     assert len(svg) < 30_000
 
 
-def test_many_ranks_have_their_own_colours_and_the_legend_stays_short(tmp_path: Path) -> None:
+def test_many_ranks_have_their_own_colours_and_a_bar_as_legend(tmp_path: Path) -> None:
     ranks = [[("w", (40, 2), (rank, 0), (1, 2))] for rank in range(40)]
     root = write_workspace(tmp_path / "ws", ranks)
-    svg = supply_picture(root)
+    svg = picture(root)
     assert len({cell["fill"] for cell in drawn(svg)["w"][1:]}) == 40
-    assert "24 more, to rank 39 · 48 B · 60.0%" in svg
-    lines = supply_bars(root)
+    assert "ranks 0 (dark) to 39 (light), 2 % each" in svg
+    assert len(drawn(svg)["all tensors"]) == 41
+    assert not legend(svg)
+    lines = bars(root)
     assert [line.split()[:2] for line in lines[15:17]] == [["rank", "15"], ["24", "more"]]
     assert set("".join(lines[-6:])) <= set("0123456789abcdefghijklmnopqrstuvwxyz#")
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
     name = "</title><script>alert(1)</script>\u202e&"
-    svg = supply_picture(write_workspace(tmp_path / "ws", [[(name, (4,), (0,), (4,))]]))
+    svg = picture(write_workspace(tmp_path / "ws", [[(name, (4,), (0,), (4,))]]))
     assert "<script" not in svg
     assert "</title><script>alert(1)</script>?&" in drawn(svg)
     assert "\u202e" not in svg
@@ -191,19 +200,21 @@ def test_without_ranks_files_are_shown(tmp_path: Path) -> None:
         text = json.dumps({f"t{number}": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}).encode()
         path = tmp_path / f"model-{number}.safetensors"
         path.write_bytes(struct.pack("<Q", len(text)) + text + b"abc")
-    assert "Which file supplied which bytes" in supply_picture(tmp_path)
-    assert supply_bars(tmp_path)[0].startswith("file 0  ")
+    svg = picture(tmp_path)
+    assert "Which file supplied which bytes" in svg
+    assert list(legend(svg).values()) == [f"{n}: model-{n + 1}.safetensors · 3 B · 50.0%" for n in (0, 1)]
+    assert bars(tmp_path)[0].startswith("0: model-1.safetensors  ")
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no tensor"):
-        supply_picture(write_workspace(tmp_path / "ws", [[]]))
+        picture(write_workspace(tmp_path / "ws", [[]]))
     with pytest.raises(NotFoundError, match="no such path"):
-        supply_bars(tmp_path / "nowhere")
+        bars(tmp_path / "nowhere")
 
 
 def test_bars_and_maps(quarters: Path) -> None:
-    lines = supply_bars(quarters, width=60)
+    lines = bars(quarters, width=60)
     assert [line.split()[-3:] for line in lines[:4]] == [
         ["21", "B", "23.9%"],
         ["8", "B", "9.1%"],
@@ -213,13 +224,13 @@ def test_bars_and_maps(quarters: Path) -> None:
     assert lines[2].count("█") == max(line.count("█") for line in lines)
     assert lines[4:7] == ["", "matrix", "U8 [10,8]"]
     assert lines[7:] == ["0" * 13 + "1" * 5] * 2 + ["2" * 13 + "3" * 5] * 4
-    assert all(line.isascii() for line in supply_bars(quarters, ascii_only=True))
+    assert all(line.isascii() for line in bars(quarters, ascii_only=True))
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 300])
 def test_no_line_is_wider_than_a_hundred_columns(tmp_path: Path, width: int) -> None:
     parts = [(f"model.layers.{n}.{'very.' * 30}weight", (64, 64), (0, 0), (64, 64)) for n in range(5)]
-    lines = supply_bars(write_workspace(tmp_path / "ws", [parts]), width=width)
+    lines = bars(write_workspace(tmp_path / "ws", [parts]), width=width)
     assert max(map(len, lines)) <= min(width, 100)
     assert "..." in lines[2]
     assert lines[2].split()[0].endswith("weight")
@@ -246,12 +257,12 @@ def test_sizes_for_people() -> None:
         "5.00 GB",
         "3,000 TB",
     ]
-    assert [shape_text(shape) for shape in ((), (3,), (2, 3))] == ["[]", "[3]", "[2,3]"]
+    assert [format_shape(shape) for shape in ((), (3,), (2, 3))] == ["[]", "[3]", "[2,3]"]
 
 
 def test_the_picture_only_reads(quarters: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in quarters.rglob("*")}
-    supply_picture(os.fspath(quarters))
+    picture(os.fspath(quarters))
     assert {path: path.stat().st_mtime_ns for path in quarters.rglob("*")} == before
 
 
@@ -261,6 +272,6 @@ def test_boxes_that_make_too_many_cells_are_summed_by_rank(tmp_path: Path) -> No
     began = time.process_time()
     source = write_workspace(tmp_path, [[("w", (4, 4), (0, 0), (4, 4))]])
     many = Supplied("many", "U8", (20_000, 1), boxes)
-    few = supplied_tensors(open_source(source))
-    assert [len(_cells(tensor)) for tensor in (many, *few)] == [2, 1]
+    few = tensors_of(source)
+    assert [len(cells_of(tensor)) for tensor in (many, *few)] == [2, 1]
     assert time.process_time() - began < 5

@@ -1,0 +1,238 @@
+"""Find out which rank supplied which bytes of a checkpoint, and divide the area of a tensor among the ranks."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise, repeat
+from typing import TYPE_CHECKING, Any, Literal
+
+from statexchange.errors import without_secrets
+from statexchange.formats.registry import open_source
+from statexchange.formats.source import Source
+from statexchange.sharding.shards import Box, full_box
+from statexchange.tensors import ITEMSIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+__all__ = [
+    "MAX_CELLS",
+    "MAX_RANKS",
+    "Cell",
+    "Supplied",
+    "Supply",
+    "cells_of",
+    "nbytes_by_rank",
+    "shares",
+    "supply_of",
+]
+
+MAX_CELLS, MAX_RANKS = 8000, 16
+_MAX_STEPS = 1 << 18  # to divide one tensor; each box costs a step per interval of a dim that it reaches
+
+
+@dataclass(frozen=True, slots=True)
+class Supplied:
+    """A tensor with (box, rank) of each box. If the rank is not known, it is the number of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[Box, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return full_box(self.shape).numel * ITEMSIZE[self.dtype]
+
+    def nbytes_by_rank(self) -> Counter[int]:
+        """Return the bytes that each rank supplied."""
+        nbytes: Counter[int] = Counter()
+        for box, rank in self.boxes:
+            nbytes[rank] += box.numel * ITEMSIZE[self.dtype]
+        return nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """Which rank supplied which bytes of a checkpoint.
+
+    Attributes:
+        name: the last component of its path.
+        supplier: "rank", or "file" if its format has no ranks; then the numbers of files stand for ranks.
+        files: the names of the files by number, if its format has no ranks.
+        tensors: its tensors, largest first.
+        num_unknown: number of further tensors, of which only the names are known.
+    """
+
+    name: str
+    supplier: Literal["rank", "file"]
+    files: Mapping[int, str]
+    tensors: tuple[Supplied, ...]
+    num_unknown: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, supplied or not."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def label(self, rank: int) -> str:
+        """Return what to call a rank: ``rank 3``, or ``3: model-00004-of-00008.safetensors`` for a file."""
+        return f"{rank}: {self.files[rank]}" if rank in self.files else f"{self.supplier} {rank}"
+
+    def select(self, names: Collection[str]) -> Supply:
+        """Return the supply of only the tensors that `names` has."""
+        return replace(self, tensors=tuple(tensor for tensor in self.tensors if tensor.name in names), num_unknown=0)
+
+
+def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
+    """Return which rank supplied which bytes.
+
+    Not collective. Reads headers only. The rank comes from the manifest of a published directory; otherwise it is the
+    first rank that has the box, or the number of the first file that has it.
+
+    Args:
+        source: a path or URL of any format that `open_checkpoint` reads, or a source opened without `strict`.
+
+    Raises:
+        NotFoundError: there is no checkpoint at the path.
+        UnsupportedError: the format is one that is only shown.
+    """
+    if not isinstance(source, Source):
+        with open_source(source, strict=False) as opened:
+            return supply_of(opened)
+    if source.refusal is not None:
+        raise source.refusal
+    num_unknown = 0
+    if source.manifest is not None:
+        tensors = list(_published_tensors(source.manifest))
+    else:
+        tensors = list(_stored_tensors(source))
+        known = {tensor.name for tensor in tensors}
+        missing = {tensor.name: tensor for tensor in source.unreadable if tensor.name not in known}
+        for name, tensor in missing.items():
+            if tensor.shape is None or tensor.dtype not in ITEMSIZE:
+                num_unknown += 1
+            else:
+                tensors.append(Supplied(name, tensor.dtype, tensor.shape, ()))
+    has_ranks = source.manifest is not None or source.has_ranks
+    files = {} if has_ranks else {file.rank: os.path.basename(file.path) for file in source.files}
+    return Supply(
+        os.path.basename(without_secrets(source.path).rstrip("/")),
+        "rank" if has_ranks else "file",
+        files,
+        tuple(sorted(tensors, key=lambda tensor: (-tensor.nbytes, tensor.name))),
+        num_unknown,
+    )
+
+
+def _published_tensors(manifest: Mapping[str, Any]) -> Iterator[Supplied]:
+    """Yield the tensors of a manifest, with the ranks in it."""
+    for name, record in manifest["tensors"].items():
+        boxes = tuple((Box.from_json([offsets, shape]), rank) for offsets, shape, _, rank in record["boxes"])
+        yield Supplied(name, record["dtype"], tuple(record["shape"]), boxes)
+
+
+def _stored_tensors(source: Source) -> Iterator[Supplied]:
+    """Yield the tensors of a source, with the first rank (or file) that has each box."""
+    first_ranks: dict[tuple[str, str, tuple[int, ...]], dict[Box, int]] = {}
+    for shard_file, tensor in source.shards():
+        shard = tensor.shard
+        ranks = first_ranks.setdefault((shard.name, shard.dtype, shard.global_shape), {})
+        for box in shard.boxes:
+            ranks.setdefault(box, shard_file.rank)
+    for (name, dtype, shape), ranks in first_ranks.items():
+        yield Supplied(name, dtype, shape, tuple(ranks.items()))
+
+
+def nbytes_by_rank(tensors: Sequence[Supplied]) -> Counter[int]:
+    """Return the bytes that each rank supplied of all tensors."""
+    total: Counter[int] = Counter()
+    for tensor in tensors:
+        total.update(tensor.nbytes_by_rank())
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A part of the unit square, and the rank that supplied it."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    rank: int
+
+
+def cells_of(tensor: Supplied) -> list[Cell]:
+    """Divide the unit square among a tensor's boxes, by their sizes; dim 0 runs down.
+
+    If there are too many cells, they are summed by rank.
+    """
+    ndim = len(tensor.shape)
+    boxes = [(box, rank) for box, rank in tensor.boxes if box.numel]
+    cut_dims = [dim for dim in range(ndim) if any(box.shape[dim] != tensor.shape[dim] for box, _ in boxes)]
+    dims = [(dim, dim == ndim - 1 or position % 2 == 1) for position, dim in enumerate(cut_dims)]
+    if len(boxes) * (len(cut_dims) + 1) <= _MAX_STEPS:
+        division = _Division(tensor.shape).cells(boxes, dims, Cell(0, 0, 1, 1, 0))
+        cells = list(islice(division, MAX_CELLS + 1))
+        if len(cells) <= MAX_CELLS:
+            return cells
+    return shares(tensor.nbytes_by_rank(), tensor.nbytes)
+
+
+def shares(by_rank: Mapping[int, int], nbytes: int) -> list[Cell]:
+    """Return a bar in which each rank has one cell, as wide as its share of the bytes."""
+    x = 0.0
+    cells = []
+    total = max(1, nbytes, sum(by_rank.values()))
+    for rank, rank_nbytes in sorted(by_rank.items()):
+        cells.append(Cell(x, 0, rank_nbytes / total, 1, rank))
+        x += cells[-1].width
+    return cells
+
+
+class _Division:
+    """Divides a square at each edge of a box, in a limited number of steps."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self._shape = shape
+        self._steps_left = _MAX_STEPS
+
+    def cells(self, boxes: list[tuple[Box, int]], dims: list[tuple[int, bool]], area: Cell) -> Iterator[Cell]:
+        """Divide `area` dim by dim until one box is left, and yield its cells; regions without a box stay free.
+
+        `dims` are (dim, whether it runs across instead of down). When the steps run out, yield more cells than are
+        drawn, so that the caller sums them by rank.
+        """
+        if not boxes:
+            return
+        shape = self._shape
+        if not dims or (len(boxes) == 1 and all(boxes[0][0].shape[dim] == shape[dim] for dim, _ in dims)):
+            yield Cell(area.x, area.y, area.width, area.height, boxes[0][1])
+            return
+        (dim, across), *rest = dims
+        begins = [box.offsets[dim] for box, _ in boxes]
+        ends = [box.ends[dim] for box, _ in boxes]
+        edges = sorted({0, shape[dim], *begins, *ends})
+        number_of = {edge: number for number, edge in enumerate(edges)}
+        inside: list[list[tuple[Box, int]]] = [[] for _ in edges[1:]]
+        for box, rank in boxes:
+            reached = range(number_of[box.offsets[dim]], number_of[box.ends[dim]])
+            self._steps_left -= len(reached)
+            if self._steps_left < 0:
+                yield from repeat(area, MAX_CELLS + 1)
+                return
+            for number in reached:
+                inside[number].append((box, rank))
+        for (low, high), part in zip(pairwise(edges), inside, strict=True):
+            yield from self.cells(part, rest, _slice(area, low / shape[dim], high / shape[dim], across))
+
+
+def _slice(area: Cell, low: float, high: float, across: bool) -> Cell:
+    """Return the part of `area` from `low` to `high`, fractions of its width (`across`) or height."""
+    if across:
+        return Cell(area.x + low * area.width, area.y, (high - low) * area.width, area.height, area.rank)
+    return Cell(area.x, area.y + low * area.height, area.width, (high - low) * area.height, area.rank)

@@ -1,0 +1,167 @@
+"""Draw which rank supplied which bytes of a checkpoint as SVG."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from statexchange.errors import NotFoundError
+from statexchange.report.supply import MAX_CELLS, MAX_RANKS, Cell, Supplied, Supply, cells_of, nbytes_by_rank, shares
+from statexchange.report.svg import BORDER, MARGIN, NOT_THERE, WIDTH, Drawing, palette, text_colour
+from statexchange.tensors import element_shape
+from statexchange.units import format_bytes, format_shape, format_shares, shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["supply_picture"]
+
+_LABEL, _FRAME = 300, 360
+_MAX_ROWS, _MIN_LINED = 20, 4  # tensors with a row of their own; size of cells with lines between them
+_COLUMNS, _COLUMNS_OF_FILES, _MAX_LABEL = 4, 2, 40
+
+
+def supply_picture(supply: Supply) -> str:
+    """Return an SVG of which rank supplied which bytes: a row per tensor, its boxes to scale, coloured by rank.
+
+    Not collective. The largest tensors have rows; the others are summed in one. Regions that no rank supplied are
+    hatched.
+
+    Raises:
+        NotFoundError: there is no tensor whose size is known.
+
+    Example:
+        >>> import numpy
+        >>> from safetensors.numpy import save_file
+        >>> from statexchange.report.supply import supply_of
+        >>> save_file({"w": numpy.zeros((2, 3), "float32")}, "model.safetensors")
+        >>> supply_picture(supply_of("model.safetensors"))[:4]
+        '<svg'
+    """
+    if not supply.tensors:
+        raise NotFoundError("there is no tensor to draw", path=supply.name)
+    return _Picture(supply).text()
+
+
+class _Picture:
+    """The picture of one checkpoint, from top to bottom."""
+
+    def __init__(self, supply: Supply) -> None:
+        self._supply = supply
+        self._total = nbytes_by_rank(supply.tensors)
+        self._colours = dict(zip(sorted(self._total), palette(len(self._total)), strict=True))
+        tensors = "1 tensor" if len(supply.tensors) == 1 else f"{len(supply.tensors):,} tensors"
+        unknown = f"; {supply.num_unknown:,} more are missing, size unknown" if supply.num_unknown else ""
+        self._drawing = Drawing(
+            f"Which {supply.supplier} supplied which bytes of {shortened(supply.name, 50)}",
+            f"{format_bytes(supply.nbytes)} in {tensors}{unknown}. "
+            "All rows are equally wide; the parts of each are to scale.",
+        )
+
+    def text(self) -> str:
+        """Return the whole document."""
+        tensors = self._supply.tensors
+        if len(self._total) > MAX_RANKS:
+            self._bar_of_all()
+        else:
+            self._legend()
+        rows = _largest_rows(tensors)
+        for tensor, cells in rows:
+            self._row(tensor, cells)
+        self._sum_row(tensors[len(rows) :])
+        supplied = [
+            f"{self._supply.label(rank)}: {self._total[rank]} bytes" for rank in sorted(self._total)[:MAX_RANKS]
+        ]
+        listed = ", ".join(shortened(text, 100) for text in supplied)
+        return self._drawing.document(f"{len(tensors)} tensors, {self._supply.nbytes} bytes. {listed}.")
+
+    def _legend(self) -> None:
+        """Write a swatch for each rank, and one for what is missing."""
+        entries = []
+        for rank, nbytes in sorted(self._total.items()):
+            entries.append((self._colours[rank], self._entry(self._supply.label(rank), nbytes)))
+        self._drawing.legend(entries + self._missing(), _COLUMNS_OF_FILES if self._supply.files else _COLUMNS)
+
+    def _bar_of_all(self) -> None:
+        """Draw all ranks in one bar as a legend: there are too many for swatches."""
+        drawing, nbytes = self._drawing, self._supply.nbytes
+        ranks = sorted(self._total)
+        share = format_shares(list(self._total.values())).partition(", ")[2]
+        text = f"{self._supply.supplier}s {ranks[0]} (dark) to {ranks[-1]} (light), {share}"
+        drawing.text(MARGIN, drawing.y + 15, text, "g")
+        self._frame(shares(self._total, nbytes), drawing.y + 3, 16, "all tensors")
+        drawing.text(WIDTH - MARGIN, drawing.y + 15, format_bytes(nbytes), "e")
+        drawing.y += 32
+        missing = self._missing()
+        if missing:
+            drawing.legend(missing, _COLUMNS)
+
+    def _missing(self) -> list[tuple[str, str]]:
+        missing = self._supply.nbytes - self._total.total()
+        return [(NOT_THERE, self._entry("not supplied", missing))] if missing > 0 else []
+
+    def _entry(self, label: str, nbytes: int) -> str:
+        share = nbytes / max(1, self._supply.nbytes)
+        return f"{shortened(label, _MAX_LABEL)} · {format_bytes(nbytes)} · {share:.1%}"
+
+    def _row(self, tensor: Supplied, cells: Sequence[Cell]) -> None:
+        drawing = self._drawing
+        bands = len({round(cell.y, 9) for cell in cells})
+        height = min(max(22, 12 * bands), 48) if len(tensor.shape) > 1 else 12
+        middle = drawing.y + max(height, 22) / 2
+        self._frame(cells, middle - height / 2, height, tensor.name)
+        drawing.text(MARGIN, middle + 4, shortened(tensor.name, 43), "n")
+        shape = format_shape(element_shape(tensor.dtype, tensor.shape))
+        drawing.text(MARGIN + _LABEL + _FRAME + 14, middle + 4, shortened(f"{tensor.dtype} {shape}", 20), "n g")
+        drawing.text(WIDTH - MARGIN, middle + 4, format_bytes(tensor.nbytes), "e")
+        drawing.y += max(height, 22) + 6
+
+    def _frame(self, cells: Sequence[Cell], top: float, height: float, tooltip: str) -> None:
+        """Draw the cells of a row; parts without a cell are hatched."""
+        left = MARGIN + _LABEL
+        drawing = self._drawing
+        is_whole = sum(cell.width * cell.height for cell in cells) > 1 - 1e-9
+        has_lines = min((min(cell.width * _FRAME, cell.height * height) for cell in cells), default=0) >= _MIN_LINED
+        drawing.begin_group('class="c l"' if has_lines else 'class="c"', tooltip)
+        drawing.rectangle(left, top, _FRAME, height, f'fill="{"none" if is_whole else NOT_THERE}"')
+        for cell in cells:
+            x, y = left + cell.x * _FRAME, top + cell.y * height
+            fill = f'fill="{self._colours[cell.rank]}"'
+            drawing.rectangle(x, y, cell.width * _FRAME, cell.height * height, fill)
+        drawing.end_group()
+        drawing.rectangle(left, top, _FRAME, height, f'fill="none" {BORDER}')
+        self._write_ranks(cells, top, height)
+
+    def _write_ranks(self, cells: Sequence[Cell], top: float, height: float) -> None:
+        """Write each rank's number into its largest cell with space for it, for readers who cannot tell colours."""
+        largest: dict[int, Cell] = {}
+        for cell in sorted(cells, key=lambda cell: cell.width * cell.height):
+            if cell.height * height >= 9.5 and cell.width * _FRAME >= 8 * len(str(cell.rank)):
+                largest[cell.rank] = cell
+        for rank, cell in sorted(largest.items()):
+            x = MARGIN + _LABEL + (cell.x + cell.width / 2) * _FRAME
+            y = top + (cell.y + cell.height / 2) * height + 3.5
+            self._drawing.text(x, y, str(rank), "r", colour=text_colour(self._colours[rank]))
+
+    def _sum_row(self, tensors: Sequence[Supplied]) -> None:
+        """Draw one row for all tensors that have no row of their own."""
+        if not tensors:
+            return
+        drawing = self._drawing
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        drawing.text(MARGIN, drawing.y + 15, f"and {len(tensors):,} more, summed by {self._supply.supplier}", "g")
+        self._frame(shares(nbytes_by_rank(tensors), nbytes), drawing.y + 5, 12, "the rest")
+        drawing.text(WIDTH - MARGIN, drawing.y + 15, format_bytes(nbytes), "e")
+        drawing.y += 28
+
+
+def _largest_rows(tensors: Sequence[Supplied]) -> list[tuple[Supplied, list[Cell]]]:
+    """Return as many of the largest tensors as the picture has space for, with their cells."""
+    rows: list[tuple[Supplied, list[Cell]]] = []
+    cells_left = MAX_CELLS
+    for tensor in tensors[:_MAX_ROWS]:
+        cells = cells_of(tensor)
+        cells_left -= len(cells)
+        if cells_left < 0 and rows:
+            break
+        rows.append((tensor, cells))
+    return rows

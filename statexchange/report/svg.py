@@ -1,0 +1,122 @@
+"""The parts that all SVG pictures share: the document, its texts and rectangles, its colours in light and dark."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from statexchange.units import shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["BORDER", "MARGIN", "NOT_THERE", "WIDTH", "Drawing", "palette", "text_colour", "text_width"]
+
+WIDTH, MARGIN = 900, 20
+BORDER = 'stroke="#888" stroke-width=".5"'
+NOT_THERE = "url(#not-there)"  # the fill of what is missing: hatching
+# Okabe and Ito's colours, distinct for every kind of colour vision; for more of them cividis, dark to light.
+_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7f7f7f")
+_RAMP = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
+_MAX_TOOLTIP = 200
+_FONTS = {
+    "n": "11px ui-monospace,'DejaVu Sans Mono',monospace",
+    "": "12px ui-sans-serif,system-ui,'DejaVu Sans',sans-serif",
+}
+_STYLE = (
+    f"text{{font:{_FONTS['']};fill:#222}}.n{{font:{_FONTS['n']}}}.g{{fill:#666}}.t{{font-size:16px;font-weight:600}}"
+    ".r{font-size:10px;text-anchor:middle}.e{text-anchor:end}"
+    ".b{fill:#fff}.c{shape-rendering:crispEdges}.l{stroke:#fff;stroke-width:.7}"
+    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.g{fill:#9da7b1}.b{fill:#0d1117}.l{stroke:#0d1117}}"
+)
+_HATCHING = (
+    '<pattern id="not-there" width="6" height="6" patternUnits="userSpaceOnUse">'
+    '<rect width="6" height="6" fill="#fff"/><path d="M0 6L6 0" stroke="#b00"/></pattern>'
+)
+
+
+class Drawing:
+    """The elements of one SVG picture, 900 units wide, and the y at which the next of them belongs."""
+
+    def __init__(self, title: str, subtitle: str) -> None:
+        """Begin with a heading of two lines."""
+        self._title = title
+        self._parts: list[str] = []
+        self.y = MARGIN
+        self.text(MARGIN, self.y + 14, title, "t")
+        self.text(MARGIN, self.y + 34, subtitle, "g")
+        self.y += 48
+
+    def document(self, description: str) -> str:
+        """Return the whole document; `description` is what a screen reader reads."""
+        height = self.y + MARGIN // 2
+        opening = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"',
+            f' height="{height}" role="img" aria-labelledby="title desc">',
+            f'<title id="title">{escape(self._title)}</title>',
+            f'<desc id="desc">{escape(description)}</desc>',
+            f"<style>{_STYLE}</style>",
+            f"<defs>{_HATCHING}</defs>",
+            f'<rect width="{WIDTH}" height="{height}" class="b"/>',
+        ]
+        return "\n".join([*opening, *self._parts, "</svg>", ""])
+
+    def text(self, x: float, y: float, text: str, style: str = "", *, colour: str = "") -> None:
+        """Add a line of text; `style` is the classes of the style sheet, `colour` replaces theirs."""
+        fill = f' style="fill:{colour}"' if colour else ""
+        self._parts.append(f'<text x="{x:.5g}" y="{y:.5g}" class="{style}"{fill}>{escape(text)}</text>')
+
+    def rectangle(self, x: float, y: float, width: float, height: float, style: str, *, tooltip: str = "") -> None:
+        """Add a rectangle; `style` is its attributes, `tooltip` the text below the mouse."""
+        end = f"><title>{_tooltip(tooltip)}</title></rect>" if tooltip else "/>"
+        self._parts.append(f'<rect x="{x:.6g}" y="{y:.6g}" width="{width:.5g}" height="{height:.5g}" {style}{end}')
+
+    def begin_group(self, attributes: str, tooltip: str) -> None:
+        """Begin a group of elements with common attributes and one tooltip."""
+        self._parts.append(f"<g {attributes}><title>{_tooltip(tooltip)}</title>")
+
+    def end_group(self) -> None:
+        """End the group."""
+        self._parts.append("</g>")
+
+    def legend(self, entries: Sequence[tuple[str, str]], columns: int) -> None:
+        """Add a line of `columns` entries, (colour, text) each, and as many further lines as they take."""
+        step = (WIDTH - 2 * MARGIN + 4) // columns
+        for number, (colour, text) in enumerate(entries):
+            x, y = MARGIN + number % columns * step, self.y + number // columns * 20
+            self.rectangle(x, y, 12, 12, f'fill="{colour}" {BORDER}')
+            self.text(x + 18, y + 10, text)
+        self.y += -(-len(entries) // columns) * 20 + 12
+
+
+def _tooltip(text: str) -> str:
+    return "\n".join(escape(shortened(line, _MAX_TOOLTIP)) for line in text.split("\n"))
+
+
+def text_width(text: str, size: float) -> float:
+    """Return the width of a text in the monospaced font of class "n" at most."""
+    return 0.61 * size * len(text)
+
+
+def palette(count: int) -> list[str]:
+    """Return as many colours, each different from the others."""
+    if count <= len(_COLOURS):
+        return list(_COLOURS[:count])
+    return [_ramp_colour(number / (count - 1)) for number in range(count)]
+
+
+def _ramp_colour(position: float) -> str:
+    """Return the colour at a position from 0 to 1 of the ramp, interpolated between its colours."""
+    index = position * (len(_RAMP) - 1)
+    low = min(int(index), len(_RAMP) - 2)
+    fraction = index - low
+    channels = []
+    for begin, end in zip(_RAMP[low], _RAMP[low + 1], strict=True):
+        channels.append(round(begin + (end - begin) * fraction))
+    return "#" + "".join(f"{value:02x}" for value in channels)
+
+
+def text_colour(colour: str) -> str:
+    """Return black or white, whichever has more contrast with `colour`."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
