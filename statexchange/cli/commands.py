@@ -1,20 +1,24 @@
-"""The parts that commands share: the decorator with the format options, options of several, the check of the rank."""
+"""The parts that commands share: decorators with common options and for several PATHs, options of several, a check."""
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from statexchange import settings
+from statexchange.cli.failures import report_failure
 from statexchange.cli.output import FORMATS
 from statexchange.errors import UnsafeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["CONVERT_WITH", "command", "parse_renames", "refuse_other_ranks", "requested_format"]
+    from statexchange.cli.output import Output
+
+__all__ = ["CONVERT_WITH", "command", "each_path", "parse_renames", "refuse_other_ranks", "requested_format"]
 
 
 def _set_format(context: click.Context, parameter: click.Parameter, value: str | bool | None) -> None:
@@ -37,6 +41,28 @@ _JSON = click.option(
 def command(function: Callable[..., int]) -> click.Command:
     """Return a click command for a function that takes the Output first and returns the exit code."""
     return click.command()(_FORMAT(_JSON(click.pass_obj(function))))
+
+
+def each_path(function: Callable[..., int]) -> Callable[..., int]:
+    """Give a command the argument PATH..., and call its function, which takes `output` and one `path`, for each.
+
+    An error at one PATH is reported, and the others are still looked at. The exit code is that of the most severe.
+    """
+
+    @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+    @functools.wraps(function)
+    def run(output: Output, paths: tuple[str, ...], **options: Any) -> int:
+        def look(path: str) -> int:
+            try:
+                return function(output, path, **options)
+            except click.ClickException:  # the options are wrong for every PATH
+                raise
+            except Exception as error:  # noqa: BLE001 (what ends the work on a PATH is an exit code)
+                return report_failure(output, error)
+
+        return look(paths[0]) if len(paths) == 1 else output.for_each(paths, look)
+
+    return run
 
 
 def refuse_other_ranks() -> None:

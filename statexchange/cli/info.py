@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import click
-
 from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
 from statexchange.formats.source import abbreviated_list
@@ -22,7 +20,7 @@ _MAX_NAMES = 4  # shown of a part's files
 
 
 @commands.command
-@click.argument("path")
+@commands.each_path
 def command(output: Output, path: str) -> int:
     """Summarize the checkpoint at PATH: tensors, dtypes, bytes, ranks.
 

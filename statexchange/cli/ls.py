@@ -23,7 +23,7 @@ _SAVES_HEADER = ("STEP", "TIME", "BYTES", "RANKS", "METRICS", "STATE")
 
 
 @commands.command
-@click.argument("path")
+@commands.each_path
 @click.option(
     "--include", "-i", multiple=True, metavar="GLOB", help="List only tensors whose name matches; repeatable."
 )

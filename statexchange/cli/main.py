@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
@@ -13,25 +12,15 @@ import click
 
 from statexchange import __version__
 from statexchange.cli.commands import requested_format
+from statexchange.cli.failures import report_failure
 from statexchange.cli.output import EXIT_CODES, Output
-from statexchange.errors import CorruptError, IncompleteError, StateExchangeError, StorageError, without_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["cli", "main"]
 
 _COMMANDS = ("info", "ls", "scan", "diff", "verify", "merge", "prune", "demo")
-# Errors of the operating system that are not bugs of statexchange, in case one arrives here as a plain OSError.
-_REFUSALS = {
-    getattr(errno, name, None)
-    for name in ("EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENAMETOOLONG")
-}
-_REPORT = f"report this, with the text above, to the place where you got statexchange {__version__}"
-
-
-_FRAME = re.compile(r'^ *File "(.+)", line \d+', re.MULTILINE)  # of a traceback
-_PACKAGE = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
 
 
 class _Commands(click.Group):
@@ -100,55 +89,11 @@ def _run(output: Output, arguments: Sequence[str]) -> int:
     except click.ClickException as error:
         output.format = requested_format(arguments)
         return _refuse_usage(output, error)
-    except StateExchangeError as error:
-        if error.code == "INTERNAL":
-            return _report_internal_error(output, error)
-        return output.fail(error, error.code, _hint(error, arguments))
-    except OSError as error:
-        if error.errno not in _REFUSALS:
-            return _report_internal_error(output, error)
-        return output.fail(StorageError.of(error, "continue", path=error.filename), "IO")
-    except Exception as error:  # noqa: BLE001 (a bug: the traceback is shown)
-        return _report_internal_error(output, error)
+    except Exception as error:  # noqa: BLE001 (what ends the program is an exit code)
+        return report_failure(output, error)
 
 
 def _refuse_usage(output: Output, error: click.ClickException) -> int:
     context = error.ctx if isinstance(error, click.UsageError) else None
     path = context.command_path if context is not None else "statexchange"
     return output.fail(click.ClickException(error.format_message()), "USAGE", f"{path} --help")
-
-
-def _hint(error: StateExchangeError, arguments: Sequence[str]) -> str | None:
-    if isinstance(error, CorruptError | IncompleteError) and "verify" not in arguments[:1]:
-        return "statexchange verify lists all problems"
-    return None
-
-
-def _report_internal_error(output: Output, error: Exception) -> int:
-    import traceback
-
-    text = "".join(traceback.format_exception(error))
-    for line in without_secrets(text).splitlines():
-        output.message(line)
-    other = _other_package(getattr(error, "tracebacks", {}).values() or [text])  # of failed ranks, if there are any
-    if other is None:
-        return output.fail(error, "INTERNAL", f"this is a bug in statexchange: {_REPORT}")
-    return output.fail(error, "INTERNAL", f"{other} raised this: try another version of it, else {_REPORT}")
-
-
-def _other_package(tracebacks: Iterable[str]) -> str | None:
-    """Return the other installed package, with its version, in which the first of these errors arose.
-
-    None if all errors arose in this package.
-    """
-    from importlib import metadata
-
-    for text in tracebacks:
-        files = _FRAME.findall(text)
-        match = _PACKAGE.search(files[-1]) if files else None
-        if match is not None and match[1] != __package__.partition(".")[0]:
-            try:
-                return f"{match[1]} {metadata.version(match[1])}"
-            except metadata.PackageNotFoundError:  # the distribution has another name than the package
-                return match[1]
-    return None

@@ -14,7 +14,7 @@ from statexchange import settings
 from statexchange.errors import ReplicaError, StateExchangeError, without_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from _typeshed import DataclassInstance
 
@@ -56,7 +56,9 @@ _MOST_SEVERE_FIRST = (
     "NOT_FOUND",
     "USAGE",
     "FINDINGS",
+    "OK",
 )
+_CODES = {number: code for code, number in EXIT_CODES.items()}
 _BOLD, _RED, _YELLOW, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
 Row = dict[str, Any]
@@ -91,6 +93,8 @@ class Output:
         """Make the output; `closed` is the error of a stdout that cannot be written."""
         self.format = "auto"
         self._warnings: list[str] = []
+        self._path: str | None = None  # the one that is looked at, of several
+        self._records: list[Row] = []  # what was found at those before
         self._closed = closed
         self._lost: OSError | None = None
 
@@ -147,7 +151,7 @@ class Output:
     def finish(
         self,
         code: str,
-        data: Row | None,
+        data: Row | list[Row] | None,
         *,
         rows: tuple[str, Iterable[Row]] | None = None,
         error: BaseException | None = None,
@@ -163,25 +167,50 @@ class Output:
         """
         if self.human:
             return EXIT_CODES[code]
-        envelope: Row = {
-            "schema": SCHEMA,
-            "ok": code == "OK",
-            "code": code,
-            "data": data,
-            "warnings": self._warnings,
-        }
+        result: Row = {"ok": code == "OK", "code": code, "data": data, "warnings": self._warnings}
         if error is not None:
-            envelope["error"] = error_record(error, code)
+            result["error"] = error_record(error, code)
         name, objects = rows or ("", ())
-        if self.format == "json":
-            if data is not None and name:
-                envelope["data"] = {**data, name: list(objects)}
-            self._write(sys.stdout, _json(envelope, indent=2))
-            return EXIT_CODES[code]
-        for row in objects:
-            self._write(sys.stdout, _json({"type": name.removesuffix("s"), **row}))
-        self._write(sys.stdout, _json({"type": "summary", **envelope}))
+        if self.format == "jsonl" and self._path is None:
+            for row in objects:
+                self._write(sys.stdout, _json({"type": name.removesuffix("s"), **row}))
+        elif isinstance(data, dict) and name:
+            result["data"] = {**data, name: list(objects)}
+        self._write_result(result)
         return EXIT_CODES[code]
+
+    def _write_result(self, result: Row) -> None:
+        """Write what a command found, or keep what it found at one of several PATHs."""
+        is_lines = self.format == "jsonl"
+        if self._path is None:
+            envelope = {"schema": SCHEMA, **result}
+            text = _json({"type": "summary", **envelope}) if is_lines else _json(envelope, indent=2)
+            self._write(sys.stdout, text)
+        elif is_lines:
+            self._write(sys.stdout, _json({"type": "path", "path": self._path, **result}))
+        else:
+            self._records.append({"path": self._path, **result})
+
+    def for_each(self, paths: Sequence[str], look: Callable[[str], int]) -> int:
+        """Call `look` for each of several PATHs; return the most severe of the exit codes that it returns.
+
+        Text has a heading line before each. JSON has a list in `data`: a record of each PATH and what `look` has given
+        `finish` or `fail`. JSON Lines has one such record a line, before the summary.
+        """
+        codes: list[int] = []
+        try:
+            for path in paths:
+                self._path = without_secrets(path)
+                self._warnings = []
+                if codes:
+                    self.line()
+                self.line(f"==> {self._path} <==")  # as head and tail write
+                codes.append(look(path))
+        finally:
+            self._path, self._warnings = None, []
+        code = min((_CODES[one] for one in codes), key=_MOST_SEVERE_FIRST.index)
+        counts = {"num_paths": len(paths), "num_ok": codes.count(EXIT_CODES["OK"])}
+        return self.finish(code, counts if self.format == "jsonl" else self._records)
 
     def fail(self, error: BaseException, code: str, hint: str | None = None) -> int:
         """Report the error that ended the command and return the exit code."""
@@ -202,13 +231,16 @@ class Output:
 
     def close(self) -> bool:
         """Flush stdout; write an error and return False if part of the output could not be written."""
+        self._flush_data()
+        if self._lost is not None:
+            self._marked("error:", _RED, f"cannot write the output: {self._lost.strerror}")
+        return self._lost is None
+
+    def _flush_data(self) -> None:
         try:
             sys.stdout.flush()
         except OSError as error:
             self._give_up(sys.stdout, error)
-        if self._lost is not None:
-            self._marked("error:", _RED, f"cannot write the output: {self._lost.strerror}")
-        return self._lost is None
 
     def _marked(self, mark: str, style: str, text: str) -> None:
         self._write(sys.stderr, f"{self._styled(mark, style, sys.stderr)} {_printable_lines(text)}")
@@ -221,6 +253,8 @@ class Output:
         if stream is sys.stdout and self._closed is not None:
             self._lost = self._closed
             return
+        if stream is sys.stderr:
+            self._flush_data()  # a message comes after the data that it follows, where both go to one file
         encoding = stream.encoding or "ascii"
         try:
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + end)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import click
-
 from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
 from statexchange.cli.progress import Progress
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @commands.command
-@click.argument("path")
+@commands.each_path
 def command(output: Output, path: str) -> int:
     """Check everything at PATH: digests, completeness, equal copies.
 

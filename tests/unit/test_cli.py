@@ -351,7 +351,7 @@ def test_under_a_launcher_only_rank_0_writes(command: list[str]) -> None:
 def test_bad_arguments_are_usage_errors(call: Call) -> None:
     code, out, err = call("info")
     assert (code, out) == (2, "")
-    assert err == "error: Missing argument 'PATH'.\nhint: statexchange info --help\n"
+    assert err == "error: Missing argument 'PATH...'.\nhint: statexchange info --help\n"
     assert call("nonsense")[0] == 2
     assert call("demo", "-n", "0")[0] == 2
     code, out, err = call()
