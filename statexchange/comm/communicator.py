@@ -879,13 +879,21 @@ class Communicator:
         result: list[TensorKindT] | Work[list[TensorKindT]] = _collectives().gather(self._route, tensor, root, async_op)
         return result
 
+    @overload
+    def scatter(
+        self, tensors: Sequence[TensorLike] | None = ..., *, root: int = ..., async_op: Literal[False] = ...
+    ) -> Any: ...  # noqa: ANN401 (a tensor of the kind that root gives)
+    @overload
+    def scatter(
+        self, tensors: Sequence[TensorLike] | None = ..., *, root: int = ..., async_op: Literal[True]
+    ) -> Work[Any]: ...
     def scatter(
         self,
         tensors: Sequence[TensorLike] | None = None,
         *,
         root: int = 0,
         async_op: bool = False,
-    ) -> Any:  # noqa: ANN401 (a tensor of the kind that root gives, or a Work of it)
+    ) -> Any:
         """Return this rank's tensor of those that `root` gives.
 
         Collective.

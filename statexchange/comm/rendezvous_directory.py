@@ -279,7 +279,7 @@ class DirectoryRendezvous:
         self._publish(f"answer-{self._nonce}.json", answer)
 
     def _gather_all(self, server: Server, nonces: list[str]) -> SharedStore:
-        """Wait until all ranks have joined, remove the files, and tell them. Return the store."""
+        """Wait until all ranks have joined, remove the files, and notify them. Return the store."""
         where = str(self._path)
         store = self._connect(server.nonce, server.address, server.port)
         tcp_store.enroll(store, 0, self._nonce, where)

@@ -26,7 +26,7 @@ _MAX_DEPTH = 8  # of numbers that are given by other numbers
 
 @dataclass(frozen=True, slots=True)
 class NumberRule:
-    """Where a number comes from.
+    """The source of a number: keys of configs, or an expression.
 
     Attributes:
         about: what it is, for messages.

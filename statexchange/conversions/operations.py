@@ -221,7 +221,7 @@ class Fuse(Operation):
         return [first.resized(dim, total, concatenated(parts, dim))]
 
     def _check_sizes(self, sizes: Sequence[int], numbers: Numbers, name: str) -> None:
-        """Raise InvalidArgumentError unless the sizes have the ratios that the rule says."""
+        """Raise InvalidArgumentError unless the sizes have the ratios of the rule."""
         assert self.sizes is not None
         ratios = [numbers.value(size) for size in self.sizes]
         if len(ratios) != len(sizes) or any(

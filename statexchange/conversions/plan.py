@@ -42,7 +42,7 @@ class Fill:
 
 
 class InputFills:
-    """What one input fills, found by boxes of the input: a tensor may have thousands of patches and of boxes."""
+    """The parts of outputs that one input fills, found by its boxes: it may have thousands of parts and of boxes."""
 
     def __init__(self, fills: Sequence[Fill]) -> None:
         self._fills = fills
@@ -68,7 +68,7 @@ class InputFills:
 
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
-    """What becomes of each tensor.
+    """The outputs of a conversion, and the inputs that fill them.
 
     Attributes:
         tensors: the outputs by name.

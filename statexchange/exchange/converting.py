@@ -58,7 +58,7 @@ class ChosenConversion:
         return {"convert": self.rules.name, "convert_with": repr(sorted(self.numbers.items()))}
 
     def shared(self, comm: Communicator) -> ChosenConversion:
-        """Return the conversion with what root's configs say, of what the rules look up. Collective."""
+        """Return the conversion with the numbers of root's configs that its rules use. Collective."""
         keys = {key for rule in self.rules.numbers.values() for key in rule.config}
         own = [[config.where, json.dumps({key: config.values.get(key) for key in keys})] for config in self.configs]
         sent = comm.broadcast_object(own)

@@ -46,7 +46,7 @@ def _read_file(path: str) -> object:
 
 
 def configs_beside(source: Source) -> list[KnownConfig]:
-    """Return what a source tells of its model: the config.json beside its files, and the arguments of its job."""
+    """Return the facts that a source has about its model: of its config.json, and of the arguments of its job."""
     store = source.small_files or source.opened.store
     configs = []
     if (source.small_files is not None or source.opened.file is None) and _CONFIG in store.files:

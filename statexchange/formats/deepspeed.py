@@ -525,7 +525,7 @@ class _FlatFile:
         self.file = file
         with file.parsing():
             self._state = _named(file.entry("optimizer_state_dict"))
-            # DeepSpeed's BF16_Optimizer (stage 1 with fp32 gradients) does not say its stage.
+            # DeepSpeed's BF16_Optimizer (stage 1 with fp32 gradients) does not record its stage.
             self.zero_stage = number_of(self._state.get("zero_stage", 1))
             key = "fp32_flat_groups" if self.zero_stage == 3 else "single_partition_of_fp32_groups"
             self.weights = [file.buffer(value) for value in self._state[key]]
@@ -580,7 +580,7 @@ class _FlatFile:
         return numbers
 
     def check_addresses(self, runs: Iterable[FlatRun]) -> None:
-        """Raise CorruptError if the file itself says that a parameter lies elsewhere."""
+        """Raise CorruptError if the file itself gives a parameter another position."""
         mappings = self._state.get("param_slice_mappings")
         if type(mappings) is not list:
             return

@@ -1,4 +1,4 @@
-"""What Megatron checkpoints of both kinds have in common: the arguments of the run, and sections by names."""
+"""Read the parts that both kinds of Megatron checkpoints have: the arguments of the run, and sections by names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ORDER: tuple[SectionName, ...] = ("model", "optimizer", "scheduler", "rng", "ot
 
 @dataclass(frozen=True, slots=True)
 class RunArguments:
-    """The arguments of a run of Megatron, as far as they tell the layout of its files.
+    """The arguments of a run of Megatron, as far as the layout of its files depends on them.
 
     Attributes:
         tensor: number of tensor-parallel ranks.
@@ -92,7 +92,7 @@ class RunArguments:
 
 
 def _model_numbers(arguments: Mapping[Any, Any]) -> dict[str, int]:
-    """Return the arguments that tell the model's shape. Without grouped queries there are as many groups as heads."""
+    """Return the arguments with the model's sizes. Without grouped queries there are as many groups as heads."""
     numbers = {}
     for name in _MODEL:
         value = arguments.get(name)

@@ -166,7 +166,7 @@ def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
 
 
 def _position(directory: str, arguments: RunArguments) -> _Position | None:
-    """Return the position that the name of a directory tells; None if the run has no such rank."""
+    """Return the position in the name of a directory; None if the run has no such rank."""
     match = _DIRECTORY.fullmatch(directory)
     assert match is not None
     tensor, second, third = (int(text) if text is not None else None for text in match.groups())
@@ -277,7 +277,7 @@ class _Reader:
         return counts
 
     def _check_layers(self, counts: _ByChunk) -> None:
-        """Add a problem if the stages together do not have the layers that the run's arguments tell."""
+        """Add a problem if the stages together do not have the layers of the run's arguments."""
         expected = self._arguments.num_layers
         blocks = {block for block, _, _ in counts if not block.startswith(_MULTI_TOKEN)}
         if self._problems or expected is None or len(blocks) != 1:

@@ -102,7 +102,7 @@ def _quantization_config(source: Source) -> Mapping[str, object]:
 
 
 def _settings(config: Mapping[str, object]) -> str:
-    """Return the settings that say most about a layout, as " (4 bits, groups of 128)"."""
+    """Return the settings that describe a layout best, as " (4 bits, groups of 128)"."""
     texts = []
     if config.get("load_in_4bit") is True:
         texts.append(f"4 bits, {excerpt(config.get('bnb_4bit_quant_type'), _MAX_TEXT)}")

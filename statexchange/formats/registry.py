@@ -124,7 +124,7 @@ def open_with(
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What is at a path: a checkpoint or none. A context manager, which closes it.
+    """A path, and the checkpoint there or the reason why there is none. A context manager, which closes it.
 
     Attributes:
         opened: the opened path.

@@ -1,4 +1,4 @@
-"""What other frameworks need of this package: for Trainer, exports and saves; for all, random states as one object."""
+"""Callbacks and objects for other frameworks: exports and saves for Trainer, random states as one object for all."""
 
 from __future__ import annotations
 

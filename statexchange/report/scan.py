@@ -1,4 +1,4 @@
-"""Find the checkpoints below a directory, and tell of each what it is and whether it is whole.
+"""Find the checkpoints below a directory, with the kind of each and whether it is whole.
 
 Only headers, manifests and sizes are read. Links to directories are not followed, and nothing but regular files is
 opened.

@@ -173,7 +173,7 @@ def _summary(path: str, source: Source) -> Summary:
 
 
 def _notes(source: Source) -> tuple[str, ...]:
-    """Return what to tell about a source beside its numbers."""
+    """Return the notes on a source that belong beside its numbers."""
     refusal = () if source.refusal is None else (source.refusal.message,)
     is_flat = any(is_flat_parameter(name) for shard_file in source.files for name in shard_file.tensors)
     flat = (FLAT_PARAMETERS,) if is_flat else ()

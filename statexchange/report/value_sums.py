@@ -147,7 +147,7 @@ def _wide(values: Any) -> Any:
 
 
 def _make_exact(size: Any, *sides: tuple[Any, Any]) -> None:
-    """Replace the sizes of differences that float64 rounds, because integers of 64 bits are larger than it can tell.
+    """Replace the sizes of differences that float64 rounds, as it does those of large integers of 64 bits.
 
     `sides` are the values of a and of b, and the same in float64.
     """

@@ -74,7 +74,7 @@ def is_expert(name: str) -> bool:
 
 
 def gate_sibling(name: str) -> str | None:
-    """Return the name of the ``linear_fc2`` weight whose columns tell whether this ``linear_fc1`` is gated."""
+    """Return the name of the ``linear_fc2`` weight whose columns show whether this ``linear_fc1`` is gated."""
     match = _FC1.search(name)
     if match is None:
         return None

@@ -59,7 +59,7 @@ publisher of the same kind."""
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedBuild:
-    """What one publisher or removal that has not ended, or was killed, has at its target.
+    """The files at a target of one publisher or removal that has not ended, or was killed.
 
     Attributes:
         nonce: the random number in its hidden names or its claim.

@@ -39,7 +39,7 @@ __all__ = ["SaveCheck", "check_saves", "list_save_directories"]
 
 @dataclass(frozen=True, slots=True)
 class SaveCheck:
-    """What cheap looks find in the directory of one step.
+    """The state of the directory of one step, from its manifest and the sizes and headers of its files.
 
     Attributes:
         step: the step, by the directory's name.
@@ -116,7 +116,7 @@ _UNREADABLE = ("cannot be read", "cannot be read")
 
 @dataclass(frozen=True, slots=True)
 class _FileProblem:
-    """What is wrong with a rank's file: in words, of one rank and of several, and as an error."""
+    """A problem of a rank's file: in words, of one rank and of several, and as an error."""
 
     rank: int
     what: tuple[str, str]

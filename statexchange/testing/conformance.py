@@ -1024,7 +1024,7 @@ def asynchronous_calls_keep_their_order(comm: Communicator) -> None:
     ours = _pattern(comm.rank, (n, 5))
     into = torch.zeros(n, 5)
     total = _sum(comm, (n, 5))
-    works = {
+    works: dict[str, Work[Any]] = {
         "all_reduce": comm.all_reduce(ours, out=into, async_op=True),
         "broadcast": comm.broadcast(into, root=last, async_op=True),  # of the sum
         "reduce": comm.reduce(ours.clone(), root=last, async_op=True),

@@ -58,7 +58,7 @@ class RankOutcomes(tuple[RankOutcome, ...]):
 
     @property
     def values(self) -> dict[int, Any]:
-        """What the ranks that ended well returned."""
+        """The values that the ranks returned, by rank, without ranks that failed."""
         return {outcome.rank: outcome.value for outcome in self if outcome.state == "ok"}
 
     @property

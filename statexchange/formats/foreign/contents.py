@@ -1,4 +1,4 @@
-"""What the headers of a foreign file or directory tell, and a cursor that reads such headers in windows."""
+"""The facts in the headers of a foreign file or directory, and a cursor that reads such headers in windows."""
 
 from __future__ import annotations
 
