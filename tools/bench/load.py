@@ -12,12 +12,11 @@ ratios. The peak is what a way adds to the resident set of each rank (VmHWM, res
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Callable
 from typing import Any
 
 from machine import machine_text
-from ranks import measure, peaks, reset_peak, slowest, status
+from ranks import in_turns, measure, peaks, slowest
 
 CAT, DCP, BROADCAST = "cat to /dev/null, all ranks", "dcp.load", "from_pretrained + broadcast"
 
@@ -85,17 +84,7 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[
         DCP: lambda: dcp.state_dict_loader.load(state, checkpoint_id=f"{folder}/dcp"),
         BROADCAST: broadcast,
     }
-    found: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
-    for number in range(rounds + 1):  # the first warms up
-        for way, run in ways.items():
-            dist.barrier()
-            before = reset_peak()
-            began = time.perf_counter()
-            run()
-            dist.barrier()
-            if number:
-                found[way].append((time.perf_counter() - began, status("VmHWM") - before))
-    return found
+    return in_turns(ways, rounds)
 
 
 def main() -> None:

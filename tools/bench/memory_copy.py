@@ -10,11 +10,10 @@ way adds to the resident set of each rank (VmHWM, reset before each run).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from machine import machine_text
-from ranks import measure, peaks, reset_peak, slowest, status
+from ranks import in_turns, measure, peaks, slowest
 
 MEMCPY = "memcpy of the rows, all ranks"
 TENSORS = 16
@@ -45,16 +44,7 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[
         "load from memory": lambda: memory.load(copies),
         MEMCPY: memcpy,
     }
-    found: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
-    for number in range(rounds + 1):  # the first warms up
-        for way, run in ways.items():
-            dist.barrier()
-            before = reset_peak()
-            began = time.perf_counter()
-            run()
-            dist.barrier()
-            if number:
-                found[way].append((time.perf_counter() - began, status("VmHWM") - before))
+    found = in_turns(ways, rounds)
     memory.delete(1)
     return found
 

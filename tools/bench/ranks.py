@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch.distributed as dist
 
 from statexchange.testing import run_ranks
 
@@ -30,6 +33,21 @@ def measure(rank_main: Callable[[int, str, int], Rounds]) -> tuple[argparse.Name
             args = (options.megabytes, folder, options.rounds)
             found[place] = run_ranks(rank_main, options.ranks, backend="gloo", args=args, timeout_s=1200)
     return options, found
+
+
+def in_turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> Rounds:
+    """Time each way on all ranks together, in turns, after one round that warms up. Collective."""
+    found: Rounds = {way: [] for way in ways}
+    for number in range(rounds + 1):
+        for way, run in ways.items():
+            dist.barrier()
+            before = reset_peak()
+            began = time.perf_counter()
+            run()
+            dist.barrier()
+            if number:
+                found[way].append((time.perf_counter() - began, status("VmHWM") - before))
+    return found
 
 
 def reset_peak() -> int:
