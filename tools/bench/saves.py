@@ -4,7 +4,8 @@
 
 `--megabytes` is the whole state: parameters in float32 and two moments of each. All ways take turns, warm; medians over
 the rounds of the slowest rank. The stall is the time until a call in the background returns; the next call comes when
-the save has ended. Both sync what they write on a disk (dcp with its default options).
+the save has ended. Both sync what they write on a disk (dcp with its default options). A bare write is one file of each
+rank's bytes, synced, and a bare read of them fills the tensors: no digest, no header, no other rank.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,20 @@ class Job:
         return {"model": model, "optimizer": optimizer}
 
 
+def write_all(file: FileIO, tensor: torch.Tensor) -> None:
+    """Write a tensor's bytes."""
+    left = tensor.reshape(-1).view(torch.uint8).numpy().data
+    while left:
+        left = left[file.write(left) :]
+
+
+def read_all(file: FileIO, tensor: torch.Tensor) -> None:
+    """Fill a tensor from a file."""
+    left = tensor.reshape(-1).view(torch.uint8).numpy().data
+    while left:
+        left = left[file.readinto(left) :]
+
+
 def rank_main(megabytes: int, folder: str, rounds: int) -> Rounds:
     """Time each way in turns."""
     torch.manual_seed(0)
@@ -79,6 +95,19 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> Rounds:
             for target, tensor in zip(copies, job.tensors(), strict=True):
                 target.copy_(tensor)
 
+    bare = os.path.join(folder, f"bare-{dist.get_rank()}")
+
+    def bare_write() -> None:
+        with open(bare, "wb", buffering=0) as file:
+            for tensor in copies:
+                write_all(file, tensor)
+            os.fsync(file.fileno())
+
+    def bare_read() -> None:
+        with open(bare, "rb", buffering=0) as file:
+            for tensor in copies:
+                read_all(file, tensor)
+
     def dcp_load() -> None:
         state = job.dcp_state()
         dcp_loader.load(state, checkpoint_id=os.path.join(folder, "dcp"))
@@ -93,7 +122,10 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> Rounds:
         for name in ("ours", "dcp", "dcp-async"):
             if dist.get_rank() == 0:
                 shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+        Path(bare).unlink(missing_ok=True)
         timed("memcpy", copy, **options)
+        timed("bare write", bare_write, **options)
+        timed("bare read", bare_read, **options)
         timed("save", lambda: ours.save(job.state, 1), **options)
         timed("dcp.save", lambda: dcp_saver.save(job.dcp_state(), checkpoint_id=os.path.join(folder, "dcp")), **options)
         timed("load", lambda: ours.load(job.state), **options)
