@@ -44,8 +44,8 @@ from statexchange.formats import rank_files
 from statexchange.formats.converted import Converted, config_of, configs_beside, convert_source, read_conversion
 from statexchange.formats.registry import open_source, open_with, read_opened, read_section
 from statexchange.formats.replicas import check_tensor_copies, check_tied
-from statexchange.formats.sections import MODEL_OF_PARTS, section_of
-from statexchange.formats.source import Section, SectionName, Source, Weights
+from statexchange.formats.sections import ALL, MODEL_OF_PARTS, section_of
+from statexchange.formats.source import Section, SectionName, Source, Weights, abbreviated_list
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas
 from statexchange.sharding.plan import FilePlan, Plan, RankShards, TensorPlan, plan_merge
@@ -257,6 +257,8 @@ def merge_checkpoint(
             plan_options = replace(plan_options, filename_pattern=ADAPTER_PATTERN)
         basis = _basis(merged, options, reductions)
         plan = plan_merge(merged.rank_shards(), plan_options, basis=basis, reductions=reductions)
+        if not plan.num_tensors:
+            raise _nothing_to_merge(checkpoint, section)
         if options.replicas == "equal":
             check_replicas(merged, plan)
         extra = extra_files(files_from, plan, own, mends_dtype=bool(options.dtype) or checkpoint.kind == "deepspeed")
@@ -309,6 +311,15 @@ def merge_checkpoint(
         return merge_once()
     except ReplacedError:
         return merge_once()
+
+
+def _nothing_to_merge(source: Source, section: str | None) -> InvalidArgumentError:
+    """Return the error for a source of which nothing would be written."""
+    what = "the source" if section in (None, ALL) else f"the section {section!r}"
+    text = f"there is nothing to merge: {what} has no tensor"
+    if source.others:
+        text += f", only {abbreviated_list(source.others)}, which a merge does not write: load it with load_checkpoint"
+    return InvalidArgumentError(text, path=source.path)
 
 
 def _check_apart(source: Source, path: str) -> None:

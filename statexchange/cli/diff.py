@@ -10,7 +10,8 @@ import click
 from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, fields_of
 from statexchange.cli.progress import Progress
-from statexchange.formats.sections import SECTIONS
+from statexchange.formats.sections import ALL, SECTIONS
+from statexchange.formats.source import WEIGHTS
 from statexchange.units import format_shape
 
 if TYPE_CHECKING:
@@ -23,7 +24,10 @@ _BAR, _DECADES = 20, 10  # a full bar is a relative difference of 1 and more; ea
 @commands.command
 @click.argument("a")
 @click.argument("b")
-@click.option("--section", type=click.Choice([*SECTIONS, "all"]), help="Compare this section. [default: the model]")
+@click.option("--section", type=click.Choice([*SECTIONS, ALL]), help="Compare this section. [default: the model]")
+@click.option(
+    "--weights", type=click.Choice(WEIGHTS), help="Of a DeepSpeed checkpoint, A or B or both: as merge takes them."
+)
 @click.option("--include", "-i", multiple=True, metavar="GLOB", help="Compare only names that match; repeatable.")
 @click.option("--exclude", "-x", multiple=True, metavar="GLOB", help="Leave out names that match; repeatable.")
 @click.option(
@@ -51,6 +55,7 @@ def command(
     a: str,
     b: str,
     section: str | None,
+    weights: str | None,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     rename: list[tuple[str, str]],
@@ -71,6 +76,7 @@ def command(
             a,
             b,
             section=section,  # type: ignore[arg-type]
+            weights=weights,  # type: ignore[arg-type]
             include=include,
             exclude=exclude,
             rename=rename,

@@ -13,13 +13,14 @@ from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.conversions.choice import Convert
 from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
+from statexchange.exchange.converting import ChosenConversion, convert_live
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.saving import describe_save
 from statexchange.exchange.staging import Staging
 from statexchange.formats.registry import open_source
 from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies
 from statexchange.formats.sections import ALL
-from statexchange.formats.source import OpenCheckpoint, SectionName, Source, StoredTensor
+from statexchange.formats.source import OpenCheckpoint, SectionName, Source, StoredTensor, Weights
 from statexchange.report.diff import DiffReport, TensorDiff, check_tolerance, diff_paths
 from statexchange.report.value_sums import ValueSums, same_bytes
 from statexchange.sharding import records
@@ -39,6 +40,7 @@ def diff_checkpoints(
     comm: CommLike | None = None,
     layout: Mapping[str, Any] | None = None,
     section: SectionName | Literal["all"] | None = None,
+    weights: Weights | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
@@ -60,11 +62,14 @@ def diff_checkpoints(
         comm: of live state, what holds its parts; None is the default communicator.
         layout: of live state, the sharding of plain tensors, as for `save_checkpoint`.
         section: what to compare of a job's state, as for `merge_checkpoint`: by default the model, where it is known.
-        include: shell patterns of names to compare; by default all. They are matched after `rename`.
+        weights: which weights of a DeepSpeed checkpoint, a or b or both, are the model, as for `merge_checkpoint`.
+        include: shell patterns of names to compare; by default all. They are matched after `rename` and `convert`.
         exclude: shell patterns of names to leave out.
         rename: a function of a name, or (regex, replacement) pairs, for the names in a.
-        convert: of two paths, a conversion of the names and values in a, as for `merge_checkpoint`.
-        convert_with: numbers that the conversion needs, by name.
+        convert: a conversion of the names and values in a, as for `merge_checkpoint`; `rename` is for those after it.
+            Live state is then a model alone.
+        convert_with: numbers that the conversion needs, by name. Others come from the config of a live model of
+            transformers, or from a config.json beside a path.
         tolerance: values are equal if they differ by at most this, whatever their dtypes, and NaN equals NaN. By
             default bits and dtypes must be equal.
         threads: number of tensors read at once from two paths; by default one per core.
@@ -100,6 +105,7 @@ def diff_checkpoints(
             a,
             b,
             section=section,
+            weights=weights,
             include=include,
             exclude=exclude,
             rename=rename,
@@ -113,18 +119,20 @@ def diff_checkpoints(
     with public_call("diff_checkpoints"):
         with communicator.phase("describing its state"):
             check_tolerance(tolerance)
-            if convert is not None:
-                raise InvalidArgumentError("convert is for two paths: export the state with convert, and compare that")
+            conversion = ChosenConversion.of(convert, convert_with, a)
             selected = ExportOptions(include=include, exclude=exclude, rename=rename)
             saved = describe_save(a, layout, communicator.rank)
             # The names of a job's state begin with its sections.
-            wanted = ALL if section is None and isinstance(a, Mapping) else section
+            names_sections = conversion is None and isinstance(a, Mapping)
+            wanted = ALL if section is None and names_sections else section
         described = saved.described
-        if communicator.all_gather_object(layout is not None).count(True):
+        if conversion is not None:
+            described = convert_live(communicator, described, conversion, ExportOptions(layout=layout))
+        elif communicator.all_gather_object(layout is not None).count(True):
             described = place_parts(communicator, described, saved.rules)
         live = {selected.renamed(name): local for name, local in described.tensors.items()}
         live = {name: local for name, local in live.items() if selected.wants(name)}
-        return _LiveComparison(communicator, live, selected, tolerance).run(b, wanted)
+        return _LiveComparison(communicator, live, selected, tolerance).run(b, wanted, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +170,11 @@ class _LiveComparison:
         self._tolerance = tolerance
         self._nbytes = 0
 
-    def run(self, path: str | os.PathLike[str], section: str | None) -> DiffReport:
+    def run(self, path: str | os.PathLike[str], section: str | None, weights: Weights | None) -> DiffReport:
         """Compare all tensors. Collective."""
         ours: dict[str, Any] = {}
         with self._comm.phase("comparing its rows"):
-            source = open_source(path, section=section)
+            source = open_source(path, section=section, weights=weights)
             with OpenCheckpoint(source) as stored:
                 names = list(stored)
                 facts = {name: (one.dtype, one.shape) for name, one in stored.items() if self._selected.wants(name)}
@@ -185,7 +193,9 @@ class _LiveComparison:
         tensors = []
         for name in sorted(parts.keys() | facts.keys()):
             tensors.append(self._result(name, parts.get(name, []), facts.get(name)))
-        if names and not tensors:
+        if not tensors and not names:
+            raise InvalidArgumentError("there is nothing to compare: neither has a tensor", path=source.path)
+        if not tensors:
             raise InvalidArgumentError(f"include and exclude select none of the names, such as {excerpt(names[0])}")
         notes = tuple(f"b: {note}" for note in source.notes)
         return DiffReport("live state", without_secrets(os.fspath(path)), tuple(tensors), nbytes, notes)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Literal
@@ -33,7 +33,7 @@ from statexchange.formats.source import (
 )
 from statexchange.storage.claim import CLAIM_NAME
 from statexchange.storage.opened_path import OpenedPath
-from statexchange.storage.store import EntryKind, Store, StoredFile
+from statexchange.storage.store import EntryKind, FilteredStore, Store
 from statexchange.storage.workspace import is_rank_file
 
 __all__ = ["check_none_below", "matches", "read"]
@@ -265,30 +265,6 @@ def _parts(stored: _Stored, store: Store) -> list[_FoundPart]:
     return [_FoundPart(stored, tuple(of_part)) for of_part in names.values()]
 
 
-class _SomeFiles(Store):
-    """A view of a store in which only some names are listed. It is closed with that store."""
-
-    def __init__(self, store: Store, names: Iterable[str]) -> None:
-        self.path = store.path
-        self._store = store
-        self._names = frozenset(names)
-
-    def _list(self) -> dict[str, EntryKind]:
-        return {name: kind for name, kind in self._store.listing.items() if name in self._names}
-
-    def _open(self, name: str) -> StoredFile:
-        return self._store.open(name)
-
-    def below(self, name: str, *, private: bool = False) -> Store:
-        return self._store.below(name, private=private)
-
-    def is_current(self) -> bool:
-        return self._store.is_current()
-
-    def close(self) -> None:
-        """Do nothing: the store is closed by its owner."""
-
-
 class _Directory:
     """The opened directory of a framework."""
 
@@ -400,7 +376,7 @@ class _Directory:
         elif stored.reader == "dcp":
             opened = OpenedPath(self._store.path, self._store, None)
         elif others or "of" in stored.pattern.groupindex:
-            opened = OpenedPath(self._store.path, _SomeFiles(self._store, part.names), None)
+            opened = OpenedPath(self._store.path, FilteredStore(self._store, frozenset(part.names).__contains__), None)
         else:
             opened = OpenedPath(self._store.path_of(first), self._store, first)
         problem = self._missing_rank(part)

@@ -32,7 +32,16 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["FORMATS", "Format", "Probe", "holds_saves", "open_checkpoint", "open_source", "probe"]
+__all__ = [
+    "FORMATS",
+    "Format",
+    "Probe",
+    "has_master_weights",
+    "holds_saves",
+    "open_checkpoint",
+    "open_source",
+    "probe",
+]
 
 
 class Format(Protocol):
@@ -211,11 +220,33 @@ def _holds_saves(opened: OpenedPath) -> bool:
     with opened:
         if opened.file is not None or not is_saves_directory(opened.store):
             return False
-        for name in FORMATS:
-            known: Format = import_module(f"statexchange.formats.{name}")
-            if known.matches(opened):
-                return False
-        return True
+        return _format_of(opened) is None
+
+
+def has_master_weights(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint is one of DeepSpeed, for which `weights` may be chosen.
+
+    Not collective. False for a path that does not exist.
+    """
+    path = resolve_path(path, "a source")
+
+    def look(opened: OpenedPath) -> bool:
+        with opened:
+            return _format_of(opened) == _DEEPSPEED
+
+    try:
+        return read_with_retry(path, look)
+    except NotFoundError:
+        return False
+
+
+def _format_of(opened: OpenedPath) -> str | None:
+    """Return the name of the first format that matches an opened path; None if none does."""
+    for name in FORMATS:
+        known: Format = import_module(f"statexchange.formats.{name}")
+        if known.matches(opened):
+            return name
+    return None
 
 
 def _check_not_repeated(source: Source) -> None:
@@ -242,23 +273,23 @@ def read_opened(
     """Return a section of the source at an opened path, by the first format that matches."""
     if weights is not None and weights not in WEIGHTS:
         raise InvalidArgumentError(f"weights must be 'master' or 'model', not {excerpt(weights)}")
-    for name in FORMATS:
-        module: Format = import_module(f"statexchange.formats.{name}")
-        if module.matches(opened):
-            if name == _DEEPSPEED:
-                from statexchange.formats import deepspeed
+    name = _format_of(opened)
+    if name == _DEEPSPEED:
+        from statexchange.formats import deepspeed
 
-                read = partial(deepspeed.read, weights=weights)
-                return read_section(read, opened, strict=strict, section=section)
-            if weights is not None:
-                text = "weights (--weights) is for checkpoints of DeepSpeed alone, and this is another format"
-                raise InvalidArgumentError(text, path=opened.path)
-            if name == _DIRECTORIES:
-                return directories.read(opened, strict=strict, section=section)
-            if name == "torch_file":
-                directories.check_none_below(opened)
-                _check_none_below(opened, *_DCP)
-            return read_section(module.read, opened, strict=strict, section=section)
+        read = partial(deepspeed.read, weights=weights)
+        return read_section(read, opened, strict=strict, section=section)
+    if name is not None and weights is not None:
+        text = "weights (--weights) is for checkpoints of DeepSpeed alone, and this is another format"
+        raise InvalidArgumentError(text, path=opened.path)
+    if name == _DIRECTORIES:
+        return directories.read(opened, strict=strict, section=section)
+    if name == "torch_file":
+        directories.check_none_below(opened)
+        _check_none_below(opened, *_DCP)
+    if name is not None:
+        module: Format = import_module(f"statexchange.formats.{name}")
+        return read_section(module.read, opened, strict=strict, section=section)
     _check_no_saves_below(opened)
     directories.check_none_below(opened)
     _check_none_below(opened, *_DCP)

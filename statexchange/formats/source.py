@@ -74,7 +74,7 @@ FormatName = Literal[
     "orbax",
     "zarr",
 ]
-SectionName = Literal["model", "master", "ema", "optimizer", "scheduler", "rng", "other"]
+SectionName = Literal["model", "ema", "optimizer", "scheduler", "rng", "other"]
 Weights = Literal["master", "model"]  # of a DeepSpeed checkpoint
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 _KINDS_WITH_LISTS = ("save", "workspace", "huggingface", "dcp")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from statexchange.conversions.choice import Convert, check_numbers
 from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
 from statexchange.formats.converted import configs_beside, convert_source, read_conversion
-from statexchange.formats.registry import open_source
+from statexchange.formats.registry import has_master_weights, open_source
 from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies, check_tied
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.report.value_sums import ValueDiff, ValueSums, same_bytes
@@ -29,7 +29,7 @@ from statexchange.tensors import PACKED, array_over, element_shape
 from statexchange.units import format_bytes
 
 if TYPE_CHECKING:
-    from statexchange.formats.source import SectionName, Source
+    from statexchange.formats.source import SectionName, Source, Weights
 
 __all__ = ["DiffReport", "TensorDiff", "check_tolerance", "diff_paths"]
 
@@ -117,6 +117,7 @@ def diff_paths(
     b: str | os.PathLike[str],
     *,
     section: SectionName | Literal["all"] | None = None,
+    weights: Weights | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
@@ -136,7 +137,14 @@ def diff_paths(
         raise InvalidArgumentError(f"threads must be a number from 0 on, not {excerpt(threads)}")
     selected = ExportOptions(include=include, exclude=exclude)
     conversion, numbers = None if convert is None else read_conversion(convert), check_numbers(convert_with)
-    with open_source(a, section=section) as source_a, open_source(b, section=section) as source_b:
+    weights_a, weights_b = weights, weights
+    if weights is not None:  # for the one that has them, or for both
+        has_a, has_b = has_master_weights(a), has_master_weights(b)
+        weights_a, weights_b = (weights if has_a or not has_b else None), (weights if has_b or not has_a else None)
+    with (
+        open_source(a, section=section, weights=weights_a) as source_a,
+        open_source(b, section=section, weights=weights_b) as source_b,
+    ):
         if conversion is not None:  # the same files, which source_a closes
             configs = [*configs_beside(source_a), *configs_beside(source_b)]
             source_a = convert_source(source_a, conversion, numbers, configs).source  # noqa: PLW2901
@@ -221,7 +229,10 @@ class _Comparison:
         self._a, self._b = a, b
         names = sorted(a.tensors.keys() | b.tensors.keys())
         self._names = [name for name in names if selected.wants(name)]
-        if names and not self._names:
+        if not names:
+            text = "there is nothing to compare: neither has a tensor"
+            raise InvalidArgumentError(text, path=f"{a.source.path} and {b.source.path}")
+        if not self._names:
             text = f"include and exclude select none of the {len(names):,} names, such as {excerpt(names[0])}"
             raise InvalidArgumentError(text)
         self._tolerance = tolerance

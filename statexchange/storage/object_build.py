@@ -55,7 +55,7 @@ from statexchange.storage.claim import CLAIM_NAME, Claim
 from statexchange.storage.files import audit
 from statexchange.storage.object_writer import ObjectFile, ObjectWriter
 from statexchange.storage.objects import Objects, etag_of
-from statexchange.storage.store import Store
+from statexchange.storage.store import FilteredStore
 from statexchange.storage.tensorfile import DigestedTensors
 
 if TYPE_CHECKING:
@@ -63,37 +63,11 @@ if TYPE_CHECKING:
 
     from statexchange.storage.build import OwnCheck, ReplaceCheck
     from statexchange.storage.files import Buffer
-    from statexchange.storage.fsspec_store import FsspecStore
-    from statexchange.storage.store import EntryKind, StoredFile
     from statexchange.storage.tensorfile import ShardData
 
 __all__ = ["ObjectBuild", "ObjectMember", "WatchedClaim", "check_url", "claim_is_dead"]
 
 _log = logging.getLogger(__name__)
-
-
-class _FilteredStore(Store):
-    """A store whose listing leaves out some names."""
-
-    def __init__(self, store: FsspecStore, hidden: set[str]) -> None:
-        self.path = store.path
-        self._store = store
-        self._hidden = hidden
-
-    def _list(self) -> dict[str, EntryKind]:
-        return {name: kind for name, kind in self._store.listing.items() if name not in self._hidden}
-
-    def _open(self, name: str) -> StoredFile:
-        return self._store.open(name)
-
-    def below(self, name: str, *, private: bool = False) -> Store:
-        return self._store.below(name, private=private)
-
-    def is_current(self) -> bool:
-        return self._store.is_current()
-
-    def close(self) -> None:
-        self._store.close()
 
 
 def check_url(url: str, manifest: str, check: ReplaceCheck | None) -> None:
@@ -125,7 +99,9 @@ def _list_target(
     if manifest in present or present - inherited:
         if check is None:
             raise target_exists(objects.path)
-        old = [name for name in check(_FilteredStore(objects.store(), inherited | {CLAIM_NAME})) if name in present]
+        hidden = inherited | {CLAIM_NAME}
+        visible = FilteredStore(objects.store(), lambda name: name not in hidden)
+        old = [name for name in check(visible) if name in present]
     return old, (present & inherited) - set(old)
 
 

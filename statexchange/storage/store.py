@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Literal
 from urllib.parse import unquote
@@ -20,7 +20,16 @@ from urllib.parse import unquote
 from statexchange.errors import InvalidArgumentError, UnsafeError, excerpt, without_secrets
 from statexchange.storage.files import bytes_of, check_size
 
-__all__ = ["EntryKind", "Store", "StoredFile", "absolute_path", "is_url", "resolve_path", "strip_file_scheme"]
+__all__ = [
+    "EntryKind",
+    "FilteredStore",
+    "Store",
+    "StoredFile",
+    "absolute_path",
+    "is_url",
+    "resolve_path",
+    "strip_file_scheme",
+]
 
 EntryKind = Literal["file", "directory", "other"]
 
@@ -183,3 +192,29 @@ class Store(ABC):
     def read_small(self, name: str, limit: int = 64 << 20) -> bytes:
         """Return all bytes of a file; raise CorruptError for one of more than `limit` bytes."""
         return self.open(name).read_all(limit)
+
+
+class FilteredStore(Store):
+    """A view of a store that lists only some of its names. The view does not close the store."""
+
+    def __init__(self, store: Store, is_listed: Callable[[str], bool]) -> None:
+        self.path = store.path
+        self._store = store
+        self._is_listed = is_listed
+
+    def _list(self) -> dict[str, EntryKind]:
+        return {name: kind for name, kind in self._store.listing.items() if self._is_listed(name)}
+
+    def _open(self, name: str) -> StoredFile:
+        return self._store.open(name)
+
+    def below(self, name: str, *, private: bool = False) -> Store:
+        """Open the subdirectory `name`; it is closed with the store."""
+        return self._store.below(name, private=private)
+
+    def is_current(self) -> bool:
+        """Whether the path still leads to this directory."""
+        return self._store.is_current()
+
+    def close(self) -> None:
+        """Do nothing: the store is closed by its owner."""

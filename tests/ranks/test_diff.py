@@ -212,6 +212,13 @@ def test_options_that_compare_nothing_are_refused(tmp_path: Path) -> None:
             sx.diff_checkpoints(tmp_path / "a.safetensors", tmp_path / "a.safetensors", **option)
 
 
+def test_without_a_tensor_there_is_nothing_to_compare(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(1)}, "optimizer": {"state": {}, "param_groups": [{}]}}, tmp_path / "a.pt")
+    for a in (tmp_path / "a.pt", {"epoch": 1}):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="nothing to compare: neither has a tensor"):
+            sx.diff_checkpoints(a, tmp_path / "a.pt", section="optimizer")
+
+
 def test_a_broken_byte_is_found_and_said(tmp_path: Path) -> None:
     path = published(tmp_path / "a", {"w": torch.randn(1000)})
     other = tmp_path / "b.safetensors"

@@ -137,9 +137,10 @@ def test_a_checkpoint_is_compared_with_one_of_another_family(capsys: pytest.Capt
     assert "21 of 21 tensors are equal" in capsys.readouterr().out
     pair = titan("fused"), TORCHTITAN / "fused" / "to_hf.safetensors"
     assert sx.diff_checkpoints(*pair, convert=LLAMA3, convert_with={"n_heads": 4}).equal
-    with pytest.raises(InvalidArgumentError, match="convert is for two paths"):
-        sx.diff_checkpoints({"w": np.ones(2)}, pair[1], convert=LLAMA3)
     assert run("diff", titan("fused"), TORCHTITAN / "fused" / "to_hf.safetensors") == 1
+    back = ["--convert", f"inverse:{LLAMA3}", "--convert-with", "n_heads=4"]
+    assert run("diff", pair[1], pair[0], *back) == 0
+    assert sx.diff_checkpoints(*reversed(pair), convert=f"inverse:{LLAMA3}", convert_with={"n_heads": 4}).equal
 
 
 # One's own

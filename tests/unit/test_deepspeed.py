@@ -107,6 +107,11 @@ def test_the_command_line_takes_weights(tmp_path: Path, capsys: pytest.CaptureFi
     code, _, text = run("merge", str(SAMPLES / "zero3"), str(tmp_path / "x"), "--weights", "model")
     assert code == 7
     assert "--weights master --dtype bfloat16" in text
+    assert run("diff", source, str(out), "--weights", "model")[0] == 0
+    assert run("diff", str(out), source, "--weights", "model")[0] == 0
+    assert run("diff", source, str(out))[0] == 1
+    code, _, text = run("diff", str(out), str(out), "--weights", "model")
+    assert (code, "is for checkpoints of DeepSpeed alone" in text) == (2, True)
     code, shown, _ = run("info", source)
     assert code == 0
     assert "kind        deepspeed\n" in shown

@@ -133,6 +133,18 @@ def test_a_broken_file_of_another_section_does_not_count(tmp_path: Path) -> None
         merged(tmp_path / "dcp", section="optimizer")
 
 
+def test_a_section_without_tensors_is_not_merged_to_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"model": {"w": one()}, "lr_scheduler": {"last": 1}, "step": 3}, tmp_path / "state.pt")
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", str(tmp_path / "state.pt"), str(tmp_path / "out"), "--section", "scheduler"])
+    text = "there is nothing to merge: the section 'scheduler' has no tensor, only last (int 1), which a merge does not"
+    assert (ended.value.code, text in capsys.readouterr().err) == (2, True)
+    assert not (tmp_path / "out").exists()
+    torch.save({"step": 3}, tmp_path / "step.pt")
+    with pytest.raises(InvalidArgumentError, match="the source has no tensor"):
+        merge_checkpoint(tmp_path / "step.pt", tmp_path / "out", section="all")
+
+
 def test_the_command_line_shows_and_takes_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"model": {"w": one()}, "optimizer": MOMENTS, "step": 1}, tmp_path / "state.pt")
 

@@ -1,31 +1,34 @@
 """Write a checkpoint of Lightning on a CPU: torchrun --nproc-per-node 2 lightning_write.py OUT KIND.
 
-KIND is sharded or full, of ModelParallelStrategy. OUT/last.ckpt is Lightning's; OUT/expected.safetensors the model as
-torch gathers it. Needs lightning 2.6.
+KIND is sharded or full, of ModelParallelStrategy, or fsdp1_sharded or fsdp1_full, of FSDPStrategy. OUT/last.ckpt is
+Lightning's; OUT/expected.safetensors the model as torch gathers it. Needs lightning 2.6.
 """
 
 import sys
 
 import lightning
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from safetensors.torch import save_file
 from tiny_model import TinyModel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import always_wrap_policy
 
 
 class Task(lightning.LightningModule):
     """Trains the tiny model on the mesh that Lightning makes."""
 
-    def __init__(self):
+    def __init__(self, is_fsdp1):
         super().__init__()
+        self._is_fsdp1 = is_fsdp1
         self.save_hyperparameters({"lr": 0.1})
         self.model = TinyModel()
         self.register_buffer("seen", torch.ones(2))
 
     def configure_model(self):
-        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+        if not self._is_fsdp1:  # FSDPStrategy wraps the model itself
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch):
         return self.model(batch).square().mean()
@@ -34,18 +37,36 @@ class Task(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def main(out, kind):
-    strategy = ModelParallelStrategy(
+class FSDPOnCpu(FSDPStrategy):
+    """FSDPStrategy, which Lightning refuses on a CPU by its very class."""
+
+
+def make_strategy(kind):
+    if kind.startswith("fsdp1"):
+        make = FullyShardedDataParallel.__init__  # Lightning gives it no device on a CPU
+        FullyShardedDataParallel.__init__ = lambda self, *args, **options: make(
+            self, *args, **{**options, "device_id": torch.device("cpu")}
+        )
+        return FSDPOnCpu(
+            state_dict_type=kind.removeprefix("fsdp1_"),
+            auto_wrap_policy=always_wrap_policy,
+            process_group_backend="gloo",
+        )
+    return ModelParallelStrategy(
         data_parallel_size=2,
         tensor_parallel_size=1,
         save_distributed_checkpoint=kind == "sharded",
         process_group_backend="gloo",
     )
+
+
+def main(out, kind):
+    strategy = make_strategy(kind)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, max_steps=2, enable_checkpointing=False, **quiet
     )
-    task = Task()
+    task = Task(kind.startswith("fsdp1"))
     trainer.fit(task, torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=2))
     trainer.save_checkpoint(f"{out}/last.ckpt")
     full = get_model_state_dict(task, options=StateDictOptions(full_state_dict=True))
