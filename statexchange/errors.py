@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,6 +33,7 @@ __all__ = [
     "TruncatedError",
     "UnsafeError",
     "UnsupportedError",
+    "did_you_mean",
     "excerpt",
     "from_record",
     "needing_torch",
@@ -97,6 +98,33 @@ def _pieces(container: Any, limit: int) -> list[tuple[bool, Any]]:
     if type(container) is tuple and len(container) == 1:
         pieces.append((True, ","))
     return [*pieces, (True, closing)]
+
+
+_NUMBER = re.compile(r"[0-9]+")
+_MAX_COMPARED_NAMES = 5000  # of those that differ in more than numbers
+_PARTS = re.compile(r"[^.*?^$|]+")  # of a name, a shell pattern or a regex, without the signs that match much
+
+
+def did_you_mean(pattern: str, names: Iterable[str]) -> str:
+    """Return ``": did you mean 'x'?"`` with the names to which a pattern, or a mistyped name, comes closest, or "".
+
+    Its dotted parts are compared with as many successive parts of each name; names that differ in numbers alone count
+    as one.
+    """
+    import difflib
+
+    wanted = _PARTS.findall(_NUMBER.sub("0", pattern.replace("\\", "")))
+    alike = dict(islice(((_NUMBER.sub("0", name), name) for name in names), 20 * _MAX_COMPARED_NAMES))
+    windows: dict[str, str] = {}
+    if not wanted:
+        return ""
+    for text, name in islice(alike.items(), _MAX_COMPARED_NAMES):
+        parts = text.split(".")
+        for start in range(max(1, len(parts) - len(wanted) + 1)):
+            windows.setdefault(".".join(parts[start : start + len(wanted)])[:_MAX_NAME], name)
+    close = difflib.get_close_matches(".".join(wanted)[:_MAX_NAME], windows, n=3)
+    found = dict.fromkeys(excerpt(windows[window]) for window in close)
+    return f": did you mean {' or '.join(found)}?" if found else ""
 
 
 def without_secrets(text: str) -> str:

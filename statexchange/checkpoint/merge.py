@@ -252,6 +252,7 @@ def merge_checkpoint(
             selected, notes = _selected(checkpoint, options)
             converted = convert_source(selected, conversion, numbers, configs)
             merged, reductions = converted.source, converted.renamed_keys(reductions)
+            notes += tuple(options.notes_on_rename({tensor.shard.name for _, tensor in merged.shards()}))
             plan_options = replace(options, include=(), exclude=())  # they are for the names before the conversion
         if options.filename_pattern is None and ADAPTER_CONFIG in own:
             plan_options = replace(plan_options, filename_pattern=ADAPTER_PATTERN)
@@ -380,9 +381,10 @@ def _unwrapping_options(
     all_names = {shard.name for holder in rank_shards for shard in holder.shards}
     names = set(filter(options.wants, all_names))
     wrapper = _common_wrappers(names)
+    notes = options.notes_on_exclude(all_names) + options.notes_on_rename({name[len(wrapper) :] for name in names})
     if wrapper:
         text = f"the prefix {excerpt(wrapper)} of a wrapper was removed from all names"
-        return replace(options, rename=_unwrapping(wrapper, options.rename)), (text,)
+        return replace(options, rename=_unwrapping(wrapper, options.rename)), (text, *notes)
     inner = [name.removeprefix("model.") for name in names if name.startswith("model.")]
     if inner and len(inner) == len(names) and not options.rename:
         is_whole_model = any(name.startswith(_TOPS) for name in inner)
@@ -391,8 +393,8 @@ def _unwrapping_options(
             if is_whole_model:
                 reason = "which seems to wrap a whole model"
             advice = 'rename=[(r"^model\\.", "")] (--rename "^model\\.=")'
-            return options, (f"all names begin with 'model.', {reason}: to remove it, {advice}",)
-    return options, ()
+            notes.insert(0, f"all names begin with 'model.', {reason}: to remove it, {advice}")
+    return options, tuple(notes)
 
 
 def _selected(source: Source, options: ExportOptions) -> tuple[Source, tuple[str, ...]]:
@@ -401,8 +403,9 @@ def _selected(source: Source, options: ExportOptions) -> tuple[Source, tuple[str
     options.check_include(names)
     selected = frozenset(filter(options.wants, names))
     wrapper = _common_wrappers(selected)
-    notes = (f"the prefix {excerpt(wrapper)} of a wrapper was removed from all names",) if wrapper else ()
-    return section_of(source, Section("model", wrapper, selected)), notes
+    notes = [f"the prefix {excerpt(wrapper)} of a wrapper was removed from all names"] if wrapper else []
+    notes += options.notes_on_exclude(names)
+    return section_of(source, Section("model", wrapper, selected)), tuple(notes)
 
 
 def _given_configs(files_from: FilesFrom) -> list[KnownConfig]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,22 @@ import click
 from statexchange import settings
 from statexchange.cli.failures import report_failure
 from statexchange.cli.output import FORMATS
-from statexchange.errors import UnsafeError
+from statexchange.errors import UnsafeError, without_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from statexchange.cli.output import Output
 
-__all__ = ["CONVERT_WITH", "command", "each_path", "parse_renames", "refuse_other_ranks", "requested_format"]
+__all__ = [
+    "CONVERT_WITH",
+    "command",
+    "common_options",
+    "each_path",
+    "parse_renames",
+    "refuse_other_ranks",
+    "requested_format",
+]
 
 
 def _set_format(context: click.Context, parameter: click.Parameter, value: str | bool | None) -> None:
@@ -38,9 +47,74 @@ _JSON = click.option(
 )
 
 
+def _set_quiet(context: click.Context, parameter: click.Parameter, value: bool) -> None:  # noqa: ARG001 (click's)
+    context.obj.quiet |= value
+    _refuse_both(context)
+
+
+def _set_verbose(context: click.Context, parameter: click.Parameter, value: bool) -> None:  # noqa: ARG001 (click's)
+    context.obj.verbose |= value
+    _refuse_both(context)
+    if value or context.parent is None:  # the group's, which all commands have
+        context.with_resource(_log_shown(context.obj))
+
+
+@contextmanager
+def _log_shown(output: Output) -> Iterator[None]:
+    """Write the log of this package to stderr as messages, or only its warnings, as warnings."""
+    import logging
+
+    class _Messages(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if output.verbose:
+                output.message(without_secrets(self.format(record)))
+            elif record.levelno >= logging.WARNING:
+                output.warning(without_secrets(record.getMessage()))
+
+    logger, handler = logging.getLogger("statexchange"), _Messages()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    others, level = logger.handlers, logger.level
+    logger.handlers = [handler]
+    if output.verbose:
+        logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.handlers = others
+        logger.setLevel(level)
+
+
+def _refuse_both(context: click.Context) -> None:
+    if context.obj.quiet and context.obj.verbose:
+        raise click.UsageError("--quiet and --verbose contradict each other", context)
+
+
+_QUIET = click.option(
+    "-q",
+    "--quiet",
+    is_flag=True,
+    expose_value=False,
+    callback=_set_quiet,
+    help="Write no messages but errors; data and the exit code stay.",
+)
+_VERBOSE = click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    expose_value=False,
+    callback=_set_verbose,
+    help="Write a log of what is done, with times, to stderr.",
+)
+
+
+def common_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of all commands, which may stand before the command too."""
+    return _FORMAT(_JSON(_QUIET(_VERBOSE(function))))
+
+
 def command(function: Callable[..., int]) -> click.Command:
     """Return a click command for a function that takes the Output first and returns the exit code."""
-    return click.command()(_FORMAT(_JSON(click.pass_obj(function))))
+    return click.command()(common_options(click.pass_obj(function)))
 
 
 def each_path(function: Callable[..., int]) -> Callable[..., int]:

@@ -48,12 +48,13 @@ def _report_internal_error(output: Output, error: Exception) -> int:
     import traceback
 
     text = "".join(traceback.format_exception(error))
-    for line in without_secrets(text).splitlines():
-        output.message(line)
+    trace = without_secrets(text)
     other = _other_package(getattr(error, "tracebacks", {}).values() or [text])  # of failed ranks, if there are any
     if other is None:
-        return output.fail(error, "INTERNAL", f"this is a bug in statexchange: {_REPORT}")
-    return output.fail(error, "INTERNAL", f"{other} raised this: try another version of it, else {_REPORT}")
+        return output.fail(error, "INTERNAL", f"this is a bug in statexchange: {_REPORT}", trace=trace)
+    return output.fail(
+        error, "INTERNAL", f"{other} raised this: try another version of it, else {_REPORT}", trace=trace
+    )
 
 
 def _other_package(tracebacks: Iterable[str]) -> str | None:

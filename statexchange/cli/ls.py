@@ -9,7 +9,7 @@ import click
 
 from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
-from statexchange.errors import InvalidArgumentError, without_secrets
+from statexchange.errors import InvalidArgumentError, did_you_mean, without_secrets
 from statexchange.units import format_bytes, format_ranks, format_shape, format_time
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def command(output: Output, path: str, include: tuple[str, ...]) -> int:
 def _selected(rows: list[TensorRow], patterns: Sequence[str]) -> list[TensorRow]:
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(row.name, pattern) for row in rows):
-            raise InvalidArgumentError(f"include pattern {pattern!r} matches no tensor")
+            hint = did_you_mean(pattern, (row.name for row in rows))
+            raise InvalidArgumentError(f"include pattern {pattern!r} matches no tensor{hint}")
     return [row for row in rows if not patterns or any(fnmatch.fnmatchcase(row.name, pattern) for pattern in patterns)]
 
 

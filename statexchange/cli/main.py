@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from statexchange import __version__
-from statexchange.cli.commands import requested_format
+from statexchange.cli.commands import common_options, requested_format
 from statexchange.cli.failures import report_failure
 from statexchange.cli.output import EXIT_CODES, Output
+from statexchange.errors import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +37,13 @@ class _Commands(click.Group):
         found.name = cmd_name
         return found
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0][:1] != "-" and args[0] not in _COMMANDS:
+            raise click.UsageError(f"No such command {args[0]!r}{did_you_mean(args[0], _COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> int:
         try:
             return int(super().invoke(ctx) or 0)
@@ -46,6 +54,7 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
+@common_options
 @click.pass_context
 def cli(context: click.Context) -> None:
     """Inspect, verify and merge sharded checkpoints."""

@@ -92,6 +92,7 @@ class Output:
     def __init__(self, *, closed: OSError | None = None) -> None:
         """Make the output; `closed` is the error of a stdout that cannot be written."""
         self.format = "auto"
+        self.quiet = self.verbose = False
         self._warnings: list[str] = []
         self._path: str | None = None  # the one that is looked at, of several
         self._records: list[Row] = []  # what was found at those before
@@ -139,13 +140,14 @@ class Output:
             self._write(sys.stdout, line)
 
     def message(self, text: str) -> None:
-        """Write a message to stderr."""
-        self._write(sys.stderr, _printable_lines(text))
+        """Write a message to stderr, unless it is quiet."""
+        if not self.quiet:
+            self._write(sys.stderr, _printable_lines(text))
 
     def warning(self, text: str) -> None:
         """Write a warning to stderr, or keep it for the JSON output."""
         self._warnings.append(text)
-        if self.human:
+        if self.human and not self.quiet:
             self._marked("warning:", _YELLOW, text)
 
     def finish(
@@ -212,18 +214,20 @@ class Output:
         counts = {"num_paths": len(paths), "num_ok": codes.count(EXIT_CODES["OK"])}
         return self.finish(code, counts if self.format == "jsonl" else self._records)
 
-    def fail(self, error: BaseException, code: str, hint: str | None = None) -> int:
-        """Report the error that ended the command and return the exit code."""
+    def fail(self, error: BaseException, code: str, hint: str | None = None, *, trace: str = "") -> int:
+        """Report the error that ended the command, after a traceback if there is one, and return the exit code."""
+        for line in trace.splitlines():
+            self._write(sys.stderr, printable(line))
         if not self.human:
             return self.finish(code, None, error=error)
         self._marked("error:", _RED, without_secrets(str(error)))
         if hint is not None:
-            self.message(f"hint: {hint}")
+            self._write(sys.stderr, printable(f"hint: {hint}"))
         return EXIT_CODES[code]
 
     def live(self, text: str) -> bool:
         """Show `text` in place of the last live text; "" clears the line. Return False without a terminal."""
-        if not sys.stderr.isatty():
+        if self.quiet or not sys.stderr.isatty():
             return False
         width = shutil.get_terminal_size().columns - 1
         self._write(sys.stderr, f"\r{printable(text)[:width]}\x1b[K", end="")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from statexchange.errors import IncompleteError, InvalidArgumentError
+from statexchange.errors import IncompleteError, InvalidArgumentError, did_you_mean
 from statexchange.formats.source import (
     ShardFile,
     Source,
@@ -123,7 +123,8 @@ def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]
                 parts[part.name][shard_file.rank] = (part, tensor)
     unused = [pattern for pattern in layout.rules if pattern in layout.unused]
     if unused:
-        raise InvalidArgumentError(f"layout pattern {unused[0]!r} matches no tensor", path=source.path)
+        text = f"layout pattern {unused[0]!r} matches no tensor{did_you_mean(unused[0], parts)}"
+        raise InvalidArgumentError(text, path=source.path)
     tensors: dict[int, dict[str, SourceTensor]] = {rank: {} for rank in paths}
     for name, rank_parts in parts.items():
         for rank, tensor in _placed(name, rank_parts, layout, paths).items():

@@ -6,6 +6,7 @@ path is opened and listed once, and all formats match against this one listing. 
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from statexchange.errors import (
     StateExchangeError,
     UnsupportedError,
     excerpt,
+    without_secrets,
 )
 from statexchange.formats import directories
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, select_section
@@ -42,6 +44,8 @@ __all__ = [
     "open_source",
     "probe",
 ]
+
+_log = logging.getLogger(__name__)
 
 
 class Format(Protocol):
@@ -123,6 +127,8 @@ def open_with(
         _check_not_repeated(source)
         if source.problems and not opened.is_current():
             raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
+        shown, num_problems = without_secrets(os.fspath(path)), len(source.problems)
+        _log.debug("opened %s as %s: %d files, %d problems", shown, source.kind, len(source.files), num_problems)
         return source
 
     try:

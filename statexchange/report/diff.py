@@ -148,6 +148,7 @@ def diff_paths(
         if conversion is not None:  # the same files, which source_a closes
             configs = [*configs_beside(source_a), *configs_beside(source_b)]
             source_a = convert_source(source_a, conversion, numbers, configs).source  # noqa: PLW2901
+        names_a = {tensor.shard.name for _, tensor in source_a.shards()}
         sides = _sides(
             _side(source_a, ExportOptions(rename=rename), selected), _side(source_b, ExportOptions(), selected)
         )
@@ -155,7 +156,8 @@ def diff_paths(
         tensors = comparison.run(threads)
         for source in (source_a, source_b):
             source.check_unchanged()
-        notes = [f"a: {note}" for note in source_a.notes] + [f"b: {note}" for note in source_b.notes]
+        notes = [*comparison.notes, *ExportOptions(rename=rename).notes_on_rename(names_a)]
+        notes += [f"a: {note}" for note in source_a.notes] + [f"b: {note}" for note in source_b.notes]
     shown_a, shown_b = without_secrets(os.fspath(a)), without_secrets(os.fspath(b))
     return DiffReport(shown_a, shown_b, tensors, comparison.done, tuple(notes))
 
@@ -232,9 +234,8 @@ class _Comparison:
         if not names:
             text = "there is nothing to compare: neither has a tensor"
             raise InvalidArgumentError(text, path=f"{a.source.path} and {b.source.path}")
-        if not self._names:
-            text = f"include and exclude select none of the {len(names):,} names, such as {excerpt(names[0])}"
-            raise InvalidArgumentError(text)
+        selected.check_include(names)
+        self.notes = selected.notes_on_exclude(names)
         self._tolerance = tolerance
         self._on_progress = on_progress
         self._total = sum(side.tensors[name].nbytes for side in (a, b) for name in self._names if name in side.tensors)

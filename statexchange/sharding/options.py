@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from statexchange.errors import InvalidArgumentError, excerpt
+from statexchange.errors import InvalidArgumentError, did_you_mean, excerpt
 from statexchange.sharding.rules import Layout
 from statexchange.tensors import DTYPE_NAMES, LONG_NAMES
 
@@ -113,9 +113,27 @@ class ExportOptions:
         """Raise InvalidArgumentError if the patterns select nothing of these names, or one matches none of them."""
         for pattern in self.include:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                raise InvalidArgumentError(f"include pattern {pattern!r} matches no tensor")
+                text = f"include pattern {pattern!r} matches no tensor{did_you_mean(pattern, names)}"
+                raise InvalidArgumentError(text)
         if names and not any(map(self.wants, names)):
             raise InvalidArgumentError(f"exclude patterns {list(self.exclude)} leave no tensor")
+
+    def notes_on_exclude(self, names: Iterable[str]) -> list[str]:
+        """Return a note for each exclude pattern that matches none of these names."""
+        return [
+            f"exclude pattern {pattern!r} matches no tensor{did_you_mean(pattern, names)}"
+            for pattern in self.exclude
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names)
+        ]
+
+    def notes_on_rename(self, names: Iterable[str]) -> list[str]:
+        """Return a note for each rename pattern that matches none of these names, after the renames before it."""
+        notes = []
+        for pattern, replacement in () if callable(self.rename) else self.rename:
+            if not any(re.search(pattern, name) for name in names):
+                notes.append(f"rename pattern {pattern!r} matches no tensor{did_you_mean(pattern, names)}")
+            names = {renamed(name, [(pattern, replacement)]) for name in names}
+        return notes
 
     def renamed(self, name: str) -> str:
         """Return the name under which a tensor is written."""
@@ -310,7 +328,7 @@ def _cast_text(rules: Sequence[tuple[str, str]]) -> str:
 
 def _float_name(dtype: object) -> str:
     """Return the safetensors name of a floating dtype, given by any of its names or as torch's."""
-    text = str(dtype).removeprefix("torch.")
+    text = str(dtype).removeprefix("torch.").lower()
     name = DTYPE_NAMES.get(text, text.upper())
     if name not in FLOATS:
         raise InvalidArgumentError(f"dtype must be one of {', '.join(CAST_DTYPES)}, not {excerpt(dtype)}")

@@ -25,6 +25,7 @@ from statexchange.errors import (
     StateExchangeError,
     UnsafeError,
     UnsupportedError,
+    did_you_mean,
 )
 from statexchange.processes import collector_paused
 from statexchange.sharding.options import MODEL_PATTERN, ExportOptions
@@ -216,7 +217,8 @@ class _OutputDTypes:
         self._options = options
         for pattern, _ in options.dtype:
             if pattern != "*" and not any(fnmatch.fnmatchcase(name, pattern) for name in selected):
-                raise InvalidArgumentError(f"dtype pattern {pattern!r} matches no tensor")
+                text = f"dtype pattern {pattern!r} matches no tensor{did_you_mean(pattern, selected)}"
+                raise InvalidArgumentError(text)
         self._quantized = set()  # names of modules
         self._weights_in_bytes = set()
         if options.dtype:

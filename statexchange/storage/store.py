@@ -10,6 +10,7 @@ read that cannot return the pinned version any more raises ReplacedError, and th
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 EntryKind = Literal["file", "directory", "other"]
+_log = logging.getLogger(__name__)
 
 
 def is_url(path: str) -> bool:
@@ -164,6 +166,7 @@ class Store(ABC):
         """
         if name in ("", ".", "..") or "/" in name or os.sep in name:
             raise UnsafeError(f"refused: {excerpt(name)} is not the name of a file in this directory", path=self.path)
+        _log.debug("opening %s", self.path_of(name))
         return self._open(name)
 
     @abstractmethod
