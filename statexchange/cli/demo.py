@@ -11,7 +11,7 @@ import click
 
 from statexchange.cli import commands
 from statexchange.cli.output import Output, fields_of
-from statexchange.cli.picture_file import picture_path, write_picture
+from statexchange.cli.picture_file import PictureFile
 from statexchange.storage.store import resolve_path
 from statexchange.units import format_bytes, format_seconds
 
@@ -35,27 +35,26 @@ def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
     from statexchange.demo import run_demo
 
     commands.refuse_other_ranks()
-    picture = _picture_path(keep)
+    picture = _picture_of(keep)
     watch = _DemoProgress(output, steps, picture)
     try:
         report = run_demo(ranks, keep=keep, steps=steps, on_progress=watch)
     finally:
         output.live("")
-    _show(output, report, watch.bars, picture)
-    data = {**fields_of(report), "tensors_equal": report.tensors_equal, "picture": picture}
+    drawn = None if picture is None else picture.path
+    _show(output, report, watch.bars, drawn)
+    data = {**fields_of(report), "tensors_equal": report.tensors_equal, "picture": drawn}
     return output.finish("OK" if report.ok else "FINDINGS", data)
 
 
-def _picture_path(keep: str | None) -> str | None:
-    if keep is None:
-        return None
-    return picture_path(os.path.join(resolve_path(keep, "--keep"), _PICTURE), overwrite=False)
+def _picture_of(keep: str | None) -> PictureFile | None:
+    return None if keep is None else PictureFile.at(os.path.join(resolve_path(keep, "--keep"), _PICTURE))
 
 
 class _DemoProgress:
     """Shows a demo's steps, and draws the merged checkpoint before it is removed."""
 
-    def __init__(self, output: Output, steps: int, picture: str | None) -> None:
+    def __init__(self, output: Output, steps: int, picture: PictureFile | None) -> None:
         self._output = output
         self._steps = steps
         self._picture = picture
@@ -95,7 +94,7 @@ class _DemoProgress:
         supply = supply_of(path)
         self.bars = supply_bars(supply, ascii_only=not self._output.can_show("█▏"))
         if self._picture is not None:
-            write_picture(self._picture, supply_picture(supply), overwrite=False)
+            self._picture.write(supply_picture(supply))
 
 
 def _show(output: Output, report: DemoReport, bars: list[str], picture: str | None) -> None:

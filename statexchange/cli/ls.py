@@ -9,12 +9,14 @@ import click
 
 from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
+from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError, did_you_mean, without_secrets
 from statexchange.units import format_bytes, format_ranks, format_shape, format_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from statexchange.formats.source import Source
     from statexchange.report.saves import SaveRow, SavesReport, UnfinishedRow
     from statexchange.report.summary import TensorRow
 
@@ -27,7 +29,8 @@ _SAVES_HEADER = ("STEP", "TIME", "BYTES", "RANKS", "METRICS", "STATE")
 @click.option(
     "--include", "-i", multiple=True, metavar="GLOB", help="List only tensors whose name matches; repeatable."
 )
-def command(output: Output, path: str, include: tuple[str, ...]) -> int:
+@picture_options("Draw which rank or file supplied which bytes into an SVG.")
+def command(output: Output, path: str, include: tuple[str, ...], picture: PictureFile | None) -> int:
     """List the tensors at PATH with dtypes, global shapes and bytes.
 
     Reads headers only. HELD-BY is the file, or the ranks that have a part.
@@ -41,9 +44,13 @@ def command(output: Output, path: str, include: tuple[str, ...]) -> int:
     from statexchange.report.summary import tensor_rows
 
     if holds_saves(path):
+        if picture is not None:
+            picture.refuse_saves(path)
         return _list_saves(output, path, include)
     source = open_source(path, strict=False)
     rows = _selected(tensor_rows(source), include)
+    if picture is not None:
+        _draw_supply(source, rows, picture)
     output.table(_HEADER, (_cells(row, source.has_ranks, output.aligned) for row in rows), right=("BYTES",))
     if source.others:
         output.message(f"entries that are not tensors: {abbreviated_list(source.others)}")
@@ -64,8 +71,18 @@ def command(output: Output, path: str, include: tuple[str, ...]) -> int:
         "num_tensors": len(rows),
         "nbytes": sum(row.nbytes for row in rows),
         "others": dict(source.others),
+        "picture": None if picture is None else picture.path,
     }
     return output.finish(code_of(worst) if worst else "OK", data, rows=("tensors", map(fields_of, rows)), error=worst)
+
+
+def _draw_supply(source: Source, rows: list[TensorRow], picture: PictureFile) -> None:
+    """Draw which rank or file supplied which bytes of the listed tensors."""
+    from statexchange.report.supply import supply_of
+    from statexchange.report.supply_picture import supply_picture
+
+    names = {row.name for row in rows}
+    picture.write(supply_picture(supply_of(source).select(names)))
 
 
 def _selected(rows: list[TensorRow], patterns: Sequence[str]) -> list[TensorRow]:

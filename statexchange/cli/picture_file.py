@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,48 +16,78 @@ from statexchange.storage.store import is_url, resolve_path
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["picture_options", "picture_path", "write_picture"]
+__all__ = ["PictureFile", "picture_options"]
 
 
-def picture_options(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that gives a command the options ``--svg FILE`` and ``--overwrite``."""
+def picture_options(help_text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return a decorator that gives a command ``--svg`` and ``--overwrite`` as `picture`: a PictureFile or None."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        overwrite = click.option("--overwrite", is_flag=True, help="Replace the FILE of --svg.")
-        return click.option("--svg", metavar="FILE", help=help_text)(overwrite(function))
+    def decorate(function: Callable[..., int]) -> Callable[..., int]:
+        @click.option("--svg", metavar="FILE", help=help_text)
+        @click.option("--overwrite", is_flag=True, help="Replace the FILE of --svg.")
+        @functools.wraps(function)
+        def with_picture(*arguments: Any, svg: str | None, overwrite: bool, **options: Any) -> int:
+            picture = None if svg is None else PictureFile.at(svg, overwrite=overwrite)
+            return function(*arguments, picture=picture, **options)
+
+        return with_picture
 
     return decorate
 
 
-def picture_path(path: str, *, overwrite: bool) -> str:
-    """Return the absolute path of a picture that is to be written.
+@dataclass(frozen=True, slots=True)
+class PictureFile:
+    """The file that a picture is written to, checked before the work begins.
 
-    Raises:
-        InvalidArgumentError: it is not the path of a local file.
-        TargetExistsError: it exists and is not to be replaced.
-        UnsafeError: what is to be replaced is not a regular file.
+    Attributes:
+        path: its absolute path.
+        overwrite: whether it may replace a file.
     """
-    resolved = resolve_path(path, "--svg")
-    if path == "-" or is_url(resolved):
-        raise InvalidArgumentError("a picture is written to a local file: name one", path=path)
-    try:
-        mode = os.lstat(resolved).st_mode
-    except FileNotFoundError:
-        return resolved
-    except OSError as error:
-        raise StorageError.of(error, "look for the picture's file", path=resolved) from error
-    if not overwrite:
-        raise TargetExistsError("a file of this name exists: choose another, or remove it", path=resolved)
-    if not stat.S_ISREG(mode):
-        raise UnsafeError("not a regular file, and therefore not replaced", path=resolved)
-    return resolved
 
+    path: str
+    overwrite: bool
 
-def write_picture(path: str, svg: str, *, overwrite: bool) -> None:
-    """Write a picture to a path of `picture_path`; the name appears when the file is whole."""
-    from statexchange.storage import atomic, files
+    @classmethod
+    def at(cls, path: str, *, overwrite: bool = False) -> PictureFile:
+        """Return the file at a path.
 
-    folder, name = os.path.split(path)
-    data = svg.encode()
-    with files.directory(folder) as dir_fd:
-        atomic.write_new(dir_fd, name, [data], nbytes=len(data), path=path, mode=0o666, overwrite=overwrite)
+        Raises:
+            InvalidArgumentError: it is not the path of a local file.
+            TargetExistsError: it exists and is not to be replaced.
+            UnsafeError: what is to be replaced is not a regular file.
+        """
+        resolved = resolve_path(path, "--svg")
+        if path == "-" or is_url(resolved):
+            raise InvalidArgumentError("a picture is written to a local file: name one", path=path)
+        try:
+            mode = os.lstat(resolved).st_mode
+        except FileNotFoundError:
+            return cls(resolved, overwrite)
+        except OSError as error:
+            raise StorageError.of(error, "look for the picture's file", path=resolved) from error
+        if not overwrite:
+            raise TargetExistsError("a file of this name exists: choose another, or remove it", path=resolved)
+        if not stat.S_ISREG(mode):
+            raise UnsafeError("not a regular file, and therefore not replaced", path=resolved)
+        return cls(resolved, overwrite)
+
+    def write(self, svg: str) -> None:
+        """Write a picture; the name appears when the file is whole."""
+        from statexchange.storage import atomic, files
+
+        folder, name = os.path.split(self.path)
+        data = svg.encode()
+        with files.directory(folder) as dir_fd:
+            atomic.write_new(
+                dir_fd, name, [data], nbytes=len(data), path=self.path, mode=0o666, overwrite=self.overwrite
+            )
+
+    def refuse_saves(self, path: str) -> None:
+        """Raise InvalidArgumentError: a directory of saves is not one checkpoint. Name its newest save."""
+        from statexchange.report.saves import list_saves
+
+        saves = list_saves(path).saves
+        such_as = f", such as {saves[-1].path}" if saves else ""
+        raise InvalidArgumentError(
+            f"--svg draws one checkpoint, and this directory has saves: name one{such_as}", path=path
+        )

@@ -64,14 +64,14 @@ class Supply:
         supplier: "rank", or "file" if its format has no ranks; then the numbers of files stand for ranks.
         files: the names of the files by number, if its format has no ranks.
         tensors: its tensors, largest first.
-        num_unknown: number of further tensors, of which only the names are known.
+        unknown: names of further tensors, which are missing and whose sizes are not known.
     """
 
     name: str
     supplier: Literal["rank", "file"]
     files: Mapping[int, str]
     tensors: tuple[Supplied, ...]
-    num_unknown: int = 0
+    unknown: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +84,8 @@ class Supply:
 
     def select(self, names: Collection[str]) -> Supply:
         """Return the supply of only the tensors that `names` has."""
-        return replace(self, tensors=tuple(tensor for tensor in self.tensors if tensor.name in names), num_unknown=0)
+        tensors = tuple(tensor for tensor in self.tensors if tensor.name in names)
+        return replace(self, tensors=tensors, unknown=tuple(name for name in self.unknown if name in names))
 
 
 def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
@@ -105,7 +106,7 @@ def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
             return supply_of(opened)
     if source.refusal is not None:
         raise source.refusal
-    num_unknown = 0
+    unknown = []
     if source.manifest is not None:
         tensors = list(_published_tensors(source.manifest))
     else:
@@ -114,7 +115,7 @@ def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
         missing = {tensor.name: tensor for tensor in source.unreadable if tensor.name not in known}
         for name, tensor in missing.items():
             if tensor.shape is None or tensor.dtype not in ITEMSIZE:
-                num_unknown += 1
+                unknown.append(name)
             else:
                 tensors.append(Supplied(name, tensor.dtype, tensor.shape, ()))
     has_ranks = source.manifest is not None or source.has_ranks
@@ -124,7 +125,7 @@ def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
         "rank" if has_ranks else "file",
         files,
         tuple(sorted(tensors, key=lambda tensor: (-tensor.nbytes, tensor.name))),
-        num_unknown,
+        tuple(unknown),
     )
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from statexchange.errors import NotFoundError
 from statexchange.report.supply import MAX_CELLS, MAX_RANKS, Cell, Supplied, Supply, cells_of, nbytes_by_rank, shares
-from statexchange.report.svg import BORDER, MARGIN, NOT_THERE, WIDTH, Drawing, palette, text_colour
+from statexchange.report.svg import BORDER, MARGIN, NOT_THERE, WIDTH, Drawing, fitted, palette, text_colour
 from statexchange.tensors import element_shape
-from statexchange.units import format_bytes, format_shape, format_shares, shortened
+from statexchange.units import format_bytes, format_shape, format_shares
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,9 +50,9 @@ class _Picture:
         self._total = nbytes_by_rank(supply.tensors)
         self._colours = dict(zip(sorted(self._total), palette(len(self._total)), strict=True))
         tensors = "1 tensor" if len(supply.tensors) == 1 else f"{len(supply.tensors):,} tensors"
-        unknown = f"; {supply.num_unknown:,} more are missing, size unknown" if supply.num_unknown else ""
+        unknown = f"; {len(supply.unknown):,} more are missing, size unknown" if supply.unknown else ""
         self._drawing = Drawing(
-            f"Which {supply.supplier} supplied which bytes of {shortened(supply.name, 50)}",
+            f"Which {supply.supplier} supplied which bytes of {fitted(supply.name, 50)}",
             f"{format_bytes(supply.nbytes)} in {tensors}{unknown}. "
             "All rows are equally wide; the parts of each are to scale.",
         )
@@ -71,7 +71,7 @@ class _Picture:
         supplied = [
             f"{self._supply.label(rank)}: {self._total[rank]} bytes" for rank in sorted(self._total)[:MAX_RANKS]
         ]
-        listed = ", ".join(shortened(text, 100) for text in supplied)
+        listed = ", ".join(fitted(text, 100) for text in supplied)
         return self._drawing.document(f"{len(tensors)} tensors, {self._supply.nbytes} bytes. {listed}.")
 
     def _legend(self) -> None:
@@ -101,7 +101,7 @@ class _Picture:
 
     def _entry(self, label: str, nbytes: int) -> str:
         share = nbytes / max(1, self._supply.nbytes)
-        return f"{shortened(label, _MAX_LABEL)} · {format_bytes(nbytes)} · {share:.1%}"
+        return f"{fitted(label, _MAX_LABEL)} · {format_bytes(nbytes)} · {share:.1%}"
 
     def _row(self, tensor: Supplied, cells: Sequence[Cell]) -> None:
         drawing = self._drawing
@@ -109,9 +109,9 @@ class _Picture:
         height = min(max(22, 12 * bands), 48) if len(tensor.shape) > 1 else 12
         middle = drawing.y + max(height, 22) / 2
         self._frame(cells, middle - height / 2, height, tensor.name)
-        drawing.text(MARGIN, middle + 4, shortened(tensor.name, 43), "n")
+        drawing.text(MARGIN, middle + 4, fitted(tensor.name, 43), "n")
         shape = format_shape(element_shape(tensor.dtype, tensor.shape))
-        drawing.text(MARGIN + _LABEL + _FRAME + 14, middle + 4, shortened(f"{tensor.dtype} {shape}", 20), "n g")
+        drawing.text(MARGIN + _LABEL + _FRAME + 14, middle + 4, fitted(f"{tensor.dtype} {shape}", 20), "n g")
         drawing.text(WIDTH - MARGIN, middle + 4, format_bytes(tensor.nbytes), "e")
         drawing.y += max(height, 22) + 6
 

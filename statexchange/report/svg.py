@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from html import escape
 from typing import TYPE_CHECKING
+from unicodedata import east_asian_width
 
 from statexchange.units import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["BORDER", "MARGIN", "NOT_THERE", "WIDTH", "Drawing", "palette", "text_colour", "text_width"]
+__all__ = [
+    "BORDER",
+    "MARGIN",
+    "NOT_THERE",
+    "WIDTH",
+    "Drawing",
+    "fitted",
+    "lightened",
+    "palette",
+    "text_colour",
+    "text_width",
+]
 
 WIDTH, MARGIN = 900, 20
 BORDER = 'stroke="#888" stroke-width=".5"'
@@ -25,9 +37,9 @@ _FONTS = {
 }
 _STYLE = (
     f"text{{font:{_FONTS['']};fill:#222}}.n{{font:{_FONTS['n']}}}.g{{fill:#666}}.t{{font-size:16px;font-weight:600}}"
-    ".r{font-size:10px;text-anchor:middle}.e{text-anchor:end}"
-    ".b{fill:#fff}.c{shape-rendering:crispEdges}.l{stroke:#fff;stroke-width:.7}"
-    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.g{fill:#9da7b1}.b{fill:#0d1117}.l{stroke:#0d1117}}"
+    ".r{font-size:10px;text-anchor:middle}.e{text-anchor:end}.m{text-anchor:middle}.b1{font-weight:600}"
+    ".b{fill:#fff}.c{shape-rendering:crispEdges}.l{stroke:#fff;stroke-width:.7}.o{fill:none;stroke:#fff}"
+    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.g{fill:#9da7b1}.b{fill:#0d1117}.l,.o{stroke:#0d1117}}"
 )
 _HATCHING = (
     '<pattern id="not-there" width="6" height="6" patternUnits="userSpaceOnUse">'
@@ -71,9 +83,10 @@ class Drawing:
         end = f"><title>{_tooltip(tooltip)}</title></rect>" if tooltip else "/>"
         self._parts.append(f'<rect x="{x:.6g}" y="{y:.6g}" width="{width:.5g}" height="{height:.5g}" {style}{end}')
 
-    def begin_group(self, attributes: str, tooltip: str) -> None:
-        """Begin a group of elements with common attributes and one tooltip."""
-        self._parts.append(f"<g {attributes}><title>{_tooltip(tooltip)}</title>")
+    def begin_group(self, attributes: str, tooltip: str = "") -> None:
+        """Begin a group of elements with common attributes, and perhaps one tooltip."""
+        title = f"<title>{_tooltip(tooltip)}</title>" if tooltip else ""
+        self._parts.append(f"<g {attributes}>{title}")
 
     def end_group(self) -> None:
         """End the group."""
@@ -93,9 +106,20 @@ def _tooltip(text: str) -> str:
     return "\n".join(escape(shortened(line, _MAX_TOOLTIP)) for line in text.split("\n"))
 
 
+def _columns(text: str) -> int:
+    """Return the width of a text in characters of a monospaced font; those of East Asia count twice."""
+    return sum(2 if east_asian_width(character) in "WF" else 1 for character in text)
+
+
 def text_width(text: str, size: float) -> float:
     """Return the width of a text in the monospaced font of class "n" at most."""
-    return 0.61 * size * len(text)
+    return 0.61 * size * _columns(text)
+
+
+def fitted(text: str, columns: int) -> str:
+    """Return a text of at most this width, its middle left out where it is too wide."""
+    shown = shortened(text, columns)
+    return shown if _columns(shown) <= columns else shortened(text, columns // 2)
 
 
 def palette(count: int) -> list[str]:
@@ -103,6 +127,12 @@ def palette(count: int) -> list[str]:
     if count <= len(_COLOURS):
         return list(_COLOURS[:count])
     return [_ramp_colour(number / (count - 1)) for number in range(count)]
+
+
+def lightened(colour: str, share: float) -> str:
+    """Return a colour mixed with a share of white."""
+    channels = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(value + (255 - value) * share):02x}" for value in channels)
 
 
 def _ramp_colour(position: float) -> str:
