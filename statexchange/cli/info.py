@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
+from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.formats.source import abbreviated_list
 from statexchange.units import format_bytes, format_ranks, format_time
 
@@ -20,8 +21,9 @@ _MAX_NAMES = 4  # shown of a part's files
 
 
 @commands.command
+@picture_options("Draw the parameters into an SVG: an area for each tensor.")
 @commands.each_path
-def command(output: Output, path: str) -> int:
+def command(output: Output, path: str, picture: PictureFile | None) -> int:
     """Summarize the checkpoint at PATH: tensors, dtypes, bytes, ranks.
 
     Reads headers only. PATH is a save or a directory of a job's saves, a Hugging
@@ -32,18 +34,31 @@ def command(output: Output, path: str) -> int:
     from statexchange.report.summary import summarize
 
     if holds_saves(path):
+        if picture is not None:
+            picture.refuse_saves(path)
         return _summarize_saves(output, path)
     summary = summarize(path)
     for problem in summary.problems:  # before the summary, which may be partial because of them
         output.warning(str(problem))
     if summary.unsupported:
         output.warning(f"tensors that cannot be read: {abbreviated_list(summary.unsupported)}")
+    if picture is not None:
+        _draw_parameters(path, picture)
     output.fields(_fields(summary))
     worst = most_severe(summary.problems)
     record = fields_of(summary)
     record["sections"] = {name: fields_of(section) for name, section in summary.sections.items()}
     record["parts"] = [fields_of(part) for part in summary.parts]
+    record["picture"] = None if picture is None else picture.path
     return output.finish(code_of(worst) if worst else "OK", record, error=worst)
+
+
+def _draw_parameters(path: str, picture: PictureFile) -> None:
+    from statexchange.formats.registry import open_source
+    from statexchange.report.treemap import parameters_picture
+
+    with open_source(path, strict=False) as source:
+        picture.write(parameters_picture(source))
 
 
 def _fields(summary: Summary) -> list[tuple[str, str]]:

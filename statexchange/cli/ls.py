@@ -25,11 +25,11 @@ _SAVES_HEADER = ("STEP", "TIME", "BYTES", "RANKS", "METRICS", "STATE")
 
 
 @commands.command
+@picture_options("Draw which rank or file supplied which bytes into an SVG.")
 @commands.each_path
 @click.option(
     "--include", "-i", multiple=True, metavar="GLOB", help="List only tensors whose name matches; repeatable."
 )
-@picture_options("Draw which rank or file supplied which bytes into an SVG.")
 def command(output: Output, path: str, include: tuple[str, ...], picture: PictureFile | None) -> int:
     """List the tensors at PATH with dtypes, global shapes and bytes.
 
@@ -49,8 +49,6 @@ def command(output: Output, path: str, include: tuple[str, ...], picture: Pictur
         return _list_saves(output, path, include)
     source = open_source(path, strict=False)
     rows = _selected(tensor_rows(source), include)
-    if picture is not None:
-        _draw_supply(source, rows, picture)
     output.table(_HEADER, (_cells(row, source.has_ranks, output.aligned) for row in rows), right=("BYTES",))
     if source.others:
         output.message(f"entries that are not tensors: {abbreviated_list(source.others)}")
@@ -64,6 +62,8 @@ def command(output: Output, path: str, include: tuple[str, ...], picture: Pictur
         )
     for problem in source.problems:
         output.warning(str(problem))
+    if picture is not None:
+        _draw_supply(source, rows, picture)
     worst = most_severe(source.problems)
     data = {
         "path": without_secrets(path),

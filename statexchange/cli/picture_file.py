@@ -27,7 +27,13 @@ def picture_options(help_text: str) -> Callable[[Callable[..., int]], Callable[.
         @click.option("--overwrite", is_flag=True, help="Replace the FILE of --svg.")
         @functools.wraps(function)
         def with_picture(*arguments: Any, svg: str | None, overwrite: bool, **options: Any) -> int:
-            picture = None if svg is None else PictureFile.at(svg, overwrite=overwrite)
+            if svg is not None and len(options.get("paths", ())) > 1:
+                raise InvalidArgumentError("--svg draws one checkpoint: name one PATH")
+            picture = (
+                None
+                if svg is None
+                else PictureFile.at(svg, overwrite, "choose another, or replace it with --overwrite")
+            )
             return function(*arguments, picture=picture, **options)
 
         return with_picture
@@ -48,8 +54,8 @@ class PictureFile:
     overwrite: bool
 
     @classmethod
-    def at(cls, path: str, *, overwrite: bool = False) -> PictureFile:
-        """Return the file at a path.
+    def at(cls, path: str, overwrite: bool = False, otherwise: str = "remove it, or choose another") -> PictureFile:
+        """Return the file at a path; `otherwise` is what a user can do if it exists.
 
         Raises:
             InvalidArgumentError: it is not the path of a local file.
@@ -66,7 +72,7 @@ class PictureFile:
         except OSError as error:
             raise StorageError.of(error, "look for the picture's file", path=resolved) from error
         if not overwrite:
-            raise TargetExistsError("a file of this name exists: choose another, or remove it", path=resolved)
+            raise TargetExistsError(f"a file of this name exists: {otherwise}", path=resolved)
         if not stat.S_ISREG(mode):
             raise UnsafeError("not a regular file, and therefore not replaced", path=resolved)
         return cls(resolved, overwrite)

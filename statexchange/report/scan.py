@@ -26,9 +26,8 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats.registry import Probe, probe
-from statexchange.report.summary import tensor_rows
+from statexchange.report.summary import model_of, tensor_rows
 from statexchange.storage.files import hidden_target
-from statexchange.storage.json_text import parse_json
 from statexchange.storage.local import local_path
 from statexchange.storage.steps import step_of
 from statexchange.storage.store import is_url, resolve_path
@@ -44,7 +43,6 @@ Status = Literal["whole", "broken", "unfinished", "not checked"]
 _NUMBERED = re.compile(r"(?:checkpoint|global_step|iter|step)[-_]?([0-9]{1,18})")
 _BROKEN: Status = "broken"
 _MAX_REASON, _MAX_MODEL = 120, 60
-_MAX_CONFIG_BYTES = 4 << 20
 _SHOWN_FILES = 2
 # Kinds whose subdirectories are parts of them.
 _WITH_DIRECTORIES = ("workspace", "orbax", "zarr")
@@ -167,7 +165,7 @@ def _row(folder: str, found: Probe) -> ScanRow | None:
     return ScanRow(
         path=without_secrets(folder),
         kind=source.kind,
-        model=_model_of(found),
+        model=model_of(source),
         step=_step_of(folder, source),
         num_tensors=len(rows),
         num_parameters=sum(row.num_parameters for row in rows),
@@ -211,23 +209,6 @@ def _step_of(folder: str, source: Source) -> int | None:
         return source.step
     match = _NUMBERED.fullmatch(os.path.basename(folder))
     return int(match[1]) if match is not None else None
-
-
-def _model_of(found: Probe) -> str | None:
-    """Return the class or type of the model that config.json names; None without one that can be read."""
-    assert found.source is not None
-    if "config.json" not in found.names or found.source.opened.file is not None:
-        return None
-    try:
-        store = found.source.opened.store
-        config = parse_json(store.read_small("config.json", _MAX_CONFIG_BYTES), store.path_of("config.json"))
-    except StateExchangeError:
-        return None
-    if not isinstance(config, dict):
-        return None
-    classes = config.get("architectures")
-    name = classes[0] if isinstance(classes, list) and classes else config.get("model_type")
-    return name[:_MAX_MODEL] if isinstance(name, str) else None
 
 
 def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:

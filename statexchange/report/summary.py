@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from statexchange.errors import without_secrets
+from statexchange.errors import StateExchangeError, without_secrets
 from statexchange.formats.packed import packing_notes
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
 from statexchange.formats.source import FLAT_PARAMETERS, Part, ShardFile, Source, is_flat_parameter
 from statexchange.sharding.shards import Shard, full_box
+from statexchange.storage.json_text import parse_json
 from statexchange.tensors import ITEMSIZE, element_shape
 
-if TYPE_CHECKING:
-    from statexchange.errors import StateExchangeError
+__all__ = ["SectionSummary", "Summary", "TensorRow", "model_of", "summarize", "tensor_rows"]
 
-__all__ = ["SectionSummary", "Summary", "TensorRow", "summarize", "tensor_rows"]
+_MAX_MODEL, _MAX_CONFIG_BYTES = 60, 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +201,22 @@ def _aliases(source: Source) -> dict[str, str]:
     for shard_file in source.files:
         aliases |= shard_file.aliases
     return aliases
+
+
+def model_of(source: Source) -> str | None:
+    """Return the class or type of the model that config.json names; None without one that can be read."""
+    if "config.json" not in source.opened.names:
+        return None
+    store = source.opened.store
+    try:
+        config = parse_json(store.read_small("config.json", _MAX_CONFIG_BYTES), store.path_of("config.json"))
+    except StateExchangeError:
+        return None
+    if not isinstance(config, dict):
+        return None
+    classes = config.get("architectures")
+    name = classes[0] if isinstance(classes, list) and classes else config.get("model_type")
+    return name[:_MAX_MODEL] if isinstance(name, str) else None
 
 
 def tensor_rows(source: Source) -> list[TensorRow]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise, repeat
 from typing import TYPE_CHECKING, Any, Literal
 
-from statexchange.errors import without_secrets
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source
 from statexchange.sharding.shards import Box, full_box
@@ -60,14 +59,14 @@ class Supply:
     """Which rank supplied which bytes of a checkpoint.
 
     Attributes:
-        name: the last component of its path.
+        path: its path, for messages.
         supplier: "rank", or "file" if its format has no ranks; then the numbers of files stand for ranks.
         files: the names of the files by number, if its format has no ranks.
         tensors: its tensors, largest first.
         unknown: names of further tensors, which are missing and whose sizes are not known.
     """
 
-    name: str
+    path: str
     supplier: Literal["rank", "file"]
     files: Mapping[int, str]
     tensors: tuple[Supplied, ...]
@@ -121,7 +120,7 @@ def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
     has_ranks = source.manifest is not None or source.has_ranks
     files = {} if has_ranks else {file.rank: os.path.basename(file.path) for file in source.files}
     return Supply(
-        os.path.basename(without_secrets(source.path).rstrip("/")),
+        source.path,
         "rank" if has_ranks else "file",
         files,
         tuple(sorted(tensors, key=lambda tensor: (-tensor.nbytes, tensor.name))),

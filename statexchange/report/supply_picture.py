@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from statexchange.errors import NotFoundError
 from statexchange.report.supply import MAX_CELLS, MAX_RANKS, Cell, Supplied, Supply, cells_of, nbytes_by_rank, shares
-from statexchange.report.svg import BORDER, MARGIN, NOT_THERE, WIDTH, Drawing, fitted, palette, text_colour
+from statexchange.report.svg import BORDER, MARGIN, NOT_THERE, WIDTH, Drawing, fitted, palette, text_colour, title_of
 from statexchange.tensors import element_shape
 from statexchange.units import format_bytes, format_shape, format_shares
 
@@ -38,7 +38,7 @@ def supply_picture(supply: Supply) -> str:
         '<svg'
     """
     if not supply.tensors:
-        raise NotFoundError("there is no tensor to draw", path=supply.name)
+        raise NotFoundError("there is no tensor to draw", path=supply.path)
     return _Picture(supply).text()
 
 
@@ -52,7 +52,7 @@ class _Picture:
         tensors = "1 tensor" if len(supply.tensors) == 1 else f"{len(supply.tensors):,} tensors"
         unknown = f"; {len(supply.unknown):,} more are missing, size unknown" if supply.unknown else ""
         self._drawing = Drawing(
-            f"Which {supply.supplier} supplied which bytes of {fitted(supply.name, 50)}",
+            f"Which {supply.supplier} supplied which bytes of {fitted(title_of(supply.path), 50)}",
             f"{format_bytes(supply.nbytes)} in {tensors}{unknown}. "
             "All rows are equally wide; the parts of each are to scale.",
         )

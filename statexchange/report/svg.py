@@ -22,6 +22,7 @@ __all__ = [
     "palette",
     "text_colour",
     "text_width",
+    "title_of",
 ]
 
 WIDTH, MARGIN = 900, 20
@@ -120,6 +121,11 @@ def fitted(text: str, columns: int) -> str:
     """Return a text of at most this width, its middle left out where it is too wide."""
     shown = shortened(text, columns)
     return shown if _columns(shown) <= columns else shortened(text, columns // 2)
+
+
+def title_of(path: str) -> str:
+    """Return what to call a checkpoint in a title: the last component of its path, which others may read."""
+    return path.rstrip("/").rpartition("/")[2] or path
 
 
 def palette(count: int) -> list[str]:

@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.errors import NotFoundError
-from statexchange.report.summary import TensorRow
-from statexchange.report.svg import MARGIN, WIDTH, Drawing, fitted, lightened, palette, text_width
+from statexchange.report.summary import TensorRow, model_of, tensor_rows
+from statexchange.report.svg import MARGIN, WIDTH, Drawing, fitted, lightened, palette, text_width, title_of
 from statexchange.units import format_bytes, format_count, format_shape, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["treemap"]
+    from statexchange.formats.source import Source
+
+__all__ = ["parameters_picture", "treemap"]
 
 _HEIGHT = 520
 _MIN_AREA = 60.0  # of a tensor with an area of its own
@@ -109,6 +112,21 @@ class _Group:
         return self.level <= 2 or self.node.name.rpartition(".")[2].isdecimal()
 
 
+def parameters_picture(source: Source) -> str:
+    """Return an SVG in which each tensor of a checkpoint has an area in proportion to its number of parameters.
+
+    Not collective. Reads headers only.
+
+    Raises:
+        NotFoundError: no tensor is known to have an element.
+    """
+    kind = ", ".join(filter(None, (source.kind, model_of(source))))
+    try:
+        return treemap(tensor_rows(source), name=title_of(source.path), kind=kind)
+    except NotFoundError as error:
+        raise error.located(path=source.path) from None
+
+
 def treemap(rows: Sequence[TensorRow], *, name: str, kind: str) -> str:
     """Return an SVG in which each tensor has an area in proportion to its number of parameters.
 
@@ -129,7 +147,7 @@ def treemap(rows: Sequence[TensorRow], *, name: str, kind: str) -> str:
     """
     root = _tree(row for row in rows if row.num_parameters)
     if not root.num_tensors:
-        raise NotFoundError("there is no tensor to draw", path=name)
+        raise NotFoundError("there is no tensor to draw")
     tensors = "1 tensor" if root.num_tensors == 1 else f"{root.num_tensors:,} tensors"
     facts = [kind, f"{root.numel:,} parameters in {tensors}", format_bytes(sum(row.nbytes for row in rows))]
     if root.num_tensors < len(rows):
@@ -273,8 +291,12 @@ def _shades(top: _Node) -> dict[str, str]:
 
 
 def _shade_key(name: str) -> str:
-    """Return the first component of a name that is no number."""
-    return next((component for component in name.split(".") if not component.isdecimal()), "")
+    """Return the component after the first number in a name, or else its first one: ``mlp`` of ``layers.0.mlp.up``."""
+    components = name.split(".")
+    for before, component in pairwise(components):
+        if before.isdecimal():
+            return component
+    return components[0]
 
 
 def _squarified(weights: Sequence[int], area: _Area) -> list[_Area]:

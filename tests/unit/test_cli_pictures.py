@@ -1,0 +1,181 @@
+import json
+import os
+import stat
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+
+import statexchange as sx
+from statexchange.cli.main import main
+from statexchange.storage.workspace import Workspace
+
+SVG = "{http://www.w3.org/2000/svg}"
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(list(map(str, arguments)))
+        captured = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    state = {"up.weight": np.ones((4, 3), np.float32), "down.weight": np.ones((3, 4), np.float32)}
+    sx.export_checkpoint({**state, "norm": np.ones(2, np.float32)}, tmp_path / "published")
+    return tmp_path / "published"
+
+
+def write_safetensors(path: Path, tensors: dict[str, int]) -> None:
+    entries, begin = {}, 0
+    for name, size in tensors.items():
+        entries[name] = {"dtype": "U8", "shape": [size], "data_offsets": [begin, begin + size]}
+        begin += size
+    text = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(begin))
+
+
+def titles(path: Path) -> set[str]:
+    """Return the names that a picture shows below the mouse."""
+    root = ET.parse(path).getroot()
+    return {(title.text or "").split("\n")[0] for title in root.iter(f"{SVG}title")}
+
+
+def texts(path: Path) -> list[str]:
+    return [text.text or "" for text in ET.parse(path).getroot().iter(f"{SVG}text")]
+
+
+def test_info_draws_the_parameters_beside_its_summary(call: Call, published: Path, tmp_path: Path) -> None:
+    plain = call("info", published)
+    picture = tmp_path / "parameters.svg"
+    assert call("info", published, "--svg", picture) == plain
+    assert titles(picture) >= {"Parameters of published", "up.weight", "down.weight", "norm"}
+    assert "huggingface · 26 parameters in 3 tensors · 104 B" in texts(picture)
+    assert stat.S_IMODE(picture.stat().st_mode) & 0o077 == 0o044
+
+
+def test_the_model_that_config_json_names_is_in_the_title(call: Call, published: Path, tmp_path: Path) -> None:
+    (published / "config.json").write_text('{"architectures": ["TinyForCausalLM"]}')
+    assert call("info", published, "--svg", tmp_path / "p.svg")[0] == 0
+    assert "huggingface, TinyForCausalLM · 26 parameters in 3 tensors · 104 B" in texts(tmp_path / "p.svg")
+
+
+def test_ls_draws_the_listed_tensors(call: Call, published: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "supply.svg"
+    code, out, _ = call("ls", published, "--include", "*.weight", "--svg", picture, "--json")
+    assert code == 0
+    assert json.loads(out)["data"]["picture"] == os.fspath(picture)
+    assert titles(picture) == {"Which rank supplied which bytes of published", "up.weight", "down.weight"}
+    assert "96 B in 2 tensors. All rows are equally wide; the parts of each are to scale." in texts(picture)
+
+
+def test_without_ranks_the_legend_has_the_names_of_the_files(call: Call, tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for number in (1, 2):
+        write_safetensors(folder / f"model-0000{number}-of-00002.safetensors", {f"t{number}": 3})
+    assert call("ls", folder, "--svg", tmp_path / "s.svg")[0] == 0
+    assert "1: model-00002-of-00002.safetensors · 3 B · 50.0%" in texts(tmp_path / "s.svg")
+
+
+def test_what_a_missing_file_had_is_counted(call: Call, tmp_path: Path) -> None:
+    folder = tmp_path / "half"
+    folder.mkdir()
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    write_safetensors(folder / first, {"here": 5})
+    index = {"metadata": {}, "weight_map": {"here": first, "gone": second, "lost": second}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for command, text in (
+        ("ls", "5 B in 1 tensor; 2 more are missing, size unknown. All rows are equally wide"),
+        ("info", "5 parameters in 1 tensor · 5 B · 2 without elements or of unknown size"),
+    ):
+        picture = tmp_path / f"{command}.svg"
+        assert call(command, folder, "--svg", picture)[0] == 5
+        assert any(text in line for line in texts(picture)), texts(picture)
+
+
+@pytest.mark.parametrize("command", ["info", "ls"])
+def test_a_file_that_exists_is_replaced_only_with_overwrite(
+    call: Call, published: Path, tmp_path: Path, command: str
+) -> None:
+    picture = tmp_path / "p.svg"
+    picture.write_text("mine")
+    code, out, err = call(command, published, "--svg", picture)
+    assert (code, out) == (7, "")
+    assert "replace it with --overwrite" in err
+    assert picture.read_text() == "mine"
+    assert call(command, published, "--svg", picture, "--overwrite")[0] == 0
+    assert titles(picture) >= {"up.weight"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.svg", "published"]
+
+
+def test_what_is_no_regular_file_is_not_replaced(call: Call, published: Path, tmp_path: Path) -> None:
+    (tmp_path / "link.svg").symlink_to("elsewhere")
+    (tmp_path / "folder.svg").mkdir()
+    os.mkfifo(tmp_path / "fifo.svg")
+    for name in ("link.svg", "folder.svg", "fifo.svg"):
+        code, _, err = call("info", published, "--svg", tmp_path / name, "--overwrite")
+        assert code == 7
+        assert "not a regular file" in err
+
+
+def test_a_picture_that_cannot_be_written_is_an_error_and_leaves_nothing(
+    call: Call, published: Path, tmp_path: Path
+) -> None:
+    code, _, err = call("info", published, "--svg", tmp_path / "nowhere" / "p.svg")
+    assert code == 3
+    assert "nowhere" in err
+    for target in ("-", "s3://bucket/p.svg"):
+        code, _, err = call("ls", published, "--svg", target)
+        assert code == 2
+        assert "local file" in err
+
+
+@pytest.mark.parametrize("command", ["info", "ls"])
+def test_a_picture_is_of_one_checkpoint(call: Call, published: Path, tmp_path: Path, command: str) -> None:
+    picture = tmp_path / "p.svg"
+    code, _, err = call(command, published, published, "--svg", picture)
+    assert code == 2
+    assert "name one PATH" in err
+    saves = sx.Checkpoints(tmp_path / "saves")
+    saves.save({"w": np.ones(3, np.float32)}, step=7)
+    saves.close()
+    code, _, err = call(command, tmp_path / "saves", "--svg", picture)
+    assert code == 2
+    assert "step-000000007" in err
+    assert not picture.exists()
+    assert call(command, tmp_path / "saves" / "step-000000007", "--svg", picture)[0] == 0
+    assert "w" in titles(picture)
+
+
+def test_a_checkpoint_without_tensors_has_no_picture(call: Call, tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path / "ws")
+    receipt = workspace.write([], run="job", round=1, rank=0, world_size=1)
+    workspace.commit([receipt], keep=2)
+    for command in ("info", "ls"):
+        code, _, err = call(command, tmp_path / "ws", "--svg", tmp_path / "p.svg")
+        assert code == 3
+        assert "no tensor to draw" in err
+        assert f"{tmp_path}/ws" in err
+
+
+def test_hostile_names_are_text(call: Call, tmp_path: Path) -> None:
+    name = '</title><script>alert("1")</script>\u202e'
+    write_safetensors(tmp_path / "m.safetensors", {name: 4, "w": 4})
+    for command in ("info", "ls"):
+        picture = tmp_path / f"{command}.svg"
+        assert call(command, tmp_path / "m.safetensors", "--svg", picture)[0] == 0
+        text = picture.read_text()
+        assert "<script" not in text
+        assert "\u202e" not in text
+        assert '</title><script>alert("1")</script>?' in titles(picture)
