@@ -395,7 +395,7 @@ def _label(drawing: Drawing, cell: _Cell, taken: Sequence[_Area]) -> None:
         name = _relative(node.name, cell.module)
         short = name.removesuffix(".weight")
         names = [name or _NO_NAME, short, short.rpartition(".")[2]]
-    lines = [_fitting(names, width - 2 * _PAD)]
+    lines = [_fitting(names, width - _PAD)]
     count = format_count(node.numel)
     if height >= 2 * _LINE + 2 * _PAD and text_width(count, _FONT) <= width - 2 * _PAD:
         lines.append(count)
