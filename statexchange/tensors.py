@@ -47,6 +47,7 @@ __all__ = [
     "itemsize_of",
     "mark_changed",
     "name_of_dtype",
+    "nonfinite",
     "numpy_dtype",
     "own_bytes",
     "replicated_part",
@@ -248,6 +249,40 @@ def unify_nans(data: Any, dtype: str) -> None:
     # The bits of NaNs alone are greater than those of infinity. Two maxima are cheap, and hardly any tensor has a NaN.
     if bits.max(initial=0) > infinity or bits.view(f"u{word}").max(initial=0) > infinity + sign:
         bits[bits & (sign - 1) > infinity] = nan
+
+
+def nonfinite(data: Any, dtype: str) -> tuple[Any, Any] | None:
+    """Return masks of the NaNs and of the infinite elements in `data`; None if there are none, which is found fast.
+
+    A complex number is NaN if one of its parts is, else infinite if one of them is. `data` are the bytes of the dtype.
+    """
+    import numpy as np
+
+    if dtype[0] not in "BCF" or dtype == "BOOL" or dtype in PACKED:
+        return None
+    if ITEMSIZE[dtype] == 1:
+        nan, infinite = _nonfinite_bytes(dtype)
+        taken = np.frombuffer(data, np.uint8)
+        return (nan[taken], infinite[taken]) if (nan | infinite)[taken].any() else None
+    word, sign, infinity, _ = _nan_bits({"C64": "F32", "C128": "F64"}.get(dtype, dtype))
+    bits = np.frombuffer(data, f"i{word}")
+    if bits.max(initial=0) < infinity and bits.view(f"u{word}").max(initial=0) < infinity + sign:
+        return None
+    size = bits & (sign - 1)
+    nan, infinite = size > infinity, size == infinity
+    if dtype[0] == "C":
+        nan, infinite = (mask.reshape(-1, 2).any(axis=1) for mask in (nan, infinite))
+        infinite &= ~nan
+    return nan, infinite
+
+
+@functools.cache
+def _nonfinite_bytes(dtype: str) -> tuple[Any, Any]:
+    """Return for each byte whether it is NaN, and whether it is infinite, in a dtype of one byte."""
+    import numpy as np
+
+    values = np.arange(256, dtype=np.uint8).view(numpy_dtype(dtype)).astype(np.float64)
+    return np.isnan(values), np.isinf(values)
 
 
 class _NanBits(NamedTuple):

@@ -1,15 +1,18 @@
-"""Verify a checkpoint: recompute all digests, prove that boxes cover each tensor exactly once, compare replicas."""
+"""Verify a checkpoint: recompute digests, prove that boxes cover each tensor exactly once, compare copies and values."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from statexchange.errors import ReplacedError, ReplicaError, StateExchangeError, without_secrets
+from statexchange.errors import InvalidArgumentError, ReplacedError, ReplicaError, StateExchangeError, without_secrets
 from statexchange.formats.registry import open_source
+from statexchange.formats.sealed_files import check_sealed_file, sealed_files
 from statexchange.formats.source import Source, SourceTensor
+from statexchange.report.hub_metadata import HubComparison, compare_with_hub
+from statexchange.report.value_checks import CHECKS, FileTails, TensorChecks, ValueFinding
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import RankShards, TensorPlan, plan_merge, prove_cover
 from statexchange.storage.regions import BoxDigest, blocks, to_global
@@ -26,9 +29,11 @@ class VerifyReport:
         kind: its format.
         num_tensors: number of tensors.
         num_boxes: number of boxes read.
-        num_unproven: number of boxes without a known digest, whose bytes cannot be checked.
+        num_unproven: number of boxes without a known digest, or hash of their file, whose bytes cannot be checked.
         nbytes: bytes read.
         findings: an error for each problem.
+        values: what the checks of values found.
+        hub: the comparison with the metadata of a download, whose findings are among `findings`; None without.
     """
 
     path: str
@@ -38,24 +43,35 @@ class VerifyReport:
     num_unproven: int
     nbytes: int
     findings: tuple[StateExchangeError, ...]
+    values: tuple[ValueFinding, ...] = ()
+    hub: HubComparison | None = None
 
 
-def verify(path: str | os.PathLike[str], *, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    checks: Collection[str] = (),
+    against: str | os.PathLike[str] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> VerifyReport:
     """Read and check a whole checkpoint.
 
     Not collective. Problems become findings, not exceptions.
 
     Args:
         path: a path or URL of any format that `open_checkpoint` reads.
+        checks: the checks of values to make, of `value_checks.CHECKS`.
+        against: a directory with the metadata of a download from the Hub, with which files are compared.
         on_progress: called with (bytes done, bytes in total).
 
     Returns:
         The report.
 
     Raises:
-        NotFoundError: there is no checkpoint at the path.
+        NotFoundError: there is no checkpoint at the path, or no metadata at `against`.
         ReplacedError: the checkpoint was replaced twice while it was read.
         UnsupportedError: the format is one that is only shown.
+        InvalidArgumentError: there is no such check.
 
     Example:
         >>> import numpy
@@ -65,12 +81,16 @@ def verify(path: str | os.PathLike[str], *, on_progress: Callable[[int, int], No
         >>> report.num_tensors, report.nbytes, report.findings
         (1, 32, ())
     """
+    unknown = sorted(set(checks) - set(CHECKS))
+    if unknown:
+        raise InvalidArgumentError(f"there is no check {unknown[0]!r}: there are {', '.join(CHECKS)}")
     for is_last_attempt in (False, True):
         with open_source(path, strict=False) as source:
             if source.refusal is not None and not source.problems:
                 raise source.refusal
-            check = _Check(source, on_progress)
             try:
+                hub = None if against is None else compare_with_hub(path, against, on_progress=on_progress)
+                check = _Check(source, checks, hub, on_progress)
                 check.run()
             except ReplacedError:  # read it again, once
                 if is_last_attempt:
@@ -85,6 +105,8 @@ def verify(path: str | os.PathLike[str], *, on_progress: Callable[[int, int], No
                 num_unproven=check.num_unproven,
                 nbytes=check.done,
                 findings=tuple(check.findings),
+                values=tuple(check.value_findings),
+                hub=hub,
             )
     raise AssertionError("the last attempt returns or raises")
 
@@ -92,23 +114,46 @@ def verify(path: str | os.PathLike[str], *, on_progress: Callable[[int, int], No
 class _Check:
     """One pass over a source."""
 
-    def __init__(self, source: Source, on_progress: Callable[[int, int], None] | None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        checks: Collection[str],
+        hub: HubComparison | None,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
         self._source = source
+        self._checks = frozenset(checks)
+        self._tensor_checks: dict[tuple[str, str, tuple[int, ...]], TensorChecks] = {}
         self._on_progress = on_progress
+        equal = () if hub is None else hub.equal
+        self._equal_files = {source.opened.store.path_of(name) for name in equal}  # every byte of them is known
+        self._sealed = sealed_files(source)
+        self._before = 0 if hub is None else hub.nbytes  # bytes that were hashed
         self._total = sum(byte_range.nbytes for _, tensor in source.shards() for byte_range in tensor.byte_ranges)
         self.done = 0
         self.num_boxes = 0
         self.num_unproven = 0
+        self._total += self._before + sum(sealed.digest_nbytes for sealed in self._sealed)
         self.findings: list[StateExchangeError] = [*source.problems, *source.unsupported.values()]
+        if hub is not None:
+            self.findings += hub.findings
+        self.value_findings: list[ValueFinding] = []
         self._computed: dict[tuple[int, str, int], str] = {}  # digests that are not stored: by file, tensor, box
 
     def run(self) -> None:
         """Check everything; raise ReplacedError if a file was replaced or changed meanwhile."""
         for number, shard_file in enumerate(self._source.files):
+            tails = FileTails()
             for tensor in shard_file.tensors.values():
                 for index in range(len(tensor.byte_ranges)):
-                    self._guard(self._box, number, tensor, index)
+                    self._guard(self._box, number, tensor, index, tails)
+            self.value_findings += tails.findings()
+        for tensor_checks in self._tensor_checks.values():
+            self.value_findings += tensor_checks.findings()
         self._cover()
+        for sealed in self._sealed:
+            self._guard(check_sealed_file, self._source.opened.store, sealed)
+            self._count(sealed.digest_nbytes)
         self._source.check_unchanged()
 
     def _guard(self, check: Callable[..., None], *args: Any) -> None:
@@ -120,22 +165,41 @@ class _Check:
         except StateExchangeError as error:
             self.findings.append(error)
 
-    def _box(self, number: int, tensor: SourceTensor, index: int) -> None:
-        """Read a box and compare its digests, or those of its parts."""
+    def _box(self, number: int, tensor: SourceTensor, index: int, tails: FileTails) -> None:
+        """Read a box, compare its digests, or those of its parts, and look at its values."""
         stored, box, shard = tensor.byte_ranges[index], tensor.shard.boxes[index], tensor.shard
         self.num_boxes += len(stored.parts) or 1
         digest = BoxDigest(stored, box, shard.dtype, always=not stored.parts)
+        checks = self._checks_of(number, tensor, index)
         for window, data in blocks(stored, box.shape, shard.dtype):
-            digest.update(to_global(window, box), data)
+            placed = to_global(window, box)
+            digest.update(placed, data)
+            if checks is not None:
+                checks.add(placed, data)
             self._count(len(data))
+        if checks is not None:
+            tails.add(checks, checks.end())
         if stored.parts:
             prove_cover(shard.name, shard.global_shape, {part: [0] for part, _ in stored.parts})
         elif stored.digest is None:
-            self.num_unproven += 1
+            self.num_unproven += stored.path not in self._equal_files
             self._computed[number, shard.name, index] = digest.hexdigest()
         rank = self._source.files[number].rank if self._source.kind in ("save", "workspace") else None
         for problem in digest.problems(shard.name, rank):
             self.findings.append(problem)
+
+    def _checks_of(self, number: int, tensor: SourceTensor, index: int) -> TensorChecks | None:
+        """Return the checks of a box's values, begun; None if there is nothing to look for."""
+        if not self._checks:
+            return None
+        shard = tensor.shard
+        key = shard.name, shard.dtype, shard.global_shape  # that files agree on them is another check
+        checks = self._tensor_checks.get(key)
+        if checks is None:
+            checks = self._tensor_checks[key] = TensorChecks(*key, self._checks)
+        rank = self._source.files[number].rank if self._source.has_ranks else None
+        begun = checks.begin(tensor.byte_ranges[index], shard.boxes[index], rank)
+        return checks if begun else None
 
     def _cover(self) -> None:
         """Prove the cover of each tensor separately, so that every problem is found, and compare replicas."""
@@ -173,4 +237,4 @@ class _Check:
     def _count(self, nbytes: int) -> None:
         self.done += nbytes
         if self._on_progress is not None:
-            self._on_progress(self.done, self._total)
+            self._on_progress(self._before + self.done, self._total)
