@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, NotFoundError, UnsafeError
 from statexchange.formats.huggingface import MANIFEST
+from statexchange.formats.sealed_files import KEY as SEALED
 from statexchange.storage.json_text import MAX_MANIFEST_BYTES, is_readable, read_json
 
 if TYPE_CHECKING:
+    from statexchange.formats.sealed_files import SealedFile
     from statexchange.sharding.plan import FilePlan, Plan, TensorPlan
+    from statexchange.sharding.shards import Shard
     from statexchange.storage.store import Store
 
-__all__ = ["BoxProvenance", "index_name", "index_text", "listed_files", "manifest_text", "single_file_name"]
+__all__ = ["BoxProvenance", "index_name", "index_text", "listed_files", "manifest_text", "sealed_manifest_text", "single_file_name"]
 
 _SCHEMA = 1
 
@@ -68,6 +71,47 @@ def manifest_text(
         "aliases": dict(plan.aliases),
         "tensors": tensors,
     }
+    return _encoded(record)
+
+
+def sealed_manifest_text(
+    tensors: Mapping[str, tuple[str, Shard, str]], sealed: Sequence[SealedFile], aliases: Mapping[str, str]
+) -> bytes:
+    """Return the manifest of a directory that is sealed as it is.
+
+    It lists no files, because the directory is not statexchange's own: no publisher may replace it.
+
+    Args:
+        tensors: by name the file of each tensor, its shard, which is the whole tensor, and its digest.
+        sealed: the files of the directory.
+        aliases: names of tied tensors that are in no file, with the names under which they are.
+
+    Raises:
+        UnsafeError: the manifest would be larger than readers accept.
+    """
+    records = {}
+    for name, (file, shard, digest) in tensors.items():
+        records[name] = {
+            "file": file,
+            "dtype": shard.dtype,
+            "shape": list(shard.global_shape),
+            "source": name,
+            "boxes": [[*shard.boxes[0].to_json(), digest, 0]],
+        }
+    record = {
+        "schema": _SCHEMA,
+        "source": "huggingface",
+        "digest": "xxh3-128",
+        "files": [],
+        "aliases": dict(aliases),
+        "tensors": records,
+        SEALED: {one.name: one.to_json() for one in sealed},
+    }
+    return _encoded(record)
+
+
+def _encoded(record: Mapping[str, Any]) -> bytes:
+    """Return a manifest as JSON; raise UnsafeError if readers would refuse it."""
     text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
     data = text.encode()
     if len(data) > MAX_MANIFEST_BYTES or not is_readable(text):

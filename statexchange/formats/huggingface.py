@@ -16,6 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, StateExchangeError, excerpt
+from statexchange.formats.sealed_files import KEY as SEALED
+from statexchange.formats.sealed_files import parse_sealed
 from statexchange.formats.source import (
     ShardFile,
     Source,
@@ -42,7 +44,7 @@ from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_hea
 from statexchange.storage.workspace import is_rank_file
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["INDEX_SUFFIX", "MANIFEST", "check_numbers", "matches", "names_by_file", "read", "read_index"]
+__all__ = ["INDEX_SUFFIX", "MANIFEST", "check_file_names", "check_numbers", "matches", "names_by_file", "read", "read_index"]
 
 MANIFEST = "statexchange.json"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -74,15 +76,15 @@ def _has_header(opened: OpenedPath) -> bool:
     return True
 
 
-def read(opened: OpenedPath, *, strict: bool = True) -> Source:
-    """Return the source at a path."""
+def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True) -> Source:
+    """Return the source at a path; as if it had no manifest unless `uses_manifest`."""
     store = opened.store
     problems: list[StateExchangeError] = []
     manifest: dict[str, Any] | None = None
     weight_map: dict[str, str] = {}
     if opened.file is None:
         try:
-            manifest = _manifest(store)
+            manifest = _manifest(store) if uses_manifest else None
             problems += _unfinished(store, manifest)
             weight_map = _weight_map(store, manifest)
         except StateExchangeError as error:
@@ -297,6 +299,7 @@ def _manifest(store: Store) -> dict[str, Any] | None:
             raise TypeError("its aliases do not map names to names")
         for record in manifest["tensors"].values():
             _check_record(record)
+        parse_sealed(manifest.get(SEALED, {}))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptError(f"broken manifest: {excerpt(error, 200)}", path=path) from None
     return manifest
@@ -329,12 +332,13 @@ def _weight_map(store: Store, manifest: Mapping[str, Any] | None) -> dict[str, s
             raise CorruptError(
                 "index and manifest disagree: remove the index or publish again", path=store.path_of(indexes[0])
             )
-        _check_names(published, _SUFFIX, store.path)
+        check_file_names(published, store.path)
         return published
     return indexed
 
 
-def _check_names(weight_map: Mapping[str, str], suffix: str, path: str) -> None:
+def check_file_names(weight_map: Mapping[str, str], path: str, suffix: str = _SUFFIX) -> None:
+    """Raise CorruptError unless the values of a weight map are plain names of files."""
     for file in weight_map.values():
         if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file) or not file.endswith(suffix):
             raise CorruptError(f"a tensor is listed in {excerpt(file)}, which is not a plain file name", path=path)
@@ -351,7 +355,7 @@ def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict):
         raise CorruptError("the index has no weight_map", path=path)
-    _check_names(weight_map, suffix, path)
+    check_file_names(weight_map, path, suffix)
     return weight_map
 
 

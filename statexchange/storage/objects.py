@@ -107,6 +107,12 @@ class Objects:
         with conditional("put", f"{self.url}/{name}"):
             self._system.pipe_file(f"{self._base}/{name}", data, mode="create")
 
+    def replace(self, name: str, data: bytes) -> None:
+        """Put a small object, whether the name exists or not."""
+        audit("put", self.path_of(name))
+        with storage_errors("put", f"{self.url}/{name}"):
+            self._system.pipe_file(f"{self._base}/{name}", data, mode="overwrite")
+
     def open_new(self, name: str, nbytes: int) -> Any:
         """Begin to upload an object of `nbytes` bytes; closing it raises TargetExistsError if the name exists then."""
         audit("create", self.path_of(name))

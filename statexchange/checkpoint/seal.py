@@ -1,0 +1,253 @@
+"""Seal a checkpoint that exists: add a manifest with digests beside its files, which stay as they are.
+
+The manifest is that of a published checkpoint (index.py), with one box for each tensor, and under ``sealed`` the size
+and digest of every file in the directory. It lists no files as statexchange's own, so that no publisher may replace the
+directory. It is written last, when all bytes have been read and nothing has changed meanwhile, and appears as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from statexchange.checkpoint.index import sealed_manifest_text
+from statexchange.errors import (
+    CorruptError,
+    InvalidArgumentError,
+    NotFoundError,
+    ReplacedError,
+    StateExchangeError,
+    TargetExistsError,
+    UnsupportedError,
+    without_secrets,
+)
+from statexchange.formats import huggingface
+from statexchange.formats.huggingface import MANIFEST
+from statexchange.formats.registry import holds_saves, open_source
+from statexchange.formats.sealed_files import SealedFile, seal_file
+from statexchange.sharding.shards import full_box
+from statexchange.storage.added_file import AddedFile
+from statexchange.storage.atomic import is_temporary
+from statexchange.storage.opened_path import OpenedPath, open_path
+from statexchange.storage.store import is_url, resolve_path
+
+if TYPE_CHECKING:
+    from statexchange.formats.source import Source, SourceTensor
+    from statexchange.sharding.shards import Shard
+
+__all__ = ["SealReport", "seal_checkpoint"]
+
+_HAVE_DIGESTS = ("save", "workspace")
+
+
+@dataclass(frozen=True, slots=True)
+class SealReport:
+    """The result of `seal_checkpoint`.
+
+    Attributes:
+        path: the directory.
+        manifest: path of the manifest.
+        dry_run: whether nothing was written.
+        num_tensors: number of tensors.
+        num_files: number of files that are sealed.
+        nbytes: bytes of these files.
+    """
+
+    path: str
+    manifest: str
+    dry_run: bool
+    num_tensors: int
+    num_files: int
+    nbytes: int
+
+
+def seal_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> SealReport:
+    """Add a manifest with the digests of all tensors and files to a checkpoint that exists.
+
+    Not collective. No file that exists is changed. From then on `statexchange verify`, and whoever reads a tensor, finds
+    bytes that differ. A directory that is sealed is never replaced by an export or a merge.
+
+    Args:
+        path: a Hugging Face directory of safetensors files, or a safetensors file that is the only one in its directory.
+        overwrite: replace a manifest that exists.
+        dry_run: read the headers, check everything that can be checked by them, and write nothing.
+        on_progress: called with (bytes done, bytes in total).
+
+    Returns:
+        The report.
+
+    Raises:
+        NotFoundError: there is no checkpoint at the path.
+        TargetExistsError: the directory has a manifest (unless `overwrite`).
+        UnsupportedError: another format, tensors that are cut into parts, or a URL that cannot be written.
+        CorruptError, IncompleteError: the checkpoint is broken.
+        ReplacedError: a file changed while it was read.
+        StorageError: the operating system refused a read or write.
+
+    Example:
+        >>> import numpy
+        >>> from safetensors.numpy import save_file
+        >>> save_file({"w": numpy.arange(4)}, "model.safetensors")
+        >>> report = seal_checkpoint("model.safetensors")
+        >>> report.num_tensors, report.num_files
+        (1, 1)
+    """
+    folder = _directory_of(resolve_path(path, "a checkpoint"))
+    with open_path(folder) as opened:
+        if MANIFEST in opened.store.listing and not overwrite:
+            text = f"it has a {MANIFEST}: it is published or sealed already; overwrite=True, or --overwrite, replaces it"
+            raise TargetExistsError(text, path=opened.store.path)
+        sealing = _Sealing(opened, on_progress)
+        target = AddedFile(opened.store, folder, MANIFEST)
+        if not dry_run:
+            manifest = sealing.manifest()
+            _check_unchanged(folder, opened)
+            target.publish(manifest, overwrite=overwrite)
+        return SealReport(
+            path=without_secrets(folder),
+            manifest=opened.store.path_of(MANIFEST),
+            dry_run=dry_run,
+            num_tensors=len(sealing.tensors),
+            num_files=len(sealing.names),
+            nbytes=sealing.total,
+        )
+
+
+def _directory_of(path: str) -> str:
+    """Return the directory to seal; raise unless the checkpoint at a path is one that can be sealed."""
+    if holds_saves(path):
+        raise UnsupportedError("saves have digests of their own: statexchange verify checks them", path=path)
+    with open_source(path, strict=False) as source:
+        if source.kind != "huggingface":
+            if source.kind in _HAVE_DIGESTS:
+                text = f"a {source.kind} has digests of its own: statexchange verify checks them"
+            else:
+                text = (
+                    f"only safetensors files can be sealed, and this is {source.kind}: "
+                    "statexchange merge writes a checkpoint with digests"
+                )
+            raise UnsupportedError(text, path=source.path)
+        file = source.opened.file
+        if file is None:
+            return path.rstrip("/") if is_url(path) else path
+        others = [name for name in source.opened.store.files if name.endswith(".safetensors") and name != file]
+        if others:
+            text = f"its directory has other safetensors files, such as {others[0]!r}: seal the directory"
+            raise InvalidArgumentError(text, path=source.opened.store.path_of(file))
+    return path.rpartition("/")[0] if is_url(path) else os.path.dirname(path)
+
+
+class _Sealing:
+    """Reads one directory. The constructor reads headers only, and raises what is broken or cannot be sealed.
+
+    Attributes:
+        tensors: the file of each tensor by name, and the tensor.
+        names: the files that are sealed.
+        total: bytes of these files.
+    """
+
+    def __init__(self, opened: OpenedPath, on_progress: Callable[[int, int], None] | None) -> None:
+        self._opened = opened
+        self._on_progress = on_progress
+        self._done = 0
+        source = huggingface.read(opened, uses_manifest=False)
+        for error in source.unsupported.values():
+            raise error
+        self.tensors = _whole_tensors(source)
+        self._aliases = _aliases_of(opened, self.tensors)
+        self._header_nbytes: dict[str, int] = {}
+        for file, tensor in self.tensors.values():
+            begin = tensor.byte_ranges[0].begin
+            self._header_nbytes[file] = min(begin, self._header_nbytes.get(file, begin))
+        self._shard_files = source.files
+        names = [name for name in opened.store.files if name != MANIFEST and not is_temporary(name)]
+        self._files = {name: opened.store.open(name) for name in names}
+        self.names = tuple(names)
+        self.total = sum(file.size for file in self._files.values())
+
+    def manifest(self) -> bytes:
+        """Read all bytes and return the manifest."""
+        tensors: dict[str, tuple[str, Shard, str]] = {}
+        for name, (file, tensor) in self.tensors.items():
+            tensors[name] = (file, tensor.shard, self._digest(tensor))
+        sealed: list[SealedFile] = []
+        for name, opened_file in self._files.items():
+            nbytes = self._header_nbytes.get(name, opened_file.size)
+            sealed.append(seal_file(opened_file, name, nbytes, self._count))
+        for opened_file in [*self._files.values(), *(shard_file.file for shard_file in self._shard_files)]:
+            opened_file.check_unchanged()
+        return sealed_manifest_text(tensors, sealed, self._aliases)
+
+    def _digest(self, tensor: SourceTensor) -> str:
+        from statexchange.storage import regions  # imports numpy, which reading headers does not need
+
+        stored, shard = tensor.byte_ranges[0], tensor.shard
+        digest = regions.BoxDigest(stored, shard.boxes[0], shard.dtype, always=True)
+        for window, data in regions.blocks(stored, shard.global_shape, shard.dtype):
+            digest.update(window, data)
+            self._count(len(data))
+        return digest.hexdigest()
+
+    def _count(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._on_progress is not None:
+            self._on_progress(self._done, self.total)
+
+
+def _whole_tensors(source: Source) -> dict[str, tuple[str, SourceTensor]]:
+    """Return each tensor with the name of its file; raise unless each is whole, in one file, and in the index."""
+    tensors: dict[str, tuple[str, SourceTensor]] = {}
+    for shard_file, tensor in source.shards():
+        shard, file = tensor.shard, shard_file.path.rpartition("/")[2]
+        if shard.boxes != (full_box(shard.global_shape),):
+            text = "its files have parts of tensors, of which a manifest has no digests: statexchange merge puts them together"
+            raise UnsupportedError(text, name=shard.name, path=shard_file.path)
+        if shard.name in tensors:
+            text = f"{tensors[shard.name][0]} has a tensor of this name, too: a manifest lists each name once"
+            raise UnsupportedError(text, name=shard.name, path=shard_file.path)
+        tensors[shard.name] = (file, tensor)
+    store = source.opened.store
+    indexed: dict[str, str] = {}
+    for name in store.files:
+        if name.endswith(huggingface.INDEX_SUFFIX):
+            indexed |= huggingface.read_index(store, name)
+    for name, (file, _) in tensors.items():
+        if indexed and name not in indexed:
+            text = "the index does not list this tensor, which its file has: write the index again"
+            raise CorruptError(text, name=name, path=store.path_of(file))
+    huggingface.check_file_names({name: file for name, (file, _) in tensors.items()}, store.path)
+    return tensors
+
+
+def _aliases_of(opened: OpenedPath, tensors: Mapping[str, object]) -> dict[str, str]:
+    """Return the names of tied tensors that a manifest lists which is replaced."""
+    if MANIFEST not in opened.store.listing:
+        return {}
+    try:
+        manifest = huggingface.read(opened, strict=False).manifest
+    except StateExchangeError:
+        return {}
+    aliases = manifest.get("aliases", {}) if manifest is not None else {}
+    return {alias: name for alias, name in aliases.items() if name in tensors and alias not in tensors}
+
+
+def _check_unchanged(folder: str, opened: OpenedPath) -> None:
+    """Raise ReplacedError if files were added to the directory, or removed from it, since it was opened."""
+    try:
+        with open_path(folder) as again:
+            before, after = ({name for name in one.store.files if not is_temporary(name)} for one in (opened, again))
+    except NotFoundError:
+        raise ReplacedError("removed while it was read", path=folder) from None
+    if before != after:
+        name = min(before ^ after)
+        what = "added" if name in after else "removed"
+        text = f"{name!r} was {what} while it was read: seal it when nothing writes there"
+        raise ReplacedError(text, path=opened.store.path)

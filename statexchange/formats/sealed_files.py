@@ -1,0 +1,104 @@
+"""The files that a manifest seals: sizes and digests of all files of a directory, as `seal_checkpoint` found them.
+
+The manifest of a sealed directory has them under ``sealed``: by name ``[bytes, bytes that are digested, digest]``. Of a
+file whose tensors have digests of their own only the header is digested here, so that no byte is read twice; of any
+other file, all bytes are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from statexchange.errors import CorruptError, IncompleteError, NotFoundError, excerpt
+from statexchange.storage.files import WINDOW_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from statexchange.formats.source import Source
+    from statexchange.storage.store import Store, StoredFile
+
+__all__ = ["KEY", "SealedFile", "check_sealed_file", "parse_sealed", "seal_file", "sealed_files"]
+
+KEY = "sealed"
+
+
+@dataclass(frozen=True, slots=True)
+class SealedFile:
+    """A file as it was when its directory was sealed.
+
+    Attributes:
+        name: its name in the directory.
+        nbytes: its size.
+        digest_nbytes: the number of its first bytes that are digested.
+        digest: their digest.
+    """
+
+    name: str
+    nbytes: int
+    digest_nbytes: int
+    digest: str
+
+    def to_json(self) -> list[int | str]:
+        """Return the value of the manifest that `parse_sealed` reads."""
+        return [self.nbytes, self.digest_nbytes, self.digest]
+
+
+def parse_sealed(raw: Any) -> list[SealedFile]:
+    """Return the sealed files of a manifest; raise ValueError or TypeError for anything but what `to_json` wrote."""
+    if not isinstance(raw, dict):
+        raise TypeError(f"its {KEY} files are not an object")
+    found = []
+    for name, record in raw.items():
+        nbytes, digest_nbytes, digest = record if isinstance(record, list) and len(record) == 3 else (None,) * 3
+        if type(nbytes) is not int or type(digest_nbytes) is not int or not isinstance(digest, str):
+            raise ValueError(f"not a sealed file: {excerpt(record)}")
+        if not 0 <= digest_nbytes <= nbytes:
+            raise ValueError(f"not a sealed file: {excerpt(record)}")
+        found.append(SealedFile(name, nbytes, digest_nbytes, digest))
+    return found
+
+
+def sealed_files(source: Source) -> list[SealedFile]:
+    """Return the files that the manifest of a source seals; [] without any."""
+    return parse_sealed(source.manifest.get(KEY, {})) if source.manifest is not None else []
+
+
+def seal_file(
+    file: StoredFile, name: str, digest_nbytes: int, progress: Callable[[int], None] | None = None
+) -> SealedFile:
+    """Return the record of a file. `progress` is called with the number of bytes of each window that was read."""
+    import xxhash  # reading headers does not need it
+
+    hasher = xxhash.xxh3_128()
+    memory = memoryview(bytearray(min(WINDOW_BYTES, digest_nbytes)))
+    for begin in range(0, digest_nbytes, WINDOW_BYTES):
+        window = memory[: min(WINDOW_BYTES, digest_nbytes - begin)]
+        file.read_into(window, begin)
+        hasher.update(window)
+        if progress is not None:
+            progress(len(window))
+    return SealedFile(name, file.size, digest_nbytes, hasher.hexdigest())
+
+
+def check_sealed_file(store: Store, sealed: SealedFile) -> None:
+    """Compare a file with its record.
+
+    Raises:
+        IncompleteError: it is missing.
+        CorruptError: it is another one, or was changed.
+    """
+    try:
+        file = store.open(sealed.name)
+    except NotFoundError:
+        raise IncompleteError("a file of this sealed checkpoint is missing", path=store.path_of(sealed.name)) from None
+    if file.size != sealed.nbytes:
+        text = "the file's size is not the one that was sealed: it was replaced, cut or appended to"
+        raise CorruptError(text, path=file.path, expected=sealed.nbytes, found=file.size)
+    found = seal_file(file, sealed.name, sealed.digest_nbytes)
+    if found.digest != sealed.digest:
+        file.check_unchanged()
+        what = "file" if sealed.digest_nbytes == sealed.nbytes else "header"
+        text = f"bytes of the {what} differ from those that were sealed"
+        raise CorruptError(text, path=file.path, expected=sealed.digest, found=found.digest)

@@ -1,0 +1,201 @@
+"""Compare files with the hashes that huggingface_hub keeps of what it downloaded into a local directory.
+
+`hf download REPO --local-dir DIR` writes ``DIR/.cache/huggingface/download/NAME.metadata`` for each file NAME: three
+lines, the commit, the ETag and the time. The ETag is the file's SHA-256 if the Hub has it in LFS, else git's SHA-1 of
+it as a blob. Its own reader trusts it as long as the file is not newer; here the bytes are hashed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    NotFoundError,
+    StateExchangeError,
+    excerpt,
+)
+from statexchange.storage.files import WINDOW_BYTES
+from statexchange.storage.opened_path import open_path
+from statexchange.storage.store import resolve_path
+
+if TYPE_CHECKING:
+    from statexchange.storage.store import Store, StoredFile
+
+__all__ = ["HubComparison", "compare_with_hub"]
+
+_FOLDERS = (".cache", "huggingface", "download")
+_SUFFIX = ".metadata"
+_MAX_DEPTH = 20
+_MAX_BYTES = 4096  # of one metadata file
+_ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubComparison:
+    """The files at a path, compared with the metadata of a download.
+
+    Attributes:
+        equal: names of the files whose bytes have the hash that the Hub gave.
+        findings: an error for each file that differs or is missing, and for metadata that cannot be read.
+        not_covered: names of the files of which the metadata has no hash.
+        commits: the commits from which the files were downloaded, sorted.
+        nbytes: bytes that were hashed.
+    """
+
+    equal: tuple[str, ...]
+    findings: tuple[StateExchangeError, ...]
+    not_covered: tuple[str, ...]
+    commits: tuple[str, ...]
+    nbytes: int
+
+
+def compare_with_hub(
+    path: str | os.PathLike[str],
+    metadata: str | os.PathLike[str],
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> HubComparison:
+    """Compare the hash of each file at a path with the metadata of a download.
+
+    Not collective. Links to directories are not followed.
+
+    Args:
+        path: a directory, or one file of it.
+        metadata: the directory into which the files were downloaded, or its ``.cache/huggingface/download``.
+        on_progress: called with (bytes done, bytes in total).
+
+    Returns:
+        The comparison.
+
+    Raises:
+        NotFoundError: one of the two does not exist, or there is no such metadata.
+        InvalidArgumentError: the metadata is a file.
+        ReplacedError: a file changed while it was read.
+    """
+    path, metadata = resolve_path(path, "a source"), resolve_path(metadata, "the metadata")
+    with open_path(metadata) as opened_metadata, open_path(path) as opened:
+        if opened_metadata.file is not None:
+            raise InvalidArgumentError("a directory with the metadata of a download is expected", path=metadata)
+        records = {
+            name.removesuffix(_SUFFIX): file
+            for name, file in _files_below(_metadata_store(opened_metadata.store))
+            if name.endswith(_SUFFIX) and name != _SUFFIX  # .metadata is a file of torch DCP
+        }
+        if not records:
+            text = f"no metadata of a download: there is no {'/'.join(_FOLDERS)}/NAME{_SUFFIX}"
+            raise NotFoundError(text, path=metadata)
+        if opened.file is not None:
+            found = {opened.file: _Lazy(opened.store, opened.file)}
+            records = {name: file for name, file in records.items() if name == opened.file}
+        else:
+            found = dict(_files_below(opened.store))
+        return _compare(opened.store, found, records, on_progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lazy:
+    """A file that is opened when it is needed: a directory may have more files than descriptors."""
+
+    store: Store
+    name: str
+
+    def open(self) -> StoredFile:
+        return self.store.open(self.name)
+
+
+def _metadata_store(store: Store) -> Store:
+    """Return the directory with the metadata: the one inside of a download, or the given one itself."""
+    below = store
+    for folder in _FOLDERS:
+        if folder not in below.directories:
+            return store
+        below = below.below(folder)
+    return below
+
+
+def _files_below(store: Store, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, _Lazy]]:
+    """Yield each file by its path in the directory, without those of huggingface_hub's own folder."""
+    for name in store.files:
+        yield prefix + name, _Lazy(store, name)
+    if depth == _MAX_DEPTH:
+        return
+    for name in store.directories:
+        if not prefix and name == _FOLDERS[0]:
+            continue
+        yield from _files_below(store.below(name), f"{prefix}{name}/", depth + 1)
+
+
+def _compare(
+    store: Store,
+    found: dict[str, _Lazy],
+    records: dict[str, _Lazy],
+    on_progress: Callable[[int, int], None] | None,
+) -> HubComparison:
+    findings: list[StateExchangeError] = []
+    expected: dict[str, str] = {}
+    commits: set[str] = set()
+    for name, record in records.items():
+        try:
+            commit, etag = _read_record(record.open())
+        except StateExchangeError as error:
+            findings.append(error)
+            continue
+        commits.add(commit)
+        if name not in found:
+            text = "the metadata lists this file, and it is missing"
+            findings.append(IncompleteError(text, path=store.path_of(name)))
+        elif _ETAG.fullmatch(etag):
+            expected[name] = etag
+    equal: list[str] = []
+    total, done = 0, 0
+    files: dict[str, StoredFile] = {}
+    for name in expected:
+        try:
+            files[name] = found[name].open()
+            total += files[name].size
+        except StateExchangeError as error:
+            findings.append(error)
+    for name, file in files.items():
+        etag = expected[name]
+        hasher = hashlib.sha256() if len(etag) == 64 else hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+        memory = memoryview(bytearray(min(WINDOW_BYTES, file.size)))
+        for begin in range(0, file.size, WINDOW_BYTES):
+            window = memory[: min(WINDOW_BYTES, file.size - begin)]
+            file.read_into(window, begin)
+            hasher.update(window)
+            done += len(window)
+            if on_progress is not None:
+                on_progress(done, total)
+        file.check_unchanged()
+        if hasher.hexdigest() == etag:
+            equal.append(name)
+        else:
+            kind = "SHA-256" if len(etag) == 64 else "SHA-1 as a git blob"
+            text = f"the {kind} differs from that of the download"
+            findings.append(CorruptError(text, path=file.path, expected=etag, found=hasher.hexdigest()))
+    not_covered = sorted(found.keys() - expected.keys())
+    return HubComparison(tuple(sorted(equal)), tuple(findings), tuple(not_covered), tuple(sorted(commits)), done)
+
+
+def _read_record(file: StoredFile) -> tuple[str, str]:
+    """Return the commit and the ETag of a metadata file; raise CorruptError for anything else."""
+    try:
+        lines = file.read_all(_MAX_BYTES).decode("utf-8").splitlines()
+        commit, etag = lines[0].strip(), lines[1].strip()
+        float(lines[2])
+    except (IndexError, ValueError) as error:
+        if isinstance(error, StateExchangeError):
+            raise
+        text = f"broken metadata of a download: {excerpt(error, 100)}"
+        raise CorruptError(text, path=file.path) from None
+    if not re.fullmatch(r"[0-9a-f]{40}", commit) or not etag:
+        raise CorruptError("broken metadata of a download: no commit and ETag", path=file.path)
+    return commit, etag

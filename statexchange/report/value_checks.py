@@ -1,0 +1,442 @@
+"""Check the values of a checkpoint's tensors while their bytes go by: NaN, infinities, zeros and constants.
+
+A lost write leaves zeros. A client of NFS sends the pages of a file in any order, and a file system may give a file its
+size before its bytes. So what a crash or a full server has swallowed is a run of zero bytes that begins, and ends, at a
+page of the *file*: up to the end of the file or of a tensor (``zero-tail``), or between two pages that did arrive
+(``zero-pages``). Values that are zero for another reason hardly ever begin and end so.
+
+Zeros and constants are usual in some tensors. The constants below say which, and docs/how-to/inspecting.md tells users.
+A person who reads a finding should have a reason to look.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from statexchange.errors import excerpt, without_secrets
+from statexchange.sharding.shards import Box, c_strides, full_box
+from statexchange.tensors import ITEMSIZE, PACKED, array_over, element_shape, nonfinite
+
+if TYPE_CHECKING:
+    from statexchange.storage.byte_range import ByteRange
+
+__all__ = ["CHECKS", "Check", "FileTails", "TensorChecks", "ValueFinding"]
+
+Check = Literal["nan", "inf", "all-zero", "zero-tail", "zero-pages", "all-equal"]
+CHECKS: tuple[Check, ...] = get_args(Check)
+
+_PAGE_BYTES = 4096  # the least that is lost at once: a page of the client's cache
+_MIN_ELEMENTS = 16  # fewer that are all equal say nothing
+_MAX_NAME = 300  # characters of a name in a message
+_LOOK_BYTES = 512  # most windows show in their first bytes that they are neither zero nor constant
+
+# By the last part of a name.
+_MASK = re.compile("mask", re.IGNORECASE)  # only looked at for NaN
+_MAY_BE_ZERO = re.compile("bias|beta|mean|shift|offset|zero", re.IGNORECASE)  # if it has one dim
+_MAY_BE_EQUAL = re.compile("scale|zero|var|step", re.IGNORECASE)
+# Whole rows of these may be zero: the vocabulary is padded, and rows that were never used have no moments.
+_VOCABULARY = re.compile(r"embed|vocab|lm_head|(^|\.)(wte|wpe|output)\.|(^|\.)tok_", re.IGNORECASE)
+_OPTIMIZER = re.compile(
+    r"(^|[._/])(optim(izer)?s?|exp_avg(_sq)?|max_exp_avg_sq|exp_inf|momentum(_buffer)?|square_avg|grad_avg|acc_delta|"
+    r"exp_avg_(row|col)|sum)($|[./])"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueFinding:
+    """What one check found in one tensor.
+
+    Attributes:
+        check: the check.
+        name: the tensor.
+        path: the file with the first of these elements.
+        rank: the rank that wrote the file; None if the format has no ranks.
+        message: what was found.
+        region: the block of the tensor in which it was found.
+        first: index of the first of these elements.
+        count: number of these elements.
+    """
+
+    check: Check
+    name: str
+    path: str
+    rank: int | None
+    message: str
+    region: Box
+    first: tuple[int, ...]
+    count: int
+
+    def __str__(self) -> str:
+        where = [f"tensor {excerpt(self.name, _MAX_NAME)}"]
+        if self.rank is not None:
+            where.append(f"rank {self.rank}")
+        return f"{self.check}: {self.message} [{', '.join([*where, without_secrets(self.path)])}]"
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredBox:
+    """A box as it lies in a file, with its rank; and the runs of zero bytes in it, by offsets in the file."""
+
+    stored: ByteRange
+    box: Box
+    rank: int | None
+    runs: tuple[tuple[int, int], ...] = ()
+    tail: int = 0  # zero bytes at its end
+
+    @property
+    def end(self) -> int:
+        return self.stored.begin + self.stored.nbytes
+
+    @property
+    def is_zero(self) -> bool:
+        return self.tail == self.stored.nbytes
+
+
+@dataclass(slots=True)
+class _Special:
+    """Elements that are NaN, or infinite: their number, and the first in C order with the box that has it."""
+
+    count: int = 0
+    first: tuple[int, ...] | None = None
+    where: _StoredBox | None = None
+
+    def add(self, mask: Any, window: Box, where: _StoredBox) -> None:
+        import numpy as np
+
+        found = np.flatnonzero(mask)
+        if not len(found):
+            return
+        self.count += len(found)
+        first = _index(int(found[0]), window)
+        if self.first is None or first < self.first:
+            self.first, self.where = first, where
+
+
+@dataclass(slots=True)
+class _ZeroRuns:
+    """Finds the runs of at least a page of zero bytes in a box, whose bytes come in the order of the file."""
+
+    at: int  # offset in the file of the next byte
+    runs: list[tuple[int, int]] = field(default_factory=list)  # those that end before the end of the box
+    tail: int = 0  # zero bytes up to the last one seen
+
+    def add(self, data: memoryview) -> None:
+        import numpy as np
+
+        array = np.frombuffer(data, np.uint8)
+        begin, end = self.at, self.at + len(array)
+        self.at = end
+        lead = _num_leading_zeros(array)
+        if lead == len(array):
+            self.tail += lead
+            return
+        if self.tail + lead >= _PAGE_BYTES:
+            self.runs.append((begin - self.tail, begin + lead))
+        self.tail = _num_leading_zeros(array[::-1])
+        skipped = -begin % _PAGE_BYTES
+        pages = array[skipped : skipped + (len(array) - skipped) // _PAGE_BYTES * _PAGE_BYTES].reshape(-1, _PAGE_BYTES)
+        candidates = np.flatnonzero(~pages[:, :8].any(axis=1))
+        zero = [int(page) for page in candidates if not pages[page].any()]
+        last_end = lead
+        for page in zero:
+            first = skipped + page * _PAGE_BYTES
+            if first < last_end:  # in a run that is known
+                continue
+            run_begin = first - _num_leading_zeros(array[:first][::-1])
+            run_end = first + _num_leading_zeros(array[first:])
+            last_end = run_end
+            if run_end < len(array):
+                self.runs.append((begin + run_begin, begin + run_end))
+
+
+def _num_leading_zeros(array: Any) -> int:
+    """Return the number of zeros at the start of a uint8 array; cheap if there are few."""
+    import numpy as np
+
+    size = _LOOK_BYTES
+    begin = 0
+    while begin < len(array):
+        found = np.flatnonzero(array[begin : begin + size])
+        if len(found):
+            return begin + int(found[0])
+        begin += size
+        size = min(2 * size, 1 << 20)
+    return len(array)
+
+
+class TensorChecks:
+    """Checks one tensor, box by box, in any order of the boxes. Not thread-safe.
+
+    For each box call `begin`, `add` with all its windows in C order, then `end`; `findings` after the last box. Copies
+    of one box are looked at once: that they are equal is another check.
+    """
+
+    def __init__(self, name: str, dtype: str, shape: tuple[int, ...], checks: Collection[str]) -> None:
+        self._name, self._dtype, self._shape = name, dtype, shape
+        self._last_name = name.rpartition(".")[2]
+        self._checks = set(checks) & _applicable(dtype, self._last_name)
+        self._nan, self._inf = _Special(), _Special()
+        self._boxes: dict[Box, _StoredBox] = {}
+        self._value: bytes | None = None  # of the first element
+        self._is_equal = True
+        self._is_zero = True
+        self._runs: _ZeroRuns | None = None
+        self._current: _StoredBox | None = None
+
+    def looks_for(self, check: Check) -> bool:
+        """Whether this check is made."""
+        return check in self._checks
+
+    def begin(self, stored: ByteRange, box: Box, rank: int | None) -> bool:
+        """Begin with a box; return False if it need not be read for these checks."""
+        if not self._checks or box in self._boxes or not box.numel:
+            return False
+        self._current = _StoredBox(stored, box, rank)
+        # The bytes of a strided box do not come in the order of the file.
+        looks_for_runs = stored.strides is None and self._checks & {"zero-tail", "zero-pages"}
+        self._runs = _ZeroRuns(stored.begin) if looks_for_runs else None
+        return True
+
+    def add(self, window: Box, data: memoryview) -> None:
+        """Look at the bytes of the box's next window, which is in the tensor's coordinates."""
+        assert self._current is not None
+        if self._checks & {"nan", "inf"}:
+            masks = nonfinite(data, self._dtype)
+            if masks is not None:
+                self._nan.add(masks[0], window, self._current)
+                self._inf.add(masks[1], window, self._current)
+        if self._runs is not None:
+            self._runs.add(data)
+        if self._is_equal or self._is_zero:
+            self._compare(data)
+
+    def _compare(self, data: memoryview) -> None:
+        """Look whether all elements up to here are zero, or all equal."""
+        import numpy as np
+
+        itemsize = ITEMSIZE[self._dtype]
+        if self._value is None:
+            self._value = bytes(data[:itemsize])
+        for nbytes in (_LOOK_BYTES // itemsize * itemsize, len(data)):
+            array = np.frombuffer(data[:nbytes], np.uint8)
+            if self._is_equal:
+                is_first = bytes(array[:itemsize]) == self._value
+                self._is_equal = is_first and np.array_equal(array[itemsize:], array[:-itemsize])
+            if self._is_zero:
+                self._is_zero = _is_zero(data[:nbytes], self._dtype)
+
+    def end(self) -> _StoredBox:
+        """End the box, and return it for the `FileTails` of its file."""
+        assert self._current is not None
+        current = self._current
+        if self._runs is not None:
+            current = _StoredBox(
+                current.stored, current.box, current.rank, tuple(self._runs.runs), self._runs.tail
+            )
+        self._boxes[current.box] = current
+        self._current = None
+        return current
+
+    def findings(self) -> Iterator[ValueFinding]:
+        """Yield what was found."""
+        if not self._boxes:
+            return
+        yield from self._specials()
+        if sum(box.numel for box in self._boxes) != full_box(self._shape).numel:
+            self._is_zero = self._is_equal = False  # a part was not read, which is another finding
+        if self._is_zero:
+            if "all-zero" in self._checks and not self._may_be_zero():
+                yield self._whole("all-zero", "zero")
+            return
+        if self._is_equal and "all-equal" in self._checks and not self._may_be_equal():
+            yield self._whole("all-equal", self._value_text())
+        for stored_box in self._boxes.values():
+            yield from self._zeros(stored_box)
+
+    def _specials(self) -> Iterator[ValueFinding]:
+        total = full_box(element_shape(self._dtype, self._shape)).numel
+        kinds: tuple[tuple[Check, str, _Special], ...] = (("nan", "NaN", self._nan), ("inf", "infinite", self._inf))
+        for check, word, special in kinds:
+            if check in self._checks and special.first is not None and special.where is not None:
+                verb = "elements is" if special.count == 1 else "elements are"
+                first = ",".join(map(str, special.first))
+                text = f"{special.count:,} of {total:,} {verb} {word}, the first at [{first}]"
+                where = special.where
+                yield self._finding(check, where, text, full_box(self._shape), special.first, special.count)
+
+    def _whole(self, check: Check, value: str) -> ValueFinding:
+        where = min(self._boxes.values(), key=lambda stored_box: stored_box.box.offsets)
+        whole = full_box(element_shape(self._dtype, self._shape))
+        text = f"all {whole.numel:,} elements are {value}"
+        return self._finding(check, where, text, full_box(self._shape), (0,) * len(self._shape), whole.numel)
+
+    def _zeros(self, stored_box: _StoredBox) -> Iterator[ValueFinding]:
+        """Yield the findings of runs of zeros in one box."""
+        if "zero-tail" in self._checks and stored_box.tail >= _PAGE_BYTES:
+            begin = stored_box.end - stored_box.tail
+            if not self._is_usual(stored_box, begin, stored_box.end):
+                yield self.tail(stored_box, stored_box.tail)
+        if "zero-pages" not in self._checks:
+            return
+        runs = [run for run in stored_box.runs if self._is_lost(*run) and not self._is_usual(stored_box, *run)]
+        if runs:
+            nbytes = sum(end - begin for begin, end in runs)
+            first = self._index_of(stored_box, runs[0][0])
+            count = self._num_elements(nbytes)
+            parts = "" if len(runs) == 1 else f" in {len(runs):,} parts"
+            text = (
+                f"{nbytes:,} bytes{parts} are zero, from a page of the file to another, as after a lost write: "
+                f"{count:,} elements, the first at [{','.join(map(str, first))}]"
+            )
+            yield self._finding("zero-pages", stored_box, text, stored_box.box, first, count)
+
+    def tail(self, stored_box: _StoredBox, nbytes: int, following: int = 0) -> ValueFinding:
+        """Return the finding of `nbytes` zero bytes at the end of a box, and of `following` in the boxes after it."""
+        begin = stored_box.end - nbytes
+        first, count = self._index_of(stored_box, begin), self._num_elements(nbytes)
+        part = "" if stored_box.box == full_box(self._shape) else f" of region {self._shown(stored_box.box)}"
+        page = ", from a page of the file on" if self.begins_page(begin) else ""
+        more = f", and the {following:,} bytes of the tensors that follow in the file" if following else ""
+        text = (
+            f"the last {nbytes:,} bytes{part}{more} are zero{page}, as after a lost write: "
+            f"{count:,} elements from [{','.join(map(str, first))}] on"
+        )
+        return self._finding("zero-tail", stored_box, text, stored_box.box, first, count)
+
+    def _is_usual(self, stored_box: _StoredBox, begin: int, end: int) -> bool:
+        """Whether a run of zeros is to be expected in this tensor."""
+        if self._dtype[0] in "IU" and not self.begins_page(begin):  # counters, and rows of tokens that are padded
+            return True
+        is_moment = _OPTIMIZER.search(self._name) is not None
+        if stored_box.is_zero or not (is_moment or _VOCABULARY.search(self._name)):
+            return is_moment and stored_box.is_zero
+        row = full_box(stored_box.box.shape[1:]).numel * ITEMSIZE[self._dtype]
+        offsets = (begin - stored_box.stored.begin, end - stored_box.stored.begin)
+        return len(stored_box.box.shape) > 1 and not any(offset % row for offset in offsets)
+
+    def begins_page(self, begin: int) -> bool:
+        """Whether the first zero element of a run begins a page; bytes before it may be zero, too, as of 1.0."""
+        return -begin % _PAGE_BYTES < ITEMSIZE[self._dtype]
+
+    def _is_lost(self, begin: int, end: int) -> bool:
+        """Whether a run of zeros begins and ends at pages."""
+        return self.begins_page(begin) and end % _PAGE_BYTES < ITEMSIZE[self._dtype]
+
+    def _may_be_zero(self) -> bool:
+        if self._is_small() or self._dtype[0] in "IU" or _OPTIMIZER.search(self._name):
+            return True
+        return self._num_dims() <= 1 and _MAY_BE_ZERO.search(self._last_name) is not None
+
+    def _may_be_equal(self) -> bool:
+        if self._is_small() or self._dtype[0] in "IU" or self._dtype == "F8_E8M0":
+            return True
+        if _MAY_BE_EQUAL.search(self._last_name) or not _has_equal_elements(self._value or b"", self._dtype):
+            return True
+        return self._num_dims() <= 1 and self._dtype not in PACKED and self._value_text() == "1"
+
+    def _is_small(self) -> bool:
+        return full_box(self._shape).numel < _MIN_ELEMENTS
+
+    def _num_dims(self) -> int:
+        return sum(size > 1 for size in self._shape)
+
+    def _value_text(self) -> str:
+        if self._dtype in PACKED:
+            return "equal"
+        value = array_over(self._value, self._dtype, (1,))[0]
+        return f"{complex(value):.6g}" if self._dtype.startswith("C") else f"{float(value):.6g}"
+
+    def _num_elements(self, nbytes: int) -> int:
+        return -(-nbytes // ITEMSIZE[self._dtype]) * PACKED.get(self._dtype, 1)
+
+    def _index_of(self, stored_box: _StoredBox, at: int) -> tuple[int, ...]:
+        """Return the index of the first element that begins at byte `at` of the file or later, in elements."""
+        number = -(-(at - stored_box.stored.begin) // ITEMSIZE[self._dtype])
+        index = _index(min(number, stored_box.box.numel - 1), stored_box.box)
+        return self._in_elements(index)
+
+    def _in_elements(self, index: tuple[int, ...]) -> tuple[int, ...]:
+        return element_shape(self._dtype, index)
+
+    def _shown(self, box: Box) -> Box:
+        return Box(self._in_elements(box.offsets), self._in_elements(box.shape))
+
+    def _finding(
+        self, check: Check, where: _StoredBox, text: str, region: Box, first: tuple[int, ...], count: int
+    ) -> ValueFinding:
+        return ValueFinding(
+            check, self._name, where.stored.path, where.rank, text, self._shown(region), first, count
+        )
+
+
+class FileTails:
+    """Finds a zero tail that begins with less than a page in one tensor and goes on through the next ones of a file."""
+
+    def __init__(self) -> None:
+        self._boxes: list[tuple[TensorChecks, _StoredBox]] = []
+
+    def add(self, checks: TensorChecks, stored_box: _StoredBox) -> None:
+        """Add a box of the file that has been read."""
+        if stored_box.tail and checks.looks_for("zero-tail"):
+            self._boxes.append((checks, stored_box))
+
+    def findings(self) -> Iterator[ValueFinding]:
+        """Yield what was found in the file."""
+        boxes = sorted(self._boxes, key=lambda pair: pair[1].stored.begin)
+        for number, (checks, stored_box) in enumerate(boxes):
+            begin = stored_box.end - stored_box.tail
+            if stored_box.is_zero or stored_box.tail >= _PAGE_BYTES or not checks.begins_page(begin):
+                continue
+            end, following = stored_box.end, 0
+            for _, after in boxes[number + 1 :]:
+                if after.stored.begin - end > _PAGE_BYTES or not after.is_zero:
+                    break
+                end, following = after.end, following + after.stored.nbytes
+            if stored_box.tail + following >= _PAGE_BYTES:
+                yield checks.tail(stored_box, stored_box.tail, following)
+
+
+def _applicable(dtype: str, last_name: str) -> set[str]:
+    """Return the checks that say something about a tensor."""
+    if dtype == "BOOL":
+        return set()
+    if _MASK.search(last_name):
+        return {"nan"}
+    return set(CHECKS)
+
+
+def _index(number: int, box: Box) -> tuple[int, ...]:
+    """Return the index in the tensor of a box's element with this number in C order."""
+    index = []
+    for stride, size, offset in zip(c_strides(box.shape), box.shape, box.offsets, strict=True):
+        index.append(number // max(1, stride) % size + offset)
+    return tuple(index)
+
+
+def _is_zero(data: memoryview, dtype: str) -> bool:
+    """Whether all elements are zero; -0.0 is."""
+    import numpy as np
+
+    if dtype in PACKED or dtype[0] in "IU":
+        return not np.frombuffer(data, np.uint8).any()
+    if dtype == "F8_E8M0":  # it has no zero
+        return False
+    if dtype.startswith("F8") or dtype == "BF16":
+        size = ITEMSIZE[dtype]
+        sign = 1 << 8 * size - 1
+        bits = np.frombuffer(data, f"u{size}")
+        if dtype.endswith("FNUZ"):  # the bits of -0.0 are those of NaN
+            return not bits.any()
+        return not (bits & (sign - 1)).any()
+    return not array_over(data, dtype, (len(data) // ITEMSIZE[dtype],)).any()
+
+
+def _has_equal_elements(group: bytes, dtype: str) -> bool:
+    """Whether all elements of a packed group are equal; True for other dtypes."""
+    num = PACKED.get(dtype, 1)
+    bits = 8 * len(group) // num
+    value = int.from_bytes(group, "little")
+    return len({value >> bits * number & ((1 << bits) - 1) for number in range(num)}) == 1

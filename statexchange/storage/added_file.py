@@ -1,0 +1,67 @@
+"""Add one file to a directory that exists, or replace it there, so that its name appears only when it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+from statexchange.errors import ReplacedError
+from statexchange.storage.atomic import is_abandoned, write_new
+from statexchange.storage.files import check_writable
+from statexchange.storage.local import LocalStore
+
+if TYPE_CHECKING:
+    from statexchange.storage.objects import Objects
+    from statexchange.storage.store import Store
+
+__all__ = ["AddedFile"]
+
+_MODE = 0o666  # as the umask says
+
+
+class AddedFile:
+    """A file that will be added to an opened directory.
+
+    Args:
+        store: the directory.
+        url: its URL; unused for a local directory.
+        name: the file's name.
+
+    Raises:
+        StorageError: this process may not write in the directory.
+        UnsupportedError: a URL that cannot be written.
+    """
+
+    def __init__(self, store: Store, url: str, name: str) -> None:
+        self._store, self._name = store, name
+        self._objects: Objects | None = None
+        if isinstance(store, LocalStore):
+            with store.descriptor() as fd:
+                check_writable(fd, store.path)
+        else:
+            from statexchange.storage.objects import Objects  # imports fsspec, which local paths do not need
+
+            self._objects = Objects(url)
+
+    def publish(self, data: bytes, *, overwrite: bool) -> None:
+        """Write the file, durably; what killed processes have left of such files is removed.
+
+        Raises:
+            TargetExistsError: the name exists, unless with `overwrite`.
+            ReplacedError: another directory has the path now.
+            StorageError: the write failed; nothing is left of it.
+        """
+        if self._objects is not None:
+            (self._objects.replace if overwrite else self._objects.create)(self._name, data)
+            return
+        assert isinstance(self._store, LocalStore)
+        if not self._store.is_current():
+            raise ReplacedError("replaced while it was read", path=self._store.path)
+        path = self._store.path_of(self._name)
+        with self._store.descriptor() as fd:
+            for name in os.listdir(fd):
+                if is_abandoned(name):
+                    with contextlib.suppress(OSError):  # it is in nobody's way
+                        os.unlink(name, dir_fd=fd)
+            write_new(fd, self._name, [data], nbytes=len(data), path=path, mode=_MODE, overwrite=overwrite)
