@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from statexchange.sharding.shards import Shard
     from statexchange.storage.store import Store
 
-__all__ = ["BoxProvenance", "index_name", "index_text", "listed_files", "manifest_text", "sealed_manifest_text", "single_file_name"]
+__all__ = [
+    "BoxProvenance",
+    "index_name",
+    "index_text",
+    "listed_files",
+    "manifest_text",
+    "sealed_manifest_text",
+    "single_file_name",
+]
 
 _SCHEMA = 1
 

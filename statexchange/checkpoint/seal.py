@@ -72,11 +72,11 @@ def seal_checkpoint(
 ) -> SealReport:
     """Add a manifest with the digests of all tensors and files to a checkpoint that exists.
 
-    Not collective. No file that exists is changed. From then on `statexchange verify`, and whoever reads a tensor, finds
-    bytes that differ. A directory that is sealed is never replaced by an export or a merge.
+    Not collective. No file that exists is changed. From then on `statexchange verify`, and whoever reads a tensor,
+    finds bytes that differ. A directory that is sealed is never replaced by an export or a merge.
 
     Args:
-        path: a Hugging Face directory of safetensors files, or a safetensors file that is the only one in its directory.
+        path: a Hugging Face directory of safetensors files, or one such file if its directory has no other.
         overwrite: replace a manifest that exists.
         dry_run: read the headers, check everything that can be checked by them, and write nothing.
         on_progress: called with (bytes done, bytes in total).
@@ -103,7 +103,9 @@ def seal_checkpoint(
     folder = _directory_of(resolve_path(path, "a checkpoint"))
     with open_path(folder) as opened:
         if MANIFEST in opened.store.listing and not overwrite:
-            text = f"it has a {MANIFEST}: it is published or sealed already; overwrite=True, or --overwrite, replaces it"
+            text = (
+                f"it has a {MANIFEST}: it is published or sealed already; overwrite=True, or --overwrite, replaces it"
+            )
             raise TargetExistsError(text, path=opened.store.path)
         sealing = _Sealing(opened, on_progress)
         target = AddedFile(opened.store, folder, MANIFEST)
@@ -208,7 +210,7 @@ def _whole_tensors(source: Source) -> dict[str, tuple[str, SourceTensor]]:
     for shard_file, tensor in source.shards():
         shard, file = tensor.shard, shard_file.path.rpartition("/")[2]
         if shard.boxes != (full_box(shard.global_shape),):
-            text = "its files have parts of tensors, of which a manifest has no digests: statexchange merge puts them together"
+            text = "its files have parts of tensors, which cannot be sealed: statexchange merge puts them together"
             raise UnsupportedError(text, name=shard.name, path=shard_file.path)
         if shard.name in tensors:
             text = f"{tensors[shard.name][0]} has a tensor of this name, too: a manifest lists each name once"

@@ -5,53 +5,124 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import click
+
 from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
 from statexchange.cli.progress import Progress
 from statexchange.errors import without_secrets
+from statexchange.report.value_checks import CHECKS
 from statexchange.units import format_bytes, format_seconds, format_transfer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from statexchange.errors import StateExchangeError
+    from statexchange.report.hub_metadata import HubComparison
     from statexchange.report.verify import VerifyReport
     from statexchange.report.verify_saves import SaveVerdict
 
 
 @commands.command
 @commands.each_path
-def command(output: Output, path: str) -> int:
+@click.option(
+    "--values",
+    is_flag=True,
+    help="Look at the values, too: NaN, infinities, zeros as a lost write leaves them, constants.",
+)
+@click.option(
+    "--without",
+    multiple=True,
+    type=click.Choice(CHECKS),
+    metavar="CHECK",
+    help=f"With --values, leave out one check: {', '.join(CHECKS[:-1])} or {CHECKS[-1]}; repeatable.",
+)
+@click.option(
+    "--against",
+    metavar="DIR",
+    help="Compare files with the hashes in DIR/.cache/huggingface/download, as `hf download --local-dir` leaves them.",
+)
+def command(output: Output, path: str, values: bool, without: tuple[str, ...], against: str | None) -> int:
     """Check everything at PATH: digests, completeness, equal copies.
 
-    Exits with 1 if copies of one region differ, 4 if something is broken, 5 if
-    something is missing. If PATH is the directory of a job's saves, each save is
-    checked, and the exit code is that of the most severe finding.
+    Exits with 1 if copies of one region differ, or if --values finds something;
+    4 if something is broken, 5 if something is missing. If PATH is the directory
+    of a job's saves, each save is checked, and the exit code is that of the most
+    severe finding.
     """
     from statexchange.formats.registry import holds_saves
     from statexchange.report.verify import verify
 
+    if without and not values:
+        raise click.UsageError("--without leaves out a check of --values: give --values, too")
+    checks = [check for check in CHECKS if check not in without] if values else []
+    if values and not checks:
+        raise click.UsageError("--without leaves out every check of --values")
     if holds_saves(path):
-        return _verify_saves(output, path)
+        if against is not None:
+            raise click.UsageError("--against compares one checkpoint with a download, and PATH has saves of a job")
+        return _verify_saves(output, path, checks)
     began = time.perf_counter()
     with Progress(output, "verify") as progress:
-        report = verify(path, on_progress=progress)
-    _show(output, report, time.perf_counter() - began)
+        report = verify(path, checks=checks, against=against, on_progress=progress)
+    _show(output, report, checks, time.perf_counter() - began)
     worst = most_severe(report.findings)
-    rows = [error_record(finding, code_of(finding)) for finding in report.findings]
-    data = {key: value for key, value in fields_of(report).items() if key != "findings"}
-    return output.finish(code_of(worst) if worst else "OK", data, rows=("findings", rows), error=worst)
+    data = {key: value for key, value in fields_of(report).items() if key not in ("findings", "values", "hub")}
+    if report.hub is not None:
+        data["against"] = {key: value for key, value in fields_of(report.hub).items() if key != "findings"}
+    return output.finish(_code(report), data, rows=("findings", _records(report)), error=worst)
 
 
-def _show(output: Output, report: VerifyReport, seconds: float) -> None:
+def _code(report: VerifyReport) -> str:
+    worst = most_severe(report.findings)
+    if worst is not None:
+        return code_of(worst)
+    return "FINDINGS" if report.values else "OK"
+
+
+def _records(report: VerifyReport) -> list[Row]:
+    """Return the JSON objects of all findings; those of values have four keys more."""
+    records = [error_record(finding, code_of(finding)) for finding in report.findings]
+    for finding in report.values:
+        records.append(
+            {
+                "code": "FINDINGS",
+                "message": finding.message,
+                "rank": finding.rank,
+                "name": finding.name,
+                "path": without_secrets(finding.path),
+                "expected": None,
+                "found": None,
+                "check": finding.check,
+                "region": finding.region.to_json(),
+                "first": finding.first,
+                "count": finding.count,
+            }
+        )
+    return records
+
+
+def _lines(report: VerifyReport) -> list[str]:
+    lines = [f"{code_of(finding):<10}  {finding}" for finding in report.findings]
+    return lines + [f"{'FINDINGS':<10}  {finding}" for finding in report.values]
+
+
+def _show(output: Output, report: VerifyReport, checks: Sequence[str], seconds: float) -> None:
     output.line(
         f"{report.path}: {report.kind}, {report.num_tensors:,} tensors, {report.num_boxes:,} boxes, "
         f"{format_bytes(report.nbytes)} read in {format_seconds(seconds)}"
     )
-    for finding in report.findings:
-        output.line(f"{code_of(finding):<10}  {finding}")
+    lines = _lines(report)
+    for line in lines:
+        output.line(line)
+    if report.hub is not None:
+        _show_hub(output, report.hub)
     if report.num_unproven:
         output.warning(f"no digest is known of {report.num_unproven:,} boxes: their bytes cannot be checked")
-    if report.findings:
-        output.line("1 finding" if len(report.findings) == 1 else f"{len(report.findings):,} findings")
+    if checks and report.num_boxes and not report.values:
+        output.line(f"values: nothing found by {', '.join(checks)}")
+    if lines:
+        output.line(_count(len(lines)))
     elif not report.num_unproven:
         output.line("ok: every element is there exactly once, every digest agrees")
     elif report.num_unproven < report.num_boxes:
@@ -60,47 +131,66 @@ def _show(output: Output, report: VerifyReport, seconds: float) -> None:
         output.line("structure ok: every element is there exactly once; bytes not checked, no digest is known")
 
 
-def _verify_saves(output: Output, path: str) -> int:
+def _show_hub(output: Output, hub: HubComparison) -> None:
+    for name in hub.not_covered:
+        output.line(f"NOT COVERED  the metadata of the download has no hash of {name}")
+    if len(hub.commits) > 1:
+        output.warning(f"the files were downloaded from {len(hub.commits):,} commits: {', '.join(hub.commits)}")
+    are_equal = "file has the hash" if len(hub.equal) == 1 else "files have the hashes"
+    output.line(f"{len(hub.equal):,} {are_equal} of the download; {len(hub.not_covered):,} not covered")
+
+
+def _count(num: int) -> str:
+    return "1 finding" if num == 1 else f"{num:,} findings"
+
+
+def _verify_saves(output: Output, path: str, checks: Sequence[str]) -> int:
     from statexchange.report.verify_saves import verify_saves
 
     findings: list[StateExchangeError] = []
     records: list[Row] = []
     began = time.perf_counter()
     with Progress(output, "verify") as progress:
-        for verdict in verify_saves(path, on_progress=progress):
+        for verdict in verify_saves(path, checks=checks, on_progress=progress):
             now = time.perf_counter()
             _show_save(output, verdict, now - began)
             began = now
             findings += verdict.findings
             records.append(_save_record(verdict))
-    num_whole = sum(record["code"] == "OK" for record in records)
+    num_whole = sum(record["code"] in ("OK", "FINDINGS") for record in records)
     output.line(f"{num_whole:,} of {len(records):,} saves are whole")
     worst = most_severe(findings)
+    code = code_of(worst) if worst else "OK"
+    if worst is None and any(record["code"] == "FINDINGS" for record in records):
+        code = "FINDINGS"
     data = {"path": without_secrets(path), "kind": "saves", "num_saves": len(records), "num_whole": num_whole}
-    return output.finish(code_of(worst) if worst else "OK", data, rows=("saves", records), error=worst)
+    return output.finish(code, data, rows=("saves", records), error=worst)
 
 
 def _show_save(output: Output, verdict: SaveVerdict, seconds: float) -> None:
     """Write one line, and one for each finding."""
     read = "not read"
+    lines = [f"{code_of(finding):<10}  {finding}" for finding in verdict.findings]
     if verdict.report is not None:
         read = format_transfer(verdict.report.num_tensors, verdict.report.nbytes, seconds)
-    num = len(verdict.findings)
-    result = "ok" if not num else "1 finding" if num == 1 else f"{num:,} findings"
-    output.line(f"step {verdict.step}: {read}: {result}")
-    for finding in verdict.findings:
-        output.line(f"{code_of(finding):<10}  {finding}")
+        lines = _lines(verdict.report)
+    output.line(f"step {verdict.step}: {read}: {_count(len(lines)) if lines else 'ok'}")
+    for line in lines:
+        output.line(line)
 
 
 def _save_record(verdict: SaveVerdict) -> Row:
-    worst = most_severe(verdict.findings)
-    report = verdict.report
+    report, worst = verdict.report, most_severe(verdict.findings)
+    findings = [error_record(finding, code_of(finding)) for finding in verdict.findings]
+    code = "OK" if worst is None else code_of(worst)
+    if report is not None:
+        findings, code = _records(report), _code(report)
     return {
         "step": verdict.step,
         "path": verdict.path,
-        "code": code_of(worst) if worst else "OK",
+        "code": code,
         "num_tensors": None if report is None else report.num_tensors,
         "num_boxes": None if report is None else report.num_boxes,
         "nbytes": None if report is None else report.nbytes,
-        "findings": [error_record(finding, code_of(finding)) for finding in verdict.findings],
+        "findings": findings,
     }

@@ -44,7 +44,16 @@ from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_hea
 from statexchange.storage.workspace import is_rank_file
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["INDEX_SUFFIX", "MANIFEST", "check_file_names", "check_numbers", "matches", "names_by_file", "read", "read_index"]
+__all__ = [
+    "INDEX_SUFFIX",
+    "MANIFEST",
+    "check_file_names",
+    "check_numbers",
+    "matches",
+    "names_by_file",
+    "read",
+    "read_index",
+]
 
 MANIFEST = "statexchange.json"
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -122,13 +122,13 @@ def _metadata_store(store: Store) -> Store:
 
 
 def _files_below(store: Store, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, _Lazy]]:
-    """Yield each file by its path in the directory, without those of huggingface_hub's own folder."""
+    """Yield each file by its path in the directory, without those in folders named .cache."""
     for name in store.files:
         yield prefix + name, _Lazy(store, name)
     if depth == _MAX_DEPTH:
         return
     for name in store.directories:
-        if not prefix and name == _FOLDERS[0]:
+        if name == _FOLDERS[0]:
             continue
         yield from _files_below(store.below(name), f"{prefix}{name}/", depth + 1)
 

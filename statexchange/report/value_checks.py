@@ -233,9 +233,7 @@ class TensorChecks:
         assert self._current is not None
         current = self._current
         if self._runs is not None:
-            current = _StoredBox(
-                current.stored, current.box, current.rank, tuple(self._runs.runs), self._runs.tail
-            )
+            current = _StoredBox(current.stored, current.box, current.rank, tuple(self._runs.runs), self._runs.tail)
         self._boxes[current.box] = current
         self._current = None
         return current
@@ -367,9 +365,7 @@ class TensorChecks:
     def _finding(
         self, check: Check, where: _StoredBox, text: str, region: Box, first: tuple[int, ...], count: int
     ) -> ValueFinding:
-        return ValueFinding(
-            check, self._name, where.stored.path, where.rank, text, self._shown(region), first, count
-        )
+        return ValueFinding(check, self._name, where.stored.path, where.rank, text, self._shown(region), first, count)
 
 
 class FileTails:

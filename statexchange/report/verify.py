@@ -1,4 +1,4 @@
-"""Verify a checkpoint: recompute digests, prove that boxes cover each tensor exactly once, compare copies and values."""
+"""Verify a checkpoint: recompute digests, prove that boxes cover each tensor once, compare copies, check values."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from statexchange.errors import IncompleteError, NotFoundError, StateExchangeError, without_secrets
@@ -34,7 +34,10 @@ class SaveVerdict:
 
 
 def verify_saves(
-    path: str | os.PathLike[str], *, on_progress: Callable[[int, int], None] | None = None
+    path: str | os.PathLike[str],
+    *,
+    checks: Collection[str] = (),
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[SaveVerdict]:
     """Read and check every save of a directory of steps, oldest first, and yield the result of each.
 
@@ -42,6 +45,7 @@ def verify_saves(
 
     Args:
         path: the directory or URL in which `Checkpoints` saves.
+        checks: the checks of values to make, of `value_checks.CHECKS`.
         on_progress: called with (bytes done, bytes in total).
 
     Yields:
@@ -68,7 +72,7 @@ def verify_saves(
         progress = None
         if on_progress is not None:
             progress = _Part(on_progress, done_before, total)
-        verdict = _verdict(step, folder, progress)
+        verdict = _verdict(step, folder, checks, progress)
         done_before += sizes.get(step, 0)
         if verdict is not None:
             yield verdict
@@ -86,12 +90,14 @@ class _Part:
         self._on_progress(min(self._before + done, self._total), self._total)
 
 
-def _verdict(step: int, folder: str, on_progress: Callable[[int, int], None] | None) -> SaveVerdict | None:
+def _verdict(
+    step: int, folder: str, checks: Collection[str], on_progress: Callable[[int, int], None] | None
+) -> SaveVerdict | None:
     """Verify one save; None if it was removed meanwhile."""
     shown = without_secrets(folder)
     missing = IncompleteError(f"there is no {MANIFEST} in this step's directory: it is no save any more", path=folder)
     try:
-        report = verify(folder, on_progress=on_progress)
+        report = verify(folder, checks=checks, on_progress=on_progress)
     except NotFoundError:
         is_there = not is_url(folder) and os.path.isdir(folder)
         return SaveVerdict(step, shown, None, (missing,)) if is_there else None
