@@ -103,12 +103,10 @@ def seal_checkpoint(
     folder = _directory_of(resolve_path(path, "a checkpoint"))
     with open_path(folder) as opened:
         if MANIFEST in opened.store.listing and not overwrite:
-            text = (
-                f"it has a {MANIFEST}: it is published or sealed already; overwrite=True, or --overwrite, replaces it"
-            )
+            text = f"it has a {MANIFEST} already; overwrite=True (--overwrite) replaces it"
             raise TargetExistsError(text, path=opened.store.path)
-        sealing = _Sealing(opened, on_progress)
         target = AddedFile(opened.store, folder, MANIFEST)
+        sealing = _Sealing(opened, on_progress)
         if not dry_run:
             manifest = sealing.manifest()
             _check_unchanged(folder, opened)

@@ -56,6 +56,9 @@ OF_OTHER_TESTS = {
     "commands: megatron to llama": "test_conversions",
     "block: own.json": "test_conversions",
     "commands: deepspeed": "test_deepspeed",
+    "commands: install model_signing": "test_signing",
+    "block: to_sign.py": "test_signing",
+    "commands: sign": "test_signing",
 }
 SLOW = {"docs/how-to/collectives.md", "docs/how-to/saves.md"}  # they import torch
 

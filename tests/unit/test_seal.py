@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -333,20 +334,22 @@ def test_two_at_once_write_one_manifest(folder: Path) -> None:
     assert verify(folder).findings == ()
 
 
-def test_a_read_only_directory_is_refused_before_it_is_read(folder: Path, tmp_path: Path) -> None:
-    folder.chmod(0o555)
-    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        if os.geteuid() == 0:
-            parent.chmod(0o755)
-    if os.geteuid() == 0:  # root may write everywhere
-        os.seteuid(65534)
-    try:
-        with pytest.raises(StorageError, match="cannot write in this directory"):
-            seal_checkpoint(folder, on_progress=lambda done, total: pytest.fail("it was read"))
-    finally:
-        if os.getuid() == 0:
-            os.seteuid(0)
-        folder.chmod(0o755)
+def test_a_read_only_directory_is_refused_before_it_is_read() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        folder = write_files(Path(place) / "model")
+        for path in (Path(place), *folder.glob("*.*")):
+            path.chmod(0o755)
+        folder.chmod(0o555)
+        is_root = os.geteuid() == 0
+        if is_root:  # root may write everywhere
+            os.seteuid(65534)
+        try:
+            with pytest.raises(StorageError, match="cannot write in this directory"):
+                seal_checkpoint(folder, on_progress=lambda done, total: pytest.fail("it was read"))
+        finally:
+            if is_root:
+                os.seteuid(0)
+            folder.chmod(0o755)
 
 
 def test_objects_in_a_store(tmp_path: Path) -> None:
