@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from scripts import HOME, page_block, run_commands
 
 from statexchange.demo import DemoReport, _merged_slices, _mesh, _mismatches, _same_shard, run_demo
 from statexchange.errors import MissingExtraError, TargetExistsError
@@ -60,6 +61,22 @@ def test_an_existing_target_is_refused_before_the_training(demo: tuple[Path, str
         run_demo(4, keep=os.fspath(demo[0]))
     assert raised.value.path == os.fspath(path)
     assert sorted(os.listdir(path)) == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_pictures_of_the_docs_are_those_of_its_checkpoint(demo: tuple[Path, str], tmp_path: Path) -> None:
+    """Run the commands of the page; the first one, the demo itself, has run."""
+    first, *commands = page_block("commands: pictures").splitlines(keepends=True)
+    assert first == "$ statexchange demo --keep demo\n"
+    (tmp_path / "demo").symlink_to(demo[0])
+    (tmp_path / "docs/pictures").mkdir(parents=True)
+    run_commands("".join(commands), tmp_path)
+    made = sorted((tmp_path / "docs/pictures").iterdir())
+    assert [path.name for path in made] == ["parameters.svg", "supply.svg"]
+    for path in made:
+        assert path.read_text() == (HOME / "docs/pictures" / path.name).read_text(), "run the page's commands"
+    assert made[1].read_text() == (demo[0] / "supply.svg").read_text()
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ OF_OTHER_TESTS = {
     "commands": "test_readme",
     "block: layout.py": "test_readme",
     "output: statexchange demo": "test_readme",
+    "commands: pictures": "test_demo",
     "block: reduce.py": "test_readme",
     "output: reduce.py": "test_readme",
     "block: fit.py": "test_readme",

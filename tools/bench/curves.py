@@ -8,8 +8,8 @@ from xml.sax.saxutils import escape
 
 __all__ = ["bars_svg", "curves_svg", "size_text"]
 
-_WIDTH, _HEIGHT = 760, 420
-_LEFT, _TOP, _RIGHT, _BOTTOM = 70, 40, 200, 50
+_WIDTH, _HEIGHT = 790, 420
+_LEFT, _TOP, _RIGHT, _BOTTOM = 70, 40, 230, 50
 _COLOURS = ("#1b6ca8", "#7fb3d5", "#c0392b", "#e59866", "#6c7a89", "#27ae60", "#8e44ad", "#2c3e50")
 
 
@@ -91,7 +91,7 @@ def bars_svg(title: str, parts: Sequence[str], bars: Mapping[str, Sequence[float
         across, down = 260.0, _TOP + 24 * number
         lines.append(f'<text x="250" y="{down + 13}" text-anchor="end">{escape(label)}</text>')
         for part, seconds in enumerate(bar):
-            width = max(seconds, 0) / longest * (_WIDTH - 350)
+            width = max(seconds, 0) / longest * (_WIDTH - 380)
             lines.append(
                 f'<rect x="{across:.1f}" y="{down}" width="{width:.1f}" height="17" fill="{_COLOURS[part * 2]}"/>'
             )
