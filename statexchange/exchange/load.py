@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from statexchange import values
@@ -515,7 +516,8 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPla
     options = catalog.options
     if tree is None:
         texts = {catalog.new_name(name): text for name, text in catalog.source.texts.items()}
-        saved = tree_from_names(state, catalog.has, filter(options.wants, catalog), texts, catalog.keeps)
+        shape_of = partial(_shape_of, catalog)
+        saved = tree_from_names(state, catalog.has, filter(options.wants, catalog), texts, catalog.keeps, shape_of)
     else:
         saved = tree.tree
     plan = plan_load(state, saved, lambda name, own, like: _tensor_to_fill(catalog, name, own, like))
@@ -531,6 +533,11 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPla
     for name in filter(refusals.__contains__, plan.missing):
         raise refusals[name]
     return plan
+
+
+def _shape_of(catalog: Catalog, name: str) -> tuple[int, ...] | None:
+    """Return the global shape of a tensor; None if plain live tensors may be parts of whole ones."""
+    return None if catalog.options.layout is not None else catalog.shard_of(name).global_shape
 
 
 def _leaf_reader(kept: list[str], catalog: Catalog) -> Callable[[str], SavedTensor]:

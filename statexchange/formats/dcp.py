@@ -29,6 +29,7 @@ from statexchange.formats.torch_archive import (
     describe,
     dtype_of,
     holds_tensor,
+    is_plain,
     unwrap_tensor,
     view_of,
 )
@@ -47,8 +48,6 @@ _LEAST_SAFETENSORS = 10  # bytes: the length of the header, and an empty header
 _REFUSALS = (CorruptError, UnsafeError, UnsupportedError)
 _STEPS_PER_BOX = 64  # a box takes about 500 bytes of memory, and 130 bytes of the pickle
 _MAX_ENTRY_PICKLE_BYTES = 1 << 20  # a tensor's pickle has about 200 bytes
-_PLAIN_TYPES = {bool, float, int, str, type(None)}
-_MAX_PLAIN_VALUES, _MAX_PLAIN_CHARACTERS = 10_000, 1000  # limits of a plain value, such as param groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,22 +247,6 @@ def _unstored(
     return problems
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a value consists of plain values, few enough to encode: a pickle can repeat one object without end."""
-    waiting = [value]
-    for _ in range(_MAX_PLAIN_VALUES):
-        if not waiting:
-            return True
-        item = waiting.pop()
-        if type(item) is dict:
-            waiting += [*item.keys(), *item.values()]
-        elif type(item) in (list, tuple):
-            waiting += item
-        elif type(item) not in _PLAIN_TYPES or (type(item) is str and len(item) > _MAX_PLAIN_CHARACTERS):
-            return False
-    return False
-
-
 def _is_zip(file: StoredFile) -> bool:
     """Whether a file begins with a zip, or is too short for anything else."""
     start = bytearray(min(len(_ZIP), file.size))
@@ -366,7 +349,7 @@ class _DcpFileReader:
             self.others[name] = error.message
             return
         description = describe(value)
-        if _is_plain(value):
+        if is_plain(value):
             self.others[name], self.texts[name] = description, values.encode(value)
         elif not holds_tensor(value, budget, set()):
             self.others[name] = description

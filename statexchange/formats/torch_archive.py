@@ -26,6 +26,7 @@ __all__ = [
     "describe",
     "dtype_of",
     "holds_tensor",
+    "is_plain",
     "is_tensor",
     "strides_of",
     "unwrap_tensor",
@@ -36,6 +37,8 @@ _END, _END64, _LOCATOR64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"
 _ENTRY, _LOCAL = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")
 _MAX_DIRECTORY_BYTES = 256 << 20
 _AHEAD_BYTES = 2048  # read at once: a small tensor's archive without its data
+_PLAIN_TYPES = {bool, float, int, str, type(None)}
+_MAX_PLAIN_VALUES, _MAX_PLAIN_CHARACTERS = 10_000, 1000  # limits of a plain value, such as param groups
 _RESAVE = "if you trust it, load it with torch and save it again with torch.save"
 
 _STORAGES = {
@@ -274,6 +277,22 @@ def holds_tensor(value: Any, budget: Budget, without: set[int]) -> bool:
         if is_tensor(item) or (type(item) is OpaqueObject and item.name == "persistent"):
             return True
     without |= seen
+    return False
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value consists of plain values, few enough to encode: a pickle can repeat one object without end."""
+    waiting = [value]
+    for _ in range(_MAX_PLAIN_VALUES):
+        if not waiting:
+            return True
+        item = waiting.pop()
+        if type(item) is dict:
+            waiting += [*item.keys(), *item.values()]
+        elif type(item) in (list, tuple):
+            waiting += item
+        elif type(item) not in _PLAIN_TYPES or (type(item) is str and len(item) > _MAX_PLAIN_CHARACTERS):
+            return False
     return False
 
 

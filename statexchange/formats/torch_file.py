@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from statexchange import values
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -30,6 +31,7 @@ from statexchange.formats.torch_archive import (
     describe,
     dtype_of,
     holds_tensor,
+    is_plain,
     is_tensor,
     strides_of,
     unwrap_tensor,
@@ -78,6 +80,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     problems: list[StateExchangeError] = []
     shard_files: list[ShardFile] = []
     others: dict[str, str] = {}
+    texts: dict[str, set[str]] = {}
     unreadable: list[UnreadableTensor] = []
     indexed: dict[str, str] = {}
     if opened.file is None:
@@ -92,6 +95,8 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             reader = TorchFile(store.open(name), rank)
             shard_files.append(reader.shard_file)
             others |= reader.others
+            for entry, text in reader.texts.items():
+                texts.setdefault(entry, set()).add(text)
             unreadable += reader.unsupported
             continue
         except NotFoundError:
@@ -103,7 +108,13 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     if problems and strict:
         raise problems[0]
     return Source(
-        "torch", opened, tuple(shard_files), others=others, problems=tuple(problems), unreadable=tuple(unreadable)
+        "torch",
+        opened,
+        tuple(shard_files),
+        others=others,
+        texts={entry: next(iter(of_entry)) for entry, of_entry in texts.items() if len(of_entry) == 1},
+        problems=tuple(problems),
+        unreadable=tuple(unreadable),
     )
 
 
@@ -124,6 +135,7 @@ class TorchFile:
     Attributes:
         shard_file: the file with its tensors, by dotted names.
         others: descriptions, by name, of entries that are not tensors.
+        texts: those of `others` that are plain values, as JSON text of `values.encode`.
         unsupported: tensors that cannot be read.
         root: the value of the pickle, as `read_pickle` returns it.
     """
@@ -133,6 +145,7 @@ class TorchFile:
         self._path = path = file.path
         self._rank = rank
         self.others: dict[str, str] = {}
+        self.texts: dict[str, str] = {}
         self.unsupported: list[UnreadableTensor] = []
         tensors: dict[str, SourceTensor] = {}
         aliases: dict[str, str] = {}
@@ -157,6 +170,9 @@ class TorchFile:
                     self._refuse(name, UnsupportedError(text))
                 else:
                     self.others[name] = description
+                if is_plain(value):
+                    text = self.texts[name] = values.encode(value)
+                    self._budget.spend(1, len(text))
                 continue
             try:
                 tensor = self._tensor(name, value)

@@ -8,6 +8,7 @@ error leaves the live state as it was.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,6 +31,10 @@ from statexchange.state.tree import children, contains, flatten, is_mutable, reb
 from statexchange.tensors import is_tensor
 
 __all__ = ["LoadPlan", "LoadTarget", "SavedTensor", "merge_trees", "plan_load", "tree_from_names"]
+
+
+# States of an optimizer that have the shape of their parameter.
+_OF_PARAMETERS_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 class SavedTensor:
@@ -404,12 +409,14 @@ def tree_from_names(
     listed: Iterable[str] = (),
     texts: Mapping[str, str] | None = None,
     keeps: Callable[[str, Any], bool] = lambda *_: True,
+    shape_of: Callable[[str], tuple[int, ...] | None] = lambda _: None,
 ) -> Any:
     """Build the tree for a source of named tensors: as if `state` had been saved with these tensors. Not collective.
 
     A tensor's name is its path in the state, joined by dots. The modules of a list share one namespace. Names in
     an optimizer's state are those of torch.distributed.checkpoint: below ``state`` and ``param_groups`` and the name
-    that the parameter has in its module.
+    that the parameter has in its module. Or, as an optimizer's own `state_dict` has them, the parameter's number in the
+    order of the param groups, which must then have the sizes that the live ones have.
 
     Args:
         state: The live state.
@@ -417,12 +424,14 @@ def tree_from_names(
         listed: The names of all tensors, among which an optimizer's are looked for.
         texts: Plain values by name, as JSON text of `values`. A hyperparameter that is not among them stays as it is.
         keeps: `keeps(path, value)` returns whether an entry of a mapping is to be loaded.
+        shape_of: Returns the global shape of a tensor, by which numbered parameters are checked; None for no check.
 
     Raises:
-        InvalidArgumentError: The state has a value that is no tensor, and the source has no text for it.
+        InvalidArgumentError: The state has a value that is no tensor, and the source has no text for it; or the
+            parameters of an optimizer are numbered, and are not those of the live one.
     """
     known = parameter_names(modules_of(state))
-    return _NamesTree(has, keeps, tuple(listed), texts or {}, known).build(state, "")
+    return _NamesTree(has, keeps, tuple(listed), texts or {}, known, shape_of).build(state, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,6 +443,7 @@ class _NamesTree:
     listed: tuple[str, ...]
     texts: Mapping[str, str]
     parameters: Mapping[int, ParameterName]
+    shape_of: Callable[[str], tuple[int, ...] | None]
 
     def build(self, state: Any, prefix: str) -> Any:
         """Return the tree of what lies at `prefix`, which ends with a dot unless it is empty."""
@@ -486,8 +496,10 @@ class _NamesTree:
             beginning, _, key = listed.rpartition(".")
             if beginning in prefixes:
                 state.setdefault(prefixes[beginning], {})[key] = SavedTensor(listed)
-        groups = self._groups(prefix, in_state_names)
         names = {key: name.in_state for key, name in self.parameters.items()}
+        if not state and any(map(re.compile(rf"{re.escape(prefix)}state\.[0-9]+\.[^.]+").fullmatch, self.listed)):
+            return self._numbered(optimizer, prefix, named_parameters(optimizer, names))
+        groups = self._groups(prefix, in_state_names)
         for group in optimizer_tree(optimizer, names, prefix[:-1])["param_groups"]:
             for in_state in group["params"]:
                 if in_state in state:
@@ -511,3 +523,47 @@ class _NamesTree:
                 if name in in_state_names:
                     found[in_state_names[name]] = group
         return found
+
+    def _numbered(self, optimizer: Any, prefix: str, parameters: Mapping[str, Any]) -> Any:
+        """Return an optimizer's tree where the source has parameters by number: these follow from the param groups."""
+        saved: dict[int, dict[str, Any]] = {}
+        hyperparameters_by_group: dict[int, dict[str, Any]] = {}
+        for name, text in self.texts.items():
+            if name.startswith(prefix):
+                part, _, key = name.removeprefix(prefix).rpartition(".")
+                where, _, number = part.partition(".")
+                if number.isdecimal() and where in ("state", "param_groups"):
+                    entries = saved if where == "state" else hyperparameters_by_group
+                    entries.setdefault(int(number), {})[key] = values.decode(text)
+        groups = [hyperparameters_by_group[number] for number in sorted(hyperparameters_by_group)]
+        numbers = [one if isinstance(one, list) else [] for one in (group.get("params") for group in groups)]
+        sizes, own_sizes = [len(of_group) for of_group in numbers], [len(g["params"]) for g in optimizer.param_groups]
+        if sizes != own_sizes:
+            text = (
+                f"the source has this optimizer's parameters by number, in param groups of {sizes}, and the state's "
+                f"groups have {own_sizes}: make the groups of the job that saved it, or leave the optimizer out"
+            )
+            raise InvalidArgumentError(text, name=prefix.removesuffix("."))
+        labels = dict(zip([number for of_group in numbers for number in of_group], parameters, strict=True))
+        for listed in self.listed:
+            part, _, key = listed.removeprefix(prefix).rpartition(".")
+            number = part.removeprefix("state.")
+            if listed.startswith(prefix) and part != number and number.isdecimal():
+                self._check_numbered(listed, key, labels.get(int(number)), parameters)
+                saved.setdefault(int(number), {})[key] = SavedTensor(listed)
+        state = {labels[number]: entries for number, entries in saved.items() if number in labels}
+        named = [{**group, "params": [labels[number] for number in group["params"]]} for group in groups]
+        return {"state": state, "param_groups": named}
+
+    def _check_numbered(self, name: str, key: str, label: str | None, parameters: Mapping[str, Any]) -> None:
+        """Raise InvalidArgumentError if a tensor does not fit the parameter of its number: the order differs."""
+        found = self.shape_of(name)
+        if label is None or key not in _OF_PARAMETERS_SHAPE or found is None:
+            return
+        expected = tuple(parameters[label].shape)
+        if found != expected:
+            text = (
+                f"the source has this optimizer's parameters by number, and this one does not fit {label!r}: give the "
+                "optimizer the parameters in the order of the job that saved it, or leave it out of the state"
+            )
+            raise InvalidArgumentError(text, name=name, expected=expected, found=found)

@@ -29,6 +29,8 @@ CASES = [
     ("torch", (), "", "dcp_safetensors", "dcp_safetensors"),
     ("lightning", ("lightning",), "sharded", "last.ckpt", "expected"),
     ("lightning", ("lightning",), "full", "last.ckpt", "expected"),
+    ("lightning", ("lightning",), "fsdp1", "last.ckpt", "expected"),
+    ("lightning", ("lightning",), "fsdp1", "full.ckpt", "expected"),
     ("verl", ("verl", "tensordict"), "", "run", "expected"),
     ("verl", ("verl", "tensordict"), "lora", "run", "expected"),
     ("verl", ("verl", "tensordict"), "fsdp1", "run", "expected"),

@@ -43,6 +43,7 @@ SAMPLES = [
     Sample("verl/fsdp2/run", "verl", {"model": 12, "optimizer": 12, "other": 1}, "extra_state_world_size_2_rank_0.pt"),
     Sample("verl/lora/run", "verl", {"model": 14, "optimizer": 2, "other": 1}, "extra_state_world_size_2_rank_0.pt"),
     Sample("lightning/sharded/last.ckpt", "lightning", {"model": 5, "optimizer": 4}, "meta.pt"),
+    Sample("lightning/fsdp1/last.ckpt", "lightning", {"model": 5, "optimizer": 4}, "meta.pt"),
     Sample("torch_checkpointing/state", "torch_checkpointing", {"model": 3}, "config_1.pt"),
 ]
 # Files that are of no part, or of one that another file stands for.
@@ -125,11 +126,70 @@ def test_a_model_is_loaded_and_opened(sample: Sample) -> None:
 
 @pytest.mark.parametrize("path", ["trainer/sharded/checkpoint-2", "accelerate/full/state"])
 def test_a_bare_module_is_loaded(path: str) -> None:
+    module = tiny_model()
+    sx.load_checkpoint(module, DATA / path)
+    assert_equal(module.state_dict(), load_file(DATA.joinpath(path).parent / "expected.safetensors"))
+
+
+def tiny_model() -> torch.nn.Module:
     module = torch.nn.Module()
     module.block = torch.nn.Module()
     module.block.linear, module.head = torch.nn.Linear(3, 5), torch.nn.Linear(5, 1)
-    sx.load_checkpoint(module, DATA / path)
-    assert_equal(module.state_dict(), load_file(DATA.joinpath(path).parent / "expected.safetensors"))
+    return module
+
+
+def trainers_optimizer(module: Any) -> torch.optim.Optimizer:
+    """As Trainer makes it: weights decay, biases do not."""
+    weights = [module.block.linear.weight, module.head.weight]
+    biases = [module.block.linear.bias, module.head.bias]
+    return torch.optim.SGD([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=1.0, momentum=0.5)
+
+
+def test_an_optimizer_of_trainer_is_loaded_as_torch_loads_it() -> None:
+    """Its optimizer.pt has the parameters by number."""
+    path = DATA / "trainer/plain/checkpoint-2"
+    module, other = tiny_model(), tiny_model()
+    optimizer, expected = trainers_optimizer(module), trainers_optimizer(other)
+    expected.load_state_dict(torch.load(path / "optimizer.pt"))
+    report = sx.load_checkpoint({"model": module, "optimizer": optimizer}, path, strict=False)
+    assert (report.missing, report.num_tensors) == ((), 8)
+    found, wanted = optimizer.state_dict(), expected.state_dict()
+    assert found["param_groups"] == wanted["param_groups"]
+    assert found["state"].keys() == wanted["state"].keys() == {0, 1, 2, 3}
+    for number, entries in wanted["state"].items():
+        assert torch.equal(found["state"][number]["momentum_buffer"], entries["momentum_buffer"])
+    assert_equal(module.state_dict(), load_file(path.parent / "expected.safetensors"))
+
+
+def test_an_optimizer_with_other_groups_or_another_order_is_refused() -> None:
+    path, module = DATA / "trainer/plain/checkpoint-2", tiny_model()
+    one_group = torch.optim.SGD(module.parameters(), lr=1.0)
+    text = r"by number, in param groups of \[2, 2\], and the state's groups have \[4\]: make the groups .*'optimizer'"
+    with pytest.raises(InvalidArgumentError, match=text):
+        sx.load_checkpoint({"model": module, "optimizer": one_group}, path, strict=False)
+    groups = [group["params"][::-1] for group in trainers_optimizer(module).param_groups]
+    turned = torch.optim.SGD([{"params": of_group} for of_group in groups], lr=1.0)
+    text = r"does not fit 'model.head.weight': give the optimizer the parameters in the order .*momentum_buffer'"
+    with pytest.raises(InvalidArgumentError, match=text):
+        sx.load_checkpoint({"model": module, "optimizer": turned}, path, strict=False)
+    assert not turned.state
+
+
+def test_a_job_s_file_is_loaded_with_its_optimizer_and_its_numbers(tmp_path: Path) -> None:
+    module, other = tiny_model(), tiny_model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.25, betas=(0.5, 0.75))
+    for parameter in module.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    optimizer.step()
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}, tmp_path / "last.pt")
+    state = {"model": other, "optimizer": torch.optim.AdamW(other.parameters()), "step": 0}
+    sx.load_checkpoint(state, tmp_path / "last.pt")
+    assert state["step"] == 7
+    found, wanted = state["optimizer"].state_dict(), optimizer.state_dict()  # type: ignore[attr-defined]
+    assert found["param_groups"] == wanted["param_groups"]
+    for number, entries in wanted["state"].items():
+        assert all(torch.equal(found["state"][number][key], entry) for key, entry in entries.items())
+    assert_equal(other.state_dict(), module.state_dict())
 
 
 @BY_PATH
@@ -313,12 +373,21 @@ def test_lightning_weights_without_an_optimizer(tmp_path: Path) -> None:
     assert load_file(tmp_path / "out/model.safetensors").keys() == {"model.w"}
 
 
-def test_lightning_consolidated_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = DATA / "lightning/full"
-    merge_checkpoint(path / "last.ckpt", tmp_path / "out")
-    assert_equal(load_file(tmp_path / "out/model.safetensors"), load_file(path / "expected.safetensors"))
+@pytest.mark.parametrize("file", ["full/last.ckpt", "fsdp1/full.ckpt"])
+def test_lightning_consolidated_in_one_file(tmp_path: Path, file: str) -> None:
+    path = DATA / "lightning" / file
+    merge_checkpoint(path, tmp_path / "out")
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert_equal(found, load_file(path.parent / "expected.safetensors"))
+    if file == "fsdp1/full.ckpt":  # what Lightning itself made of the sharded one
+        assert_equal(found, torch.load(path, weights_only=False)["state_dict"])
+
+
+def test_of_a_directory_of_lightnings_files_one_must_be_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run").mkdir()
-    shutil.copy(path / "last.ckpt", tmp_path / "run")
+    shutil.copy(DATA / "lightning/full/last.ckpt", tmp_path / "run")
     code, _, err = run(capsys, "merge", tmp_path / "run", tmp_path / "again")
     text = f"this directory contains 1 checkpoint (last.ckpt): name one of them, as {tmp_path}/run/last.ckpt"
     assert (code, text in err) == (2, True)

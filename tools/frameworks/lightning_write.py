@@ -1,9 +1,11 @@
 """Write a checkpoint of Lightning on a CPU: torchrun --nproc-per-node 2 lightning_write.py OUT KIND.
 
-KIND is sharded or full, of ModelParallelStrategy, or fsdp1_sharded or fsdp1_full, of FSDPStrategy. OUT/last.ckpt is
-Lightning's; OUT/expected.safetensors the model as torch gathers it. Needs lightning 2.6.
+KIND is sharded or full, of ModelParallelStrategy, or fsdp1, of FSDPStrategy. OUT/last.ckpt is Lightning's;
+OUT/expected.safetensors the model as torch gathers it. With fsdp1, OUT/full.ckpt is what Lightning's own
+consolidate_checkpoint makes of it, and its model is the expected one. Needs lightning 2.6.
 """
 
+import subprocess
 import sys
 
 import lightning
@@ -13,7 +15,6 @@ from safetensors.torch import save_file
 from tiny_model import TinyModel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import always_wrap_policy
 
 
 class Task(lightning.LightningModule):
@@ -42,14 +43,13 @@ class FSDPOnCpu(FSDPStrategy):
 
 
 def make_strategy(kind):
-    if kind.startswith("fsdp1"):
+    if kind == "fsdp1":
         make = FullyShardedDataParallel.__init__  # Lightning gives it no device on a CPU
         FullyShardedDataParallel.__init__ = lambda self, *args, **options: make(
             self, *args, **{**options, "device_id": torch.device("cpu")}
         )
         return FSDPOnCpu(
-            state_dict_type=kind.removeprefix("fsdp1_"),
-            auto_wrap_policy=always_wrap_policy,
+            state_dict_type="sharded",
             process_group_backend="gloo",
         )
     return ModelParallelStrategy(
@@ -66,11 +66,15 @@ def main(out, kind):
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, max_steps=2, enable_checkpointing=False, **quiet
     )
-    task = Task(kind.startswith("fsdp1"))
+    task = Task(kind == "fsdp1")
     trainer.fit(task, torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=2))
     trainer.save_checkpoint(f"{out}/last.ckpt")
-    full = get_model_state_dict(task, options=StateDictOptions(full_state_dict=True))
+    full = {} if kind == "fsdp1" else get_model_state_dict(task, options=StateDictOptions(full_state_dict=True))
     if trainer.is_global_zero:
+        if kind == "fsdp1":
+            tool = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint", f"{out}/last.ckpt"]
+            subprocess.run([*tool, "--output_file", f"{out}/full.ckpt"], check=True)
+            full = torch.load(f"{out}/full.ckpt", weights_only=False)["state_dict"]
         save_file({name: tensor.contiguous() for name, tensor in full.items()}, f"{out}/expected.safetensors")
 
 
