@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "KINDS_WITH_RANKS",
     "TORCHAO_NAMES",
     "WEIGHTS",
     "FormatName",
@@ -78,7 +79,7 @@ SectionName = Literal["model", "ema", "optimizer", "scheduler", "rng", "other"]
 Weights = Literal["master", "model"]  # of a DeepSpeed checkpoint
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 _KINDS_WITH_LISTS = ("save", "workspace", "huggingface", "dcp")
-_KINDS_WITH_RANKS = ("save", "workspace", "megatron torch_dist", "megatron ranks", "dcp", "deepspeed", "rank files")
+KINDS_WITH_RANKS = ("save", "workspace", "megatron torch_dist", "megatron ranks", "dcp", "deepspeed", "rank files")
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +306,7 @@ class Source:
     @property
     def has_ranks(self) -> bool:
         """Whether each file's `rank` is the rank that wrote it; else it is the number of the file."""
-        return self.kind in _KINDS_WITH_RANKS
+        return self.kind in KINDS_WITH_RANKS
 
     @property
     def path(self) -> str:

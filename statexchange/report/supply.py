@@ -6,10 +6,11 @@ import os
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise, repeat
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from statexchange.formats import sealed_files
 from statexchange.formats.registry import open_source
-from statexchange.formats.source import Source
+from statexchange.formats.source import KINDS_WITH_RANKS, FormatName, Source
 from statexchange.sharding.shards import Box, full_box
 from statexchange.tensors import ITEMSIZE
 
@@ -23,6 +24,7 @@ __all__ = [
     "Supplied",
     "Supply",
     "cells_of",
+    "cut_dims",
     "nbytes_by_rank",
     "shares",
     "supply_of",
@@ -61,7 +63,7 @@ class Supply:
     Attributes:
         path: its path, for messages.
         supplier: "rank", or "file" if its format has no ranks; then the numbers of files stand for ranks.
-        files: the names of the files by number, if its format has no ranks.
+        files: the names of the files by number, if its format has no ranks; empty for files that were merged.
         tensors: its tensors, largest first.
         unknown: names of further tensors, which are missing and whose sizes are not known.
     """
@@ -90,8 +92,9 @@ class Supply:
 def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
     """Return which rank supplied which bytes.
 
-    Not collective. Reads headers only. The rank comes from the manifest of a published directory; otherwise it is the
-    first rank that has the box, or the number of the first file that has it.
+    Not collective. Reads headers only. The rank comes from the manifest of an export or a merge, which has the numbers
+    of the merged files if these had no ranks. Otherwise it is the first rank that has the box, or the number of the
+    first file that has it.
 
     Args:
         source: a path or URL of any format that `open_checkpoint` reads, or a source opened without `strict`.
@@ -106,10 +109,16 @@ def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
     if source.refusal is not None:
         raise source.refusal
     unknown = []
-    if source.manifest is not None:
-        tensors = list(_published_tensors(source.manifest))
+    manifest = source.manifest
+    if manifest is not None and sealed_files.KEY in manifest:  # written later, by nobody who knows the ranks
+        manifest = None
+    if manifest is not None:
+        tensors = list(_published_tensors(manifest))
+        merged = manifest.get("source")
+        has_ranks = merged in KINDS_WITH_RANKS or merged not in get_args(FormatName)
     else:
         tensors = list(_stored_tensors(source))
+        has_ranks = source.has_ranks
         known = {tensor.name for tensor in tensors}
         missing = {tensor.name: tensor for tensor in source.unreadable if tensor.name not in known}
         for name, tensor in missing.items():
@@ -117,8 +126,9 @@ def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
                 unknown.append(name)
             else:
                 tensors.append(Supplied(name, tensor.dtype, tensor.shape, ()))
-    has_ranks = source.manifest is not None or source.has_ranks
-    files = {} if has_ranks else {file.rank: os.path.basename(file.path) for file in source.files}
+    files = (
+        {} if has_ranks or manifest is not None else {file.rank: os.path.basename(file.path) for file in source.files}
+    )
     return Supply(
         source.path,
         "rank" if has_ranks else "file",
@@ -166,16 +176,22 @@ class Cell:
     rank: int
 
 
+def cut_dims(tensor: Supplied) -> list[tuple[int, bool]]:
+    """Return the dims along which a tensor is cut, with whether each runs across instead of down in a picture."""
+    ndim = len(tensor.shape)
+    boxes = [box for box, _ in tensor.boxes if box.numel]
+    dims = [dim for dim in range(ndim) if any(box.shape[dim] != tensor.shape[dim] for box in boxes)]
+    return [(dim, dim == ndim - 1 or position % 2 == 1) for position, dim in enumerate(dims)]
+
+
 def cells_of(tensor: Supplied) -> list[Cell]:
     """Divide the unit square among a tensor's boxes, by their sizes; dim 0 runs down.
 
     If there are too many cells, they are summed by rank.
     """
-    ndim = len(tensor.shape)
     boxes = [(box, rank) for box, rank in tensor.boxes if box.numel]
-    cut_dims = [dim for dim in range(ndim) if any(box.shape[dim] != tensor.shape[dim] for box, _ in boxes)]
-    dims = [(dim, dim == ndim - 1 or position % 2 == 1) for position, dim in enumerate(cut_dims)]
-    if len(boxes) * (len(cut_dims) + 1) <= _MAX_STEPS:
+    dims = cut_dims(tensor)
+    if len(boxes) * (len(dims) + 1) <= _MAX_STEPS:
         division = _Division(tensor.shape).cells(boxes, dims, Cell(0, 0, 1, 1, 0))
         cells = list(islice(division, MAX_CELLS + 1))
         if len(cells) <= MAX_CELLS:

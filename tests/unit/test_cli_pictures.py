@@ -86,6 +86,12 @@ def test_without_ranks_the_legend_has_the_names_of_the_files(call: Call, tmp_pat
         write_safetensors(folder / f"model-0000{number}-of-00002.safetensors", {f"t{number}": 3})
     assert call("ls", folder, "--svg", tmp_path / "s.svg")[0] == 0
     assert "1: model-00002-of-00002.safetensors · 3 B · 50.0%" in texts(tmp_path / "s.svg")
+    assert call("seal", folder)[0] == 0
+    assert call("ls", folder, "--svg", tmp_path / "sealed.svg")[0] == 0
+    assert (tmp_path / "sealed.svg").read_text() == (tmp_path / "s.svg").read_text()
+    assert call("merge", folder, tmp_path / "merged")[0] == 0
+    assert call("ls", tmp_path / "merged", "--svg", tmp_path / "merged.svg")[0] == 0
+    assert {"Which file supplied which bytes of merged", "file 1 · 3 B · 50.0%"} <= {*texts(tmp_path / "merged.svg")}
 
 
 def test_what_a_missing_file_had_is_counted(call: Call, tmp_path: Path) -> None:
