@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import click
+
 from statexchange.cli import commands
-from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
+from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe, printable
 from statexchange.cli.picture_file import PictureFile, picture_options
+from statexchange.errors import InvalidArgumentError
 from statexchange.formats.source import abbreviated_list
-from statexchange.units import format_bytes, format_ranks, format_time
+from statexchange.units import format_bytes, format_count, format_ranks, format_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,14 +19,25 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Part
     from statexchange.report.saves import SavesReport
     from statexchange.report.summary import SectionSummary, Summary
+    from statexchange.report.tree import ModuleNode
 
 _MAX_NAMES = 4  # shown of a part's files
+_DEPTH = 4  # of the tree: a layer's attention and MLP, in most models
+_TREE_HEADER = ("MODULE", "PARAMETERS", "BYTES")
+_MIN_BAR, _MAX_BAR = 10, 40
 
 
 @commands.command
 @picture_options("Draw the parameters into an SVG: an area for each tensor.")
 @commands.each_path
-def command(output: Output, path: str, picture: PictureFile | None) -> int:
+@click.option("--tree", is_flag=True, help="Show the modules in the names of tensors, with parameters and bytes.")
+@click.option(
+    "--depth",
+    type=click.IntRange(1, 64),
+    metavar="N",
+    help=f"Show N levels of the tree.  [default: {_DEPTH}]",
+)
+def command(output: Output, path: str, tree: bool, depth: int | None, picture: PictureFile | None) -> int:
     """Summarize the checkpoint at PATH: tensors, dtypes, bytes, ranks.
 
     Reads headers only. PATH is a save or a directory of a job's saves, a Hugging
@@ -33,11 +47,16 @@ def command(output: Output, path: str, picture: PictureFile | None) -> int:
     from statexchange.formats.registry import holds_saves
     from statexchange.report.summary import summarize
 
+    if depth is None and tree:
+        depth = _DEPTH
     if holds_saves(path):
         if picture is not None:
             picture.refuse_saves(path)
+        if depth is not None:
+            text = "--tree shows the modules of a model, and this directory has saves: name one of them"
+            raise InvalidArgumentError(text, path=path)
         return _summarize_saves(output, path)
-    summary = summarize(path)
+    summary = summarize(path, tree_depth=depth)
     for problem in summary.problems:  # before the summary, which may be partial because of them
         output.warning(str(problem))
     if summary.unsupported:
@@ -47,6 +66,10 @@ def command(output: Output, path: str, picture: PictureFile | None) -> int:
     output.fields(_fields(summary))
     worst = most_severe(summary.problems)
     record = fields_of(summary)
+    if summary.tree is not None:
+        output.line()
+        _show_tree(output, summary.tree)
+    record["tree"] = None if summary.tree is None else _tree_record(summary.tree)
     record["sections"] = {name: fields_of(section) for name, section in summary.sections.items()}
     record["parts"] = [fields_of(part) for part in summary.parts]
     record["picture"] = None if picture is None else picture.path
@@ -59,6 +82,33 @@ def _draw_parameters(path: str, picture: PictureFile) -> None:
 
     with open_source(path, strict=False) as source:
         picture.write(parameters_picture(source))
+
+
+def _show_tree(output: Output, tree: ModuleNode) -> None:
+    """Write a row for each module: indented and with a bar by its bytes, or with exact numbers for programs."""
+    if not output.aligned:
+        exact = (
+            (node.path, str(node.num_parameters), str(node.nbytes)) for _, node in tree.walk(0) if node is not tree
+        )
+        output.table(_TREE_HEADER, exact)
+        return
+    full = "█" if output.can_show("█") else "#"
+    rows, sizes = [], []
+    for level, node in tree.walk(-1):
+        if level >= 0:
+            alike = f" ({node.num_alike:,} alike)" if ".." in node.name else ""
+            name = printable(f"{'  ' * level}{node.name}{alike}")
+            rows.append((name, format_count(node.num_parameters), format_bytes(node.nbytes)))
+            sizes.append(node.nbytes)
+    width = sum(max(map(len, column)) + len("  ") for column in zip(_TREE_HEADER, *rows, strict=True))
+    room = min(_MAX_BAR, max(_MIN_BAR, output.width - width))
+    bars = [full * round(room * size / (tree.nbytes or 1)) for size in sizes]
+    cells = [(*row, bar) for row, bar in zip(rows, bars, strict=True)]
+    output.table((*_TREE_HEADER, "SHARE"), cells, right=_TREE_HEADER[1:])
+
+
+def _tree_record(node: ModuleNode) -> Row:
+    return {**fields_of(node), "children": [_tree_record(child) for child in node.children]}
 
 
 def _fields(summary: Summary) -> list[tuple[str, str]]:

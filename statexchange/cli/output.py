@@ -109,6 +109,11 @@ class Output:
         """Whether tables are aligned and numbers rounded; else cells are exact and separated by tabs."""
         return self.format == "human" or sys.stdout.isatty()
 
+    @property
+    def width(self) -> int:
+        """Columns of the terminal; 80 if there is none."""
+        return shutil.get_terminal_size().columns
+
     def can_show(self, characters: str) -> bool:
         """Whether stdout can encode `characters`."""
         try:

@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 _MAX_LISTED, _MAX_NAME = 8, 100
+_MAX_SHOWN = 1000  # tensors in the table of a checkpoint
 TORCHAO_NAMES = "tensor_names"  # torchao's key of the metadata with a list of all weights (formats/packed.py)
 FormatName = Literal[
     "save",
@@ -511,12 +512,17 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         return self._tensors[name]
 
     def __str__(self) -> str:
-        """Return a table of all tensors: name, dtype, shape and bytes."""
-        rows = [(one.name, one.dtype, f"[{','.join(map(str, one.shape))}]", one.nbytes) for one in self.values()]
+        """Return a table of the tensors, of at most 1,000: name, dtype, shape and bytes."""
+        rows = []
+        for one in islice(self.values(), _MAX_SHOWN):
+            name = one.name if one.name.isprintable() else ascii(one.name)
+            rows.append((name, one.dtype, f"[{','.join(map(str, one.shape))}]", one.nbytes))
         widths = [max((len(str(row[column])) for row in rows), default=0) for column in range(4)]
-        lines = [f"{self.path}: {self._source.kind}, {len(rows):,} tensors"]
+        lines = [f"{self.path}: {self._source.kind}, {len(self):,} tensors"]
         for name, dtype, shape, nbytes in rows:
             lines.append(f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {nbytes:>{widths[3]}}")
+        if len(self) > len(rows):
+            lines.append(f"... and {len(self) - len(rows):,} more")
         return "\n".join(lines)
 
     def __iter__(self) -> Iterator[str]:

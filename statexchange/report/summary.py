@@ -11,6 +11,7 @@ from statexchange.formats.packed import packing_notes
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
 from statexchange.formats.source import FLAT_PARAMETERS, Part, ShardFile, Source, is_flat_parameter
+from statexchange.report.tree import ModuleNode, module_tree
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.json_text import parse_json
 from statexchange.tensors import ITEMSIZE, element_shape
@@ -58,6 +59,7 @@ class Summary:
         problems: errors for everything that is missing or broken.
         notes: what this is and which tool reads it, if it is a format that is only shown or a layout of quantised
             weights; what was not looked at.
+        tree: the modules in the names of the tensors, if they were asked for.
     """
 
     kind: str
@@ -84,6 +86,7 @@ class Summary:
     parts: tuple[Part, ...]
     problems: tuple[StateExchangeError, ...]
     notes: tuple[str, ...] = ()
+    tree: ModuleNode | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +117,14 @@ class TensorRow:
         return full_box(self.shape).numel if self.dtype != "?" or self.shape else 0
 
 
-def summarize(path: str | os.PathLike[str]) -> Summary:
+def summarize(path: str | os.PathLike[str], *, tree_depth: int | None = None) -> Summary:
     """Summarize a checkpoint.
 
     Not collective. Reads headers only. Problems are in the summary, not raised.
 
     Args:
         path: a path or URL of any format that `open_checkpoint` reads.
+        tree_depth: add the tree of modules, down to so many parts of a name.
 
     Returns:
         The summary.
@@ -137,10 +141,10 @@ def summarize(path: str | os.PathLike[str]) -> Summary:
         ('huggingface', 6, {'F32': 1})
     """
     with open_source(path, strict=False) as source:
-        return _summary(without_secrets(os.fspath(path)), source)
+        return _summary(without_secrets(os.fspath(path)), source, tree_depth)
 
 
-def _summary(path: str, source: Source) -> Summary:
+def _summary(path: str, source: Source, tree_depth: int | None) -> Summary:
     rows = tensor_rows(source)
     dtypes = Counter(row.dtype for row in rows)
     return Summary(
@@ -168,6 +172,7 @@ def _summary(path: str, source: Source) -> Summary:
         parts=source.parts,
         problems=(*source.problems, *source.uncovered()),
         notes=_notes(source),
+        tree=None if tree_depth is None else module_tree(rows, tree_depth),
     )
 
 

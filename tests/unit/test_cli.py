@@ -674,7 +674,7 @@ def test_ctrl_c_in_a_merge_leaves_nothing(memory_directory: Path) -> None:
 
 
 def test_an_internal_error_asks_for_a_report(call: Call, monkeypatch: pytest.MonkeyPatch, workspace: Path) -> None:
-    def broken(_path: str) -> None:
+    def broken(_path: str, **_: object) -> None:
         raise RuntimeError("the moon is full")
 
     monkeypatch.setattr("statexchange.report.summary.summarize", broken)
@@ -695,7 +695,7 @@ def test_an_error_in_another_package_is_not_called_a_bug_of_ours(
     call: Call, monkeypatch: pytest.MonkeyPatch, workspace: Path, where: str
 ) -> None:
     look = inverts if where == "here" else lambda: run_ranks(inverts, 2)
-    monkeypatch.setattr("statexchange.report.summary.summarize", lambda _path: look())
+    monkeypatch.setattr("statexchange.report.summary.summarize", lambda _path, **_: look())
     code, out, err = call("info", workspace)
     assert (code, out) == (70, "")
     assert "LinAlgError: Singular matrix" in err
@@ -727,7 +727,7 @@ def test_ctrl_c_while_modules_are_imported(module: str, workspace: Path) -> None
 
 
 def test_an_os_error_is_not_called_a_bug_of_ours(call: Call, monkeypatch: pytest.MonkeyPatch, workspace: Path) -> None:
-    def refuse(_path: str) -> None:
+    def refuse(_path: str, **_: object) -> None:
         raise PermissionError(13, "Permission denied", "/secret")
 
     monkeypatch.setattr("statexchange.report.summary.summarize", refuse)

@@ -1,11 +1,15 @@
 """Habits of the command line that all commands share: several PATHs, quiet and verbose, interrupts, closed streams."""
 
+import contextlib
 import json
 import logging
+import math
 import os
 import re
+import struct
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import pytest
 
 import statexchange as sx
 from statexchange.cli.main import main
+from statexchange.cli.output import Output
 from statexchange.errors import did_you_mean
 
 HOME = os.fspath(Path(sx.__file__).parents[1])
@@ -214,9 +219,9 @@ def test_options_of_all_commands_may_stand_before_the_command(call: Call, made: 
 def test_a_logged_warning_is_a_warning_of_the_command(call: Call, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from statexchange.report import summary
 
-    def warned(path: str) -> summary.Summary:
+    def warned(path: str, *, tree_depth: int | None) -> summary.Summary:
         logging.getLogger("statexchange.storage").warning("late \x1b[31m files")
-        return summarize(path)
+        return summarize(path, tree_depth=tree_depth)
 
     summarize = summary.summarize
     monkeypatch.setattr(summary, "summarize", warned)
@@ -281,3 +286,127 @@ def test_a_dtype_has_all_its_names(call: Call, made: Path, tmp_path: Path, dtype
         assert (code, dtypes["layers.0.up.weight"]) == (0, "BF16")
     report = sx.merge_checkpoint(made / "whole", tmp_path / "api", dtype=dtype)
     assert sx.open_checkpoint(report.path)["norm.weight"].dtype == "BF16"
+
+
+# --- the tree of modules ---
+
+
+def write_model(path: Path, dtypes: dict[int, str]) -> None:
+    """Write a safetensors file of a model with 12 layers, those of `dtypes` in another dtype."""
+    shapes = {"embed.weight": [8, 4], "norm.weight": [4]}
+    for layer in range(12):
+        shapes |= {f"layers.{layer}.attn.q.weight": [4, 4], f"layers.{layer}.mlp.up.weight": [16, 4]}
+    entries, begin = {}, 0
+    for name, shape in shapes.items():
+        dtype = dtypes.get(int(name.split(".")[1]) if "layers" in name else -1, "BF16")
+        nbytes = math.prod(shape) * {"BF16": 2, "F32": 4}[dtype]
+        entries[f"model.{name}"] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + nbytes]}
+        begin += nbytes
+    text = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(begin))
+
+
+def test_the_tree_joins_numbered_modules_that_are_alike(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_model(path, {9: "F32"})
+    data = call.json("info", path, "--tree", "--depth", "3")[1]["data"]
+    top = data["tree"]
+    assert (top["num_tensors"], top["num_parameters"], top["nbytes"]) == (
+        data["num_tensors"],
+        data["num_parameters"],
+        data["nbytes"],
+    )
+    (model,) = top["children"]
+    embed, _, layers = model["children"]
+    assert (embed["name"], embed["nbytes"], layers["path"]) == ("embed", 64, "model.layers")
+    found = [(node["name"], node["num_alike"], node["num_tensors"], node["nbytes"]) for node in layers["children"]]
+    assert found == [("0..8", 9, 18, 9 * 160), ("9", 1, 2, 320), ("10..11", 2, 4, 320)]
+    assert sum(node["nbytes"] for node in layers["children"]) == layers["nbytes"]
+    assert all(node["children"] == [] for node in layers["children"])
+    assert call.json("info", path)[1]["data"]["tree"] is None
+
+
+def test_the_tree_on_a_terminal_is_indented_and_fits_its_width(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    write_model(path, {})
+    for width in (60, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        _, out, _ = call("info", path, "--tree", "--format", "human")
+        header, *rows = out.split("\n\n")[1].splitlines()
+        assert header.split() == ["MODULE", "PARAMETERS", "BYTES", "SHARE"]
+        assert any(row.startswith("    0..11 (12 alike)  ") for row in rows)
+        assert max(map(len, rows)) <= width
+        assert rows[0].count("█") == min(40, width - len(rows[0].partition("█")[0]))
+    monkeypatch.setattr(Output, "can_show", lambda *_: False)
+    assert call("info", path, "--tree", "--format", "human")[1].isascii()
+
+
+def test_the_tree_in_a_pipe_has_whole_names_and_exact_numbers(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_model(path, {})
+    _, out, _ = call("info", path, "--depth", "3")
+    assert "model.layers.0..11\t960\t1920" in out.splitlines()
+    assert "█" not in out
+
+
+def test_the_tree_of_hostile_names_is_bounded(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    names = [".".join(["a"] * 200), "a..b", ".", "99999999999999999999.w", "01.w", "1.w", "2.\u202e", "x" * 500]
+    entries = {name: {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for name in names}
+    text = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    code, out, _ = call("info", path, "--depth", "64", "--format", "human")
+    assert (code, "\u202e" in out, "\\u202e" in out) == (0, False, True)
+    assert call.json("info", path, "--depth", "64")[1]["data"]["tree"]["num_tensors"] == len(names)
+    assert call("info", path, "--depth", "65")[0] == 2
+
+
+# --- the mapping of any source ---
+
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def whole_sources(root: Path) -> list[Path]:
+    """Return each path below the test data that is opened as one checkpoint, with its archives unpacked."""
+    found = []
+    for archive in sorted(DATA.rglob("*.tar.xz")):
+        target = root / archive.name.removesuffix(".tar.xz")
+        with tarfile.open(archive) as packed:
+            packed.extractall(target)
+    paths = [path for top in (DATA, root) for path in top.rglob("*") if path.is_dir() or path.suffix == ".safetensors"]
+    for path in sorted(paths):
+        with contextlib.suppress(sx.StateExchangeError):
+            sx.open_checkpoint(path).close()
+            found.append(path)
+    return found
+
+
+def test_a_checkpoint_of_any_kind_is_a_table_and_is_read(tmp_path: Path) -> None:
+    kinds = set()
+    for path in whole_sources(tmp_path):
+        with sx.open_checkpoint(path) as checkpoint:
+            title, *rows = str(checkpoint).splitlines()
+            assert len(rows) == len(checkpoint) <= 1000
+            kinds.add(title.removeprefix(f"{checkpoint.path}: ").partition(",")[0])
+            assert title.endswith(f", {len(checkpoint):,} tensors")
+            for row, (name, tensor) in zip(rows, checkpoint.items(), strict=True):
+                cells = row.removeprefix(name).split()
+                assert cells == [tensor.dtype, f"[{','.join(map(str, tensor.shape))}]", str(tensor.nbytes)]
+            name, tensor = next(iter(checkpoint.items()))
+            assert tuple(tensor.read().shape) == tuple(tensor.read(framework="pt").shape) == tensor.shape, name
+    assert kinds == {"dcp", "deepspeed", "huggingface", "megatron ranks", "megatron torch_dist", "torch", "workspace"}
+
+
+def test_the_table_of_a_checkpoint_is_bounded_and_harmless(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    entries = {f"t{n}.{'x' * 400}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(3000)}
+    text = json.dumps({"\u202e": entries["t0." + "x" * 400], **entries}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    with sx.open_checkpoint(path) as checkpoint:
+        shown = str(checkpoint)
+    assert len(shown.splitlines()) == 1002
+    assert shown.splitlines()[-1] == "... and 2,001 more"
+    assert "\u202e" not in shown
