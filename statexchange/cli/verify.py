@@ -10,7 +10,7 @@ import click
 from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
 from statexchange.cli.progress import Progress
-from statexchange.errors import without_secrets
+from statexchange.errors import CorruptError, IncompleteError, without_secrets
 from statexchange.report.value_checks import CHECKS
 from statexchange.units import format_bytes, format_seconds, format_transfer
 
@@ -63,8 +63,11 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...], a
             raise click.UsageError("--against compares one checkpoint with a download, and PATH has saves of a job")
         return _verify_saves(output, path, checks)
     began = time.perf_counter()
-    with Progress(output, "verify") as progress:
-        report = verify(path, checks=checks, against=against, on_progress=progress)
+    try:
+        with Progress(output, "verify") as progress:
+            report = verify(path, checks=checks, against=against, on_progress=progress)
+    except (CorruptError, IncompleteError) as error:  # it cannot even be opened
+        return _finding_alone(output, error)
     _show(output, report, checks, time.perf_counter() - began)
     worst = most_severe(report.findings)
     data = {key: value for key, value in fields_of(report).items() if key not in ("findings", "values", "hub")}
@@ -105,6 +108,14 @@ def _records(report: VerifyReport) -> list[Row]:
 def _lines(report: VerifyReport) -> list[str]:
     lines = [f"{code_of(finding):<10}  {finding}" for finding in report.findings]
     return lines + [f"{'FINDINGS':<10}  {finding}" for finding in report.values]
+
+
+def _finding_alone(output: Output, error: StateExchangeError) -> int:
+    """Report the problem because of which a checkpoint cannot be opened."""
+    output.line(f"{code_of(error):<10}  {error}")
+    output.line("1 finding")
+    rows = [error_record(error, code_of(error))]
+    return output.finish(code_of(error), None, rows=("findings", rows), error=error)
 
 
 def _show(output: Output, report: VerifyReport, checks: Sequence[str], seconds: float) -> None:

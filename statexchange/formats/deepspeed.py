@@ -54,6 +54,7 @@ _MAX_TAG_BYTES = 255
 _TAG = re.compile(r"[^/\\\0\n]{1,200}")
 _SCRIPT = "zero_to_fp32.py"
 _MODEL, _STATE = "model.", "optimizer.state."
+_OF_LAYER = re.compile(r"([0-9]{1,9})\.")  # how a parameter of a pipeline layer is called
 _RESERVED = (_MODEL, "optimizer.")
 # Entries of the model's file that are the model, or that describe it.
 _OF_MODEL = {
@@ -76,12 +77,18 @@ def matches(opened: OpenedPath) -> bool:
     store = opened.store
     if _is_step(store):
         return True
-    tag = _latest(store)
-    if tag is None:
+    if not any(name in store.files for name in _LATEST):
         return False
-    if tag in store.directories:
-        return _is_step(store.below(tag))
-    return _SCRIPT in store.files or tag.startswith("global_step")
+    tag = _latest(store)
+    if tag in store.directories and _is_step(store.below(tag)):
+        return True
+    is_known = tag is not None and (_SCRIPT in store.files or tag.startswith("global_step"))
+    return is_known or bool(_steps(store))
+
+
+def _steps(store: Store) -> list[str]:
+    """Return the names of the directories of steps."""
+    return [name for name in store.directories if _is_step(store.below(name))]
 
 
 def _is_step(store: Store) -> bool:
@@ -111,17 +118,19 @@ def _step_store(opened: OpenedPath) -> Store:
     """Return the directory of the step to read.
 
     Raises:
+        CorruptError: `latest` does not have the name of a directory.
         IncompleteError: `latest` names a directory that is not there, or that has no files of DeepSpeed.
     """
     store = opened.store
     if _is_step(store):
         return store
     tag = _latest(store)
-    assert tag is not None  # `matches`
     if tag not in store.directories:
-        steps = [name for name in store.directories if _is_step(store.below(name))]
+        steps = _steps(store)
         advice = f"give one of the others: {', '.join(steps[-8:])}" if steps else "no other is here"
         name = next(name for name in _LATEST if name in store.files)
+        if tag is None:
+            raise CorruptError(f"not the name of a step's directory; {advice}", path=store.path_of(name))
         text = f"{name} names the directory {excerpt(tag)}, which is not here; {advice}"
         raise IncompleteError(text, path=store.path_of(name))
     return store.below(tag)
@@ -209,7 +218,10 @@ class _Reader:
             if takes_master:
                 stage.add_frozen()
             stage.add_module()
-        self._add_layers({name for stage in stages for name in stage.names} if takes_master else set())
+        names = {name for stage in stages for name in stage.names}
+        if self._names.layers:
+            self._check_layers(names)
+        self._add_layers(names if takes_master else set())
         if has_experts:
             self._add_experts(expert_counts)
 
@@ -309,8 +321,7 @@ class _Reader:
                 found[rank] = file
         absent = next((rank for rank in range(num_ranks) if rank not in present), None)
         if absent is not None:
-            path = self._store.path_of(expected_name(mp_rank, absent))
-            self.problems.append(IncompleteError(missing, rank=first_rank + absent, path=path))
+            self._opened(expected_name(mp_rank, absent), first_rank + absent, missing)
         return found
 
     def _list_missing(self, first: DeepSpeedFile, *, of_model: bool) -> None:
@@ -341,6 +352,13 @@ class _Reader:
                 self.problems.append(error)
         if len(self.problems) > num_problems:
             self._list_missing(stage.first, of_model=stage.takes_master)
+
+    def _check_layers(self, names: Iterable[str]) -> None:
+        """Add a problem if a layer that has parameters of these names has no file."""
+        numbers = {int(match[1]) for match in map(_OF_LAYER.match, names) if match is not None}
+        absent = min(numbers - self._names.layers.keys(), default=None)
+        if absent is not None:
+            self._opened(f"layer_{absent:02d}-model_states.pt", 0, "the file of a pipeline layer is missing")
 
     def _add_layers(self, known: set[str]) -> None:
         """Add the files of pipeline layers, without the tensors of `known` names.
@@ -631,6 +649,7 @@ class _UniversalReader(_Reader):
         in_zero = set(zero.directories) - buffers - shared.keys() - stage.frozen.keys()
         for name in sorted(in_zero):
             self._add_parameter(zero.below(name), name, shapes.get(name), shared, takes_master=takes_master)
+        self._check_states({name: zero.below(name) for name in sorted(in_zero)})
         absent = next((name for name in shapes if name not in in_zero), None)
         if absent is not None:
             path = zero.path_of(f"{absent}/fp32.pt")
@@ -651,7 +670,7 @@ class _UniversalReader(_Reader):
         takes_master: bool,
     ) -> None:
         """Add the fp32 weights and the optimizer's states of one parameter."""
-        for file_name in dict.fromkeys(("fp32.pt", *store.files)):
+        for file_name in dict.fromkeys(("fp32.pt", *store.non_directories)):
             key = file_name.removesuffix(".pt")
             wanted = takes_master if key == "fp32" else key != file_name and key != "step"
             if not wanted:
@@ -670,6 +689,21 @@ class _UniversalReader(_Reader):
                 self._not_read(source_name, shape, IncompleteError(_MISSING, name=name, path=error.path))
             except StateExchangeError as error:
                 self._not_read(source_name, shape, error)
+
+    def _check_states(self, stores: Mapping[str, Store]) -> None:
+        """Add a problem for each parameter that has only a part of the optimizer's states that others have.
+
+        Parameters of different optimizers may have different states, but none has a part of another's.
+        """
+        files_of: dict[str, frozenset[str]] = {}
+        for name, store in stores.items():
+            files_of[name] = frozenset(file_name for file_name in store.non_directories if file_name.endswith(".pt"))
+        for name, files in files_of.items():
+            fuller = next((others for others in dict.fromkeys(files_of.values()) if files | {"fp32.pt"} < others), None)
+            if fuller is not None:
+                file_name = min(fuller - files)
+                error = IncompleteError(_MISSING, name=name, path=stores[name].path_of(file_name))
+                self._not_read(f"{_STATE}{name}.{file_name.removesuffix('.pt')}", None, error)
 
     def _not_read(self, name: str, shape: tuple[int, ...] | None, error: StateExchangeError) -> None:
         self.problems.append(error)

@@ -67,7 +67,7 @@ class FileNames:
         layers: dict[int, dict[int, str]] = {}
         experts: dict[tuple[int, int], dict[int, str]] = {}
         kinds = set()
-        for name in store.files:
+        for name in store.non_directories:
             if match := _OPTIMIZER.fullmatch(name):
                 _add(optimizer.setdefault(int(match[3]), {}), int(match[2]), name, store)
             elif match := _MODEL.fullmatch(name):

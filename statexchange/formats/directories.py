@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Literal
@@ -33,7 +33,7 @@ from statexchange.formats.source import (
 )
 from statexchange.storage.claim import CLAIM_NAME
 from statexchange.storage.opened_path import OpenedPath
-from statexchange.storage.store import EntryKind, FilteredStore, Store
+from statexchange.storage.store import FilteredStore, Store
 from statexchange.storage.workspace import is_rank_file
 
 __all__ = ["check_none_below", "matches", "read"]
@@ -52,7 +52,7 @@ class _Stored:
     """One way in which a part may be stored: files or directories whose whole name matches `pattern`.
 
     The names with an equal group ``of`` are one part; without such a group each name is one. If the pattern has the
-    groups ``rank`` and ``ranks``, the part is whole if there is a file for each rank.
+    group ``rank``, there is a file for each rank: as many as ``ranks`` says, or else for each up to the last.
 
     Attributes:
         pattern: the names.
@@ -114,7 +114,7 @@ _FRAMEWORKS = (
             ("model", _ACCELERATE_MODEL),
             ("optimizer", _ACCELERATE_OPTIMIZER),
             ("scheduler", (_stored(r"scheduler\.pt", "torch_file"),)),
-            ("rng", (_stored(r"rng_state(_[0-9]+)?\.pth", "torch_file"),)),
+            ("rng", (_stored(r"rng_state(_(?P<rank>[0-9]{1,9}))?\.pth", "torch_file"),)),
             ("other", (_stored(r"training_args\.bin", "torch_file"),)),
             ("other", (_stored(r"scaler\.pt", "torch_file"),)),
         ),
@@ -126,7 +126,7 @@ _FRAMEWORKS = (
             ("model", _ACCELERATE_MODEL),
             ("optimizer", _ACCELERATE_OPTIMIZER),
             ("scheduler", (_stored(r"scheduler(_[0-9]+)?\.bin", "torch_file"),)),
-            ("rng", (_stored(r"random_states_[0-9]+\.pkl", "torch_file"),)),
+            ("rng", (_stored(r"random_states_(?P<rank>[0-9]{1,9})\.pkl", "torch_file"),)),
             ("other", (_stored(r"(scaler\.pt|(dl_state_dict|sampler)(_[0-9]+)?\.bin)", "torch_file"),)),
             ("other", (_stored(r"custom_checkpoint_[0-9]+\.pkl", "torch_file"),)),
         ),
@@ -143,7 +143,7 @@ _FRAMEWORKS = (
                 ),
             ),
             ("optimizer", (_stored(rf"(?P<of>optim){_WORLD}", "torch_file"),)),
-            ("other", (_stored(rf"extra_state{_WORLD}", "torch_file"),)),
+            ("other", (_stored(r"extra_state_world_size_[0-9]+_rank_[0-9]+\.pt", "torch_file"),)),
         ),
         _VERL_FILES,
     ),
@@ -160,8 +160,8 @@ _FRAMEWORKS = (
         "torch_checkpointing",
         (re.compile(r"metadata\.pkl"),),
         (
-            ("model", (_stored(r"(?P<of>model)_[0-9]+\.pt", "torch_file"),)),
-            ("optimizer", (_stored(r"(?P<of>optim|optimizer)_[0-9]+\.pt", "torch_file"),)),
+            ("model", (_stored(r"(?P<of>model)_(?P<rank>[0-9]{1,9})\.pt", "torch_file"),)),
+            ("optimizer", (_stored(r"(?P<of>optim|optimizer)_(?P<rank>[0-9]{1,9})\.pt", "torch_file"),)),
             ("other", (_stored(r"(?!(model|optim|optimizer)_[0-9]).+_[0-9]+\.pt", "torch_file"),)),
         ),
         None,
@@ -255,11 +255,10 @@ class _FoundPart:
 
 
 def _parts(stored: _Stored, store: Store) -> list[_FoundPart]:
-    wanted: EntryKind = "directory" if stored.is_directory else "file"
     names: dict[str, list[str]] = {}
-    for name, kind in store.listing.items():
+    for name in store.directories if stored.is_directory else store.non_directories:
         match = stored.pattern.fullmatch(name)
-        if match is not None and kind == wanted:
+        if match is not None:
             of = (match["of"] or "") if "of" in stored.pattern.groupindex else name
             names.setdefault(of, []).append(name)
     return [_FoundPart(stored, tuple(of_part)) for of_part in names.values()]
@@ -278,7 +277,9 @@ class _Directory:
         """Return all parts as one source; the names of each part begin with its section."""
         found: list[tuple[SectionName, str, Source | None]] = []
         parts: list[Part] = []
-        problems: list[StateExchangeError] = []
+        problems = self._missing(("model", *dict(self._chosen)))
+        if problems and strict:
+            raise problems[0]
         for section, of_section in self._chosen:
             for part in of_section:
                 try:
@@ -326,6 +327,9 @@ class _Directory:
             paths = ", ".join(self._store.path_of(part.names[0]) for part in found[:_MAX_SHOWN])
             text = f"this directory has {len(found)} models, name one of them: {paths}"
             raise InvalidArgumentError(text, path=self._store.path)
+        problems = self._missing((section,)) if found else []
+        if problems and strict:
+            raise problems[0]
         sources = [self._read(part, strict=strict) for part in found]
         others = {name for name, _ in self._chosen if name not in (section, None)}
         for part in mixed:
@@ -339,7 +343,14 @@ class _Directory:
         if others:
             note += f", not {', '.join(repr(name) for name in SECTIONS if name in others)}"
         notes = (*source.notes, f'{note} (all: section="all", --section all)', *self._notes(), *_notes_on_lora(source))
-        return replace(source, opened=self._opened, notes=notes, sections=(), small_files=self._small_files())
+        return replace(
+            source,
+            opened=self._opened,
+            problems=(*problems, *source.problems),
+            notes=notes,
+            sections=(),
+            small_files=self._small_files(),
+        )
 
     def _selected(
         self, part: _FoundPart, section: str, *, strict: bool, is_only: bool
@@ -379,38 +390,54 @@ class _Directory:
             opened = OpenedPath(self._store.path, FilteredStore(self._store, frozenset(part.names).__contains__), None)
         else:
             opened = OpenedPath(self._store.path_of(first), self._store, first)
-        problem = self._missing_rank(part)
-        if problem is not None and strict:
-            raise problem
         source = read_part(opened, strict=strict)
-        if problem is not None:
-            source = replace(source, problems=(problem, *source.problems))
         for key in stored.keys:
             if _all_have(source, f"{key}."):
                 return _renamed(source, lambda name: name.partition(".")[2])
         return source
 
-    def _missing_rank(self, part: _FoundPart) -> StateExchangeError | None:
-        """Return an error for the first rank whose file is missing, where the names have ranks."""
-        if "ranks" not in part.stored.pattern.groupindex or "of" not in part.stored.pattern.groupindex:
-            return None
-        by_rank: dict[int, str] = {}
+    def _missing(self, sections: Collection[str | None]) -> list[StateExchangeError]:
+        """Return an error for each set of files of these sections in which a rank's is missing, and for no model."""
+        problems: list[StateExchangeError] = []
+        for section, parts in self._chosen:
+            if section in sections:
+                problems += self._missing_ranks(parts)
+        found = {section for section, _ in self._chosen}
+        if "model" in sections and not found & {"model", None}:
+            there = ", ".join(repr(name) for name in SECTIONS if name in found)
+            text = f"no file of a model is here, only of {there}: it was not written, or not copied"
+            problems.append(IncompleteError(text, path=self._store.path))
+        return problems
+
+    def _missing_ranks(self, parts: Sequence[_FoundPart]) -> list[StateExchangeError]:
+        """Return an error if the file of a rank is missing, where the names have ranks."""
+        pattern = parts[0].stored.pattern  # all are stored in one way
+        if "rank" not in pattern.groupindex:
+            return []
+        by_rank: dict[int, re.Match[str]] = {}
         world_sizes = set()
-        for name in part.names:
-            match = part.stored.pattern.fullmatch(name)
+        for name in (name for part in parts for name in part.names):
+            match = pattern.fullmatch(name)
             assert match is not None
-            by_rank[int(match["rank"])] = name
-            world_sizes.add(int(match["ranks"]))
+            if match["rank"] is None:  # one file for all ranks
+                continue
+            by_rank[int(match["rank"])] = match
+            if "ranks" in pattern.groupindex:
+                world_sizes.add(int(match["ranks"]))
         if len(world_sizes) > 1:
             sizes = " and ".join(map(str, sorted(world_sizes)))
-            text = f"{part.stem.partition('_')[0]} files of {sizes} ranks are here, of two saves: remove those of one"
-            return CorruptError(text, path=self._store.path)
-        (world_size,) = world_sizes
+            text = (
+                f"{parts[0].stem.partition('_')[0]} files of {sizes} ranks are here, of two saves: remove those of one"
+            )
+            return [CorruptError(text, path=self._store.path)]
+        world_size = max(world_sizes, default=max(by_rank, default=-1) + 1)
         missing = next((rank for rank in range(world_size) if rank not in by_rank), None)
         if missing is None:
-            return None
-        name = re.sub(r"_rank_[0-9]+", f"_rank_{missing}", part.names[0])
-        return IncompleteError("the file of this rank is missing", rank=missing, path=self._store.path_of(name))
+            return []
+        match = next(iter(by_rank.values()))
+        begin, end = match.span("rank")
+        path = self._store.path_of(f"{match.string[:begin]}{missing}{match.string[end:]}")
+        return [IncompleteError("the file of this rank is missing", rank=missing, path=path)]
 
     def _small_files(self) -> Store | None:
         name = self._framework.small_files

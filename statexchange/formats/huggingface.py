@@ -47,9 +47,12 @@ from statexchange.tensors import ITEMSIZE, itemsize_of
 __all__ = [
     "INDEX_SUFFIX",
     "MANIFEST",
+    "RANK",
     "check_file_names",
     "check_numbers",
     "matches",
+    "misplaced",
+    "missing_ranks",
     "names_by_file",
     "read",
     "read_index",
@@ -61,6 +64,7 @@ _SUFFIX = ".safetensors"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _SHARD_NAME = re.compile(r"shard-([0-9]{5,9})-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
 _NUMBERED = re.compile(r"(.*?)([0-9]{5,9})-of-([0-9]{5,9})(\.[a-z]+)")
+RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 
 
 def matches(opened: OpenedPath) -> bool:
@@ -73,7 +77,7 @@ def matches(opened: OpenedPath) -> bool:
     listing = opened.store.listing
     if ".metadata" in listing or any(map(is_rank_file, listing)):  # a torch DCP directory, or a workspace's round
         return False
-    names = [name for name, kind in listing.items() if kind != "directory"]  # opening reports what is no regular file
+    names = opened.store.non_directories
     return any(name in (MANIFEST, CLAIM_NAME) or name.endswith((_SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
@@ -103,7 +107,7 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
     present = [opened.file] if opened.file is not None else _tensor_files(store)
     names = sorted(set(weight_map.values())) or present
     if opened.file is None and not weight_map:
-        problems += check_numbers(names, store.path)
+        problems += check_numbers(names, store)
         if not names and manifest is None and not problems:
             text = "the index lists no tensors, and there are no safetensors files: it was not written or copied whole"
             problems.append(IncompleteError(text, path=store.path))
@@ -120,7 +124,7 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
         except StateExchangeError as error:
             problems.append(_as_incomplete(error, store.path_of(name)))
             unreadable += _listed_in(store, name, listed_names.get(name, []), published)
-    problems += _misplaced(weight_map, shard_files, unreadable)
+    problems += misplaced(weight_map, shard_files, unreadable)
     problems += _contradicted(published, shard_files)
     try:
         shard_files = _whole(shard_files)
@@ -142,12 +146,12 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
 
 
 def _tensor_files(store: Store) -> list[str]:
-    """Return the names of all safetensors files; opening reports those that are no regular files."""
-    return [name for name, kind in store.listing.items() if kind != "directory" and name.endswith(_SUFFIX)]
+    """Return the names of all safetensors files."""
+    return [name for name in store.non_directories if name.endswith(_SUFFIX)]
 
 
-def check_numbers(names: Sequence[str], path: str) -> list[StateExchangeError]:
-    """Return an IncompleteError for each incomplete set of files that are numbered "i-of-n".
+def check_numbers(names: Sequence[str], store: Store) -> list[StateExchangeError]:
+    """Return an IncompleteError for each incomplete set of files: numbered "i-of-n", or by ranks from 0 on.
 
     Without an index only the numbers in the names show that a file is missing.
     """
@@ -163,7 +167,31 @@ def check_numbers(names: Sequence[str], path: str) -> list[StateExchangeError]:
             first = next(number for number in range(1, total + 1) if number not in numbers)
             missing = f"{begin}{first:0{len(digits)}d}-of-{digits}{end}"
             text = f"files are numbered as of {total}, but there are {len(numbers)}: this one is missing"
-            problems.append(IncompleteError(text, path=f"{path}/{missing}"))
+            problems.append(IncompleteError(text, path=store.path_of(missing)))
+    return problems + missing_ranks(names, RANK, store)
+
+
+def missing_ranks(names: Sequence[str], rank: re.Pattern[str], store: Store) -> list[StateExchangeError]:
+    """Return an IncompleteError for each set of files in which a rank is missing.
+
+    A set are the names that differ only in the number that `rank` finds. Nothing lists the ranks, so a file after the
+    last that is there is not missed.
+    """
+    ranks_of_set: dict[tuple[str, str], dict[int, str]] = {}
+    for name in names:
+        matches = list(rank.finditer(name))
+        if len(matches) == 1:
+            begin, end = matches[0].span(1)
+            ranks_of_set.setdefault((name[:begin], name[end:]), {})[int(matches[0][1])] = matches[0][1]
+    problems: list[StateExchangeError] = []
+    for (begin, end), digits in ranks_of_set.items():
+        absent = next(number for number in range(len(digits) + 1) if number not in digits)
+        if absent < max(digits):
+            name = f"{begin}{absent:0{min(map(len, digits.values()))}d}{end}"
+            text = f"there are files of ranks up to {max(digits)}: the file of this rank is missing"
+            if name in store.directories:
+                text = "there is a directory in place of the file of this rank"
+            problems.append(IncompleteError(text, rank=absent, path=store.path_of(name)))
     return problems
 
 
@@ -368,7 +396,7 @@ def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str
     return weight_map
 
 
-def _misplaced(
+def misplaced(
     weight_map: Mapping[str, str], shard_files: Sequence[ShardFile], unreadable: Sequence[UnreadableTensor]
 ) -> list[StateExchangeError]:
     """Return an error for each tensor that the weight map assigns to a file that does not have it."""

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
     InvalidArgumentError,
+    NotFoundError,
     StateExchangeError,
     UnsupportedError,
 )
@@ -133,7 +134,7 @@ def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
         try:
             if _FILE not in below.listing:
                 text = f"this rank's {_FILE} is missing: the save did not finish, or it was not copied completely"
-                raise IncompleteError(text, path=below.path)
+                raise IncompleteError(text, path=below.path_of(_FILE))
             files[name] = TorchFile(below.open(_FILE), len(files))
         except StateExchangeError as error:
             problems.append(error)
@@ -154,6 +155,7 @@ def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
         return Source("megatron ranks", opened, (), problems=tuple(problems))
     positions = {name: _position(name, arguments) for name in names}
     problems += _missing(store, positions, arguments)
+    problems += _optimizer_problems([store.below(name) for name in names])
     if problems and strict:
         raise problems[0]
     ranks = []
@@ -219,6 +221,24 @@ def _missing(store: Store, positions: dict[str, _Position | None], arguments: Ru
                 text = f"this one of {total} ranks is missing ({sizes})"
             directory = _directory_of(position, arguments)
             return [IncompleteError(text, path=store.path_of(directory)), *problems]
+    return problems
+
+
+def _optimizer_problems(stores: Sequence[Store]) -> list[StateExchangeError]:
+    """Return an error for each rank's file of the distributed optimizer that is missing or broken.
+
+    The file is only looked at: its flat buffers are not read.
+    """
+    problems: list[StateExchangeError] = []
+    is_saved = any(_OPTIMIZER_FILE in store.listing for store in stores)
+    for store in stores if is_saved else ():
+        try:
+            torch_file.open_archive(store.open(_OPTIMIZER_FILE)).pickle()
+        except NotFoundError:
+            text = "this rank's file of the distributed optimizer is missing, and others have one"
+            problems.append(IncompleteError(text, path=store.path_of(_OPTIMIZER_FILE)))
+        except StateExchangeError as error:
+            problems.append(error)
     return problems
 
 

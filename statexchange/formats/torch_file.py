@@ -9,7 +9,6 @@ tensors, it is unsupported.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats.budget import Budget
-from statexchange.formats.huggingface import check_numbers, names_by_file, read_index
+from statexchange.formats.huggingface import RANK, check_numbers, misplaced, names_by_file, read_index
 from statexchange.formats.pickles import GlobalRef, OpaqueObject, read_pickle
 from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor
 from statexchange.formats.torch_archive import (
@@ -42,6 +41,7 @@ from statexchange.sharding.shards import MAX_DIMS, Box, Shard, c_strides, full_b
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import StoredFile
+from statexchange.storage.tensorfile import text_in_place_of
 from statexchange.tensors import ITEMSIZE
 from statexchange.values import MAX_DEPTH
 
@@ -49,7 +49,6 @@ __all__ = ["TorchFile", "leaves", "matches", "open_archive", "read"]
 
 _SUFFIXES = (".pt", ".pth", ".bin")
 _INDEX_SUFFIX = ".bin.index.json"
-_RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 _ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 _STEPS_PER_REFUSAL = 256  # an error takes about 2,000 bytes; a tensor's pickle has 200
@@ -59,7 +58,7 @@ _MAX_KEY_TEXT = 512  # characters of a key that is not text, in a name
 def matches(opened: OpenedPath) -> bool:
     """Whether a path is a file of torch.save or a directory with such files."""
     if opened.file is None:
-        return any(name.endswith(_SUFFIXES) for name in opened.store.files)
+        return any(name.endswith((*_SUFFIXES, _INDEX_SUFFIX)) for name in opened.store.non_directories)
     return opened.file.endswith(_SUFFIXES) or _first_bytes(opened.store.open(opened.file)).startswith((_ZIP, _LEGACY))
 
 
@@ -88,7 +87,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         for index in indexes:
             indexed |= read_index(store, index, ".bin")
         if not indexed:
-            problems += check_numbers([name for name in store.files if name.endswith(_SUFFIXES)], store.path)
+            problems += check_numbers([name for name in store.non_directories if name.endswith(_SUFFIXES)], store)
     listed_names = names_by_file(indexed)
     for rank, name in _ranked(opened, sorted(listed_names)):
         try:
@@ -105,6 +104,8 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             problems.append(error)
         path = store.path_of(name)
         unreadable += [UnreadableTensor(tensor, None, None, path) for tensor in listed_names.get(name, [])]
+    listed = {name: file for name, file in indexed.items() if name not in others}
+    problems += misplaced(listed, shard_files, unreadable)
     if problems and strict:
         raise problems[0]
     return Source(
@@ -122,8 +123,8 @@ def _ranked(opened: OpenedPath, indexed: list[str]) -> list[tuple[int, str]]:
     """Return (rank, name) of the files to read."""
     if opened.file is not None:
         return [(0, opened.file)]
-    names = indexed or [name for name in opened.store.files if name.endswith(_SUFFIXES)]
-    numbers = [_RANK.findall(name) for name in names]
+    names = indexed or [name for name in opened.store.non_directories if name.endswith(_SUFFIXES)]
+    numbers = [RANK.findall(name) for name in names]
     if all(len(of_name) == 1 for of_name in numbers):
         return sorted((int(of_name[0]), name) for of_name, name in zip(numbers, names, strict=True))
     return list(enumerate(names))
@@ -277,7 +278,7 @@ def open_archive(file: StoredFile) -> Archive:
         problem = "this is a pickle, or torch's format of before 1.6, not a zip"
         advice = "torch.save(torch.load(path, weights_only=True), path) converts it"
         raise UnsupportedError(f"{problem}: {advice}", path=path)
-    raise CorruptError("not a file of torch.save", path=path)
+    raise CorruptError(text_in_place_of(file) or "not a file of torch.save", path=path)
 
 
 def leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:

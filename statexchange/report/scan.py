@@ -17,6 +17,7 @@ from statexchange.errors import (
     CorruptError,
     IncompleteError,
     InvalidArgumentError,
+    NotFoundError,
     StateExchangeError,
     StorageError,
     TruncatedError,
@@ -33,7 +34,6 @@ from statexchange.storage.steps import step_of
 from statexchange.storage.store import is_url, resolve_path
 
 if TYPE_CHECKING:
-    from statexchange.formats.source import Source
     from statexchange.storage.build import UnfinishedBuild
 
 __all__ = ["ScanRow", "scan"]
@@ -42,8 +42,9 @@ Status = Literal["whole", "broken", "unfinished", "not checked"]
 
 _NUMBERED = re.compile(r"(?:checkpoint|global_step|iter|step)[-_]?([0-9]{1,18})")
 _BROKEN: Status = "broken"
-_MAX_REASON, _MAX_MODEL = 120, 60
+_MAX_REASON, _MAX_NAME = 120, 120
 _SHOWN_FILES = 2
+_INCOMPLETE, _HUB_DIRECTORY = ".incomplete", (".cache", "huggingface", "download")
 # Kinds whose subdirectories are parts of them.
 _WITH_DIRECTORIES = ("workspace", "orbax", "zarr")
 
@@ -128,29 +129,36 @@ def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[Sca
             yield _broken(folder, error)
             continue
         with found:
-            row = _row(folder, found)
+            row = _with_download(folder, found, _row(folder, found))
             if row is not None:
                 yield row
             if not is_url(folder):
                 yield from _unfinished(folder, found.names)
-            below = [name for name in found.directories if not name.startswith(".")]
-            if found.source is not None:
-                below = _others(found.source, below)
+            below = _others(folder, found)
         waiting += [f"{folder.rstrip('/')}/{name}" for name in reversed(below)]
 
 
-def _others(source: Source, names: list[str]) -> list[str]:
-    """Return the subdirectories that are no parts of a source."""
-    if source.kind in _WITH_DIRECTORIES:
+def _others(folder: str, found: Probe) -> list[str]:
+    """Return the subdirectories that are no parts of the checkpoint in a directory."""
+    source = found.source
+    if source is not None and source.kind in _WITH_DIRECTORIES:
         return []
-    prefix = f"{source.path.rstrip('/')}/"
-    used = {file.path.removeprefix(prefix).partition("/")[0] for file in source.files}
-    return [name for name in names if name not in used]
+    used = {path.partition("/")[0] for path in _paths_below(folder, found)}
+    return [name for name in found.directories if not name.startswith(".") and name not in used]
+
+
+def _paths_below(folder: str, found: Probe) -> list[str]:
+    """Return the paths, from a directory on, of the files of the checkpoint in it and of those with problems."""
+    paths = [found.error.path] if found.error is not None else []
+    if found.source is not None:
+        paths += [file.path for file in found.source.files] + [problem.path for problem in found.source.problems]
+    prefix = f"{folder.rstrip('/')}/"
+    return [path.removeprefix(prefix) for path in paths if path is not None and path.startswith(prefix)]
 
 
 def _row(folder: str, found: Probe) -> ScanRow | None:
     if found.error is not None:
-        return _broken(folder, found.error)
+        return replace(_broken(folder, found.error), step=_step_of(folder, found))
     source = found.source
     if source is None:
         return None
@@ -166,7 +174,7 @@ def _row(folder: str, found: Probe) -> ScanRow | None:
         path=without_secrets(folder),
         kind=source.kind,
         model=model_of(source),
-        step=_step_of(folder, source),
+        step=_step_of(folder, found),
         num_tensors=len(rows),
         num_parameters=sum(row.num_parameters for row in rows),
         nbytes=_size_of_files(found) if problems else source.nbytes,
@@ -175,6 +183,38 @@ def _row(folder: str, found: Probe) -> ScanRow | None:
         status=status,
         problems=problems,
     )
+
+
+def _with_download(folder: str, found: Probe, row: ScanRow | None) -> ScanRow | None:
+    """Return the row of a directory with an unfinished download of huggingface_hub; `row` itself without one.
+
+    The hub's files have the ending ``.incomplete`` while they are written, in the directory of its cache or, for a
+    download into a directory, in a hidden one below it, where an old one may be left beside a whole checkpoint.
+    """
+    names = [name for name in found.names if name.endswith(_INCOMPLETE)]
+    names = [name for name in names if name.removesuffix(_INCOMPLETE) not in found.names]
+    if row is None or row.status == "broken":
+        names += _hidden_downloads(found)
+    if not names:
+        return row
+    verdict: str = "UNFINISHED DOWNLOAD"
+    if row is None:
+        return ScanRow(without_secrets(folder), None, None, None, 0, 0, 0, _modified(folder), verdict, "unfinished")
+    is_broken = row.status == "broken"
+    return replace(row, verdict=f"{verdict}: {row.verdict}" if is_broken else verdict, status="unfinished")
+
+
+def _hidden_downloads(found: Probe) -> list[str]:
+    """Return the names of unfinished files that the hub keeps below the directory into which it downloads."""
+    store = found.opened.store
+    try:
+        for name in _HUB_DIRECTORY:
+            if name not in store.directories:
+                return []
+            store = store.below(name)
+        return [name for name in store.files if name.endswith(_INCOMPLETE)]
+    except StateExchangeError:  # removed meanwhile, or unreadable
+        return []
 
 
 def _size_of_files(found: Probe) -> int:
@@ -203,12 +243,19 @@ def _modified(folder: str) -> float | None:
         return None
 
 
-def _step_of(folder: str, source: Source) -> int | None:
-    """Return the step of a save, or the number in a directory's name such as ``checkpoint-500``."""
-    if source.step is not None:
-        return source.step
-    match = _NUMBERED.fullmatch(os.path.basename(folder))
-    return int(match[1]) if match is not None else None
+def _step_of(folder: str, found: Probe) -> int | None:
+    """Return the step of a save, or the number in a directory's name such as ``checkpoint-500``.
+
+    The directory is this one, or the one below that is read: a run's directory names its newest step.
+    """
+    if found.source is not None and found.source.step is not None:
+        return found.source.step
+    below = next(iter(_paths_below(folder, found)), "")
+    for name in (os.path.basename(folder), below.partition("/")[0]):
+        match = _NUMBERED.fullmatch(name)
+        if match is not None:
+            return int(match[1])
+    return None
 
 
 def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
@@ -219,13 +266,14 @@ def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
     for problem in problems:
         if isinstance(problem, TruncatedError):
             shares.append(_share(problem))
-        elif isinstance(problem, IncompleteError) and problem.path is not None and not _exists(problem.path):
-            missing[os.path.basename(problem.path)] = None
+        elif isinstance(problem, IncompleteError | NotFoundError) and problem.path and not _exists(problem.path):
+            missing[_shown(problem.path, folder)] = None
         else:
             reasons[f"{_word(problem)}{_file_of(problem, folder)}: {_reason(problem)}"] = None
     parts = []
     if missing:
-        word = "NO" if all(name.startswith(".") or name.endswith(".json") for name in missing) else "MISSING"
+        is_listing = all(os.path.basename(name).startswith(".") or name.endswith(".json") for name in missing)
+        word = "NO" if is_listing else "MISSING"
         parts.append(f"{word} {_listed(list(missing))}")
     if shares:
         parts.append("TRUNCATED" + (f" {shares[0]}" if len(shares) == 1 else f": {len(shares)} files"))
@@ -245,7 +293,13 @@ def _file_of(problem: StateExchangeError, folder: str) -> str:
     """Return a space and the name of the file with the problem, "" if it is of the whole folder."""
     if problem.path is None or problem.path.rstrip("/") in (folder.rstrip("/"), os.path.abspath(folder)):
         return ""
-    return f" {_listed([os.path.basename(problem.path)])}"
+    return f" {_listed([_shown(problem.path, folder)])}"
+
+
+def _shown(path: str, folder: str) -> str:
+    """Return a path below a folder from there on; the last name of any other path."""
+    prefix = f"{folder.rstrip('/')}/"
+    return path.removeprefix(prefix) if path.startswith(prefix) else os.path.basename(path)
 
 
 def _share(error: TruncatedError) -> str:
@@ -263,7 +317,7 @@ def _word(problem: StateExchangeError) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(excerpt(name, _MAX_MODEL)[1:-1] for name in names[:_SHOWN_FILES])
+    shown = ", ".join(excerpt(name, _MAX_NAME)[1:-1] for name in names[:_SHOWN_FILES])
     return shown + (f" and {len(names) - _SHOWN_FILES} more" if len(names) > _SHOWN_FILES else "")
 
 

@@ -142,6 +142,11 @@ class Store(ABC):
         return [name for name, kind in self.listing.items() if kind == "file"]
 
     @property
+    def non_directories(self) -> list[str]:
+        """Names of all that is no directory, in order; `open` reports those that are no regular files."""
+        return [name for name, kind in self.listing.items() if kind != "directory"]
+
+    @property
     def directories(self) -> list[str]:
         """Names of directories, in order, without symbolic links to directories."""
         return [name for name, kind in self.listing.items() if kind == "directory"]

@@ -38,11 +38,13 @@ __all__ = [
     "read_header",
     "read_header_bytes",
     "storage_form",
+    "text_in_place_of",
     "write_tensor_file",
 ]
 
 MAX_HEADER_BYTES = 100_000_000
 _MAX_NAME_BYTES = 512
+_TEXT_BYTES = 64
 _METADATA_KEY = "__metadata__"
 WORKSPACE_KEY = "statexchange"
 # torch's HuggingFaceStorageWriter keeps a shard's offsets under this key, and its version beside it.
@@ -216,15 +218,31 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
 def read_header_bytes(file: StoredFile) -> bytearray:
     """Return the length and header of a file, as `encode_header` does; CorruptError if the file is shorter."""
     if file.size < 8:
-        raise CorruptError("file is too short to be a tensor file", path=file.path, found=f"{file.size} bytes")
+        text = text_in_place_of(file) or "file is too short to be a tensor file"
+        raise CorruptError(text, path=file.path, found=f"{file.size} bytes")
     head = bytearray(8)
     file.read_into(memoryview(head), 0)
     (length,) = struct.unpack("<Q", head)
     if length > MAX_HEADER_BYTES or 8 + length > file.size:
-        raise CorruptError("header is truncated, or this is not a safetensors file", path=file.path)
+        text = text_in_place_of(file) or "header is truncated, or this is not a safetensors file"
+        raise CorruptError(text, path=file.path)
     data = bytearray(8 + length)
     file.read_into(memoryview(data), 0)
     return data
+
+
+def text_in_place_of(file: StoredFile) -> str | None:
+    """Return a message for an empty file, a pointer of Git LFS or a web page in place of a tensor file; else None."""
+    if not file.size:
+        return "the file is empty"
+    start = bytearray(min(_TEXT_BYTES, file.size))
+    file.read_into(memoryview(start), 0)
+    text = bytes(start).lstrip().lower()
+    if text.startswith(b"version https://git-lfs.github.com/spec/"):
+        return "this is a pointer of Git LFS, not the file itself: fetch it with git lfs pull"
+    if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
+        return "this is a web page, not the file: the download got an error page, download it again"
+    return None
 
 
 def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:

@@ -127,7 +127,13 @@ def truncate_a_rank(path: Path) -> None:
 
 def lose_a_rank_that_nothing_lists(path: Path) -> None:
     run_ranks(save_dtensors, 3, backend="gloo", args=(str(path),))
-    (path / "rank1.pt").unlink()
+    (path / "rank2.pt").unlink()
+
+
+def lose_a_middle_rank(path: Path) -> None:
+    path.mkdir()
+    for rank in (0, 2):
+        torch.save({"w": torch.ones(3)}, path / f"rank{rank}.pt")
 
 
 def save_dtensors(path: str) -> None:
@@ -155,7 +161,7 @@ def cut_the_zip(path: Path) -> None:
 BROKEN: dict[Callable[[Path], None], str] = {
     remove_a_file: "MISSING model-00002-of-00003.safetensors",
     truncate: "TRUNCATED 50 %",
-    empty_a_file: "CORRUPT model.safetensors: file is too short to be a tensor file",
+    empty_a_file: "CORRUPT model.safetensors: the file is empty",
     write_zeros: "CORRUPT model.safetensors: not a safetensors file: its header is not a JSON object",
     dangle: "MISSING model.safetensors",
     make_a_fifo: "REFUSED model.safetensors: not a regular file",
@@ -163,6 +169,7 @@ BROKEN: dict[Callable[[Path], None], str] = {
     lose_a_rank: "MISSING rank-00000-of-00001.safetensors",
     truncate_a_rank: "TRUNCATED 25 %",
     lose_a_rank_that_nothing_lists: "INCOMPLETE: ",
+    lose_a_middle_rank: "MISSING rank1.pt",
     run_code: "REFUSED model.pt: the pickle uses posix.system, which is not known to be harmless",
     cut_the_zip: "CORRUPT model.pt: truncated, or not a file of torch.save: it does not end like a zip archive",
 }

@@ -100,7 +100,7 @@ def _kind_of(opened: OpenedPath) -> _Kind | None:
     for kind in _DIRECTORIES:
         if any(name in opened.store.listing for name in kind.entries):
             return kind
-    return next((kind for kind in _FILES if _names_of(kind, opened.store.files)), None)
+    return next((kind for kind in _FILES if _names_of(kind, opened.store.non_directories)), None)
 
 
 def _kind_of_file(store: Store, name: str) -> _Kind | None:
@@ -125,8 +125,8 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     show = import_module(f"statexchange.formats.foreign.{kind.module}").read
     if kind in _DIRECTORIES:
         return _source(opened, kind.name, refusal, *_read_directory(show, opened.store), strict=strict)
-    names = [opened.file] if opened.file is not None else _names_of(kind, opened.store.files)
-    problems = check_numbers(names, opened.store.path) if len(names) > 1 else []
+    names = [opened.file] if opened.file is not None else _names_of(kind, opened.store.non_directories)
+    problems = check_numbers(names, opened.store) if len(names) > 1 else []
     if len(names) > 1 and not _are_one_set(names):
         text = f"this directory contains {len(names)} files of {kind.name}, name one of them: {', '.join(names[:8])}"
         raise InvalidArgumentError(text, path=opened.path)
