@@ -181,8 +181,8 @@ def missing_ranks(names: Sequence[str], rank: re.Pattern[str], store: Store) -> 
     for name in names:
         matches = list(rank.finditer(name))
         if len(matches) == 1:
-            begin, end = matches[0].span(1)
-            ranks_of_set.setdefault((name[:begin], name[end:]), {})[int(matches[0][1])] = matches[0][1]
+            around = name[: matches[0].start(1)], name[matches[0].end(1) :]
+            ranks_of_set.setdefault(around, {})[int(matches[0][1])] = matches[0][1]
     problems: list[StateExchangeError] = []
     for (begin, end), digits in ranks_of_set.items():
         absent = next(number for number in range(len(digits) + 1) if number not in digits)
