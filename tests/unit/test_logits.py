@@ -1,0 +1,148 @@
+"""What a framework saved of a transformers model, merged by one command: from_pretrained gives the same logits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from statexchange.cli.main import main
+from statexchange.testing import run_ranks
+
+DATA = Path(__file__).parents[1] / "data"
+TOKENS = torch.arange(8).reshape(1, 8)
+
+
+def tiny_config() -> LlamaConfig:
+    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 2}
+    return LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16)
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(tiny_config())
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(TOKENS).logits
+    return found
+
+
+def merged(tmp_path: Path, source: Path, *options: str) -> torch.Tensor:
+    """Return the logits of the model that transformers loads from `statexchange merge SOURCE out`."""
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", str(source), str(tmp_path / "out"), *options])
+    assert ended.value.code == 0
+    loaded, report = LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()), report
+    return logits(loaded)
+
+
+def sample_llama(config: Path, weights: Path) -> LlamaForCausalLM:
+    """Return the model that a framework had, from the tensors that it gathered itself."""
+    model = LlamaForCausalLM(LlamaConfig(**json.loads(config.read_text())))
+    model.load_state_dict(load_file(weights), strict=False, assign=True)
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize("kind", ["fused", "tied"])
+def test_torchtitan(tmp_path: Path, kind: str) -> None:
+    path = DATA / "torchtitan" / kind
+    expected = logits(sample_llama(path / "config.json", path / "to_hf.safetensors"))
+    options = ["--convert", "torchtitan:llama3", "--files-from", str(path / "config.json")]
+    assert torch.equal(merged(tmp_path, path / "checkpoint/step-3", *options), expected)
+
+
+def test_verl(tmp_path: Path) -> None:
+    path = DATA / "verl/fsdp2"
+    config = path / "run/global_step_1/actor/huggingface/config.json"
+    expected = logits(sample_llama(config, path / "expected.safetensors"))
+    assert torch.equal(merged(tmp_path, path / "run"), expected)
+
+
+def trained(model: LlamaForCausalLM) -> torch.optim.Optimizer:
+    """Make one step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    return optimizer
+
+
+def by_trainer(out: Path) -> tuple[torch.Tensor, Path]:
+    from transformers import Trainer, TrainingArguments
+
+    model = tiny_llama()
+    arguments = TrainingArguments(str(out), max_steps=2, save_steps=2, use_cpu=True, report_to="none")
+    rows = [{"input_ids": TOKENS[0], "labels": TOKENS[0]}] * 16
+    Trainer(model, arguments, train_dataset=rows).train()  # type: ignore[arg-type]
+    return logits(model), out / "checkpoint-2"
+
+
+def by_accelerate(out: Path) -> tuple[torch.Tensor, Path]:
+    from accelerate import Accelerator
+
+    model = tiny_llama()
+    accelerator = Accelerator(cpu=True)
+    prepared, _ = accelerator.prepare(model, trained(model))
+    accelerator.save_state(str(out))
+    return logits(prepared), out
+
+
+def by_own_loop(out: Path) -> tuple[torch.Tensor, Path]:
+    model = tiny_llama()
+    optimizer = trained(model)
+    out.mkdir()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}, out / "last.pt")
+    return logits(model), out / "last.pt"
+
+
+def shard_and_save(kind: str, out: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model = tiny_llama()
+    rank = torch.distributed.get_rank()
+    if kind == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+        sharded = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        with FullyShardedDataParallel.state_dict_type(sharded, StateDictType.SHARDED_STATE_DICT):
+            torch.save(sharded.state_dict(), f"{out}/rank{rank}.pt")
+    else:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        for layer in [*model.model.layers, model]:
+            fully_shard(layer, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.save(state, checkpoint_id=out)
+    torch.distributed.barrier()
+
+
+def by_ranks(kind: str) -> Callable[[Path], tuple[torch.Tensor, Path]]:
+    def write(out: Path) -> tuple[torch.Tensor, Path]:
+        out.mkdir()
+        run_ranks(shard_and_save, 2, backend="gloo", args=(kind, str(out)))
+        return logits(tiny_llama()), out
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "write",
+    [by_trainer, by_accelerate, by_own_loop, by_ranks("fsdp1"), by_ranks("dcp")],
+    ids=["trainer", "accelerate", "torch.save", "fsdp1", "dcp"],
+)
+def test_a_model_of_transformers(tmp_path: Path, write: Callable[[Path], tuple[torch.Tensor, Path]]) -> None:
+    expected, source = write(tmp_path / "written")
+    tiny_llama().config.save_pretrained(tmp_path / "config")
+    assert torch.equal(merged(tmp_path, source, "--files-from", str(tmp_path / "config")), expected)
