@@ -26,7 +26,7 @@ from typing import Any, ClassVar, TypeAlias, cast
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt
 
-__all__ = ["MAX_DEPTH", "decode", "encode", "has_text", "is_number", "register_config", "types_of"]
+__all__ = ["MAX_DEPTH", "decode", "encode", "has_text", "is_number", "register_config", "to_plain", "types_of"]
 
 _TAG = "$"
 MAX_DEPTH = 100  # of the containers in one value or state
@@ -260,8 +260,29 @@ def decode(
     Raises:
         ValueError: `encode` cannot have written the text.
     """
+    return _decoded(_Decoder({**_registered, **(types or {})}, leaf), text, parse)
+
+
+def to_plain(text: str | bytes, *, parse: Callable[[str | bytes], Any] = json.loads) -> Any:  # noqa: ANN401
+    """Return the value that `encode` wrote as values of JSON alone, to show it. Not collective.
+
+    A dataclass, namedtuple or Enum becomes a dict with ``"__name__"``, a leaf one with the ``"__name__"`` "tensor" and
+    its ``"name"``; a set or deque becomes a list, a key that is not text its `repr`, and a dtype, time or path text. A
+    tuple stays a tuple. No type is built, and neither numpy nor torch is imported.
+
+    Args:
+        text: The text.
+        parse: The parser, as in `decode`.
+
+    Raises:
+        ValueError: `encode` cannot have written the text.
+    """
+    return _decoded(_PlainDecoder({}, None), text, parse)
+
+
+def _decoded(decoder: _Decoder, text: str | bytes, parse: Callable[[str | bytes], Any]) -> Any:  # noqa: ANN401
     try:
-        return _Decoder({**_registered, **(types or {})}, leaf).value(parse(text))
+        return decoder.value(parse(text))
     except StateExchangeError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
@@ -292,7 +313,7 @@ class _Decoder:
             return [self.value(item) for item in raw]
         if _TAG not in raw:
             return {key: self.value(item) for key, item in raw.items()}
-        build = self._BUILDERS.get(raw[_TAG])
+        build = self.BUILDERS.get(raw[_TAG])
         if build is None:
             raise ValueError(f"unknown value tag {excerpt(raw[_TAG])}")
         return build(self, raw)
@@ -406,7 +427,7 @@ class _Decoder:
             object.__setattr__(instance, name, item)  # not __init__: the fields are the whole state, and nothing is run
         return instance
 
-    _BUILDERS: ClassVar[dict[str, Callable[[_Decoder, dict[str, Any]], object]]] = {
+    BUILDERS: ClassVar[dict[str, Callable[[_Decoder, dict[str, Any]], object]]] = {
         "float": _float,
         "tuple": _tuple,
         "set": _set,
@@ -428,6 +449,59 @@ class _Decoder:
         "enum": _enum,
         "namedtuple": _namedtuple,
         "dataclass": _dataclass,
+    }
+
+
+class _PlainDecoder(_Decoder):
+    """Builds values of JSON alone."""
+
+    def _text(self, raw: dict[str, Any]) -> str:
+        return str(raw["value"])
+
+    def _dtype_text(self, raw: dict[str, Any]) -> str:
+        return f"torch.{raw['value']}"
+
+    def _number(self, raw: dict[str, Any]) -> object:
+        return self.value(raw["value"])
+
+    def _complex_text(self, raw: dict[str, Any]) -> str:
+        return str(self._complex(raw))
+
+    def _bytes_text(self, raw: dict[str, Any]) -> str:
+        return str(self._bytes(raw))
+
+    def _timedelta_text(self, raw: dict[str, Any]) -> str:
+        return str(self._timedelta(raw))
+
+    def _size_items(self, raw: dict[str, Any]) -> object:
+        return self._tuple(raw)
+
+    def _list(self, raw: dict[str, Any]) -> list[Any]:
+        return [self.value(item) for item in raw["value"]]
+
+    def _dict(self, raw: dict[str, Any]) -> dict[Any, Any]:
+        found: dict[str, Any] = {}
+        for raw_key, item in raw["value"]:
+            key = self.value(raw_key)
+            text = key if isinstance(key, str) else repr(key)
+            found[repr(key) if text in found else text] = self.value(item)
+        return found
+
+    def _kept(self, raw: dict[str, Any]) -> object:
+        return {"__name__": "tensor", "name": str(raw["name"])}
+
+    BUILDERS: ClassVar[dict[str, Callable[[Any, dict[str, Any]], object]]] = {
+        **_Decoder.BUILDERS,
+        **dict.fromkeys(("path", "datetime", "date", "time", "device"), _text),
+        **dict.fromkeys(("set", "frozenset", "deque"), _list),
+        "size": _size_items,
+        "timedelta": _timedelta_text,
+        "dtype": _dtype_text,
+        "number": _number,
+        "complex": _complex_text,
+        "bytes": _bytes_text,
+        "dict": _dict,
+        "leaf": _kept,
     }
 
 

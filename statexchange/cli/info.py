@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from statexchange.formats.source import Part
+    from statexchange.report.rounds import RankStatus
     from statexchange.report.saves import SavesReport
     from statexchange.report.summary import SectionSummary, Summary
     from statexchange.report.tree import ModuleNode
@@ -63,7 +64,8 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
         output.warning(f"tensors that cannot be read: {abbreviated_list(summary.unsupported)}")
     if picture is not None:
         _draw_parameters(path, picture)
-    output.fields(_fields(summary))
+    statuses = _rank_statuses(path, summary)
+    output.fields([*_fields(summary), *map(_rank_field, statuses)])
     worst = most_severe(summary.problems)
     record = fields_of(summary)
     if summary.tree is not None:
@@ -73,6 +75,7 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
     record["sections"] = {name: fields_of(section) for name, section in summary.sections.items()}
     record["parts"] = [fields_of(part) for part in summary.parts]
     record["picture"] = None if picture is None else picture.path
+    record["rank_statuses"] = list(map(_status_record, statuses))
     return output.finish(code_of(worst) if worst else "OK", record, error=worst)
 
 
@@ -109,6 +112,42 @@ def _show_tree(output: Output, tree: ModuleNode) -> None:
 
 def _tree_record(node: ModuleNode) -> Row:
     return {**fields_of(node), "children": [_tree_record(child) for child in node.children]}
+
+
+def _rank_statuses(path: str, summary: Summary) -> list[RankStatus]:
+    """Return how far each rank of a workspace is; [] for any other checkpoint."""
+    if summary.kind != "workspace" or summary.run is None:
+        return []
+    from statexchange.report.rounds import list_rounds, newest_of_ranks
+
+    return newest_of_ranks(list_rounds(path), summary.run)
+
+
+def _rank_field(status: RankStatus) -> tuple[str, str]:
+    key, newest = f"rank {status.rank}", status.newest
+    if newest is None:
+        return key, "missing"
+    facts = [f"round {newest.round}" + (", late" if status.status == "late" else "")]
+    if newest.written is not None:
+        facts.append(f"written {format_time(newest.written)}")
+    if newest.config is not None and newest.config.num_keys is not None:
+        keys = "1 config key" if newest.config.num_keys == 1 else f"{newest.config.num_keys:,} config keys"
+        facts.append(keys + (f" ({newest.config.type})" if newest.config.type else ""))
+    if newest.nbytes is not None:
+        facts.append(format_bytes(newest.nbytes))
+    return key, ", ".join(facts)
+
+
+def _status_record(status: RankStatus) -> Row:
+    newest = status.newest
+    config = newest.config if newest is not None else None
+    return {
+        "rank": status.rank,
+        "status": status.status,
+        **{key: getattr(newest, key, None) for key in ("round", "written", "nbytes", "path")},
+        "num_config_keys": config.num_keys if config is not None else None,
+        "config_type": config.type if config is not None else None,
+    }
 
 
 def _fields(summary: Summary) -> list[tuple[str, str]]:

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from statexchange.formats.source import Source
+    from statexchange.report.rounds import RankRow
     from statexchange.report.saves import SaveRow, SavesReport, UnfinishedRow
     from statexchange.report.summary import TensorRow
 
 _HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "HELD-BY")
+_ROUNDS_HEADER = ("RUN", "ROUND", "RANK", "WRITTEN", "BYTES", "STATE")
 _SAVES_HEADER = ("STEP", "TIME", "BYTES", "RANKS", "METRICS", "STATE")
 
 
@@ -30,7 +32,8 @@ _SAVES_HEADER = ("STEP", "TIME", "BYTES", "RANKS", "METRICS", "STATE")
 @click.option(
     "--include", "-i", multiple=True, metavar="GLOB", help="List only tensors whose name matches; repeatable."
 )
-def command(output: Output, path: str, include: tuple[str, ...], picture: PictureFile | None) -> int:
+@click.option("--rounds", is_flag=True, help="List the files of a workspace, by run, round and rank.")
+def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, picture: PictureFile | None) -> int:
     """List the tensors at PATH with dtypes, global shapes and bytes.
 
     Reads headers only. HELD-BY is the file, or the ranks that have a part.
@@ -43,6 +46,10 @@ def command(output: Output, path: str, include: tuple[str, ...], picture: Pictur
     from statexchange.formats.source import abbreviated_list
     from statexchange.report.summary import tensor_rows
 
+    if rounds:
+        if picture is not None:
+            raise InvalidArgumentError("--svg draws tensors, and --rounds lists files: leave one out")
+        return _list_rounds(output, path, include)
     if holds_saves(path):
         if picture is not None:
             picture.refuse_saves(path)
@@ -97,6 +104,41 @@ def _cells(row: TensorRow, has_ranks: bool, is_rounded: bool) -> tuple[str, ...]
     nbytes = format_bytes(row.nbytes) if is_rounded else str(row.nbytes)
     held_by = format_ranks(row.holders) if has_ranks or len(row.holders) > 1 else row.file
     return row.name, row.dtype, format_shape(row.shape), nbytes, held_by
+
+
+def _list_rounds(output: Output, path: str, include: Sequence[str]) -> int:
+    from statexchange.report.rounds import list_rounds
+
+    if include:
+        raise InvalidArgumentError("--include selects tensors, and --rounds lists files: leave one out")
+    report = list_rounds(path)
+    output.table(
+        _ROUNDS_HEADER, (_round_cells(row, output.aligned) for row in report.rows), right=_ROUNDS_HEADER[1:5:3]
+    )
+    for note in report.notes:
+        output.message(note)
+    for problem in report.problems:
+        output.warning(str(problem))
+    worst = most_severe(report.problems)
+    data = {"path": report.path, "kind": "workspace", "notes": list(report.notes)}
+    rows = [_round_record(row) for row in report.rows]
+    return output.finish(code_of(worst) if worst else "OK", data, rows=("rounds", rows), error=worst)
+
+
+def _round_cells(row: RankRow, is_rounded: bool) -> tuple[str, ...]:
+    nbytes = "-"
+    if row.nbytes is not None:
+        nbytes = format_bytes(row.nbytes) if is_rounded else str(row.nbytes)
+    written = "-" if row.written is None else format_time(row.written)
+    state = f"{row.state}, committed" if row.is_committed else row.state
+    return row.run, str(row.round), "-" if row.rank is None else str(row.rank), written, nbytes, state
+
+
+def _round_record(row: RankRow) -> Row:
+    record = fields_of(row)
+    record["config"] = None if row.config is None else fields_of(row.config)
+    record["problem"] = None if row.problem is None else error_record(row.problem, code_of(row.problem))
+    return record
 
 
 def _list_saves(output: Output, path: str, include: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["cli", "main"]
 
-_COMMANDS = ("info", "ls", "scan", "diff", "verify", "merge", "seal", "prune", "demo")
+_COMMANDS = ("info", "ls", "show", "scan", "diff", "verify", "merge", "seal", "prune", "demo")
 
 
 class _Commands(click.Group):

@@ -31,7 +31,7 @@ from statexchange.storage.workspace import (
     is_run_name,
 )
 
-__all__ = ["matches", "read", "shard_file"]
+__all__ = ["matches", "position", "read", "shard_file"]
 
 _SHOWN_RANKS = 20
 
@@ -80,7 +80,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         IncompleteError: ranks are missing; the message lists them.
         ReplacedError: the round was dropped meanwhile, so that another one is the newest.
     """
-    root, run, number = _position(opened)
+    root, run, number = position(opened)
     try:
         view = WorkspaceView(root.store)
         if opened.file is not None:
@@ -98,7 +98,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             opened.close()
 
 
-def _position(opened: OpenedPath) -> tuple[OpenedPath, str | None, int | None]:
+def position(opened: OpenedPath) -> tuple[OpenedPath, str | None, int | None]:
     """Return the workspace's opened root, and the run and round that `opened` stands for.
 
     Raises:

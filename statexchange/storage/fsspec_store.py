@@ -12,6 +12,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from typing import Any
 
 from statexchange.errors import (
@@ -118,6 +119,20 @@ def version_of_info(info: Mapping[str, Any]) -> str | None:
     return " ".join(versions) if versions else None
 
 
+def _time_of_info(info: Mapping[str, Any]) -> float | None:
+    """Return when an object was last written, in seconds since the epoch; None if the store's info does not say."""
+    for key in _TIMES:
+        value = info.get(key)
+        if isinstance(value, str):  # as in "2026-05-31T09:07:00.000Z"
+            with contextlib.suppress(ValueError):
+                value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return None
+
+
 class FsspecFile(StoredFile):
     """An object, pinned by its version."""
 
@@ -134,6 +149,7 @@ class FsspecFile(StoredFile):
             )
         self.size = int(info["size"])
         self._version = version_of_info(info)
+        self.modified = _time_of_info(info)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         if not len(buffer):

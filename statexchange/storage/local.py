@@ -215,6 +215,7 @@ class LocalFile(StoredFile):
             os.close(fd)
             raise read_error(error, "read the attributes", self.path) from error
         self.size = self._identity[2]
+        self.modified = self._identity[3] / 1e9
         self.number = descriptors.pin(fd, self.path)
 
     def __reduce__(self) -> tuple[Any, ...]:

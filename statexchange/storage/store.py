@@ -85,11 +85,13 @@ class StoredFile(ABC):
         path: the path or URL, for messages.
         size: bytes.
         is_remote: whether each read is a request over a network.
+        modified: when it was last written, in seconds since the epoch; None if the store does not know.
     """
 
     path: str
     size: int
     is_remote: bool = False
+    modified: float | None = None
 
     @abstractmethod
     def read_into(self, buffer: memoryview, offset: int) -> None:

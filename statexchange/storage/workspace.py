@@ -217,6 +217,26 @@ class WorkspaceView:
         names = [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in file_names]
         return sorted(names, key=lambda name: name.rank)
 
+    def is_dropped(self, run: str, round: int) -> bool:  # noqa: A002
+        """Whether the drop of a round is in progress or was interrupted; raise NotFoundError without such a round."""
+        return DROPPED in self._round(run, round).listing
+
+    def temporary_files(self, run: str, round: int) -> list[tuple[str, int]]:  # noqa: A002
+        """Return name and bytes of each file of a round that is not complete; raise NotFoundError without the round."""
+        store = self._round(run, round)
+        found = []
+        for name in filter(atomic.is_temporary, store.files):
+            with contextlib.suppress(*_REMOVED):  # completed or removed meanwhile
+                found.append((name, store.open(name).size))
+        return found
+
+    def size_of(self, name: RankName) -> int | None:
+        """Return the bytes of a rank's file, whatever they are; None if it cannot be opened."""
+        try:
+            return self._round(name.run, name.round).open(name.file).size
+        except StateExchangeError:
+            return None
+
     def manifest(self, run: str, round: int) -> Manifest:  # noqa: A002
         """Return the manifest of a round; raise NotFoundError if it is not committed or was dropped."""
         store = self._round(run, round)

@@ -1,0 +1,457 @@
+"""``statexchange show``: the configs of a checkpoint, or one of its tensors with its values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from statexchange.cli import commands
+from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
+from statexchange.errors import InvalidArgumentError, NotFoundError, did_you_mean, excerpt, without_secrets
+from statexchange.units import format_bytes, format_ranks, format_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from statexchange.formats.source import Source
+    from statexchange.report.configs import ConfigComparison, DifferingKey
+    from statexchange.report.tensor_facts import TensorFacts
+    from statexchange.report.tensor_values import Bin, TensorValues, ValueStatistics
+    from statexchange.sharding.shards import Box
+
+_CORNER = (4, 6)  # rows and columns of the default slice
+_BAR = 40
+_MAX_ROWS, _MAX_VALUE = 32, 300  # regions, and characters of a value, that are shown on a terminal
+_ABSENT = "(no such key)"
+
+Slice = tuple[int | slice, ...]
+
+
+def _parse_slice(context: click.Context, parameter: click.Parameter, value: str | None) -> Slice | None:
+    """Return the index that an expression such as ``0:2,:8`` stands for, as numpy takes it."""
+    if value is None:
+        return None
+    text = value.strip().removeprefix("[").removesuffix("]")
+    index: list[int | slice] = []
+    for part in text.split(",") if text else []:
+        numbers = [number.strip() for number in part.split(":")]
+        if len(numbers) > 2 or not all(_is_number(number) for number in numbers if number) or numbers == [""]:
+            raise click.BadParameter(
+                f"{value!r} is not of the form 0:2,:8 (begin:end, or one index)", context, parameter
+            )
+        if len(numbers) == 1:
+            index.append(int(numbers[0]))
+        else:
+            index.append(slice(*(int(number) if number else None for number in numbers)))
+    return tuple(index)
+
+
+def _is_number(text: str) -> bool:
+    digits = text.removeprefix("-")
+    return digits.isascii() and digits.isdigit() and len(digits) <= 18
+
+
+@commands.command
+@click.argument("path")
+@click.argument("name", required=False)
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Show what this rank has written, alone.")
+@click.option("--round", "number", type=click.IntRange(min=0), metavar="N", help="The round of a workspace to show.")
+@click.option(
+    "--slice",
+    "index",
+    metavar="SLICE",
+    callback=_parse_slice,
+    help="The values of a tensor to show, as in 0:2,:8.  [default: a corner]",
+)
+def command(
+    output: Output, path: str, name: str | None, rank: int | None, number: int | None, index: Slice | None
+) -> int:
+    """Show the configs at PATH, or the tensor NAME with its values.
+
+    Configs are those of each rank of a workspace or save: what all have in common,
+    then the keys that differ. Of other checkpoints config.json and all entries that
+    are not tensors are shown.
+
+    Of a tensor all values are read, in bounded memory, for their statistics and a
+    histogram, which leave NaN and infinite values out.
+    """
+    from statexchange.formats.registry import open_source
+
+    if name is None and index is not None:
+        raise click.UsageError("--slice is of a tensor: give its NAME after PATH", click.get_current_context())
+    opened_path = path
+    if number is not None:
+        from statexchange.report.rounds import round_path
+
+        opened_path = round_path(path, number)
+    with open_source(opened_path, strict=False) as source:
+        selected = source if rank is None else _of_rank(source, rank)
+        if name is None:
+            return _show_configs(output, without_secrets(path), selected)
+        return _show_tensor(output, without_secrets(path), selected, name, index, is_part=rank is not None)
+
+
+def _of_rank(source: Source, rank: int) -> Source:
+    """Return the source with the files and configs of one rank alone."""
+    if not source.has_ranks:
+        raise InvalidArgumentError(
+            f"this is a checkpoint without ranks ({source.kind}): leave out --rank", path=source.path
+        )
+    files = tuple(shard_file for shard_file in source.files if shard_file.rank == rank)
+    if not files:
+        known = format_ranks(shard_file.rank for shard_file in source.files) or "none"
+        raise NotFoundError(f"rank {rank} has no file here, only ranks {known}", path=source.path)
+    return replace(source, files=files, configs={rank: source.configs[rank]} if rank in source.configs else {})
+
+
+# Configs
+
+
+def _show_configs(output: Output, path: str, source: Source) -> int:
+    from statexchange.report import configs
+
+    by_ranks = configs.plain_configs(source)
+    comparison = configs.compare_configs(by_ranks) if by_ranks else None
+    entries = configs.plain_entries(source)
+    model = configs.model_config(source) if not by_ranks else None
+    for problem in source.problems:
+        output.warning(str(problem))
+    output.line(_title(path, source))
+    if comparison is not None:
+        _write_comparison(output, by_ranks, comparison)
+    if model is not None:
+        _write_section(output, "config.json", model[1])
+    if source.others:
+        output.line()
+        output.line("entries that are not tensors")
+        _write_entries(output, entries, source.others)
+    if source.metadata and not by_ranks:
+        _write_section(output, "metadata", dict(source.metadata))
+    if source.refusal is not None:
+        output.message(source.refusal.message)
+    elif comparison is None and model is None and not source.others and not source.metadata and not source.problems:
+        output.message("nothing but tensors is here, no config: `ls` lists them, and `show PATH NAME` shows one")
+    worst = most_severe(source.problems)
+    data = {
+        "path": path,
+        "kind": source.kind,
+        "run": source.run,
+        "round": source.round,
+        "step": source.step,
+        "world_size": source.world_size,
+        "configs": [{"ranks": list(ranks), "config": config} for ranks, config in by_ranks.items()],
+        "common": None if comparison is None else comparison.common,
+        "differing": [] if comparison is None else list(map(_differing_record, comparison.differing)),
+        "model_config": None if model is None else model[1],
+        "entries": entries,
+        "others": dict(source.others),
+        "metadata": dict(source.metadata),
+    }
+    return output.finish(code_of(worst) if worst else "OK", data, error=worst)
+
+
+def _differing_record(differing: DifferingKey) -> Row:
+    return {"key": differing.key, "values": [fields_of(value) for value in differing.values]}
+
+
+def _title(path: str, source: Source) -> str:
+    facts = [f"{path}: {source.kind}"]
+    if source.kind == "workspace":
+        facts += [f"run {source.run}", f"round {source.round}"]
+    elif source.step is not None:
+        facts.append(f"step {source.step}")
+    if source.configs and source.world_size is not None:
+        facts.append(f"configs of {len(source.configs)} of {source.world_size} ranks")
+    return ", ".join(facts)
+
+
+def _write_comparison(output: Output, by_ranks: Mapping[tuple[int, ...], Any], comparison: ConfigComparison) -> None:
+    ranks = [rank for of_config in by_ranks for rank in of_config]
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"all ranks ({format_ranks(ranks)})"
+    if not comparison.differing:
+        _write_section(output, who, comparison.common)
+        return
+    if comparison.common is not None:
+        _write_section(output, f"in common on {who}", comparison.common)
+    output.line()
+    output.line("where ranks differ")
+    for differing in comparison.differing:
+        output.line(f"  {differing.key or 'the config'}")
+        for value in differing.values:
+            label = f"rank {value.ranks[0]}" if len(value.ranks) == 1 else f"ranks {format_ranks(value.ranks)}"
+            if not value.is_present:
+                output.line(f"    {label}: {_ABSENT}")
+                continue
+            for line in _tree_lines(label, value.value, 2, output.aligned):
+                output.line(line)
+
+
+def _write_section(output: Output, title: str, value: Any) -> None:
+    output.line()
+    output.line(title)
+    for line in _body_lines(value, 1, output.aligned):
+        output.line(line)
+
+
+def _write_entries(output: Output, entries: Mapping[str, Any], others: Mapping[str, str]) -> None:
+    """Write entries that are not tensors: their values, or what they are."""
+    for name, description in others.items():
+        if name in entries:
+            for line in _tree_lines(name, entries[name], 1, output.aligned):
+                output.line(line)
+        else:
+            output.line(f"  {name}: {description}")
+
+
+def _tree_lines(key: str, value: Any, depth: int, is_cut: bool) -> Iterator[str]:
+    """Yield the lines of a key and its value, in which the items of a container stand below one another."""
+    indent = "  " * depth
+    if isinstance(value, dict) and value.get("__name__") == "tensor" and value.keys() == {"__name__", "name"}:
+        yield f"{indent}{key}: tensor {value['name']}"
+    elif _is_nested(value):
+        name = value.get("__name__") if isinstance(value, dict) else None
+        yield f"{indent}{key}: {name}" if isinstance(name, str) else f"{indent}{key}:"
+        yield from _body_lines(value, depth + 1, is_cut)
+    else:
+        yield f"{indent}{key}: {_value_text(value, is_cut)}"
+
+
+def _body_lines(value: Any, depth: int, is_cut: bool) -> Iterator[str]:
+    if not _is_nested(value):
+        yield "  " * depth + _value_text(value, is_cut)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key != "__name__":
+                yield from _tree_lines(key, item, depth, is_cut)
+    else:
+        for number, item in enumerate(value):
+            yield from _tree_lines(f"[{number}]", item, depth, is_cut)
+
+
+def _is_nested(value: Any) -> bool:
+    """Whether the items of a value stand on lines of their own."""
+    if isinstance(value, dict):
+        return bool(value)
+    return isinstance(value, list | tuple) and any(isinstance(item, dict | list | tuple) and item for item in value)
+
+
+def _value_text(value: Any, is_cut: bool) -> str:
+    """Return a value as Python writes it; cut for a terminal, of which a huge value would push all else away."""
+    if not is_cut:
+        return repr(value)
+    text = excerpt(value, _MAX_VALUE)
+    return f"{text} (cut off: a pipe or --json has all)" if text.endswith("...") else text
+
+
+# Tensors
+
+
+def _show_tensor(output: Output, path: str, source: Source, name: str, index: Slice | None, *, is_part: bool) -> int:
+    from statexchange.report.tensor_facts import names_of, tensor_facts
+
+    facts = tensor_facts(source, name, is_part=is_part)
+    if facts is None:
+        if name in source.others:
+            return _show_entry(output, path, source, name)
+        names = [*names_of(source), *source.others]
+        if not names and (source.problems or source.refusal is not None):
+            raise source.problems[0] if source.problems else source.refusal  # type: ignore[misc]
+        for problem in source.problems:  # it may lie in what is broken
+            output.warning(str(problem))
+        hint = did_you_mean(name, names) or "; ls lists all names"
+        raise NotFoundError(f"there is no tensor {excerpt(name, 200)} among {len(names):,}{hint}", path=source.path)
+
+    from statexchange.cli.progress import Progress
+    from statexchange.report.tensor_values import read_slice, read_statistics
+
+    box = _box_of(facts, index)
+    values = read_slice(facts, box)
+    with Progress(output, "show") as progress:
+        statistics = read_statistics(facts, progress)
+    files = {region.stored.path for region in facts.regions}
+    for problem in source.problems:
+        output.warning(str(problem))
+    own = [problem for problem in source.problems if problem.name == name or problem.path in files]
+    found = [*facts.problems, *statistics.problems]
+    for error in found:
+        output.warning(str(error))
+    _write_tensor(output, facts, has_ranks=source.has_ranks)
+    _write_values(output, values, facts)
+    _write_statistics(output, statistics, facts)
+    worst = most_severe([*own, *found])
+    record = {key: value for key, value in fields_of(statistics).items() if key != "problems"}
+    record["histogram"] = [fields_of(one) for one in statistics.histogram]
+    data = {
+        "path": path,
+        "kind": source.kind,
+        **{key: getattr(facts, key) for key in ("name", "tied_to", "dtype", "shape", "nbytes", "section")},
+        "gaps": [_box_record(gap) for gap in facts.gaps],
+        "overlaps": [{**_box_record(one.box), "holders": one.holders} for one in facts.overlaps],
+        "slice": {**_box_record(box), "values": _json_values(values.values)},
+        "statistics": record,
+        "problems": [error_record(error, code_of(error)) for error in [*own, *found]],
+    }
+    regions = [
+        {**_box_record(region.box), "holders": region.holders, "files": region.files, "nbytes": region.nbytes}
+        for region in facts.regions
+    ]
+    return output.finish(code_of(worst) if worst else "OK", data, rows=("regions", regions), error=worst)
+
+
+def _show_entry(output: Output, path: str, source: Source, name: str) -> int:
+    from statexchange.report.configs import plain_entries
+
+    entries = plain_entries(source)
+    output.line("not a tensor:")
+    _write_entries(output, entries, {name: source.others[name]})
+    data = {"path": path, "kind": source.kind, "name": name}
+    return output.finish("OK", {**data, "description": source.others[name], "value": entries.get(name)})
+
+
+def _box_of(facts: TensorFacts, index: Slice | None) -> Box:
+    """Return the block that an index stands for; without one the first corner."""
+    from statexchange.sharding.shards import Box
+
+    shape = facts.shape
+    if index is None:
+        rows, columns = _CORNER
+        sizes = (*(1,) * (len(shape) - 2), rows, columns)[-len(shape) :] if shape else ()
+        return Box((0,) * len(shape), tuple(map(min, sizes, shape)))
+    if len(index) > len(shape):
+        text = f"--slice has {len(index)} dims, and this tensor has {len(shape)}: its shape is {format_shape(shape)}"
+        raise InvalidArgumentError(text, name=facts.name)
+    begins, sizes_of_box = [], []
+    for dim, size in enumerate(shape):
+        step = index[dim] if dim < len(index) else slice(None)
+        if isinstance(step, int):
+            if not -size <= step < size:
+                text = f"--slice is outside of the tensor: index {step} of dim {dim}, which has {size}"
+                raise InvalidArgumentError(text, name=facts.name)
+            step = slice(step % size, step % size + 1)
+        begin, end, _ = step.indices(size)
+        begins.append(begin)
+        sizes_of_box.append(max(0, end - begin))
+    return Box(tuple(begins), tuple(sizes_of_box))
+
+
+def _write_tensor(output: Output, facts: TensorFacts, *, has_ranks: bool) -> None:
+    fields = [("name", facts.name), ("dtype", facts.dtype), ("shape", format_shape(facts.shape))]
+    fields.append(("bytes", f"{format_bytes(facts.nbytes)} ({facts.nbytes:,} bytes)"))
+    if facts.section is not None:
+        fields.append(("section", facts.section))
+    if facts.tied_to is not None:
+        fields.append(("tied to", facts.tied_to))
+    if facts.gaps:
+        fields.append(("held by none", _listed([str(box) for box in facts.gaps])))
+    if facts.overlaps:
+        texts = [f"{one.box} by {format_ranks(one.holders)}" for one in facts.overlaps]
+        fields.append(("held twice", _listed(texts)))
+    output.fields(fields)
+    output.line()
+    rows = facts.regions[:_MAX_ROWS] if output.aligned else facts.regions
+    cells = []
+    for region in rows:
+        more = f" and {len(region.files) - 1} more" if len(region.files) > 1 else ""
+        nbytes = format_bytes(region.nbytes) if output.aligned else str(region.nbytes)
+        ranks = (format_ranks(region.holders),) if has_ranks else ()
+        cells.append((str(region.box), nbytes, *ranks, f"{region.files[0]}{more}"))
+    output.table(("REGION", "BYTES", *(("RANKS",) if has_ranks else ()), "FILE"), cells, right=("BYTES",))
+    if len(rows) < len(facts.regions):
+        output.line(f"and {len(facts.regions) - len(rows):,} more regions (a pipe or --json has all)")
+
+
+def _listed(texts: Sequence[str]) -> str:
+    shown = ", ".join(texts[:8])
+    return shown + (f" and {len(texts) - 8:,} more" if len(texts) > 8 else "")
+
+
+def _write_values(output: Output, found: TensorValues, facts: TensorFacts) -> None:
+    output.line()
+    if not found.box.numel:
+        output.line(f"values {found.box}: none")
+        return
+    output.line(f"values {found.box}" + (" of " + format_shape(facts.shape) if found.box.shape != facts.shape else ""))
+    blocks = list(_rows_of(found.values, found.box.shape, found.box.offsets))
+    texts = [
+        (at, [[_number_text(one, exact=not output.aligned) for one in row] for row in rows]) for at, rows in blocks
+    ]
+    width = max(len(text) for _, rows in texts for row in rows for text in row)
+    for at, rows in texts:
+        if at:
+            output.line(f"  [{', '.join(map(str, at))}]")
+        for row in rows:
+            output.line("  " + "  ".join(f"{text:>{width}}" for text in row))
+
+
+def _rows_of(
+    values: Any, shape: Sequence[int], offsets: Sequence[int], at: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int, ...], list[list[Any]]]]:
+    """Yield the matrices of a block, each with its index in the leading dims."""
+    if len(shape) > 2:
+        for number, below in enumerate(values):
+            yield from _rows_of(below, shape[1:], offsets[1:], (*at, offsets[0] + number))
+    elif len(shape) == 2:
+        yield at, values
+    else:
+        yield at, [values if shape else [values]]
+
+
+def _number_text(value: Any, *, exact: bool = False) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float | complex) and not exact:
+        return f"{value:.6g}"
+    return str(value)
+
+
+def _write_statistics(output: Output, found: ValueStatistics, facts: TensorFacts) -> None:
+    exact = not output.aligned
+    elements = f"{found.num_elements:,}"
+    if found.num_elements < math.prod(facts.shape):
+        elements += f" of {math.prod(facts.shape):,}"
+    fields = [("elements", elements)]
+    if facts.dtype in ("C64", "C128"):
+        fields.append(("figures", "of the absolute values"))
+    if found.min is not None:
+        for key in ("min", "max", "mean", "std"):
+            fields.append((key, _number_text(getattr(found, key), exact=exact)))
+    for key, count in (("zeros", found.num_zeros), ("NaN", found.num_nan), ("Inf", found.num_inf)):
+        fields.append((key, f"{count:,}{_share_text(count, found.num_elements)}"))
+    output.line()
+    output.fields(fields)
+    if not found.histogram:
+        return
+    output.line()
+    most = max(one.count for one in found.histogram)
+    labels = [_bin_label(one) for one in found.histogram]
+    width = max(map(len, labels))
+    counts = max(len(f"{one.count:,}") for one in found.histogram)
+    full = "█" if output.can_show("█") else "#"
+    for label, one in zip(labels, found.histogram, strict=True):
+        bar = full * (max(1, round(_BAR * one.count / most)) if one.count else 0)
+        output.line(f"{label:>{width}}  {one.count:>{counts},}  {bar}".rstrip())
+
+
+def _share_text(count: int, total: int) -> str:
+    if not count:
+        return ""
+    return f" ({count / total:.1%})" if count / total >= 0.001 else " (less than 0.1%)"
+
+
+def _bin_label(one: Bin) -> str:
+    low, high = (_number_text(edge) for edge in (one.low, one.high))
+    return low if one.low == one.high else f"{low} to {high}"
+
+
+def _box_record(box: Box) -> Row:
+    return {"offsets": box.offsets, "shape": box.shape}
+
+
+def _json_values(values: Any) -> Any:
+    """Return nested lists in which complex numbers are text."""
+    if isinstance(values, list):
+        return [_json_values(one) for one in values]
+    return str(values) if isinstance(values, complex) else values

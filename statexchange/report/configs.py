@@ -1,0 +1,174 @@
+"""Read the configs in a checkpoint, and find where those of several ranks differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from statexchange.storage.json_text import parse_json
+from statexchange.storage.stored_values import plain_stored
+
+if TYPE_CHECKING:
+    from statexchange.formats.source import Source
+    from statexchange.storage.store import Store
+
+__all__ = [
+    "ConfigComparison",
+    "ConfigFacts",
+    "DifferingKey",
+    "RanksValue",
+    "compare_configs",
+    "config_facts",
+    "model_config",
+    "plain_configs",
+    "plain_entries",
+]
+
+_CONFIG, _MAX_CONFIG_BYTES = "config.json", 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFacts:
+    """A config in two facts.
+
+    Attributes:
+        num_keys: number of keys, or fields; None if it is no mapping and has no fields.
+        type: name of its dataclass, namedtuple or Enum; None for any other value.
+    """
+
+    num_keys: int | None
+    type: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RanksValue:
+    """The value of a key on some ranks; `is_present` is False for ranks without the key."""
+
+    ranks: tuple[int, ...]
+    is_present: bool
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class DifferingKey:
+    """A key, as ``model.layers[0].size``, with its values, each with the ranks that agree on it."""
+
+    key: str
+    values: tuple[RanksValue, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigComparison:
+    """What configs have in common, and the keys in which they differ.
+
+    Attributes:
+        common: the values on which all agree; an index stands as a key ``[0]`` where not all items do. None if they
+            agree on nothing.
+        differing: the other keys.
+    """
+
+    common: Any
+    differing: tuple[DifferingKey, ...]
+
+
+def config_facts(text: str, path: str) -> ConfigFacts:
+    """Return the facts of a config in a file at `path`; raise CorruptError for a broken one."""
+    config = plain_stored(text, path)
+    if not isinstance(config, dict):
+        return ConfigFacts(None, None)
+    name = config.get("__name__")
+    is_typed = isinstance(name, str)
+    return ConfigFacts(len(config) - is_typed, name if is_typed else None)
+
+
+def plain_configs(source: Source) -> dict[tuple[int, ...], Any]:
+    """Return the distinct configs of a source as values of JSON, by the ranks that have each. Not collective.
+
+    Raises:
+        CorruptError: a config is broken.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, text in sorted(source.configs.items()):
+        ranks.setdefault(text, []).append(rank)
+    return {tuple(of_text): plain_stored(text, source.path) for text, of_text in ranks.items()}
+
+
+def plain_entries(source: Source) -> dict[str, Any]:
+    """Return the values of those entries of a source that are not tensors and that were read. Not collective."""
+    return {name: plain_stored(text, source.path) for name, text in source.texts.items() if name in source.others}
+
+
+def model_config(source: Source) -> tuple[str, Any] | None:
+    """Return the path and content of the config.json beside the tensors of a source; None if there is none.
+
+    Raises:
+        CorruptError: it is broken.
+    """
+    stores: Iterable[Store | None] = (source.small_files, source.opened.store if source.opened.file is None else None)
+    for store in stores:
+        if store is not None and store.listing.get(_CONFIG) == "file":
+            path = store.path_of(_CONFIG)
+            return path, parse_json(store.read_small(_CONFIG, _MAX_CONFIG_BYTES), path)
+    return None
+
+
+def compare_configs(configs: Mapping[tuple[int, ...], Any]) -> ConfigComparison:
+    """Compare the configs of ranks, given by the ranks that have each. Not collective.
+
+    Example:
+        >>> found = compare_configs({(0, 1): {"hidden": 8, "offset": 0}, (2,): {"hidden": 8, "offset": 2}})
+        >>> found.common
+        {'hidden': 8}
+        >>> [(one.key, [(value.ranks, value.value) for value in one.values]) for one in found.differing]
+        [('offset', [((0, 1), 0), ((2,), 2)])]
+    """
+    differing: list[DifferingKey] = []
+    common = _compare("", [RanksValue(ranks, True, config) for ranks, config in configs.items()], differing)
+    return ConfigComparison(None if common is _NOTHING else common, tuple(differing))
+
+
+_NOTHING = object()  # what values have in common that differ
+
+
+def _compare(key: str, values: Sequence[RanksValue], differing: list[DifferingKey]) -> Any:
+    """Return what values have in common; add the keys in which they differ to `differing`."""
+    agreeing = list(_grouped(values))
+    if len(agreeing) == 1:
+        return agreeing[0].value
+    items = [_items(value.value) for value in values if value.is_present]
+    if len(items) < len(values) or None in items:
+        differing.append(DifferingKey(key, tuple(agreeing)))
+        return _NOTHING
+    common = {}
+    for name in dict.fromkeys(name for of_one in items for name in of_one or ()):
+        below = []
+        for value, of_one in zip(values, items, strict=True):
+            assert of_one is not None
+            below.append(RanksValue(value.ranks, name in of_one, of_one.get(name)))
+        step = name if name.startswith("[") or not key else f".{name}"
+        found = _compare(key + step, below, differing)
+        if found is not _NOTHING:
+            common[name] = found
+    return common or _NOTHING
+
+
+def _items(value: Any) -> dict[str, Any] | None:
+    """Return the items of a mapping, or of a list that holds further containers, by key; None for any other value."""
+    if isinstance(value, dict):
+        return value or None
+    if isinstance(value, list | tuple) and any(isinstance(item, dict | list | tuple) for item in value):
+        return {f"[{index}]": item for index, item in enumerate(value)}
+    return None
+
+
+def _grouped(values: Sequence[RanksValue]) -> Iterator[RanksValue]:
+    """Yield the distinct values, each with all its ranks: 1, 1.0 and True differ, and NaN is equal to itself."""
+    ranks: dict[tuple[bool, str], list[int]] = {}
+    of_text: dict[tuple[bool, str], Any] = {}
+    for value in values:
+        text = (value.is_present, repr(value.value))
+        ranks.setdefault(text, []).extend(value.ranks)
+        of_text.setdefault(text, value.value)
+    for text, of_value in ranks.items():
+        yield RanksValue(tuple(sorted(of_value)), text[0], of_text[text])

@@ -1,0 +1,261 @@
+"""List what each rank has written to a workspace, round by round, from names and headers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal
+
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    NotFoundError,
+    ReplacedError,
+    StateExchangeError,
+    without_secrets,
+)
+from statexchange.formats import workspace
+from statexchange.report.configs import ConfigFacts, config_facts
+from statexchange.storage import atomic
+from statexchange.storage.opened_path import OpenedPath, read_with_retry
+from statexchange.storage.store import resolve_path
+from statexchange.storage.workspace import RankName, Receipt, WorkspaceView
+
+__all__ = ["RankRow", "RankStatus", "RoundsReport", "list_rounds", "newest_of_ranks", "round_path"]
+
+State = Literal["whole", "unfinished", "abandoned", "broken", "missing"]
+_MAX_MISSING = 1000  # listed of a round: a file's name may claim any world size
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """What one rank has written in one round.
+
+    Attributes:
+        run: the run.
+        round: the round.
+        rank: the rank; None if only its file would tell, and it is unfinished.
+        world_size: number of ranks of the round; None like the rank.
+        state: "whole"; "broken" for a file that its header or manifest contradicts; "missing"; "unfinished" for a file
+            that is being written, and "abandoned" if its writer has provably ended.
+        is_committed: whether the round has a manifest.
+        path: the file's path; of a missing one without a name the round's.
+        nbytes: bytes of the file; None for a missing one.
+        written: when it was last written, in seconds since the epoch; None if that is not known.
+        config: what its config is; None if it cannot be read.
+        problem: the error of a broken file, or of a missing one in a committed round.
+    """
+
+    run: str
+    round: int
+    rank: int | None
+    world_size: int | None
+    state: State
+    is_committed: bool
+    path: str
+    nbytes: int | None = None
+    written: float | None = None
+    config: ConfigFacts | None = None
+    problem: StateExchangeError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """How far one rank is.
+
+    Attributes:
+        rank: the rank.
+        status: "present"; "late" if the newest whole round of another rank is newer; "missing" if it has none.
+        newest: what it has written in its newest whole round; None if there is none.
+    """
+
+    rank: int
+    status: Literal["present", "late", "missing"]
+    newest: RankRow | None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundsReport:
+    """What lies in a workspace, or in one run or round of it.
+
+    Attributes:
+        path: its path.
+        root: the absolute path of the workspace.
+        rows: a row for each rank and round, by run, round and rank.
+        problems: the errors of manifests and of all rows.
+        notes: what is not listed.
+    """
+
+    path: str
+    root: str
+    rows: tuple[RankRow, ...]
+    problems: tuple[StateExchangeError, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Listing:
+    """Collects the rows."""
+
+    view: WorkspaceView
+    rows: list[RankRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[StateExchangeError] = field(default_factory=list)  # of manifests
+    known: dict[str, ConfigFacts] = field(default_factory=dict)  # by text: most ranks have equal configs
+
+    def add_round(self, run: str, number: int) -> None:
+        """Add the rows of a round; nothing for one that was dropped, or is dropped meanwhile."""
+        try:
+            manifest = self.view.manifest(run, number)
+        except NotFoundError:
+            manifest = None
+        except CorruptError as error:
+            self.problems.append(error)
+            manifest = None
+        try:
+            names = self.view.rank_names(run, number)
+            temporary = self.view.temporary_files(run, number)
+        except NotFoundError:
+            return
+        if self.view.is_dropped(run, number):
+            return
+        listed: list[Receipt | RankName] = list(names) if manifest is None else list(manifest.receipts)
+        for receipt in listed:
+            row = self._row(receipt, is_committed=manifest is not None)
+            if row is not None:
+                self.rows.append(row)
+        if manifest is None and names:
+            self._add_missing(names)
+        folder = os.path.join(self.view.path, run, f"{number:06d}")
+        for name, nbytes in temporary:
+            state: State = "abandoned" if atomic.is_abandoned(name) else "unfinished"
+            path = os.path.join(folder, name)
+            self.rows.append(RankRow(run, number, None, None, state, manifest is not None, path, nbytes))
+
+    def _row(self, receipt: Receipt | RankName, *, is_committed: bool) -> RankRow | None:
+        """Return the row of a file; None if it was removed meanwhile."""
+        name = receipt.rank_name
+        path = os.path.join(self.view.path, name.relative)
+        where = (name.run, name.round, name.rank, name.world_size)
+        try:
+            file = self.view.open(receipt)
+            if file.config not in self.known:
+                self.known[file.config] = config_facts(file.config, file.path)
+        except NotFoundError as error:
+            if not is_committed:
+                return None
+            problem = IncompleteError("this rank's file is missing", rank=error.rank, path=error.path)
+            return RankRow(*where, "missing", is_committed, path, problem=problem)
+        except ReplacedError:
+            raise
+        except StateExchangeError as error:
+            return RankRow(*where, "broken", is_committed, path, self.view.size_of(name), problem=error)
+        stored = file.file
+        facts = self.known[file.config]
+        return RankRow(*where, "whole", is_committed, path, stored.size, stored.modified, facts)
+
+    def _add_missing(self, names: list[RankName]) -> None:
+        """Add rows for the ranks that have no file in a round without a manifest."""
+        first, ranks = names[0], {name.rank for name in names}
+        path = os.path.join(self.view.path, os.path.dirname(first.relative))
+        absent = (rank for rank in range(first.world_size) if rank not in ranks)
+        for rank in islice(absent, _MAX_MISSING):
+            self.rows.append(RankRow(first.run, first.round, rank, first.world_size, "missing", False, path))
+        hidden = first.world_size - len(ranks) - _MAX_MISSING
+        if hidden > 0:
+            self.notes.append(f"{hidden:,} more ranks have no file in round {first.round} of run {first.run}")
+
+
+def list_rounds(path: str | os.PathLike[str]) -> RoundsReport:
+    """List what each rank has written to a workspace, or to one run or round of it.
+
+    Not collective. Reads headers only. A rank that has no file in a round, but one in a newer round, is not listed
+    there: ranks remove their older files.
+
+    Args:
+        path: the workspace, or the directory of a run or of a round in it.
+
+    Raises:
+        NotFoundError: the path does not exist.
+        InvalidArgumentError: it is not a workspace.
+
+    Example:
+        >>> import statexchange as sx
+        >>> sx.NFSWorkspace("ws", run="job").write_configs_and_weights({"layers": 2}, {})
+        >>> for row in list_rounds("ws").rows:
+        ...     row.run, row.round, row.rank, row.state, row.config.num_keys
+        ('job', 1, 0, 'whole', 1)
+    """
+    shown = without_secrets(os.fspath(path))
+
+    def read(opened: OpenedPath) -> RoundsReport:
+        with opened:
+            if not workspace.matches(opened):
+                raise InvalidArgumentError("not a workspace, which alone has rounds", path=opened.path)
+            root, run, number = workspace.position(opened)
+            with root:
+                listing = _Listing(WorkspaceView(root.store))
+                for name, candidate in listing.view.all_rounds(run):
+                    if number is None or candidate == number:
+                        listing.add_round(name, candidate)
+        rows = tuple(_sorted(listing.rows))
+        problems = [*listing.problems, *(row.problem for row in rows if row.problem is not None)]
+        return RoundsReport(shown, root.path, rows, tuple(problems), tuple(listing.notes))
+
+    return read_with_retry(resolve_path(path, "a workspace"), read)
+
+
+def _sorted(rows: list[RankRow]) -> Iterator[RankRow]:
+    """Yield the rows by run, round and rank, without those of files that a rank has replaced by a newer round."""
+    newest: dict[tuple[str, int | None], int] = {}
+    for row in rows:
+        if row.state == "whole":
+            key = (row.run, row.rank)
+            newest[key] = max(row.round, newest.get(key, row.round))
+    for row in sorted(rows, key=lambda row: (row.run, row.round, row.rank is None, row.rank or 0)):
+        if row.state == "missing" and not row.is_committed and newest.get((row.run, row.rank), 0) > row.round:
+            continue
+        yield row
+
+
+def newest_of_ranks(report: RoundsReport, run: str) -> list[RankStatus]:
+    """Return how far each rank of a run is, by its newest whole round. Not collective."""
+    newest: dict[int, RankRow] = {}
+    known: dict[int, int] = {}  # the world size that a rank's rows tell
+    for row in report.rows:
+        if row.run != run or row.rank is None or row.world_size is None:
+            continue
+        known[row.rank] = row.world_size
+        if row.state == "whole":
+            newest[row.rank] = row
+    last = max((row.round for row in newest.values()), default=0)
+    world_size = next((row.world_size for row in reversed(report.rows) if row.run == run and row.world_size), 0)
+    found = []
+    for rank in sorted(rank for rank in known if rank < (world_size or 0)):
+        written = newest.get(rank)
+        if written is None:
+            found.append(RankStatus(rank, "missing", None))
+        else:
+            found.append(RankStatus(rank, "late" if written.round < last else "present", written))
+    return found
+
+
+def round_path(path: str | os.PathLike[str], number: int) -> str:
+    """Return the path of a round of a workspace. Not collective.
+
+    Raises:
+        InvalidArgumentError: several runs have this round, or it is not in the workspace.
+    """
+    report = list_rounds(path)
+    runs = sorted({row.run for row in report.rows if row.round == number})
+    if len(runs) == 1:
+        return os.path.join(report.root, runs[0], f"{number:06d}")
+    if runs:
+        text = f"several runs have a round {number}: name the directory of one, {', '.join(runs)}"
+        raise InvalidArgumentError(text, path=report.path)
+    rounds = sorted({row.round for row in report.rows})
+    text = f"there is no round {number}, only {', '.join(map(str, rounds)) or 'none'}"
+    raise NotFoundError(text, path=report.path)

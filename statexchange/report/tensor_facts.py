@@ -1,0 +1,250 @@
+"""Find out what a checkpoint's headers say of one tensor: dtype, shape, and which file has which region of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    OverlapError,
+    ReplicaError,
+    StateExchangeError,
+    UnsupportedError,
+)
+from statexchange.formats.sections import sections_of
+from statexchange.sharding.plan import prove_cover
+from statexchange.sharding.shards import Box, full_box, intersect
+from statexchange.tensors import ITEMSIZE, PACKED, element_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from statexchange.formats.source import ShardFile, Source
+    from statexchange.storage.byte_range import ByteRange
+
+__all__ = ["Overlap", "Region", "TensorFacts", "element_box", "group_box", "names_of", "tensor_facts"]
+
+_MAX_LISTED_BOXES = 1000  # of which each gap and overlap is listed; of more, the first flaw alone
+_MAX_GAPS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A region of a tensor that is stored as one block, in one or more copies.
+
+    Attributes:
+        box: the region, in elements.
+        holders: the ranks (or numbers of files) that have a copy.
+        files: their files, below the checkpoint's directory.
+        nbytes: bytes of one copy.
+        stored: the byte range of the first copy.
+    """
+
+    box: Box
+    holders: tuple[int, ...]
+    files: tuple[str, ...]
+    nbytes: int
+    stored: ByteRange
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """A block that two different regions contain."""
+
+    box: Box
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """What headers say of one tensor.
+
+    Attributes:
+        name: its name.
+        tied_to: the name under which a tied tensor is kept; None if it is kept under its own.
+        dtype: its dtype.
+        shape: its global shape, in elements.
+        nbytes: its bytes, each counted once.
+        section: the section of a job's state to which it belongs; None if that is not known.
+        regions: its regions, in the order of the files.
+        gaps: the regions that no file has.
+        overlaps: the blocks that different regions contain.
+        problems: the errors that follow from headers.
+    """
+
+    name: str
+    tied_to: str | None
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    section: str | None
+    regions: tuple[Region, ...]
+    gaps: tuple[Box, ...]
+    overlaps: tuple[Overlap, ...]
+    problems: tuple[StateExchangeError, ...]
+
+
+def names_of(source: Source) -> list[str]:
+    """Return the names of all tensors of a source, those of tied tensors and of unreadable ones included."""
+    names = dict.fromkeys(tensor.shard.name for _, tensor in source.shards())
+    names |= dict.fromkeys(alias for shard_file in source.files for alias in shard_file.aliases)
+    names |= dict.fromkeys(_published_aliases(source))
+    names |= dict.fromkeys(unreadable.name for unreadable in source.unreadable)
+    return list(names)
+
+
+def _published_aliases(source: Source) -> dict[str, str]:
+    return dict(source.manifest.get("aliases", {})) if source.manifest is not None else {}
+
+
+def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorFacts | None:
+    """Return the facts of one tensor of a source; None if there is no tensor of this name.
+
+    Not collective. Reads nothing.
+
+    Args:
+        source: the source, opened with ``strict=False``.
+        name: the tensor's name, or an alias of it.
+        is_part: whether the source was reduced to some ranks, so that gaps are no finding.
+
+    Raises:
+        UnsupportedError: its dtype or kind is not supported.
+        IncompleteError, CorruptError: its file is missing or broken, so that no header tells about it.
+    """
+    kept = _kept_name(source, name)
+    found = [(file, file.tensors[kept]) for file in source.files if kept in file.tensors]
+    if not found:
+        _refuse_unreadable(source, name)
+        return None
+    shard = found[0][1].shard
+    for shard_file, tensor in found:
+        if (tensor.shard.dtype, tensor.shard.global_shape) != (shard.dtype, shard.global_shape):
+            raise CorruptError("two files disagree on dtype or shape", name=name, path=shard_file.path)
+    copies: dict[Box, list[tuple[ShardFile, ByteRange]]] = {}
+    for shard_file, tensor in found:
+        for box, stored in zip(tensor.shard.boxes, tensor.byte_ranges, strict=True):
+            copies.setdefault(box, []).append((shard_file, stored))
+    problems = list(_differing_copies(name, copies))
+    stored_boxes = {box: [file.rank for file, _ in of_box] for box, of_box in copies.items() if box.numel}
+    gaps, overlaps = _flaws(name, shard.global_shape, stored_boxes, problems, is_part=is_part)
+    prefix = f"{source.opened.store.path.rstrip('/')}/"
+    regions = []
+    for box, of_box in copies.items():
+        files = tuple(dict.fromkeys(file.path.removeprefix(prefix) for file, _ in of_box))
+        holders = tuple(dict.fromkeys(file.rank for file, _ in of_box))
+        nbytes = box.numel * ITEMSIZE[shard.dtype]
+        regions.append(Region(element_box(shard.dtype, box), holders, files, nbytes, of_box[0][1]))
+    return TensorFacts(
+        name=name,
+        tied_to=kept if kept != name else None,
+        dtype=shard.dtype,
+        shape=element_shape(shard.dtype, shard.global_shape),
+        nbytes=full_box(shard.global_shape).numel * ITEMSIZE[shard.dtype],
+        section=next((section.name for section in sections_of(source) if kept in section.names), None),
+        regions=tuple(regions),
+        gaps=tuple(element_box(shard.dtype, box) for box in gaps),
+        overlaps=tuple(Overlap(element_box(shard.dtype, one.box), one.holders) for one in overlaps),
+        problems=tuple(problems),
+    )
+
+
+def element_box(dtype: str, box: Box) -> Box:
+    """Return a box in elements for one in groups of a packed dtype (tensors.py)."""
+    return Box(element_shape(dtype, box.offsets), element_shape(dtype, box.shape))
+
+
+def group_box(dtype: str, box: Box) -> Box:
+    """Return the least box in groups that contains a box in elements."""
+    if dtype not in PACKED or not box.shape:
+        return box
+    size = PACKED[dtype]
+    begin, end = box.offsets[-1] // size, -(-box.ends[-1] // size)
+    return Box((*box.offsets[:-1], begin), (*box.shape[:-1], end - begin))
+
+
+def _kept_name(source: Source, name: str) -> str:
+    """Return the name under which a tensor is kept; of a tensor that is not tied its own."""
+    if any(name in shard_file.tensors for shard_file in source.files):
+        return name
+    aliases = _published_aliases(source)
+    for shard_file in source.files:
+        aliases |= shard_file.aliases
+    return aliases.get(name, name)
+
+
+def _refuse_unreadable(source: Source, name: str) -> None:
+    """Raise why a tensor of this name cannot be read, if it is one that is listed and not readable."""
+    for unreadable in source.unreadable:
+        if unreadable.name != name:
+            continue
+        if unreadable.unsupported is not None:
+            raise unreadable.unsupported
+        for problem in source.problems:
+            if problem.name == name or problem.path == unreadable.path:
+                raise problem
+        if source.refusal is not None:
+            raise source.refusal
+        raise IncompleteError("its file is missing or broken", name=name, path=unreadable.path)
+
+
+def _differing_copies(name: str, copies: dict[Box, list[tuple[ShardFile, ByteRange]]]) -> Iterator[StateExchangeError]:
+    """Yield an error for each region whose copies have different digests."""
+    for box, of_box in copies.items():
+        digests = Counter(stored.digest for _, stored in of_box if stored.digest is not None)
+        if len(digests) > 1:
+            ranks = [file.rank for file, stored in of_box if stored.digest != of_box[0][1].digest]
+            text = f"ranks {ranks} and rank {of_box[0][0].rank} hold different values for region {box}"
+            yield ReplicaError(text, name=name, rank=ranks[0], path=of_box[0][0].path)
+
+
+def _flaws(
+    name: str, shape: tuple[int, ...], boxes: dict[Box, list[int]], problems: list[StateExchangeError], *, is_part: bool
+) -> tuple[list[Box], list[Overlap]]:
+    """Return the gaps and overlaps of boxes, given with their ranks; add their first error to `problems`."""
+    try:
+        prove_cover(name, shape, boxes)
+    except (IncompleteError, OverlapError, UnsupportedError) as error:
+        if not (is_part and isinstance(error, IncompleteError)):
+            problems.append(error)
+        if len(boxes) > _MAX_LISTED_BOXES:
+            return [], []
+        return _gaps(shape, boxes), list(_overlaps(boxes))
+    return [], []
+
+
+def _gaps(shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Box]:
+    """Return boxes of all that no box covers: at most _MAX_GAPS, or [] if there would be more."""
+    free = [full_box(shape)] if full_box(shape).numel else []
+    for box in boxes:
+        free = [part for region in free for part in _without(region, box)]
+        if len(free) > _MAX_GAPS:
+            return []
+    return sorted(free, key=lambda box: box.offsets)
+
+
+def _without(region: Box, box: Box) -> Iterator[Box]:
+    """Yield the parts of a region that a box does not cover."""
+    shared = intersect(region, box)
+    if shared is None:
+        yield region
+        return
+    offsets, ends = list(region.offsets), list(region.ends)
+    for dim in range(len(offsets)):
+        for begin, end in ((offsets[dim], shared.offsets[dim]), (shared.ends[dim], ends[dim])):
+            if begin < end:
+                lows, highs = (*offsets[:dim], begin, *offsets[dim + 1 :]), (*ends[:dim], end, *ends[dim + 1 :])
+                yield Box(lows, tuple(high - low for low, high in zip(lows, highs, strict=True)))
+        offsets[dim], ends[dim] = shared.offsets[dim], shared.ends[dim]
+
+
+def _overlaps(boxes: dict[Box, list[int]]) -> Iterator[Overlap]:
+    """Yield the blocks that two different boxes share."""
+    listed: Sequence[tuple[Box, list[int]]] = list(boxes.items())
+    for index, (box, ranks) in enumerate(listed):
+        for other, other_ranks in listed[index + 1 :]:
+            shared = intersect(box, other)
+            if shared is not None:
+                yield Overlap(shared, tuple(sorted({*ranks, *other_ranks})))
