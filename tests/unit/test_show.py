@@ -362,9 +362,9 @@ def test_sources_without_configs_say_what_there_is(tmp_path: Path, call: Call) -
     torch.save({"model": {"w": torch.ones(2)}, "step": 7}, tmp_path / "a.pt")
     code, out, _ = call("show", tmp_path / "a.pt")
     assert code == 0
-    assert "entries that are not tensors\n  step: int 7\n" in out
+    assert "entries that are not tensors\n  step: 7\n" in out
     code, out, _ = call("show", tmp_path / "a.pt", "step")
-    assert (code, out) == (0, "not a tensor:\n  step: int 7\n")
+    assert (code, out) == (0, "not a tensor:\n  step: 7\n")
 
     plain = tmp_path / "plain.safetensors"
     save_file({"w": np.zeros(3, np.float32)}, plain)
