@@ -237,6 +237,38 @@ def test_a_missing_file_of_the_model_is_named(tmp_path: Path, capsys: pytest.Cap
     assert len(load_file(tmp_path / "optimizer/model.safetensors")) == 12
 
 
+NO_METADATA = "which torch writes last: the save did not finish, or hidden files were not copied"
+NO_RANK = "a file of this checkpoint is missing, with parts of "
+# A directory, what a copy left behind, the exit code, and the sentence.
+HALVES = [
+    ("trainer/plain/checkpoint-2", "model.safetensors", 2, "no file of a model is here, only of 'optimizer'"),
+    ("trainer/sharded/checkpoint-2", "pytorch_model_fsdp_0/__1_0.distcp", 5, NO_RANK),
+    ("trainer/sharded/checkpoint-2", "pytorch_model_fsdp_0/.metadata", 5, NO_METADATA),
+    ("lightning/sharded/last.ckpt", "__1_0.distcp", 5, NO_RANK),
+    ("lightning/fsdp1/last.ckpt", "__1_0.distcp", 5, NO_RANK),
+    ("lightning/sharded/last.ckpt", ".metadata", 5, NO_METADATA),
+    ("torchtitan/fused/checkpoint/step-3", "__1_0.distcp", 5, NO_RANK),
+    ("torchtitan/fused/checkpoint/step-3", ".metadata", 5, NO_METADATA),
+    ("torch_checkpointing/state", "model_1.pt", 5, "no rank holds region [4:7, 0:6] of shape (7, 6)"),
+    ("deepspeed/zero3", "latest", 2, "contains 1 checkpoint (global_step2): name one of them, such as the newest"),
+]
+
+
+@pytest.mark.parametrize(("directory", "name", "code", "text"), HALVES)
+def test_half_a_directory_is_neither_merged_nor_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], directory: str, name: str, code: int, text: str
+) -> None:
+    path = copied(directory, tmp_path)
+    (path / name).unlink()
+    found, _, err = run(capsys, "merge", path, tmp_path / "out")
+    assert (found, text in err) == (code, True)
+    assert not (tmp_path / "out").exists()
+    weight = torch.zeros(7, 6)
+    with pytest.raises(sx.StateExchangeError):
+        sx.load_checkpoint({"rows": weight}, path)
+    assert not weight.any()
+
+
 def test_a_directory_without_a_model_says_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = copied("accelerate/full/state", tmp_path)
     (path / "pytorch_model_fsdp.bin").unlink()
