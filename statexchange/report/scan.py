@@ -193,7 +193,7 @@ def _with_download(folder: str, found: Probe, row: ScanRow | None) -> ScanRow | 
     """
     names = [name for name in found.names if name.endswith(_INCOMPLETE)]
     names = [name for name in names if name.removesuffix(_INCOMPLETE) not in found.names]
-    if row is None or row.status == "broken":
+    if row is None or row.status == "broken" or row.kind == "torch":  # nothing lists torch's files
         names += _hidden_downloads(found)
     if not names:
         return row

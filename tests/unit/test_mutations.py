@@ -1,0 +1,567 @@
+"""Named mutations of whole checkpoints of every kind, each with what a person would say of it.
+
+A mutation damages a fresh checkpoint and returns what `scan`, `info` and `verify` are to say; None if it does not apply
+to the kind. Where a kind differs for a reason of its own, `OTHERWISE` has what is said of it, and why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from whole_checkpoints import KINDS, Kind
+
+from statexchange.cli.main import main
+from statexchange.formats.registry import open_source
+from statexchange.report.scan import scan
+from statexchange.storage.sealed_json import seal
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.save of one process
+
+
+@dataclass(frozen=True)
+class Said:
+    """What is said of a checkpoint.
+
+    Attributes:
+        scan: a pattern of its verdict; "" for no row at all.
+        status: a pattern of its status in `scan`.
+        info: a pattern of the code of `info`.
+        verify: the codes of `verify`, of which one is given.
+        beside: a pattern of the verdict of a second row with the same path.
+    """
+
+    scan: str
+    status: str = "broken"
+    info: str = "CORRUPT"
+    verify: tuple[str, ...] = ("CORRUPT",)
+    beside: str = ""
+
+
+WHOLE = Said("WHOLE", "whole", "OK", ("OK",))
+FOUND_BY_VERIFY = Said("WHOLE", "whole", "OK", ("CORRUPT",))
+NOTHING = Said("", "", "NOT_FOUND", ("NOT_FOUND",))
+NEVER_WHOLE = Said("(?!WHOLE)|no row", ".*", ".*", ("UNSAFE", "CORRUPT", "INCOMPLETE", "NOT_FOUND", "USAGE", "IO"))
+
+
+def shown(kind: Kind, path: Path, file: Path) -> str:
+    """The path of a file as the row of the checkpoint shows it, as a pattern."""
+    return re.escape(os.fspath(file.relative_to(path / (kind.row or kind.at))))
+
+
+def missing(kind: Kind, path: Path, file: Path) -> Said:
+    word = "NO" if file.name.startswith(".") or file.suffix == ".json" else "MISSING"
+    return Said(f"{word} {shown(kind, path, file)}", "broken", "INCOMPLETE", ("INCOMPLETE",))
+
+
+def corrupt(kind: Kind, path: Path, file: Path, text: str = "") -> Said:
+    return Said(f"CORRUPT {shown(kind, path, file)}: {text}|TRUNCATED ", "broken")
+
+
+def refused(kind: Kind, path: Path, file: Path) -> Said:
+    text = f"REFUSED {shown(kind, path, file)}: not a regular file"
+    return Said(text, "broken", "UNSAFE", ("UNSAFE", "INCOMPLETE"))
+
+
+Mutation = Callable[[Kind, Path], "Said | None"]
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def mutation(function: Mutation) -> Mutation:
+    MUTATIONS[function.__name__] = function
+    return function
+
+
+# Files that are cut, emptied or overwritten
+
+
+@mutation
+def cut_in_the_header(kind: Kind, path: Path) -> Said | None:
+    file = kind.files(path)[0]
+    os.truncate(file, 5)
+    return corrupt(kind, path, file)
+
+
+@mutation
+def cut_in_the_middle(kind: Kind, path: Path) -> Said | None:
+    file = kind.files(path)[-1]
+    os.truncate(file, file.stat().st_size // 2)
+    return corrupt(kind, path, file)
+
+
+@mutation
+def lose_the_last_byte(kind: Kind, path: Path) -> Said | None:
+    file = kind.files(path)[-1]
+    os.truncate(file, file.stat().st_size - 1)
+    return corrupt(kind, path, file)
+
+
+@mutation
+def empty_a_file(kind: Kind, path: Path) -> Said | None:
+    file = kind.files(path)[0]
+    os.truncate(file, 0)
+    return corrupt(kind, path, file, "the file is empty")
+
+
+@mutation
+def fill_a_file_with_zeros(kind: Kind, path: Path) -> Said | None:
+    file = kind.files(path)[0]
+    file.write_bytes(bytes(file.stat().st_size))
+    return corrupt(kind, path, file, "not a ")
+
+
+@mutation
+def append_bytes(kind: Kind, path: Path) -> Said | None:
+    file = kind.files(path)[0]
+    with file.open("ab") as opened:
+        opened.write(b"x" * 100)
+    return corrupt(kind, path, file)
+
+
+@mutation
+def put_a_git_lfs_pointer(kind: Kind, path: Path) -> Said | None:
+    file = kind.files(path)[0]
+    file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345678\n")
+    return corrupt(kind, path, file, "this is a pointer of Git LFS")
+
+
+@mutation
+def put_a_web_page(kind: Kind, path: Path) -> Said | None:
+    file = kind.files(path)[0]
+    file.write_text(f"<!DOCTYPE html>\n<html><body>404 Not found {'x' * 500}</body></html>\n")
+    return corrupt(kind, path, file, "this is a web page")
+
+
+@mutation
+def claim_a_huge_header(kind: Kind, path: Path) -> Said | None:
+    if kind.container != "safetensors":
+        return None
+    file = kind.files(path)[0]
+    with file.open("r+b") as opened:
+        opened.write(struct.pack("<Q", 2**62))
+    return corrupt(kind, path, file, "header is truncated")
+
+
+@mutation
+def flip_a_bit_in_the_header(kind: Kind, path: Path) -> Said | None:
+    if kind.container != "safetensors":
+        return None
+    file = kind.files(path)[0]
+    _flip(file, 9, 4)
+    return corrupt(kind, path, file, "broken JSON")
+
+
+@mutation
+def flip_a_bit_in_the_data(kind: Kind, path: Path) -> Said | None:
+    if kind.container == "other":
+        return None
+    with open_source(path / (kind.row or kind.at), strict=False) as source:
+        ranges = [stored for _, tensor in source.shards() for stored in tensor.byte_ranges]
+        largest = max(ranges, key=lambda stored: stored.nbytes)
+        file, begin = Path(largest.file.path), largest.begin
+    _flip(file, begin, 1)
+    return FOUND_BY_VERIFY if kind.has_digests else WHOLE
+
+
+@mutation
+def lose_the_end_of_a_tensor_to_zeros(kind: Kind, path: Path) -> Said | None:
+    if kind.container == "other":
+        return None
+    with open_source(path / (kind.row or kind.at), strict=False) as source:
+        ranges = [stored for _, tensor in source.shards() for stored in tensor.byte_ranges]
+        largest = max(ranges, key=lambda stored: stored.nbytes)
+        file, end, nbytes = Path(largest.file.path), largest.begin + largest.nbytes, largest.nbytes
+    with file.open("r+b") as opened:
+        opened.seek(end - nbytes // 2)
+        opened.write(bytes(nbytes // 2))
+    return FOUND_BY_VERIFY if kind.has_digests else WHOLE
+
+
+def _flip(file: Path, at: int, bit: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ bit]))
+
+
+# Files that are missing, or of another kind or place
+
+
+@mutation
+def lose_the_first_file(kind: Kind, path: Path) -> Said | None:
+    file = kind.files(path)[0]
+    file.unlink()
+    return missing(kind, path, file)
+
+
+@mutation
+def lose_a_middle_file(kind: Kind, path: Path) -> Said | None:
+    files = kind.files(path)
+    if len(files) < 3:
+        return None
+    file = files[len(files) // 2]
+    file.unlink()
+    return missing(kind, path, file)
+
+
+@mutation
+def lose_the_last_file(kind: Kind, path: Path) -> Said | None:
+    files = kind.files(path)
+    if len(files) < 2:
+        return None
+    files[-1].unlink()
+    return missing(kind, path, files[-1])
+
+
+@mutation
+def lose_all_files(kind: Kind, path: Path) -> Said | None:
+    files = kind.files(path)
+    if len(files) < 2 or not kind.listing:
+        return None
+    for file in files:
+        file.unlink()
+    return missing(kind, path, files[0])
+
+
+@mutation
+def make_a_directory_of_a_file(kind: Kind, path: Path) -> Said | None:
+    file = kind.files(path)[0]
+    file.unlink()
+    file.mkdir()
+    return refused(kind, path, file)
+
+
+@mutation
+def make_a_dangling_link(kind: Kind, path: Path) -> Said | None:
+    file = kind.files(path)[0]
+    file.unlink()
+    file.symlink_to("../blobs/gone")
+    return missing(kind, path, file)
+
+
+@mutation
+def make_a_link_to_itself(kind: Kind, path: Path) -> Said | None:
+    file = kind.files(path)[0]
+    file.unlink()
+    file.symlink_to(file.name)
+    return refused(kind, path, file)
+
+
+@mutation
+def make_a_fifo(kind: Kind, path: Path) -> Said | None:
+    file = kind.files(path)[0]
+    file.unlink()
+    os.mkfifo(file)
+    return refused(kind, path, file)
+
+
+@mutation
+def forbid_a_file(kind: Kind, path: Path) -> Said | None:
+    file = kind.files(path)[0]
+    file.chmod(0)
+    return Said(f"UNREADABLE {shown(kind, path, file)}: ", "broken", "IO", ("IO", "INCOMPLETE"))
+
+
+@mutation
+def swap_two_files(kind: Kind, path: Path) -> Said | None:
+    files = kind.files(path)
+    if len(files) < 2:
+        return None
+    aside = files[0].with_name("aside")
+    files[0].rename(aside)
+    files[1].rename(files[0])
+    aside.rename(files[1])
+    return Said("(CORRUPT|INCOMPLETE|TRUNCATED)", "broken", ".*", ("CORRUPT", "INCOMPLETE"))
+
+
+@mutation
+def copy_a_file_over_another(kind: Kind, path: Path) -> Said | None:
+    files = kind.files(path)
+    if len(files) < 2:
+        return None
+    shutil.copyfile(files[0], files[1])
+    return Said("(CORRUPT|INCOMPLETE|TRUNCATED)", "broken", ".*", ("CORRUPT", "INCOMPLETE"))
+
+
+@mutation
+def interrupt_the_download_of_a_file(kind: Kind, path: Path) -> Said | None:
+    file = kind.files(path)[0]
+    file.rename(file.with_name(f"{file.name}.incomplete"))
+    if file.parent != path / (kind.row or kind.at):
+        return missing(kind, path, file)
+    return Said("UNFINISHED DOWNLOAD", "unfinished", "INCOMPLETE|NOT_FOUND", ("INCOMPLETE", "NOT_FOUND"))
+
+
+@mutation
+def interrupt_the_download_of_all_files(kind: Kind, path: Path) -> Said | None:
+    """As huggingface_hub leaves them in a hidden directory, beside the small files that came first."""
+    for file in kind.files(path):
+        file.unlink()
+    if kind.listing:
+        (path / kind.listing).unlink()
+    below = path / (kind.row or kind.at) / ".cache/huggingface/download"
+    below.mkdir(parents=True)
+    (below / "JxXh.5f0b.incomplete").write_bytes(b"half")
+    return Said("UNFINISHED DOWNLOAD", "unfinished", ".*", ("INCOMPLETE", "NOT_FOUND", "USAGE", "OK"))
+
+
+# What lists the files
+
+
+@mutation
+def lose_the_listing(kind: Kind, path: Path) -> Said | None:
+    if not kind.listing:
+        return None
+    (path / kind.listing).unlink()
+    return missing(kind, path, path / kind.listing)
+
+
+@mutation
+def empty_the_listing(kind: Kind, path: Path) -> Said | None:
+    if not kind.listing:
+        return None
+    os.truncate(path / kind.listing, 0)
+    return corrupt(kind, path, path / kind.listing)
+
+
+@mutation
+def cut_the_listing(kind: Kind, path: Path) -> Said | None:
+    if not kind.listing:
+        return None
+    listing = path / kind.listing
+    os.truncate(listing, listing.stat().st_size // 2)
+    return corrupt(kind, path, listing)
+
+
+@mutation
+def repeat_a_key(kind: Kind, path: Path) -> Said | None:
+    if not kind.listing.endswith(".json"):
+        return None
+    listing = path / kind.listing
+    text = listing.read_text()
+    key = next(iter(json.loads(text)))
+    listing.write_text(text.replace("{", f"{{{json.dumps(key)}: 1, ", 1))
+    return corrupt(kind, path, listing, "broken JSON: a key occurs twice")
+
+
+@mutation
+def be_of_a_later_version(kind: Kind, path: Path) -> Said | None:
+    if not kind.has_digests:
+        return None
+    listing = path / kind.listing
+    record = json.loads(listing.read_text())
+    is_sealed = "digest" in record
+    record = {key: value for key, value in record.items() if key != "digest"} | {"schema": 99}
+    listing.write_text(json.dumps(seal(record) if is_sealed else record))
+    return corrupt(kind, path, listing, ".*(99|newer version|another schema)")
+
+
+@mutation
+def name_a_tensor_that_is_nowhere(kind: Kind, path: Path) -> Said | None:
+    if not kind.listing.endswith("index.json"):
+        return None
+    file = kind.files(path)[0]
+    _add_to_index(path / kind.listing, file.name)
+    text = f"INCOMPLETE {shown(kind, path, file)}: the index assigns this tensor to the file, which does not have it"
+    return Said(text, "broken", "INCOMPLETE", ("INCOMPLETE",))
+
+
+@mutation
+def name_a_file_that_is_nowhere(kind: Kind, path: Path) -> Said | None:
+    if not kind.listing.endswith("index.json"):
+        return None
+    file = path / f"model-00009-of-00009{kind.files(path)[0].suffix}"
+    _add_to_index(path / kind.listing, file.name)
+    return missing(kind, path, file)
+
+
+def _add_to_index(listing: Path, file: str) -> None:
+    index = json.loads(listing.read_text())
+    index["weight_map"]["layers.9.w"] = file
+    listing.write_text(json.dumps(index))
+
+
+# What writers leave
+
+
+@mutation
+def leave_a_hidden_file(kind: Kind, path: Path) -> Said | None:
+    file = kind.files(path)[0]
+    file.with_name(f".{file.name}.{'0' * 16}.partial").write_bytes(b"x" * 50)
+    return WHOLE
+
+
+@mutation
+def kill_an_export_over_it(kind: Kind, path: Path) -> Said | None:
+    if kind.format not in ("huggingface", "save") or kind.row is not None:
+        return None
+    program = f"""
+import os, signal, numpy, statexchange as sx
+state = {{"w": numpy.zeros(1000)}}
+stop = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+sx.export_checkpoint(state, {os.fspath(path)!r}, overwrite=True, on_progress=stop)
+"""
+    home = os.fspath(Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", program], cwd=home, capture_output=True, text=True, timeout=60)
+    if "overwrite" in done.stderr:  # what is no checkpoint of this package is not replaced
+        return WHOLE
+    assert done.returncode == -9, done.stderr
+    return Said("WHOLE", "whole", "OK", ("OK",), beside="KILLED WRITER")
+
+
+FOREIGN = [name for name, kind in KINDS.items() if kind.container == "other"]
+PLAIN = (
+    "rank files",
+    "rank files of torch",
+)  # nothing says how the ranks divide the tensors, nor how many ranks there are
+DEEPSPEED = ("ZeRO-2", "ZeRO-3", "DeepSpeed pipeline", "Universal Checkpoint")
+INCOMPLETE = Said("INCOMPLETE", "broken", "INCOMPLETE", ("INCOMPLETE",))
+MISSING = Said("MISSING ", "broken", "INCOMPLETE", ("INCOMPLETE",))
+CORRUPT = Said("CORRUPT", "broken")
+STEP_ALONE = Said("", "", "USAGE", ("USAGE",))  # the directory of the step below is whole, and has to be named
+UNSEEN_OF_RANKS = Said("WHOLE", "whole", "OK", ("FINDINGS",))  # plain tensors of ranks differ, so it is never "ok"
+
+
+def _all(names: Sequence[str], kinds: Sequence[str], said: Said) -> dict[tuple[str, str], Said]:
+    return {(name, kind): said for name in names for kind in kinds}
+
+
+OTHERWISE: dict[tuple[str, str], Said] = {
+    # A config without any weights is no checkpoint; nothing says that there should be some.
+    **_all(["lose_the_first_file", "make_a_directory_of_a_file"], ["huggingface", "torch file"], NOTHING),
+    # The numbers in the names prove that all files are there; a round is also whole without the manifest of its commit.
+    **_all(["lose_the_listing"], ["huggingface shards", "torch shards", "export", "workspace"], WHOLE),
+    # Names of tensors and boxes are in the files, so their order does not matter.
+    **_all(["swap_two_files"], ["huggingface without index", "torch shards without index", "FSDP1", "verl"], WHOLE),
+    # Nothing in these files says whose they are.
+    **_all(
+        ["swap_two_files"],
+        ["dcp", "ZeRO-3", "DeepSpeed pipeline", "Universal Checkpoint", "torch_checkpointing"],
+        WHOLE,
+    ),
+    **_all(
+        ["copy_a_file_over_another"],
+        ["huggingface without index", "torch shards without index", "dcp", "ZeRO-3", "DeepSpeed pipeline",
+         "Universal Checkpoint"],
+        WHOLE,
+    ),
+    **_all(
+        ["swap_two_files", "copy_a_file_over_another", "lose_the_last_file", "flip_a_bit_in_the_data",
+         "lose_the_end_of_a_tensor_to_zeros", "leave_a_hidden_file", "kill_an_export_over_it"],
+        PLAIN,
+        UNSEEN_OF_RANKS,
+    ),
+    # .metadata says where each tensor lies, and nothing of what follows.
+    **_all(["append_bytes"], ["dcp", "Megatron torch_dist", "Trainer with FSDP", "Lightning"], WHOLE),
+    **_all(
+        ["make_a_directory_of_a_file"],
+        [*PLAIN, "huggingface without index", "torch shards without index", "FSDP1", "Universal Checkpoint",
+         "torch_checkpointing", "verl", "Trainer", "accelerate"],
+        INCOMPLETE,
+    ),
+    # The one file of the model: which others there should be, only its kind says.
+    **_all(["lose_the_first_file"], ["Trainer", "accelerate"], INCOMPLETE),
+    **_all(["lose_the_last_file"], ["FSDP1", "torch_checkpointing"], INCOMPLETE),  # by the boxes of the others
+    ("lose_all_files", "verl"): INCOMPLETE,
+    ("empty_a_file", "dcp of safetensors"): CORRUPT,
+    ("make_a_dangling_link", "workspace"): Said("REFUSED", "broken", "UNSAFE", ("UNSAFE", "INCOMPLETE")),
+    # Links are not followed in a workspace.
+    **_all(["lose_the_listing"], [*DEEPSPEED, "Megatron legacy", "verl"], STEP_ALONE),
+    **_all(["cut_the_listing"], DEEPSPEED, INCOMPLETE),  # it names a directory that is not there
+    **_all(["lose_all_files"], [*DEEPSPEED, "Megatron legacy"], MISSING),
+}  # fmt: skip
+
+
+def expected(name: str, kind_name: str, said: Said) -> Said:
+    """What is to be said of a mutation of a kind."""
+    if kind_name in FOREIGN:
+        return NEVER_WHOLE
+    return OTHERWISE.get((name, kind_name), said)
+
+
+PAIRS = [(name, kind) for kind in KINDS for name in MUTATIONS]
+
+
+@cache
+def _template(kind: str) -> Path:
+    path = Path(mkdtemp(prefix="whole-"))
+    KINDS[kind].build(path / "one")
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _remove_templates() -> Iterator[None]:
+    yield
+    for kind in KINDS:
+        shutil.rmtree(_template(kind), ignore_errors=True)
+    _template.cache_clear()
+
+
+def _call(capsys: pytest.CaptureFixture[str], command: str, path: Path) -> dict[str, object]:
+    with pytest.raises(SystemExit):
+        main([command, os.fspath(path), "--json"])
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def wrong_verdicts(kind: Kind, said: Said, path: Path, call: Callable[[str, Path], dict[str, object]]) -> list[str]:
+    """What is said of a checkpoint, where it is not what a person would say."""
+    wrong = []
+    scanned = call("scan", path.parent)
+    rows = scanned["data"]["checkpoints"]  # type: ignore[index]
+    place = os.path.normpath(path / (kind.row or kind.at))
+    verdicts = [(row["verdict"], row["status"]) for row in rows if os.path.normpath(row["path"]) == place]
+    if said.beside:
+        beside = [one for one in verdicts if re.match(said.beside, one[0])]
+        if not beside:
+            wrong.append(f"scan: {verdicts}, expected {said.beside!r} beside it")
+        verdicts = [one for one in verdicts if one not in beside]
+    if not said.scan and verdicts:
+        wrong.append(f"scan: {verdicts}, expected no row")
+    elif said.scan:
+        verdict, status = verdicts[0] if verdicts else ("no row", "")
+        is_right = re.match(said.scan, verdict) and (said.scan == "WHOLE") == (verdict == "WHOLE")
+        if not is_right or not re.fullmatch(said.status, status):
+            wrong.append(f"scan: {verdict!r} {status}, expected {said.scan!r} {said.status}")
+    info, verified = call("info", path / kind.at), call("verify", path / kind.at)
+    if not re.fullmatch(said.info, str(info["code"])):
+        wrong.append(f"info: {info['code']}, expected {said.info}")
+    if verified["code"] not in said.verify:
+        wrong.append(f"verify: {verified['code']}, expected {' or '.join(said.verify)}")
+    return wrong
+
+
+@pytest.mark.parametrize(("name", "kind_name"), PAIRS, ids=lambda text: text.replace(" ", "_"))
+def test_a_mutation_is_called_what_a_person_calls_it(
+    name: str, kind_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "forbid_a_file" and os.geteuid() == 0:
+        pytest.skip("root may read every file")
+    kind, path = KINDS[kind_name], tmp_path / "one"
+    shutil.copytree(_template(kind_name) / "one", path)
+    said = MUTATIONS[name](kind, path)
+    if said is not None:
+        said = expected(name, kind_name, said)
+        assert wrong_verdicts(kind, said, path, lambda command, path: _call(capsys, command, path)) == []
+
+
+@pytest.mark.parametrize("kind_name", KINDS, ids=lambda text: text.replace(" ", "_"))
+def test_without_a_mutation_each_kind_is_whole(kind_name: str) -> None:
+    kind, path = KINDS[kind_name], _template(kind_name) / "one"
+    rows = {os.path.normpath(row.path): row for row in scan(path)}
+    row = rows[os.path.normpath(path / (kind.row or kind.at))]
+    expected_verdict = "NOT CHECKED" if kind_name in FOREIGN else "WHOLE"
+    assert (row.verdict, row.step) == (expected_verdict, kind.step)
+    assert (row.kind or "").startswith(kind.format)
