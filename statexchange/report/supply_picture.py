@@ -1,19 +1,31 @@
-"""Draw which rank supplied which bytes of a checkpoint as SVG."""
+"""Draw which rank supplied which bytes of a checkpoint, or of one of its tensors, as SVG."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.errors import NotFoundError
-from statexchange.report.supply import MAX_CELLS, MAX_RANKS, Cell, Supplied, Supply, cells_of, nbytes_by_rank, shares
+from statexchange.report.supply import (
+    MAX_CELLS,
+    MAX_RANKS,
+    Cell,
+    Supplied,
+    Supply,
+    cells_of,
+    cut_dims,
+    nbytes_by_rank,
+    shares,
+)
 from statexchange.report.svg import BORDER, MARGIN, NOT_THERE, WIDTH, Drawing, fitted, palette, text_colour, title_of
-from statexchange.tensors import element_shape
+from statexchange.tensors import ITEMSIZE, element_shape
 from statexchange.units import format_bytes, format_shape, format_shares
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["supply_picture"]
+    from statexchange.sharding.shards import Box
+
+__all__ = ["supply_picture", "tensor_picture"]
 
 _LABEL, _FRAME = 300, 360
 _MAX_ROWS, _MIN_LINED = 20, 4  # tensors with a row of their own; size of cells with lines between them
@@ -39,40 +51,106 @@ def supply_picture(supply: Supply) -> str:
     """
     if not supply.tensors:
         raise NotFoundError("there is no tensor to draw", path=supply.path)
-    return _Picture(supply).text()
+    tensors = "1 tensor" if len(supply.tensors) == 1 else f"{len(supply.tensors):,} tensors"
+    unknown = f"; {len(supply.unknown):,} more are missing, size unknown" if supply.unknown else ""
+    subtitle = (
+        f"{format_bytes(supply.nbytes)} in {tensors}{unknown}. "
+        "All rows are equally wide; the parts of each are to scale."
+    )
+    title = f"Which {supply.supplier} supplied which bytes of {fitted(title_of(supply.path), 50)}"
+    return _Picture(supply, title, subtitle).of_all()
+
+
+def tensor_picture(supply: Supply, name: str) -> str:
+    """Return an SVG of one tensor: its regions to scale, coloured by the rank that supplied them, and a list of them.
+
+    Not collective. Regions that no rank supplied are hatched.
+
+    Raises:
+        NotFoundError: there is no tensor of this name whose size is known.
+    """
+    selected = supply.select({name})
+    if not selected.tensors:
+        raise NotFoundError("there is no such tensor to draw", name=name, path=supply.path)
+    tensor = selected.tensors[0]
+    dims = ", ".join(f"dim {dim} runs {'across' if across else 'down'}" for dim, across in cut_dims(tensor))
+    regions = "1 region" if len(tensor.boxes) == 1 else f"{len(tensor.boxes):,} regions"
+    facts = [
+        f"{tensor.dtype} {fitted(_shape(tensor), 40)}",
+        format_bytes(tensor.nbytes),
+        regions,
+        *filter(None, [dims]),
+    ]
+    title = f"Which {supply.supplier} supplied which bytes of {fitted(name, 50)}"
+    return _Picture(selected, title, " · ".join(facts)).of_tensor(tensor)
+
+
+class _Frame(NamedTuple):
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+def _in_row(y: float, height: float) -> _Frame:
+    return _Frame(MARGIN + _LABEL, y, _FRAME, height)
 
 
 class _Picture:
-    """The picture of one checkpoint, from top to bottom."""
+    """A picture, from top to bottom."""
 
-    def __init__(self, supply: Supply) -> None:
+    def __init__(self, supply: Supply, title: str, subtitle: str) -> None:
         self._supply = supply
         self._total = nbytes_by_rank(supply.tensors)
         self._colours = dict(zip(sorted(self._total), palette(len(self._total)), strict=True))
-        tensors = "1 tensor" if len(supply.tensors) == 1 else f"{len(supply.tensors):,} tensors"
-        unknown = f"; {len(supply.unknown):,} more are missing, size unknown" if supply.unknown else ""
-        self._drawing = Drawing(
-            f"Which {supply.supplier} supplied which bytes of {fitted(title_of(supply.path), 50)}",
-            f"{format_bytes(supply.nbytes)} in {tensors}{unknown}. "
-            "All rows are equally wide; the parts of each are to scale.",
-        )
+        self._drawing = Drawing(title, subtitle)
 
-    def text(self) -> str:
-        """Return the whole document."""
+    def of_all(self) -> str:
+        """Return the document with a row for each of the largest tensors."""
         tensors = self._supply.tensors
-        if len(self._total) > MAX_RANKS:
-            self._bar_of_all()
-        else:
-            self._legend()
+        self._ranks()
         rows = _largest_rows(tensors)
         for tensor, cells in rows:
             self._row(tensor, cells)
         self._sum_row(tensors[len(rows) :])
+        return self._document(f"{len(tensors)} tensors, {self._supply.nbytes} bytes.")
+
+    def of_tensor(self, tensor: Supplied) -> str:
+        """Return the document with the regions of one tensor."""
+        drawing = self._drawing
+        listed = sorted(tensor.boxes, key=lambda region: (region[1], region[0].offsets))
+        if len(listed) > _MAX_ROWS:
+            self._ranks()
+        height = 280 if len(tensor.shape) > 1 else 60
+        self._frame(cells_of(tensor), _Frame(MARGIN, drawing.y, WIDTH - 2 * MARGIN, height), tensor.name)
+        drawing.y += height + 12
+        for box, rank in listed[:_MAX_ROWS]:
+            drawing.rectangle(MARGIN, drawing.y, 12, 12, f'fill="{self._colours[rank]}" {BORDER}')
+            drawing.text(MARGIN + 18, drawing.y + 10, fitted(self._supply.label(rank), _MAX_LABEL))
+            drawing.text(MARGIN + _LABEL, drawing.y + 10, fitted(_region(box), 60), "n")
+            nbytes = box.numel * ITEMSIZE[tensor.dtype]
+            drawing.text(WIDTH - MARGIN, drawing.y + 10, format_bytes(nbytes), "e")
+            drawing.y += 20
+        if len(listed) > _MAX_ROWS:
+            drawing.text(MARGIN + 18, drawing.y + 10, f"and {len(listed) - _MAX_ROWS:,} more", "g")
+            drawing.y += 20
+        elif self._missing():
+            drawing.legend(self._missing(), _COLUMNS)
+        return self._document(f"{len(listed)} regions, {tensor.nbytes} bytes.")
+
+    def _document(self, totals: str) -> str:
         supplied = [
             f"{self._supply.label(rank)}: {self._total[rank]} bytes" for rank in sorted(self._total)[:MAX_RANKS]
         ]
         listed = ", ".join(fitted(text, 100) for text in supplied)
-        return self._drawing.document(f"{len(tensors)} tensors, {self._supply.nbytes} bytes. {listed}.")
+        return self._drawing.document(f"{totals} {listed}.")
+
+    def _ranks(self) -> None:
+        """Draw what the colours mean."""
+        if len(self._total) > MAX_RANKS:
+            self._bar_of_all()
+        else:
+            self._legend()
 
     def _legend(self) -> None:
         """Write a swatch for each rank, and one for what is missing."""
@@ -88,7 +166,7 @@ class _Picture:
         share = format_shares(list(self._total.values())).partition(", ")[2]
         text = f"{self._supply.supplier}s {ranks[0]} (dark) to {ranks[-1]} (light), {share}"
         drawing.text(MARGIN, drawing.y + 15, text, "g")
-        self._frame(shares(self._total, nbytes), drawing.y + 3, 16, "all tensors")
+        self._frame(shares(self._total, nbytes), _in_row(drawing.y + 3, 16), "all tensors")
         drawing.text(WIDTH - MARGIN, drawing.y + 15, format_bytes(nbytes), "e")
         drawing.y += 32
         missing = self._missing()
@@ -108,38 +186,37 @@ class _Picture:
         bands = len({round(cell.y, 9) for cell in cells})
         height = min(max(22, 12 * bands), 48) if len(tensor.shape) > 1 else 12
         middle = drawing.y + max(height, 22) / 2
-        self._frame(cells, middle - height / 2, height, tensor.name)
+        self._frame(cells, _in_row(middle - height / 2, height), tensor.name)
         drawing.text(MARGIN, middle + 4, fitted(tensor.name, 43), "n")
-        shape = format_shape(element_shape(tensor.dtype, tensor.shape))
-        drawing.text(MARGIN + _LABEL + _FRAME + 14, middle + 4, fitted(f"{tensor.dtype} {shape}", 20), "n g")
+        description = fitted(f"{tensor.dtype} {_shape(tensor)}", 20)
+        drawing.text(MARGIN + _LABEL + _FRAME + 14, middle + 4, description, "n g")
         drawing.text(WIDTH - MARGIN, middle + 4, format_bytes(tensor.nbytes), "e")
         drawing.y += max(height, 22) + 6
 
-    def _frame(self, cells: Sequence[Cell], top: float, height: float, tooltip: str) -> None:
-        """Draw the cells of a row; parts without a cell are hatched."""
-        left = MARGIN + _LABEL
+    def _frame(self, cells: Sequence[Cell], frame: _Frame, tooltip: str) -> None:
+        """Draw the cells of a tensor; parts without a cell are hatched."""
         drawing = self._drawing
         is_whole = sum(cell.width * cell.height for cell in cells) > 1 - 1e-9
-        has_lines = min((min(cell.width * _FRAME, cell.height * height) for cell in cells), default=0) >= _MIN_LINED
-        drawing.begin_group('class="c l"' if has_lines else 'class="c"', tooltip)
-        drawing.rectangle(left, top, _FRAME, height, f'fill="{"none" if is_whole else NOT_THERE}"')
+        sides = (min(cell.width * frame.width, cell.height * frame.height) for cell in cells)
+        drawing.begin_group('class="c l"' if min(sides, default=0) >= _MIN_LINED else 'class="c"', tooltip)
+        drawing.rectangle(*frame, f'fill="{"none" if is_whole else NOT_THERE}"')
         for cell in cells:
-            x, y = left + cell.x * _FRAME, top + cell.y * height
+            x, y = frame.x + cell.x * frame.width, frame.y + cell.y * frame.height
             fill = f'fill="{self._colours[cell.rank]}"'
-            drawing.rectangle(x, y, cell.width * _FRAME, cell.height * height, fill)
+            drawing.rectangle(x, y, cell.width * frame.width, cell.height * frame.height, fill)
         drawing.end_group()
-        drawing.rectangle(left, top, _FRAME, height, f'fill="none" {BORDER}')
-        self._write_ranks(cells, top, height)
+        drawing.rectangle(*frame, f'fill="none" {BORDER}')
+        self._write_ranks(cells, frame)
 
-    def _write_ranks(self, cells: Sequence[Cell], top: float, height: float) -> None:
+    def _write_ranks(self, cells: Sequence[Cell], frame: _Frame) -> None:
         """Write each rank's number into its largest cell with space for it, for readers who cannot tell colours."""
         largest: dict[int, Cell] = {}
         for cell in sorted(cells, key=lambda cell: cell.width * cell.height):
-            if cell.height * height >= 9.5 and cell.width * _FRAME >= 8 * len(str(cell.rank)):
+            if cell.height * frame.height >= 9.5 and cell.width * frame.width >= 8 * len(str(cell.rank)):
                 largest[cell.rank] = cell
         for rank, cell in sorted(largest.items()):
-            x = MARGIN + _LABEL + (cell.x + cell.width / 2) * _FRAME
-            y = top + (cell.y + cell.height / 2) * height + 3.5
+            x = frame.x + (cell.x + cell.width / 2) * frame.width
+            y = frame.y + (cell.y + cell.height / 2) * frame.height + 3.5
             self._drawing.text(x, y, str(rank), "r", colour=text_colour(self._colours[rank]))
 
     def _sum_row(self, tensors: Sequence[Supplied]) -> None:
@@ -149,9 +226,18 @@ class _Picture:
         drawing = self._drawing
         nbytes = sum(tensor.nbytes for tensor in tensors)
         drawing.text(MARGIN, drawing.y + 15, f"and {len(tensors):,} more, summed by {self._supply.supplier}", "g")
-        self._frame(shares(nbytes_by_rank(tensors), nbytes), drawing.y + 5, 12, "the rest")
+        self._frame(shares(nbytes_by_rank(tensors), nbytes), _in_row(drawing.y + 5, 12), "the rest")
         drawing.text(WIDTH - MARGIN, drawing.y + 15, format_bytes(nbytes), "e")
         drawing.y += 28
+
+
+def _shape(tensor: Supplied) -> str:
+    return format_shape(element_shape(tensor.dtype, tensor.shape))
+
+
+def _region(box: Box) -> str:
+    """Return a box as an index: ``[0:80,0:514]``."""
+    return f"[{','.join(f'{begin}:{end}' for begin, end in zip(box.offsets, box.ends, strict=True))}]"
 
 
 def _largest_rows(tensors: Sequence[Supplied]) -> list[tuple[Supplied, list[Cell]]]:

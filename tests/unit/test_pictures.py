@@ -14,7 +14,7 @@ from statexchange.errors import NotFoundError
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source
 from statexchange.report.supply import Supplied, cells_of, supply_of
-from statexchange.report.supply_picture import supply_picture
+from statexchange.report.supply_picture import supply_picture, tensor_picture
 from statexchange.report.text_pictures import curve, supply_bars
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import ShardData
@@ -275,3 +275,36 @@ def test_boxes_that_make_too_many_cells_are_summed_by_rank(tmp_path: Path) -> No
     few = tensors_of(source)
     assert [len(cells_of(tensor)) for tensor in (many, *few)] == [2, 1]
     assert time.process_time() - began < 5
+
+
+def one(source: Path, name: str) -> str:
+    return tensor_picture(supply_of(source), name)
+
+
+def test_one_tensor_is_drawn_to_scale_with_a_list_of_its_regions(quarters: Path) -> None:
+    svg = one(quarters, "matrix")
+    found = shares(drawn(svg)["matrix"])
+    assert [pytest.approx(share, rel=1e-3) for share in found.values()] == [18 / 80, 6 / 80, 42 / 80, 14 / 80]
+    written = [text.text for text in ET.fromstring(svg).iter(f"{SVG}text")]
+    assert written[:2] == [
+        "Which rank supplied which bytes of matrix",
+        "U8 [10,8] · 80 B · 4 regions · dim 0 runs down, dim 1 runs across",
+    ]
+    assert written[-12:] == [
+        *("rank 0", "[0:3,0:6]", "18 B"),
+        *("rank 1", "[0:3,6:8]", "6 B"),
+        *("rank 2", "[3:10,0:6]", "42 B"),
+        *("rank 3", "[3:10,6:8]", "14 B"),
+    ]
+    assert "U8 [] · 1 B · 1 region" in one(quarters, "scalar")
+    with pytest.raises(NotFoundError, match="no such tensor"):
+        one(quarters, "matri")
+
+
+def test_one_tensor_of_many_ranks_has_a_bar_as_legend_and_a_short_list(tmp_path: Path) -> None:
+    ranks = [[("w", (50, 2), (rank, 0), (1, 2))] for rank in range(40)]
+    svg = one(write_workspace(tmp_path / "ws", ranks), "w")
+    assert "ranks 0 (dark) to 39 (light)" in svg
+    assert "and 20 more" in svg
+    assert "not supplied · 20 B · 20.0%" in svg
+    assert drawn(svg)["w"][0]["fill"] == "url(#not-there)"
