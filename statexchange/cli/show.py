@@ -10,6 +10,7 @@ import click
 
 from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
+from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError, NotFoundError, did_you_mean, excerpt, without_secrets
 from statexchange.units import format_bytes, format_ranks, format_shape
 
@@ -55,6 +56,7 @@ def _is_number(text: str) -> bool:
 
 
 @commands.command
+@picture_options("Draw into an SVG which rank or file supplied which region of the tensor.")
 @click.argument("path")
 @click.argument("name", required=False)
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Show what this rank has written, alone.")
@@ -67,7 +69,13 @@ def _is_number(text: str) -> bool:
     help="The values of a tensor to show, as in 0:2,:8.  [default: a corner]",
 )
 def command(
-    output: Output, path: str, name: str | None, rank: int | None, number: int | None, index: Slice | None
+    output: Output,
+    path: str,
+    name: str | None,
+    rank: int | None,
+    number: int | None,
+    index: Slice | None,
+    picture: PictureFile | None,
 ) -> int:
     """Show the configs at PATH, or the tensor NAME with its values.
 
@@ -82,6 +90,8 @@ def command(
 
     if name is None and index is not None:
         raise click.UsageError("--slice is of a tensor: give its NAME after PATH", click.get_current_context())
+    if name is None and picture is not None:
+        raise click.UsageError("--svg draws a tensor: give its NAME after PATH", click.get_current_context())
     opened_path = path
     if number is not None:
         from statexchange.report.rounds import round_path
@@ -91,7 +101,7 @@ def command(
         selected = source if rank is None else _of_rank(source, rank)
         if name is None:
             return _show_configs(output, without_secrets(path), selected)
-        return _show_tensor(output, without_secrets(path), selected, name, index, is_part=rank is not None)
+        return _show_tensor(output, without_secrets(path), selected, name, index, picture, is_part=rank is not None)
 
 
 def _of_rank(source: Source, rank: int) -> Source:
@@ -249,12 +259,23 @@ def _value_text(value: Any, is_cut: bool) -> str:
 # Tensors
 
 
-def _show_tensor(output: Output, path: str, source: Source, name: str, index: Slice | None, *, is_part: bool) -> int:
+def _show_tensor(
+    output: Output,
+    path: str,
+    source: Source,
+    name: str,
+    index: Slice | None,
+    picture: PictureFile | None,
+    *,
+    is_part: bool,
+) -> int:
     from statexchange.report.tensor_facts import names_of, tensor_facts
 
     facts = tensor_facts(source, name, is_part=is_part)
     if facts is None:
         if name in source.others:
+            if picture is not None:
+                raise InvalidArgumentError("--svg draws a tensor, and this entry is none", name=name, path=source.path)
             return _show_entry(output, path, source, name)
         names = [*names_of(source), *source.others]
         if not names and (source.problems or source.refusal is not None):
@@ -268,6 +289,11 @@ def _show_tensor(output: Output, path: str, source: Source, name: str, index: Sl
     from statexchange.report.tensor_values import read_slice, read_statistics
 
     box = _box_of(facts, index)
+    if picture is not None:
+        from statexchange.report.supply import supply_of
+        from statexchange.report.supply_picture import tensor_picture
+
+        picture.write(tensor_picture(supply_of(source), facts.tied_to or facts.name))
     values = read_slice(facts, box)
     with Progress(output, "show") as progress:
         statistics = read_statistics(facts, progress)
@@ -293,6 +319,7 @@ def _show_tensor(output: Output, path: str, source: Source, name: str, index: Sl
         "slice": {**_box_record(box), "values": _json_values(values.values)},
         "statistics": record,
         "problems": [error_record(error, code_of(error)) for error in [*own, *found]],
+        "picture": None if picture is None else picture.path,
     }
     regions = [
         {**_box_record(region.box), "holders": region.holders, "files": region.files, "nbytes": region.nbytes}

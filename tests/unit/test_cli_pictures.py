@@ -79,6 +79,21 @@ def test_ls_draws_the_listed_tensors(call: Call, published: Path, tmp_path: Path
     assert "96 B in 2 tensors. All rows are equally wide; the parts of each are to scale." in texts(picture)
 
 
+def test_show_draws_the_regions_of_one_tensor(call: Call, published: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "tensor.svg"
+    plain = call("show", published, "up.weight")
+    assert plain[0] == 0
+    assert call("show", published, "up.weight", "--svg", picture) == plain
+    assert "F32 [4,3] · 48 B · 1 region" in texts(picture)
+    assert "[0:4,0:3]" in texts(picture)
+    assert call("show", published, "up.weight", "--svg", picture)[0] == 7
+    code, _, err = call("show", published, "--svg", tmp_path / "none.svg")
+    assert code == 2
+    assert "NAME" in err
+    assert call("show", published, "upp.weight", "--svg", tmp_path / "none.svg")[0] == 3
+    assert not (tmp_path / "none.svg").exists()
+
+
 def test_without_ranks_the_legend_has_the_names_of_the_files(call: Call, tmp_path: Path) -> None:
     folder = tmp_path / "files"
     folder.mkdir()
