@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from statexchange.errors import CorruptError, NotFoundError, UnsafeError
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.sealed_files import KEY as SEALED
-from statexchange.storage.json_text import MAX_MANIFEST_BYTES, is_readable, read_json
+from statexchange.storage.files import check_size
+from statexchange.storage.json_text import MAX_MANIFEST_BYTES, check_parsed_size, read_json
 
 if TYPE_CHECKING:
     from statexchange.formats.sealed_files import SealedFile
@@ -122,8 +123,12 @@ def _encoded(record: Mapping[str, Any]) -> bytes:
     """Return a manifest as JSON; raise UnsafeError if readers would refuse it."""
     text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
     data = text.encode()
-    if len(data) > MAX_MANIFEST_BYTES or not is_readable(text):
-        raise UnsafeError(f"the manifest would have {len(data)} bytes, more than readers accept: publish fewer boxes")
+    try:
+        check_size(len(data), MAX_MANIFEST_BYTES, MANIFEST)
+        check_parsed_size(text, MANIFEST)
+    except CorruptError:
+        problem = f"the manifest would have {len(data)} bytes, more than readers accept: publish fewer boxes"
+        raise UnsafeError(problem) from None
     return data
 
 

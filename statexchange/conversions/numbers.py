@@ -22,6 +22,7 @@ _EXPRESSION = re.compile(
 )
 _TOKEN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|[*/]")
 _MAX_DEPTH = 8  # of numbers that are given by other numbers
+_MAX_NUMBER = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class Numbers:
         self._rules = rules
         self._given = dict(given)
         self._configs = configs
+        self._values: dict[tuple[str, int], int | None] = {}  # of expressions, by text and depth, until one is solved
         self._solved: dict[str, tuple[int, str]] = {}  # with the tensors from whose shapes they follow
 
     def check(self) -> None:
@@ -115,6 +117,11 @@ class Numbers:
     def _evaluated(self, expression: str | int, depth: int = 0) -> int | None:
         if isinstance(expression, int):
             return expression
+        if (expression, depth) not in self._values:  # an expression may name another one many times
+            self._values[expression, depth] = self._product(expression, depth)
+        return self._values[expression, depth]
+
+    def _product(self, expression: str, depth: int) -> int | None:
         tokens = _TOKEN.findall(expression)
         value = 1
         for operator, token in zip(["*", *tokens[1::2]], tokens[::2], strict=True):
@@ -123,6 +130,8 @@ class Numbers:
                 return None
             if operator == "*":
                 value *= number
+                if value >= _MAX_NUMBER:
+                    raise InvalidArgumentError(f"convert: {expression} is larger than any tensor")
             elif number == 0 or value % number:
                 raise InvalidArgumentError(f"convert: {expression} is no whole number{self._shown(expression)}")
             else:
@@ -161,6 +170,7 @@ class Numbers:
             if product and size and size % product == 0:
                 values[unknown[0]] = size // product
                 self._solved[str(expressions[unknown[0]])] = (size // product, name)
+                self._values.clear()
         elif unknown:
             raise self._unknown(str(expressions[unknown[0]]))
         known = [value for value in values if value is not None]

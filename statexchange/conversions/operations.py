@@ -21,7 +21,7 @@ __all__ = ["OPERATIONS", "Operation", "Planned", "parse_operation"]
 
 T = TypeVar("T")
 _MAX_ENTRIES = 64
-_MAX_PATCHES = 1 << 20  # of one tensor
+_MAX_PATCHES = 1 << 16  # of one tensor
 Expression = str | int
 _ONE: Expression = 1
 
@@ -89,7 +89,7 @@ class Permute(_Each):
     def _applied(self, tensor: Planned, numbers: Numbers) -> Planned:
         dim = tensor.dim(self.dim)
         factors = numbers.factors(self.shape, tensor.shape[dim], tensor.name)
-        _check_count(math.prod(factors[index] for index in self.order[:-1]), tensor.name)
+        _check_count(math.prod(max(1, factors[index]) for index in self.order[:-1]), tensor)
         return replace(tensor, patches=permuted(tensor.patches, dim, factors, self.order))
 
     def inverse(self) -> Permute:
@@ -164,7 +164,7 @@ class Split(Operation):
         (tensor,) = tensors
         dim = tensor.dim(self.dim)
         groups, ratios = numbers.value(self.groups), [numbers.value(size) for size in self.sizes]
-        _check_count(groups, tensor.name)
+        _check_count(groups * len(ratios), tensor)
         unit, rest = divmod(tensor.shape[dim], groups * sum(ratios))
         if rest:
             text = (
@@ -202,8 +202,8 @@ class Fuse(Operation):
         first = tensors[0]
         dim = first.dim(self.dim)
         groups = numbers.value(self.groups)
-        _check_count(groups * len(tensors), first.name)
         for tensor in tensors:
+            _check_count(groups * len(tensors), tensor)
             others = [shape[:dim] + shape[dim + 1 :] for shape in (first.shape, tensor.shape)]
             if len(tensor.shape) != len(first.shape) or others[0] != others[1] or tensor.shape[dim] % groups:
                 text = (
@@ -237,10 +237,11 @@ class Fuse(Operation):
         return Split(self.dim, self.sizes, self.groups)
 
 
-def _check_count(count: int, name: str) -> None:
-    """Raise UnsupportedError if a tensor would be cut into too many parts."""
-    if count > _MAX_PATCHES:
-        raise UnsupportedError(f"convert: this tensor would be cut into {count} parts", name=name)
+def _check_count(count: int, tensor: Planned) -> None:
+    """Raise UnsupportedError if a tensor, which may have been cut before, would be cut into too many parts."""
+    total = count * max(1, len(tensor.patches))
+    if total > _MAX_PATCHES:
+        raise UnsupportedError(f"convert: this tensor would be cut into {total} parts", name=tensor.name)
 
 
 def _inverse_order(order: Sequence[int]) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ __all__ = ["ConversionPlan", "Fill", "InputFills", "TensorInfo", "plan_conversio
 
 _SHOWN = 5
 _MAX_STACKED = 1 << 20
+_LEAST_UNSTACKED = 1 << 16  # outputs of stacked tensors, beside one for each element: an empty tensor may claim many
 _MANY_FILLS = 16
 _TIED = "tie_word_embeddings"
 
@@ -168,6 +169,7 @@ class _Planner:
         self._fills: dict[str, list[Fill]] = {name: [] for name in tensors}
         self._zeros: list[Fill] = []
         self._single: set[str] = set()
+        self._unstacked_left = _LEAST_UNSTACKED + sum(math.prod(info.shape) for info in tensors.values())
         self._applied: dict[tuple[int, tuple[tuple[int, ...], ...]], list[Planned]] = {}  # by rule and shapes
 
     def plan(self) -> ConversionPlan:
@@ -264,6 +266,10 @@ class _Planner:
             if len(shape) < depth or shape[:depth] != leading or math.prod(leading) > _MAX_STACKED:
                 text = f"convert: shape {shape} does not have {depth} leading dims for {', '.join(group.rule.unstack)}"
                 raise InvalidArgumentError(text, name=name)
+        self._unstacked_left -= math.prod(leading) * len(group.rule.targets)
+        if self._unstacked_left < 0:
+            text = f"convert: stacked tensors without elements would become {math.prod(leading)} tensors and more"
+            raise UnsupportedError(text, name=names[0])
         outputs = self._apply(group.rule, names, [shape[depth:] for shape in shapes])
         for index in product(*map(range, leading)):
             values = {**group.values, **dict(zip(group.rule.unstack, map(str, index), strict=True))}

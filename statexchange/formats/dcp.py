@@ -20,7 +20,6 @@ from statexchange.errors import (
     UnsupportedError,
     excerpt,
 )
-from statexchange.formats.budget import Budget
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, read_pickle
 from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor
 from statexchange.formats.torch_archive import (
@@ -34,6 +33,7 @@ from statexchange.formats.torch_archive import (
     view_of,
 )
 from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from_json
+from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import Store, StoredFile
@@ -47,6 +47,7 @@ _ZIP = b"PK\3\4"
 _LEAST_SAFETENSORS = 10  # bytes: the length of the header, and an empty header
 _REFUSALS = (CorruptError, UnsafeError, UnsupportedError)
 _STEPS_PER_BOX = 64  # a box takes about 500 bytes of memory, and 130 bytes of the pickle
+_STEPS_PER_TENSOR = 16
 _MAX_ENTRY_PICKLE_BYTES = 1 << 20  # a tensor's pickle has about 200 bytes
 
 
@@ -93,7 +94,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         return Source("dcp", opened, (), problems=(problem,))
     try:
         data = store.read_small(METADATA, MAX_PICKLE_BYTES)
-        budget = Budget(len(data), metadata)
+        budget = store.budget.of(metadata, len(data))
         tensors, by_file, unsupported = _parsed(read_pickle(data, metadata, budget), budget, metadata)
     except _REFUSALS as error:
         raise error.located(path=metadata) from None
@@ -106,7 +107,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     unreadable = list(unsupported)
     views: dict[bytes, TensorView] = {}
     for file in sorted(by_file, key=_order):
-        reader = _DcpFileReader(store.path_of(file), _order(file)[0], tensors, views)
+        reader = _DcpFileReader(store.path_of(file), _order(file)[0], tensors, views, budget)
         try:
             shard_files.append(reader.read(_opened(store, file, by_file[file]), by_file[file]))
             others |= reader.others
@@ -202,7 +203,7 @@ def _expect(value: Any, *class_names: str) -> None:
 
 def _tensor(name: str, record: OpaqueObject, budget: Budget) -> _Tensor:
     _expect(record, "TensorStorageMetadata")
-    budget.spend(_STEPS_PER_BOX * len(record.state["chunks"]))
+    budget.spend(_STEPS_PER_TENSOR + _STEPS_PER_BOX * len(record.state["chunks"]))
     shape = shape_from_json(record.state["size"])
     chunks: dict[tuple[int, ...], Box] = {}
     for chunk in record.state["chunks"]:
@@ -257,8 +258,11 @@ def _is_zip(file: StoredFile) -> bool:
 class _DcpFileReader:
     """Reads the entries of one .distcp file. `views` caches the parsed pickles of entries, many of which are equal."""
 
-    def __init__(self, path: str, rank: int, tensors: dict[str, _Tensor], views: dict[bytes, TensorView]) -> None:
+    def __init__(
+        self, path: str, rank: int, tensors: dict[str, _Tensor], views: dict[bytes, TensorView], budget: Budget
+    ) -> None:
         self._path = path
+        self._budget = budget
         self._rank = rank
         self._tensors = tensors
         self._views = views
@@ -328,7 +332,8 @@ class _DcpFileReader:
         """Return the tensor that an entry's pickle describes."""
         if data not in self._views:
             try:
-                self._views[data] = view_of(unwrap_tensor(read_pickle(data, self._path)))
+                budget = self._budget.of(self._path, len(data))
+                self._views[data] = view_of(unwrap_tensor(read_pickle(data, self._path, budget)))
             except _REFUSALS:
                 raise
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -342,14 +347,14 @@ class _DcpFileReader:
         in an object of an unknown class make the entry unsupported. A refused pickle is described by its error.
         """
         data = archive.pickle()
-        budget = Budget(len(data), self._path)
+        budget = self._budget.of(self._path, len(data))
         try:
             value = read_pickle(data, self._path, budget, unknown_classes=True)
         except UnsafeError as error:
             self.others[name] = error.message
             return
         description = describe(value)
-        if is_plain(value):
+        if is_plain(value, budget):
             self.others[name], self.texts[name] = description, values.encode(value)
         elif not holds_tensor(value, budget, set()):
             self.others[name] = description

@@ -200,7 +200,7 @@ class _Reader:
     def _read(self, first: DeepSpeedFile) -> None:
         """Read the model and the optimizer's states; `first` describes them."""
         num_stages = self._num_stages(first)
-        expert_counts = _expert_counts(first.root.get("num_experts"))
+        expert_counts = _expert_counts(first)
         has_experts = bool(self._names.experts) or any(count > 1 for count in expert_counts)
         is_zero = first.root.get("param_shapes") is not None
         if is_zero:
@@ -264,7 +264,7 @@ class _Reader:
         reason = None
         if has_experts:
             reason = "the parts of experts are not described"
-        elif not is_zero and _has_16_bits(first.root["module"]):
+        elif not is_zero and _has_16_bits(first.named(first.root["module"] or {})):
             reason = "DeepSpeed saves them without names if it does not divide them (ZeRO-0)"
         if reason is None:
             return is_zero
@@ -329,9 +329,7 @@ class _Reader:
         path = self.problems[-1].path or self._store.path
         self._unreadable.append(UnreadableTensor(f"{_STATE}*", None, None, path))
         if of_model:
-            shapes = {
-                name: shape for group in _groups_of(first.root.get("param_shapes")) for name, shape in group.items()
-            }
+            shapes = {name: shape for group in _groups_of(first) for name, shape in group.items()}
             for name, shape in shapes.items() or (("*", ()),):
                 self._unreadable.append(UnreadableTensor(_MODEL + name, None, shape, path))
 
@@ -370,15 +368,18 @@ class _Reader:
             file = self._opened(names[min(names)], 0, "the file of a layer is missing")
             if file is not None:
                 with file.parsing():
-                    entries = _named(file.root).items()
+                    entries = file.named(file.root).items()
                     kept = {key: value for key, value in entries if f"{number}.{key}" not in known and key not in tied}
                     file.add_entries(f"{_MODEL}{number}.", kept)
 
     def _add_experts(self, counts: Sequence[int]) -> None:
         """Add the files of experts; `counts` are the numbers of experts of each layer with experts."""
         experts = self._names.experts
+        of_layers: dict[int, set[int]] = {}
+        for layer, expert in experts:
+            of_layers.setdefault(layer, set()).add(expert)
         for layer, count in enumerate(counts):
-            present = [expert for of_layer, expert in experts if of_layer == layer]
+            present = of_layers.get(layer, set())
             absent = next((expert for expert in range(count) if expert not in present), None)
             if absent is not None and (present or count > 1):
                 path = self._store.path_of(f"layer_{layer}_expert_{absent}_mp_rank_00_model_states.pt")
@@ -387,7 +388,7 @@ class _Reader:
             file = self._opened(names[min(names)], 0, "the file of an expert is missing")
             if file is not None:
                 with file.parsing():
-                    file.add_entries(_MODEL, _named(file.root))
+                    file.add_entries(_MODEL, file.named(file.root))
 
     def source(self, opened: OpenedPath) -> Source:
         """Return the source of all that was read."""
@@ -435,10 +436,11 @@ class _Stage:
         self._num_ranks = num_ranks
         with self.first.parsing():
             root = self.first.root
-            self.groups = _groups_of(root.get("param_shapes"))
-            self.frozen = parse_shapes(root.get("frozen_param_shapes") or {})
-            self.shared = _named(root.get("shared_params") or {})
-            self._buffers = set(root.get("buffer_names") or ())
+            self.groups = _groups_of(self.first)
+            self.frozen = parse_shapes(root.get("frozen_param_shapes") or {}, self.first.budget)
+            shared = self.first.named(root.get("shared_params") or {})
+            self.shared = {alias: name for alias, name in shared.items() if type(name) is str}
+            self._buffers = _buffer_names(self.first)
         self.shapes = {name: shape for group in self.groups for name, shape in group.items()}
 
     @property
@@ -515,7 +517,8 @@ class _Stage:
     def add_module(self, elsewhere: Iterable[str] = ()) -> None:
         """Add what the model's file holds itself: all of the model, or what has no fp32 weights in other files."""
         with self.first.parsing():
-            module = _named(self.first.root["module"] or {})  # None in a pipeline, whose layers have their own files
+            # None in a pipeline, whose layers have their own files
+            module = self.first.named(self.first.root["module"] or {})
             skipped = set(elsewhere)
             if self.takes_master:
                 skipped |= self.names
@@ -542,13 +545,13 @@ class _FlatFile:
     def __init__(self, file: DeepSpeedFile) -> None:
         self.file = file
         with file.parsing():
-            self._state = _named(file.entry("optimizer_state_dict"))
+            self._state = file.named(file.entry("optimizer_state_dict"))
             # DeepSpeed's BF16_Optimizer (stage 1 with fp32 gradients) does not record its stage.
             self.zero_stage = number_of(self._state.get("zero_stage", 1))
             key = "fp32_flat_groups" if self.zero_stage == 3 else "single_partition_of_fp32_groups"
-            self.weights = [file.buffer(value) for value in self._state[key]]
+            self.weights = [file.buffer(value) for value in file.listed(self._state[key])]
             counts = self._state["partition_count"]
-            self._counts = [number_of(count) for count in (counts if type(counts) is list else [counts])]
+            self._counts = [number_of(count) for count in (file.listed(counts) if type(counts) is list else [counts])]
             if self._state.get("ds_zero_partition_groups"):
                 raise UnsupportedError(
                     f"parameters are divided among groups of ranks of their own: {_UNIVERSAL_ADVICE}"
@@ -560,7 +563,7 @@ class _FlatFile:
     def _tensors_of(self, group: int) -> dict[str, Any]:
         """Return the tensors among the optimizer's states of a group."""
         states = self._base[group] if type(self._base) is list else self._base["state"].get(group, {})
-        return {key: value for key, value in _named(states).items() if is_tensor(value)}
+        return {key: value for key, value in self.file.named(states).items() if is_tensor(value)}
 
     def _flat_of(self, group: int) -> dict[str, FlatBuffer]:
         """Return the states that are as long as the weights, or longer by the padding of the group."""
@@ -592,7 +595,8 @@ class _FlatFile:
         paddings = self._state.get("param_alignment_paddings")
         if paddings is None:
             return None
-        numbers = [[number_of(value) for value in of_group] for of_group in paddings]
+        listed = self.file.listed
+        numbers = [[number_of(value) for value in listed(of_group)] for of_group in listed(paddings)]
         if any(value < 0 for of_group in numbers for value in of_group):
             raise ValueError("a negative padding")
         return numbers
@@ -603,7 +607,8 @@ class _FlatFile:
         if type(mappings) is not list:
             return
         for run in runs:
-            address = getattr(_named(mappings[run.group]).get(run.name), "state", None)
+            of_group = mappings[run.group]
+            address = getattr(of_group.get(run.name), "state", None) if type(of_group) is dict else None
             if type(address) is dict:
                 expected = run.at, run.end - run.begin
                 found = address.get("start"), address.get("numel")
@@ -644,7 +649,7 @@ class _UniversalReader(_Reader):
             if other is not None:
                 shapes |= other.shapes
                 shared |= other.shared
-        buffers = set(first.root.get("buffer_names") or ())
+        buffers = _buffer_names(first)
         zero = self._store.below(UNIVERSAL)
         in_zero = set(zero.directories) - buffers - shared.keys() - stage.frozen.keys()
         for name in sorted(in_zero):
@@ -728,16 +733,15 @@ def _sections(names: Iterable[str]) -> tuple[Section, ...]:
     return tuple(Section(name, prefix, frozenset(found[name, prefix])) for name, prefix in in_order)
 
 
-def _groups_of(value: Any) -> list[Shapes]:
+def _groups_of(file: DeepSpeedFile) -> list[Shapes]:
     """Return the shapes of the parameters of each group."""
-    return [parse_shapes(group) for group in value or ()]
+    return [parse_shapes(group, file.budget) for group in file.listed(file.root.get("param_shapes") or ())]
 
 
-def _named(value: Any) -> dict[str, Any]:
-    """Return a dict with the entries whose keys are text; raise ValueError for anything but a dict."""
-    if type(value) is not dict:
-        raise ValueError(f"a {type(value).__name__} in the place of a dict")
-    return {key: entry for key, entry in value.items() if type(key) is str}
+def _buffer_names(file: DeepSpeedFile) -> set[str]:
+    """Return the names of the model's buffers."""
+    names = file.root.get("buffer_names") or ()
+    return {name for name in (names if type(names) is set else file.listed(names)) if type(name) is str}
 
 
 def _positive(value: Any) -> int:
@@ -748,14 +752,15 @@ def _positive(value: Any) -> int:
     return number
 
 
-def _expert_counts(value: Any) -> list[int]:
+def _expert_counts(file: DeepSpeedFile) -> list[int]:
     """Return the number of experts of each layer with experts."""
-    return [number_of(count) for count in value] if type(value) is list else []
+    counts = file.root.get("num_experts")
+    return [number_of(count) for count in file.listed(counts)] if type(counts) is list else []
 
 
-def _has_16_bits(module: Any) -> bool:
+def _has_16_bits(module: Mapping[str, Any]) -> bool:
     """Whether there are tensors of 16 bits in a module's state."""
-    tensors = (unwrap_tensor(value) for value in _named(module or {}).values() if is_tensor(value))
+    tensors = (unwrap_tensor(value) for value in module.values() if is_tensor(value))
     return any(
         view_of(tensor).dtype in ("BF16", "F16") for tensor in tensors if tensor.name.startswith("_rebuild_tensor")
     )

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statexchange.errors import CorruptError, StateExchangeError, UnsupportedError, excerpt
-from statexchange.formats.budget import Budget
 from statexchange.formats.pickles import OpaqueObject, read_pickle
 from statexchange.formats.source import ShardFile, SourceTensor, UnreadableTensor
 from statexchange.formats.torch_archive import TensorView, describe, holds_tensor, is_tensor, unwrap_tensor, view_of
@@ -21,6 +20,7 @@ from statexchange.formats.torch_file import leaves, open_archive
 from statexchange.formats.zero import FlatRun, Shapes
 from statexchange.sharding.flat_runs import boxes_of_run
 from statexchange.sharding.shards import Box, Shard, full_box, shape_from_json
+from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.store import Store, StoredFile
 from statexchange.tensors import ITEMSIZE
@@ -32,6 +32,8 @@ _OPTIMIZER = re.compile(rf"((?:bf16_|fp16_)?zero_pp_rank_){_NUMBER}_mp_rank_{_NU
 _MODEL = re.compile(rf"(?:zero_pp_rank_{_NUMBER}_)?mp_rank_{_NUMBER}_model_states\.pt")
 _LAYER = re.compile(rf"layer_{_NUMBER}-(?:model_{_NUMBER}-)?model_states\.pt")
 _EXPERT = re.compile(rf"(?:layer_{_NUMBER}_)?expert_{_NUMBER}_mp_rank_{_NUMBER}_model_states\.pt")
+_STEPS_PER_PART = 32  # of a tensor, a shape or a run: it takes about 500 bytes of memory, and 100 bytes of a pickle
+_STEPS_PER_NAME = 8
 UNIVERSAL = "zero"  # the directory with a directory for each parameter
 
 
@@ -146,10 +148,29 @@ class DeepSpeedFile:
         self._file = file
         self._archive = open_archive(file)
         data = self._archive.pickle()
-        self._budget = Budget(len(data), file.path)
+        self._budget = file.budget.of(file.path, len(data))
         self.root = read_pickle(data, file.path, self._budget, unknown_classes=True)
         self._content = _Content()
         self._by_range: dict[tuple[str, tuple[int, ...], ByteRange], str] = {}
+
+    @property
+    def budget(self) -> Budget:
+        """What reading the content of the pickle may still take."""
+        return self._budget
+
+    def listed(self, value: Any) -> Sequence[Any]:
+        """Return a list or tuple, whose items are about to be parsed; raise ValueError for anything else."""
+        if type(value) not in (list, tuple):
+            raise ValueError(f"{describe(value)} in the place of a list")
+        self._budget.spend(_STEPS_PER_PART * len(value))
+        return value  # type: ignore[no-any-return]
+
+    def named(self, value: Any) -> dict[str, Any]:
+        """Return a dict with the entries whose keys are text; raise ValueError for anything but a dict."""
+        if type(value) is not dict:
+            raise ValueError(f"a {type(value).__name__} in the place of a dict")
+        self._budget.spend(_STEPS_PER_NAME * len(value))
+        return {key: entry for key, entry in value.items() if type(key) is str}
 
     @property
     def tensors(self) -> Mapping[str, SourceTensor]:
@@ -221,6 +242,7 @@ class DeepSpeedFile:
         self, name: str, shape: tuple[int, ...], runs: Sequence[FlatRun], buffers: Mapping[int, FlatBuffer]
     ) -> None:
         """Add a tensor's runs in flat buffers, which have numbers."""
+        self._budget.spend(_STEPS_PER_PART * len(runs))
         boxes: list[Box] = []
         ranges: list[ByteRange] = []
         dtypes = {buffers[run.group].dtype for run in runs}
@@ -275,10 +297,11 @@ class DeepSpeedFile:
         return ShardFile(self.rank, self._file, self._content.tensors, self._content.aliases)
 
 
-def parse_shapes(value: Any) -> Shapes:
+def parse_shapes(value: Any, budget: Budget) -> Shapes:
     """Return shapes by name; raise ValueError for anything else."""
     if type(value) is not dict:
         raise ValueError(f"{describe(value)} in the place of shapes by name")
+    budget.spend(_STEPS_PER_PART * len(value))
     shapes = {}
     for name, shape in value.items():
         if type(name) is not str:

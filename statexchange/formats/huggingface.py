@@ -236,7 +236,7 @@ def _shard_file(number: int, file: StoredFile, header: Header, published: Mappin
 
     A part's global shape ends with this part for now; `_whole` replaces it when all parts are known.
     """
-    parts = _parts(header, file.path)
+    parts = _parts(header, file)
     tensors = {}
     for name, entry in header.entries.items():
         box = Box(parts.get(name, (0,) * len(entry.shape)), entry.shape)
@@ -270,10 +270,10 @@ def _published(shard: Shard, stored: ByteRange, records: Sequence[Any]) -> Sourc
     return SourceTensor(replace(shard, boxes=tuple(boxes)), tuple(pieces))
 
 
-def _parts(header: Header, path: str) -> dict[str, tuple[int, ...]]:
+def _parts(header: Header, file: StoredFile) -> dict[str, tuple[int, ...]]:
     """Return the offsets of each tensor's part from the metadata of torch's writer."""
     text = header.metadata.get(TORCH_SHARDING_KEY)
-    records = parse_json(text, path) if text is not None else {}
+    records = parse_json(text, file.path, file.budget) if text is not None else {}
     try:
         if not isinstance(records, dict):
             raise TypeError("not an object")
@@ -282,7 +282,7 @@ def _parts(header: Header, path: str) -> dict[str, tuple[int, ...]]:
             if name in parts and len(parts[name]) != len(entry.shape):
                 raise ValueError(f"{excerpt(name)} differs from its offsets in the number of dims")
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"broken {TORCH_SHARDING_KEY}: {error}", path=path) from None
+        raise CorruptError(f"broken {TORCH_SHARDING_KEY}: {error}", path=file.path) from None
     return parts
 
 

@@ -94,7 +94,7 @@ def _quantization_config(source: Source) -> Mapping[str, object]:
     if source.opened.file is None and _CONFIG not in store.listing:
         return {}
     try:
-        parsed = parse_json(store.read_small(_CONFIG, _MAX_CONFIG_BYTES), store.path_of(_CONFIG))
+        parsed = parse_json(store.read_small(_CONFIG, _MAX_CONFIG_BYTES), store.path_of(_CONFIG), store.budget)
     except StateExchangeError:
         return {}
     config = parsed.get("quantization_config") if isinstance(parsed, dict) else None

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statexchange.errors import CorruptError, StateExchangeError, UnsafeError, excerpt
-from statexchange.formats.budget import Budget
+from statexchange.storage.budget import Budget
 from statexchange.tensors import DTYPE_NAMES
 
 __all__ = ["MAX_PICKLE_BYTES", "GlobalRef", "OpaqueObject", "contents", "read_pickle"]
@@ -189,7 +189,7 @@ def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown
         CorruptError: the bytes are not a valid pickle, or exceed the budget.
     """
     if budget is None:
-        budget = Budget(len(data), path)
+        budget = Budget(path, len(data))
     machine = _Machine(data, path, budget, unknown_classes=unknown_classes)
     try:
         return machine.run()

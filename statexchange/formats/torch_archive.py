@@ -13,9 +13,9 @@ from itertools import islice
 from typing import Any
 
 from statexchange.errors import CorruptError, TruncatedError, UnsupportedError, excerpt
-from statexchange.formats.budget import Budget
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents
 from statexchange.sharding.shards import c_strides, sizes_from_json
+from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.store import StoredFile
 from statexchange.tensors import ITEMSIZE, name_of_dtype
@@ -280,13 +280,17 @@ def holds_tensor(value: Any, budget: Budget, without: set[int]) -> bool:
     return False
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: Any, budget: Budget) -> bool:
     """Whether a value consists of plain values, few enough to encode: a pickle can repeat one object without end."""
     waiting = [value]
     for _ in range(_MAX_PLAIN_VALUES):
         if not waiting:
             return True
         item = waiting.pop()
+        if type(item) in (dict, list, tuple):
+            if len(item) > _MAX_PLAIN_VALUES:
+                return False
+            budget.spend(len(item))
         if type(item) is dict:
             waiting += [*item.keys(), *item.values()]
         elif type(item) in (list, tuple):

@@ -21,7 +21,6 @@ from statexchange.errors import (
     UnsupportedError,
     excerpt,
 )
-from statexchange.formats.budget import Budget
 from statexchange.formats.huggingface import RANK, check_numbers, misplaced, names_by_file, read_index
 from statexchange.formats.pickles import GlobalRef, OpaqueObject, read_pickle
 from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor
@@ -38,6 +37,7 @@ from statexchange.formats.torch_archive import (
 )
 from statexchange.sharding.placements import DimSplit, local_boxes
 from statexchange.sharding.shards import MAX_DIMS, Box, Shard, c_strides, full_box, sizes_from_json
+from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import StoredFile
@@ -153,7 +153,7 @@ class TorchFile:
         seen: dict[Any, str] = {}
         self._archive = open_archive(file)
         data = self._archive.pickle()
-        self._budget = Budget(len(data), path)
+        self._budget = file.budget.of(path, len(data))
         self._meshes = _MeshShapes(self._budget)
         self.root = root = read_pickle(data, path, self._budget, unknown_classes=True)
         names: set[str] = set()
@@ -171,7 +171,7 @@ class TorchFile:
                     self._refuse(name, UnsupportedError(text))
                 else:
                     self.others[name] = description
-                if is_plain(value):
+                if is_plain(value, self._budget):
                     text = self.texts[name] = values.encode(value)
                     self._budget.spend(1, len(text))
                 continue

@@ -214,7 +214,8 @@ def model_of(source: Source) -> str | None:
         return None
     store = source.opened.store
     try:
-        config = parse_json(store.read_small("config.json", _MAX_CONFIG_BYTES), store.path_of("config.json"))
+        text = store.read_small("config.json", _MAX_CONFIG_BYTES)
+        config = parse_json(text, store.path_of("config.json"), store.budget)
     except StateExchangeError:
         return None
     if not isinstance(config, dict):

@@ -234,7 +234,9 @@ class FsspecStore(Store):
 
     def below(self, name: str, *, private: bool = False) -> FsspecStore:  # noqa: ARG002 (an object store has no file permissions)
         """Return the store of the objects below `name`; nothing is requested."""
-        return FsspecStore(f"{self._url}/{name}", self._system, f"{self._path}/{name}")
+        found = FsspecStore(f"{self._url}/{name}", self._system, f"{self._path}/{name}")
+        found.budget = self.budget
+        return found
 
     def is_current(self) -> bool:
         """Whether all listed and opened objects are unchanged: an object store has no directory to pin."""

@@ -10,20 +10,20 @@ import json
 from typing import TYPE_CHECKING
 
 from statexchange.errors import CorruptError
+from statexchange.storage.budget import Budget
 from statexchange.storage.files import check_size
 
 if TYPE_CHECKING:
     from statexchange.storage.store import StoredFile
 
-__all__ = ["MAX_MANIFEST_BYTES", "is_readable", "parse_json", "read_json"]
+__all__ = ["MAX_MANIFEST_BYTES", "check_parsed_size", "parse_json", "read_json"]
 
 MAX_MANIFEST_BYTES = 256 << 20  # limit of manifests, indexes and records: some four million boxes
 _WINDOW_BYTES = 8 << 20
 # Memory of each parsed container, key and value. json keeps equal keys once, so a repeated key costs less.
 _CONTAINER_BYTES, _KEY_BYTES, _VALUE_BYTES, _REPEATED_KEY_BYTES = 64, 200, 12, 90
 _REPEATED_KEYS = ("dtype", "shape", "data_offsets", "file", "source", "boxes", "digests", "global_shape")
-# Text may take _BASE_BYTES plus _MAX_GROWTH times its size once parsed, and never more than _MAX_PARSED_BYTES.
-_BASE_BYTES, _MAX_GROWTH, _MAX_PARSED_BYTES = 32 << 20, 12, 1 << 30
+_MAX_PARSED_BYTES = 1 << 30  # of one text, whatever its budget
 
 
 def read_json(file: StoredFile, limit: int = MAX_MANIFEST_BYTES) -> object:
@@ -43,35 +43,43 @@ def read_json(file: StoredFile, limit: int = MAX_MANIFEST_BYTES) -> object:
             problem = f"broken JSON: byte {len(data) + window.index(0)} is zero, as if it had not been written"
             raise CorruptError(problem, path=file.path)
         data += window
-    return parse_json(data, file.path)
+    return parse_json(data, file.path, file.budget)
 
 
-def parse_json(data: bytes | bytearray | memoryview | str, path: str) -> object:
+def parse_json(data: bytes | bytearray | memoryview | str, path: str, budget: Budget | None = None) -> object:
     """Return parsed JSON.
 
-    Raises CorruptError for broken text, for duplicate keys, and for text that would take more than 32 MiB and 12
-    times its size, or more than 1 GiB, once parsed.
+    Args:
+        data: the text.
+        path: the file's path for messages.
+        budget: the budget of the source; a new one by default.
+
+    Raises:
+        CorruptError: the text is broken, has duplicate keys, or would take more memory once parsed than the budget
+            has: 16 times its size, and 32 MiB for all texts of a source together.
     """
     try:
         text = data if isinstance(data, str) else str(data, "utf-8")  # json.loads would also accept UTF-16 bytes
-        if is_readable(text):
-            return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise CorruptError(f"broken JSON: {error}", path=path) from None
+    check_parsed_size(text, path, budget)
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"broken JSON: {error}", path=path) from None
-    problem = f"refused: these {len(text)} characters of JSON would take too much memory once parsed"
-    raise CorruptError(problem, path=path)
 
 
-def is_readable(text: str) -> bool:
-    """Whether the parsed text would fit `parse_json`'s memory limit, estimated from its brackets, commas and colons."""
-    limit = min(_BASE_BYTES + _MAX_GROWTH * len(text), _MAX_PARSED_BYTES)
-    if len(text) * _KEY_BYTES <= limit:
-        return True
+def check_parsed_size(text: str, path: str, budget: Budget | None = None) -> None:
+    """Spend the memory that JSON takes once parsed, estimated from its brackets, commas and colons.
+
+    Raises CorruptError if the budget, a new one by default, does not have it.
+    """
     nbytes = _CONTAINER_BYTES * (text.count("[") + text.count("{")) + _VALUE_BYTES * text.count(",")
-    if nbytes > limit:
-        return False
     repeated = sum(text.count(f'"{key}"') for key in _REPEATED_KEYS)
-    return nbytes + _KEY_BYTES * text.count(":") - (_KEY_BYTES - _REPEATED_KEY_BYTES) * repeated <= limit
+    nbytes += _KEY_BYTES * text.count(":") - (_KEY_BYTES - _REPEATED_KEY_BYTES) * repeated
+    if nbytes > _MAX_PARSED_BYTES:
+        raise CorruptError(f"refused: it would take {nbytes} bytes of memory once parsed", path=path)
+    (budget or Budget(path)).of(path, 0).spend_memory(nbytes, text)
 
 
 def _refuse_constant(name: str) -> object:

@@ -331,6 +331,7 @@ class LocalStore(Store):
         if parent is None:
             descriptors.hold(fd, path)
         else:
+            self.budget = parent.budget
             self.number = descriptors.pin(fd, path)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -57,7 +57,7 @@ class RankFile:
         if size is not None and file.size > size:
             raise CorruptError("size differs from its receipt", path=path, rank=rank, expected=size, found=file.size)
         self.header: Header = read_header(file)
-        metadata = self.header.workspace_metadata(path)
+        metadata = self.header.workspace_metadata(path, file.budget)
         if metadata is None:
             raise CorruptError("not a rank's file of statexchange", path=path)
         if metadata.get("schema") != SCHEMA:

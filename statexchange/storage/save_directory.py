@@ -21,6 +21,7 @@ from statexchange.storage.tensorfile import read_header
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from statexchange.storage.budget import Budget
     from statexchange.storage.store import Store
 
 __all__ = [
@@ -98,9 +99,9 @@ class SaveManifest:
         return json.dumps(seal(record), indent=1, ensure_ascii=False).encode()
 
     @classmethod
-    def parse(cls, data: bytes, path: str) -> SaveManifest:
+    def parse(cls, data: bytes, path: str, budget: Budget | None = None) -> SaveManifest:
         """Return the manifest that `to_bytes` encoded; raise CorruptError for anything else."""
-        parsed = parse_json(data, path)
+        parsed = parse_json(data, path, budget)
         try:
             raw = unseal(parsed)
             if raw["schema"] != SCHEMA:
@@ -141,7 +142,7 @@ def _number_from_json(value: object) -> float:
 
 def read_manifest(store: Store) -> SaveManifest:
     """Return the manifest in a directory; raise NotFoundError without one."""
-    return SaveManifest.parse(store.read_small(MANIFEST), store.path_of(MANIFEST))
+    return SaveManifest.parse(store.read_small(MANIFEST), store.path_of(MANIFEST), store.budget)
 
 
 def removable_files(store: Store) -> list[str]:

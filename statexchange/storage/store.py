@@ -19,6 +19,7 @@ from typing import Literal
 from urllib.parse import unquote
 
 from statexchange.errors import InvalidArgumentError, UnsafeError, excerpt, without_secrets
+from statexchange.storage.budget import Budget
 from statexchange.storage.files import bytes_of, check_size
 
 __all__ = [
@@ -92,6 +93,18 @@ class StoredFile(ABC):
     size: int
     is_remote: bool = False
     modified: float | None = None
+    _budget: Budget | None = None
+
+    @property
+    def budget(self) -> Budget:
+        """The budget for reading the source that this file belongs to."""
+        if self._budget is None:
+            self._budget = Budget(self.path)
+        return self._budget
+
+    @budget.setter
+    def budget(self, budget: Budget) -> None:
+        self._budget = budget
 
     @abstractmethod
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -131,6 +144,18 @@ class Store(ABC):
     """A pinned directory, listed once. `path` is its absolute path or URL. Not collective."""
 
     path: str
+    _budget: Budget | None = None
+
+    @property
+    def budget(self) -> Budget:
+        """The budget for reading what lies here as one source, shared with subdirectories and files."""
+        if self._budget is None:
+            self._budget = Budget(self.path)
+        return self._budget
+
+    @budget.setter
+    def budget(self, budget: Budget) -> None:
+        self._budget = budget
 
     @cached_property
     def listing(self) -> Mapping[str, EntryKind]:
@@ -174,7 +199,9 @@ class Store(ABC):
         if name in ("", ".", "..") or "/" in name or os.sep in name:
             raise UnsafeError(f"refused: {excerpt(name)} is not the name of a file in this directory", path=self.path)
         _log.debug("opening %s", self.path_of(name))
-        return self._open(name)
+        file = self._open(name)
+        file.budget = self.budget
+        return file
 
     @abstractmethod
     def _open(self, name: str) -> StoredFile:
@@ -182,7 +209,7 @@ class Store(ABC):
 
     @abstractmethod
     def below(self, name: str, *, private: bool = False) -> Store:
-        """Open the subdirectory `name`; it is closed with this store.
+        """Open the subdirectory `name`; it is closed with this store, and shares its budget.
 
         With `private`, symbolic links in it are not followed, and a directory in which other users may write raises
         UnsafeError.
@@ -209,6 +236,7 @@ class FilteredStore(Store):
 
     def __init__(self, store: Store, is_listed: Callable[[str], bool]) -> None:
         self.path = store.path
+        self.budget = store.budget
         self._store = store
         self._is_listed = is_listed
 

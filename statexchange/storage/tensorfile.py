@@ -24,6 +24,7 @@ from statexchange.tensors import ITEMSIZE, PACKED, element_shape, group_shape
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from statexchange.storage.budget import Budget
     from statexchange.storage.store import StoredFile
 
 __all__ = [
@@ -104,12 +105,12 @@ class Header:
         """The metadata without the keys that describe this one file's shards or its place in a workspace."""
         return {key: value for key, value in self.metadata.items() if key not in _PER_FILE_KEYS}
 
-    def workspace_metadata(self, path: str) -> dict[str, Any] | None:
+    def workspace_metadata(self, path: str, budget: Budget | None = None) -> dict[str, Any] | None:
         """Return the metadata that `write_tensor_file` wrote; None for any other safetensors file."""
         text = self.metadata.get(WORKSPACE_KEY)
         if text is None:
             return None
-        metadata = parse_json(text, path)
+        metadata = parse_json(text, path, budget)
         if not isinstance(metadata, dict):
             raise CorruptError("metadata is not a JSON object", path=path)
         return metadata
@@ -200,7 +201,7 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
     length = len(text)
     if text[:1] != b"{":
         raise CorruptError("not a safetensors file: its header is not a JSON object", path=path)
-    raw = parse_json(text, path)
+    raw = parse_json(text, path, file.budget)
     assert isinstance(raw, dict)  # the text begins with a brace
     metadata = raw.pop(_METADATA_KEY, {})
     if not isinstance(metadata, dict) or any(not isinstance(value, str) for value in metadata.values()):

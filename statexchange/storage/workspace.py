@@ -765,7 +765,7 @@ def _manifest_text(manifest: Manifest) -> bytes:
 def _manifest_in(store: Store, name: str, run: str, number: int) -> Manifest:
     path = store.path_of(name)
     try:
-        return _parse_manifest(parse_json(store.read_small(name), path), run, number)
+        return _parse_manifest(parse_json(store.read_small(name), path, store.budget), run, number)
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, StateExchangeError):
             raise

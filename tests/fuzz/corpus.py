@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from hostile_frameworks import FRAMEWORKS
 from hostile_manifests import MANIFESTS
 from hostile_pickles import PICKLES
 from pickled import PLACEMENTS, archive, dtensor, integer, made, named, numbers, several, symbol, tensor, text
@@ -410,5 +411,5 @@ def _of_manifests(write: Callable[[Path], None]) -> Source:
 
 SECTION_E: dict[str, Source] = {
     **{f"E {row} {name}": _of_pickles(build) for row, files in PICKLES.items() for name, build in files.items()},
-    **{f"E {write.__name__}": _of_manifests(write) for write in MANIFESTS},
+    **{f"E {write.__name__}": _of_manifests(write) for write in (*MANIFESTS, *FRAMEWORKS)},
 }

@@ -32,12 +32,12 @@ from statexchange.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from statexchange.formats.budget import Budget
 from statexchange.formats.pickles import OpaqueObject
 from statexchange.formats.registry import open_checkpoint, open_source
 from statexchange.formats.torch_file import _MeshShapes
 from statexchange.report.verify import verify
 from statexchange.sharding.placements import DimSplit
+from statexchange.storage.budget import Budget
 from statexchange.tensors import DTYPE_NAMES
 from statexchange.testing import run_ranks
 
@@ -363,7 +363,7 @@ OLDER_MESHES = {
 
 
 def shape_of(state: dict[str, Any], cuts: list[DimSplit | None]) -> list[int]:
-    return _MeshShapes(Budget(0, "x")).shape_of(OpaqueObject("DeviceMesh", (), state), cuts)
+    return _MeshShapes(Budget("x")).shape_of(OpaqueObject("DeviceMesh", (), state), cuts)
 
 
 @pytest.mark.parametrize("state", OLDER_MESHES.values(), ids=OLDER_MESHES)

@@ -15,6 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hostile_frameworks import (
+    a_list_in_itself,
+    a_permutation_of_nothing,
+    buffers_in_each_other,
+    files_that_each_ask_for_little,
+    groups_of_equal_shapes,
+    layers_of_nothing,
+    long_headers,
+    names_in_each_other,
+    numbers_of_numbers,
+    paddings_again_and_again,
+    permutations_one_after_another,
+    states_again_and_again,
+)
 from hostile_manifests import (
     a_file_of_no_size,
     a_little_expanded,
@@ -54,7 +68,7 @@ from statexchange.errors import NotFoundError, PeerError, StorageError, without_
 from statexchange.storage.workspace import Workspace
 
 HOME = os.fspath(Path(statexchange.__file__).parents[1])
-MEMORY_BYTES, CPU_SECONDS = 1 << 30, 17
+MEMORY_BYTES, CPU_SECONDS = 1 << 30, 25
 CHILD = f"""
 import contextlib, io, json, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_BYTES}, {MEMORY_BYTES}))
@@ -118,6 +132,19 @@ CASES = [
     Case(negative_rank, "info IN", 4, "not a box: ['00"),
     Case(no_files, "info IN", 4, "broken manifest"),
     Case(no_files, "merge GOOD IN --overwrite", 4, "it lists no files"),
+    Case(groups_of_equal_shapes, "info IN", 4, "it refers to the same objects so often"),
+    Case(buffers_in_each_other, "info IN", 4, "KeyError('single_partition_of_fp32_groups')"),
+    Case(names_in_each_other, "info IN", 4, "not what DeepSpeed writes"),
+    Case(paddings_again_and_again, "info IN", 4, "it refers to the same objects so often"),
+    Case(states_again_and_again, "info IN", 4, "it refers to the same objects so often"),
+    Case(a_list_in_itself, "info IN", 4, "it refers to the same objects so often"),
+    Case(files_that_each_ask_for_little, "info IN", 4, "it refers to the same objects so often"),
+    Case(files_that_each_ask_for_little, "info IN/model_rank_0.pt", 0, "tensors     0"),
+    Case(long_headers, "info IN", 4, "it refers to the same objects so often"),
+    Case(numbers_of_numbers, "merge IN OUT --convert IN/conversion.json", 2, "pad to 1 (n0), but dim 0 has 4"),
+    Case(a_permutation_of_nothing, "merge IN OUT --convert IN/conversion.json", 7, "would be cut into"),
+    Case(permutations_one_after_another, "merge IN OUT --convert IN/conversion.json", 7, "would be cut into"),
+    Case(layers_of_nothing, "merge IN OUT --convert IN/conversion.json", 7, "would become 1048576 tensors and more"),
     Case(whole, "info zip://hf::/x.zip", 3, "no such path [zip://hf::/x.zip]"),
 ]
 

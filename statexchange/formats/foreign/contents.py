@@ -9,15 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from statexchange.errors import CorruptError, UnsupportedError, excerpt
+from statexchange.errors import CorruptError, excerpt
 from statexchange.formats.source import UnreadableTensor
 from statexchange.sharding.shards import shape_from_json
 from statexchange.storage.store import StoredFile
 from statexchange.tensors import DTYPE_NAMES, ITEMSIZE
 
-__all__ = ["MAX_ENTRIES", "MAX_TEXT_BYTES", "Contents", "Counter", "Cursor", "described_tensor", "dtype_of_numpy"]
+__all__ = ["MAX_TEXT_BYTES", "Contents", "Cursor", "described_tensor", "dtype_of_numpy"]
 
-MAX_ENTRIES = 1 << 22  # tensors, values, and texts in arrays of one file: large vocabularies have half a million
 MAX_TEXT_BYTES = 1 << 16  # of a name or a key
 _WINDOW_BYTES = 1 << 16
 # Codes of numpy's dtypes, as in "<f4", without those of which the name says less than the code.
@@ -43,25 +42,15 @@ class Contents:
     notes: tuple[str, ...] = ()
 
 
-class Counter:
-    """Counts entries; raises UnsupportedError for more than MAX_ENTRIES."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._left = MAX_ENTRIES
-
-    def add(self, entries: int = 1) -> None:
-        """Count entries that are about to be read."""
-        self._left -= entries
-        if self._left < 0:
-            raise UnsupportedError(f"refused: its headers have more than {MAX_ENTRIES:,} entries", path=self._path)
-
-
 class Cursor:
-    """A position in a file, from which numbers and text are read in order; data between them is skipped unread."""
+    """A position in a file, from which numbers and text are read in order; data between them is skipped unread.
+
+    Each byte that is taken adds to `budget`.
+    """
 
     def __init__(self, file: StoredFile, begin: int = 0) -> None:
         self.path = file.path
+        self.budget = file.budget.of(file.path, 0)
         self.at = begin
         self._file = file
         self._window = b""
@@ -78,6 +67,7 @@ class Cursor:
             raise CorruptError(f"a name or a key of {nbytes} bytes at byte {self.at}", path=self.path)
         begin = self.at
         self.skip(nbytes)
+        self.budget.add(nbytes)
         if not self._window_begin <= begin <= self.at <= self._window_begin + len(self._window):
             window = bytearray(min(_WINDOW_BYTES, self.size - begin))
             self._file.read_into(memoryview(window), begin)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, excerpt
-from statexchange.formats.foreign.contents import MAX_TEXT_BYTES, Contents, Counter, described_tensor, dtype_of_numpy
+from statexchange.formats.foreign.contents import MAX_TEXT_BYTES, Contents, described_tensor, dtype_of_numpy
 from statexchange.formats.source import UnreadableTensor
+from statexchange.storage.budget import Budget
 from statexchange.storage.json_text import read_json
 from statexchange.storage.store import Store
 
@@ -38,8 +39,7 @@ def _read_zarr(store: Store) -> Contents:
 
     Consolidated metadata is taken where there is any; otherwise the directories below are looked at.
     """
-    counter = Counter(store.path)
-    consolidated = _consolidated(store, counter)
+    consolidated = _consolidated(store)
     if consolidated is not None:
         return Contents(tuple(consolidated))
     tensors = []
@@ -57,7 +57,7 @@ def _read_zarr(store: Store) -> Contents:
             tensors.append(tensor)
             continue
         names = [child for child in directory.directories if len(name) + len(child) < MAX_TEXT_BYTES]
-        counter.add(len(names))
+        directory.budget.add_entries(len(names))
         for child in reversed(names):
             waiting.append((f"{name}.{child}" if name else child, directory.below(child)))
     return Contents(tuple(tensors), notes=notes)
@@ -84,7 +84,7 @@ def _array_of_node(node: Mapping[str, Any], name: str, path: str) -> UnreadableT
     return described_tensor(name, shown, node.get("shape"), path)
 
 
-def _consolidated(store: Store, counter: Counter) -> list[UnreadableTensor] | None:
+def _consolidated(store: Store) -> list[UnreadableTensor] | None:
     """Return the arrays that a group's consolidated metadata lists; None without any."""
     nodes: Any = None
     name = ".zmetadata" if ".zmetadata" in store.listing else "zarr.json"
@@ -98,7 +98,7 @@ def _consolidated(store: Store, counter: Counter) -> list[UnreadableTensor] | No
         return None
     tensors = []
     for key, node in _object(nodes, path).items():
-        counter.add()
+        store.budget.add_entries()
         parent, _, file = key.rpartition("/")
         is_array = file == ".zarray"
         if name == "zarr.json":
@@ -117,7 +117,6 @@ def _read_orbax(store: Store) -> Contents:
     # One of its items may be opened, too.
     if any(_UNFINISHED in name for name in store.path.rstrip("/").split("/")[-2:]):
         raise IncompleteError("Orbax did not finish this checkpoint", path=store.path)
-    counter = Counter(store.path)
     tensors: list[UnreadableTensor] = []
     others: dict[str, str] = {}
     notes: list[str] = []
@@ -125,7 +124,7 @@ def _read_orbax(store: Store) -> Contents:
         if "_METADATA" not in directory.listing:
             notes.append(f"the names in {directory.path} are not known: it has no _METADATA")
             continue
-        for leaf in _leaves(directory, counter):
+        for leaf in _leaves(directory):
             name = f"{item}.{leaf.name}" if item else leaf.name
             if leaf.is_array:
                 tensors.append(_orbax_array(directory, leaf, name))
@@ -160,7 +159,7 @@ class _Leaf:
         return self.kind in ("jax.Array", "np.ndarray")
 
 
-def _leaves(store: Store, counter: Counter) -> Iterator[_Leaf]:
+def _leaves(store: Store) -> Iterator[_Leaf]:
     """Yield each leaf of an item's tree."""
     path = store.path_of("_METADATA")
     root = _object(_json(store, "_METADATA"), path)
@@ -168,9 +167,9 @@ def _leaves(store: Store, counter: Counter) -> Iterator[_Leaf]:
     if "_sharding" in store.listing:
         shardings = _object(_json(store, "_sharding"), store.path_of("_sharding"))
     for entry in _object(root.get("tree_metadata"), path).values():
-        counter.add()
+        store.budget.add_entries()
         record = _object(entry, path)
-        name = _joined_keys(record.get("key_metadata"), path, counter)
+        name = _joined_keys(record.get("key_metadata"), path, store.budget)
         value = _object(record.get("value_metadata"), path)
         kind = value.get("value_type")
         # The shape that is written is a shard's; it is the array's if one device had all of it.
@@ -179,11 +178,11 @@ def _leaves(store: Store, counter: Counter) -> Iterator[_Leaf]:
         yield _Leaf(name, kind[:60] if isinstance(kind, str) else "?", value.get("write_shape") if is_whole else None)
 
 
-def _joined_keys(keys: Any, path: str, counter: Counter) -> str:
+def _joined_keys(keys: Any, path: str, budget: Budget) -> str:
     """Return the dotted name of a leaf of the tree."""
     if not isinstance(keys, list):
         raise CorruptError("broken _METADATA: a leaf without a list of keys", path=path)
-    counter.add(len(keys))
+    budget.add_entries(len(keys))
     texts = []
     for key in keys:
         text = _object(key, path).get("key")

@@ -11,7 +11,7 @@ import struct
 from typing import Any
 
 from statexchange.errors import CorruptError, UnsupportedError, excerpt
-from statexchange.formats.foreign.contents import Contents, Counter, Cursor, described_tensor
+from statexchange.formats.foreign.contents import Contents, Cursor, described_tensor
 from statexchange.formats.foreign.starts import GGUF_MAGIC
 from statexchange.formats.source import UnreadableTensor
 from statexchange.storage.store import StoredFile
@@ -50,13 +50,12 @@ def read(file: StoredFile) -> Contents:
         problem = "version 1, or big-endian" if version == 1 or not version & 0xFFFF else f"version {version}"
         raise UnsupportedError(f"GGUF of {problem}: this version shows 2 and 3, little-endian", path=file.path)
     num_tensors, num_values = cursor.unpack("<QQ")
-    counter = Counter(file.path)
     others: dict[str, str] = {}
     alignment = 32
     for _ in range(_checked_count(num_values, 13, cursor)):
-        counter.add()
+        cursor.budget.add_entries()
         key = _text(cursor)
-        value = _value(cursor, counter)
+        value = _value(cursor)
         if key in others:
             raise CorruptError(f"two metadata entries {excerpt(key)}", path=file.path)
         others[key] = value if isinstance(value, str) else excerpt(value, 80)
@@ -67,7 +66,7 @@ def read(file: StoredFile) -> Contents:
     tensors: dict[str, UnreadableTensor] = {}
     end = 0
     for _ in range(_checked_count(num_tensors, 24, cursor)):
-        counter.add()
+        cursor.budget.add_entries()
         tensor, offset = _tensor(cursor)
         if tensor.name in tensors:
             raise CorruptError("two tensors have this name", name=tensor.name, path=file.path)
@@ -95,7 +94,7 @@ def _text(cursor: Cursor) -> str:
     return cursor.text(nbytes)
 
 
-def _value(cursor: Cursor, counter: Counter) -> Any:
+def _value(cursor: Cursor) -> Any:
     """Return a metadata value; of an array and of a long text a description."""
     (kind,) = cursor.unpack("<I")
     if kind == _STRING:
@@ -106,19 +105,19 @@ def _value(cursor: Cursor, counter: Counter) -> Any:
         return f"text of {nbytes:,} bytes"
     if kind == _ARRAY:
         item_kind, count = cursor.unpack("<IQ")
-        _skip_items(item_kind, count, cursor, counter)
+        _skip_items(item_kind, count, cursor)
         return f"{count:,} of {_VALUE_NAMES[item_kind]}"
     if kind not in _VALUES:
         raise CorruptError(f"a metadata value of unknown type {kind}", path=cursor.path)
     return cursor.unpack(f"<{_VALUES[kind]}")[0]
 
 
-def _skip_items(kind: int, count: int, cursor: Cursor, counter: Counter) -> None:
+def _skip_items(kind: int, count: int, cursor: Cursor) -> None:
     """Skip the items of an array: numbers, or texts such as a vocabulary's."""
     if kind in _VALUES:
         cursor.skip(count * struct.calcsize(f"<{_VALUES[kind]}"))
     elif kind == _STRING:
-        counter.add(_checked_count(count, 8, cursor))
+        cursor.budget.add_entries(_checked_count(count, 8, cursor))
         for _ in range(count):
             cursor.skip(cursor.unpack("<Q")[0])
     else:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statexchange.errors import CorruptError, excerpt
-from statexchange.formats.budget import Budget
-from statexchange.formats.foreign.contents import MAX_TEXT_BYTES, Contents, Counter, Cursor, described_tensor
+from statexchange.formats.foreign.contents import MAX_TEXT_BYTES, Contents, Cursor, described_tensor
 from statexchange.formats.source import UnreadableTensor
 from statexchange.sharding.shards import MAX_DIMS
 from statexchange.storage.store import StoredFile
@@ -64,8 +63,7 @@ class _Walk:
     def __init__(self, file: StoredFile) -> None:
         self._path = file.path
         self._cursor = Cursor(file)
-        self._counter = Counter(file.path)
-        self._budget = Budget(file.size, file.path)
+        self._budget = self._cursor.budget
         self._tensors: dict[str, UnreadableTensor] = {}
         self._others: dict[str, str] = {}
         self._numbers: dict[str, int] = {}  # those of `_others` that are integers, for the shapes of chunked arrays
@@ -118,7 +116,7 @@ class _Walk:
         return name
 
     def _token(self) -> _Token:
-        self._counter.add()
+        self._budget.add_entries()
         first = self._cursor.take(1)[0]
         if first <= 0x7F:
             return _Token("value", value=first)
