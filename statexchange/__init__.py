@@ -7,9 +7,14 @@ parameters, `statexchange.integrations` what other frameworks need, `statexchang
 ``import statexchange`` imports neither torch nor numpy: names are loaded on first use.
 """
 
-from __future__ import annotations
+import sys
 
-from statexchange.lazy import lazy_names
+try:
+    from statexchange.lazy import lazy_names
+except KeyboardInterrupt:
+    if sys.argv[0] == "-m" or sys.argv[0].endswith("/statexchange"):  # the command line starts
+        raise SystemExit(130) from None
+    raise
 
 __version__ = "0.2.0.dev0"
 

@@ -1,5 +1,7 @@
 """``statexchange`` and ``python -m statexchange``: the command line."""
 
+import contextlib
+import signal
 import sys
 
 __all__ = ["main"]
@@ -12,8 +14,14 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:
-        sys.stderr.write("error: interrupted\n")
-        sys.exit(130)
+        code: object = 130
+        with contextlib.suppress(OSError, AttributeError):  # stderr may be closed
+            sys.stderr.write("error: interrupted\n")
+    except SystemExit as ended:
+        code = ended.code
+    # All output is flushed: an interrupt from here on would only add a traceback of the interpreter's own end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,14 @@ _LINE_EVERY = 10
 @click.option("--keep", metavar="DIR", help="Keep the merged checkpoint in DIR/merged, with a picture beside it.")
 @click.option("--steps", default=100, show_default=True, type=click.IntRange(min=1), help="Training steps.")
 def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
-    """Train a small model on several ranks, kill them half-way, resume on two.
+    """Train a small model, kill it half-way, resume, export and load.
 
-    Then export, load and compare it. Needs torch. Exits with 1 if a tensor is not bit-equal, or the logits differ by
-    more than 1e-5.
+    It is resumed on two ranks, and what is loaded is compared. Needs torch. Exits with
+    1 if a tensor is not bit-equal, or the logits differ by more than 1e-5.
+
+    \b
+    Examples:
+      statexchange demo --ranks 2 --steps 20
     """
     from statexchange.demo import run_demo
 

@@ -68,6 +68,11 @@ def command(
 
     They may be of any formats and shardings. Exits with 1 if they differ. Where both have
     digests of the same boxes, only tensors that differ are read.
+
+    \b
+    Examples:
+      statexchange diff model trained --stat
+      statexchange diff model trained --tolerance 1e-3
     """
     from statexchange.report.diff import diff_paths
 

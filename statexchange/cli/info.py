@@ -44,6 +44,11 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
     Reads headers only. PATH is a save or a directory of a job's saves, a Hugging
     Face directory or file, a workspace, a torch DCP directory, a Megatron or
     DeepSpeed checkpoint, or files of torch.save; a local path or a URL.
+
+    \b
+    Examples:
+      statexchange info model
+      statexchange info model --tree --depth 3
     """
     from statexchange.formats.registry import holds_saves
     from statexchange.report.summary import summarize

@@ -41,6 +41,11 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
     Lists the saves if PATH is the directory of a job's saves. STATE is what
     manifests, sizes and headers show; verify reads everything. Exits with 4 if a
     save is broken, 5 if a file is missing; an unfinished save is no finding.
+
+    \b
+    Examples:
+      statexchange ls model --include "*.weight"
+      statexchange ls model trained --json
     """
     from statexchange.formats.registry import holds_saves, open_source
     from statexchange.formats.source import abbreviated_list

@@ -137,6 +137,11 @@ def command(output: Output, source: str, path: str, **options: Any) -> int:
     Without a mesh the layout may be the rules alone. Keywords of
     transformers' tp_plan are rules too.
     Reference: python -m pydoc statexchange.sharding.rules
+
+    \b
+    Examples:
+      statexchange merge shards merged --dtype bf16
+      statexchange merge shards other --rename "^norm[.]=final_norm." --dry-run
     """
     from statexchange.checkpoint.merge import merge_checkpoint
 

@@ -52,6 +52,11 @@ def command(
     of unfinished saves is removed too. A broken save does not count as one of the
     newest, and is not removed; nor is a directory that has other files too. Each
     of these is a warning, and decides the exit code.
+
+    \b
+    Examples:
+      statexchange prune saves --keep 2 --keep-every 1000 --dry-run
+      statexchange prune saves --keep 2
     """
     from statexchange.checkpoint.prune import prune_saves
 

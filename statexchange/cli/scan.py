@@ -40,10 +40,15 @@ _KEYS: dict[str, Callable[[ScanRow], tuple[float, str]]] = {
     help="Order of the rows: largest, newest or lowest step first, or all that is not whole.",
 )
 def command(output: Output, paths: tuple[str, ...], only: str | None, sort: str) -> int:
-    """List all checkpoints in directories and below, and say which are whole.
+    """List the checkpoints below directories; say which are whole.
 
     Reads headers, manifests and sizes; verify reads everything. Exits with 1 if one is
     broken. Links to directories are not followed.
+
+    \b
+    Examples:
+      statexchange scan .
+      statexchange scan . --only broken --sort size
     """
     from statexchange.report.scan import scan
 

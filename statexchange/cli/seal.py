@@ -21,6 +21,10 @@ def command(output: Output, path: str, overwrite: bool, dry_run: bool) -> int:
     The manifest, statexchange.json, has digests of all tensors and of all files
     beside them. These stay as they are. `statexchange verify` then finds every
     byte that changes.
+
+    \b
+    Examples:
+      statexchange seal bare
     """
     from statexchange.checkpoint.seal import seal_checkpoint
 

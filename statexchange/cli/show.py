@@ -85,6 +85,11 @@ def command(
 
     Of a tensor all values are read, in bounded memory, for their statistics and a
     histogram, which leave NaN and infinite values out.
+
+    \b
+    Examples:
+      statexchange show shards
+      statexchange show model norm.weight --slice :2
     """
     from statexchange.formats.registry import open_source
 

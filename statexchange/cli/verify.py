@@ -49,6 +49,11 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...], a
     4 if something is broken, 5 if something is missing. If PATH is the directory
     of a job's saves, each save is checked, and the exit code is that of the most
     severe finding.
+
+    \b
+    Examples:
+      statexchange verify model
+      statexchange verify model trained --quiet
     """
     from statexchange.formats.registry import holds_saves
     from statexchange.report.verify import verify

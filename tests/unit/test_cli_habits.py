@@ -6,18 +6,22 @@ import logging
 import math
 import os
 import re
+import shlex
+import signal
 import struct
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 
 import statexchange as sx
-from statexchange.cli.main import main
+from statexchange.cli.main import cli, main
 from statexchange.cli.output import Output
 from statexchange.errors import did_you_mean
 
@@ -410,3 +414,119 @@ def test_the_table_of_a_checkpoint_is_bounded_and_harmless(tmp_path: Path) -> No
     assert len(shown.splitlines()) == 1002
     assert shown.splitlines()[-1] == "... and 2,001 more"
     assert "\u202e" not in shown
+
+
+# --- help ---
+
+
+def commands() -> list[str]:
+    return cli.list_commands(click.Context(cli))
+
+
+def test_the_first_sentence_of_each_command_fits_in_the_help(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    listed = call("--help")[1].partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in listed] == commands()
+    assert [line for line in listed if not line.endswith(".") or line.endswith("...")] == []
+
+
+def examples(call: Call, command: str) -> list[str]:
+    lines = call(command, "--help")[1].partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
+    return [line.strip().removeprefix("statexchange ") for line in lines]
+
+
+def test_the_examples_in_the_help_run(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = {"layers.0.weight": np.ones((4, 3), np.float32), "norm.weight": np.ones(3, np.float32)}
+    sx.export_checkpoint(state, "model")
+    sx.export_checkpoint({**state, "norm.weight": np.full(3, 2.0, np.float32)}, "trained")
+    sx.save_checkpoint(state, "shards")
+    saves = sx.Checkpoints("saves", keep=None)
+    for step in (1, 2, 3):
+        saves.save(state, step)
+    Path("bare").mkdir()
+    Path("bare/model.safetensors").write_bytes(Path("model/model.safetensors").read_bytes())
+    for command in commands():
+        found = examples(call, command)
+        assert found, command
+        for line in found if command != "demo" else []:  # test_demo_runs_and_prints_json runs the demo
+            code, _, err = call(*shlex.split(line))
+            assert code == (1 if command == "diff" else 0), (line, err)
+
+
+# --- completion ---
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_lists_commands_and_options(shell: str) -> None:
+    run = [sys.executable, "-c", "from statexchange.__main__ import main; main()"]
+    for words, expected in (("statexchange ", commands()), ("statexchange info --tr", ["--tree"])):
+        # fish gives the word that is being typed in COMP_CWORD, the others its number.
+        typed = words.split(" ")[-1] if shell == "fish" else str(len(words.split(" ")) - 1)
+        more = {"_STATEXCHANGE_COMPLETE": f"{shell}_complete", "COMP_WORDS": words, "COMP_CWORD": typed}
+        done = subprocess.run(run, capture_output=True, text=True, env=environment(**more), timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert all(any(name in line for line in done.stdout.splitlines()) for name in expected), done.stdout
+
+
+# --- interrupts and closed streams ---
+
+
+BEGIN = """
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process inherits that it is ignored
+begun = int(sys.argv.pop(1))
+sys.argv[0] = "-m"
+os.write(begun, b"x")
+runpy.run_module("statexchange", run_name="__main__", alter_sys=True)
+"""
+
+
+def begin(*arguments: object) -> "subprocess.Popen[str]":
+    """Start the command line; return when the interpreter is ready to import it."""
+    reading, writing = os.pipe()
+    run = [sys.executable, "-c", BEGIN, str(writing), *map(str, arguments)]
+    process = subprocess.Popen(
+        run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), pass_fds=[writing]
+    )
+    os.close(writing)
+    os.read(reading, 1)
+    os.close(reading)
+    return process
+
+
+@pytest.mark.parametrize(
+    "moments", [6, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(900)])], ids=["quick", "sweep"]
+)
+@pytest.mark.parametrize("command", [["info", "whole"], ["verify", "whole"], ["merge", "whole", "out", "--dry-run"]])
+def test_ctrl_c_at_any_moment_ends_without_a_traceback(
+    made: Path, command: list[str], moments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(made)
+    began = time.monotonic()
+    process = begin(*command)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    takes = time.monotonic() - began
+    for moment in range(moments):
+        process = begin(*command)
+        time.sleep(takes * (moment + 0.5) / moments)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode in (0, 130), "Traceback" in err) == (True, False), (process.returncode, err)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_closed_streams_are_survived(made: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(made)
+    line = shlex.join([sys.executable, "-m", "statexchange", *command])
+
+    def bash(script: str) -> str:
+        run = ["bash", "-c", script]
+        return subprocess.run(run, capture_output=True, text=True, env=environment(), timeout=60).stdout
+
+    code = bash(f"{line} >/dev/null 2>&1; echo $?")
+    assert bash(f"{line} 2>&- >/dev/null; echo $?") == code
+    assert bash(f"{line} >&- 2>/dev/null; echo $?") == "8\n", "the data is lost"
+    assert bash(f"{line} 2>&1 >&- | grep -c Traceback") == "0\n"
+    assert bash(f"{line} 2>/dev/null | head -c 0; echo ${{PIPESTATUS[0]}}") == code
