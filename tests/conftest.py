@@ -29,6 +29,7 @@ from statexchange.testing import worlds
 from statexchange.testing.worlds import mpi_missing
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share the cores
+sys.dont_write_bytecode = False  # else each worker and rank rewrites the assertions of its test files again
 settings.register_profile("statexchange", deadline=None)  # on a busy machine any example may take seconds
 settings.load_profile("statexchange")
 
@@ -40,7 +41,8 @@ _new_fork_server = worlds._fork_server
 
 
 def _fork_server() -> multiprocessing.context.ForkServerContext:
-    multiprocessing.set_executable(warm_python("transformers" if "transformers" in sys.modules else "torch"))
+    is_needed = "transformers" in sys.modules or "PYTEST_XDIST_WORKER" in os.environ  # a worker has tests of all files
+    multiprocessing.set_executable(warm_python("transformers" if is_needed else "torch"))
     return _new_fork_server()
 
 
@@ -61,9 +63,47 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return 2 * usable_cores()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with tests that may take long, so that at the end no worker runs one while the others are idle."""
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let each worker begin a directory at another file: it then finds in the cache what the others have compiled.
+
+    Half of the time to import a test file is for the rewriting of its assertions.
+    """
+    report = yield
+    worker, count = _worker(collector.config)
+    if isinstance(collector, pytest.Directory):
+        begin = len(report.result) * worker // count
+        report.result = report.result[begin:] + report.result[:begin]
+    return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let every worker begin with tests that may take long, so that at the end none runs one while the others are idle.
+
+    xdist gives each worker an equal share of consecutive tests, and one that has ended takes from the end of another's.
+    """
+    items.sort(key=lambda item: item.path)  # the order of all workers is the same again
+    seconds = {item: marker.args[0] for item in items if (marker := item.get_closest_marker("timeout")) is not None}
+    long = sorted(seconds, key=lambda item: -seconds[item])
+    others = [item for item in items if item not in seconds]
+    _, count = _worker(config)
+    dealt: list[pytest.Item] = []
+    for worker in range(count):
+        share = (len(items) - len(dealt)) // (count - worker)
+        own = long[worker::count]
+        num_others = max(share - len(own), 0)
+        dealt += own + others[:num_others]
+        del others[:num_others]
+    items[:] = dealt
+
+
+def _worker(config: pytest.Config) -> tuple[int, int]:
+    """Return the number of this worker and how many there are; without workers 0 of 1."""
+    given: dict[str, Any] = getattr(config, "workerinput", {"workerid": "gw0", "workercount": 1})
+    return int(given["workerid"].removeprefix("gw")), given["workercount"]
 
 
 @pytest.hookimpl(wrapper=True)

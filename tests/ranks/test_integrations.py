@@ -13,11 +13,16 @@ import torch
 from safetensors.torch import load_file
 from scripts import ALONE, page_block, run_script, warm_command, with_torchrun
 from sweeps import slow
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import statexchange as sx
 
-CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4)
+CONFIG = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 # Put before the Trainer is made: kills rank 0 once, after a step that was not saved.
 KILLS = """
@@ -80,7 +85,7 @@ def test_a_killed_trainer_goes_on_as_if_it_had_not_been_killed(way: str, tmp_pat
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
         torch.manual_seed(0)
-        LlamaForCausalLM(CONFIG).save_pretrained(tmp_path / name / "start")
+        llama().save_pretrained(tmp_path / name / "start")
     run_script(launcher, "fit_trainer.py", fitting(kills=False, replace=replace), tmp_path / "whole")
     script = fitting(kills=True, replace=replace)
     killed(launcher, "fit_trainer.py", script, tmp_path / "killed")
@@ -109,7 +114,15 @@ def test_a_trainer_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert [step for step, *_ in steps] == [1, 2, 3, 4, 5, 6]
 
 
-def arguments(folder: Path, **given: Any) -> TrainingArguments:
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**CONFIG))
+
+
+def arguments(folder: Path, **given: Any) -> Any:
+    from transformers import TrainingArguments
+
     return TrainingArguments(str(folder / "run"), use_cpu=True, report_to="none", disable_tqdm=True, **given)
 
 
@@ -131,7 +144,7 @@ def test_a_trainers_metrics_keep_the_best_save_and_a_signal_ends_it(tmp_path: Pa
     args = arguments(tmp_path, max_steps=9, save_strategy="no", eval_strategy="steps", eval_steps=2)
     kept = {"keep": 1, "best": ("eval_loss", "min"), "on_signal": "SIGUSR1", "every_steps": 2, "agree_every": 2}
     with sx.Checkpoints(tmp_path / "saves", **kept) as saves:
-        model = LlamaForCausalLM(CONFIG)
+        model = llama()
         trainer = sx.integrations.CheckpointsTrainer(
             model, args, train_dataset=rows(32), eval_dataset=rows(), saves=saves, callbacks=[Signal()], background=True
         )
@@ -155,14 +168,12 @@ def test_a_trainers_metrics_keep_the_best_save_and_a_signal_ends_it(tmp_path: Pa
 def test_a_trainer_refuses_what_its_saves_do_not_have(given: dict[str, Any], message: str, tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path / "saves")
     with pytest.raises(sx.errors.UnsupportedError, match=rf"CheckpointsTrainer cannot do this: .*{message}="):
-        sx.integrations.CheckpointsTrainer(
-            LlamaForCausalLM(CONFIG), arguments(tmp_path, **given), eval_dataset=rows(), saves=saves
-        )
+        sx.integrations.CheckpointsTrainer(llama(), arguments(tmp_path, **given), eval_dataset=rows(), saves=saves)
 
 
 def test_a_trainer_refuses_a_save_of_another_loop(tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path / "saves")
-    model = LlamaForCausalLM(CONFIG)
+    model = llama()
     saves.save({"model": model}, 3)
     trainer = sx.integrations.CheckpointsTrainer(model, arguments(tmp_path), train_dataset=rows(), saves=saves)
     with pytest.raises(sx.errors.NotFoundError, match="CheckpointsTrainer did not make this save"):

@@ -12,7 +12,6 @@ from scripts import ALONE, page_block, run_script, with_mpiexec, with_torchrun
 from sweeps import slow
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 CONFIG = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4}
 TOKENS = torch.arange(2 * 16).reshape(2, 16)
@@ -50,6 +49,18 @@ def whole_state(of: str, to: str) -> str:
     )
 
 
+def llama(num_hidden_layers: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**CONFIG, num_hidden_layers=num_hidden_layers))
+
+
+def from_pretrained(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path)
+
+
 def logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=tokens).logits
@@ -62,7 +73,7 @@ def logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
 def test_the_callback_exports_what_trainer_saves(way: str, tmp_path: Path) -> None:
     """accelerate shards nothing on CPU, so transformers shards the model itself."""
     torch.manual_seed(0)
-    start = LlamaForCausalLM(LlamaConfig(**CONFIG, num_hidden_layers=2))
+    start = llama(2)
     sharded = {
         "model = LlamaForCausalLM(config)": "from transformers.distributed import DistributedConfig\n"
         "model = LlamaForCausalLM.from_pretrained('start', distributed_config=DistributedConfig(fsdp_size=2))\n"
@@ -75,8 +86,8 @@ def test_the_callback_exports_what_trainer_saves(way: str, tmp_path: Path) -> No
     for path in saved:
         trainers = load_file(path / "model.safetensors")
         assert_same(load_file(path / "merged/model.safetensors"), trainers)
-        loaded = AutoModelForCausalLM.from_pretrained(path / "merged")
-        assert logits(loaded).equal(logits(AutoModelForCausalLM.from_pretrained(path)))
+        loaded = from_pretrained(path / "merged")
+        assert logits(loaded).equal(logits(from_pretrained(path)))
     first, last = (load_file(path / "merged/model.safetensors") for path in saved)
     assert not first["lm_head.weight"].equal(last["lm_head.weight"])
 
@@ -93,14 +104,14 @@ def test_a_pipeline_becomes_the_model_that_one_process_trains(tmp_path: Path) ->
     assert_same(load_file(tmp_path / "merged/model.safetensors"), stages[0] | stages[1])
 
     torch.manual_seed(0)
-    alone = LlamaForCausalLM(LlamaConfig(**CONFIG, num_hidden_layers=3))
+    alone = llama(3)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     tokens = torch.randint(50, (4, 16))
     for _ in range(3):
         cross_entropy(alone(tokens).logits.flatten(0, 1), tokens.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    loaded = from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(loaded.state_dict(), alone.state_dict())
     torch.testing.assert_close(logits(loaded), logits(alone))
 
@@ -170,7 +181,7 @@ def test_a_model_with_torchtitans_names_becomes_transformers_own(tmp_path: Path)
     titan.load_state_dict({name.replace("qkv_linear.", ""): tensor for name, tensor in state.items()})
     with torch.no_grad():
         expected = titan(TOKENS)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").double()
+    loaded = from_pretrained(tmp_path / "hf").double()
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=1e-5)  # its angles are float32
     assert load_file(tmp_path / "hf/model.safetensors").keys() == loaded.state_dict().keys()
 
@@ -183,9 +194,9 @@ def test_a_model_with_torchtitans_names_becomes_transformers_own(tmp_path: Path)
 def test_peft_loads_the_adapter(tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
-    def base() -> LlamaForCausalLM:
+    def base() -> Any:
         torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(**CONFIG, num_hidden_layers=2))
+        return llama(2)
 
     run("lora", tmp_path, look=whole_state("model.state_dict()", "whole.pt"))
     trained = get_peft_model(base(), LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
@@ -211,9 +222,9 @@ def test_an_average_is_exported_as_the_model(tmp_path: Path) -> None:
     average, model = (torch.load(tmp_path / f"{name}.pt") for name in ("average", "model"))
     assert_same(load_file(tmp_path / "averaged/model.safetensors"), average)
     assert not average["lm_head.weight"].equal(model["lm_head.weight"])
-    expected = LlamaForCausalLM(LlamaConfig(**CONFIG, num_hidden_layers=2))
+    expected = llama(2)
     expected.load_state_dict(average)
-    assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / "averaged")).equal(logits(expected))
+    assert logits(from_pretrained(tmp_path / "averaged")).equal(logits(expected))
 
 
 # --- TP x PP by hand ---
