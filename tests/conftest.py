@@ -86,14 +86,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     xdist gives each worker an equal share of consecutive tests, and one that has ended takes from the end of another's.
     """
     items.sort(key=lambda item: item.path)  # the order of all workers is the same again
-    seconds = {item: marker.args[0] for item in items if (marker := item.get_closest_marker("timeout")) is not None}
-    long = sorted(seconds, key=lambda item: -seconds[item])
-    others = [item for item in items if item not in seconds]
+    limits: dict[Any, float] = {}
+    long: dict[Any, list[pytest.Item]] = {}  # by what is marked: a test, or a file whose tests share fixtures
+    others = []
+    for item in items:
+        marked, marker = next(item.iter_markers_with_node("timeout"), (None, None))
+        if marker is None:
+            others.append(item)
+        else:
+            limits[marked] = marker.args[0]
+            long.setdefault(marked, []).append(item)
+    groups = [long[marked] for marked in sorted(long, key=lambda marked: -limits[marked])]
     _, count = _worker(config)
     dealt: list[pytest.Item] = []
     for worker in range(count):
         share = (len(items) - len(dealt)) // (count - worker)
-        own = long[worker::count]
+        own = [item for group in groups[worker::count] for item in group]
         num_others = max(share - len(own), 0)
         dealt += own + others[:num_others]
         del others[:num_others]

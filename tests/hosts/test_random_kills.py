@@ -22,10 +22,7 @@ from two_hosts import Outcome, TwoHosts, missing, report, two_hosts
 
 import statexchange as sx
 
-pytestmark = [
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
-    pytest.mark.timeout(3600),
-]
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 ROWS, COLUMNS = 12, 50_000  # a save takes some milliseconds
 KEEP = 2
@@ -123,6 +120,7 @@ def wait_for_saves(hosts: TwoHosts, number: int) -> None:
     hosts.wait_until(lambda outcomes: any(len(outcome.reports) > number for outcome in outcomes))
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kills", [2, slow(10), pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("worlds", [[(1, 0), (2, 0), (3, 0)], [(1, 1), (2, 1), (1, 2)]], ids=["one host", "two hosts"])
 def test_each_start_goes_on_from_the_newest_whole_state(
