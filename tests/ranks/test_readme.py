@@ -203,9 +203,16 @@ def test_names_in_the_table_exist_and_open_ones_do_not() -> None:
             found = getattr(found, part)
 
 
-@pytest.mark.slow
-def test_the_bench_of_small_tensors_runs() -> None:
-    command = [sys.executable, HOME / "tools/bench/small.py", "--tensors", "20", "--rounds", "1"]
+@pytest.mark.parametrize(
+    ("bench", "arguments"),
+    [
+        slow("small.py", ["--tensors", "20", "--rounds", "1"]),
+        slow("scan.py", ["--directories", "20", "--rounds", "1"]),
+        slow("diff.py", ["--megabytes", "16", "--rounds", "1"]),
+    ],
+)
+def test_the_benches_without_a_table_on_their_page_run(bench: str, arguments: list[str]) -> None:
+    command = [sys.executable, HOME / "tools/bench" / bench, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert "|" in done.stdout
