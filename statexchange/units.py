@@ -50,7 +50,7 @@ def _three_digits(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration: ``0.42 s``, ``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    """Format a duration: ``0.42 s``, ``42 s``, ``3 min 05 s``, ``2 h 10 min``, ``3 d 04 h``."""
     if seconds < 9.95:
         return f"{seconds:.2g} s"
     whole = round(seconds)
@@ -58,7 +58,9 @@ def format_seconds(seconds: float) -> str:
         return f"{whole} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02} h"
 
 
 def format_shape(shape: Iterable[int]) -> str:

@@ -16,6 +16,7 @@ from statexchange.units import format_shape
 
 if TYPE_CHECKING:
     from statexchange.report.diff import DiffReport, TensorDiff
+    from statexchange.report.value_sums import ValueDiff
 
 _HEADER = ("NAME", "DIFFERS", "ELEMENTS", "MAX-ABS", "REL-L2", "COSINE", "FIRST", "NAN")
 _BAR, _DECADES = 20, 10  # a full bar is a relative difference of 1 and more; each decade less is a tenth shorter
@@ -122,8 +123,13 @@ def _cells(tensor: TensorDiff) -> tuple[str, ...]:
         f"{values.relative_l2:.3g}",
         f"{values.cosine:.6f}",
         "-" if values.first is None else format_shape(values.first),
-        f"{values.num_nan_a:,} {values.num_nan_b:,}" if values.num_nan_a or values.num_nan_b else "-",
+        _num_nan(values),
     )
+
+
+def _num_nan(values: ValueDiff) -> str:
+    """Return the numbers of NaN in A and in B, "-" if there are none."""
+    return f"{values.num_nan_a:,} {values.num_nan_b:,}" if values.num_nan_a or values.num_nan_b else "-"
 
 
 def _difference(tensor: TensorDiff) -> str:
@@ -143,7 +149,8 @@ def _show_bars(output: Output, report: DiffReport) -> None:
     for tensor in report.differing:
         values = tensor.values
         if values is None or not values.relative_l2:  # NaN alone, or the sign of a zero
-            output.line(f"{tensor.name:<{width}} | {_difference(tensor)}")
+            nan = "" if values is None or _num_nan(values) == "-" else f", NaN {_num_nan(values)}"
+            output.line(f"{tensor.name:<{width}} | {_difference(tensor)}{nan}")
             continue
         relative = values.relative_l2
         decades = max(0.0, _DECADES + math.log10(min(relative, 1.0)))

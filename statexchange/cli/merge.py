@@ -172,7 +172,7 @@ def _show(output: Output, report: MergeReport) -> None:
         output.line(f"  {name} was reused from an interrupted merge")
     rows = [[t.name, t.dtype, format_shape(t.shape), t.file, _origin(t)] for t in report.tensors]
     if rows:
-        output.table(["tensor", "dtype", "shape", "file", "from"], rows)
+        output.table(["NAME", "DTYPE", "SHAPE", "FILE", "FROM"], rows)
     for alias, kept in report.aliases.items():
         output.line(f"  {alias} is tied to {kept} and not written again")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -286,7 +287,9 @@ def _exists(path: str) -> bool:
 
 
 def _reason(problem: StateExchangeError) -> str:
-    return excerpt(problem.message.removeprefix("refused: "), _MAX_REASON)[1:-1]
+    """Return the message, or its first words that fit and an ellipsis: info shows all of it."""
+    message = excerpt(problem.message.removeprefix("refused: "), 10 * _MAX_REASON)[1:-1]
+    return textwrap.shorten(message, _MAX_REASON, placeholder=" ...")
 
 
 def _file_of(problem: StateExchangeError, folder: str) -> str:

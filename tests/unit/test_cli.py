@@ -784,12 +784,13 @@ def test_progress_on_a_terminal_is_one_line_that_is_erased(
 
 
 def test_numbers_are_formatted_for_people() -> None:
-    assert [format_seconds(s) for s in (0.0123, 9, 59.4, 185, 7800)] == [
+    assert [format_seconds(s) for s in (0.0123, 9, 59.4, 185, 7800, 273_600)] == [
         "0.012 s",
         "9 s",
         "59 s",
         "3 min 05 s",
         "2 h 10 min",
+        "3 d 04 h",
     ]
     assert format_ranks([3, 1, 0, 2, 7]) == "0-3, 7"
     assert format_ranks([]) == ""
@@ -958,7 +959,7 @@ def test_a_dry_run_prints_where_tensors_come_from(call: Call, workspace: Path, t
     )
     assert (code, err) == (0, "")
     table = [line.split("\t") for line in text.splitlines() if "\t" in line]
-    assert table[0] == ["tensor", "dtype", "shape", "file", "from"]
+    assert table[0] == ["NAME", "DTYPE", "SHAPE", "FILE", "FROM"]
     rows = {row[0]: row[1:] for row in table[1:]}
     assert rows["rows.w"][2:] == ["model.safetensors", "ranks 0-3, as rows.weight"]
     data = call.json("merge", workspace, tmp_path / "out", "--dry-run")[1]["data"]
