@@ -77,7 +77,25 @@ def resolve_path(path: object, what: str) -> str:
     return without_scheme if "://" in without_scheme else absolute_path(os.path.expanduser(without_scheme))
 
 
-class StoredFile(ABC):
+class _Budgeted:
+    """A file or directory with the budget for reading the source that it belongs to, by default one of its own."""
+
+    path: str
+    _budget: Budget | None = None
+
+    @property
+    def budget(self) -> Budget:
+        """The budget, which a directory shares with its subdirectories and files."""
+        if self._budget is None:
+            self._budget = Budget(self.path)
+        return self._budget
+
+    @budget.setter
+    def budget(self, budget: Budget) -> None:
+        self._budget = budget
+
+
+class StoredFile(_Budgeted, ABC):
     """A file opened for reading and pinned: all reads return bytes of the same version, or raise. Thread-safe.
 
     Not collective.
@@ -93,18 +111,6 @@ class StoredFile(ABC):
     size: int
     is_remote: bool = False
     modified: float | None = None
-    _budget: Budget | None = None
-
-    @property
-    def budget(self) -> Budget:
-        """The budget for reading the source that this file belongs to."""
-        if self._budget is None:
-            self._budget = Budget(self.path)
-        return self._budget
-
-    @budget.setter
-    def budget(self, budget: Budget) -> None:
-        self._budget = budget
 
     @abstractmethod
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -140,22 +146,10 @@ class StoredFile(ABC):
         return bytes_of(self.size, lambda buffer: self.read_into(buffer, 0))
 
 
-class Store(ABC):
+class Store(_Budgeted, ABC):
     """A pinned directory, listed once. `path` is its absolute path or URL. Not collective."""
 
     path: str
-    _budget: Budget | None = None
-
-    @property
-    def budget(self) -> Budget:
-        """The budget for reading what lies here as one source, shared with subdirectories and files."""
-        if self._budget is None:
-            self._budget = Budget(self.path)
-        return self._budget
-
-    @budget.setter
-    def budget(self, budget: Budget) -> None:
-        self._budget = budget
 
     @cached_property
     def listing(self) -> Mapping[str, EntryKind]:
