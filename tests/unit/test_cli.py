@@ -13,6 +13,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from json_schemas import validator
 from programs import require_mounts
 
 import statexchange
@@ -822,6 +823,7 @@ def test_demo_without_torch_names_the_command_that_installs_it() -> None:
 def test_demo_runs_and_prints_json(tmp_path: Path) -> None:
     code, out, err = shell("demo", "-n", "2", "--steps", "2", "--keep", tmp_path / "kept", "--json")
     assert code == 0, err
+    validator("demo.json").validate(json.loads(out))
     data = json.loads(out)["data"]
     assert data["tensors_equal"] == data["tensors_total"] > 0
     assert data["path"] == os.fspath(tmp_path / "kept" / "merged")

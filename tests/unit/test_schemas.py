@@ -1,0 +1,178 @@
+"""Every JSON output is as the schemas in docs/schemas say, and every schema is that of an output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from json_schemas import SCHEMAS, validator
+from jsonschema import Draft202012Validator
+from safetensors.numpy import save_file
+from whole_checkpoints import KINDS
+
+from statexchange.cli.main import cli, main
+
+COMMANDS = tuple(cli.list_commands(None))  # type: ignore[arg-type]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.save of one process
+HOME = Path(__file__).parents[2]
+LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+# The definitions of a command's schema that are a line of its JSON Lines.
+ROWS = {
+    "ls": ("tensor", "save", "round"),
+    "show": ("region",),
+    "scan": ("checkpoint",),
+    "diff": ("tensor",),
+    "verify": ("finding", "save"),
+    "merge": ("tensor",),
+    "prune": ("save",),
+}
+
+
+def references(value: Any, file: str) -> set[str]:
+    """Every definition that a schema refers to, each with its file."""
+    found: set[str] = set()
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str):
+            target, _, pointer = value["$ref"].partition("#")
+            found.add(f"{target or file}#{pointer}")
+        for one in value.values():
+            found |= references(one, file)
+    elif isinstance(value, list):
+        for one in value:
+            found |= references(one, file)
+    return found
+
+
+def objects(value: Any, where: str) -> list[tuple[str, dict[str, Any]]]:
+    """Every schema of an object with properties, each with its place."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    if isinstance(value, dict):
+        if isinstance(value.get("properties"), dict) and value.get("type") == "object":
+            found.append((where, value))
+        for key, one in value.items():
+            found += objects(one, f"{where}/{key}")
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            found += objects(one, f"{where}/{number}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of many kinds, whole and broken."""
+    home = tmp_path_factory.mktemp("place")
+    kinds = ("save", "saves", "export", "workspace", "dcp", "torch file", "ZeRO-2", "Trainer", "gguf", "npz")
+    for name in (*kinds, "huggingface shards", "rank files"):
+        KINDS[name].build(home / name.replace(" ", "_"))
+    shards = home / "huggingface_shards"
+    shutil.copytree(shards, home / "missing")
+    (home / "missing/model-00002-of-00003.safetensors").unlink()
+    shutil.copytree(home / "saves", home / "broken_saves")
+    (home / "broken_saves/step-000000010/rank-00001.safetensors").unlink(missing_ok=True)
+    for file in sorted((home / "broken_saves/step-000000020").glob("rank-*.safetensors"))[:1]:
+        file.write_bytes(file.read_bytes()[:-100])
+    shutil.copytree(home / "saves", home / "unfinished_saves")
+    (home / "unfinished_saves/step-000000020/save.json").unlink()
+    shutil.copytree(home / "export", home / "changed")
+    first = KINDS["export"].files(home / "changed")[0]
+    first.write_bytes(first.read_bytes()[:-4] + b"\x00\x00\xc0\x7f")
+    os.mkdir(home / "odd")
+    odd = {"nan": np.array([1.0, np.nan, -np.inf] * 8, np.float32), "zero": np.zeros((2, 40), np.float32)}
+    save_file(odd, home / "odd/model.safetensors")
+    os.mkdir(home / "other")
+    save_file({**odd, "zero": np.ones((2, 40), np.float32)}, home / "other/model.safetensors")
+    metadata = home / "download/.cache/huggingface/download"
+    metadata.mkdir(parents=True)
+    digest = hashlib.sha256((home / "odd/model.safetensors").read_bytes()).hexdigest()
+    (metadata / "model.safetensors.metadata").write_text(f"{'a' * 40}\n{digest}\n1700000000.0\n")
+    return home
+
+
+CASES = """
+info save | info workspace | info export --tree | info saves | info broken_saves | info unfinished_saves | info missing
+info dcp | info ZeRO-2 | info Trainer | info gguf | info nothing
+info save saves missing nothing | info export --svg i.svg
+ls save | ls saves | ls broken_saves | ls unfinished_saves | ls workspace --rounds | ls missing | ls torch_file
+ls nothing | ls export saves nothing
+show workspace | show save | show export | show torch_file | show torch_file step | show missing | show nothing
+show export layers.0.w | show workspace layers.1.w --slice 0:2,:3 | show odd nan | show changed layers.0.w
+show odd nosuch
+scan . | scan export --only broken | scan nothing
+diff export huggingface_shards | diff export save | diff odd odd | diff odd other | diff export changed
+diff odd nothing
+verify export | verify save --values | verify odd --values | verify odd --against download | verify missing
+verify changed | verify saves --values | verify broken_saves | verify nothing | verify export saves missing
+merge save m1 --dry-run | merge rank_files m2 --dry-run | merge save m3 | merge missing m4 | merge nothing m5
+seal odd --dry-run | seal huggingface_shards | seal save
+prune saves --keep 1 --dry-run | prune broken_saves --keep 1 --dry-run | prune nothing --keep 1
+prune unfinished_saves --keep 1
+demo --nosuch | info | ls --nosuch | nosuch | inf
+"""
+LISTED = [case.strip() for case in re.split(r"[|\n]", CASES) if case.strip()]
+
+
+@pytest.mark.parametrize("case", LISTED)
+def test_json_is_as_its_schema_says(
+    case: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    for variable in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    command, *rest = case.split()
+    schema = f"{command if command in COMMANDS else 'errors'}.json"
+    writes = command in ("merge", "seal", "prune") and "--dry-run" not in rest
+    forms = [["--json"]] if writes or "--svg" in rest else [["--json"], ["--format", "jsonl"]]
+    for form in forms:
+        with pytest.raises(SystemExit):
+            main([command, *rest, *form])
+        out, _ = capsys.readouterr()
+        if form == ["--json"]:
+            validator(schema).validate(json.loads(out))
+            continue
+        *lines, summary = map(json.loads, out.splitlines())
+        assert summary["type"] == "summary"
+        validator(schema).validate(summary)
+        for line in lines:
+            assert line["type"] in (*ROWS.get(command, ()), "path")
+            validator(f"{schema}#/$defs/{line['type']}").validate(line)
+
+
+def test_every_schema_is_a_valid_one_and_is_that_of_a_command() -> None:
+    for content in SCHEMAS.values():
+        Draft202012Validator.check_schema(content)
+    assert set(SCHEMAS) == {"common", "errors", *COMMANDS}
+    assert {case.split()[0] for case in LISTED} >= set(COMMANDS)
+
+
+def test_every_definition_is_used() -> None:
+    defined = {f"{file}.json#/$defs/{name}" for file, content in SCHEMAS.items() for name in content.get("$defs", ())}
+    used = set().union(*(references(content, f"{file}.json") for file, content in SCHEMAS.items()))
+    assert used - defined == set()
+    assert defined - used == set()
+
+
+def test_no_object_may_have_a_key_that_its_schema_lacks() -> None:
+    for file, content in SCHEMAS.items():
+        for where, schema in objects(content, file):
+            assert schema["additionalProperties"] is False, where
+            assert set(schema["required"]) <= set(schema["properties"]), where
+
+
+def test_another_key_is_refused(place: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "statexchange", "info", "export", "--json"],
+        capture_output=True, cwd=place, check=True, env={**os.environ, "PYTHONPATH": os.fspath(HOME)},
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    validator("info.json").validate(found)
+    found["data"]["another"] = 1
+    assert not validator("info.json").is_valid(found)
