@@ -49,6 +49,10 @@ def storage_errors(doing: str, url: str) -> Iterator[None]:
     except StateExchangeError:
         raise
     except FileNotFoundError as error:
+        failure = _failure_of_server(error)
+        if failure is not None:
+            reason = _redacted(str(failure), url)
+            raise StorageError(f"cannot {doing}: {reason}", path=url) from _cause(failure, url)
         path = url.rpartition("://")[2].strip("/")
         is_bucket = "bucket" in str(error).replace(path, "").lower()  # a path may have the word in it
         raise NotFoundError(_NO_BUCKET if is_bucket else "no such path", path=url) from None
@@ -62,6 +66,15 @@ def storage_errors(doing: str, url: str) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 (it is translated)
         reason = _redacted(f"{type(error).__name__}: {error}", url)
         raise StorageError(f"cannot {doing}: {reason}", path=url) from _cause(error, url)
+
+
+def _failure_of_server(error: FileNotFoundError) -> Exception | None:
+    """Return why a server gave no answer about a path: fsspec calls every failure over HTTP "not found"."""
+    cause = error.__cause__
+    if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):  # no connection
+        return cause
+    status = getattr(cause, "status", None)  # of an answer, in aiohttp's errors
+    return cause if isinstance(cause, Exception) and isinstance(status, int) and status not in (404, 410) else None
 
 
 def is_missing_bucket(error: StateExchangeError) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -70,6 +71,30 @@ def test_a_server_without_ranges_is_refused_by_name(served: str) -> None:
     ) as caught:
         sx.open_checkpoint(served.replace("joe:secret@", ""))
     assert "hidden" not in str(caught.value)
+
+
+class Forbidding(Quiet):
+    """A server that refuses everything."""
+
+    def do_GET(self) -> None:
+        self.send_error(403)
+
+    def do_HEAD(self) -> None:
+        self.send_error(403)
+
+
+@pytest.mark.parametrize("served", [Forbidding], indirect=True)
+def test_a_server_that_forbids_or_is_down_is_not_called_an_absent_path(served: str) -> None:
+    url = served.replace("joe:secret@", "")
+    with pytest.raises(sx.errors.StorageError, match="403") as caught:
+        sx.open_checkpoint(url)
+    assert "hidden" not in str(caught.value)
+    with socket.socket() as nobody:  # bound, but it does not listen
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        with pytest.raises(sx.errors.StorageError, match=r"(?i)cannot connect") as caught:
+            sx.open_checkpoint(f"http://127.0.0.1:{port}/model.safetensors?signature=hidden")
+        assert "hidden" not in str(caught.value)
 
 
 @pytest.mark.parametrize("served", [Ranged], indirect=True)
