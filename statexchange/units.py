@@ -17,6 +17,7 @@ __all__ = [
     "format_shares",
     "format_time",
     "format_transfer",
+    "printable",
     "shortened",
 ]
 
@@ -101,6 +102,11 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def printable(text: str) -> str:
+    """Return a text with all control and invisible characters escaped."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def shortened(text: str, width: int) -> str:

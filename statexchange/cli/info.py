@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import click
 
 from statexchange.cli import commands
-from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe, printable
+from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
 from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError
 from statexchange.formats.source import abbreviated_list
-from statexchange.units import format_bytes, format_count, format_ranks, format_time
+from statexchange.units import format_bytes, format_count, format_ranks, format_time, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from statexchange import settings
 from statexchange.errors import ReplicaError, StateExchangeError, without_secrets
+from statexchange.units import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,6 @@ __all__ = [
     "error_record",
     "fields_of",
     "most_severe",
-    "printable",
 ]
 
 SCHEMA = 1
@@ -72,15 +72,6 @@ def code_of(finding: StateExchangeError) -> str:
 def most_severe(findings: Iterable[StateExchangeError]) -> StateExchangeError | None:
     """Return the most severe finding, which decides the exit code; of several the first."""
     return min(findings, key=lambda finding: _MOST_SEVERE_FIRST.index(code_of(finding)), default=None)
-
-
-def printable(text: str) -> str:
-    """Return a text with all control and invisible characters escaped."""
-    return "".join(char if char.isprintable() else _escape(char) for char in text)
-
-
-def _escape(char: str) -> str:
-    return ascii(char)[1:-1]
 
 
 class Output:

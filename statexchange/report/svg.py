@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 from unicodedata import east_asian_width
 
-from statexchange.units import shortened
+from statexchange.units import printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,8 +66,8 @@ class Drawing:
         opening = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"',
             f' height="{height}" role="img" aria-labelledby="title desc">',
-            f'<title id="title">{escape(self._title)}</title>',
-            f'<desc id="desc">{escape(description)}</desc>',
+            f'<title id="title">{_escaped(self._title)}</title>',
+            f'<desc id="desc">{_escaped(description)}</desc>',
             f"<style>{_STYLE}</style>",
             f"<defs>{_HATCHING}</defs>",
             f'<rect width="{WIDTH}" height="{height}" class="b"/>',
@@ -77,7 +77,7 @@ class Drawing:
     def text(self, x: float, y: float, text: str, style: str = "", *, colour: str = "") -> None:
         """Add a line of text; `style` is the classes of the style sheet, `colour` replaces theirs."""
         fill = f' style="fill:{colour}"' if colour else ""
-        self._parts.append(f'<text x="{x:.5g}" y="{y:.5g}" class="{style}"{fill}>{escape(text)}</text>')
+        self._parts.append(f'<text x="{x:.5g}" y="{y:.5g}" class="{style}"{fill}>{_escaped(text)}</text>')
 
     def rectangle(self, x: float, y: float, width: float, height: float, style: str, *, tooltip: str = "") -> None:
         """Add a rectangle; `style` is its attributes, `tooltip` the text below the mouse."""
@@ -103,8 +103,13 @@ class Drawing:
         self.y += -(-len(entries) // columns) * 20 + 12
 
 
+def _escaped(text: str) -> str:
+    """Return a text for XML, which has no control characters, and for readers, whom invisible ones mislead."""
+    return escape(printable(text))
+
+
 def _tooltip(text: str) -> str:
-    return "\n".join(escape(shortened(line, _MAX_TOOLTIP)) for line in text.split("\n"))
+    return "\n".join(_escaped(shortened(line, _MAX_TOOLTIP)) for line in text.split("\n"))
 
 
 def _columns(text: str) -> int:

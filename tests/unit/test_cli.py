@@ -20,14 +20,14 @@ import statexchange
 from statexchange import demo
 from statexchange.cli import progress as progress_module
 from statexchange.cli.main import cli, main
-from statexchange.cli.output import EXIT_CODES, Output, most_severe, printable
+from statexchange.cli.output import EXIT_CODES, Output, most_severe
 from statexchange.cli.progress import Progress
 from statexchange.errors import CorruptError, IncompleteError, ReplicaError, StorageError
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
 from statexchange.testing import run_ranks
-from statexchange.units import format_ranks, format_seconds
+from statexchange.units import format_ranks, format_seconds, printable
 
 LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 HOME = os.fspath(Path(statexchange.__file__).parents[1])

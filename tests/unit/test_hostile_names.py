@@ -1,0 +1,172 @@
+"""Names and values in files that would command a terminal, or break JSON or SVG, come out harmless."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import unicodedata
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from statexchange.cli.main import main
+
+HOSTILE = {
+    "escape": "a\x1b[31mred\x1b[0m",
+    "title": "a\x1b]0;title\x07b",
+    "link": "a\x1b]8;;http://x\x1b\\b",
+    "C1": "a\x9b31m\x9d0;x\x9cb",
+    "newline": "a\nerror: forged\r\nb",
+    "tab": "a\tb\x0b\x0cc",
+    "separators": "a\u2028b\u2029c\x85d",
+    "bidi": "a\u202etxt.exe\u202c\u2066b\u2069\u200f",
+    "invisible": "a\u200b\ufeff\U000e0041b",
+    "surrogate": "a\ud800b",
+    "long": "x" * 100_000,
+    "script": "</script><script>alert(1)</script>",
+    "markup": "&<>\"'-->]]>",
+    "NUL": "a\x00b",
+    "format": "{0}%s{name}[bold]",
+    "delete": "a\x7fb",
+}
+NAMES = list(HOSTILE)
+LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def write_safetensors(path: Path, name: str, fill: float, metadata: dict[str, str]) -> None:
+    data = np.full((2, 3), fill, np.float32).tobytes()
+    entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, len(data)]}
+    text = json.dumps({"__metadata__": metadata, f"layer.{name}.w": entry}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def hostile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """Checkpoints with a hostile text in names, metadata, configs and, where it can be, in names of files."""
+    text = HOSTILE[request.param]
+    home = tmp_path_factory.mktemp("hostile")
+    for folder, fill in (("a", 1.0), ("b", float("nan"))):
+        (home / folder).mkdir()
+        write_safetensors(home / folder / "model.safetensors", text, fill, {text: text, "format": "pt"})
+        config = {"architectures": [text], "model_type": text, text: {text: [text]}}
+        (home / folder / "config.json").write_text(json.dumps(config))
+    torch.save({f"layer.{text}.w": torch.ones(2, 3), text: text, "step": 1}, home / "state.pt")
+    (home / "index").mkdir()
+    weight_map = {f"layer.{text}.w": f"{text}.safetensors", "w": text}
+    (home / "index/model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    named = home / as_argument(text).replace("/", "_").replace("\0", "_")[:200]
+    named.mkdir()
+    write_safetensors(named / "model.safetensors", "0", 1.0, {})
+    return home, text, named.name
+
+
+def as_argument(text: str) -> str:
+    """Return a text as Python shows one of a program's arguments: bytes that are no text are other surrogates."""
+    return os.fsdecode(text.encode("utf-8", "surrogatepass"))
+
+
+CASES = [
+    ["info", "a"],
+    ["info", "a", "state.pt"],
+    ["info", "a", "--tree"],
+    ["ls", "a"],
+    ["ls", "state.pt"],
+    ["show", "a"],
+    ["show", "state.pt"],
+    ["show", "a", "NAME"],
+    ["show", "a", "nosuch"],
+    ["show", "state.pt", "TEXT"],
+    ["scan", "."],
+    ["diff", "a", "b"],
+    ["diff", "a", "b", "--stat"],
+    ["diff", "a", "state.pt"],
+    ["verify", "a"],
+    ["verify", "b", "--values"],
+    ["merge", "a", "merged", "--dry-run"],
+    ["ls", "a", "--include", "nosuch"],
+    ["info", "TEXT"],
+    ["info", "index"],
+    ["ls", "index"],
+    ["verify", "index"],
+    ["info", "NAMED"],
+    ["info", "NAMED", "--tree"],
+    ["ls", "NAMED"],
+    ["show", "NAMED", "layer.0.w"],
+    ["verify", "NAMED"],
+    ["diff", "NAMED", "a"],
+    ["merge", "NAMED", "merged", "--dry-run"],
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_hostile_texts_are_harmless(
+    case: list[str],
+    hostile: tuple[Path, str, str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    home, text, named = hostile
+    monkeypatch.chdir(home)
+    for variable in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    words = {"NAME": as_argument(f"layer.{text}.w"), "TEXT": as_argument(text), "NAMED": named}
+    arguments = [words.get(part, part) for part in case]
+    for form in ("human", "auto", "json", "jsonl"):
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--format", form])
+        out, err = capsys.readouterr()
+        assert ended.value.code != 70, err
+        # pipes get tables whose cells tabs separate
+        allowed = "\n\t" if form == "auto" else "\n"
+        assert unsafe(out, allowed) == unsafe(err, "\n") == set()
+        assert not any(line.startswith("error: forged") for line in (out + err).splitlines())
+        if form == "json":
+            assert set(json.loads(out)) >= {"ok", "data"}
+        elif form == "jsonl":
+            assert all(isinstance(json.loads(line), dict) for line in out.splitlines())
+
+
+PICTURES = [
+    ["info", "a"],
+    ["ls", "a"],
+    ["ls", "state.pt"],
+    ["show", "a", "NAME"],
+    ["info", "NAMED"],
+    ["ls", "NAMED"],
+    ["show", "NAMED", "layer.0.w"],
+]
+
+
+@pytest.mark.parametrize("case", PICTURES, ids=" ".join)
+def test_hostile_texts_are_text_in_pictures(
+    case: list[str], hostile: tuple[Path, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, text, named = hostile
+    monkeypatch.chdir(home)
+    for variable in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    picture = tmp_path / "picture.svg"
+    words = {"NAME": as_argument(f"layer.{text}.w"), "NAMED": named}
+    with pytest.raises(SystemExit) as ended:
+        main([*(words.get(part, part) for part in case), "--svg", os.fspath(picture)])
+    if ended.value.code != 0:  # readers refuse names with control characters: there is nothing to draw
+        assert "NAMED" not in case
+        assert ended.value.code in (3, 4)
+        assert not picture.exists()
+        return
+    raw = picture.read_text(encoding="utf-8")
+    assert unsafe(raw, "\n") == set()
+    assert {re.sub(r"\{.*\}", "", element.tag) for element in ET.fromstring(raw).iter()} <= {
+        "svg", "title", "desc", "style", "rect", "text", "tspan", "g", "path", "line", "defs", "clipPath", "polyline",
+        "pattern", "circle",
+    }  # fmt: skip
+
+
+def unsafe(text: str, allowed: str) -> set[str]:
+    """The characters of an output that a terminal obeys, or does not show."""
+    return {one for one in text if unicodedata.category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - set(allowed)
