@@ -71,6 +71,7 @@ COMMANDS = {
     "error-corrupt": ["verify", "broken/flipped"],
     "error-truncated": ["info", "broken/truncated"],
     "error-incomplete": ["verify", "broken/missing"],
+    "error-io": ["merge", "plain", "/proc/merged"],
     "error-exists": ["merge", "plain", "model"],
     "error-refused": ["info", "broken/pickle"],
 }
