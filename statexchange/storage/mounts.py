@@ -59,19 +59,26 @@ class Mount:
         return self.kind in _KERNEL
 
 
-def _mounts() -> list[Mount]:
-    """Return all mounts in the order in which they were made; [] without /proc/self/mountinfo."""
+def _mounts() -> tuple[Mount, ...]:
+    """Return all mounts in the order in which they were made; () without /proc/self/mountinfo."""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-            rows = [line.split() for line in lines]
+            return _parsed(lines.read())
     except OSError:
-        return []
+        return ()
+
+
+@functools.lru_cache(maxsize=1)  # a scan asks once a directory, and mounts seldom change
+def _parsed(text: str) -> tuple[Mount, ...]:
     mounts = []
-    for row in rows:
+    for line in text.split("\n"):
+        row = line.split()
+        if not row:  # after the last line
+            continue
         separator = row.index("-")  # follows the optional fields
         options = frozenset([*row[5].split(","), *row[separator + 3].split(",")])
         mounts.append(Mount(unescape_mountinfo(row[4]), row[separator + 1], options))
-    return mounts
+    return tuple(mounts)
 
 
 def mount_of(path: str) -> Mount:
