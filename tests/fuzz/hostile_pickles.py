@@ -63,7 +63,7 @@ def claimed(folder: Path, *, committed: bool) -> Path:
 def numbered(folder: Path, layout: object = None, shape: tuple[int, ...] = (2,)) -> Path:
     files = folder / "files"
     files.mkdir()
-    for number in (1, 20261122011500 if layout is None else 2):
+    for number in (0, 20261122011500 if layout is None else 1):
         save_file({"w": np.zeros(shape, "f4")}, files / f"rank_{number}.safetensors")
     (folder / "layout.json").write_text(json.dumps(layout or {"w": {"dim": 0}}))
     return files

@@ -68,6 +68,8 @@ from statexchange.errors import NotFoundError, PeerError, StorageError, without_
 from statexchange.storage.workspace import Workspace
 
 HOME = os.fspath(Path(statexchange.__file__).parents[1])
+pytestmark = pytest.mark.timeout(120)  # so that one worker has all tests of this file, which share one process
+
 MEMORY_BYTES, CPU_SECONDS = 1 << 30, 25
 CHILD = f"""
 import contextlib, io, json, resource, sys
