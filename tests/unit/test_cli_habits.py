@@ -477,13 +477,19 @@ import os, runpy, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process inherits that it is ignored
 begun = int(sys.argv.pop(1))
 sys.argv[0] = "-m"
-os.write(begun, b"x")
+
+def on_event(event, arguments):
+    global begun
+    if event == "exec" and begun and arguments[0].co_filename.endswith("__main__.py"):
+        begun = os.write(begun, b"x") - 1
+
+sys.addaudithook(on_event)
 runpy.run_module("statexchange", run_name="__main__", alter_sys=True)
 """
 
 
 def begin(*arguments: object) -> "subprocess.Popen[str]":
-    """Start the command line; return when the interpreter is ready to import it."""
+    """Start the command line; return when its first line runs: before it, Python itself handles an interrupt."""
     reading, writing = os.pipe()
     run = [sys.executable, "-c", BEGIN, str(writing), *map(str, arguments)]
     process = subprocess.Popen(
