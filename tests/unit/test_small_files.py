@@ -50,7 +50,7 @@ CODES: dict[str, dict[str, tuple[int, int]]] = {
         "on a shape": (CORRUPT, CORRUPT),
         "on a storage": (CORRUPT, CORRUPT),
         "on a class": (UNSAFE, UNSAFE),
-        "with an opaque key": (OK, OK),
+        "with an opaque key": (OK, USAGE),
         "on sizes": (CORRUPT, CORRUPT),
         "on properties": (CORRUPT, CORRUPT),
         "on a file": (CORRUPT, CORRUPT),
@@ -74,7 +74,7 @@ CODES: dict[str, dict[str, tuple[int, int]]] = {
     "opaque": {
         "objects with tensors": (CORRUPT, CORRUPT),
         "an object again and again": (CORRUPT, CORRUPT),
-        "objects in each other": (OK, OK),
+        "objects in each other": (OK, USAGE),
     },
     "places": {"of entries": (CORRUPT, CORRUPT)},
 }
