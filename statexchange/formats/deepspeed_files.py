@@ -155,7 +155,7 @@ class DeepSpeedFile:
 
     @property
     def budget(self) -> Budget:
-        """What reading the content of the pickle may still take."""
+        """The budget that is left for reading the content of the pickle."""
         return self._budget
 
     def listed(self, value: Any) -> Sequence[Any]:

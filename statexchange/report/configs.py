@@ -60,7 +60,7 @@ class DifferingKey:
 
 @dataclass(frozen=True, slots=True)
 class ConfigComparison:
-    """What configs have in common, and the keys in which they differ.
+    """The common part of configs, and the keys in which they differ.
 
     Attributes:
         common: the values on which all agree; an index stands as a key ``[0]`` where not all items do. None if they

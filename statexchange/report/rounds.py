@@ -32,7 +32,7 @@ _MAX_MISSING = 1000  # listed of a round: a file's name may claim any world size
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """What one rank has written in one round.
+    """The state of one rank's write in one round.
 
     Attributes:
         run: the run.
@@ -79,7 +79,7 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class RoundsReport:
-    """What lies in a workspace, or in one run or round of it.
+    """The rounds of a workspace, of one of its runs, or one round.
 
     Attributes:
         path: its path.

@@ -60,7 +60,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What headers say of one tensor.
+    """The facts about one tensor in headers.
 
     Attributes:
         name: its name.

@@ -10,7 +10,7 @@ __all__ = ["ModuleNode", "module_tree"]
 
 
 class TreeTensor(Protocol):
-    """What the tree takes of a tensor: its name, what makes it alike to another, and its sizes."""
+    """A tensor as the tree needs it: its name, the dtype and shape by which two are alike, and its sizes."""
 
     @property
     def name(self) -> str: ...

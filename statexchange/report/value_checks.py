@@ -47,7 +47,7 @@ _OPTIMIZER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ValueFinding:
-    """What one check found in one tensor.
+    """A finding of one check in one tensor.
 
     Attributes:
         check: the check.

@@ -22,7 +22,7 @@ _MEMORY_PER_BYTE, _RESERVED_MEMORY = 16, 32 << 20  # a real header takes up to 1
 
 
 class _Reserve:
-    """What is left of the reserve of one source, and of the entries that it may have."""
+    """The rest of the reserve of one source, and of the entries that it may have."""
 
     __slots__ = ("entries", "memory", "steps")
 
