@@ -3,12 +3,28 @@
 import contextlib
 import signal
 import sys
+import threading
 
 __all__ = ["main"]
 
 
+def _interrupt_again(ignored: "sys.UnraisableHookArgs") -> None:
+    """Repeat an interrupt that came in a finaliser or in a callback of a weak reference.
+
+    Python prints and drops exceptions there, and the import of a module runs such callbacks. Another thread repeats the
+    interrupt a moment later, as one that is raised in this hook would be dropped, too.
+    """
+    if ignored.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(ignored)
+        return
+    again = threading.Timer(0.005, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    again.daemon = True
+    again.start()
+
+
 def main() -> None:
     """Run the command line. An interrupt while modules are imported ends it as one in a command does."""
+    sys.unraisablehook = _interrupt_again
     try:
         from statexchange.cli.main import main as run
 

@@ -17,7 +17,7 @@ __all__ = ["RankFailure", "RankOutcome", "RankOutcomes", "report", "run_ranks"]
 
 _START_S = 60.0  # for all ranks to import their function: torch takes long on a busy machine
 _GRACE_S = 2.0  # for the peers of a failed rank to end by themselves
-_EXIT_S = 8.0  # for a process to end after its work: torch and MPI take long on a busy machine
+_EXIT_S = 30.0  # for a process to end after its work: torch and MPI take long on a busy machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def run_ranks(
     *,
     backend: str = "threads",
     args: tuple[Any, ...] = (),
-    timeout_s: float = 20.0,
+    timeout_s: float = 60.0,
     on_message: OnMessage | None = None,
     allow_failure: bool = False,
     reuse: bool = False,

@@ -823,7 +823,7 @@ def over(backend: str, work: Callable[..., list[Any]], tmp_path: Path) -> list[l
         pytest.skip(missing)
     world_size = 3 if backend == "hierarchical" else 2
     args = (backend, str(tmp_path))
-    return run_ranks(work, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=60.0, reuse=True)
+    return run_ranks(work, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=120, reuse=True)
 
 
 @BACKENDS
@@ -891,7 +891,7 @@ def over_two_hosts(directory: str) -> list[Any]:
 
 @pytest.mark.slow
 def test_the_hierarchy_is_chosen_by_the_caller_or_the_tuner(tmp_path: Path) -> None:
-    results = run_ranks(over_two_hosts, 3, backend="processes", args=(str(tmp_path),), timeout_s=60.0)
+    results = run_ranks(over_two_hosts, 3, backend="processes", args=(str(tmp_path),), timeout_s=120)
     assert results[1:] == results[:1] * 2
     found, backend = results[0]
     assert backend == "hierarchical"
@@ -942,7 +942,7 @@ CASES = [("shift_one", "float32", True), ("shift_one", "bfloat16", None), ("ring
 @pytest.mark.parametrize("hosts", ["aabb", slow("abbb"), slow("aabbc")])
 def test_with_a_hierarchy_peers_are_hosts(hosts: str, tmp_path: Path) -> None:
     args = (str(tmp_path), hosts, [*CASES, ("shift_one", "float32", False), ("ring", "complex64", True)])
-    results = run_ranks(averages_of_hosts, len(hosts), backend="processes", args=args, timeout_s=60.0)
+    results = run_ranks(averages_of_hosts, len(hosts), backend="processes", args=args, timeout_s=120)
     if hosts == "aabb":
         assert [result[0] for result in results] == [[3.75] * 3] * 4
         assert [result[3] for result in results] == [[2.5, 4.5, 2.5], [5.0, 3.0, 5.0], [2.5, 3.0, 2.5], [5.0, 4.5, 5.0]]
@@ -983,7 +983,7 @@ def spread_of(rank: int) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_quantised_averages_on_uneven_hosts_are_over_ranks(tmp_path: Path) -> None:
-    results = run_ranks(quantised_by_hosts, 4, backend="processes", args=(str(tmp_path),), timeout_s=60.0)
+    results = run_ranks(quantised_by_hosts, 4, backend="processes", args=(str(tmp_path),), timeout_s=120)
     assert results[1:] == results[:1] * 3
     mean = sum(spread_of(rank) for rank in range(4)) / 4
     for rounds in results[0]:
@@ -1008,7 +1008,7 @@ def refused_without_hierarchy(directory: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_hierarchy_that_the_communicator_lacks_is_refused(tmp_path: Path) -> None:
-    results = run_ranks(refused_without_hierarchy, 4, backend="processes", args=(str(tmp_path),), timeout_s=60.0)
+    results = run_ranks(refused_without_hierarchy, 4, backend="processes", args=(str(tmp_path),), timeout_s=120)
     assert all("init('auto')" in error for errors in results for error in errors)
 
 

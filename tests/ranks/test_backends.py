@@ -278,7 +278,7 @@ def serve(kind: str, path: str) -> None:
 
 @pytest.mark.parametrize("kind", by_default(KINDS, 0))
 def test_every_method_is_correct(kind: str, tmp_path: Any) -> None:
-    run_ranks(serve, 3, backend=WORLDS[kind], args=(kind, str(tmp_path / "store")), timeout_s=60)
+    run_ranks(serve, 3, backend=WORLDS[kind], args=(kind, str(tmp_path / "store")), timeout_s=120)
 
 
 def bootstraps_over_mpi(b: Backend) -> None:
@@ -369,7 +369,7 @@ def peer_does_not_call(kind: str, path: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mpi"])
 def test_a_peer_that_does_not_call_is_named_at_the_deadline(kind: str, tmp_path: Any) -> None:
-    run_ranks(peer_does_not_call, 3, backend=WORLDS[kind], args=(kind, str(tmp_path / "store")), timeout_s=60)
+    run_ranks(peer_does_not_call, 3, backend=WORLDS[kind], args=(kind, str(tmp_path / "store")), timeout_s=120)
 
 
 class _FailedMonitor(FailureMonitor):

@@ -58,7 +58,7 @@ def trains_during_an_export(backend: str, out: str) -> Any:
 @pytest.mark.parametrize("world_size", [slow(1), 3])
 def test_training_goes_on_during_an_export_of_the_earlier_state(backend: str, world_size: int, tmp_path: Path) -> None:
     found = run_ranks(
-        trains_during_an_export, world_size, backend=backend, args=(backend, str(tmp_path / "out")), timeout_s=60
+        trains_during_an_export, world_size, backend=backend, args=(backend, str(tmp_path / "out")), timeout_s=120
     )
     assert found == [[str(tmp_path / f"out-{turn}") for turn in range(3)]] * world_size
 
@@ -100,7 +100,7 @@ def meets_failures(backend: str, out: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_failure_is_raised_on_all_ranks_and_the_next_export_succeeds(backend: str, tmp_path: Path) -> None:
-    run_ranks(meets_failures, 2, backend=backend, args=(backend, str(tmp_path / "out")), timeout_s=60)
+    run_ranks(meets_failures, 2, backend=backend, args=(backend, str(tmp_path / "out")), timeout_s=120)
     left = sorted(p.name for p in tmp_path.iterdir() if not p.name.endswith(".lock"))
     assert left == ["out", "out-4"]
 
@@ -213,7 +213,7 @@ def fails_without_result(out: str) -> list[Any]:
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
 def test_a_failure_without_a_call_of_result_is_raised_by_the_next_export(backend: str, tmp_path: Path) -> None:
     (tmp_path / "place").mkdir()
-    found = run_ranks(fails_without_result, 2, backend=backend, args=(str(tmp_path / "place" / "out"),), timeout_s=60)
+    found = run_ranks(fails_without_result, 2, backend=backend, args=(str(tmp_path / "place" / "out"),), timeout_s=120)
     assert found == [["out-3"]] * 2
 
 

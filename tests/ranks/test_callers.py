@@ -63,7 +63,7 @@ def two_threads(backend: str) -> list[Any]:
 
 @pytest.mark.parametrize(("ranks_backend", "backend"), TRANSPORTS)
 def test_two_threads_never_get_each_others_results(ranks_backend: str, backend: str) -> None:
-    for wrong, ends in run_ranks(two_threads, 2, backend=ranks_backend, args=(backend,), timeout_s=60):
+    for wrong, ends in run_ranks(two_threads, 2, backend=ranks_backend, args=(backend,), timeout_s=120):
         assert wrong == []
         assert all(end == "ok" or end.startswith(("MismatchError", "PeerError", "StallError")) for end in ends), ends
 
@@ -91,7 +91,7 @@ def from_one_thread(backend: str) -> list[Any]:
 
 @pytest.mark.parametrize(("ranks_backend", "backend"), TRANSPORTS)
 def test_a_single_caller_may_be_any_thread_of_each_rank(ranks_backend: str, backend: str) -> None:
-    assert run_ranks(from_one_thread, 3, backend=ranks_backend, args=(backend,), timeout_s=60) == [[3.0] * 3] * 3
+    assert run_ranks(from_one_thread, 3, backend=ranks_backend, args=(backend,), timeout_s=120) == [[3.0] * 3] * 3
 
 
 def out_of_order(backend: str) -> list[str]:
@@ -133,7 +133,7 @@ def out_of_order(backend: str) -> list[str]:
 
 @pytest.mark.parametrize(("ranks_backend", "backend"), TRANSPORTS)
 def test_callers_in_different_orders_are_a_mismatch_that_names_both(ranks_backend: str, backend: str) -> None:
-    for messages in run_ranks(out_of_order, 2, backend=ranks_backend, args=(backend,), timeout_s=60):
+    for messages in run_ranks(out_of_order, 2, backend=ranks_backend, args=(backend,), timeout_s=120):
         for text in messages:
             assert "rank 0 called all_reduce sum float32[4] at" in text, text
             assert "rank 1 called all_reduce sum float32[4] at" in text, text
@@ -169,7 +169,7 @@ def with_a_reducer(backend: str) -> list[Any]:
 
 @pytest.mark.parametrize(("ranks_backend", "backend"), TRANSPORTS[:2])
 def test_a_reducer_and_another_thread_do_not_mix_results(ranks_backend: str, backend: str) -> None:
-    for wrong, ends in run_ranks(with_a_reducer, 2, backend=ranks_backend, args=(backend,), timeout_s=60):
+    for wrong, ends in run_ranks(with_a_reducer, 2, backend=ranks_backend, args=(backend,), timeout_s=120):
         assert wrong == []
         assert all(end == "ok" or end.startswith(("MismatchError", "PeerError", "StallError")) for end in ends), ends
 

@@ -32,7 +32,7 @@ BY_DEFAULT = [
 ]
 WORLDS = by_default(WORLDS, *map(WORLDS.index, BY_DEFAULT))
 NAMES = [check.name for check in conformance.CHECKS]
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 def conforms(backend: str, directory: str) -> list[Any]:

@@ -417,7 +417,7 @@ def makes_different_calls(out: str) -> list[list[str]]:
 
 
 def test_a_mismatch_names_the_calls_of_all_ranks(tmp_path: Path) -> None:
-    found = run_ranks(makes_different_calls, 2, backend="gloo", args=(str(tmp_path / "out"),), timeout_s=60)
+    found = run_ranks(makes_different_calls, 2, backend="gloo", args=(str(tmp_path / "out"),), timeout_s=120)
     for first, second, text in [account for rank in found for account in rank]:
         line = r"at \S+test_comm\.py:\d+"
         assert re.fullmatch(
@@ -467,7 +467,7 @@ def is_interrupted(out: str) -> list[str]:
 
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
 def test_after_an_interrupt_the_error_names_the_cause(backend: str, tmp_path: Path) -> None:
-    interrupted, other = run_ranks(is_interrupted, 2, backend=backend, args=(str(tmp_path / "out"),), timeout_s=30)
+    interrupted, other = run_ranks(is_interrupted, 2, backend=backend, args=(str(tmp_path / "out"),), timeout_s=120)
     closed = (
         "this communicator is closed since KeyboardInterrupt ended export_checkpoint: make a new one, as "
         "shutdown() and init() do [rank 0]"

@@ -90,7 +90,7 @@ def write_placements(mesh_shape: list[int], out: str) -> None:
 @pytest.mark.parametrize("mesh_shape", [slow((1,)), (2,), slow((3,)), slow((2, 2))])
 def test_what_dcp_saves_merges_to_what_save_file_writes(mesh_shape: tuple[int, ...], tmp_path: Path) -> None:
     ranks = torch.Size(mesh_shape).numel()
-    run_ranks(write_placements, ranks, backend="gloo", args=(list(mesh_shape), str(tmp_path)), timeout_s=60)
+    run_ranks(write_placements, ranks, backend="gloo", args=(list(mesh_shape), str(tmp_path)), timeout_s=120)
     source = open_source(tmp_path / "dcp")
     assert (source.kind, [holder.rank for holder in source.files]) == ("dcp", list(range(ranks)))
     assert source.others == {
@@ -138,7 +138,7 @@ def write_model(out: str) -> list[str]:
 
 @pytest.mark.slow
 def test_fsdp2_over_tensor_parallel_merges_to_the_full_tensors(tmp_path: Path) -> None:
-    assert "_StridedShard" in run_ranks(write_model, 4, backend="gloo", args=(str(tmp_path),), timeout_s=60)[0]
+    assert "_StridedShard" in run_ranks(write_model, 4, backend="gloo", args=(str(tmp_path),), timeout_s=120)[0]
     merge_checkpoint(tmp_path / "dcp", tmp_path / "out", section="all")
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
     source = open_source(tmp_path / "dcp")
@@ -169,7 +169,7 @@ def write_with_accelerate(out: str) -> None:
 
 
 def test_what_accelerate_writes_is_read(tmp_path: Path) -> None:
-    run_ranks(write_with_accelerate, 2, backend="gloo", args=(str(tmp_path),), timeout_s=60)
+    run_ranks(write_with_accelerate, 2, backend="gloo", args=(str(tmp_path),), timeout_s=120)
     (tmp_path / "scheduler.bin").write_bytes(b"")  # accelerate's save_state writes such files beside them
     merge_checkpoint(tmp_path / "pytorch_model_fsdp_0", tmp_path / "out", rename=[(r"^model\.", "")])
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
@@ -199,7 +199,7 @@ def write_hugging_face(out: str) -> None:
 
 
 def test_torchs_hugging_face_shards_are_shards(tmp_path: Path) -> None:
-    run_ranks(write_hugging_face, 2, backend="gloo", args=(str(tmp_path),), timeout_s=60)
+    run_ranks(write_hugging_face, 2, backend="gloo", args=(str(tmp_path),), timeout_s=120)
     source = open_source(tmp_path / "hf")
     assert (source.kind, sorted({holder.rank for holder in source.files})) == ("huggingface", [0, 1])
     merge_checkpoint(tmp_path / "hf", tmp_path / "out")

@@ -610,7 +610,7 @@ def saves_slowly(folder: str) -> None:
 
 
 def test_a_rank_that_saves_more_is_waited_for(tmp_path: Path) -> None:
-    run_ranks(saves_slowly, 2, backend="gloo", args=(str(tmp_path / "saved"),), timeout_s=60)
+    run_ranks(saves_slowly, 2, backend="gloo", args=(str(tmp_path / "saved"),), timeout_s=120)
 
 
 def reduces_slowly(out: str) -> None:
@@ -621,7 +621,7 @@ def reduces_slowly(out: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_reduce_much_are_waited_for(tmp_path: Path) -> None:
-    run_ranks(reduces_slowly, 2, backend="gloo", args=(str(tmp_path / "out"),), timeout_s=60)
+    run_ranks(reduces_slowly, 2, backend="gloo", args=(str(tmp_path / "out"),), timeout_s=120)
 
 
 def test_the_report_is_right_if_the_target_is_moved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ STRIKES = [
 
 @pytest.mark.parametrize(("kind", "how", "cause"), by_default(STRIKES, 0, 1))
 def test_under_ddp_a_failed_rank_is_a_peer_error_in_backward(kind: str, how: str, cause: str) -> None:
-    outcomes = run_ranks(dies_or_raises, 2, backend="gloo", args=(how, kind), timeout_s=60, allow_failure=True)
+    outcomes = run_ranks(dies_or_raises, 2, backend="gloo", args=(how, kind), timeout_s=120, allow_failure=True)
     assert outcomes[0].state == "ok", outcomes
     rank, message = outcomes[0].value
     assert rank == 1
@@ -111,7 +111,7 @@ def mismatches_under_ddp() -> list[Any]:
 
 
 def test_ddp_works_after_a_mismatch_in_its_backward() -> None:
-    for message, same in run_ranks(mismatches_under_ddp, 2, backend="gloo", timeout_s=60):
+    for message, same in run_ranks(mismatches_under_ddp, 2, backend="gloo", timeout_s=120):
         where = marked_line(mismatches_under_ddp)
         assert f"at {where} (bucket 0 of DDP: parameters of shapes [3], [3, 8], [8], [8, 4])" in message
         assert same == [True] * 4
@@ -140,7 +140,7 @@ def mismatches_in_backward(directory: str) -> str:
 
 def test_a_mismatch_in_backward_names_the_line_and_the_parameters(tmp_path: Path) -> None:
     where = marked_line(mismatches_in_backward)
-    for message in run_ranks(mismatches_in_backward, 2, backend="processes", args=(str(tmp_path),), timeout_s=60):
+    for message in run_ranks(mismatches_in_backward, 2, backend="processes", args=(str(tmp_path),), timeout_s=120):
         found = re.search(r"rank 0 called all_reduce avg float32\[68\] at (\S+) \((.*)\); rank 1 called", message)
         assert found is not None, message
         assert found[1] == where
@@ -171,7 +171,7 @@ def has_buckets_left(directory: str) -> list[Any]:
 
 def test_a_mismatch_in_one_bucket_ends_the_following_ones_at_once(tmp_path: Path) -> None:
     """No following bucket waits for a call of rank 1, which could be taken for its counterpart."""
-    found = run_ranks(has_buckets_left, 2, backend="processes", args=(str(tmp_path),), timeout_s=60)
+    found = run_ranks(has_buckets_left, 2, backend="processes", args=(str(tmp_path),), timeout_s=120)
     assert found[1] == [True]
     assert found[0][0] == 4
     assert "(bucket 0: " in found[0][1]
@@ -205,7 +205,7 @@ def queues_works(backend: str, directory: str) -> list[Any]:
 @pytest.mark.parametrize("backend", ["threads", slow("shm"), "gloo"])
 def test_works_after_a_mismatch_fail(backend: str, tmp_path: Path) -> None:
     args = (backend, str(tmp_path))
-    found = run_ranks(queues_works, 2, backend=LAUNCHED_AS[backend], args=args, timeout_s=60)
+    found = run_ranks(queues_works, 2, backend=LAUNCHED_AS[backend], args=args, timeout_s=120)
     assert found == [[[2.0] * 3, [2.0] * 3]] * 2
 
 
@@ -236,7 +236,7 @@ def trains_alone_after_a_failure(directory: str) -> list[Any]:
 
 
 def test_after_a_failure_and_shutdown_parameters_can_be_trained_alone(tmp_path: Path) -> None:
-    found = run_ranks(trains_alone_after_a_failure, 2, backend="processes", args=(str(tmp_path),), timeout_s=60)
+    found = run_ranks(trains_alone_after_a_failure, 2, backend="processes", args=(str(tmp_path),), timeout_s=120)
     assert found[0] == [True] * 4
 
 
@@ -267,7 +267,7 @@ def shuts_down_between_backward_and_step(directory: str) -> None:
 
 
 def test_no_step_is_silently_local_after_shutdown(tmp_path: Path) -> None:
-    run_ranks(shuts_down_between_backward_and_step, 2, backend="processes", args=(str(tmp_path),), timeout_s=60)
+    run_ranks(shuts_down_between_backward_and_step, 2, backend="processes", args=(str(tmp_path),), timeout_s=120)
 
 
 # From rank to rank
@@ -305,7 +305,7 @@ def test_a_rank_that_waits_for_a_failed_one_raises_its_cause_and_operation(
 ) -> None:
     args = (backend, str(tmp_path), verb, how)
     launched = LAUNCHED_AS[backend]
-    outcomes = run_ranks(waits_for_one_that_fails, 2, backend=launched, args=args, allow_failure=True, timeout_s=60)
+    outcomes = run_ranks(waits_for_one_that_fails, 2, backend=launched, args=args, allow_failure=True, timeout_s=120)
     assert outcomes[0].state == "ok", outcomes
     rank, phase, cause = outcomes[0].value
     assert rank == 1
@@ -341,7 +341,7 @@ def test_a_rank_that_dies_while_the_first_async_call_makes_its_communicator_is_n
 ) -> None:
     """The error comes long before the default deadline of 300 s."""
     args = ("gloo", str(tmp_path), where)
-    outcomes = run_ranks(dies_in_the_making, 3, backend="gloo", args=args, timeout_s=60, allow_failure=True)
+    outcomes = run_ranks(dies_in_the_making, 3, backend="gloo", args=args, timeout_s=120, allow_failure=True)
     for rank in (0, 2):
         assert outcomes[rank].state == "ok", outcomes
         assert outcomes[rank].exit_code == 0  # although torch's constructor may still wait in a thread

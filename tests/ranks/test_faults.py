@@ -256,7 +256,7 @@ def test_a_killed_rank(
     out = target(prepared, verb, tmp_path)
     before = content(out)
     outcomes = run_ranks(
-        runs_into, RANKS, backend="gloo", args=(verb, str(out), rank, at, how, when), allow_failure=True, timeout_s=30
+        runs_into, RANKS, backend="gloo", args=(verb, str(out), rank, at, how, when), allow_failure=True, timeout_s=120
     )
     assert outcomes[rank].exit_code == -signal.SIGKILL, str(outcomes)
     raised = [outcomes[survivor].value for survivor in range(RANKS) if survivor != rank]
@@ -287,7 +287,9 @@ def runs_into_over_mpi(out: str, rank: int) -> None:
 def test_a_killed_rank_ends_the_mpi_job(prepared: Path, tmp_path: Path) -> None:
     out = target(prepared, "export", tmp_path)
     before = content(out)
-    outcomes = run_ranks(runs_into_over_mpi, RANKS, backend="mpi", args=(str(out), 1), allow_failure=True, timeout_s=30)
+    outcomes = run_ranks(
+        runs_into_over_mpi, RANKS, backend="mpi", args=(str(out), 1), allow_failure=True, timeout_s=120
+    )
     assert not any(outcome.state in ("ok", "running") for outcome in outcomes)
     assert content(out) == before
     run_next("export", out)

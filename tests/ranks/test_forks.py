@@ -146,7 +146,7 @@ def check(outcomes: Any, size: int) -> None:
     ("ranks_backend", "backend"), [("gloo", "auto"), slow("gloo", "gloo"), slow("mpi", "mpi"), slow("mpi", "auto")]
 )
 def test_every_call_in_a_forked_child_is_refused(ranks_backend: str, backend: str) -> None:
-    check(run_ranks(tries, 3, backend=ranks_backend, args=(backend,), timeout_s=60), 3)
+    check(run_ranks(tries, 3, backend=ranks_backend, args=(backend,), timeout_s=120), 3)
 
 
 def alone() -> list[str]:
@@ -183,4 +183,4 @@ def own_worlds() -> list[Any]:
 
 
 def test_children_may_make_a_world_of_their_own() -> None:
-    assert run_ranks(own_worlds, 2, backend="gloo", timeout_s=60) == [[[10, 11], [5]]] * 2
+    assert run_ranks(own_worlds, 2, backend="gloo", timeout_s=120) == [[[10, 11], [5]]] * 2

@@ -59,7 +59,7 @@ def on_every_backend(backend: str) -> str:
 
 @pytest.mark.parametrize("backend", ["auto", "shm", "mpi", "gloo"])
 def test_cuda_tensors_go_through_a_cpu_backend_and_come_back(backend: str) -> None:
-    assert len(run_ranks(on_every_backend, 2, backend="mpi", args=(backend,), timeout_s=60)) == 2
+    assert len(run_ranks(on_every_backend, 2, backend="mpi", args=(backend,), timeout_s=120)) == 2
 
 
 def one_rank_of_nccl() -> list[Any]:
@@ -73,7 +73,7 @@ def one_rank_of_nccl() -> list[Any]:
 
 
 def test_nccl_with_one_rank() -> None:
-    assert run_ranks(one_rank_of_nccl, 1, backend="processes", timeout_s=60) == [["nccl", "cuda:0"]]
+    assert run_ranks(one_rank_of_nccl, 1, backend="processes", timeout_s=120) == [["nccl", "cuda:0"]]
 
 
 def scaled_while_computing() -> float:
@@ -87,7 +87,7 @@ def scaled_while_computing() -> float:
 
 
 def test_the_scale_never_races_the_reduction() -> None:
-    assert run_ranks(scaled_while_computing, 1, backend="processes", timeout_s=60) == [1.5]
+    assert run_ranks(scaled_while_computing, 1, backend="processes", timeout_s=120) == [1.5]
 
 
 def devices_in_turn() -> str:
@@ -96,7 +96,7 @@ def devices_in_turn() -> str:
 
 def test_ranks_get_gpus_in_turn() -> None:
     count = torch.cuda.device_count()
-    found = run_ranks(devices_in_turn, 2, backend="mpi", timeout_s=60)
+    found = run_ranks(devices_in_turn, 2, backend="mpi", timeout_s=120)
     assert found == [f"cuda:{rank % count}" for rank in range(2)]
 
 
@@ -144,7 +144,7 @@ def exports_and_loads(folder: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_state_is_exported_from_a_gpu_and_loaded_back(world_size: int, tmp_path: Path) -> None:
-    run_ranks(exports_and_loads, world_size, backend="mpi", args=(str(tmp_path),), timeout_s=60)
+    run_ranks(exports_and_loads, world_size, backend="mpi", args=(str(tmp_path),), timeout_s=120)
 
 
 def takes_a_fused_step_after_a_load(folder: str) -> None:
@@ -170,4 +170,4 @@ def takes_a_fused_step_after_a_load(folder: str) -> None:
 
 
 def test_a_fused_optimizer_continues_after_a_load(tmp_path: Path) -> None:
-    run_ranks(takes_a_fused_step_after_a_load, 1, backend="processes", args=(str(tmp_path / "saved"),), timeout_s=60)
+    run_ranks(takes_a_fused_step_after_a_load, 1, backend="processes", args=(str(tmp_path / "saved"),), timeout_s=120)

@@ -212,7 +212,7 @@ def joins_repeatedly(directory: str) -> list[str]:
 
 
 def test_one_directory_serves_several_rendezvous(tmp_path: Path) -> None:
-    found = run_ranks(joins_repeatedly, 3, backend="processes", args=(f"{tmp_path}/new",), timeout_s=60)
+    found = run_ranks(joins_repeatedly, 3, backend="processes", args=(f"{tmp_path}/new",), timeout_s=120)
     assert found == [["shm"] * 5] * 3
     assert list(tmp_path.iterdir()) == []
 
@@ -238,7 +238,7 @@ def keeps_old_communicators(url: str, by_slurm: bool) -> list[float]:
 @pytest.mark.parametrize("by_slurm", [False, slow(True)])
 def test_init_after_shutdown_at_the_same_address_while_old_communicators_exist(by_slurm: bool) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    found = run_ranks(keeps_old_communicators, 2, backend="processes", args=(url, by_slurm), timeout_s=60)
+    found = run_ranks(keeps_old_communicators, 2, backend="processes", args=(url, by_slurm), timeout_s=120)
     assert found == [[2.0] * 3] * 2
 
 
@@ -255,7 +255,7 @@ def fails_then_works(url: str) -> list[Any]:
 
 def test_an_address_can_be_reused_after_a_rank_was_absent() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    assert run_ranks(fails_then_works, 2, backend="processes", args=(url,), timeout_s=60) == [[2], [2]]
+    assert run_ranks(fails_then_works, 2, backend="processes", args=(url,), timeout_s=120) == [[2], [2]]
 
 
 def dies_while_meeting(directory: str, kill: bool) -> list[Any]:
@@ -710,7 +710,7 @@ def waits_for_rank_1(kind: str, place: str, timeouts_s: list[float]) -> list[Any
 def test_every_kind_of_init_names_the_absent_rank(kind: str, timeouts_s: list[float], tmp_path: Path) -> None:
     launched = "mpi" if kind == "mpi" else "processes"
     with place_of(kind, tmp_path) as place:
-        found = run_ranks(waits_for_rank_1, 3, backend=launched, args=(kind, place, timeouts_s), timeout_s=60)
+        found = run_ranks(waits_for_rank_1, 3, backend=launched, args=(kind, place, timeouts_s), timeout_s=120)
     for message, missing in (found[0], found[2]):
         assert missing == [1]
         assert message.startswith("ranks [1] did not ")
@@ -739,7 +739,7 @@ def dies_in_init(backend: str, directory: str, where: str) -> list[Any]:
 def test_a_rank_that_dies_inside_torchs_own_start_is_named(backend: str, where: str, tmp_path: Path) -> None:
     """The error comes long before the deadline of 300 s, while torch still waits for the rank."""
     args = (backend, str(tmp_path / "meeting"), where)
-    outcomes = run_ranks(dies_in_init, 3, backend="processes", args=args, timeout_s=60, allow_failure=True)
+    outcomes = run_ranks(dies_in_init, 3, backend="processes", args=args, timeout_s=120, allow_failure=True)
     for survivor in (outcomes[0], outcomes[2]):
         assert survivor.state == "ok", outcomes
         assert survivor.exit_code == 0
@@ -762,7 +762,7 @@ def uses_one_port_twice(port: int) -> list[Any]:
 
 
 def test_torch_may_use_the_same_master_port() -> None:
-    found = run_ranks(uses_one_port_twice, 2, backend="processes", args=(free_port(),), timeout_s=60)
+    found = run_ranks(uses_one_port_twice, 2, backend="processes", args=(free_port(),), timeout_s=120)
     assert found == [[["shm", 2.0, 2.0]] * 2] * 2
 
 
@@ -874,7 +874,7 @@ def counts_by_the_launcher() -> list[int]:
 def test_the_local_rank_is_the_one_that_the_launcher_counts() -> None:
     """tools/test_on_open_mpi.sh runs this, too: Open MPI 5 does not number local ranks in rank order."""
     require_mpi()
-    for before, *after in run_ranks(counts_by_the_launcher, 4, backend="mpi", timeout_s=60):
+    for before, *after in run_ranks(counts_by_the_launcher, 4, backend="mpi", timeout_s=120):
         assert after == [before] * 3
 
 

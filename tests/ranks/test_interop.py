@@ -100,7 +100,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = build(name)
         model.save_pretrained(out / name / "expected")
         model.config.save_pretrained(out / name / "config")
-    run_ranks(writes, 2, backend="gloo", args=(str(out),), timeout_s=90)
+    run_ranks(writes, 2, backend="gloo", args=(str(out),), timeout_s=120)
     return out
 
 
@@ -147,4 +147,4 @@ def test_torchs_reader_loads_exports_and_merges(
 
 @pytest.mark.slow
 def test_saves_of_torch_and_ours_are_loaded_on_other_meshes(written: Path) -> None:
-    run_ranks(reads, 3, backend="gloo", args=(str(written),), timeout_s=60)
+    run_ranks(reads, 3, backend="gloo", args=(str(written),), timeout_s=120)

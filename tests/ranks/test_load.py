@@ -430,7 +430,7 @@ def test_any_placement_is_loaded_into_any_other(world_size: int, tmp_path: Path)
     @given(cases(world_size))
     def check(found: Any) -> None:
         folder = str(tmp_path / str(next(numbers)))
-        run_ranks(saves_and_loads, world_size, backend="gloo", args=(folder, found), timeout_s=60)
+        run_ranks(saves_and_loads, world_size, backend="gloo", args=(folder, found), timeout_s=120)
 
     check()
 
@@ -481,8 +481,8 @@ def sums(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 @pytest.mark.parametrize("after", [1, slow(3)])
 def test_a_sharded_job_resumes_on_another_number_of_ranks(after: int, tmp_path: Path) -> None:
-    before = run_ranks(trains_and_saves, 2, backend="gloo", args=(str(tmp_path / "ckpt"),), timeout_s=60)
-    found = run_ranks(resumes, after, backend="gloo", args=(str(tmp_path / "ckpt"),), timeout_s=60)
+    before = run_ranks(trains_and_saves, 2, backend="gloo", args=(str(tmp_path / "ckpt"),), timeout_s=120)
+    found = run_ranks(resumes, after, backend="gloo", args=(str(tmp_path / "ckpt"),), timeout_s=120)
     assert all(rank == before[0] for rank in found)
 
 
@@ -611,7 +611,7 @@ def test_a_box_that_several_ranks_of_a_host_need_is_read_from_a_store_once(backe
     sx.export_checkpoint(stored(), tmp_path / "out")
     (tmp_path / "meet").mkdir()
     args = (backend, str(tmp_path / "meet"), f"local://{tmp_path}/out")
-    found = run_ranks(load_from_a_store, 3, backend=LAUNCHED_AS[backend], args=args, timeout_s=60)
+    found = run_ranks(load_from_a_store, 3, backend=LAUNCHED_AS[backend], args=args, timeout_s=120)
     whole = sum(t.nbytes for n, t in stored().items() if n != "rows" or backend == "gloo")
     hosts = 2 if backend == "hierarchical" else 1
     alone = stored()["rows"].nbytes if backend == "gloo" else 0

@@ -124,7 +124,7 @@ def launched(function: Any, backend: str, world_size: int, saves: Path, *args: A
     store = saves.with_name(f"store-{secrets.token_hex(4)}")
     store.mkdir()
     given = (backend, str(store), str(saves), *args)
-    return run_ranks(function, world_size, backend=LAUNCHED_AS[backend], args=given, timeout_s=60)
+    return run_ranks(function, world_size, backend=LAUNCHED_AS[backend], args=given, timeout_s=120)
 
 
 def test_processes_of_another_launcher_find_it(saves: Path) -> None:
@@ -157,7 +157,7 @@ def on_hosts(function: Any, hosts: str, saves: Path, *args: Any) -> list[Any]:
     store = saves.with_name(f"store-{secrets.token_hex(4)}")
     store.mkdir()
     given = (str(store), str(saves), hosts, *args)
-    return run_ranks(function, len(hosts), backend="processes", args=given, timeout_s=60)
+    return run_ranks(function, len(hosts), backend="processes", args=given, timeout_s=120)
 
 
 def by_host(saves: Path, step: int) -> dict[str, str]:

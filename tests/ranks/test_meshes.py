@@ -274,4 +274,4 @@ def test_any_placement_and_any_rule_is_exported_and_loaded_bit_by_bit(
         drawn(wrapped_cases(world_size), 2),
     ]
     launched_as = "mpi" if backend == "mpi" else "gloo"
-    run_ranks(proves, world_size, backend=launched_as, args=(backend, str(tmp_path), *cases), timeout_s=60)
+    run_ranks(proves, world_size, backend=launched_as, args=(backend, str(tmp_path), *cases), timeout_s=120)

@@ -144,7 +144,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("models")
     for name in MODELS:
         build(name).save_pretrained(out / name / "expected")
-    run_ranks(write_all, 2, backend="gloo", args=(str(out),), timeout_s=90)
+    run_ranks(write_all, 2, backend="gloo", args=(str(out),), timeout_s=120)
     return out
 
 

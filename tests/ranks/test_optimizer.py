@@ -930,7 +930,7 @@ def small_loss(module: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
 
 
 def test_a_reducer_plugs_into_ddp() -> None:
-    assert run_ranks(ddp_with_our_hooks, 2, backend="gloo", timeout_s=60) == [[True] * 4] * 2
+    assert run_ranks(ddp_with_our_hooks, 2, backend="gloo", timeout_s=120) == [[True] * 4] * 2
     with pytest.raises(InvalidArgumentError, match="buckets of its own"):
         as_comm_hook(BucketReducer(nn.Linear(2, 2)))
 
@@ -1039,7 +1039,7 @@ def with_dtensors() -> list[Any]:
 def test_dtensors_are_averaged_where_they_are_replicated_and_refused_where_not() -> None:
     replicated = ["DTensor", [True], [1.5]]
     expected = [replicated, replicated, [1.5], ["w", True], ["w", True]]
-    assert run_ranks(with_dtensors, 2, backend="gloo", timeout_s=60) == [expected] * 2
+    assert run_ranks(with_dtensors, 2, backend="gloo", timeout_s=120) == [expected] * 2
 
 
 # Every backend
@@ -1091,5 +1091,5 @@ def test_it_trains_over_every_backend(backend: str, tmp_path: Path) -> None:
         pytest.skip(missing)
     world_size = 3 if backend == "hierarchical" else 2
     args = (backend, str(tmp_path))
-    found = run_ranks(trains_over, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=60, reuse=True)
+    found = run_ranks(trains_over, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=120, reuse=True)
     assert found == [[backend, True, True, 4]] * world_size

@@ -69,7 +69,7 @@ def calls_late(where: str, verb: str) -> list[Any]:
 @pytest.mark.parametrize("verb", ["barrier", "agree", "all_reduce"])
 @pytest.mark.parametrize("where", ["one host", "several hosts"])
 def test_a_late_rank_raises_the_error_of_the_others(where: str, verb: str) -> None:
-    for end, later in run_ranks(calls_late, RANKS, backend="gloo", args=(where, verb), timeout_s=60):
+    for end, later in run_ranks(calls_late, RANKS, backend="gloo", args=(where, verb), timeout_s=120):
         assert end[0] == "StallError", end
         assert "ranks [2] did not reach" in end[1], end
         assert end[2] == [2]
@@ -148,14 +148,14 @@ def is_late_after_the_entry() -> list[Any]:
 
 @pytest.mark.slow
 def test_over_gloo_on_one_host_a_late_rank_raises_too() -> None:
-    for end, later in run_ranks(is_late_after_the_entry, RANKS, backend="gloo", timeout_s=60):
+    for end, later in run_ranks(is_late_after_the_entry, RANKS, backend="gloo", timeout_s=120):
         assert end[0] in ("StallError", "PeerError"), end
         assert later[0] == end[0]
 
 
 @pytest.mark.parametrize("where", ["one host", "several hosts"])
 def test_an_interrupted_rank_counts_as_absent(where: str) -> None:
-    first, *others = run_ranks(interrupted, RANKS, backend="gloo", args=(where,), timeout_s=60)
+    first, *others = run_ranks(interrupted, RANKS, backend="gloo", args=(where,), timeout_s=120)
     assert first == ["KeyboardInterrupt"]
     for end in others:
         assert end[0] == "PeerError", end
@@ -182,7 +182,7 @@ def cut_off() -> list[Any]:
 
 
 def test_the_outcome_is_unknown_if_a_rank_cannot_answer() -> None:
-    outcomes = run_ranks(cut_off, RANKS, backend="gloo", timeout_s=60, allow_failure=True)
+    outcomes = run_ranks(cut_off, RANKS, backend="gloo", timeout_s=120, allow_failure=True)
     for rank in (0, 1):
         end, later = outcomes[rank].value
         assert end[0] == "OutcomeUnknownError", end

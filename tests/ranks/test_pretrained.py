@@ -102,7 +102,7 @@ def test_wrapped_and_sharded_models_bring_their_configs(tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    run_ranks(export_wrapped, 2, backend="gloo", args=(str(tmp_path),), timeout_s=60)
+    run_ranks(export_wrapped, 2, backend="gloo", args=(str(tmp_path),), timeout_s=120)
     for kind in ("ddp", "compiled", "fsdp"):
         assert config(tmp_path / kind)["architectures"] == ["LlamaForCausalLM"]
         assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / kind)).equal(logits(llama()))

@@ -62,7 +62,7 @@ def goes_on(backend: str, folder: str) -> list[Any]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_training_goes_on_while_what_was_there_is_saved(backend: str, tmp_path: Path) -> None:
-    found = run_ranks(goes_on, 2, backend=backend, args=(backend, str(tmp_path)), timeout_s=60)
+    found = run_ranks(goes_on, 2, backend=backend, args=(backend, str(tmp_path)), timeout_s=120)
     assert found == [[f"saved-{turn}" for turn in range(3)]] * 2
 
 
@@ -167,7 +167,7 @@ def fails_unheard(folder: str) -> list[str]:
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
 def test_a_failure_that_nobody_has_asked_for_is_raised_by_the_next_save(backend: str, tmp_path: Path) -> None:
     (tmp_path / "exists").mkdir()
-    found = run_ranks(fails_unheard, 2, backend=backend, args=(str(tmp_path),), timeout_s=60)
+    found = run_ranks(fails_unheard, 2, backend=backend, args=(str(tmp_path),), timeout_s=120)
     assert found == [["exists", "third"]] * 2
 
 
@@ -239,7 +239,7 @@ def test_each_load_beside_saves_is_of_one_of_them(seconds: float, tmp_path: Path
     sx.save_checkpoint(
         {"w": torch.zeros(50), "own0": torch.zeros(50), "own1": torch.zeros(50), "step": 0}, tmp_path / "saved"
     )
-    found = run_ranks(saves_while_others_read, 4, backend="gloo", args=(str(tmp_path), seconds), timeout_s=60)
+    found = run_ranks(saves_while_others_read, 4, backend="gloo", args=(str(tmp_path), seconds), timeout_s=120)
     for _, seen in found[2:]:
         assert seen
         assert seen == sorted(seen)

@@ -512,7 +512,7 @@ def test_a_rank_killed_at_any_event_is_an_error_on_the_other(every: int, rank: i
         url = f"disk://{sweep_path}/{number}"
         run_ranks(save_rows, 2, args=(url, 10))
         killed = (url, rank, number)
-        outcomes = run_ranks(killed_at, 2, backend="gloo", args=killed, allow_failure=True, timeout_s=30)
+        outcomes = run_ranks(killed_at, 2, backend="gloo", args=killed, allow_failure=True, timeout_s=120)
         assert outcomes.exit_codes[rank] == -signal.SIGKILL, (number, str(outcomes))
         newest = run_ranks(load_rows, 1, args=(url,))[0]
         assert newest in (10, 20), number

@@ -59,7 +59,7 @@ def on_ranks(*sizes: int, backends: tuple[str, ...] = ("shm", "gloo", "mpi", "hi
                 run_ranks(lambda: row(sx.get_communicator(), tmp_path), world_size)
                 return
             args = (row.__name__, backend, str(tmp_path))
-            run_ranks(run_row, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=60.0, reuse=True)
+            run_ranks(run_row, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=120, reuse=True)
 
         test.__name__ = row.__name__
         return test
@@ -680,7 +680,7 @@ def on_two_hosts(directory: str) -> list[float]:
 
 @pytest.mark.slow
 def test_bagua_hierarchical_reduce_on_two_hosts(tmp_path: Path) -> None:
-    results = run_ranks(on_two_hosts, 4, backend="processes", args=(str(tmp_path),), timeout_s=60.0)
+    results = run_ranks(on_two_hosts, 4, backend="processes", args=(str(tmp_path),), timeout_s=120)
     assert [result[:3] for result in results] == [[3.75] * 3] * 4
     assert [result[3] for result in results] == [2.5, 5.0, 2.5, 5.0]
     assert [result[4] for result in results] == [3.75] * 4
@@ -822,7 +822,7 @@ def through_a_directory(directory: str) -> int:
 @pytest.mark.slow
 def test_flashlight_file_store(tmp_path: Path) -> None:
     for _ in range(2):  # the first rendezvous has left nothing behind
-        assert run_ranks(through_a_directory, 2, backend="processes", args=(str(tmp_path),), timeout_s=60.0) == [3, 3]
+        assert run_ranks(through_a_directory, 2, backend="processes", args=(str(tmp_path),), timeout_s=120) == [3, 3]
         assert not list(tmp_path.iterdir())
 
 

@@ -112,7 +112,7 @@ def replicas_with_nan(folder: str) -> None:
 
 
 def test_copies_of_a_nan_are_equal_however_they_lie(tmp_path: Path) -> None:
-    run_ranks(replicas_with_nan, 2, args=(str(tmp_path),), timeout_s=60)
+    run_ranks(replicas_with_nan, 2, args=(str(tmp_path),), timeout_s=120)
 
 
 def peak() -> int:
@@ -138,5 +138,5 @@ def strided_trip(folder: str) -> list[int]:
 
 
 def test_a_strided_tensor_is_never_copied_whole(tmp_path: Path) -> None:
-    (added,) = run_ranks(strided_trip, 1, backend="processes", args=(str(tmp_path),), timeout_s=60)
+    (added,) = run_ranks(strided_trip, 1, backend="processes", args=(str(tmp_path),), timeout_s=120)
     assert max(added) < 40 << 20

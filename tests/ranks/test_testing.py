@@ -481,7 +481,7 @@ def test_ranks_that_are_reused_are_the_same_processes(backend: str) -> None:
 @pytest.mark.parametrize("what", ["nothing", "variable", "directory", "seed", "group"])
 @pytest.mark.parametrize("backend", ["processes", slow("mpi")])
 def test_the_state_that_a_task_changed_is_restored(backend: str, what: str) -> None:
-    first = run_ranks(leave, 2, backend=backend, args=(what,), reuse=True, timeout_s=60)
+    first = run_ranks(leave, 2, backend=backend, args=(what,), reuse=True, timeout_s=120)
     assert run_ranks(leave, 2, backend=backend, args=("nothing",), reuse=True) == [
         [pid, None, False, False] for pid, *_ in first
     ]

@@ -282,7 +282,7 @@ def write_dtensors(mesh_shape: list[int], out: str) -> None:
 @pytest.mark.parametrize("mesh_shape", [slow((1,)), (2,), slow((3,)), slow((2, 2)), slow((1, 2))])
 def test_dtensors_merge_to_their_full_tensors(mesh_shape: tuple[int, ...], tmp_path: Path) -> None:
     ranks = int(np.prod(mesh_shape))
-    run_ranks(write_dtensors, ranks, backend="gloo", args=(list(mesh_shape), str(tmp_path)), timeout_s=60)
+    run_ranks(write_dtensors, ranks, backend="gloo", args=(list(mesh_shape), str(tmp_path)), timeout_s=120)
     assert_same(merged(tmp_path), dict(load_file(tmp_path / "expected")))
     assert [holder.aliases for holder in open_source(tmp_path).files] == [{"model.tied": "model.rows"}] * ranks
     assert verify(tmp_path).findings == ()

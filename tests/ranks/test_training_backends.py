@@ -153,5 +153,5 @@ def run_all(backend: str, directory: str) -> list[str]:
 def test_the_training_layer(backend: str, tmp_path: Path) -> None:
     if backend == "mpi" and (missing := mpi_missing()):
         pytest.skip(missing)
-    found = run_ranks(run_all, 3, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)), timeout_s=60)
+    found = run_ranks(run_all, 3, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)), timeout_s=120)
     assert found == [[backend]] * 3

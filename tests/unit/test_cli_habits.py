@@ -522,6 +522,31 @@ def test_ctrl_c_at_any_moment_ends_without_a_traceback(
         assert (process.returncode in (0, 130), "Traceback" in err) == (True, False), (process.returncode, err)
 
 
+DROPPED_BY_PYTHON = """
+import signal, sys, time, weakref
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "statexchange.cli.main":
+            held = [type("Held", (), {})()]
+            reference = weakref.ref(held[0], lambda _: signal.raise_signal(signal.SIGINT))
+            held.clear()
+            print("went on", flush=True)
+            time.sleep(60)
+
+sys.meta_path.insert(0, Finder())
+from statexchange.__main__ import main
+main()
+"""
+
+
+def test_an_interrupt_is_not_lost_where_python_drops_exceptions() -> None:
+    run = [sys.executable, "-c", DROPPED_BY_PYTHON]
+    done = subprocess.run(run, capture_output=True, text=True, env=environment(), timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "went on\n", "error: interrupted\n")
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_closed_streams_are_survived(made: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(made)
