@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,8 @@ from statexchange.processes import usable_cores
 from statexchange.testing import worlds
 from statexchange.testing.worlds import mpi_missing
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; ranks would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share the cores
 sys.dont_write_bytecode = False  # else each worker and rank rewrites the assertions of its test files again
 settings.register_profile("statexchange", deadline=None)  # on a busy machine any example may take seconds

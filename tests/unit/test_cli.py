@@ -651,9 +651,7 @@ def test_ctrl_c_in_a_merge_leaves_nothing(memory_directory: Path) -> None:
     shard = Shard("w", "U8", (400 << 20,), (Box((0,), (400 << 20,)),))
     write_workspace(memory_directory / "ws", [[ShardData(shard, memoryview(bytes(shard.nbytes)))]])
     before = sorted(os.listdir(memory_directory))
-    # If the tests run in the background, SIGINT is ignored, and children inherit that.
     program = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from statexchange.cli.main import main\n"
         f"main(['merge', {os.fspath(memory_directory / 'ws')!r}, {os.fspath(memory_directory / 'out')!r}])"
     )

@@ -473,23 +473,25 @@ def test_completion_lists_commands_and_options(shell: str) -> None:
 
 
 BEGIN = """
-import os, runpy, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process inherits that it is ignored
+import linecache, os, runpy, signal, sys
 begun = int(sys.argv.pop(1))
 sys.argv[0] = "-m"
 
-def on_event(event, arguments):
-    global begun
-    if event == "exec" and begun and arguments[0].co_filename.endswith("__main__.py"):
-        begun = os.write(begun, b"x") - 1
+def trace(frame, event, argument):
+    if frame.f_code.co_name != "main" or not frame.f_code.co_filename.endswith("__main__.py"):
+        return None
+    if event == "line" and "import main" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+        sys.settrace(None)
+        os.write(begun, b"x")
+    return trace
 
-sys.addaudithook(on_event)
+sys.settrace(trace)
 runpy.run_module("statexchange", run_name="__main__", alter_sys=True)
 """
 
 
 def begin(*arguments: object) -> "subprocess.Popen[str]":
-    """Start the command line; return when its first line runs: before it, Python itself handles an interrupt."""
+    """Start the command line; return when the first line of its `try` runs: before it, Python handles an interrupt."""
     reading, writing = os.pipe()
     run = [sys.executable, "-c", BEGIN, str(writing), *map(str, arguments)]
     process = subprocess.Popen(
@@ -524,7 +526,6 @@ def test_ctrl_c_at_any_moment_ends_without_a_traceback(
 
 DROPPED_BY_PYTHON = """
 import signal, sys, time, weakref
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 class Finder:
     def find_spec(self, name, path, target=None):
