@@ -35,6 +35,7 @@ from statexchange.storage.steps import step_of
 from statexchange.storage.store import is_url, resolve_path
 
 if TYPE_CHECKING:
+    from statexchange.formats.source import Source
     from statexchange.storage.build import UnfinishedBuild
 
 __all__ = ["ScanRow", "scan"]
@@ -178,7 +179,7 @@ def _row(folder: str, found: Probe) -> ScanRow | None:
         step=_step_of(folder, found),
         num_tensors=len(rows),
         num_parameters=sum(row.num_parameters for row in rows),
-        nbytes=_size_of_files(found) if problems else source.nbytes,
+        nbytes=_size_of_files(folder, source, found) if problems else source.nbytes,
         modified=_modified(folder),
         verdict=verdict,
         status=status,
@@ -218,12 +219,14 @@ def _hidden_downloads(found: Probe) -> list[str]:
         return []
 
 
-def _size_of_files(found: Probe) -> int:
-    """Return the bytes of the files in a directory that may have tensors, also of those that cannot be read."""
-    total = 0
-    for name in filter(lambda name: not name.endswith(".json"), found.opened.store.files):
-        with contextlib.suppress(StateExchangeError):
-            total += found.opened.store.open(name).size
+def _size_of_files(folder: str, source: Source, found: Probe) -> int:
+    """Return the bytes of a broken checkpoint's files, also of those beside them that cannot be read."""
+    total = source.nbytes
+    read = {file.path for file in source.files}
+    for name in found.opened.store.files:
+        if not name.endswith(".json") and f"{folder.rstrip('/')}/{name}" not in read:
+            with contextlib.suppress(StateExchangeError):
+                total += found.opened.store.open(name).size
     return total
 
 

@@ -21,6 +21,7 @@ from statexchange.cli.main import main
 from statexchange.report.scan import ScanRow, scan
 from statexchange.testing import run_ranks
 
+DATA = Path(__file__).parents[1] / "data"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.save of one process
 
 
@@ -181,6 +182,21 @@ def test_what_is_broken_is_said_in_a_few_words(break_one: Callable[[Path], None]
     (row,) = scan(tmp_path)
     assert (row.verdict[: len(BROKEN[break_one])], row.status) == (BROKEN[break_one], "broken")
     assert row.problems
+
+
+def test_the_size_of_a_broken_checkpoint_counts_the_files_in_its_folders_and_those_that_cannot_be_read(
+    tmp_path: Path,
+) -> None:
+    below = tmp_path / "zero3"
+    shutil.copytree(DATA / "deepspeed" / "zero3", below)
+    next(below.glob("*/*rank_1_*optim_states.pt")).unlink()
+    left = [*below.glob("*/*.pt"), below / "latest"]
+    truncate(tmp_path / "cut")
+    sizes = {Path(row.path).name: row.nbytes for row in scan(tmp_path)}
+    assert sizes == {
+        "zero3": sum(file.stat().st_size for file in left),
+        "cut": (tmp_path / "cut" / "model.safetensors").stat().st_size,
+    }
 
 
 def test_links_are_not_followed_and_formats_that_are_only_shown_are_no_finding(tmp_path: Path) -> None:
