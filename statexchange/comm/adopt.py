@@ -39,7 +39,7 @@ __all__ = [
 class _Registry:
     """The communicators of adopted groups.
 
-    The key is the identity of the group; for a communicator of only some of its ranks also those ranks, `part`.
+    The key is the group's identity and, for a communicator of only some of its ranks, `part`, which names these.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class _Registry:
     def adopt(
         self, group: object, make: Callable[[float], Communicator], timeout_s: float | None, *part: object
     ) -> Communicator:
-        """Return the communicator of `part` of `group`; the first time `make` makes it."""
+        """Return the communicator of `part` of `group`, made by `make` on the first call. Collective if `make` is."""
         wait_s = default_timeout_s() if timeout_s is None else check_timeout(timeout_s)
         existing = self.find(group, *part)
         if existing is not None:
@@ -68,7 +68,7 @@ class _Registry:
         return kept
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close and drop all of them. Not collective."""
+        """Close and drop all of them; the other ranks report `error` as the cause. Not collective."""
         while self._kept:
             try:
                 _, (_, comm) = self._kept.popitem()
@@ -81,7 +81,7 @@ class _Registry:
         self._kept.pop((id(_WORLD_OF_ONE),), None)
 
 
-_WORLD_OF_ONE = object()  # its group in the registry, where it is kept so that its run has one identity
+_WORLD_OF_ONE = object()  # a key of the registry, which keeps that communicator so that its `run` stays the same
 _registry = _Registry()
 
 
@@ -92,7 +92,7 @@ def _forget_at_exit() -> None:
 
 
 def torch_default_group() -> ProcessGroup | None:
-    """Return torch.distributed's default group, if the caller has imported torch and initialised it."""
+    """Return torch.distributed's default group, if it is initialised; never import torch. Not collective."""
     if "torch.distributed" not in sys.modules:
         return None
     from statexchange.comm.backends.torch_groups import default_group
@@ -111,19 +111,19 @@ def single_communicator() -> Communicator:
 
 
 def from_process_group(group: ProcessGroup, *, timeout_s: float | None = None) -> Communicator:
-    """Return the communicator of a torch ProcessGroup; it is made once.
+    """Return the communicator of a torch ProcessGroup, made on the first call.
 
     Collective over the group, the first time. Blocks until all its ranks have called.
 
     Args:
         group: A ProcessGroup of torch.distributed.
-        timeout_s: How long waits for peers may take, in seconds without progress.
+        timeout_s: The limit of a wait for peers, in seconds without progress.
 
     Returns:
         The communicator, the same each time.
 
     Raises:
-        StallError: The ranks that it names did not call in time.
+        StallError: Some ranks did not call in time; `missing` lists them.
         ForkedError: This process was forked from a rank, to which the group belongs.
 
     Example:
@@ -138,7 +138,7 @@ def from_process_group(group: ProcessGroup, *, timeout_s: float | None = None) -
 
 
 def form_over_process_group(group: ProcessGroup, timeout_s: float, *, check: bool = True) -> Communicator:
-    """Form a communicator over a torch ProcessGroup without adopting that. Collective over the group."""
+    """Form a communicator over a torch ProcessGroup, without registering it. Collective over the group."""
     import torch.distributed as dist
 
     from statexchange.comm.backends.gloo import TorchBackend
@@ -150,20 +150,20 @@ def form_over_process_group(group: ProcessGroup, timeout_s: float, *, check: boo
 
 
 def from_mpi(mpi_comm: MPI.Comm, *, timeout_s: float | None = None) -> Communicator:
-    """Return the communicator of an mpi4py communicator; it is made once, over a duplicate.
+    """Return the communicator of an mpi4py communicator, made on the first call over a duplicate.
 
     Collective over it, the first time. Blocks until all its ranks have called.
 
     Args:
         mpi_comm: An mpi4py communicator. Its own messages are not touched.
-        timeout_s: How long waits for peers may take, in seconds without progress.
+        timeout_s: The limit of a wait for peers, in seconds without progress.
 
     Returns:
         The communicator, the same each time.
 
     Raises:
         MissingExtraError: mpi4py or an MPI library is not installed.
-        StallError: The ranks that it names did not call in time.
+        StallError: Some ranks did not call in time; `missing` lists them.
         ForkedError: This process was forked from a rank, to which `mpi_comm` belongs.
 
     Example:

@@ -1,8 +1,8 @@
 """The formation of a communicator: choose the backend, and start failure detection.
 
-The ranks begin with a bootstrap backend, over which they can only exchange bytes. They exchange their hosts, try
+The ranks begin with a bootstrap backend, over which they can only exchange bytes. They exchange their hosts, test
 whether all of them share memory, and start failure detection: the control page on one host, the failure detector
-between hosts. Only then do they start the transport, so that a rank that fails in that is reported to all ranks.
+between hosts. Only then do they start the transport, so that a rank that fails during that is reported to all.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from statexchange.shared_memory import sweep
 __all__ = ["Start", "form_communicator", "is_forked_from_rank", "launchers_local_rank", "refuse_inherited"]
 
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()  # all of more than one rank that this process made
-# The fingerprint with which the ranks of a host enter their steps of a collective: the same in all collectives, since
-# the ranks of all hosts have compared the call's own fingerprint before.
+# The fingerprint of a hierarchical collective's steps within a host. It is a constant: all ranks have compared the
+# call's own fingerprint before.
 _STEP_ON_NODE = 1
 _log = logging.getLogger("statexchange")
 
 
 class _Inheritance:
-    """The groups of the rank from which this process was forked, if it was."""
+    """What this process inherited, if it was forked from a rank: the groups of that rank."""
 
     def __init__(self) -> None:
         self.is_from_rank = False
         self.groups: list[object] = []
 
     def disown(self) -> None:
-        """Note which groups the parent had, since a call over one would be the parent's."""
+        """Record the groups of the parent, which this child must not use."""
         # A communicator that was open is either still open here, or has been cut off (`forks`) already.
         was_open = any(comm.is_inherited or not comm.is_closed for comm in _communicators)
         self.is_from_rank = self.is_from_rank or was_open
@@ -90,11 +90,11 @@ def form_communicator(
 ) -> Communicator:
     """Form a communicator of the ranks that can exchange messages over `bootstrap`. Collective.
 
-    `prefer` is "auto", for shared memory if all ranks share a host, and both if some do; "shm", which requires shared
-    memory; or "transport", for the transport alone. `start` is called once failure detection runs: it returns the
-    transport, which then replaces `bootstrap`, and the backend for tensors of GPUs, if there is one. If `start` has
-    used `bootstrap`, the transport keeps it until its own `close`: rank 0's may serve a store from which other ranks
-    still read.
+    `prefer` is "auto", for shared memory between ranks of one host and the transport between hosts; "shm", which
+    requires shared memory; or "transport", for the transport alone. `start` is called once failure detection runs: it
+    returns the transport, which then replaces `bootstrap`, and the backend for tensors of GPUs, if there is one. A
+    transport that `start` makes over `bootstrap` closes it in its own `close`, not before: other ranks may still read
+    from a store that rank 0's bootstrap backend serves.
     """
     sweep()
     if bootstrap.world_size == 1:
@@ -251,9 +251,9 @@ def launchers_local_rank(bootstrap: Backend | Communicator) -> int | None:
 
 
 def _topology(infos: Sequence[_RankInfo], rank: int) -> Topology:
-    """Return the topology, with the launcher's local ranks if they number the ranks of each host from 0.
+    """Return the topology, with the launcher's local ranks if these are 0, 1, ... on each host.
 
-    They need not be in rank order, as those of Open MPI 5. They are kept, as a local rank must not change with `init`.
+    They may differ from rank order, as with Open MPI 5, and are used so that `init` does not change a local rank.
     """
     identities = list(dict.fromkeys(info.host_identity for info in infos))
     nodes = tuple(identities.index(info.host_identity) for info in infos)
@@ -270,14 +270,14 @@ def _topology(infos: Sequence[_RankInfo], rank: int) -> Topology:
 
 
 def _run_identity(nonce: str) -> str:
-    """Return the launcher's job id, for readers, and rank 0's nonce, as job ids may repeat."""
+    """Return the name of a run: the launcher's job id, for people, and rank 0's nonce, as job ids may repeat."""
     job = re.sub(r"[^A-Za-z0-9_-]", "-", detect_launch().job or "run")[:100]
     return f"{job.lstrip('-') or 'run'}-{nonce}"
 
 
 @functools.cache
 def _close_at_exit() -> None:
-    """Close at exit, to report why this rank ends, and since a Gloo group that outlives the interpreter aborts it."""
+    """Close at exit: to report why this rank ends, and as a Gloo group that outlives the interpreter aborts it."""
 
     def close() -> None:
         for comm in list(_communicators):

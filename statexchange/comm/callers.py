@@ -41,7 +41,7 @@ class Callers:
         self.local = threading.local()  # not by thread id: ids are used again, by other threads on each rank
         self._count = 0
         self._threads: dict[int, threading.Thread] = {}  # by their number, those that have not ended
-        # Numbers of threads that have not made their first call. The first may be autograd's, which are not counted.
+        # Numbers that ranks have not compared yet. 0 is one from the start: autograd's threads may use it uncounted.
         self._newcomers: set[int] = {0} if self._has_peers else set()
 
     def disown(self) -> None:
@@ -52,8 +52,8 @@ class Callers:
         """Return the number by which the calls of this thread are matched.
 
         It is the number of threads that called before this one. All threads of autograd's engine, which run hooks, are
-        one caller. While only one other thread has called, they share its number, as the thread that runs a hook
-        differs from rank to rank: the last callback may run in the thread that called `backward`.
+        one caller. While at most one other thread has called, they share its number, 0: the last callback of a backward
+        may run in the thread that called `backward`, so which thread runs a hook differs from rank to rank.
         """
         try:
             number: int = self.local.number
@@ -77,7 +77,7 @@ class Callers:
 
     @contextlib.contextmanager
     def called_by(self, number: int) -> Iterator[None]:
-        """Have a thread of autograd's engine call as `number` inside the block; other threads call as themselves."""
+        """Count calls of autograd's threads inside the block as those of `number`; other threads keep theirs."""
         if not _is_autograd_thread():
             yield
             return
@@ -116,11 +116,11 @@ class Callers:
 
 
 def is_swapped(number: int, accounts: Sequence[Any]) -> bool:
-    """Whether caller `number` is another thread on one rank than on another.
+    """Whether `number` is known to be different threads on two ranks. `accounts` are all ranks' `Callers.account`.
 
-    Python names threads by the order in which they are made, and by their targets. The name of caller n may differ, as
-    ranks may have other threads besides. But if it is the name of another caller on another rank, two were counted in
-    different orders.
+    Python names a thread by a counter and its target. So the name of one caller may differ between ranks that have
+    other threads besides. But a name that is two callers' on two ranks shows that these were counted in different
+    orders.
     """
     for process, callers, _ in accounts:
         own = callers.get(number)
@@ -135,7 +135,7 @@ def is_swapped(number: int, accounts: Sequence[Any]) -> bool:
 
 
 def is_unclear(number: int, accounts: Sequence[Any]) -> bool:
-    """Whether another rank may have counted as `number` a thread that has not called yet on this one."""
+    """Whether the thread that is `number` on one rank may exist on another, where it has not called yet."""
     for process, callers, threads in accounts:
         own = callers.get(number)
         if own is None:

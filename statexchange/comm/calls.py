@@ -106,7 +106,7 @@ class Call:
 
     @classmethod
     def of_all(cls, text: str) -> Call:
-        """Return a call that ranks make together even if they are in different public calls."""
+        """Return a call whose text has no public call: ranks make it together from different ones."""
         call = cls(text)
         call.text = text
         return call

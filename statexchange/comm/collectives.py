@@ -79,7 +79,7 @@ def all_reduce(
         given, backend = flat_for(route, tensor, written=out is None)
         target = _target(given, out)
         reduction = Reduction.of(op, given.data.dtype, scale, backend)
-    except Exception as refusal:  # noqa: BLE001 (as `_prepared`, inlined because small tensors are to be fast)
+    except Exception as refusal:  # noqa: BLE001 (as `_prepared`, whose call would slow down small tensors)
         route.session.refuse("all_reduce", refusal)
 
     def body(wait: Wait) -> TensorT:
@@ -197,11 +197,11 @@ def broadcast(route: Route, tensor: TensorT, root: int, out: TensorT | None, asy
     given, target, backend = _prepared(route, "broadcast", prepare)
 
     def body(wait: Wait) -> TensorT:
-        travelling = given if is_root else target
-        backend.broadcast(travelling.bytes, root, wait)
+        moved = given if is_root else target
+        backend.broadcast(moved.bytes, root, wait)
         if is_root and target is given:
             return tensor
-        return target.finish_with(travelling.data)
+        return target.finish_with(moved.data)
 
     return route.collective(Call(f"broadcast {given.text} from {root}"), backend, body, async_op)
 
@@ -245,7 +245,7 @@ def gather(route: Route, tensor: TensorKindT, root: int, async_op: bool) -> list
 
 
 class _TensorMetadata(NamedTuple):
-    """A tensor that travels as bytes: the name of its dtype, its shape, and the kind of tensor that it becomes."""
+    """A tensor that is sent as bytes: the name of its dtype, its shape, and the kind of tensor that it becomes."""
 
     dtype: str
     shape: list[int]
@@ -258,7 +258,7 @@ class _TensorMetadata(NamedTuple):
 
     def tensor_over(self, data: torch.Tensor, route: Route) -> TensorLike:
         """Return the tensor that has the bytes `data`."""
-        # A copy, so that a small result does not keep the memory of all; it also begins where its dtype may begin.
+        # A copy: a small result must not keep all received memory alive, and a view needs an aligned beginning.
         return _as_kind(data.clone().view(getattr(torch, self.dtype)).view(tuple(self.shape)), self.kind, route)
 
 

@@ -43,7 +43,7 @@ CommLike: TypeAlias = "Communicator | torch.distributed.ProcessGroup | DeviceMes
 # What callers may pass as `op`.
 ReduceOpLike: TypeAlias = "str | torch.distributed.ReduceOp | torch.distributed.ReduceOp.RedOpType"
 FormCommunicator: TypeAlias = Callable[[Backend, float], "Communicator"]
-"""Forms the communicator of a group, from a backend over which its ranks exchange bytes, and a deadline."""
+"""Forms a group's communicator from a backend over which its ranks exchange bytes, and `timeout_s`."""
 
 
 @functools.cache
@@ -265,7 +265,7 @@ class Communicator:
 
         Args:
             payload: The bytes of this rank, of any length.
-            root: The only rank that gets the answers; the others get [].
+            root: The only rank that gets the payloads; the others get [].
             timeout_s: How long to wait; None is this communicator's `timeout_s`, inf is no deadline.
             operation: The purpose of this call, for errors.
 
@@ -306,9 +306,9 @@ class Communicator:
         self._session.callers.restart()
 
     def called_by(self, caller: int) -> contextlib.AbstractContextManager[None]:
-        """A block in which a thread of autograd's engine calls as `caller`; others call as themselves. Not collective.
+        """Count calls of autograd's threads inside a block as those of `caller`. Not collective.
 
-        For hooks: which thread runs them differs from rank to rank.
+        For hooks: which thread runs them differs from rank to rank. Other threads keep their number.
 
         Args:
             caller: The number of the thread for which the hooks run.
@@ -375,7 +375,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def phase(self, name: str, *, timeout_s: float | None = None) -> Iterator[None]:
-        """A block that ends in `agree`: what any rank raises in it, all raise.
+        """Run a block that ends in `agree`: what any rank raises in it, all raise.
 
         Collective. An interrupt (KeyboardInterrupt, SystemExit) leaves the communicator at once, and the others raise
         PeerError.
@@ -415,9 +415,9 @@ class Communicator:
 
     @contextlib.contextmanager
     def checking(self, call: str) -> Iterator[None]:
-        """A block that validates the arguments of `call`: what it raises on one rank is raised on all.
+        """Run a block that validates the arguments of `call`: what it raises on one rank, all raise.
 
-        Collective only where it raises: a rank without an error does not communicate, and raises in its next call.
+        Collective only on error: a rank whose block succeeds does not communicate here, and raises in its next call.
 
         Args:
             call: The name of the public call, for errors.
@@ -426,7 +426,7 @@ class Communicator:
             Nothing.
 
         Raises:
-            InvalidArgumentError: A TypeError, ValueError or AttributeError of the block; others stay what they are.
+            InvalidArgumentError: The block raised TypeError, ValueError or AttributeError; others keep their type.
 
         Example:
             >>> comm = sx.init("single")
@@ -443,7 +443,7 @@ class Communicator:
             self._session.refuse(call, refusal)
 
     def progress(self) -> None:
-        """Report that bytes move, which puts off the deadlines of ranks that wait for this one. Not collective.
+        """Report that bytes move: ranks that wait for this one extend their deadlines. Not collective.
 
         Raises:
             AbandonedError: Another rank has failed: join the next collective, which raises its error.
@@ -470,7 +470,7 @@ class Communicator:
             tag: A name that must be the same on all ranks.
 
         Raises:
-            StallError: The ranks that it names did not call in time.
+            StallError: Some ranks did not call in time; `missing` lists them.
             MismatchError: The ranks are in different calls.
             PeerError: A rank has failed or left.
 
@@ -534,7 +534,7 @@ class Communicator:
         Collective.
 
         Args:
-            obj: On `root`, a JSON value; elsewhere a value whose dataclasses the result is decoded to, or None.
+            obj: On `root`, a JSON value. Elsewhere None, or a value with the dataclasses that the result will have.
             root: The rank whose value it is.
 
         Returns:
@@ -607,7 +607,7 @@ class Communicator:
         Args:
             tensor: A torch tensor or numpy array, of one shape and dtype on all ranks.
             op: "sum", "avg", "min", "max", "prod" or a torch ReduceOp.
-            out: Where the result goes instead of `tensor`.
+            out: The tensor to write the result to, instead of `tensor`.
             scale: A factor for the result.
             async_op: Return at once.
 
@@ -736,7 +736,7 @@ class Communicator:
             tensor: As in `all_reduce`.
             op: As in `all_reduce`.
             root: The rank that gets the result.
-            out: Where the result goes instead of `tensor`.
+            out: The tensor to write the result to, instead of `tensor`.
             async_op: Return at once.
 
         Returns:
@@ -763,8 +763,8 @@ class Communicator:
 
         Args:
             tensor: Of a floating dtype; its sum must not overflow.
-            between: Called on leaders with a `Leaders` and the host's sum, as one dimension on the device of the
-                backend, which it changes in place.
+            between: Called on each leader with a `Leaders` and the host's sum, to be changed in place: one-dimensional,
+                on the backend's device.
             operation: The purpose of this call, for errors.
 
         Raises:
@@ -894,13 +894,13 @@ class Communicator:
         root: int = 0,
         async_op: bool = False,
     ) -> Any:
-        """Return this rank's tensor of those that `root` gives.
+        """Return the one of root's tensors that is for this rank.
 
         Collective.
 
         Args:
             tensors: On `root`, one for each rank, of any shapes and dtypes; elsewhere None.
-            root: The rank that gives the tensors.
+            root: The rank that has the tensors.
             async_op: Return at once.
 
         Returns:
@@ -963,7 +963,7 @@ class Communicator:
     @overload
     def all_to_all(self, tensors: Sequence[TensorLike], *, async_op: bool) -> list[Any] | Work[list[Any]]: ...
     def all_to_all(self, tensors: Sequence[TensorLike], *, async_op: bool = False) -> list[Any] | Work[list[Any]]:
-        """Return from each rank the tensor that it gives for this one.
+        """Send tensor i to rank i; return the tensors that the ranks send to this one.
 
         Collective.
 
@@ -1030,7 +1030,7 @@ class Communicator:
         Not collective. Blocks until it has arrived.
 
         Args:
-            tensor: Where it goes.
+            tensor: The tensor to write to.
             src: Another rank.
             async_op: Return at once.
 
@@ -1095,7 +1095,7 @@ class Communicator:
     # Groups
 
     def new_group(self, ranks: Sequence[int]) -> Communicator:
-        """Return the communicator of `ranks`, in that order; it is made once.
+        """Return the communicator of `ranks`, in that order, made on the first call.
 
         Collective over `ranks` only: other ranks need not call.
 
@@ -1108,7 +1108,7 @@ class Communicator:
         Raises:
             InvalidArgumentError: Ranks repeat, do not exist or lack this one.
             MismatchError: Its ranks give different orders.
-            StallError: The ranks that it names did not call in time.
+            StallError: Some ranks did not call in time; `missing` lists them.
 
         Example:
             >>> comm = sx.init("single")
@@ -1168,7 +1168,7 @@ class Communicator:
             A communicator of its own.
 
         Raises:
-            StallError: The ranks that it names did not call in time.
+            StallError: Some ranks did not call in time; `missing` lists them.
 
         Example:
             >>> comm = sx.init("single")
@@ -1260,7 +1260,7 @@ class Communicator:
 
 
 def _refusal_of(timeout_s: object) -> InvalidArgumentError | None:
-    """Return the error for a wrong `timeout_s`, None if it is right."""
+    """Return the error for an invalid `timeout_s`, None if it is valid."""
     try:
         if timeout_s is not None:
             check_timeout(timeout_s)

@@ -58,7 +58,7 @@ def default() -> Communicator | None:
 
 
 def set_default(comm: Communicator | None) -> None:
-    """Make `comm` the default where `default` looks for it. Not collective."""
+    """Replace the default: inside a `use` block for this thread, else for the process. Not collective."""
     global _of_process
     try:
         _default.get()
@@ -158,13 +158,12 @@ def _default_communicator() -> Communicator:
 def members(ranks: Sequence[int], group: CommLike | None = None) -> Communicator:
     """Return the communicator of world ranks `ranks`, in that order.
 
-    Collective over them only: nobody else has to call.
+    Collective over them only: other ranks need not call.
 
     Args:
         ranks: World ranks, this one among them.
-        group: What `ranks` number: the ranks of the default world for None, else those of this Communicator,
-            DeviceMesh or MPI communicator. With a torch ProcessGroup they number the default world, too: torch's own
-            functions take world ranks with any group.
+        group: A Communicator, DeviceMesh or MPI communicator whose ranks `ranks` counts. None counts those of the
+            default world, and so does a torch ProcessGroup: torch's own functions take world ranks with any group.
 
     Returns:
         The communicator, the same each time.
@@ -296,6 +295,6 @@ def get_local_rank() -> int:
 
 
 def local_rank_of(comm: Communicator) -> int:
-    """Return the launcher's local rank of this process if `comm` has all ranks of the launcher, else that in `comm`."""
+    """Return the launcher's local rank if `comm` has all its ranks, else the local rank in `comm`. Not collective."""
     local_rank = launchers_local_rank(comm)
     return comm.local_rank if local_rank is None else local_rank

@@ -28,7 +28,7 @@ class FlatTensor(Generic[TensorT]):
         is_on_device = tensor.is_cpu if device == "cpu" else tensor.device.type == device
         self._is_callers_memory = is_on_device and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
         if self._is_callers_memory:
-            # torch calls no or one element contiguous whatever its stride is, but then refuses to see it as bytes
+            # torch calls at most one element contiguous whatever its stride, but then refuses to view it as bytes.
             is_flat = tensor.dim() == 1 and tensor.stride(0) == 1
             self.data = tensor if is_flat else tensor.as_strided((tensor.numel(),), (1,))
             return
@@ -46,7 +46,7 @@ class FlatTensor(Generic[TensorT]):
         return self.data.view(torch.uint8)
 
     def write_back(self) -> TensorT:
-        """Return what the caller gave, which now holds `data`."""
+        """Write `data` to what the caller gave, and return that."""
         if not self._is_callers_memory:
             self.tensor.copy_(self.data.view(self.tensor.shape))
         if isinstance(self.given, np.ndarray):
@@ -56,11 +56,11 @@ class FlatTensor(Generic[TensorT]):
         return self.given
 
     def start_from(self, given: FlatTensor[Any]) -> torch.Tensor:
-        """Return the tensor to reduce: a copy of `given` if this is `out`, which a failed call must not change."""
+        """Return the tensor to reduce in place: for `out` a copy of `given`, as a failed call must not change `out`."""
         return self.data if given is self else given.data.clone()
 
     def finish_with(self, result: torch.Tensor) -> TensorT:
-        """Return what the caller gave, which now holds `result`."""
+        """Write `result` to what the caller gave, and return that."""
         if result is not self.data:
             self.data.copy_(result)
         return self.write_back()

@@ -82,8 +82,8 @@ def init(
             serves: the loopback address if all ranks share a host, else that of the interface GLOO_SOCKET_IFNAME, else
             that of its host's name. No file remains there.
         devices: The device on which this rank computes. None assigns the GPUs to the ranks of a host in turn, a list
-            names the device of each `local_rank`, False leaves it at the CPU.
-        timeout_s: How long waits for peers may take, in seconds without progress.
+            names the device of each `local_rank`, False is the CPU.
+        timeout_s: The limit of a wait for peers, in seconds without progress.
         check: "off" trusts that ranks make the same calls: on several hosts this saves a small message per call.
 
     Returns:
@@ -95,7 +95,7 @@ def init(
         MissingExtraError: What `backend` needs is not installed.
         UnsupportedError: The hosts of the ranks cannot provide `backend`.
         ForkedError: This process was forked from a rank.
-        StallError: The ranks that it names did not call in time.
+        StallError: Some ranks did not call in time; `missing` lists them.
 
     Example:
         >>> comm = sx.init("single")

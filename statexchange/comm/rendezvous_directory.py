@@ -6,7 +6,8 @@ directory may lie on NFS of any version, with or without locks, and the ranks ma
 Files in the directory; `nonce` is 128 random bits of one process and one rendezvous:
 
     hello-<rank>-<nonce>.json   by each rank, first: its process, network, world_size, and how many directories it made
-    beat-<nonce>-<count>        by each rank, every quarter of a second while it waits; empty; then it removes its last
+    beat-<nonce>-<count>        by each rank, every quarter of a second while it waits; empty; it then removes the
+                                one before
     answer-<nonce>.json         by rank 0, when a hello of a live process of every rank exists: the nonces of all ranks,
                                 by rank, and the address and port of the store, or the reason why there is none
     refusal-<nonce>.json        by a rank that cannot connect to that address: the reason
@@ -102,7 +103,7 @@ def _open_directory(path: Path) -> tuple[int, int]:
             os.mkdir(path.name, 0o700, dir_fd=parent)
             num_made += 1
         except FileExistsError:
-            # In a directory that this call has made, another rank of this rendezvous has made it.
+            # Another rank has made it; one of this rendezvous, if it lies in a directory that this call made.
             num_made += bool(num_made)
         return os.open(path.name, _DIRECTORY, dir_fd=parent), num_made
     finally:
@@ -134,7 +135,7 @@ class _Hello:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any] | None) -> _Hello | None:
-        """Return None for anything but a whole hello."""
+        """Return the hello, None if `raw` is not a complete one."""
         try:
             if raw is None or raw.keys() != cls.__dataclass_fields__.keys():
                 return None

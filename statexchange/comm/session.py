@@ -88,7 +88,7 @@ class Session:
 
     Attributes:
         backend: Moves tensors of CPUs.
-        device_backend: Moves tensors of GPUs, if anything does.
+        device_backend: Moves tensors of GPUs; None if nothing does.
         page: Carries messages on one host.
         transport: Carries messages where there is no page; groups are made from it.
         monitor: Reports which ranks have failed.
@@ -189,7 +189,7 @@ class Session:
         """Return every rank's payload in rank order; on `root` only, if that is given. Collective."""
         self.raise_if_dead()
         if call.failure is not None and self.world_size > 1:
-            # For work that was begun before, in which the ranks may find that their calls differ.
+            # Work that was begun before raises it, if the ranks find there that their calls differ.
             self._pending_failure = call.failure
             if self.monitor is not None:
                 self.monitor.request_collective()
@@ -223,7 +223,7 @@ class Session:
             self._call_lock.release()
 
     def messages(self, call: Call, payload: bytes, root: int | None, wait: Wait) -> list[bytes]:
-        """Gather bytes inside a call; raise DifferentCallsError, on all ranks, if their calls differ."""
+        """Gather bytes inside a call; raise DifferentCallsError, on all ranks, if calls differ. Collective."""
         if self.page is not None:
             return self.page.all_gather_bytes(payload, root, call.fingerprint, wait)
         fingerprint = call.fingerprint_bytes
@@ -241,14 +241,14 @@ class Session:
         return ()
 
     def wait_for(self, call: Call, timeout_s: float | None = None) -> Wait:
-        """Return the wait of a call, with this session's monitor and entry."""
+        """Return a Wait that checks this session's monitor, and whose `enter` compares calls. Not collective."""
         if self.monitor is not None:
             self.monitor.set_current_op(call.text)
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
         return Wait(seconds, call.text, self.monitor, functools.partial(self._enter, call))
 
     def _begin(self, call: Call, timeout_s: float | None = None) -> Wait:
-        """Begin a call: return its wait, after a new caller has been compared."""
+        """Begin a call: return its Wait. On a thread's first call, compare the ranks' callers before."""
         self.raise_if_dead()
         wait = self.wait_for(call, timeout_s)
         if self.callers.is_new(call.caller):
@@ -398,8 +398,8 @@ class Session:
     def guarded(self, call: Call, body: Callable[[], T], *, is_shared: bool = True) -> T:
         """Return the value of `body`; report what it raises to all ranks.
 
-        An error that all ranks raise together becomes `shared_error` if `is_shared`. That of asynchronous work does
-        not, as `wait` raises it later, not at the same moment on all ranks.
+        An error that all ranks raise together becomes `shared_error` if `is_shared`. An error of asynchronous work does
+        not: `wait` raises it later, at different moments on different ranks.
         """
         try:
             result = body()
@@ -508,7 +508,7 @@ class Session:
             raise MismatchError("ranks are in different calls: " + "; ".join(lines))
 
     def raise_first(self, call: Call, records: Sequence[dict[str, Any] | None], cause: Exception | None) -> None:
-        """Raise the failure of the lowest rank that has one. The records are the same on all ranks."""
+        """Raise the failure of the lowest rank that has one. All have equal `records`; `cause` is this rank's error."""
         failure = next((record for record in records if record is not None), None)
         if failure is not None:
             error = from_record(failure)

@@ -141,7 +141,7 @@ class SharedStore(NamedTuple):
 
     @property
     def lasting(self) -> Any:
-        """The store for a user that keeps it as long as the process runs, as torch.distributed does."""
+        """The store for users that keep it, as torch.distributed does: on rank 0 it keeps the server alive."""
         return self.store if self.server is None else self.server.store
 
 
@@ -204,7 +204,7 @@ def wait_for_all(
 
 @contextlib.contextmanager
 def failure_announced(store: Any, world_size: int) -> Iterator[None]:
-    """A block of rank 0: the ranks that have joined raise its error, too."""
+    """Run a block on rank 0 whose error the ranks that have joined raise, too. Root only."""
     try:
         yield
     except BaseException as error:

@@ -1,6 +1,6 @@
 """Waits for peers, with a deadline and a failure monitor.
 
-No wait of this package blocks in a native call. A wait polls its condition, and between two polls it checks its
+No wait of this package blocks in a native call. A wait tests its condition, and between two tests it checks its
 monitor. It raises PeerError when the monitor reports a failure, and StallError at its deadline. The deadline is put off
 while any rank reports progress, so it bounds the time without progress, not the whole time.
 
@@ -79,7 +79,7 @@ class Wait:
         called it before. Raises DifferentCallsError, on all ranks, if their calls differ.
 
         Args:
-            location: A number that is sent to the other ranks.
+            location: A number for the other ranks, such as the location of a tensor in shared memory.
 
         Returns:
             The locations of all ranks, in rank order; () where ranks are not compared.
@@ -87,7 +87,7 @@ class Wait:
         return () if self._enter is None else self._enter(location, self)
 
     def poll(self) -> None:
-        """Raise PeerError if a rank has failed, StallError past the deadline. Call it between two polls."""
+        """Raise PeerError if a rank has failed, StallError past the deadline. Called between tests of the condition."""
         now = time.monotonic()
         if now - self._checked_at >= _MONITOR_PERIOD_S:
             self._checked_at = now

@@ -88,7 +88,7 @@ class Work(Generic[T]):
             The result of the collective.
 
         Raises:
-            StallError: It is not done in time; it goes on.
+            StallError: The work is not done in time; it continues.
             StateExchangeError: The error with which the work failed.
 
         Example:

@@ -44,7 +44,7 @@ class Leaders:
     def all_to_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Send each leader its tensor, which may be empty; return those received. Collective over the leaders.
 
-        All tensors of this leader have one dtype and one dimension; what two send each other has one size.
+        All tensors of this leader are one-dimensional and of one dtype; two leaders send each other equal sizes.
         """
         import torch
 
@@ -55,7 +55,7 @@ class Leaders:
         return list(torch.split(into, [tensor.numel() for tensor in tensors]))
 
     def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]:
-        """Return the bytes, equally many, of all leaders. Collective over the leaders."""
+        """Return the `data` of every leader, uint8 and of one size on all. Collective over the leaders."""
         into = data.new_empty(len(self.counts) * data.numel())
         self._backend.all_gather(data, into, self._wait)
         return list(into.view(len(self.counts), -1))
@@ -69,7 +69,8 @@ class Backend(ABC):
     """The transport of messages and tensors between ranks.
 
     Tensors are one-dimensional and contiguous, of the same length and dtype on all ranks unless said otherwise, and on
-    the device that `device_type` names; moves get them as uint8. Operations are "sum", "min", "max" and "prod".
+    the device that `device_type` names; moves, such as `broadcast`, get them as uint8. Operations are "sum", "min",
+    "max" and "prod".
     """
 
     name: str
@@ -81,7 +82,7 @@ class Backend(ABC):
 
     @functools.cached_property
     def reductions(self) -> dict[object, Any]:
-        """A cache of `reduction`, by op and dtype."""
+        """A cache of `Reduction` objects, by op and dtype."""
         return {}
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Messages and tensors of CPUs through a Gloo group of torch.distributed.
 
 Works are polled, never waited for, so that the deadline of `Wait` holds. Sends and receives are the exception: Gloo
-completes them only for a thread that waits inside it, so each has a thread that does.
+completes them only for a thread that waits inside it, so each gets a thread that waits there.
 
 A Gloo work cannot be cancelled. When a wait is given up, the group's connections are closed (`_break_off`). That ends
 all works under way, here and on the other ranks; they would otherwise last until Gloo's own timeout, and keep the
@@ -60,7 +60,7 @@ class _GlooBackend(Backend):
     """The collectives of a Gloo group.
 
     Most of them use Gloo's all-to-all, which needs one step where a ring needs one per rank, and copies nothing. The
-    ranks do the arithmetic themselves: it gives equal bits on all ranks, halves in full width, and NaN as in IEEE 754.
+    ranks do the arithmetic themselves: equal bits on all ranks, half precision summed in float32, NaN as in IEEE 754.
     """
 
     name = "gloo"
@@ -327,7 +327,7 @@ class StoreBackend(_GlooBackend):
         names: Sequence[int] | None = None,
         bootstrap: Backend | None = None,
     ) -> None:
-        """Make the group. Collective over all ranks, which errors call by `names`.
+        """Make the group; errors name rank i as `names[i]`. Collective.
 
         `store` must not have been used for this before. `bootstrap`, if given, is closed with this backend.
         """

@@ -168,9 +168,9 @@ class HierarchicalBackend(Backend):
         return memory[0] if memory else torch.empty(nbytes, dtype=torch.uint8, device=self.device_type)
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
-        """Whether the node's backend and the transport both do; the leaders' backend is not on all ranks.
+        """Whether the node's backend and the transport do; the leaders' is not asked, as not all ranks have it.
 
-        Halves are added up in two steps with a rounding, or an overflow, between them: no.
+        False for sums and products of half precision: they would be rounded, or overflow, between the two steps.
         """
         if dtype in HALVES and op in ("sum", "prod"):
             return False

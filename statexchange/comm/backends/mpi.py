@@ -28,7 +28,7 @@ _RECORD, _INLINE = 256, 248  # bytes of a message that goes in one step, and how
 _FIRST_FREE_TAG = 3
 _LONG_BYTES = 1 << 16
 _SPIN_S, _TESTS = 0.005, 16  # how long to test a long message at a time, and how often between two yields
-_MANY_TAGS = 30_000
+_NUM_TAGS = 30_000  # for groups; every MPI has tags up to 32767
 # MPI types by the names of dtypes, which needs no torch. mpi4py must not choose them: it takes bfloat16 for bytes, and
 # would sum those.
 _FLOATS = {"F64": "DOUBLE", "F32": "FLOAT"}
@@ -145,7 +145,7 @@ class MPIBackend(Backend):
 
     @contextlib.contextmanager
     def _keeping(self, requests: list[Any], wait: Wait) -> Iterator[None]:
-        """Keep the requests, and so their buffers, if what is done with them fails; MPI's errors become PeerError."""
+        """Keep the requests, and so their buffers, if the block fails; turn MPI's errors into PeerError."""
         try:
             yield
         except BaseException as error:
@@ -176,7 +176,7 @@ class MPIBackend(Backend):
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         """Return a communicator of `ranks`; StallError names those that have not called. Collective over them only."""
-        tag = _FIRST_FREE_TAG + zlib.crc32(repr(list(ranks)).encode()) % _MANY_TAGS
+        tag = _FIRST_FREE_TAG + zlib.crc32(repr(list(ranks)).encode()) % _NUM_TAGS
         self._await_ranks(ranks, tag, Wait(timeout_s, f"the making of a group of ranks {list(ranks)}"))
         with self._guard:  # does not wait: all are there
             group = self._comm.Get_group().Incl(list(ranks))
@@ -185,9 +185,9 @@ class MPIBackend(Backend):
     def _await_ranks_in_collectives(self, comm: Any, wait: Wait) -> None:
         """Return when all ranks of the caller's `comm` have called; StallError names those that have not.
 
-        A message from rank to rank could be taken by a receive of the caller's own that waits for any tag, but never
-        one within a collective. Each rank scatters a byte to all. As only the root has the sizes, MPIs send it from the
-        root itself: so the scatter from rank n ends once rank n has called.
+        Sends and receives would not do: a receive of the caller's own, for any tag, could take the message. It cannot
+        take part of a collective. So each rank scatters a byte to all. Only the root has the sizes, so MPIs send it
+        from the root itself: the scatter from rank n ends once rank n has called.
         """
         own_bytes = [bytes(self.world_size), [1] * self.world_size, None, self._mpi.BYTE]
         requests: dict[int, Any] = {}
@@ -233,7 +233,7 @@ class MPIBackend(Backend):
             raise StallError(text, missing=tuple(missing), rank=missing[0] if missing else None) from None
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
-        """Whether MPI has a type for it; its minimum and maximum of NaN depend on the order of ranks."""
+        """Whether MPI has a type for `dtype`. Not min and max of floats: with NaN they depend on the order of ranks."""
         name = _name_of(dtype)
         return name in _INTS or (name in _FLOATS and op in ("sum", "prod"))
 

@@ -1,7 +1,7 @@
 """Tensors of GPUs through an NCCL group of torch.distributed; messages go through a CPU backend.
 
-A method returns when its work is queued on the caller's current stream. The host does not wait, so a rank that has died
-is reported by the next message, not here.
+A method returns when its work is queued on the caller's current stream, which waits for it. The host does not wait, so
+a rank that has died is reported by the next message, not here.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ def _both(
 
 
 class NCCLBackend(Backend):
-    """One rank of an NCCL group, for tensors of GPUs; messages go through `cpu`, a backend over the same ranks.
-
-    A method returns when its work is queued on the caller's current stream, which waits for it; the host does not.
-    """
+    """One rank of an NCCL group, for tensors of GPUs; messages go through `cpu`, a backend over the same ranks."""
 
     name = "nccl"
     device_type = "cuda"

@@ -27,7 +27,7 @@ def op_name(op: object) -> str:
 
 
 def _range_of_results(limits: torch.iinfo, factor: int) -> tuple[int, int]:
-    """Return the least and the greatest integer of int64 that times `factor` lies within `limits`."""
+    """Return the least and the greatest int64 whose product with `factor` lies within `limits`."""
     if factor == 0:
         return -_INT64_MAX - 1, _INT64_MAX
     low, high = (limits.min, limits.max) if factor > 0 else (-limits.max, -limits.min)
@@ -74,7 +74,7 @@ class Reduction:
         if exact and scale != 1 and (dtype == torch.bool or not float(scale).is_integer()):
             raise UnsupportedError(f"{dtype} cannot be scaled by {scale}: convert it to a floating dtype first")
         native = backend.reduces(plain, dtype)
-        if dtype in COMPLEX and plain == "sum":  # torch adds `other` times one, which makes NaN of complex infinities
+        if dtype in COMPLEX and plain == "sum":  # torch.add multiplies by 1, which makes complex infinities NaN
             native = False
         if exact:  # sums and products must be checked for overflow
             native = native and dtype != torch.bool and plain in ("min", "max") and scale == 1
@@ -108,7 +108,7 @@ class Reduction:
             into.copy_(self._by_conversion(backend, tensor, wait).view(backend.world_size, -1)[backend.rank])
 
     def _by_conversion(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
-        """Return the reduction of a copy of `tensor` in a dtype in which the backend is right, or by `reduce_parts`."""
+        """Return the reduction of a copy of `tensor` in a dtype that the backend reduces right, or by Backend's own."""
         if self.dtype == torch.bool:
             return self._run(backend, tensor.to(torch.uint8), "max" if self.op in ("sum", "max") else "min", wait)
         if self.dtype in INTS:
@@ -128,7 +128,7 @@ class Reduction:
         return tensor
 
     def _with_nan(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
-        """Reduce NaN separately: in min and max of a transport it depends on the order of ranks."""
+        """Reduce min or max, and NaN apart: with NaN a transport's result depends on the order of ranks."""
         nan = tensor.isnan()
         anywhere = self._run(backend, nan.to(torch.uint8), "max", wait).bool()
         least = float("-inf") if self.op == "max" else float("inf")

@@ -20,7 +20,7 @@ be read: see `_reduce_by_windows`.
 Failure. Ranks that have entered different calls raise before any caller's tensor is written. A rank that dies or leaves
 shows at the next barrier, where all others raise (control_page.py); the tensors may then hold a part of the result.
 
-Life of the memory. Arenas have no name any more once all ranks have attached to them, so nothing remains of a rank that
+Life of the memory. Arenas are unlinked once all ranks have attached to them, so nothing remains of a rank that
 is killed later. The memory of a region is used again when no tensor of its rank refers to it; the ranks compare at each
 `empty` which arenas are still in use, and unmap the others.
 """

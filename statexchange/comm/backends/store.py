@@ -109,5 +109,5 @@ class StoreBootstrap(Backend):
         return StoreBackend(store, self.rank, self.world_size, timeout_s, bootstrap=self)
 
     def transport(self, timeout_s: float) -> Backend:
-        """Return a Gloo group: a store is no way to move tensors. Collective."""
+        """Return a Gloo group, as a store moves no tensors. Collective."""
         return self.gloo(timeout_s)

@@ -24,7 +24,7 @@ class ThreadGroup:
         self.departed: set[int] = set()
 
     def group_of(self, ranks: tuple[int, ...], use: int) -> ThreadGroup:
-        """Return the group of some ranks, for their use number `use`."""
+        """Return the group of `ranks`; `use` counts the groups that were made of them."""
         with self.changed:
             return self.groups.setdefault((ranks, use), ThreadGroup(len(ranks)))
 

@@ -47,7 +47,7 @@ __all__ = [
 
 T = TypeVar("T")
 LONGEST_S = 86_400.0  # in place of no deadline, so that threads inside torch end
-GRACE_S = 1.0  # by which deadlines of torch come after ours, and the longest wait for others at the end
+GRACE_S = 1.0  # torch's deadlines are this much later than ours; also the longest wait for others in `close`
 _stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
 _uses: Counter[str] = Counter()  # how often a store has been used for a purpose, with different keys each time
 
@@ -128,7 +128,7 @@ def _start(backend: str, store: Any, rank: int, world_size: int, timeout_s: floa
     )
     # Here torch's deadline, which the group keeps for its collectives, comes before ours: torch does not make a group
     # that we have given up.
-    _by_another_thread(start, Wait(timeout_s + GRACE_S, operation))
+    _in_another_thread(start, Wait(timeout_s + GRACE_S, operation))
     group = default_group()
     assert group is not None
     return group
@@ -165,14 +165,14 @@ def await_keys(store: Any, keys: Sequence[str], ranks: Sequence[int], wait: Wait
 
 
 def make_gloo_group(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Any:
-    """Make a Gloo group, on a store not used for this before. Errors call its ranks by `names`. Collective."""
+    """Make a Gloo group, on a store not used for this before; errors name rank i as `names[i]`. Collective."""
     wait = Wait(timeout_s, f"the making of a group of ranks {list(names)}")
     await_ranks(store, names[rank], names, wait)
     keys, limit = _stores.PrefixStore("group", store), torch_timeout(wait)
-    return _by_another_thread(lambda: _stores.ProcessGroupGloo(keys, rank, len(names), limit), wait)
+    return _in_another_thread(lambda: _stores.ProcessGroupGloo(keys, rank, len(names), limit), wait)
 
 
-def _by_another_thread(make: Callable[[], T], wait: Wait) -> T:
+def _in_another_thread(make: Callable[[], T], wait: Wait) -> T:
     """Return the value of `make`. It runs in another thread, as it cannot be interrupted, and hangs if a rank dies."""
     work: Work[T] = Work(wait.operation)
     threading.Thread(target=work.run, args=(make,), name=wait.operation, daemon=True).start()

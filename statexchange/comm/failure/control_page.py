@@ -147,7 +147,7 @@ class ControlPage(GroupMonitor):
         reads = root is None or root == self.rank
         answers = [self._read(r, parity) for r in range(self.world_size)] if reads else []
         if any(is_spilled(self._slot(r, parity)) for r in range(self.world_size)):
-            self.sync(wait)  # the writer of a long message frees its arena when it leaves: first all must have read it
+            self.sync(wait)  # all must have read a long message before its writer may leave, which frees its arena
             if self.kind == "file" or any(arena.nbytes > _KEPT_BYTES for arena in self._spill.values()):
                 self._drop_spills()
             self._attached = {key: kept for key, kept in self._attached.items() if len(kept[1].view) <= _KEPT_BYTES}
@@ -238,7 +238,7 @@ class ControlPage(GroupMonitor):
         return next_phase(own, lowest, highest, False)
 
     def _await(self, arrival: int, wait: Wait) -> None:
-        """Wait for the end of the barrier: return if it has succeeded, raise if it has failed or that is unknown."""
+        """Wait for the end of the barrier: return if it succeeded, raise if it failed or its outcome is unknown."""
         reason: StateExchangeError | None = None
         try:
             phase = self._wait_here(arrival, wait)
@@ -356,7 +356,7 @@ class ControlPage(GroupMonitor):
         return None if alive else PeerError(rank, operation, f"its process {self._get(rank, _PID)} died")
 
     def missing_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that have not arrived where this one is, else those whose process is stopped."""
+        """Return the ranks that have not arrived at this rank's barrier, else those whose process is stopped."""
         stopped = [r for r in range(self.world_size) if process_is_stopped(self._get(r, _PID))]
         return tuple(self._behind(self._count << _PHASE_BITS) or stopped)
 

@@ -215,7 +215,7 @@ class Coordinator(FailureDetector):
         self._inform_all()
 
     def _suspects(self) -> tuple[int, ...]:
-        return ()  # this rank's own thread is late, which suspects no other rank
+        return ()  # only this rank's own thread can be late, so no other rank is suspect
 
     def _send_goodbye(self) -> None:
         self._view.departed[0] = (self._op_number, self._goodbye or "")

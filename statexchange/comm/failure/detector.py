@@ -34,8 +34,8 @@ A rank that gives up waiting in its n-th call must not simply raise, as another 
 
 The order that this rests on: a rank writes that it has completed the call before it reads whether the call is closing,
 and its detector thread writes that the call is closing before it reads whether the rank has completed it. So a rank
-that answers no finds the call closing before it goes on, and waits for the decision. A call that nobody gives up sends
-no message for this. The coordinator keeps a decision until every rank is in a later call.
+that answers "no" finds the call closing before it goes on, and waits for the decision. A call that no rank gives up
+sends no message for this. The coordinator keeps a decision until every rank is in a later call.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class FailureDetector(GroupMonitor):
     # Called by this rank
 
     def set_current_op(self, operation: str) -> None:
-        """Note that this rank begins its next collective, which all ranks count. Not collective; costs nothing."""
+        """Note that this rank begins its next collective, which all ranks count. Not collective; sends nothing."""
         self._completed_op = self._op_number  # a call in which all ranks raised together is over, too
         self._op_number += 1
         self._operation = operation
@@ -248,7 +248,7 @@ class FailureDetector(GroupMonitor):
         return self._view.requested_op > self._op_number
 
     def report_progress(self) -> None:
-        """Report, with the next periodic message, that bytes move. Not collective; costs nothing."""
+        """Report, with the next periodic message, that bytes move. Not collective; sends nothing."""
         self._progress += 1
 
     def progress_count(self) -> int:

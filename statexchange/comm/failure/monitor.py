@@ -105,7 +105,7 @@ class OuterMonitor(FailureMonitor):
         self._outer = outer
 
     def check(self, operation: str) -> None:
-        """Raise the failure that the other monitor has."""
+        """Raise the failure that the other monitor reports."""
         if self._outer is not None:
             self._outer.check(operation)
 

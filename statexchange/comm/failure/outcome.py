@@ -1,4 +1,4 @@
-"""The rule by which a barrier ends alike on all ranks: all of them succeed, or all fail, each with its own deadline.
+"""The rule by which a barrier ends alike on all ranks: all of them succeed or all fail, although deadlines differ.
 
 A rank that has waited long enough must not simply raise: the rank that it waited for may arrive at that moment, find
 all ranks there, and go on. So a rank that gives up first writes that it does, and then looks again. A barrier has these
