@@ -35,8 +35,8 @@ __all__ = [
 FilesFrom = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | bytes] | None
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-_OF_TRANSFORMERS = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
-_OF_TRAINING = ("trainer_state.json", "latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
+_TRANSFORMERS_NAMES = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
+_TRAINING_FILES = ("trainer_state.json", "latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versions
 # Files of a directory that are not taken: weights, indexes, manifests and hidden files.
 _NOT_COPIED = re.compile(
@@ -45,7 +45,7 @@ _NOT_COPIED = re.compile(
 
 
 def extra_files(
-    files_from: FilesFrom, plan: Plan, own: Mapping[str, bytes] | None = None, *, mends_dtype: bool = False
+    files_from: FilesFrom, plan: Plan, own: Mapping[str, bytes] | None = None, *, updates_dtype: bool = False
 ) -> dict[str, bytes]:
     """Return the content of each extra file by name.
 
@@ -54,13 +54,13 @@ def extra_files(
             names to contents.
         plan: the checkpoint's plan.
         own: files of the model itself, by name; those of `files_from` take precedence.
-        mends_dtype: write the dtype of the plan's tensors into the model's own config.json.
+        updates_dtype: write the dtype of the plan's tensors into the model's own config.json.
 
     Raises:
         InvalidArgumentError: a name is not a plain file name, occurs twice, or is a file of the checkpoint itself.
     """
     files = dict(own or {})
-    if mends_dtype and CONFIG in files:
+    if updates_dtype and CONFIG in files:
         files[CONFIG] = _with_dtype(files[CONFIG], plan)
     return files | _given_files(files_from, plan)
 
@@ -92,8 +92,8 @@ def given_config(files_from: FilesFrom) -> bytes | None:
 def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """Return the extra files of a source that is a Hugging Face directory, and notes about those that cannot be read.
 
-    A directory of torch.save files, or of DeepSpeed's steps, counts as one if it has a config.json. A training
-    framework's directory may have one for such files.
+    A directory of torch.save files, or of DeepSpeed's steps, counts as one if it has a config.json. So does the
+    subdirectory of config and tokenizer that a training framework writes.
     """
     opened = source.opened
     store = source.small_files
@@ -106,7 +106,7 @@ def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
     files: dict[str, bytes] = {}
     notes = []
     for name in store.files:
-        if not _NOT_COPIED.fullmatch(name) and name not in _OF_TRAINING:
+        if not _NOT_COPIED.fullmatch(name) and name not in _TRAINING_FILES:
             try:
                 files[name] = store.read_small(name)
             except ReplacedError:
@@ -117,16 +117,16 @@ def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
 
 
 def missing_files(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
-    """Return a note if the config is missing without which transformers loads nothing.
+    """Return a note if there is no config.json, without which transformers does not load a model.
 
-    Only for names such as those of its models: other models do not have this config.
+    Only if tensors have names as in transformers' models: others need no config.
     """
     if extra.keys() & {CONFIG, ADAPTER_CONFIG}:
         return ()
     names = (tensor.name for file in plan.files for tensor in file.tensors)
-    if not any(map(_OF_TRANSFORMERS.search, names)):
+    if not any(map(_TRANSFORMERS_NAMES.search, names)):
         return ()
-    return (f"no {CONFIG}: transformers will not load this directory (files_from, --files-from)",)
+    return (f"no {CONFIG}: transformers will not load this directory; give one by files_from (--files-from)",)
 
 
 def _with_dtype(config: bytes, plan: Plan) -> bytes:

@@ -161,37 +161,37 @@ def merge_checkpoint(
         source: the checkpoint to merge, of any format that `open_checkpoint` reads; a path or an fsspec URL.
         path: the directory to publish; a path or an fsspec URL.
         section: what to merge of a job's state: "model", "optimizer" or another of `info`'s sections, or "all". The
-            section's prefix, such as ``model.``, is removed from the names before all other options apply. By default
-            the model, if it is known which tensors are the model's; but all if there are patterns (`layout`, `include`,
-            `exclude`, `rename`) and no `convert`: they then match the full names. Of a training
-            framework's directory, the model in any case.
-        weights: which weights of a DeepSpeed checkpoint are the model: "master" for the fp32 ones, "model" for those
-            with which the training computes. By default the master weights, where they can be read.
+            section's prefix, such as ``model.``, is removed from the names before all other options apply. By default:
+            the model, if it is known which tensors are the model's. If patterns are given (`layout`, `include`,
+            `exclude`, `rename`) without `convert`: all, and the patterns match the full names. Of a training
+            framework's directory always the model.
+        weights: which weights of a DeepSpeed checkpoint are the model: "master" for the optimizer's in fp32, "model"
+            for the module's own. By default the master weights, where they can be read.
         layout: sharding of plain tensors, as a mapping or the path of a JSON file (`statexchange.sharding.rules`). Each
             safetensors file of the source directory is then one rank's. Patterns match the names in the source.
         include: shell patterns of names to merge; by default all. If the layout renames tensors, the new names count.
         exclude: shell patterns of names to leave out.
         rename: a function of a name, or (regex, replacement) pairs.
-        convert: write the names and values of another model family: a built-in conversion, as "torchtitan:llama3", or
-            the path of a JSON file (`statexchange.conversions.rules`), either after "inverse:" for the other direction;
-            or the file's content. `include`, `exclude` and `layout` are for the names before it, `rename` and `dtype`
-            for those after. A selected name without a rule is an error.
+        convert: write the names and values of another model family: a built-in conversion such as "torchtitan:llama3",
+            the path of a JSON file (`statexchange.conversions.rules`), or the file's content. "inverse:" before the
+            name or path converts in the other direction. `include`, `exclude` and `layout` match the names before the
+            conversion, `rename` and `dtype` those after. A selected name without a rule is an error.
         convert_with: numbers that the conversion needs, as ``{"n_heads": 32}``. Others come from the config.json of
             `files_from`, or of the source.
         replicas: "equal": copies of a box must be equal; "root": the lowest rank's copy is taken.
         dtype: write floating tensors as "float16", "bfloat16", "float32" or "float64" (or torch's dtype); or a mapping
-            of shell patterns to dtypes, as ``{"*.norm.*": "float32", "*": "bfloat16"}``, of which the first that
-            matches counts. Integers, float8 and the scales of float8 tensors stay as they are. The manifest has digests
-            of the converted bytes.
+            of shell patterns to dtypes, as ``{"*.norm.*": "float32", "*": "bfloat16"}``, whose first match counts.
+            Integers, float8 and the scales of float8 tensors stay as they are. The manifest has digests of the cast
+            bytes.
         max_shard_size: start a new file before a tensor that would make the file larger: bytes, or text like "5GB".
         filename_pattern: names of the files; {suffix} becomes -00001-of-00004 if there are several. By default
             model{suffix}.safetensors, and adapter_model{suffix}.safetensors for an adapter of PEFT.
         files_from: extra files for the checkpoint: a directory, paths, or a mapping of names to contents. The small
-            files of a source that is a Hugging Face directory are taken, too, and config.json gets the dtype that is
-            written if there is a cast; with ``()``, no files at all.
+            files of a Hugging Face source are copied too, and a cast updates the dtype in its config.json. ``()``
+            copies no files at all.
         overwrite: replace a published checkpoint at `path`.
-        resume: also reuse or remove files left by publishers of other hosts, which the caller knows to have ended. A
-            publisher that still runs then fails.
+        resume: also reuse or remove files that processes on other hosts left. The caller must know that they have
+            ended: one that still runs would fail.
         threads: number of files written at once; by default one per core.
         dry_run: write nothing; check everything that can be checked without reading the tensors' bytes.
         on_progress: called with (bytes done, bytes in total).
@@ -253,7 +253,7 @@ def merge_checkpoint(
             converted = convert_source(selected, conversion, numbers, configs)
             merged, reductions = converted.source, converted.renamed_keys(reductions)
             notes += tuple(options.notes_on_rename({tensor.shard.name for _, tensor in merged.shards()}))
-            plan_options = replace(options, include=(), exclude=())  # they are for the names before the conversion
+            plan_options = replace(options, include=(), exclude=())  # `_selected` has applied them
         if options.filename_pattern is None and ADAPTER_CONFIG in own:
             plan_options = replace(plan_options, filename_pattern=ADAPTER_PATTERN)
         basis = _basis(merged, options, reductions)
@@ -262,7 +262,7 @@ def merge_checkpoint(
             raise _nothing_to_merge(checkpoint, section)
         if options.replicas == "equal":
             check_replicas(merged, plan)
-        extra = extra_files(files_from, plan, own, mends_dtype=bool(options.dtype) or checkpoint.kind == "deepspeed")
+        extra = extra_files(files_from, plan, own, updates_dtype=bool(options.dtype) or checkpoint.kind == "deepspeed")
         metadata, metadata_notes = kept_metadata(checkpoint, plan_options)
         sources = [tensor.source for file in plan.files for tensor in file.tensors]
         has_model = section not in _WITHOUT_MODEL
@@ -355,11 +355,8 @@ def _open(
     converts: bool,
 ) -> tuple[Source, Mapping[str, str]]:
     """Return a section of the source, sharded by the layout if there is one, and the reductions by tensor name."""
-    if (
-        section is None
-        and not converts
-        and (options.layout is not None or options.include or options.exclude or options.rename)
-    ):
+    has_patterns = bool(options.layout is not None or options.include or options.exclude or options.rename)
+    if section is None and has_patterns and not converts:
         section = MODEL_OF_PARTS
     if options.layout is None:
         return open_source(path, section=section, weights=weights), {}
@@ -398,7 +395,7 @@ def _unwrapping_options(
 
 
 def _selected(source: Source, options: ExportOptions) -> tuple[Source, tuple[str, ...]]:
-    """Return the tensors that a conversion is for, by the names that a model has, and notes about that."""
+    """Return the tensors to convert, under their names without wrappers' prefixes, and notes about that."""
     names = {tensor.shard.name for _, tensor in source.shards()}
     options.check_include(names)
     selected = frozenset(filter(options.wants, names))

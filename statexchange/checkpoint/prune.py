@@ -1,4 +1,4 @@
-"""Remove the saves of a job that need not stay, and what killed processes have left beside them."""
+"""Remove old saves of a job, and what killed processes have left beside them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PruneRow:
         paths: its directories.
         nbytes: bytes of its files; None if its manifest cannot be read.
         is_unfinished: whether it is an unfinished save or removal.
-        action: "removed" (with `dry_run`: would be), "kept" as the rules say, or "not removed".
+        action: "removed" (with `dry_run`: would be), "kept" by the retention, or "not removed".
         reason: why, in a few words.
         problem: the error, of a save that is broken or could not be removed.
     """
@@ -66,7 +66,7 @@ class PruneReport:
     Attributes:
         path: the directory, as it was given.
         dry_run: whether nothing was removed.
-        rows: each save, oldest first, then what processes left of unfinished ones.
+        rows: each save, oldest first, then each unfinished save or removal.
     """
 
     path: str
@@ -91,11 +91,11 @@ def prune_saves(
     dry_run: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> PruneReport:
-    """Remove the saves in a directory of steps that do not stay, oldest first, and what killed processes left.
+    """Remove the saves that `retention` does not keep, oldest first, and what killed processes left.
 
-    Not collective. A broken save does not count as one that stays, and is not removed. Neither is a directory that has
-    files of others, or that another process is removing or replacing. What an unfinished save left is removed only if
-    its process has provably ended; at a URL also if its claim does not change while it is watched for 60 s.
+    Not collective. A broken save is neither counted nor removed. A directory is not removed if it has files that belong
+    to no save, or if another process is removing or replacing it. What an unfinished save left is removed only if its
+    process has provably ended; at a URL also if its claim does not change while it is watched for 60 s.
 
     Args:
         path: the directory or URL in which `Checkpoints` saves.
@@ -193,7 +193,7 @@ def _remove_when_free(root: str, step: int) -> None:
 
 
 def _clear(root: str, *, dry_run: bool) -> Iterable[PruneRow]:
-    """Remove what processes that have provably ended left; return what became of it, and of what others left."""
+    """Remove what provably ended processes left; return a row for each unfinished save or removal."""
     before = unfinished_steps(root)
     problem: StateExchangeError | None = None
     cleared: list[str] = []

@@ -84,7 +84,7 @@ class PlannedFile:
         return len(self._output.header) + tensor.begin
 
     def write(self, data: Buffer, at: int) -> None:
-        """Write `data` at byte `at`; into an object store in order, from the begin of the first tensor on."""
+        """Write `data` at byte `at`; for an object store in ascending order, without gaps after the header."""
         self._output.write(data, at)
 
     def finish(self, *, writes_header: bool = True) -> None:
@@ -147,9 +147,9 @@ class Publication:
         extra: content of the extra files by name.
         metadata: text metadata of the tensor files; by default only "format".
         overwrite: replace a published checkpoint at the target.
-        reuse: keep output files that a dead publisher of the same plan had finished; `finished` maps their names to the
-            metadata that `record` was given. Only for a plan whose digest covers all that the output bytes depend on.
-        resume: treat publishers of other hosts that have left files at the target as dead.
+        reuse: keep output files that an ended process had finished for the same plan; `finished` maps their names to
+            the metadata that `record` was given. Only for a plan whose digest covers all that the output depends on.
+        resume: take it that processes of other hosts that left files at the target have ended.
 
     Raises:
         TargetExistsError: the target exists (unless `overwrite`), or another process is publishing to it.

@@ -72,8 +72,8 @@ def seal_checkpoint(
 ) -> SealReport:
     """Add a manifest with the digests of all tensors and files to a checkpoint that exists.
 
-    Not collective. No file that exists is changed. From then on `statexchange verify`, and whoever reads a tensor,
-    finds bytes that differ. A directory that is sealed is never replaced by an export or a merge.
+    Not collective. No file that exists is changed. From then on `statexchange verify`, and every read of a whole tensor
+    by statexchange, detects changed bytes. A sealed directory is never replaced by an export or a merge.
 
     Args:
         path: a Hugging Face directory of safetensors files, or one such file if its directory has no other.
@@ -87,7 +87,7 @@ def seal_checkpoint(
     Raises:
         NotFoundError: there is no checkpoint at the path.
         TargetExistsError: the directory has a manifest (unless `overwrite`).
-        UnsupportedError: another format, tensors that are cut into parts, or a URL that cannot be written.
+        UnsupportedError: the checkpoint has another format or holds parts of tensors, or the URL cannot be written.
         CorruptError, IncompleteError: the checkpoint is broken.
         ReplacedError: a file changed while it was read.
         StorageError: the operating system refused a read or write.
@@ -228,7 +228,7 @@ def _whole_tensors(source: Source) -> dict[str, tuple[str, SourceTensor]]:
 
 
 def _aliases_of(opened: OpenedPath, tensors: Mapping[str, object]) -> dict[str, str]:
-    """Return the names of tied tensors that a manifest lists which is replaced."""
+    """Return the aliases of tied tensors in the manifest that is replaced; {} without one."""
     if MANIFEST not in opened.store.listing:
         return {}
     try:

@@ -37,7 +37,7 @@ def run_in_background(
     comm: Communicator,
     prepare: Callable[[], tuple[Description, Callable[[Description, Communicator], Report]]],
 ) -> Future[Report]:
-    """Copy the tensors that this rank has described, and use the copy in a thread. Collective.
+    """Copy the tensors that `prepare` describes, and write the copy in a thread. Collective.
 
     `prepare` checks the arguments of the public call named `call` and describes the state. It returns the description,
     and the function that the thread calls with a description of the copies and with a communicator of its own. A
@@ -46,7 +46,7 @@ def run_in_background(
     site = call_site()
     known = _backgrounds.get(comm)
     failure = None if known is None else known.take_failure()
-    if known is None or known.comm.is_closed:  # checked after the wait above: then all ranks find the same
+    if known is None or known.comm.is_closed:  # only after the wait above is this equal on all ranks
         known = _backgrounds[comm] = _Background(comm.duplicate())
     try:
         if failure is not None:  # raised again on all ranks, also where the caller has received it
@@ -75,7 +75,7 @@ def run_in_background(
 
 
 def wait_for_end(result: Future[Any]) -> None:
-    """Wait for the end of work in the background; not in a child of the process, which has no such thread."""
+    """Wait for the end of work in the background; return at once in a forked child, which has no such thread."""
     if isinstance(result, _Result) and not result.is_inherited:
         wait_for([result])
 
@@ -102,7 +102,7 @@ class _Result(Future[Report]):
 
     @property
     def is_inherited(self) -> bool:
-        """Whether it belongs to the process from which this one was forked, whose thread will end it there."""
+        """Whether it was created before a fork, so that only the parent's thread completes it."""
         return os.getpid() != self._pid
 
     def result(self, timeout: float | None = None) -> Report:
@@ -206,7 +206,7 @@ class _Background:
             import torch
 
         if self._memory is None or self._memory.numel() < nbytes:
-            self._memory = None  # before the new one is made
+            self._memory = None  # frees the old memory before the new is allocated
             pinned = torch.cuda.is_available()
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._memory

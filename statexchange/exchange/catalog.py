@@ -31,9 +31,9 @@ class _SavedPart:
 class Catalog:
     """The tensors of a source by the state's names: dtype, shape, and the byte range of every box.
 
-    If as many ranks load as have saved, `own_rank` is this rank and its own part comes first; otherwise `own_rank` is
-    None and the lowest rank's part does. `renumbered` maps the state's names to the source's where a layout numbers
-    tensors over all ranks.
+    If as many ranks load as have saved, `own_rank` is this rank, and its own part comes first. Otherwise `own_rank` is
+    None, and the lowest rank's part comes first. `renumbered` maps the state's names to the source's where a layout
+    renumbers tensors over all ranks.
     """
 
     def __init__(self, source: Source, options: LoadOptions, rank: int, world_size: int) -> None:
@@ -89,8 +89,8 @@ class Catalog:
 
     def keeps(self, path: str, value: Any) -> bool:
         """Whether `value`, at this path of the state, or anything inside it is to be loaded."""
-        has_inside = is_module(value) or isinstance(value, Mapping | list | tuple) or hasattr(value, "load_state_dict")
-        return self.options.wants(path) or (has_inside and self.options.may_want(path))
+        has_entries = is_module(value) or isinstance(value, Mapping | list | tuple) or hasattr(value, "load_state_dict")
+        return self.options.wants(path) or (has_entries and self.options.may_want(path))
 
     def has(self, name: str) -> bool:
         """Whether the live tensor `name` is selected, and the source has it."""
@@ -159,16 +159,17 @@ class Catalog:
         found = [name for name in names if name in loaded]
         if found:
             rank, other = names[found[0]]
-            more = len(found) - 1
-            others = f" and {more} other {'entry' if more == 1 else 'entries'}" if more else ""
+            others = ""
+            if len(found) > 1:
+                others = " and 1 other entry" if len(found) == 2 else f" and {len(found) - 1} other entries"
             text = _differing(f"different values of {found[0]!r}{others}", found[0], rank, other)
             raise ReplicaError(text, rank=other, path=self.source.path)
 
     def check_loaders(self, saved: Any, places: LivePlaces) -> None:
         """Raise ReplicaError for a data loader if its position was saved on another number of ranks.
 
-        The position is in one rank's share of the data, and often equal on all ranks: restored on another number of
-        ranks, it would repeat or skip samples without a word.
+        The position counts within one rank's share of the data, and is often equal on all ranks: restored on another
+        number of ranks, it would silently repeat or skip samples.
         """
         ranks = self.source.world_size
         if ranks in (None, self.world_size) or self.options.replicas == "root" or not places.loaders:
@@ -177,15 +178,15 @@ class Catalog:
         for path in sorted(places.loaders):
             if any(name == path or name.startswith(f"{path}.") for name in loaded):
                 raise ReplicaError(
-                    f"the position of the data loader {path!r} is in the share that each of {ranks} ranks had of the "
-                    f"data, and there are {self.world_size} now: pass exclude='{path}.*' and begin where the step "
-                    'says, or pass replicas="root" to take rank 0\'s position as it is',
+                    f"the data loader {path!r} was saved with its position in the share of each of {ranks} ranks, and "
+                    f"the world size is {self.world_size} now: pass exclude='{path}.*' and compute the position from "
+                    'the step, or pass replicas="root" to take rank 0\'s position as it is',
                     path=self.source.path,
                 )
 
 
 def _differing(what: str, name: str, rank: int, other: int) -> str:
-    """Return the message for what two ranks saved differently, with what can be done."""
+    """Return the message for a difference between the saves of two ranks, with the remedies."""
     return (
         f"ranks {rank} and {other} saved {what}: load on as many ranks as have saved, so that each gets its own, "
         f'pass exclude={name!r} to leave the state as it is there, or pass replicas="root" to take rank '
@@ -291,7 +292,7 @@ def without_unwanted(saved: Any, options: LoadOptions, places: LivePlaces) -> An
 
 
 def _units(saved: Mapping[Any, Any], places: LivePlaces) -> Iterator[WalkStep]:
-    """Yield the entries that are loaded as one: values in nested mappings, and whole states of objects."""
+    """Yield the entries that are loaded as a unit: values in nested mappings, and whole states of objects."""
 
     def enters(path: str, value: Any) -> bool:
         if value is saved:

@@ -1,16 +1,16 @@
-"""A directory of a job's saves by step: when to save, save, which to keep, and from which to go on.
+"""A directory of a job's saves by step: decide when to save, save, remove old saves, and load the newest.
 
 **The directory.** ``<path>/step-000000700/`` is the save of step 700 (saving.py). It appears when it is whole, so a job
-that is killed during a save goes on from the save before. All ranks learn from rank 0 which saves there are. At a URL a
-save is whole when it has its manifest; what a process of another host left is removed once its claim has not changed
-for 60 s, for which rank 0 remembers the claims that it has seen.
+that is killed during a save resumes from the previous save. All ranks learn from rank 0 which saves there are. At a URL
+a save is whole when it has its manifest. What a process of another host left there is removed once its claim has not
+changed for 60 s; for this, rank 0 remembers the claims that it has seen.
 
 **Retention.** After a save rank 0 removes the saves that `keep`, `keep_every` and `best` do not keep, oldest first. A
 save is renamed before its first file is removed, and at a URL its manifest is removed first, so no reader opens a part
 of it. Directories that have files which no save lists are never removed.
 
 **Memory.** With `memory` the newest save also lies in the hosts' shared memory, from which a restarted job loads
-(memory_copy.py). The disk decides what may be loaded, and has each save first.
+(memory_copy.py). Each save is on disk first, and the saves on disk decide what may be loaded.
 
 **Two jobs.** Rank 0 remembers which steps it found and saved. A step that it did not save and that was not there before
 comes from another job on the same directory, and is named in a warning. Such a step is never removed.
@@ -97,7 +97,7 @@ class Checkpoints:
         on_signal: signals at which `should_save` becomes true on all ranks: "SIGTERM", or "SIGUSR1" of Slurm's
             ``--signal`` (for srun and mpiexec: under torchrun it kills the agent). Handlers are installed here and
             removed by `close`.
-        agree_every: how often, in steps, ranks compare signals and clocks. More is cheaper, and a signal is seen later.
+        agree_every: steps between comparisons of signals and clocks. More steps are cheaper, but delay signals.
         grace_s: seconds between the signal and the kill, for a warning if they are too few; None is 30 under torchrun,
             else unknown.
         memory: also keep a copy of the newest save in each host's shared memory, of the host's own ranks and of those
@@ -156,7 +156,7 @@ class Checkpoints:
         self._comm = comm
         self._layout = layout
         self._known: set[int] | None = None  # root: steps that were there at the first look, or that this job saved
-        self._others: set[int] = set()  # root: steps of another job, each of which a warning has named
+        self._foreign: set[int] = set()  # root: steps of another job, each of which a warning has named
         self._watch: ClaimWatch | None = None  # root, at a URL
         self._begun: dict[int, str] = {}  # root: by step, the job of a save that has not ended, or has failed
         self._last: Future[SaveReport] | None = None
@@ -270,8 +270,8 @@ class Checkpoints:
         Args:
             state: a nested mapping, as ``{"model": ..., "optimizer": ..., "step": 7}``, or a module.
             step: the training step, a whole number from 0 to 10**18 - 1, the same on all ranks.
-            metrics: numbers that are kept with the save, by name; rank 0's count, and other ranks need none.
-            overwrite: replace the save of this step; else it is a TargetExistsError if there is one.
+            metrics: numbers to store with the save, by name; rank 0's are used, and other ranks need none.
+            overwrite: replace the save of this step; without it, an existing save is a TargetExistsError.
             background: save a copy in a thread, and return a Future.
 
         Returns:
@@ -301,7 +301,7 @@ class Checkpoints:
                 self._last = save_in_background("Checkpoints.save", state, path, request, comm)
                 self._pace.note_save(None)
                 return self._last
-            with comm.phase("ending the save before"):
+            with comm.phase("waiting for the previous save"):
                 self._wait()
             return save_now(state, request, comm)
 
@@ -313,7 +313,7 @@ class Checkpoints:
             raise InvalidArgumentError(f"step must be at most {MAX_STEP}, not {excerpt(number)}", path=self.path)
         found = {str(name): _metric(name, value) for name, value in (metrics or {}).items()}
         best = self._retention.best
-        if best is not None and best[0] not in found and comm.rank == 0:  # its metrics are kept
+        if best is not None and best[0] not in found and comm.rank == 0:  # only its metrics are stored
             text = f"best={best!r} needs this metric: pass metrics={{{best[0]!r}: ...}} to each save"
             raise InvalidArgumentError(text, path=self.path)
         return SaveRequest.of(
@@ -324,38 +324,38 @@ class Checkpoints:
             stall_timeout_s=self._stall_timeout_s,
             step=number,
             metrics=found,
-            before=functools.partial(self._look, number, comm.run, overwrite=overwrite),
-            after=self._saved,
+            before=functools.partial(self._check_directory, number, comm.run, overwrite=overwrite),
+            after=self._note_saved,
         )
 
-    def _saved(self, report: SaveReport, comm: Communicator, content: DigestedTensors | None) -> None:
-        """Note a published save; root removes those that are not kept. Collective if there is a copy in memory."""
+    def _note_saved(self, report: SaveReport, comm: Communicator, content: DigestedTensors | None) -> None:
+        """Record a published save; root removes those that are not kept. Collective if there is a copy in memory."""
         self._pace.note_save(report.seconds)
         if comm.rank == 0 and report.step is not None:
             assert self._known is not None
             self._known.add(report.step)
-            self._others.discard(report.step)  # overwritten
+            self._foreign.discard(report.step)  # overwritten
             del self._begun[report.step]
-            self._remove_others(report.step, self._known)
+            self._remove_obsolete(report.step, self._known)
         if self._memory is not None and report.step is not None:
             self._memory.keep(report.step, comm, content)
 
-    def _look(self, step: int, job: str, *, overwrite: bool) -> None:
-        """Look for steps of another job, and clean up after killed ones; refuse a step that is saved. Root only."""
+    def _check_directory(self, step: int, job: str, *, overwrite: bool) -> None:
+        """Clean up after killed jobs, warn of steps of another job, and refuse a step that is saved. Root only."""
         if not is_url(self.path) and not os.path.isdir(self.path):
             self._known = set()
         else:
-            seen = self._others | (self._known or set())
+            seen = self._foreign | (self._known or set())
             clear_leftovers(self.path, without=seen - {step}, watch=self._claims())
             saves = read_saves(self.path, without=seen - {step})
             if self._known is None:
                 self._known = set(saves)
-            for found in sorted(set(saves) - self._known - self._others):
+            for found in sorted(set(saves) - self._known - self._foreign):
                 manifest = saves[found]
                 if isinstance(manifest, SaveManifest) and manifest.job == self._begun.get(found):
                     self._known.add(found)  # the save was interrupted after it had been published
                 else:
-                    self._others.add(found)
+                    self._foreign.add(found)
                     self._warn_of_other_job(found, manifest)
             if step in saves and not overwrite:
                 text = (
@@ -366,7 +366,7 @@ class Checkpoints:
         self._begun[step] = job
 
     def _claims(self) -> ClaimWatch | None:
-        """Return what this process has seen of claims; None for a local directory. Root only."""
+        """Return the record of the claims that this process has seen; None for a local directory. Root only."""
         if self._watch is None and is_url(self.path):
             from statexchange.storage.object_removal import ClaimWatch  # imports fsspec
 
@@ -383,7 +383,7 @@ class Checkpoints:
             job,
         )
 
-    def _remove_others(self, current: int, known: set[int]) -> None:
+    def _remove_obsolete(self, current: int, known: set[int]) -> None:
         """Remove the saves that are not kept; a failure is logged, and the next save tries again. Root only."""
         if self._retention.keep is None:  # all stay: no need to read each manifest
             return
@@ -449,7 +449,7 @@ class Checkpoints:
             (100, tensor([1., 1.]))
         """
         unknown = sorted(options.keys() - _LOAD_OPTIONS)
-        if unknown:  # also if there is nothing to load yet: else the first restart would find out
+        if unknown:  # even if there is nothing to load yet: else it would fail only at the first restart
             text = f"load takes no option {unknown[0]!r}, only step, {', '.join(_LOAD_OPTIONS)}"
             own = " (comm, layout and stall_timeout_s are those of Checkpoints)"
             raise InvalidArgumentError(text + own, path=self.path)
@@ -517,7 +517,7 @@ class Checkpoints:
             if not copy.has_other:
                 raise
             if comm.rank == 0:
-                text = "%s: the copy of step %d in memory is not loaded, but the disk's save: %s"
+                text = "%s: the copy of step %d in memory cannot be loaded, so the save on disk is: %s"
                 _log.warning(text, self._shown, copy.step, error)
             if isinstance(error, CorruptError):
                 copies.discard(copy, comm)
@@ -615,7 +615,7 @@ class Checkpoints:
         """
         with public_call("Checkpoints.best"):
             if self._retention.best is None:
-                text = "best() needs the metric: make Checkpoints with best=('loss', 'min') or alike"
+                text = "best() needs a metric: pass Checkpoints one, such as best=('loss', 'min')"
                 raise InvalidArgumentError(text, path=self.path)
             manifests = {step: one for step, one in read_saves(self.path).items() if isinstance(one, SaveManifest)}
             return self._retention.best_step(manifests)
@@ -684,7 +684,7 @@ class Checkpoints:
 
 
 class _Pace:
-    """How long steps and saves take, by this rank's clock. Thread-safe enough: each number is written at once."""
+    """How long steps and saves take, by this rank's clock. Threads need no lock: each number is assigned at once."""
 
     def __init__(self) -> None:
         self.step_s = 0.0  # mean over the last steps
@@ -713,11 +713,11 @@ class _Pace:
 
 
 class _Signals:
-    """Handlers that note signals until the next agreement.
+    """Handlers that record signals until the next agreement.
 
-    A handler may be called when it has nothing to note: in a process that was forked from the job, as a worker of a
-    data loader, and after `restore`, if that could not remove it. It then puts back the handler that was there before,
-    and raises the signal again, so that SIGTERM ends such a process.
+    A handler may also run where it must not record: in a process that was forked from the job, such as a worker of a
+    data loader, and after `restore`, if that could not remove it. It then puts back the previous handler and raises the
+    signal again, so that SIGTERM ends such a process.
 
     Attributes:
         names: the signals.
@@ -749,7 +749,7 @@ class _Signals:
         signal.raise_signal(number)
 
     def _before(self, number: int) -> Any:  # noqa: ANN401 (a handler, as `signal.signal` takes it)
-        """Return the handler that was there before, without those of a Checkpoints that has been closed."""
+        """Return the previous handler, skipping those of closed Checkpoints."""
         handler = self._previous[number]
         owner = getattr(handler, "__self__", None)
         while isinstance(owner, _Signals) and not owner._is_active:  # noqa: SLF001 (another object of this class)
@@ -765,7 +765,7 @@ class _Signals:
         return received
 
     def restore(self) -> None:
-        """Restore the handlers that were there before; outside of the main thread they are, at the next signal."""
+        """Restore the previous handlers; outside of the main thread, the next signal does so."""
         was_active, self._is_active = self._is_active, False
         if not was_active or threading.current_thread() is not threading.main_thread():
             return
@@ -775,7 +775,7 @@ class _Signals:
 
 
 def _signal_names(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the names that `on_signal` has; InvalidArgumentError for anything else."""
+    """Return the names in `on_signal`; raise InvalidArgumentError for anything else."""
     if given is None:
         return ()
     if isinstance(given, str) or not isinstance(given, Iterable):
@@ -795,7 +795,7 @@ def _signal_and_due(raw: object) -> tuple[str | None, bool]:
 
 
 def _whole(value: object, name: str, *, least: int = 0) -> int:
-    """Return a whole number of at least `least`; InvalidArgumentError for anything else."""
+    """Return a whole number of at least `least`; raise InvalidArgumentError for anything else."""
     try:
         if isinstance(value, bool):
             raise TypeError

@@ -1,4 +1,4 @@
-"""Convert live state to the names and values of another model family, and a source for a load into live state."""
+"""Convert live state, or a source that is loaded, to the names and values of another model family."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def convert_for_load(source: Source, conversion: ChosenConversion, *, strict: bo
         converted = convert_source(source, conversion.rules, conversion.numbers, configs)
     except StateExchangeError as error:
         raise error.located(path=source.path) from None
-    # What ranks saved as one tree, and other values, have the original's names.
+    # Saved trees and other values have the names before the conversion: they are not loaded.
     return replace(converted.source, configs={}, texts={}, others={}), unknown
 
 
@@ -99,14 +99,16 @@ def convert_live(
 ) -> Description:
     """Return the selected tensors of a description converted, as views of the same memory. Collective.
 
-    The boxes of each rank lie in the output as those of the input do: no rank gets bytes of another.
+    Each rank keeps the elements that it has: no bytes move between ranks.
     """
     layout = options.new_layout()
     with comm.phase("choosing its conversion"):
         renumbered = [rule.pattern for rule in layout.rules.values() if rule.renumber]
         if renumbered:
-            text = "counts over the ranks, which convert does not follow: export first, and convert by merge_checkpoint"
-            raise InvalidArgumentError(f"the layout rule for {renumbered[0]!r} {text}")
+            raise InvalidArgumentError(
+                f"the layout rule for {renumbered[0]!r} renumbers tensors over all ranks, which convert does not "
+                "support: export first, then convert with merge_checkpoint"
+            )
     conversion = conversion.shared(comm)
     described = place_parts(comm, described, layout)
     tensors = _all_tensors(comm, described)
@@ -145,7 +147,7 @@ def _named_tensor(raw: Any) -> tuple[str, TensorInfo]:
 
 @dataclass(slots=True)
 class _Outputs:
-    """The boxes of the outputs on this rank, with their memory."""
+    """The boxes of the output tensors on this rank, with their memory."""
 
     plan: ConversionPlan
     boxes: dict[str, list[tuple[Box, Any]]]

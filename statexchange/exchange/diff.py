@@ -52,38 +52,38 @@ def diff_checkpoints(
 ) -> DiffReport:
     """Compare two checkpoints of any formats and shardings, or live state with a checkpoint.
 
-    Of two paths not collective, and memory is bounded, whatever the size of the tensors. Of live state collective over
-    `comm`: each rank compares the rows that it holds, and all get the same report. So a job can see whether what it
-    has loaded has arrived. Values that are no tensors are not compared.
+    Not collective for two paths; memory is bounded, whatever the size of the tensors. Collective over `comm` for live
+    state: each rank compares the rows that it holds, and all get the same report, so a job can verify a load. Only
+    tensors are compared.
 
     Args:
         a: a path or URL of any format that `open_checkpoint` reads; or live state, as for `save_checkpoint`.
         b: another path or URL.
-        comm: of live state, what holds its parts; None is the default communicator.
-        layout: of live state, the sharding of plain tensors, as for `save_checkpoint`.
+        comm: for live state, a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
+        layout: for live state, the sharding of plain tensors, as for `save_checkpoint`.
         section: what to compare of a job's state, as for `merge_checkpoint`: by default the model, where it is known.
-        weights: which weights of a DeepSpeed checkpoint, a or b or both, are the model, as for `merge_checkpoint`.
+        weights: which weights of a DeepSpeed checkpoint are the model, as for `merge_checkpoint`, in a and b.
         include: shell patterns of names to compare; by default all. They are matched after `rename` and `convert`.
         exclude: shell patterns of names to leave out.
         rename: a function of a name, or (regex, replacement) pairs, for the names in a.
-        convert: a conversion of the names and values in a, as for `merge_checkpoint`; `rename` is for those after it.
-            Live state is then a model alone.
+        convert: a conversion of the names and values in a, as for `merge_checkpoint`; `rename` applies after it. Live
+            state must then be a model alone.
         convert_with: numbers that the conversion needs, by name. Others come from the config of a live model of
             transformers, or from a config.json beside a path.
         tolerance: values are equal if they differ by at most this, whatever their dtypes, and NaN equals NaN. By
             default bits and dtypes must be equal.
-        threads: number of tensors read at once from two paths; by default one per core.
-        on_progress: called with (bytes done, bytes in total) of two paths.
+        threads: for two paths, the number of tensors read at once; by default one per core.
+        on_progress: for two paths, called with (bytes done, bytes in total).
 
     Returns:
-        The report. A tensor that is tied to another is in it if the other checkpoint has it as one of its own.
+        The report. A tied name is listed if the other checkpoint stores a tensor under it.
 
     Raises:
         NotFoundError: there is no checkpoint at a path.
         IncompleteError: something is missing in one of them.
-        CorruptError: a file is broken; verify tells more.
+        CorruptError: a file is broken; `statexchange verify` tells more.
         ReplicaError: the copies that ranks have of one tensor differ.
-        ReplacedError: one was changed meanwhile.
+        ReplacedError: a checkpoint was changed while it was read.
         InvalidArgumentError: an option is wrong, or the patterns select no name.
         PeerError: another rank has failed.
 
@@ -201,7 +201,7 @@ class _LiveComparison:
         return DiffReport("live state", without_secrets(os.fspath(path)), tuple(tensors), nbytes, notes)
 
     def _check_copies(self, source: Source, names: Collection[str]) -> None:
-        """Raise ReplicaError unless the copies in the checkpoint, of which one is compared, are equal.
+        """Raise ReplicaError if copies in the checkpoint differ: only one of them is compared with the live state.
 
         Each rank checks its share of the tensors.
         """
@@ -242,7 +242,7 @@ class _LiveComparison:
     def _result(self, name: str, parts: Sequence[_Compared], stored: tuple[str, tuple[int, ...]] | None) -> TensorDiff:
         """Return the comparison of one tensor from the parts of all ranks."""
         if not parts:
-            assert stored is not None  # it has a name of one of both
+            assert stored is not None  # the name comes from a, from b or from both
             return TensorDiff(name, "only in b", None, stored[0], None, stored[1])
         dtype, shape = parts[0].dtype, parts[0].shape
         if stored is None:
@@ -252,7 +252,7 @@ class _LiveComparison:
         boxes: dict[Box, ValueSums] = {}
         for part in parts:
             for box, sums in part.boxes.items():
-                if box not in boxes or sums.num_differing > boxes[box].num_differing:  # of copies, one that differs
+                if box not in boxes or sums.num_differing > boxes[box].num_differing:  # the worst of several copies
                     boxes[box] = sums
         total = ValueSums()
         for sums in boxes.values():

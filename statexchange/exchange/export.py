@@ -92,45 +92,45 @@ def export_checkpoint(
     failure on any rank is raised on all ranks. No rank holds more than its own shard. Only root's host must see `path`:
     the bytes of other hosts are sent there, unless they see it too and write their own.
 
-    A model of transformers brings its config.json, with the dtype that is written, and its generation_config.json, so
-    that `from_pretrained(path)` loads the directory. Of a PEFT model the active adapter alone is written, with its
-    adapter_config.json, as PEFT loads it.
+    For a model of transformers, its config.json (with the written dtype) and generation_config.json are written too, so
+    that `from_pretrained(path)` loads the directory. For a PEFT model, only the active adapter and its
+    adapter_config.json are written, as PEFT loads them.
 
-    In the background, the call returns once this rank's tensors are copied into memory that the next export uses again,
-    and waits for no other rank except the first time. The state may change then, and collectives of `comm` go on: a
-    thread exports over a communicator of its own. A further export, and the interpreter's exit, first wait for the one
-    that runs; an export cannot be cancelled. `on_progress` is called in the thread. A failure on any rank is logged on
-    all ranks and raised by `result()` on all ranks. If `result()` was not called, the next export in the background
-    raises the failure instead of exporting, and at exit it is logged again.
+    In the background, the call returns once this rank's tensors are copied; it waits for other ranks only the first
+    time. Then the state may change and `comm` may be used: a thread exports the copy over a communicator of its own,
+    and calls `on_progress`. The copy's memory is used again by the next export. A further export, and the interpreter's
+    exit, first wait for the one that runs; an export cannot be cancelled. A failure on any rank is logged on all ranks
+    and raised by `result()` on all ranks. If `result()` was not called, the next export in the background raises the
+    failure instead of exporting, and at exit it is logged again.
 
     Args:
         state: a module, a mapping of names to tensors, or a list of such. DTensors and Megatron-Core's ShardedTensors
             carry their sharding (the latter also their keys, and the padding of a vocabulary); a plain tensor counts as
             a replica unless `layout` has a rule for its name.
-        path: a local directory. `path`, `files_from` and `overwrite` are root's; pass the same on all ranks. All other
-            options must be equal on all ranks, except the rules of a layout.
+        path: a local directory. Root's `path`, `files_from` and `overwrite` are used; pass the same on all ranks. All
+            other options must be equal on all ranks, except the rules of a layout.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         layout: sharding rules by name pattern: torch's ``Shard(dim)`` or ``Replicate()``, ``{"dim": 0}``, keywords of
             transformers' `model.tp_plan`, or any rule of `statexchange.sharding.rules`. With ``{"reduce": "max"}`` the
-            rank that writes the copies holds them once more.
+            rank that writes the result needs memory for it.
         include: shell patterns of the names to export, one or several; by default all.
         exclude: shell patterns of the names to leave out.
         rename: a function of a name, or (regex, replacement) pairs that are applied in order.
-        convert: write the names and values of another model family: a built-in conversion, as "torchtitan:llama3", or
-            the path of a JSON file (`statexchange.conversions.rules`), either after "inverse:" for the other direction;
-            or the file's content. `include`, `exclude` and `layout` are for the names before it, `rename` and `dtype`
-            for those after. A selected name without a rule is an error.
-        convert_with: numbers that the conversion needs, as ``{"n_heads": 32}``. Others come from the config.json of
-            `files_from`, or the config of a model of transformers; root's count.
+        convert: write the names and values of another model family: a built-in conversion such as "torchtitan:llama3",
+            the path of a JSON file (`statexchange.conversions.rules`), or the file's content. "inverse:" before the
+            name or path converts in the other direction. `include`, `exclude` and `layout` match the names before the
+            conversion, `rename` and `dtype` those after. A selected name without a rule is an error.
+        convert_with: numbers that the conversion needs, as ``{"n_heads": 32}``. Others come from root's config.json of
+            `files_from`, or from the config of root's model of transformers.
         replicas: "equal" raises ReplicaError if copies differ; "root" takes the lowest rank's copy.
-        dtype: the dtype to which floating tensors are cast, or a mapping of shell patterns of names to dtypes, of which
-            the first that matches counts; by default none is. The scales of float8 tensors are not cast.
+        dtype: the dtype to which floating tensors are cast, or a mapping of shell patterns of names to dtypes, whose
+            first match counts; by default nothing is cast. The scales of float8 tensors are never cast.
         max_shard_size: limit of a file's bytes: an int, or text such as "5GB".
         filename_pattern: the files' names; ``{suffix}`` becomes ``-00001-of-00004`` where there are several. By default
             ``model{suffix}.safetensors``, and ``adapter_model{suffix}.safetensors`` for a PEFT model.
-        files_from: a directory whose small files are copied along (config, tokenizer), or files, or a mapping of names
-            to texts; they take precedence over the files of the model and the tokenizer.
-        tokenizer: a tokenizer or processor of transformers, whose files are written along. Root's is taken.
+        files_from: a directory whose small files (config, tokenizer) are copied, or files, or a mapping of names to
+            texts; they take precedence over the files of the model and the tokenizer.
+        tokenizer: a tokenizer or processor of transformers, whose files are written too. Root's is used.
         overwrite: replace what is at `path`; else an existing target is a TargetExistsError.
         background: export a snapshot in a thread, and return a Future.
         stall_timeout_s: limit of the time in which no rank moves a byte, in seconds; the total time is not limited.

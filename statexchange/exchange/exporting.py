@@ -130,7 +130,7 @@ class ExportRequest:
         on_progress: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> ExportRequest:
-        """Check and keep the arguments of a call, and the model's own config files; `options` are `ExportOptions`'s."""
+        """Check and keep the arguments of a call; `own_files` are the model's config files, `options` ExportOptions."""
         check_timeout(stall_timeout_s, "stall_timeout_s")
         return cls(
             resolve_path(path, "a target"),
@@ -213,7 +213,7 @@ class _Export:
         if conversion is not None:
             texts |= conversion.texts()
             self._described = convert_live(comm, self._described, conversion, self._options)
-            # They are for the state as it was.
+            # These options match names before the conversion, which has applied them.
             self._options, self._layout = replace(self._options, include=(), exclude=()), Layout({})
         own = RankMetadata.of(self._described, texts)
         metadata, nbytes = gather_metadata(comm, own, root=0)
@@ -252,7 +252,7 @@ class _Export:
         path = target_path(self._request.path)
         if is_url(path):
             raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {path!r}")
-        extra = extra_files(self._request.files_from, self._plan, self._request.own_files, mends_dtype=True)
+        extra = extra_files(self._request.files_from, self._plan, self._request.own_files, updates_dtype=True)
         self._publication = Publication(
             path, self._plan, source="export", extra=extra, overwrite=self._request.overwrite
         )

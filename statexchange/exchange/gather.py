@@ -529,8 +529,8 @@ def gather_state(
     on one host, or a workspace. Each rank copies its tensors once. An exception on any rank is raised on all ranks.
 
     Args:
-        state: a module, a mapping of names to tensors, or a list of modules. Of a DTensor each rank sends its local
-            part; `shards` of its mapping has the boxes.
+        state: a module, a mapping of names to tensors, or a list of modules. Each rank sends its local part of a
+            DTensor; `shards` of its mapping has the box. Several boxes of a tensor are named NAME#0, NAME#1, ...
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         root: the rank that receives.
         workspace: a directory or Workspace that all hosts see; None for shared memory.

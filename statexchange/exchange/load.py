@@ -71,8 +71,10 @@ class LoadReport:
     step: int | None = None
 
     def __str__(self) -> str:
-        counts = [f", {len(n)} {w}" for n, w in ((self.missing, "missing"), (self.unexpected, "unexpected")) if n]
-        return f"{format_transfer(self.num_tensors, self.nbytes, self.seconds)} <- {self.path}{''.join(counts)}"
+        missing = f", {len(self.missing)} missing" if self.missing else ""
+        unexpected = f", {len(self.unexpected)} unexpected" if self.unexpected else ""
+        transfer = format_transfer(self.num_tensors, self.nbytes, self.seconds)
+        return f"{transfer} <- {self.path}{missing}{unexpected}"
 
 
 @public_call("load_checkpoint")
@@ -93,7 +95,7 @@ def load_checkpoint(
     on_progress: Callable[[int, int], None] | None = None,
     stall_timeout_s: float = 300.0,
 ) -> LoadReport:
-    """Load the checkpoint at `path` into `state`, in place and bit by bit as it was saved.
+    """Load the checkpoint at `path` into `state`, in place and bit for bit as it was saved.
 
     Collective over `comm`; blocks until all ranks are done. A rank reads what its own boxes need, so world size, mesh
     and placements may differ from those of the save. What several ranks of a host need is read once: from files through
@@ -106,10 +108,10 @@ def load_checkpoint(
     Tensors with no counterpart in state are created as torch tensors.
 
     Boxes that a rank reads whole are checked against their digests; `verify` checks all. All ranks read the same
-    checkpoint: if it is replaced during the load, the new one is loaded instead, once; after that it is an error.
+    checkpoint: if it is replaced during the load, the new one is loaded instead; a second replacement is an error.
 
-    `strict`, `dtype` and `replicas` must be the same on all ranks; `layout`, `include`, `exclude` and `rename` may
-    differ, as between the stages of a pipeline, but not a layout's mesh.
+    `strict`, `dtype`, `replicas` and a layout's mesh must be the same on all ranks. `layout`, `include`, `exclude` and
+    `rename` may otherwise differ, as between the stages of a pipeline.
 
     Args:
         state: a module, a mapping of names to tensors or a list of modules, with the source's names for tensors; or a
@@ -128,22 +130,22 @@ def load_checkpoint(
         include: shell patterns, one or several, of the names in `state` to load, by their dotted paths:
             ``"model.encoder.*"``. All else stays as it is, is not read, and counts as neither missing nor unexpected.
             An optimizer or another object with a state of its own is loaded whole if anything in it matches.
-        exclude: shell patterns of the names in `state` to leave as they are, as `include` has them: ``"random.*"``. An
-            optimizer or another object with a state of its own is left whole if anything in it matches.
+        exclude: shell patterns, in the form of `include`, of the names in `state` to leave as they are: ``"random.*"``.
+            An optimizer or another object with a state of its own is left whole if anything in it matches.
         rename: from the source's names to those in `state`: a function, or (regex, replacement) pairs, which are
-            applied in order. Names are dotted paths, and an optimizer's parameters are renamed alike.
-        convert: convert the source's model to the names and values of the state first: a built-in conversion, as
-            "torchtitan:llama3", or the path of a JSON file (`statexchange.conversions.rules`), either after "inverse:"
-            for the other direction; or the file's content. Only the model's tensors are loaded then. A name of the
-            source without a rule is unexpected. `rename` is for the names after the conversion.
+            applied in order. Names are dotted paths; the parameters of optimizers are renamed too.
+        convert: convert the source's model to the names and values of the state first: a built-in conversion such as
+            "torchtitan:llama3", the path of a JSON file (`statexchange.conversions.rules`), or the file's content.
+            "inverse:" before the name or path converts in the other direction. Only the model's tensors are loaded
+            then. A name of the source without a rule is unexpected. `rename` applies to the names after the conversion.
         convert_with: numbers that the conversion needs, as ``{"n_heads": 32}``. Others come from the config of a state
             that is a model of transformers, or from a config.json beside the source.
-        dtype: None: dtypes must be equal, and values are loaded bit by bit. "state": where floating dtypes (float16,
+        dtype: None: dtypes must be equal, and values are loaded bit for bit. "state": where floating dtypes (float16,
             bfloat16, float32, float64) differ, values are cast to that of the tensor in `state`, rounded to nearest.
             Optimizer state that does not exist yet gets the parameter's dtype if it has its shape, else the source's.
-        replicas: what to do on another number of ranks where several ranks saved different values of one region or
-            plain value, as of BatchNorm's statistics under DistributedDataParallel: "equal" raises ReplicaError, "root"
-            takes the lowest rank's. On as many ranks each gets its own.
+        replicas: what to do if the number of ranks has changed and ranks saved different values of one region or plain
+            value, such as BatchNorm's statistics under DistributedDataParallel: "equal" raises ReplicaError, "root"
+            takes the lowest rank's. On the same number of ranks, each gets its own.
         on_progress: called with the bytes that this rank has read and those that it will read.
         stall_timeout_s: limit of the time in which no rank moves a byte; the total time is not limited.
 
@@ -151,7 +153,7 @@ def load_checkpoint(
         The number of bytes and tensors that this rank has read, and the names that were missing or unexpected.
 
     Raises:
-        NotFoundError: nothing known is at `path`, or with `strict` a name is missing from it.
+        NotFoundError: there is no known checkpoint at `path`, or with `strict` a name is missing from it.
         InvalidArgumentError: with `strict` a name is unexpected; a shape or dtype differs; ranks passed different
             paths or options; a layout rule does not fit a tensor, or matches none.
         IncompleteError: a rank's file or a region of a tensor is missing.
@@ -362,7 +364,7 @@ class _Load:
             return plan, [_read_item(target, catalog) for target in targets]
 
     def _renumbered(self, state: Any, layout: Layout, *, from_names: bool) -> dict[str, str]:
-        """Return the source's names of tensors that a layout numbers over all ranks. Collective."""
+        """Return the source's names of tensors that a layout renumbers over all ranks. Collective."""
         ours: dict[str, str] = {}
         with self._comm.phase("naming its tensors"):
             if from_names and any(rule.renumber for rule in layout.rules.values()):
@@ -375,7 +377,7 @@ class _Load:
                     rule = layout.rule_for(name)
                     ours |= dict.fromkeys([name] if rule is None else rule.names(name), name)
         sent = self._comm.all_gather_object(ours)
-        with self._comm.phase("counting over the ranks"):
+        with self._comm.phase("renumbering its tensors"):
             names = {rank: records.parsed(raw, records.texts, "its names", rank) for rank, raw in enumerate(sent)}
             return renumber_names(names, layout)[self._comm.rank]
 
@@ -441,10 +443,10 @@ def _digest(value: Any) -> str:
 def _opened(
     path: str | os.PathLike[str], state: Any, comm: Communicator, conversion: ChosenConversion | None
 ) -> Source:
-    """Open what the state needs of the source; on several hosts NotFoundError names the host that does not see it.
+    """Open the part of the source that the state needs; on several hosts NotFoundError names the one that lacks it.
 
-    A conversion takes the model. So does any state of a training framework's directory but a mapping that names
-    sections, which takes all parts.
+    For a conversion that is the model. Of a training framework's directory it is the model, too, unless the state is a
+    mapping with sections as keys, which needs all parts.
     """
     names_sections = isinstance(state, Mapping) and any(key in SECTIONS for key in state)
     try:
@@ -460,7 +462,7 @@ def _opened(
 
 
 def _model_for(state: Any, source: Source) -> Source:
-    """Return the model's section of a job's state for a module whose names lack the section's prefix."""
+    """Return only the model's section of a job's state if `state` is a module without the section's prefix in names."""
     if not is_module(state) or source.kind not in _KEYED_KINDS:
         return source
     models = [section for section in sections_of(source) if section.name == "model" and section.prefix]
@@ -524,7 +526,7 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPla
     if options.include or options.exclude:
         places = LivePlaces.of(state)
         left_out = frozenset() if tree is None else tree.left_out
-        plan.missing = [p for p in plan.missing if p not in left_out and places.may_want(p, options)]
+        plan.missing = [path for path in plan.missing if path not in left_out and places.may_want(path, options)]
     if tree is None:
         taken = {catalog.stored(one) for name, _, _ in plan.targets for one in catalog.names_of(name)}
         names = [*catalog, *map(catalog.new_name, catalog.source.unsupported)]
@@ -565,15 +567,14 @@ def _tensor_to_fill(catalog: Catalog, name: str, own: Any, like: Any) -> Any:
     if isinstance(own, torch.Tensor) and tuple(own.shape) == shape and _fits(catalog, shard.dtype, own):
         return own
     if like is not None and tuple(like.shape) == shape:
-        casts = len(shape) > 0 and catalog.options.casts(
-            shard.dtype, dtype_name(like, name)
-        )  # a scalar is a step count
+        is_step_count = len(shape) == 0
+        casts = not is_step_count and catalog.options.casts(shard.dtype, dtype_name(like, name))
         return torch.zeros_like(like, dtype=like.dtype if casts else torch_dtype(shard.dtype), requires_grad=False)
     return torch.empty(shape, dtype=torch_dtype(shard.dtype))
 
 
 def _fits(catalog: Catalog, stored: str, own: Any) -> bool:
-    """Whether values of the dtype `stored` are read into `own`."""
+    """Whether values of the dtype `stored` can be read into `own`."""
     found = name_of_dtype(own.dtype) or ""
     return found == stored or catalog.options.casts(stored, found)
 

@@ -1,37 +1,36 @@
 """A copy of a job's newest save in the shared memory of its hosts, from which a restarted job loads.
 
-memory_directory.py has the names on each host, and says when a copy is removed. Here is what the ranks do together.
+memory_directory.py describes the files of one host, and when a copy is removed. This is the protocol of the ranks.
 
 **After a save** (`MemoryCopies.keep`), which is whole on disk by then:
 
 1. Root sends the manifest of the save and the identity of the directory of saves.
-2. The first rank of each host removes the copy before, looks at the room, and opens the build of the new one.
+2. The first rank of each host removes the previous copy, checks the free memory, and opens the build of the new one.
 3. Each rank copies its file from disk, where it has just written it, so that its bytes are in the page cache. If it
    has uploaded the file, it writes the same bytes once more from its tensors.
 4. With several hosts each rank sends its file to a rank of the next host. So the loss of one host loses no file.
 5. If all ranks have succeeded, the first rank of each host publishes: only now does its part of the copy exist.
 
-The copy before is removed first, or written over where its files have the same names. It is not kept until the new one
-is whole, because the disk has a newer save by then: a load would not take it. So a host needs room for one copy, not
-two. A failure in any step (no room, another user's directory, an unreadable file) is a warning of rank 0, once; the
-save is on disk all the same. A job that is killed in any step restarts from the disk. If the save itself fails, the
-copy before stays: it is that of the newest save.
+The previous copy is removed first, or overwritten where its files have the same names. Keeping it until the new one is
+whole would be of no use: the disk has a newer save by then, which a load prefers. So a host needs room for one copy,
+not two. After a failure in any step (no room, another user's directory, an unreadable file) rank 0 logs one warning;
+the save is on disk all the same. A job that is killed in any step restarts from the disk. If the save itself fails, the
+previous copy stays: it is that of the newest save.
 
 **Before a load** (`MemoryCopies.find`, `MemoryCopies.opened`):
 
-1. Root sends the newest step on disk, or the wanted one, with the number of its save.
-2. The first rank of each host looks at its part: manifests, sizes, digests of headers. All ranks get these records and
-   choose the newest copy of which the hosts together have each file, if it is at least as new as the disk's. A copy of
-   the same step must be one of the same save.
+1. Root sends the newest step on disk, or the wanted one, with the id of its save.
+2. The first rank of each host checks its part: manifests, sizes, digests of headers. All ranks get these records and
+   choose the newest copy whose files the hosts have together, if it is at least as new as the disk's save. A copy of
+   the same step must be of the same save.
 3. A host that lacks files, because it is new or the world size differs, makes a directory with the headers of these
-   files, which the others send. It is enough to plan the load.
+   files, which other hosts send. Headers are enough to plan the load.
 4. Once the load is planned, the hosts send each other the files that their ranks will read.
-5. Boxes of which a rank reads a part are checked against their digests before anything is changed, since reading
-   checks whole boxes only. If the disk does not have the same save, all boxes are: then the disk could not overwrite
-   each tensor that a broken copy has filled.
+5. Before any tensor is changed, boxes that will be read in part are checked against their digests, since reading itself
+   checks only boxes that are read whole. If the disk does not have the same save, all boxes are checked: a load from
+   disk could then not overwrite each tensor that a broken copy had filled.
 
-Any error of the copy is a warning that names file and tensor, the copy is removed, and the disk takes over, on all
-ranks together.
+If the copy is broken, a warning names file and tensor, the copy is removed, and all ranks load from disk instead.
 """
 
 from __future__ import annotations
@@ -207,14 +206,14 @@ class MemoryCopies:
         name, nbytes = manifest.files[comm.rank], manifest.nbytes[comm.rank]
 
         def seen(opened: OpenedPath) -> OpenedPath:
-            if read_manifest(opened.store).save != manifest.save:  # an NFS client may show a replaced directory a while
+            # An NFS client may show a replaced directory for a while.
+            if read_manifest(opened.store).save != manifest.save:
                 raise ReplacedError("this host sees another save here", path=saved)
             return opened
 
         with read_with_retry(saved, seen) as opened:
             source = opened.store.open(name)
             header = digest(read_header_bytes(source))
-
             if source.size != nbytes:
                 raise CorruptError("size differs", path=source.path, expected=nbytes, found=source.size)
             path = os.path.join(folder, name)
@@ -238,7 +237,7 @@ class MemoryCopies:
     # Before a load
 
     def find(self, wanted: int | None, comm: Communicator) -> MemoryCopy | None:
-        """Return the copy to load, of the step `wanted` or else the newest; None if the disk's save is to be taken.
+        """Return the copy of step `wanted`, by default the newest; None if the save on disk is to be loaded.
 
         Collective. Copies that cannot be used any more are removed.
         """
@@ -304,9 +303,9 @@ class MemoryCopies:
     def opened(
         self, copy: MemoryCopy, comm: Communicator
     ) -> Iterator[tuple[str, Callable[[Sequence[ReadItem]], None]]]:
-        """Yield the path of a directory with the copy, and a function that a load calls with what it will read.
+        """Yield the path of a directory with the copy, and the `before_reading` of a load from it.
 
-        Collective, as the function is.
+        Collective; so is the yielded function.
         """
         directory = MemoryDirectory(self.path, copy.identity)
         path = directory.step_path(copy.step)
@@ -420,7 +419,7 @@ class _Disk:
         identity: the identity of the directory of saves.
         newest: the newest step.
         step: the step that would be loaded from disk; None if there is none.
-        save: the number of its save; None if its manifest is broken.
+        save: the id of that save; None if its manifest is broken.
     """
 
     identity: str
@@ -452,7 +451,7 @@ class _Disk:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A host's part of a copy: the save's number, a digest of its manifest, and the ranks whose files are there."""
+    """A host's part of a copy: the save's id, a digest of its manifest, and the ranks whose files are there."""
 
     step: int
     save: str
@@ -500,13 +499,16 @@ class _Part:
 
 def _ranks_of(part: _Part, of_host: Sequence[_Part]) -> frozenset[int]:
     """Return the ranks whose files of a copy a host has."""
-    return frozenset(rank for one in of_host if one.is_of(part) for rank in one.ranks)
+    same = [one.ranks for one in of_host if one.is_of(part)]
+    return frozenset[int]().union(*same)
 
 
 def _newest_whole(by_host: Sequence[Sequence[_Part]]) -> _Part | None:
     """Return a part of the newest copy of which the hosts together have each file; None without one."""
-    parts = [part for of_host in by_host for part in of_host if not part.problem]
+    parts = [part for of_host in by_host for part in of_host]
     for part in sorted(parts, key=lambda part: part.step, reverse=True):
+        if part.problem:
+            continue
         here = frozenset[int]().union(*(_ranks_of(part, of_host) for of_host in by_host))
         if len(here) == part.world_size:
             return part
@@ -573,18 +575,17 @@ def _write_own(content: DigestedTensors, folder: str, manifest: SaveManifest, co
 
 
 def _send_to_next(folder: str, manifest: SaveManifest, hosts: _Hosts, comm: Communicator) -> BaseException | None:
-    """Send this rank's file to the next host, and receive those of the host before. Collective; return a failure.
+    """Send this rank's file to the next host, and receive those of the previous host. Collective; return a failure.
 
-    Every rank goes through the moves in one order, so that no two wait for each other. Those of every other host come
-    first: these hosts send while their neighbours receive.
+    All ranks go through the transfers in the same order, so that no two wait for each other. Even hosts send first,
+    while their neighbours receive.
     """
-    moves = [
-        (node % 2, rank, hosts.of_file((node + 1) % hosts.number, rank))
-        for node, ranks in enumerate(hosts.ranks)
-        for rank in ranks
-    ]
+    transfers = []
+    for node, ranks in enumerate(hosts.ranks):
+        for rank in ranks:
+            transfers.append((node % 2, rank, hosts.of_file((node + 1) % hosts.number, rank)))
     failure: BaseException | None = None
-    for _, src, dst in sorted(moves):
+    for _, src, dst in sorted(transfers):
         name, nbytes = manifest.files[src], manifest.nbytes[src]
         if comm.rank == src:
             failure = _send_file(os.path.join(folder, name), nbytes, dst, comm) or failure
@@ -619,8 +620,8 @@ def _receive_file(
 ) -> BaseException | None:
     """Receive a file window by window, also after a failure to write it, so that the sender does not wait.
 
-    One that is being loaded keeps the modification time 0: the load has it open since its header was there, and would
-    take another time for another file.
+    A file that is being loaded keeps the modification time 0: the load opened it when only its header was there, and
+    would treat a changed time as a changed file.
     """
     failure: BaseException | None = None
     window = np.zeros(min(WINDOW_BYTES, nbytes), np.uint8)
@@ -681,7 +682,7 @@ def _link_own(path: str, fetched: str, copy: MemoryCopy, node: int) -> None:
 
 
 def _fetch_headers(fetched: str, copy: MemoryCopy, hosts: _Hosts, comm: Communicator) -> None:
-    """Send each file's header to the hosts that lack the file; there it has its size, and no other bytes. Collective.
+    """Send each file's header to the hosts that lack the file, as a file of full size without other bytes. Collective.
 
     Only the first rank of each host takes part.
     """
@@ -732,7 +733,7 @@ def _lacking(needed: Sequence[Any], copy: MemoryCopy, hosts: _Hosts) -> list[lis
 
 
 def _fetch(fetched: str, lacking: Sequence[Sequence[int]], copy: MemoryCopy, hosts: _Hosts, comm: Communicator) -> None:
-    """Send the files that hosts lack; every rank goes through the moves in one order. Collective."""
+    """Send the files that hosts lack; all ranks go through the transfers in the same order. Collective."""
     failure: BaseException | None = None
     for node, ranks in enumerate(lacking):
         for rank in ranks:
@@ -749,7 +750,7 @@ def _fetch(fetched: str, lacking: Sequence[Sequence[int]], copy: MemoryCopy, hos
 
 
 def _quietly_removed(directory: MemoryDirectory, path: str) -> None:
-    """Remove the directory of a load; after a failure the next one does."""
+    """Remove the directory of a load; if that fails, the next load does it."""
     with contextlib.suppress(StateExchangeError):
         directory.remove_loading(path)
 
@@ -758,7 +759,7 @@ def _quietly_removed(directory: MemoryDirectory, path: str) -> None:
 
 
 def _check(items: Sequence[ReadItem], comm: Communicator, *, every: bool) -> None:
-    """Compare stored boxes with their digests: those of which a part is read, or `every` one that is read."""
+    """Compare stored boxes with their digests: those that are read in part, or `every` one that is read."""
     checked = set()
     for item in items:
         for box, stored in item.boxes.items():

@@ -1,4 +1,4 @@
-"""Place the parts that a layout describes in their whole tensors, for save and load."""
+"""Find the boxes of a layout's parts in their whole tensors, for save and load."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parameter_names(name: str) -> Iterable[str]:
 
 
 def place_parts(comm: Communicator, described: Description, layout: Layout) -> Description:
-    """Return the description with the parts of a layout placed in their whole tensors. Collective.
+    """Return the description with the layout's parts turned into boxes of their whole tensors. Collective.
 
     All ranks must have the same mesh. A pattern that matches no tensor of any rank is an InvalidArgumentError.
     """

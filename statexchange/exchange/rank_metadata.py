@@ -51,8 +51,8 @@ class DescribedShard:
 class RankMetadata:
     """One rank's shards, and its options as text by name.
 
-    `reductions` are operations by name; `aliases`, `unused` and `sources` are as in a Description. Ranks whose tensors
-    are all over one mesh have equal metadata, which is sent and parsed once.
+    `reductions` are operations by name; `aliases`, `unused` and `sources` are as in a Description. Ranks that hold all
+    their tensors over one mesh have equal metadata, which is sent and parsed once.
     """
 
     shards: Sequence[DescribedShard]
@@ -203,7 +203,7 @@ def _shown(value: str | None) -> str:
 
 
 def renames(metadata: Sequence[RankMetadata], layout: Layout) -> list[dict[str, str]]:
-    """Return for each rank the new names of tensors that a layout numbers over all ranks."""
+    """Return for each rank the new names of tensors that a layout renumbers over all ranks."""
     if not any(rule.renumber for rule in layout.rules.values()):
         return [{}] * len(metadata)
     sources: dict[int, dict[str, str]] = {}
@@ -234,9 +234,9 @@ def operations(metadata: Sequence[RankMetadata]) -> dict[str, str]:
 
 
 def _by_rank(metadata: Sequence[RankMetadata]) -> list[list[DescribedShard]]:
-    """Return each rank's shards; a shard that all ranks describe alike, over a mesh of all ranks, only for rank 0."""
+    """Return each rank's shards; a spec over a mesh of all ranks that all ranks give is listed for rank 0 only."""
     distinct = list({id(rank_metadata): rank_metadata for rank_metadata in metadata}.values())
-    specs = []  # of each distinct metadata
+    specs = []  # the sharding specs in each distinct metadata
     for rank_metadata in distinct:
         specs.append({one.shard for one in rank_metadata.shards if isinstance(one.shard, ShardingSpec)})
     agreed = {spec for spec in set.intersection(*specs) if math.prod(spec.placement.mesh_shape) == len(metadata)}

@@ -128,7 +128,7 @@ def _nbytes_of(part: tuple[ReadItem, Box, Any]) -> int:
 
 
 class _Reading:
-    """Read boxes of live tensors, and count the bytes."""
+    """Reads boxes of live tensors, and counts the bytes."""
 
     def __init__(self, comm: Communicator, total: int, on_progress: Callable[[int, int], None] | None) -> None:
         self.nbytes = 0

@@ -57,12 +57,12 @@ def save_checkpoint(
     Collective; blocks until the save is published. It appears when it is whole and durable, or not at all. Each rank
     writes its tensors as one file, under their dotted paths; values that are not tensors are kept as JSON. All hosts
     must see `path`; if one does not, a NotFoundError names it. At a URL each rank uploads its own file in parts, and
-    its tensors are read twice, as the file begins with their digests. A failure on any rank is raised on all ranks. For
-    a job that saves again and again use `Checkpoints`.
+    reads its tensors twice, because the file begins with their digests. A failure on any rank is raised on all ranks.
+    For a job that saves again and again use `Checkpoints`.
 
-    In the background, the call returns once this rank's tensors are copied, as that of `export_checkpoint` does: a
-    thread writes the copy, a save that is called while another one runs waits for it first, and a failure is raised by
-    `result()`, or else by the next save or export in the background.
+    In the background, the call returns once this rank's tensors are copied, and a thread writes the copy; see
+    `export_checkpoint`. A save first waits for one that still runs. A failure is raised by `result()`, or else by the
+    next save or export in the background.
 
     Args:
         state: a nested mapping, as ``{"model": ..., "optimizer": ..., "step": 7}``, or a module.
@@ -72,7 +72,7 @@ def save_checkpoint(
             ``{"*.up.weight": Shard(0)}``. Optimizer state of a parameter's shape follows the parameter's rule. Rules
             that rename (split, renumber) or reduce are refused: tensors are saved as they are.
         overwrite: replace the save at `path`; else an existing target is a TargetExistsError. The old save stays until
-            the new one is whole; at a URL, which nothing can exchange in one step, it is removed first.
+            the new one is whole; at a URL, where nothing is replaced in one step, it is removed first.
         background: save a copy in a thread, and return a Future.
         stall_timeout_s: limit of the time in which no rank moves a byte, in seconds; the total time is not limited.
 
@@ -84,7 +84,7 @@ def save_checkpoint(
         InvalidArgumentError: a rule does not fit a tensor, or matches none.
         NotFoundError: a host does not see the files of the others, or there is no such bucket.
         CorruptError: a tensor was changed while it was saved to a URL.
-        UnsafeError: overwriting would remove files that are not of a save.
+        UnsafeError: overwriting would remove files that do not belong to a save.
         UnsupportedError, IncompleteError, StorageError: see `statexchange.errors`.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.

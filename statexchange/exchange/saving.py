@@ -1,6 +1,6 @@
 """One save of described state: every rank writes its own file into root's build, and root publishes it.
 
-1. Root opens the build of the target (storage/build.py) and sends its key and the save's number.
+1. Root opens the build of the target (storage/build.py) and sends its key and the save's random id.
 2. Each rank joins the build, writes one tensor file into it, and sends its size and version.
 3. Root checks that it sees all files and commits by the manifest. Only now does the save exist.
 
@@ -72,15 +72,15 @@ class SaveReport:
 
 
 AfterSave: TypeAlias = Callable[[SaveReport, Communicator, DigestedTensors | None], None]
-"""Given the report, the communicator, and the content of this rank's file if that went to an object store."""
+"""Takes the report, the communicator, and the content of this rank's file if it went to an object store."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
     """The arguments of a save other than the state and the communicator.
 
-    `job` names the run that saves, in the manifest: the caller's, not that of a background thread's communicator. Root
-    calls `before` ahead of opening the target; each rank calls `after` once the save is published.
+    The manifest records `job`, the run of the caller's communicator; a background thread's own has another. Root calls
+    `before` ahead of opening the target; each rank calls `after` once the save is published.
     """
 
     path: str
@@ -115,7 +115,7 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A rank's state as a save writes it: JSON text for what is no tensor, and the described tensors."""
+    """A rank's state as it is written: the tensors, described, and all other values as JSON text."""
 
     config: str
     described: Description
@@ -131,7 +131,7 @@ def describe_save(state: State, layout: Mapping[str, Any] | None, rank: int) -> 
 
 
 def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) -> Layout:
-    """Return the layout, in which an optimizer's tensor follows the rule of its parameter if both have one shape."""
+    """Parse the layout; an optimizer's tensor follows its parameter's rule if both have the same shape."""
     rules = Layout.parse({} if layout is None else layout)
     for rule in rules.rules.values():
         if rule.renames or rule.reduce is not None:
@@ -150,7 +150,14 @@ def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """The record that a rank sends at the start of a save: its target's name, root also the key of its build."""
+    """The record that each rank sends at the start of a save.
+
+    Attributes:
+        name: the last part of the target's path.
+        save: a random id; root's identifies the save.
+        key: on root the key of the build, else "".
+        has_layout: whether the rank was given a layout.
+    """
 
     name: str
     save: str
@@ -264,9 +271,9 @@ def _check_seen(build: Build, written: Sequence[_Written], comm: Communicator) -
 def _unseen(
     error: NotFoundError, rank: int, writer: int, path: str, comm: Communicator, folder: str = ""
 ) -> NotFoundError:
-    """Return the error for a rank that does not see what `writer` has made, in `folder` as `writer` sees it.
+    """Return the error that says that `rank` does not see what `writer` wrote; `folder` is the path on `writer`.
 
-    One of the two is rank 0; the error names the other one.
+    One of the two is rank 0; the error's `rank` is the other one.
     """
     seen_by, made_by = comm.hosts[rank], comm.hosts[writer]
     if is_url(path):

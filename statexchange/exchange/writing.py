@@ -43,8 +43,8 @@ _MAX_OPEN = 64  # files of one rank
 class _WriteItem:
     """One box that rank `src` holds and `dst` writes.
 
-    `number` is the tensor's in the plan. If `dst` is `src`, the rank writes the box itself; if `dst` is -1, it only
-    digests the box, because another rank writes a replica of it.
+    `number` is the tensor's index in the plan, `piece` that of the piece in the tensor. If `dst` is `src`, the rank
+    writes the box itself; if `dst` is -1, it only digests the box, because another rank writes a replica of it.
     """
 
     tensor: WriteTensor
@@ -177,7 +177,7 @@ class _Writing:
         return receipts
 
     def _tensor(self, item: _WriteItem) -> Any:
-        """Return the tensor that holds a item's box on this rank."""
+        """Return the tensor that holds an item's box on this rank."""
         return local_box(self._described, item.tensor.source, item.box_index)
 
     def _write(self, item: _WriteItem, opened: _Files) -> str:
@@ -233,7 +233,7 @@ class _Files:
         return self
 
     def write(self, item: _WriteItem, box: Box, data: memoryview) -> None:
-        """Write a part of a item's box."""
+        """Write a part of an item's box."""
         tensor, file = item.tensor, self._files[item.tensor.file]
         fd = self._fd(tensor.file, file.path)
         write_box(fd, tensor.begin, tensor.shape, tensor.dtype, box, data, file.path, reserved=file.is_reserved)

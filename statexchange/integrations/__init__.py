@@ -1,4 +1,4 @@
-"""Callbacks and objects for other frameworks: exports and saves for Trainer, random states as one object for all."""
+"""Exports and saves for transformers' Trainer, and the states of all random number generators as one object."""
 
 from __future__ import annotations
 

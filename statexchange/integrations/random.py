@@ -15,13 +15,14 @@ __all__ = ["RandomState"]
 class RandomState:
     """The random number generators of this process: torch's, CUDA's, numpy's and Python's own.
 
-    It has no state of its own: `state_dict` reads the global generators, and `load_state_dict` sets them. So an entry
-    of a state that is saved and loaded, ``{"model": model, "random": RandomState()}``, makes a job go on with the
-    random numbers that it would have drawn. Each rank saves its own generators, and gets them back on as many ranks.
-    On another number of ranks pass ``exclude="random.*"`` to the load, and seed the ranks anew.
+    It has no state of its own: `state_dict` reads the global generators, and `load_state_dict` sets them. Saved and
+    loaded as an entry of the state, ``{"model": model, "random": RandomState()}``, it lets a resumed job draw the
+    random numbers that it would have drawn without the interruption. Each rank saves its own generators, and gets them
+    back on the same number of ranks. On another number pass ``exclude="random.*"`` to the load, and seed the ranks
+    again.
 
-    Of CUDA it is the generator of the current device, once the process has used CUDA. Where there is no CUDA, a saved
-    one is left out.
+    Only the current CUDA device's generator is saved, and only if the process has used CUDA. A load without CUDA
+    ignores it.
 
     Example:
         >>> import torch

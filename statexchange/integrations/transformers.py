@@ -1,12 +1,11 @@
 """Hugging Face's Trainer: a callback that exports, and a Trainer that saves to `Checkpoints` and resumes from them.
 
-What saves and resumes is a subclass and not a callback, because no callback can resume a run: Trainer decides before
-the first event which epoch and which batch come first. So the methods by which Trainer saves and resumes are
-overridden, and its own code skips the data that was seen:
+A callback cannot resume a run: Trainer decides before the first event with which epoch and batch it begins. So a
+subclass overrides the methods by which Trainer saves and resumes, and Trainer's own code skips the data that was seen:
 
 1. `train(resume_from_checkpoint=True)` loads the entry "trainer" of the newest save and gives it to Trainer as a
    temporary directory with ``trainer_state.json``. From that Trainer finds the epoch and the batches to skip.
-2. Trainer would load weights before it wraps the model. Nothing is loaded there.
+2. Where Trainer would load weights, before it wraps the model, nothing is loaded.
 3. Once model, optimizer and scheduler are made and wrapped, the rest of the save is loaded into them, in place.
 4. The random states are set where Trainer sets them: after the batches are skipped.
 """
@@ -36,7 +35,7 @@ __all__ = ["CheckpointsTrainer", "ExportCallback"]
 
 _log = logging.getLogger(__name__)
 _STATE_FILE = "trainer_state.json"
-_OF_A_RANK = ("is_local_process_zero", "is_world_process_zero")  # fields of TrainerState that Trainer sets anew
+_RANK_FIELDS = ("is_local_process_zero", "is_world_process_zero")  # fields of TrainerState that Trainer sets anew
 
 
 class ExportCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
@@ -98,8 +97,8 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
 
     ``train(resume_from_checkpoint=True)`` goes on from the newest save, or starts if there is none yet, and skips the
     data that was seen; ``train()`` starts anew, and a path is a checkpoint of Trainer's own.
-    On as many ranks the run goes on as if it had not ended. On another number of ranks batches are different ones, the
-    random states are left as they are, and of what ranks saved differently rank 0's is taken, as Trainer does.
+    On the same number of ranks the run goes on as if it had not ended. On another number the batches differ, random
+    states are not restored, and where ranks saved different values rank 0's are used, as Trainer does.
 
     For other trainers, such as TRL's: ``class SavingTrainer(CheckpointsTrainer, SFTTrainer): pass``.
 
@@ -142,7 +141,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
         self.add_callback(_SaveWhenDue(saves))
 
     def _check_supported(self) -> None:
-        """Raise UnsupportedError for arguments that Trainer's own saving would heed."""
+        """Raise UnsupportedError for arguments that only Trainer's own saves support."""
         args = self.args
         pushes = args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) != "end"
         refused = {
@@ -184,7 +183,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
         if resume_from_checkpoint is not True:
             return super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
         found: dict[str, Any] = {"trainer": {}}
-        report = self.saves.load(found, include="trainer.*", replicas="root")  # ranks measure times of their own
+        report = self.saves.load(found, include="trainer.*", replicas="root")  # each rank measured its own times
         if report is None:
             return super().train(None, None, ignore_keys_for_eval)
         fields = dict(found.get("trainer", {}))
@@ -210,7 +209,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
         callbacks = [*self.callback_handler.callbacks, self.control]
         exportable = [callback for callback in callbacks if isinstance(callback, ExportableState)]
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks
-        fields = {key: value for key, value in dataclasses.asdict(self.state).items() if key not in _OF_A_RANK}
+        fields = {key: value for key, value in dataclasses.asdict(self.state).items() if key not in _RANK_FIELDS}
         state = {**self._live_state(RandomState()), "trainer": {**fields, "ranks": self.args.world_size}}
         metrics = _logged_at(step, self.state.log_history)
         if self._background:
@@ -243,7 +242,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
             self.saves.load(state, self._saved_step, exclude="trainer.*")
         else:
             _log.warning(
-                "the save is of %d ranks and this job has %d: random states stay as they are seeded",
+                "the save was made on %d ranks and this job has %d: random states are not restored",
                 self._resumed_ranks,
                 self.args.world_size,
             )
@@ -286,10 +285,8 @@ class _SaveWhenDue(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
 def _logged_at(step: int, history: list[dict[str, Any]]) -> dict[str, float]:
     """Return the numbers that were logged at a step, by name."""
-    entries = [entry for entry in history if entry.get("step") == step]
-    return {
-        name: float(value)
-        for entry in entries
-        for name, value in entry.items()
-        if name not in ("step", "epoch") and isinstance(value, int | float)
-    }
+    numbers: dict[str, float] = {}
+    for entry in history:
+        if entry.get("step") == step:
+            numbers |= {name: float(value) for name, value in entry.items() if isinstance(value, int | float)}
+    return {name: number for name, number in numbers.items() if name not in ("step", "epoch")}

@@ -148,7 +148,8 @@ def test_a_merge_takes_the_small_files_of_a_hugging_face_directory(
     sx.merge_checkpoint(tmp_path / "in", tmp_path / "half", dtype="bfloat16")
     assert config(tmp_path / "half")["dtype"] == "bfloat16"
     report = sx.merge_checkpoint(tmp_path / "in", tmp_path / "bare", files_from=())
-    assert report.notes == ("no config.json: transformers will not load this directory (files_from, --files-from)",)
+    note = "no config.json: transformers will not load this directory; give one by files_from (--files-from)"
+    assert report.notes == (note,)
     with pytest.raises(SystemExit) as ended:
         main(["merge", str(tmp_path / "in"), str(tmp_path / "cli"), "--no-files"])
     assert (ended.value.code, "no config.json" in capsys.readouterr().err) == (0, True)
