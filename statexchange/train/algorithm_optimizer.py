@@ -129,7 +129,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
     # Switching
 
     def accept(self, algorithm: Algorithm | str) -> Algorithm:
-        """Return the chosen algorithm; raise on all ranks unless all chose it and it allows `weight`. Collective."""
+        """Return the Algorithm; raise on all ranks unless all chose it and it allows `weight`. Collective."""
         chosen = as_algorithm(algorithm)
         check_same_algorithm(self._comm, chosen)
         check_weight(chosen, is_weighted=self._weight is not None)

@@ -1,8 +1,8 @@
 """Algorithms that synchronise ranks which train one model.
 
-An Algorithm is a value: equal settings are equal algorithms, and ranks compare them as text. State between
-two calls lies in a `Run`; switching the algorithm creates a new one. An algorithm communicates through
-a function on flat buckets, which the BucketReducer calls on all ranks in the order of its plan.
+An Algorithm is a value: equal settings make equal algorithms, and ranks compare them as text. Its state lies in a
+`Run`; switching the algorithm makes a new one. It communicates by a function on flat buckets, which the BucketReducer
+calls on all ranks in the order of its plan.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Peers = Literal["all", "shift_one", "ring"]
 _PEERS = ("all", "shift_one", "ring")
 _WIDE = (torch.float32, torch.float64)  # dtypes in which weights are averaged
 _LEVELS = 255
-_HEAD_BYTES = 8  # a quantised chunk begins with its least value and its step, in float32
+_HEAD_BYTES = 8  # a quantised chunk begins with its least value and its step, both float32
 _LARGEST = 2.0**126  # the range between two larger values may overflow float32
 
 
@@ -44,7 +44,7 @@ class Run:
     """The state of an algorithm that synchronises one optimizer, since it was switched to.
 
     `comm` is the communicator; `reducer` makes the buckets; `num_calls` counts the buckets that were communicated;
-    `residuals` has a tensor for each bucket and forgets it with the bucket.
+    `residuals` has the quantisation error of each bucket, as long as the bucket exists.
     """
 
     reducer: BucketReducer
@@ -61,15 +61,16 @@ class Algorithm(abc.ABC):
 
     Not collective. All ranks must use equal algorithms.
 
-    The docstring of each algorithm has the number of bytes that a communication sends between hosts in total, with the
-    hierarchy, for H hosts and buckets of B bytes. Messages by which ranks agree add a few hundred bytes for each bucket
-    and host.
+    Each algorithm's docstring tells how many bytes one communication sends between hosts, in total and with the
+    hierarchy, for H hosts and buckets of B bytes. Messages by which ranks agree add a few hundred bytes per bucket and
+    host.
 
     Args:
         hierarchical: Whether a communicator of several hosts reduces within each host first and then between hosts;
-            with False all ranks are treated alike. None is True where the communicator has a hierarchy, and lets the
-            tuner choose. A communicator has no hierarchy on one host, or with one rank on each host. Over several hosts
-            with a single transport (`init("gloo")`) it has none either, and True is an InvalidArgumentError.
+            with False all ranks are treated alike. None begins with True where the communicator has a hierarchy, and
+            lets the tuner choose. A communicator has no hierarchy on one host, or with one rank on each host. Over
+            several hosts with a single transport (`init("gloo")`) it has none either, and True is an
+            InvalidArgumentError.
     """
 
     hierarchical: bool | None = field(default=None, kw_only=True)
@@ -77,7 +78,7 @@ class Algorithm(abc.ABC):
     name: ClassVar[str]
     """The name that `data_parallel` and `switch_to` take for it."""
     averages_weights: ClassVar[bool] = False
-    """Whether parameters are averaged before the step, and gradients stay this rank's own."""
+    """Whether parameters are averaged before the step, and each rank keeps its own gradients."""
 
     def over(self, comm: Communicator) -> Communicator:
         """Return the flat or hierarchical communicator. Not collective.
@@ -98,7 +99,7 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def settings(self, run: Run) -> AlgorithmOptions:
-        """Return the arguments `bucket_type`, `chunking` and `communicate` of the BucketReducer. Not collective."""
+        """Return the options of a BucketReducer that synchronises so, with `run` as state. Not collective."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ class QuantizedAllReduce(Algorithm):
     name: ClassVar[str] = "quantize"
 
     def settings(self, run: Run) -> AlgorithmOptions:
-        """Use buckets without padding for ranks: chunks are made of a bucket's gradients alone."""
+        """Do not pad buckets for ranks: chunks are cut from the gradients alone."""
         communicate = functools.partial(_average_quantized, run, error_feedback=self.error_feedback)
         return {"bucket_type": "gradient", "chunking": False, "communicate": communicate}
 
@@ -219,7 +220,7 @@ def _average_quantized(run: Run, flat: torch.Tensor, *, error_feedback: bool) ->
 
 
 def _ranks_led(comm: Communicator) -> int:
-    """Return the number of ranks whose tensors a leader of `comm` gets as one sum. Not collective."""
+    """Return how many ranks' tensors a leader of `comm` gets as one sum. Not collective."""
     return 1 if comm.flat is comm else comm.local_world_size
 
 
@@ -228,7 +229,7 @@ def _exchange_quantized(leaders: Leaders, mean: torch.Tensor) -> torch.Tensor:
 
     A NaN in a chunk on any leader makes the whole chunk NaN on all ranks.
     """
-    mean.clamp_(-_LARGEST, _LARGEST)  # rounding may have exceeded it; NaN stays
+    mean.clamp_(-_LARGEST, _LARGEST)  # rounding may have exceeded the limit; NaN stays
     sent = quantize(_chunks(mean, len(leaders.counts)))
     received = leaders.all_to_all(list(sent))
     ranks = sum(leaders.counts)
@@ -304,8 +305,8 @@ class Decentralized(Algorithm):
 
             * "all": all ranks; with an interval this is local SGD.
             * "shift_one": one peer, another each time. In the s-th communication, counted from 0, by Bagua's formula:
-              rank r < n/2 has peer (s + r) mod (n/2) + n/2, any other has (r - n/2 - s) mod (n/2). An odd n counts as
-              n + 1, and the rank whose peer would be the last, which does not exist, keeps its weights this time.
+              rank r < n/2 has peer (s + r) mod (n/2) + n/2, any other has (r - n/2 - s) mod (n/2). For odd n the
+              formula takes n + 1; the rank whose peer would be rank n, which does not exist, keeps its weights.
             * "ring": the left and the right neighbour; two ranks average with each other.
         interval: The number of steps from one communication to the next.
 

@@ -26,8 +26,8 @@ def average_gradients(module: Source, comm: CommLike | None = None) -> None:
     """Replace the gradients of `module` by their averages over ranks, in place.
 
     Collective. Blocks until all ranks have called. A gradient that is None on some ranks counts as zeros there; one
-    that is None on all ranks stays None. Sparse gradients come back coalesced. BucketReducer does the same while
-    backward goes on.
+    that is None on all ranks stays None. Sparse gradients become coalesced ones. BucketReducer does the same during
+    backward.
 
     Args:
         module: A module, or parameters with or without names, or a list of modules.
@@ -75,7 +75,7 @@ def _kind_from_json(raw: list[int] | Literal["dense"] | None) -> GradientKind:
 def _average_one(
     comm: Communicator, reducer: Reducer, name: str, parameter: torch.Tensor, kinds: Sequence[GradientKind]
 ) -> None:
-    """Average the gradient of one parameter, of which each rank has one of `kinds`. Collective."""
+    """Average the gradient of one parameter; `kinds` has each rank's kind of it. Collective."""
     if all(kind is None for kind in kinds):
         return
     grad = parameter.grad

@@ -1,8 +1,8 @@
 """Each rank's part of a dataset: which samples, in which order, and where to continue after a restart.
 
-A DataLoader may keep its workers over epochs. They are copies of the dataset that were made when the first epoch began,
-so the epoch's number lies in a tensor in shared memory that they all see, beside the number of states that were loaded:
-a worker that was made before a load has the old state and refuses to go on.
+A DataLoader may keep its workers over epochs, and a worker has a copy of the dataset, made when the first epoch began.
+So the epoch's number lies in shared memory, which all copies see, and so does the number of states that were loaded: a
+copy that was made before a load has the old state, and refuses to go on.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class DistributedDataContainer(Dataset[Any]):
     Not collective, unless `comm` is a ProcessGroup or MPI communicator that is given for the first time. A part without
     samples is an empty dataset. The name is Lux.jl's DistributedDataContainer.
 
-    To continue after a restart, call ``advance(len(batch))`` after each step and save rank 0's `state_dict()`: no rank
-    has a longer part. Ranks step together, so each has consumed as many samples as rank 0, or all that it had. After
-    `load_state_dict` the dataset is what remains of the epoch. With as many ranks as before, each continues in its
-    part. With another number, the samples that no rank has consumed are cut into parts again, in their old order and by
-    the same rule; padding is forgotten, and what "drop" left out comes at the end.
+    To continue after a restart, call ``advance(len(batch))`` after each step and save rank 0's `state_dict()`. It holds
+    for all ranks: no part is longer than rank 0's, and as ranks step together, each has consumed as many samples as
+    rank 0, or all of its part. After `load_state_dict` the dataset is what remains of the epoch. With as many ranks as
+    before, each continues in its part. With another number, the samples that no rank has consumed are cut into parts
+    again, in their old order and by the same rule, without padding; what "drop" left out comes at the end.
 
     Args:
         data: A dataset with a length and numbered samples. Or a tuple or mapping of such (arrays, tensors, lists; also
@@ -147,7 +147,7 @@ class DistributedDataContainer(Dataset[Any]):
         return found
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch at its first sample; the present one continues. Not collective, but all ranks do the same."""
+        """Begin an epoch at its first sample; the present epoch just continues. Not collective; all ranks must call."""
         if epoch != self._epoch:
             self._begin(epoch)
             self._shared[0] = epoch
@@ -185,7 +185,7 @@ class DistributedDataContainer(Dataset[Any]):
         the state's.
 
         Raises:
-            InvalidArgumentError: It is a state of other data, of another `uneven` or `shuffle`, or no state at all.
+            InvalidArgumentError: It is the state of other data, or with another `uneven` or `shuffle`, or no state.
         """
         if not isinstance(state, Mapping) or state.keys() != self.state_dict().keys():
             raise InvalidArgumentError("this is no state of a DistributedDataContainer")

@@ -1,10 +1,10 @@
 """A communication hook: torch's DistributedDataParallel (DDP) averages its buckets by a Communicator.
 
 Order of callbacks. DDP takes a future for each bucket and, at the end of backward, casts its result to a tensor: an
-exception in it would lose its type. And DDP must finish its own work before backward raises, or it could not be used
-again, although all ranks may go on after a MismatchError. So a future always gets the bucket's memory as its result,
-and the error is raised by a callback of the running backward. Callbacks run in the order in which they are queued, and
-DDP queues its own after those of its hooks; so the callback of this hook queues a second one, which runs last.
+exception in the future would lose its type. And DDP must finish its own work before backward raises: otherwise it could
+not be used again, although all ranks may go on after a MismatchError. So a future always gets the bucket's memory as
+its result, and a callback of the running backward raises the error. Callbacks run in the order in which they are
+queued, and DDP queues its own after those of its hooks. So this hook's callback queues a second one, which runs last.
 """
 
 from __future__ import annotations

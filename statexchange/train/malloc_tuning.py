@@ -16,17 +16,17 @@ _LARGEST_HEAP_BLOCK_BYTES = (32 << 20) - (64 << 10)
 
 @functools.cache
 def raise_malloc_thresholds() -> None:
-    """Let glibc keep the memory of gradients that were copied into buckets for those of the next step.
+    """Let glibc keep freed memory of gradients for the gradients of the next step. Not collective.
 
-    glibc returns free memory at the end of its heap to the kernel, so that every step would fault the same pages in
-    again. It raises that threshold, and the one for mmap, to the size of the largest block that was freed so far; so
-    one large block is allocated and freed here.
+    Gradients are freed once they are in a bucket. glibc returns free memory at the end of its heap to the kernel, if it
+    exceeds a threshold, so every step would fault the same pages in again. It raises this threshold, and the one for
+    mmap, by the largest block that was freed so far: so one large block is allocated and freed here.
     """
     torch.empty(_LARGEST_HEAP_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def trim_malloc() -> None:
-    """Return free heap memory to the kernel, if the C library can: gradients have just moved into new buckets."""
+    """Return free heap memory to the kernel, if the C library can, after gradients moved into new buckets."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)

@@ -36,8 +36,7 @@ _IGNORED_NAMES = ("statexchange_ignore", "_ddp_params_and_buffers_to_ignore")
 class DistributedModule(nn.Module):
     """Wrap `module` for training on many ranks; `data_parallel` makes the wrapper and wraps the optimizer, too.
 
-    Not collective, unless a communicator has to be made. Names, `state_dict` and all other attributes
-    are those of `module`.
+    Not collective, unless a communicator has to be made. Names, `state_dict` and other attributes are `module`'s.
 
     The attribute `statexchange_ignore` of `module`, a collection of names of its parameters and buffers, keeps these
     this rank's own: they are not broadcast, averaged or reduced. It replaces both lists of Bagua. torch's
@@ -69,7 +68,7 @@ class DistributedModule(nn.Module):
         self._group = TrainingGroup(self._comm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
-        """Copy the module; the copy has the same communicator and no optimizer, as AveragedModel needs it."""
+        """Copy the module; the copy has the same communicator and no optimizer. AveragedModel calls this."""
         return DistributedModule(copy.deepcopy(self.module, memo), self._comm)
 
     # The module
@@ -112,7 +111,7 @@ class DistributedModule(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> set[str]:
-        """All names that stay this rank's own; torch and `synchronize` read this attribute."""
+        """The names of tensors that stay this rank's own; torch and `synchronize` read this attribute."""
         return _ignored_names(self.module)
 
     # The algorithm
@@ -164,7 +163,7 @@ class DistributedModule(nn.Module):
         Args:
             optimizers: One or more optimizers that share no parameter.
             algorithm: How they synchronise.
-            tune_every: The number of forwards between two runs of the tuner; None runs it only when called.
+            tune_every: The number of forwards between two runs of the tuner; None for no runs but the caller's.
             bucket_bytes: As for BucketReducer.
             settings: Options of DistributedOptimizer and BucketReducer.
 
@@ -196,16 +195,16 @@ class DistributedModule(nn.Module):
         return self._group.history
 
     def report_metrics(self, step_s: Sequence[float]) -> None:
-        """Replace the measured step times with the present setting by `step_s`, in seconds. Not collective."""
+        """Replace the step times measured with the present setting by `step_s`, in seconds. Not collective."""
         self._group.set_step_times(step_s)
 
     def ask_and_update_hyperparameters(self) -> bool:
         """Let rank 0 choose bucket size and hierarchy by the step times of all ranks.
 
         Collective, between steps. The time of a step is the median on the slowest rank, between forwards in train mode
-        or as reported; `tuning_history` keeps it. The present setting is tried first; then, over a hierarchical
-        communicator and unless the algorithm decides it, the same with the other hierarchy; then powers of two around
-        the present size, one at each call; when all are tried the fastest stays.
+        or as reported; `tuning_history` keeps it. Each call tries one setting: first the present one; then, over a
+        hierarchical communicator and unless the algorithm decides it, the same with the hierarchy turned on or off;
+        then powers of two around the present size. When all are tried, the fastest stays.
 
         Returns:
             Whether the setting changed. False as long as nothing was measured, and with an algorithm that averages
@@ -273,14 +272,14 @@ def data_parallel(
 ) -> tuple[DistributedModule, AlgorithmOptimizer | list[AlgorithmOptimizer]]:
     """Prepare a module and its optimizer for training on all ranks; use the returned pair in their place.
 
-    Collective: all ranks call it, with modules of the same parameters. Blocks until parameters and buffers are root's.
-    The optimizer's state stays each rank's own: if root resumes, call ``synchronize(optimizer)`` before. The shape of
-    the call is that of Bagua's `bagua_init`.
+    Collective: all ranks call it, with modules of the same parameters. Blocks until all ranks have root's
+    parameters and buffers. The optimizer's state stays each rank's own: if root resumes, call
+    ``synchronize(optimizer)`` before. The shape of the call is that of Bagua's `bagua_init`.
 
     Args:
         module: The module.
         optimizer: An optimizer, or a list of optimizers that share no parameter. Each averages and steps its own
-            parameters, so that they may step unequally often; all ranks step them in the same order.
+            parameters, so one may step more often than another; all ranks step them in the same order.
         algorithm: An Algorithm, or "allreduce", "sg-allreduce", "quantize" or "decentralize". `switch_to` of the
             returned module takes another one later.
         comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
@@ -289,8 +288,8 @@ def data_parallel(
             averages them.
         bucket_bytes: The size of buckets, as for BucketReducer.
         autotune: Let the tuner choose bucket size and hierarchy after each `tune_every`-th forward in train mode, at
-            the end of its step. All ranks must make equally many forwards then. Not for use with `join`, nor with
-            several optimizers.
+            the end of its step. All ranks must then make equally many forwards. Not for use with `join` or several
+            optimizers.
         tune_every: See `autotune`.
         settings: Options of DistributedOptimizer (`accumulate`, `weight`) and of BucketReducer.
 
@@ -298,7 +297,7 @@ def data_parallel(
         The wrapped module, and the wrapped optimizer or a list of them.
 
     Raises:
-        InvalidArgumentError: An argument is impossible.
+        InvalidArgumentError: An argument is invalid.
         MismatchError: Ranks chose different algorithms, or their modules differ.
 
     Example:

@@ -35,10 +35,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Collective: all ranks construct it, over parameters of the same names, shapes and dtypes, and call backward and
     `step` equally often.
 
-    Gradients are averages when backward returns, as with DDP, so that clipping and a GradScaler come after it as usual.
-    On a rank whose backward touched no parameter they are averages when `finalize` or `step` returns; so if there may
-    be such a rank, call `finalize` before you clip. Parameters are not made equal here: `synchronize` the module and
-    the optimizer first.
+    Gradients are averages when backward returns, as with DDP, so that clipping and a GradScaler work as usual. On a
+    rank whose backward touched no parameter they are averages when `finalize` or `step` returns: if there may be such
+    a rank, call `finalize` before you clip. Parameters are not made equal here: `synchronize` the module and the
+    optimizer first.
 
     A gradient that is missing on some ranks counts as zeros there. Missing on all, it is None and the parameter is
     skipped. See BucketReducer. State, hyperparameters, `state_dict` and hooks are those of the inner optimizer, so that
@@ -58,7 +58,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             before you clip.
 
     Raises:
-        InvalidArgumentError: The optimizer has parameters that `module` or `reducer` lacks, or an option is impossible.
+        InvalidArgumentError: The optimizer has parameters that `module` or `reducer` lacks, or an option is invalid.
         MismatchError: Parameters or options differ between ranks.
 
     Example:
@@ -74,8 +74,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         >>> optimizer.close()
     """
 
-    # A GradScaler sets its scale as an attribute of optimizers that support it, fused ones: it would set it here, where
-    # the inner optimizer does not look.
+    # A GradScaler sets its scale as an attribute of (fused) optimizers that support this. It would set it on the
+    # wrapper, where the inner optimizer does not look.
     _step_supports_amp_scaling = False
 
     def __init__(
@@ -140,7 +140,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         _check_known(self._optimizer, reducer.parameters, "the reducer")
 
     def _named(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer's parameters by their names in the module, else by those in the optimizer."""
+        """Return the optimizer's parameters by name: the module's names if there is one, else the optimizer's."""
         if self._module is None:
             return labelled_parameters(self._optimizer)
         names = named_parameters(self._module)
@@ -181,7 +181,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._arm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients, also those not averaged yet. Not collective, but all ranks must do it alike."""
+        """Discard gradients, also those not averaged yet. Not collective, but all ranks must call it."""
         self._reducer.discard()
         self._optimizer.zero_grad(set_to_none)
         self._begin()
@@ -312,7 +312,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._arm()
 
     def _arm(self) -> None:
-        """Let buckets be sent during the next backward if gradients are averaged after it."""
+        """Allow buckets to be sent during the next backward, if gradients are averaged after it."""
         self._reducer.eager = not self._no_sync_depth and self._backwards + 1 >= self._accumulate
 
 

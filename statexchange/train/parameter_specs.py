@@ -38,8 +38,7 @@ _SHOWN_NAMES = 4
 class ParameterSpec:
     """A parameter's name, dtype, shape and device.
 
-    `device` is a type and a number that counts the devices of one rank: the numbers of the devices
-    themselves may differ between ranks.
+    `device` is a type and a count of this rank's devices, as "cuda 0": torch's own indices may differ between ranks.
     """
 
     name: str
@@ -136,7 +135,7 @@ def compare_specs(comm: Communicator, specs: Sequence[ParameterSpec], about: str
     """Return a digest of `specs` and of the text `about`, which are equal on all ranks. Collective.
 
     Raises:
-        MismatchError: They differ, on all ranks; it names the lowest rank that differs from rank 0 and the first
+        MismatchError: They differ. All ranks raise it; it names the lowest rank that differs from rank 0, and the first
             parameter where it does.
     """
     text = json.dumps([about, [[spec.name, str(spec), spec.device] for spec in specs]]).encode()
@@ -168,6 +167,6 @@ def _side_text(side: list[str] | None) -> str:
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Return the first few of `names`, and the number of the others. Not collective."""
+    """Return a text of the first four `names` and the number of the others. Not collective."""
     shown = ", ".join(names[:_SHOWN_NAMES])
     return shown if len(names) <= _SHOWN_NAMES else f"{shown} and {len(names) - _SHOWN_NAMES} more"

@@ -67,7 +67,7 @@ class Reducer(ABC):
 
 
 def operation(scale: float | None) -> tuple[str, float]:
-    """Return the op and scale of an `all_reduce`: the average for None, else the sum times `scale`. Not collective."""
+    """Return `op` and `scale` for `all_reduce`: the average for None, else the sum times `scale`. Not collective."""
     if scale is not None and not hasattr(scale, "__float__"):
         raise InvalidArgumentError(f"scale must be a number or None, not {scale!r}")
     return ("avg", 1.0) if scale is None else ("sum", scale)
@@ -130,9 +130,9 @@ class _UnfinishedWarning:
 class CoalescingReducer(Reducer):
     """Cache small tensors until there are `cache_bytes` of them, then reduce them together.
 
-    Collective in all its methods except `discard`. A tensor that would make the cache exceed `cache_bytes` first sends
-    what is in it (exactly `cache_bytes` fit); a tensor that exceeds `cache_bytes` by itself is sent at once, alone. The
-    rule is that of Flashlight's CoalescingReducer. A reducer that is dropped before `finalize` leaves tensors as they
+    Collective in all its methods except `discard`. If a tensor would make the cache exceed `cache_bytes`, the cache is
+    sent first; a tensor that exceeds `cache_bytes` by itself is sent at once, alone. The rule is that of Flashlight's
+    CoalescingReducer. A reducer that is dropped before `finalize` leaves tensors as they
     are and logs a warning.
 
     Args:

@@ -21,7 +21,7 @@ class SparseShape(NamedTuple):
 
     @classmethod
     def of(cls, grad: torch.Tensor) -> SparseShape:
-        """The shape of a coalesced tensor."""
+        """Return the sizes of a coalesced tensor."""
         return cls(grad._nnz(), grad.sparse_dim())  # noqa: SLF001 (torch has no other name for it)
 
 
@@ -35,7 +35,7 @@ def densified(grad: torch.Tensor) -> torch.Tensor:
 
 
 def same_sparse_dims(shapes: Sequence[SparseShape | None]) -> bool:
-    """Whether there are sparse gradients, all with the same number of sparse dimensions. Not collective."""
+    """Whether any gradient is sparse, and all such have equally many sparse dimensions. Not collective."""
     return len({shape.num_sparse_dims for shape in shapes if shape is not None}) == 1
 
 
@@ -56,7 +56,7 @@ def average_sparse(
         comm: The communicator.
         like: The parameter.
         grad: This rank's gradient, or None.
-        shapes: The shape of each rank's gradient, or None where it has none; `same_sparse_dims` holds.
+        shapes: The sizes of each rank's gradient, None where it has none; `same_sparse_dims` must hold for them.
         share: Multiplies this rank's values.
         scale: Multiplies the sum over ranks; None averages.
     """

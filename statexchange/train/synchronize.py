@@ -4,11 +4,11 @@ The protocol of a call:
 
 1. Every rank describes what it holds (`StateSpec`): paths, kinds, shapes and dtypes. All ranks exchange a digest of
    that and the kinds of their plain values; root adds the payload, its values and states as JSON. Nothing has changed.
-2. Ranks whose digest or kinds differ from root's receive root's description and raise, on all ranks, one MismatchError
+2. If a rank's digest or kinds differ from root's, it receives root's description, and all ranks raise one MismatchError
    that shows both sides at the first path that differs.
-3. Each rank reads the payload and prepares: it finds or allocates the tensors that are to be filled, and callbacks that
+3. Each rank reads the payload and prepares the tensors that are to be filled, existing or new ones, and callbacks that
    install states. An error here is raised on all ranks, and still nothing has changed.
-4. Tensors travel as bytes: many small ones together, large ones in windows. Then callbacks run and values are
+4. Root sends the tensors as bytes: many small ones together, large ones in windows. Then callbacks run and values are
    replaced.
 """
 
@@ -38,8 +38,8 @@ __all__ = ["allreduce_parameters", "broadcast_parameters", "synchronize"]
 T = TypeVar("T")
 Describe = Callable[..., StateSpec]
 
-_WINDOW_BYTES = 64 << 20  # the most that travels as one message, and so the largest copy
-_ALONE_BYTES = 1 << 20  # a tensor of this size or more travels by itself, without a copy
+_WINDOW_BYTES = 64 << 20  # the largest message, and so the largest copy
+_ALONE_BYTES = 1 << 20  # a tensor of this size or more is sent by itself, without a copy
 _ALIGN_BYTES = 16  # the largest itemsize: any dtype may begin at a multiple of it
 _MAX_SHOWN_RANKS = 8
 
@@ -58,7 +58,7 @@ def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
               root's data;
             * numbers, strings, enums, torch dtypes and None: they are replaced by root's; None on one rank may stand
               for any of the others on another rank;
-            * modules: parameters and all buffers, persistent or not, by name; tied tensors travel once; names in
+            * modules: parameters and all buffers, persistent or not, by name; tied tensors are sent once; names in
               torch's `_ddp_params_and_buffers_to_ignore` stay each rank's own;
             * optimizers: hyperparameters and state become root's; state that a rank lacks is made and state that root
               lacks is dropped, so that a resumed root can fill new ranks. The parameters themselves stay the module's;
@@ -177,7 +177,7 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """The spec, which is equal on all ranks, and root's payload; on root also the payload's tensors."""
+    """This rank's spec, alike on all ranks, and root's payload; on root also the payload's tensors."""
 
     spec: StateSpec
     payload: Any
@@ -186,7 +186,7 @@ class _Compared:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """A rank's message in step 1: the root that it was given, a digest, the kinds of its values; root's payload."""
+    """A rank's message in step 1: its `root` argument, digest and kinds of values; from root also the payload."""
 
     root: int
     digest: str
@@ -198,7 +198,7 @@ class _Note:
         return [self.root, self.digest, list(self.kinds), self.payload]
 
     def agrees_with(self, other: _Note) -> bool:
-        """Whether both ranks hold the same; None may stand for a plain value of any kind, and the reverse."""
+        """Whether two ranks hold the same, where the plain value None matches one of any kind."""
         return self.digest == other.digest and all(map(_are_alike, self.kinds, other.kinds))
 
 
@@ -268,7 +268,7 @@ def _difference(
 
 @dataclass(slots=True)
 class _Changes:
-    """The changes that a payload requires: tensors to fill after the spec's, in root's order; callbacks; values."""
+    """The changes that a payload requires: tensors to fill after those of the spec, callbacks, and new values."""
 
     tensors: list[TensorLike]
     callbacks: list[Callable[[], None]]
@@ -325,7 +325,7 @@ def _broadcast(comm: Communicator, tensors: Sequence[TensorLike], root: int) -> 
 
 
 def _windows(tensors: Sequence[TensorLike]) -> Iterator[list[TensorLike]]:
-    """Cut tensors into windows that travel as one message, by shapes and dtypes alone: strides may differ by rank."""
+    """Cut tensors into windows, one message each, by shapes and dtypes alone: strides may differ between ranks."""
     by_device: dict[str, list[TensorLike]] = {}
     for tensor in tensors:
         by_device.setdefault(device_type_of(tensor), []).append(tensor)

@@ -20,8 +20,8 @@ _MAX_STEP_TIMES = 1 << 12
 class TrainingGroup:
     """Optimizers that train one module by one algorithm, with one setting.
 
-    A step's time is that between two forwards in train mode. With `tune_every` the tuner runs after each
-    `tune_every`-th forward, at the end of its step: between a forward and its step, buckets cannot change.
+    A step's time is that between two forwards in train mode. With `tune_every` the tuner runs at the end of each step
+    whose forward is the `tune_every`-th: between a forward and its step, buckets cannot change.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -64,7 +64,7 @@ class TrainingGroup:
             self._is_due = True
 
     def interrupt(self) -> None:
-        """Do not count the time from the last forward to the next as a step: something else happens in it."""
+        """Do not count the time from the last forward to the next as a step, as something else happens in it."""
         self._last_forward_s = None
 
     def set_step_times(self, step_s: Sequence[float]) -> None:

@@ -31,8 +31,8 @@ class Trial:
 class Tuner:
     """Propose settings, one after each measurement, and the fastest when all were tried.
 
-    The order: `present`; with `both`, the same with the other value of `hierarchical`; then, with the faster of these,
-    powers of two around the present size.
+    The order: `present`; with `both`, the same with `hierarchical` negated; then, with the faster of these, powers of
+    two around the present size.
     """
 
     def __init__(self, present: Setting, *, both: bool = False) -> None:

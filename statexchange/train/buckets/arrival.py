@@ -17,9 +17,9 @@ class Arrival:
     """Records the arrival of gradients, which is not the same as ``grad is not None``.
 
     A user may keep old gradients, or zero them, so a tensor in `.grad` need not come from this step's backward. Only
-    the hooks show which gradients it made. A *step* ends with `end_step`: until then a gradient counts as arrived,
-    however many rounds of averaging it took part in. A *round* ends with `begin_round`: in
-    each, a bucket waits once for each of its gradients.
+    the hooks show which gradients it made. A gradient that has arrived counts as such until the end of the *step*
+    (`end_step`), over all rounds of averaging in it. In each *round* (`begin_round`) a bucket waits once for each of
+    its gradients.
     """
 
     def __init__(self, views: Sequence[BucketView]) -> None:
@@ -33,11 +33,11 @@ class Arrival:
         self._unplaced: dict[int, None] = {}  # parameters in no bucket, in the order of arrival
 
     def begin_round(self) -> None:
-        """Let the arrival of each gradient count for its bucket again."""
+        """Begin a round: let each bucket wait for each of its gradients again."""
         self._counted = bytearray(len(self._views))
 
     def record(self, view: BucketView, *, counts: bool) -> bool:
-        """Record a gradient; return whether its bucket now waits for one gradient less.
+        """Record an arrival; return whether its bucket now waits for one gradient fewer.
 
         With `counts` False the gradient has arrived, but the bucket goes on waiting: another backward will add to it.
         """
@@ -53,7 +53,7 @@ class Arrival:
         return True
 
     def mark_missing(self, views: Sequence[BucketView]) -> None:
-        """Count these gradients as missing: they were dropped after they had arrived."""
+        """Count these gradients as missing: they became None after they had arrived."""
         for view in views:
             self._states[view.index] = 0
 
@@ -64,8 +64,8 @@ class Arrival:
 
         Args:
             buckets: The buckets of the plan.
-            recheck: Look for gradients that were dropped after they had arrived. Filling a bucket finds them, too, but
-                no bucket was filled yet.
+            recheck: Look for gradients that became None after they had arrived. Needed before buckets are filled:
+                filling finds them, too.
             has_weight: A rank without weight reports that nothing arrived.
         """
         if recheck:
@@ -77,7 +77,7 @@ class Arrival:
         for bucket in buckets:
             if bucket.in_flight:
                 for view in bucket.views:
-                    if view.param.grad is not None:  # it was None after sending, so another backward made it
+                    if view.param.grad is not None:  # sending set it to None, so another backward made it
                         states[view.index] |= LATE
         for view in self._views:
             if not view.param.requires_grad:

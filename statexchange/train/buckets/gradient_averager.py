@@ -91,7 +91,7 @@ class GradientAverager:
             bucket.flat.add_(first)
 
     def _leave_out_done_ranks(self, summary: RoundSummary) -> None:
-        """Turn averages over all ranks into averages over the active ones: the others have sent zeros."""
+        """Turn averages over all ranks into averages over the active ones; the others have sent zeros."""
         if len(summary.active) != self._comm.world_size:
             for bucket in self._plan.buckets:
                 bucket.flat.mul_(self._comm.world_size / len(summary.active))

@@ -89,7 +89,7 @@ class BucketOptions:
         return set(cls.__slots__)
 
     def check(self) -> None:
-        """Raise InvalidArgumentError unless every option is possible."""
+        """Raise InvalidArgumentError unless every option is valid."""
         if not _is_integer(self.bucket_bytes) or self.bucket_bytes < 1:
             raise InvalidArgumentError("bucket_bytes must be a positive number of bytes", found=self.bucket_bytes)
         if not _is_integer(self.align_bytes) or self.align_bytes < 8 or self.align_bytes & (self.align_bytes - 1):
@@ -100,7 +100,7 @@ class BucketOptions:
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether gradients lie in the buckets, and not the parameters themselves."""
+        """Whether gradients are averaged, and not the parameters themselves."""
         return self.bucket_type == "gradient"
 
     def size_unit(self, world_size: int) -> int:

@@ -15,7 +15,7 @@ __all__ = ["ParameterAverager"]
 
 
 class ParameterAverager:
-    """Averages parameters in place; with `is_noticed` autograd's version counters record the change."""
+    """Averages parameters in place; with `is_noticed`, autograd's version counters show it."""
 
     def __init__(self, comm: Communicator, plan: BucketPlan, sender: BucketSender, *, is_noticed: bool) -> None:
         self._comm = comm

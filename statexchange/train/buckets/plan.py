@@ -27,7 +27,7 @@ _BATCH_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class BucketMemory:
-    """The allocator of buckets: `empty(shape, dtype)` is on the host; sizes are multiples of `align_bytes`."""
+    """The allocator of buckets: `empty(shape, dtype)` allocates on the host; sizes are multiples of `align_bytes`."""
 
     empty: Callable[[Sequence[int], torch.dtype], torch.Tensor]
     align_bytes: int
@@ -91,7 +91,7 @@ class BucketPlan:
             bucket.begin_round()
 
     def split(self, views: Sequence[BucketView]) -> list[list[BucketView]]:
-        """Cut `views` into buckets, in the order in which these fill up if gradients arrive in the order given."""
+        """Cut `views`, given in the order of arrival, into buckets; return these in the order in which they fill."""
         position = {view.name: i for i, view in enumerate(views)}
         split = split_buckets([self._specs[view.index] for view in views], self._bucket_bytes)
         buckets = [[views[position[spec.name]] for spec in bucket] for bucket in split]
@@ -114,7 +114,7 @@ class BucketPlan:
         return new
 
     def extend_in_batches(self, groups: Sequence[Sequence[BucketView]]) -> Iterator[list[Bucket]]:
-        """`extend` by about 32 MiB of buckets at a time.
+        """Extend the plan by about 32 MiB of buckets at a time; yield each batch. Collective, as `extend`.
 
         Fill each batch before requesting the next: this frees the gradients' own memory. Otherwise all gradients would
         be in memory twice.
@@ -146,7 +146,7 @@ class BucketPlan:
 def split_buckets(tensors: Sequence[ParameterSpec], bucket_bytes: int) -> list[list[ParameterSpec]]:
     """Cut tensors into buckets of one dtype and device, in the order of dtypes, then as given. Not collective.
 
-    A tensor joins the running bucket if that brings its size nearer to `bucket_bytes`; otherwise it begins the next.
+    A tensor joins the last bucket if that brings the bucket's size nearer to `bucket_bytes`; else it begins another.
     """
     by_kind: dict[tuple[str, str], list[ParameterSpec]] = {}
     for tensor in tensors:
@@ -171,7 +171,7 @@ def explicit_names(
     """Return the names in the caller's own buckets. Not collective.
 
     Raises:
-        InvalidArgumentError: a bucket has an unknown parameter or mixes dtypes or devices, or a parameter lies in two.
+        InvalidArgumentError: A bucket has an unknown parameter or mixes dtypes or devices, or a parameter lies in two.
     """
     by_name = {spec.name: spec for spec in specs}
     by_identity = {id(view.param): view.name for view in views}

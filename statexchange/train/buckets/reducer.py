@@ -1,7 +1,7 @@
 """BucketReducer: gradients lie in flat buckets in the order of their arrival, and are averaged during backward.
 
-Words. A *plan* puts parameters into buckets and orders these. A *round* is one averaging; it ends in `reduce`. A *step*
-is what the caller counts; it may have several rounds.
+Terms. A *plan* puts parameters into buckets and orders these. A *round* is one averaging; it ends with `reduce`. A
+*step* is the caller's; it may have several rounds.
 
 A round, on every rank:
 
@@ -12,10 +12,9 @@ A round, on every rank:
 3. With `overlap`, a bucket that has all its gradients is reduced while backward goes on, but never before the buckets
    that precede it in the plan: every rank must reduce the same buckets in the same order, in whatever order its
    gradients arrive. `.grad` of its parameters is None from then on, so that another backward does not add to memory in
-   flight.
-   `reduce` sends the plan's last bucket: nothing is left for it to overlap with.
+   flight. The plan's last bucket is left to `reduce`: no gradients follow that it could overlap with.
 4. `reduce` sends the rest of the plan, with zeros where nothing arrived, so that ranks whose backward touched other
-   parameters take part in the same collectives. It does this and what follows in `gradient_averager`.
+   parameters take part in the same collectives. Steps 4 to 6 are in `gradient_averager`.
 5. All ranks exchange one message (`rounds`): the plan's digest, the step, the weight, and what arrived. Different plans
    or steps are a MismatchError on all.
 6. Gradients that arrived late, for a bucket in flight, are reduced and added. Gradients in no bucket get one, in root's
@@ -70,7 +69,7 @@ if TYPE_CHECKING:
 __all__ = ["BucketReducer"]
 
 _numbers: weakref.WeakKeyDictionary[Communicator, Iterator[int]] = weakref.WeakKeyDictionary()
-_LOCAL_OPTIONS = {"communicate", "overlap"}  # which ranks need not agree on
+_LOCAL_OPTIONS = {"communicate", "overlap"}  # ranks may differ in these
 
 
 class BucketReducer(Reducer):
@@ -85,7 +84,7 @@ class BucketReducer(Reducer):
 
     A gradient that arrived on some ranks counts as zeros on the others. One that arrived on no rank becomes None, so
     that optimizers skip the parameter. If nothing arrived on any rank, everything stays as it is. NaN on one rank is
-    NaN on all. Sparse gradients are gathered and come back coalesced. Parameters may be frozen and unfrozen at any
+    NaN on all. Sparse gradients are gathered, and become coalesced ones. Parameters may be frozen and unfrozen at any
     time. With `create_graph` the averages carry no graph. While the attribute `eager` is False, nothing is sent during
     backward.
 
@@ -99,11 +98,11 @@ class BucketReducer(Reducer):
         align_bytes: The size of a bucket is a multiple of it; a power of two, 8 or more.
         chunking: Make the size a multiple of 32 bytes times the number of ranks, for a `communicate` that cuts a bucket
             into one part for each rank.
-        fusion: Let gradients be views of their bucket, so that nothing is copied back. A gradient that the caller keeps
-            is overwritten in the next step. False copies averages back to where backward made the gradients.
+        fusion: Make gradients views of their bucket, so that nothing is copied back. A gradient that the caller keeps
+            is overwritten in the next step. False copies averages into the tensors that backward made.
         delay_reduce: Send nothing before `finalize`. Needed for weights.
-        bucket_type: "gradient". Or "weight", which averages the parameters themselves at `finalize`, unnoticed by
-            autograd; or "parameter", the same, but a graph that still needs the old values raises.
+        bucket_type: "gradient"; or "weight", which averages the parameters themselves at `finalize`, unseen by
+            autograd; or "parameter", the same, but backward through a graph that needs the old values raises.
         buckets: Lists of names or of parameters that are to share a bucket. Others are placed as they arrive.
         scale: Multiplies the sum over ranks; None averages.
         overlap: Send buckets during backward, in another thread. With None each rank does so unless buckets
@@ -113,7 +112,7 @@ class BucketReducer(Reducer):
             all-reduce. It may return a Work. All ranks call it in the order of the plan.
 
     Raises:
-        InvalidArgumentError: An option is impossible, or a parameter belongs to another reducer.
+        InvalidArgumentError: An option is invalid, or a parameter belongs to another reducer.
         MismatchError: Parameters or options differ between ranks; the first parameter that differs is named.
         UnsupportedError: A parameter is lazy, a meta tensor, or a DTensor that is not replicated.
 
@@ -188,7 +187,7 @@ class BucketReducer(Reducer):
             changes: Arguments of the constructor that change.
 
         Raises:
-            InvalidArgumentError: Buckets are in flight, or an option is unknown or impossible.
+            InvalidArgumentError: Buckets are in flight, or an option is unknown or invalid.
         """
         with self._comm.checking("reset"):
             if any(bucket.in_flight for bucket in self._plan.buckets):
@@ -330,7 +329,7 @@ class BucketReducer(Reducer):
         self._hooks.reports_end = ended is not None
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Record that the parameter `tensor` has a gradient, as the hooks do for those that autograd makes.
+        """Record that the parameter `tensor` has a gradient, as the hooks do for gradients of autograd.
 
         Not collective, but all ranks must come to `finalize`.
 
@@ -372,8 +371,8 @@ class BucketReducer(Reducer):
     def discard(self) -> None:
         """Discard what arrived; blocks until what was sent is reduced.
 
-        Not collective, but all ranks must do it alike. If only this rank has failed, that reduction fails, too. Its
-        error is not raised here: the other ranks get the first failure.
+        Not collective, but all ranks must call it. If only this rank has failed, reductions that were sent fail, too.
+        Their errors are not raised here, as the first failure is raised elsewhere.
         """
         for bucket in self._plan.buckets:
             with contextlib.suppress(StateExchangeError):
@@ -387,7 +386,7 @@ class BucketReducer(Reducer):
         self._hooks.forget_backward()
 
     def reduce(self, *, weight: float | None = None, step: int | None = None, done: bool = False) -> list[int]:
-        """Average what has arrived, within a step that goes on.
+        """Average what has arrived, without ending the step.
 
         Collective. For callers that average more than once in a step, or between ranks of different weights.
 
@@ -396,13 +395,13 @@ class BucketReducer(Reducer):
                 A rank of weight 0 counts as if nothing had arrived there; if all have it there is no gradient. Weights
                 other than 1 need `delay_reduce`.
             step: A number that is compared between ranks that are not `done`; None compares the number of rounds.
-            done: Take part with nothing of this rank's own, and weight 0.
+            done: Take part with weight 0, without gradients of this rank.
 
         Returns:
             The ranks that are not done.
 
         Raises:
-            InvalidArgumentError: The weight is impossible here.
+            InvalidArgumentError: The weight is invalid, or these options allow none.
             MismatchError: Ranks are in different steps or reduce different parameters.
         """
         self._hooks.forget_backward()

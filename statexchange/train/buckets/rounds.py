@@ -45,8 +45,8 @@ _HEADER = struct.Struct("<8sQd?")
 class RoundHeader:
     """The plan and the step, which ranks compare, and the weight of this rank's gradients.
 
-    `step` numbers the caller's steps, or the rounds if the caller has none. A rank that `is_done` takes part with
-    weight 0 and has no step of its own.
+    `step` is the number of the caller's step, or of the round if the caller counts no steps. A rank that `is_done`
+    takes part with weight 0 and has no step of its own.
     """
 
     plan_digest: bytes
@@ -55,12 +55,12 @@ class RoundHeader:
     is_done: bool
 
     def to_bytes(self) -> bytes:
-        """The message's first bytes."""
+        """Return the header as the first bytes of a message."""
         return _HEADER.pack(self.plan_digest, self.step, self.weight, self.is_done)
 
     @classmethod
     def from_bytes(cls, message: bytes) -> RoundHeader:
-        """Read the first bytes of a message."""
+        """Return the header at the beginning of a message."""
         return cls(*_HEADER.unpack_from(message))
 
 
@@ -68,7 +68,7 @@ class RoundHeader:
 class ArrivalReport:
     """The gradients that arrived on one rank: flags by parameter, and details of gradients that are in no bucket.
 
-    `order` are the parameters without a bucket in the order of arrival; `sparse` are the sparse ones among them.
+    `order` lists the parameters without a bucket in the order of arrival; `sparse` has the sizes of the sparse ones.
     """
 
     states: bytes
@@ -76,7 +76,7 @@ class ArrivalReport:
     sparse: dict[int, SparseShape] | None = None
 
     def to_bytes(self) -> bytes:
-        """The message behind the header."""
+        """Return the bytes that follow the header in a message."""
         if not self.order:
             return self.states
         sparse = {str(index): list(shape) for index, shape in (self.sparse or {}).items()}
@@ -84,7 +84,7 @@ class ArrivalReport:
 
     @classmethod
     def from_bytes(cls, body: bytes, num_parameters: int) -> ArrivalReport:
-        """Read what follows the header."""
+        """Return the report in the bytes that follow the header."""
         states, text = body[:num_parameters], body[num_parameters:]
         if not text:
             return cls(states)
@@ -104,10 +104,10 @@ class RoundSummary:
 
     @classmethod
     def of(cls, messages: Sequence[bytes], num_parameters: int, plan_digest: bytes) -> RoundSummary:
-        """Read every rank's message.
+        """Return the summary of every rank's message.
 
         Raises:
-            MismatchError: ranks have different plans, or ranks that are not done are in different steps.
+            MismatchError: Ranks have different plans, or ranks that are not done are in different steps.
         """
         headers = [RoundHeader.from_bytes(message) for message in messages]
         if any(header.plan_digest != plan_digest for header in headers):
@@ -139,14 +139,14 @@ class RoundSummary:
         return any(state & ARRIVED for state in self.any_rank)
 
     def order(self) -> list[int]:
-        """The parameters without a bucket, in root's order of arrival; then those that arrived on later ranks only."""
+        """Return the parameters without a bucket in rank 0's order of arrival, then those missing there."""
         found: dict[int, None] = {}
         for report in self.reports:
             found.update(dict.fromkeys(report.order))
         return list(found)
 
     def sparse_shapes(self, index: int) -> list[SparseShape | None]:
-        """The shape of a parameter's sparse gradient on each rank; None where it has none."""
+        """Return the sizes of a parameter's sparse gradient on each rank; None where it has none."""
         return [(report.sparse or {}).get(index) for report in self.reports]
 
 
@@ -178,7 +178,7 @@ def _check_steps(headers: Sequence[RoundHeader]) -> None:
 
 
 def _combined(states: set[bytes], operator: Callable[[int, int], int]) -> bytes:
-    """Combine the ranks' flags by `operator`: those of any rank, or of all. Nothing is computed if all are equal."""
+    """Combine the distinct flags of ranks by `operator`, "or" or "and". In most rounds there is only one."""
     first, *others = states
     if not others:
         return first

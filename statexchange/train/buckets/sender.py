@@ -50,7 +50,7 @@ class BucketSender:
         self.begin_round()
 
     def begin_round(self) -> None:
-        """Begin with the first bucket again."""
+        """Begin a round: the plan's first bucket is the next to be sent."""
         self._num_sent = 0
         self._pending_copies: list[BucketView] = []
         self._pending_bytes = 0
@@ -61,7 +61,7 @@ class BucketSender:
         return self._plan.buckets[self._num_sent :]
 
     def gradient_ready(self, view: BucketView) -> None:
-        """Accept a gradient for which its bucket waited; send buckets that are full now. Collective if any is sent."""
+        """Take a gradient that its bucket waited for; send the buckets that are full now. Collective if any is sent."""
         if self._fusion:
             self._pending_copies.append(view)
             self._pending_bytes += view.nbytes
@@ -80,7 +80,7 @@ class BucketSender:
         self._pending_bytes = 0
 
     def _send_full(self) -> None:
-        """Send the full buckets that are next in the plan, except the last: nothing is left for it to overlap with."""
+        """Send full buckets in the plan's order, except the last: no gradients follow that it could overlap with."""
         while self._num_sent + 1 < len(self._plan.buckets):
             bucket = self._plan.buckets[self._num_sent]
             if bucket.num_waiting:

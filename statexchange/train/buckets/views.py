@@ -19,9 +19,9 @@ __all__ = ["Bucket", "BucketView", "copy_gradients", "publish_gradients"]
 class BucketView:
     """A parameter and its place in a bucket.
 
-    `local` is the part of the bucket's memory that has the parameter's shape and strides. `grad` is the same memory in
-    the form of the parameter's `.grad`: a DTensor if the parameter is one. `own_grad` is, without fusion, the
-    tensor in which backward made the gradient: the average is copied back into it.
+    `local` is a part of the bucket's memory, with the parameter's shape and strides. `grad` is the same memory as a
+    gradient: a DTensor if the parameter is one. Without fusion, `own_grad` is the tensor in which backward made the
+    gradient, and into which the average is copied back.
     """
 
     __slots__ = (
@@ -59,7 +59,7 @@ class BucketView:
         return local_part(self.param, self.name).device
 
     def place(self, bucket: Bucket, begin: int) -> None:
-        """Use the elements of `bucket` from `begin` on."""
+        """Make this a view of `bucket` from element `begin` on."""
         self.bucket = bucket
         self.local = bucket.flat[begin : begin + self.shape.numel()].as_strided(self.shape, self.strides)
         self.grad = self.as_gradient(self.local)
@@ -105,7 +105,7 @@ class Bucket:
         self.begin_round()
 
     def begin_round(self) -> None:
-        """Reset what arrived and what was sent."""
+        """Wait for all gradients again; forget what was sent."""
         self.num_waiting = len(self.views)
         self.in_flight = False
         self.work: Work[Any] | None = None
@@ -116,7 +116,7 @@ class Bucket:
             self.work.wait()
 
     def fill(self, factor: float = 1.0) -> list[BucketView]:
-        """Copy the gradients times `factor` into the flat memory; return the views without one, filled with zeros."""
+        """Fill the bucket with gradients times `factor`, zeros where there is none; return the views without one."""
         missing = copy_gradients(self.views, fusion=self.fusion)
         for view in missing:
             view.local.zero_()
@@ -128,7 +128,7 @@ class Bucket:
 
 
 def copy_gradients(views: Iterable[BucketView], *, fusion: bool) -> list[BucketView]:
-    """Copy gradients into their views, and with `fusion` let `.grad` be the view; return the views without one."""
+    """Copy gradients into their views, with `fusion` make `.grad` the view; return the views without a gradient."""
     missing, targets, fresh = [], [], []
     for view in views:
         grad = view.param.grad
@@ -150,7 +150,7 @@ def publish_gradients(views: Sequence[BucketView], has_gradient: Sequence[bool] 
     """Set every parameter's `.grad` to its average, or to None where `has_gradient` is False.
 
     `has_gradient` None means that all have one. Parameters in no bucket keep their (sparse) gradient. Without `fusion`
-    averages are copied to where backward made the gradients.
+    averages are copied into the tensors in which backward made the gradients.
     """
     targets, averages = [], []
     for i, view in enumerate(views):
