@@ -1,1 +1,1 @@
-"""Live state: one walk over trees, modules, optimizers, DTensors and Megatron-Core's sharded dicts."""
+"""Live state: trees, modules, optimizers, DTensors and Megatron-Core's sharded dicts. Nothing here communicates."""

@@ -34,9 +34,9 @@ class LocalTensor:
     Attributes:
         shard: The name, dtype, global shape and this rank's boxes.
         tensors: The memory of each box.
-        part: Set for a plain tensor with a layout rule. The boxes of its shard are then relative to this rank's
-            tensor: their offsets in the whole tensor follow from the parts of all ranks.
-        placement: Set for a tensor on a mesh of all ranks if this rank's boxes are those that `local_boxes` computes.
+        part: Set for a plain tensor with a layout rule. The shard's boxes are then relative to this rank's tensor:
+            offsets in the whole tensor follow only from the parts of all ranks.
+        placement: Set for a tensor on a mesh of all ranks, if `local_boxes` computes this rank's boxes from it.
         reduce: How to combine copies that differ, "max" or "min".
     """
 
@@ -60,7 +60,7 @@ class Description:
         tensors: The tensors by name, in the order of the state.
         aliases: The name that is kept for each other name of a tied tensor.
         unused: Layout patterns that match nothing on this rank.
-        sources: The name in the state of each tensor that a layout rule names otherwise.
+        sources: The name in the state of each tensor that a layout rule has renamed.
     """
 
     tensors: Mapping[str, LocalTensor]
@@ -69,7 +69,7 @@ class Description:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> Description:
-        """Return the same tensors under the names that `names` maps theirs to; aliases and sources keep theirs."""
+        """Return this with tensors renamed as `names` maps; aliases and sources keep their names."""
         if not names:
             return self
         new = {name: names.get(name, name) for name in self.tensors}
@@ -85,7 +85,7 @@ def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Descrip
         rank: This rank, for layouts that give boxes by rank.
 
     Raises:
-        UnsupportedError: A tensor cannot be represented: a Partial placement, sparse, quantised or meta; names it.
+        UnsupportedError: A tensor is sparse, quantised, meta, or has a Partial placement; the error names it.
         InvalidArgumentError: Two parts of the state use one name, or an entry is no tensor.
     """
     tensors: dict[str, LocalTensor] = {}
@@ -120,7 +120,7 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
     sharded state dicts are left out: extra state, and what Megatron-Core itself does not save.
 
     Raises:
-        InvalidArgumentError: A name is no text, or a value is no tensor; it names the value.
+        InvalidArgumentError: A name is no text, or a value is no tensor; the error names it.
     """
     sharded: dict[str, MegatronTensor] = {}
     for name, value in _items(state):

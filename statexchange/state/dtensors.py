@@ -1,4 +1,4 @@
-"""The boxes that this rank holds of a tensor with torch's `__create_chunk_list__`.
+"""The boxes that this rank holds of a tensor that has torch's method `__create_chunk_list__`.
 
 A DTensor's boxes follow from its mesh and placements. Any other tensor lists its own chunks.
 """
@@ -26,7 +26,7 @@ def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]],
     follow from the placement: then one record describes the boxes of all ranks.
 
     Raises:
-        UnsupportedError: A placement is an unfinished sum, or a mesh lists ranks out of order; names the tensor.
+        UnsupportedError: A placement is Partial, or a mesh lists ranks out of order; the error names the tensor.
     """
     if getattr(tensor, "device_mesh", None) is None:
         from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -68,7 +68,7 @@ class _LocalLayout:
     problem: str | None = None
 
 
-# By mesh. Most of a model's tensors share shape and placements, and torch takes long to compute the chunks of one.
+# A cache, by mesh: most of a model's tensors share shape and placements, and torch is slow to compute chunks.
 _layouts: weakref.WeakKeyDictionary[Any, dict[Any, _LocalLayout]] = weakref.WeakKeyDictionary()
 
 
@@ -99,7 +99,7 @@ def _compute_layout(tensor: Any, mesh: Any, coordinate: Any, rank: int) -> _Loca
             problem = "its mesh lists ranks out of order: torch's functions then disagree about which rank holds what"
             return _LocalLayout(problem=problem)
     if any(split is not None and split.split_factor > 1 for split in splits):
-        # Several runs of rows: torch's chunk has the beginning of the first and the size of all together.
+        # Several runs of rows, which torch's one chunk does not show: it begins with the first and has the size of all.
         runs = local_boxes(shape, mesh_shape, coordinate, splits)
         boxes = tuple(box for box, _ in runs)
         return _LocalLayout(boxes, tuple(begin for _, begin in runs), _placement_of(ranks, shape, splits, boxes, rank))
@@ -110,7 +110,7 @@ def _compute_layout(tensor: Any, mesh: Any, coordinate: Any, rank: int) -> _Loca
 def _placement_of(
     ranks: Any, shape: tuple[int, ...], splits: list[DimSplit | None], boxes: tuple[Box, ...], rank: int
 ) -> Any:
-    """Return a DTensor's placement if its mesh has ranks 0, 1, ... and `rank` holds just the boxes it implies."""
+    """Return a DTensor's placement if its mesh has ranks 0, 1, ... and `boxes` are those that it implies for `rank`."""
     mesh_shape = tuple(ranks.shape)
     if ranks.flatten().tolist() != list(range(ranks.numel())) or rank >= ranks.numel() or len(boxes) > 1:
         return None

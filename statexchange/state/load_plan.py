@@ -47,13 +47,13 @@ class SavedTensor:
 
 
 def merge_trees(trees: Mapping[int, Any]) -> tuple[Any, dict[tuple[Any, ...], tuple[int, int]]]:
-    """Merge what several ranks saved into one tree: all that any rank has; where two differ, the first rank's.
+    """Merge the trees that ranks saved: keep what any rank has, and the first rank's value where two differ.
 
     Args:
-        trees: each rank's tree.
+        trees: The tree of each rank.
 
     Returns:
-        The tree, and the first rank and another one that saved different values, by the keys that lead to them.
+        The tree; and by the keys that lead to each conflict, two ranks that saved different values there.
     """
     (first, merged), *others = trees.items()
     conflicts: dict[tuple[Any, ...], tuple[int, int]] = {}
@@ -70,14 +70,14 @@ def _merge(one: Any, other: Any, keys: tuple[Any, ...], differing: list[tuple[An
         both = {key: _merge(one[key], other[key], (*keys, key), differing) for key in one if key in other}
         return {**other, **one, **both}
     if _are_groups(one) and _are_groups(other):
-        return [*one, *other]  # of the groups that list a parameter, the first one counts
+        return [*one, *other]  # loading uses the first group that lists a parameter
     if not _are_equal(one, other):
         differing.append(keys)
     return one
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two saved values are equal, NaN too; two placeholders for one tensor are."""
+    """Whether two saved values are equal; NaN equals NaN, and a SavedTensor another of the same name."""
     if type(one) is not type(other):
         return False
     if isinstance(one, SavedTensor):
@@ -130,11 +130,11 @@ def plan_load(state: Any, saved: Any, allocate: Allocate) -> LoadPlan:
     Args:
         state: The live state.
         saved: The tree, with a SavedTensor for each tensor.
-        allocate: `allocate(name, own, like)` returns the tensor to fill: `own`, which the live state has in this place,
-            if it fits; else a new one, on the device of the parameter `like` and with its strides.
+        allocate: `allocate(name, own, like)` returns the tensor to fill: `own`, the live tensor in this place, if it
+            fits; else a new one, with the device and strides of the parameter `like`.
 
     Raises:
-        InvalidArgumentError: Something cannot be changed in place, or was saved as something else; names its path.
+        InvalidArgumentError: Something cannot be changed in place, or was saved as another kind; names the path.
     """
     names = {key: name.in_state for key, name in parameter_names(modules_of(state)).items()}
     planner = _Planner(allocate, names, _ShardedKeys.of(state, saved))
@@ -196,7 +196,7 @@ class _Planner:
         return live
 
     def _value(self, live: Any, new: Any) -> Any:
-        """Return the replacement of a value without state: `live` itself if equal, or if a callback refills it."""
+        """Return what replaces a value without state: `live` itself if it is equal, or if a callback refills it."""
         if isinstance(live, MutableMapping) and isinstance(new, Mapping):
             self.plan.callbacks.append(functools.partial(_refill, live, new))
             return live
@@ -205,7 +205,7 @@ class _Planner:
         return live if is_equal else new
 
     def _sharded(self, live: Any, kind: Kind, saved: Any, path: str) -> None:
-        """Plan an object of Megatron-Core: match tensors by key; merge what a factory built into its parameter."""
+        """Plan an object of Megatron-Core: match tensors by key; merge what a factory builds into its parameter."""
         if kind == "tensor" and live.key in self._keys.saved:
             self.plan.targets.append(LoadTarget(live.key, MegatronTensor(live), live.key))
         elif kind == "tensor":
@@ -235,7 +235,7 @@ class _Planner:
                 new = self.visit(value, entries[key], inner)
                 if new is not value:
                     changed[key] = new
-            elif not is_object or value.data is not None:  # an object without data lacks nothing
+            elif not is_object or value.data is not None:  # an object without data needs no saved one
                 self.plan.missing.append(_dotted(inner))
         unmatched = [key for key, value in entries.items() if key not in items and not self._is_matched_by_key(value)]
         self._add_unexpected(path, unmatched)
@@ -254,7 +254,7 @@ class _Planner:
             self._expect(fits, f"{len(live)} items", saved, path)
         else:
             self._expect(entries is not None and not isinstance(saved, list), "a mapping", saved, path)
-        assert entries is not None  # else it would have been refused
+        assert entries is not None  # `_expect` has checked it
         return entries
 
     def _is_matched_by_key(self, saved: Any) -> bool:
@@ -321,7 +321,7 @@ class _Planner:
     def _group(
         self, live: Mapping[str, Any], groups: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Return the saved hyperparameters of the first parameter of a group that was saved; None if none was."""
+        """Return a group's saved hyperparameters, by its first parameter that was saved; None if none was."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         in_group = [names[id(parameter)] for parameter in live["params"]]
         saved = next((groups[name] for name in in_group if name in groups), None)
@@ -341,7 +341,7 @@ class _Planner:
         return live
 
     def _with_new_tensors(self, saved: Any) -> Any:
-        """Return a saved subtree with a new tensor, to be filled, for each placeholder."""
+        """Return a saved subtree with a new tensor in place of each SavedTensor; these tensors join the plan."""
         new_tensors = {}
         for path, leaf in flatten(saved):
             if isinstance(leaf, SavedTensor):
@@ -363,12 +363,12 @@ class _Planner:
 
 
 def _dotted(path: str) -> str:
-    """Return a path without the dot that every path below the top begins with."""
+    """Return a path without its leading dot."""
     return path.removeprefix(".")
 
 
 def _check_like(own: Any, saved: Any, path: str) -> None:
-    """Raise InvalidArgumentError unless a tensor that a module copies on loading has the saved shape and dtype."""
+    """Raise InvalidArgumentError unless a tensor has the saved shape and dtype. For those that a module copies."""
     if not is_tensor(own):
         return
     expected, found = (tuple(saved.shape), saved.dtype), (tuple(own.shape), own.dtype)
@@ -411,24 +411,24 @@ def tree_from_names(
     keeps: Callable[[str, Any], bool] = lambda *_: True,
     shape_of: Callable[[str], tuple[int, ...] | None] = lambda _: None,
 ) -> Any:
-    """Build the tree for a source of named tensors: as if `state` had been saved with these tensors. Not collective.
+    """Build the tree that saving `state` with the tensors of a source would have given. Not collective.
 
     A tensor's name is its path in the state, joined by dots. The modules of a list share one namespace. Names in
-    an optimizer's state are those of torch.distributed.checkpoint: below ``state`` and ``param_groups`` and the name
-    that the parameter has in its module. Or, as an optimizer's own `state_dict` has them, the parameter's number in the
-    order of the param groups, which must then have the sizes that the live ones have.
+    an optimizer's state are those of torch.distributed.checkpoint: ``state`` or ``param_groups``, then the parameter's
+    name in its module. Or, as in an optimizer's own `state_dict`, the parameter's number in the order of the param
+    groups; these must then have the sizes of the live ones.
 
     Args:
         state: The live state.
         has: Whether the source has a tensor of a name.
-        listed: The names of all tensors, among which an optimizer's are looked for.
+        listed: The names of all tensors; an optimizer's are found among them.
         texts: Plain values by name, as JSON text of `values`. A hyperparameter that is not among them stays as it is.
         keeps: `keeps(path, value)` returns whether an entry of a mapping is to be loaded.
         shape_of: Returns the global shape of a tensor, by which numbered parameters are checked; None for no check.
 
     Raises:
-        InvalidArgumentError: The state has a value that is no tensor, and the source has no text for it; or the
-            parameters of an optimizer are numbered, and are not those of the live one.
+        InvalidArgumentError: The state has a value that is no tensor, and the source has no text for it; or an
+            optimizer's parameters are numbered, and do not fit the live ones.
     """
     known = parameter_names(modules_of(state))
     return _NamesTree(has, keeps, tuple(listed), texts or {}, known, shape_of).build(state, "")
@@ -446,7 +446,7 @@ class _NamesTree:
     shape_of: Callable[[str], tuple[int, ...] | None]
 
     def build(self, state: Any, prefix: str) -> Any:
-        """Return the tree of what lies at `prefix`, which ends with a dot unless it is empty."""
+        """Return the tree of `state`, whose tensors' names begin with `prefix`: "" or a path that ends with a dot."""
         if is_module(state):
             live, rest = live_items(state)
             tensors = [*live, *(name for name, value in rest.items() if is_tensor(value))]
@@ -509,7 +509,7 @@ class _NamesTree:
     def _groups(self, prefix: str, in_state_names: Mapping[str, str]) -> dict[str, Any]:
         """Return the hyperparameters of each parameter in the source, by its name in the state.
 
-        torch's checkpoint has them by number of a group, which lists its ``params``, or flattened by parameter.
+        A torch checkpoint has them by the number of a group, which lists its ``params``, or flattened by parameter.
         """
         by_owner: dict[str, dict[str, Any]] = {}
         beginning = f"{prefix}param_groups."
@@ -525,7 +525,7 @@ class _NamesTree:
         return found
 
     def _numbered(self, optimizer: Any, prefix: str, parameters: Mapping[str, Any]) -> Any:
-        """Return an optimizer's tree where the source has parameters by number: these follow from the param groups."""
+        """Return an optimizer's tree where the source numbers parameters, in the order of the param groups."""
         saved: dict[int, dict[str, Any]] = {}
         hyperparameters_by_group: dict[int, dict[str, Any]] = {}
         for name, text in self.texts.items():
@@ -556,7 +556,7 @@ class _NamesTree:
         return {"state": state, "param_groups": named}
 
     def _check_numbered(self, name: str, key: str, label: str | None, parameters: Mapping[str, Any]) -> None:
-        """Raise InvalidArgumentError if a tensor does not fit the parameter of its number: the order differs."""
+        """Raise InvalidArgumentError if a tensor does not fit the parameter of its number, as the order differs."""
         found = self.shape_of(name)
         if label is None or key not in _OF_PARAMETERS_SHAPE or found is None:
             return

@@ -1,9 +1,9 @@
 """Megatron-Core's sharded state dicts. Objects are recognised by their attributes: the package is never imported.
 
 A ShardedTensor has a key, the global tensor's shape, and its `data` with an offset in that tensor. The key is the
-tensor's name in a checkpoint; names in the dict are not, since they count layers from 0 on every pipeline stage. A key
+tensor's name in a checkpoint. The names in the dict are not: they count layers from 0 on every pipeline stage. A key
 may occur several times on one rank: layers that are stacked along a prepended dim share it. `global_shape` and
-`global_offset` have that dim, `data` has not.
+`global_offset` include that dim, `data` does not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def holds_sharded(value: Any) -> bool:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a nested state dict with their dotted paths; in place of factories what they build."""
+    """Yield (dotted path, leaf) of a nested state dict; in place of a factory, the leaves of what it builds."""
     for step in walk(value, lambda _, item: sharded_kind(item) is None, path):
         if sharded_kind(step.value) == "factory":
             yield from leaves(step.value.build(), step.path)
@@ -60,7 +60,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """One box, with the attributes of torch's protocol."""
+    """A box, with the attributes of torch's ChunkStorageMetadata."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -69,7 +69,7 @@ class _Chunk:
 class MegatronTensor:
     """The ShardedTensors of one key on this rank as one tensor with torch's `__create_chunk_list__`.
 
-    `shape` is the global shape, padding of a vocabulary included. With `allow_shape_mismatch` the saved tensor may have
+    `shape` is the global shape, vocabulary padding included. With `allow_shape_mismatch` the saved tensor may have
     another shape.
     """
 
@@ -84,7 +84,7 @@ class MegatronTensor:
             self.add(shard)
 
     def add(self, shard: Any) -> None:
-        """Add another ShardedTensor of the same key; raise if it does not fit."""
+        """Add another ShardedTensor of the same key; raise StateExchangeError, naming the key, if it does not fit."""
         if getattr(shard, "flattened_range", None) is not None:
             raise UnsupportedError(
                 "a flattened_range is a run of elements and no block of the tensor: have the optimizer save whole "

@@ -31,7 +31,7 @@ def is_module(value: Any) -> bool:
 
 
 def module_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
-    """Return a module's state dict; its names lose what wrappers have added.
+    """Return a module's state dict, by names without what wrappers add to them.
 
     The count of an AveragedModel is included: with a count of 0 its next update would replace the average by the model.
 
@@ -59,9 +59,9 @@ def check_module(module: Any) -> None:
 
 
 def live_items(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return `module_items` in two: the parameters and buffers themselves, to be filled in place, and everything else.
+    """Return `module_items` in two: the parameters and buffers themselves, to be filled in place, and the rest.
 
-    Everything else is extra state and the copies that some modules make of their tensors; `load_extra_state` loads it.
+    The rest is extra state and the copies that some modules make of their tensors; `load_extra_state` loads it.
     """
     check_module(module)
     items = module_items(module, keep_vars=True)
@@ -71,7 +71,7 @@ def live_items(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def model_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
-    """Return `module_items` without the wrappers' own entries."""
+    """Return `module_items` without the count of an AveragedModel."""
     clean: dict[str, Any] = {}
     for name, value in _unwrapped(module).state_dict(keep_vars=keep_vars).items():
         _add(clean, _clean(name), value)

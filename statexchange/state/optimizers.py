@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 OptimizerState = dict[str, Any]
-"""``param_groups``: hyperparameters alone. ``state``: by a parameter's number. ``shared``: state under other keys."""
+"""``param_groups``: without parameters. ``state``: by a parameter's number. ``shared``: state under other keys."""
 
 
 def is_optimizer(value: Any) -> bool:
@@ -44,7 +44,7 @@ def parameters_of(optimizer: Any) -> list[Any]:
 
 
 def labelled_parameters(optimizer: Any) -> dict[str, Any]:
-    """Return the parameters of all groups by ``param_names``, else as in ``param_groups[0]['params'][1]``.
+    """Return the parameters of all groups by ``param_names``, else by keys as ``param_groups[0]['params'][1]``.
 
     Not collective.
     """
@@ -56,7 +56,7 @@ def labelled_parameters(optimizer: Any) -> dict[str, Any]:
 
 
 def named_parameters(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return an optimizer's parameters by name, or all by number if `names`, by `id`, lacks one. Not collective."""
+    """Return parameters by name, or all by number if one is not in `names`, which are by `id`. Not collective."""
     parameters = parameters_of(optimizer)
     found = {names.get(id(parameter), ""): parameter for parameter in parameters}
     if len(found) == len(parameters) and "" not in found:

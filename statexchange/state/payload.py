@@ -1,9 +1,9 @@
 """The payload: root's state without its tensors, as JSON. `PayloadReader` reads it on another rank.
 
 A payload has a part for the plain values of the tree, and one for each object with a state. A part is (text, leaf
-specs, type names). The text is JSON of `values`; a leaf without JSON text stands there as the number of its leaf spec.
-A leaf spec describes a tensor or array, whose bytes travel separately, in the order of the specs; or an object that
-cannot be sent, for which the reader keeps its own. The reader needs the types of these names to decode the text.
+specs, type names). The text is JSON of `values`; in it the number of a leaf spec stands for a leaf without JSON text. A
+leaf spec describes a tensor or array, whose bytes are sent separately, in the order of the specs; or an object that
+cannot be sent, for which the reader keeps its own. To decode the text, the reader must know the types of these names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["EncodedPayload", "PayloadReader", "encode_payload", "install_callbac
 
 @dataclass(frozen=True, slots=True)
 class EncodedPayload:
-    """A payload as a JSON value, and the tensors of the objects' states, in the order in which readers fill theirs."""
+    """A payload as a JSON value, and the tensors in the objects' states, in the order of `PayloadReader.tensors`."""
 
     json: Any
     tensors: Sequence[TensorLike]
@@ -51,7 +51,7 @@ class _LeafSpec:
     device_type: str = "cpu"
 
     def to_json(self) -> list[Any]:
-        """A JSON value."""
+        """Return this as a JSON value."""
         return [self.kind, self.dtype, list(self.shape), self.device_type]
 
     @classmethod
@@ -62,7 +62,7 @@ class _LeafSpec:
 
     @classmethod
     def of(cls, tensor: TensorLike) -> _LeafSpec:
-        """The spec of a tensor or array."""
+        """Return the spec of a tensor or array."""
         if isinstance(tensor, np.ndarray):
             return cls("array", tensor.dtype.str, tensor.shape)
         return cls("tensor", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
@@ -86,7 +86,7 @@ class _LeafSpec:
 
 
 class _Writer:
-    """Writes one part of a payload; `tensors` are those that its text leaves out."""
+    """Writes one part of a payload; `tensors` are those that its leaf specs describe."""
 
     def __init__(self, path: str) -> None:
         self.tensors: list[TensorLike] = []
@@ -145,7 +145,7 @@ def state_of(obj: Any, path: str) -> Any:
 
 
 class _Placeholder:
-    """A placeholder in decoded text for the leaf with this number."""
+    """A placeholder in decoded text for the leaf whose spec has this number."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -154,8 +154,8 @@ class _Placeholder:
 class PayloadReader:
     """Reads one part of root's payload on a rank that has `own` in the same place.
 
-    `decoded` is the decoded text with placeholders. `fill` replaces the placeholders in a part of it. After that
-    `tensors` are the tensors and arrays into which root's bytes are copied.
+    `decoded` is the decoded text with placeholders. `fill` replaces those in a part of it. When all are replaced,
+    `tensors` are the tensors and arrays into which root's bytes are to be copied.
     """
 
     def __init__(self, part: Sequence[Any], own: Any, path: str, device: torch.device) -> None:
@@ -179,7 +179,7 @@ class PayloadReader:
         return [dense_tensor(tensor, self._path, written=True) for tensor in found]
 
     def fill(self, decoded: Any, own: Any, like: torch.Tensor | None = None) -> Any:
-        """Replace the placeholders in `decoded`: by what `own` has in the same place if it fits, else by new tensors.
+        """Replace placeholders: by the tensor or object of `own` in the same place if it fits, else by a new tensor.
 
         New tensors are on the device of the parameter `like` and have its strides where they have its shape.
         """

@@ -57,7 +57,7 @@ def adapter_state(state: Any) -> dict[str, Any]:
     Not collective. Sharded parameters stay sharded.
 
     Raises:
-        UnsupportedError: several adapters are active.
+        UnsupportedError: Several adapters are active.
     """
     import peft
 
@@ -82,7 +82,7 @@ def _active_adapter(model: Any) -> str:
 
 def _adapter_files(model: Any) -> dict[str, bytes]:
     config = copy.copy(model.peft_config[_active_adapter(model)])
-    config.inference_mode = True  # as PEFT saves it: an adapter is trained on only where that is asked for
+    config.inference_mode = True  # as PEFT saves it: training continues only if the loader asks for it
     base = model.get_base_model()
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
@@ -96,8 +96,8 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
     """Return the files that a tokenizer or processor of transformers writes, by name. Not collective.
 
     Raises:
-        InvalidArgumentError: the object has no `save_pretrained`.
-        UnsupportedError: it writes a directory, which a checkpoint directory does not have.
+        InvalidArgumentError: The object has no `save_pretrained`.
+        UnsupportedError: It writes a subdirectory, and a checkpoint directory has none.
     """
     if not hasattr(tokenizer, "save_pretrained") or is_module(tokenizer):
         kind = type(tokenizer).__name__
@@ -124,13 +124,13 @@ def _unwrapped(state: Any) -> Any:
 
 
 def _is_instance(value: Any, module: str, name: str) -> bool:
-    """Whether a value is of a class of a module that has been imported."""
+    """Whether a value is an instance of a module's class; False if the module has not been imported."""
     found = getattr(sys.modules.get(module), name, None)
     return found is not None and isinstance(value, found)
 
 
 def _class_name(model: Any) -> str:
-    """Return the name of the model's class, which fully_shard replaces by one of its own that no module has."""
+    """Return the name of the model's own class: fully_shard replaces it by one that is in no module."""
     for base in type(model).__mro__:
         is_defined = getattr(sys.modules.get(base.__module__), base.__name__, None) is base
         if is_defined and hasattr(base, "state_dict"):

@@ -51,17 +51,17 @@ class EntryDetail(NamedTuple):
 
 
 class StateSpec:
-    """The contents of a tree on one rank, by how they travel.
+    """The contents of a tree on one rank, by the way in which they are sent.
 
     Attributes:
-        entries: (path, text) of everything, in an order that all ranks share. Equal entries are alike on all ranks.
+        entries: (path, text) of everything, in an order that all ranks share. Ranks whose trees match have equal ones.
         tensors: The dense tensors by path; tied ones once.
         values: The plain values by path.
         stateful: The optimizers and other objects with a state, by path.
     """
 
     def __init__(self, *, written: bool) -> None:
-        """Begin empty. `written`: this rank's tensors will be filled, so they must be writable."""
+        """Make an empty spec. `written`: this rank's tensors will be filled, so they must be writable."""
         self.entries: list[tuple[str, str]] = []
         self.tensors: dict[str, TensorLike] = {}
         self.values: dict[str, Any] = {}
@@ -184,7 +184,7 @@ def module_spec(module: Any, *, written: bool, buffers: bool = True) -> StateSpe
 
 
 def value_kind(value: Any) -> str | None:
-    """Return the kind of a plain value, which must be the same on all ranks; None for anything else."""
+    """Return the kind of a plain value, which ranks compare; None for anything else."""
     if value is None:
         return "None"
     if values.is_number(value):

@@ -1,7 +1,7 @@
-"""A training job's nested state as one tree of JSON values and named tensors; `load_plan` is the way back.
+"""A training job's nested state as one tree of JSON values and named tensors; `load_plan` loads it again.
 
 In the tree a module is a mapping of its tensors by name, without the names that wrappers add. An optimizer's state is
-keyed by the names of its parameters, if the state has their module. So both mean the same on any number of ranks.
+keyed by the names of its parameters, if their module is in the state too; so it can be loaded on any number of ranks.
 Megatron-Core's ShardedTensors are named by their keys, wherever in the state they lie.
 """
 
@@ -28,7 +28,7 @@ def encode_state(state: Any) -> tuple[str, dict[str, Any]]:
     """Return the JSON text of `state`, and the tensors to which it refers by their dotted paths. Not collective.
 
     Raises:
-        UnsupportedError: A value has no JSON text, or a module is FSDP1's; both name the path.
+        UnsupportedError: A value has no JSON text, or a module is FSDP1's; the error names the path.
         InvalidArgumentError: The state contains itself, or two tensors have one name.
     """
     tensors: dict[str, Any] = {}
@@ -53,7 +53,7 @@ def modules_of(state: Any) -> list[tuple[str, Any]]:
 
 
 class ParameterName(NamedTuple):
-    """The name of a parameter in the whole state, which begins with its module's path, and in its module."""
+    """A parameter's name in its module, and in the whole state, where it begins with the module's path."""
 
     in_state: str
     in_module: str
@@ -63,8 +63,8 @@ def parameter_names(modules: Iterable[tuple[str, Any]]) -> dict[int, ParameterNa
     """Return the first name of every parameter of `modules_of` a state, by identity. Not collective."""
     names: dict[int, ParameterName] = {}
     for path, module in modules:
-        # The items first: `fully_shard` has a hook of state_dict() that puts the sharded parameters, which optimizers
-        # know, in place of those that a forward pass without a backward has left whole.
+        # The items first: a forward without a backward leaves parameters whole. A hook of `fully_shard` on state_dict()
+        # puts back the sharded ones, which are those that optimizers know.
         items = module_items(module, keep_vars=True)
         parameters = {id(parameter) for parameter in module.parameters()}
         for name, value in items.items():
@@ -82,7 +82,7 @@ class _Context:
 
 
 def _plain(value: Any, path: str, context: _Context, depth: int = 0) -> Any:
-    """Return `value` with mappings in place of the objects that have a state."""
+    """Return `value` with the states of objects, as mappings, in place of the objects."""
     if depth > values.MAX_DEPTH:
         raise InvalidArgumentError(
             f"the state at {path[:80]}... is nested deeper than {values.MAX_DEPTH}, or contains itself"
@@ -112,7 +112,7 @@ def _plain(value: Any, path: str, context: _Context, depth: int = 0) -> Any:
     items = {key: inner(item, key) for key, item in found.items()}
     if isinstance(value, list):
         return list(items.values())
-    # Any other container becomes a mapping: `with_children` would change a mutable one, which is the live state.
+    # Other containers become mappings: `with_children` would change a mutable one, which belongs to the live state.
     return with_children(value, items) if isinstance(value, tuple) else items
 
 

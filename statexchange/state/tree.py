@@ -103,18 +103,18 @@ def walk(
 
 
 def contains(tree: Any, fits: Callable[[Any], bool]) -> bool:
-    """Whether a value in `tree`, or `tree` itself, `fits`. Not collective."""
+    """Whether `fits` is true of `tree` or of a value in it. Not collective."""
     return any(fits(step.value) for step in walk(tree))
 
 
 def rebuild(tree: Any, leaves: Mapping[str, Any], is_leaf: IsLeaf | None = None) -> Any:
-    """Return `tree` with the new `leaves`, by path; the others stay. Not collective.
+    """Return `tree` with the leaves at the paths in `leaves` replaced. Not collective.
 
     Mutable mappings, lists and dataclasses are changed in place. Tuples, namedtuples and frozen dataclasses that hold
     something new are replaced by new ones of their type. All else stays the same object.
 
     Raises:
-        InvalidArgumentError: A path is no leaf of `tree`; then nothing is changed.
+        InvalidArgumentError: A path in `leaves` is no leaf of `tree`; nothing has changed.
     """
     unknown = leaves.keys() - {path for path, _ in flatten(tree, is_leaf)}
     if unknown:
@@ -206,7 +206,7 @@ def _rebuilt(value: Any, path: str, leaves: Mapping[str, Any], is_leaf: IsLeaf |
 
 
 def with_children(container: Any, changed: Mapping[Any, Any]) -> Any:
-    """Return `container` with these children changed: the same object if it is mutable. Not collective."""
+    """Return `container` with the children in `changed`: itself if it is mutable, else a new one. Not collective."""
     if _is_dataclass(container):
         return _dataclass_with(container, changed)
     if isinstance(container, list | MutableMapping):

@@ -20,7 +20,7 @@ def raise_malloc_thresholds() -> None:
 
     Gradients are freed once they are in a bucket. glibc returns free memory at the end of its heap to the kernel, if it
     exceeds a threshold, so every step would fault the same pages in again. It raises this threshold, and the one for
-    mmap, by the largest block that was freed so far: so one large block is allocated and freed here.
+    mmap, to the largest block that was freed so far: so one large block is allocated and freed here.
     """
     torch.empty(_LARGEST_HEAP_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
 

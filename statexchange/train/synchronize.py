@@ -194,7 +194,7 @@ class _Note:
     payload: Any = None
 
     def to_json(self) -> list[Any]:
-        """A JSON value."""
+        """Return this as a JSON value."""
         return [self.root, self.digest, list(self.kinds), self.payload]
 
     def agrees_with(self, other: _Note) -> bool:
