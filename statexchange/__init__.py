@@ -1,8 +1,8 @@
 """Gather, export, merge and inspect sharded model state, through shared memory and shared storage.
 
-State in, state out, and ranks are at the top; `statexchange.comm` has communicators, `statexchange.train` gradients and
-parameters, `statexchange.integrations` what other frameworks need, `statexchange.errors` the errors,
-`statexchange.testing` ranks for tests.
+The top level has the functions that write, load and compare state, and those that initialise ranks. `statexchange.comm`
+has communicators, `statexchange.train` gradients and parameters, `statexchange.integrations` callbacks for other
+frameworks, `statexchange.errors` the errors, `statexchange.testing` ranks for tests.
 
 ``import statexchange`` imports neither torch nor numpy: names are loaded on first use.
 """

@@ -23,7 +23,7 @@ def _interrupt_again(ignored: "sys.UnraisableHookArgs") -> None:
 
 
 def main() -> None:
-    """Run the command line. An interrupt while modules are imported ends it as one in a command does."""
+    """Run the command line; also an interrupt during its imports exits with code 130."""
     sys.unraisablehook = _interrupt_again
     try:
         from statexchange.cli.main import main as run
@@ -35,7 +35,7 @@ def main() -> None:
             sys.stderr.write("error: interrupted\n")
     except SystemExit as ended:
         code = ended.code
-    # All output is flushed: an interrupt from here on would only add a traceback of the interpreter's own end.
+    # All output is flushed: an interrupt from here on would only print a traceback from the interpreter's shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise SystemExit(code)
 

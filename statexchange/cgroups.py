@@ -1,4 +1,4 @@
-"""Return how much memory this host and the cgroups of this process leave it.
+"""Compute how much memory this process may still use, on its host and within its cgroups.
 
 Beyond that the kernel does not refuse an allocation; it kills the process that uses the memory.
 """

@@ -52,12 +52,12 @@ class DemoReport:
 
     `first_mesh` and `mesh` are the (data parallel, tensor parallel) ranks of the job that was killed and of the one
     that resumed and exported, of `first_world_size` and `world_size` ranks. `first_losses` are the losses until the
-    kill; `losses` are those of the whole training: until the save of `resumed_step` steps by the first job, then by
-    the second. `mismatches` names the tensors of which a rank's shard,
-    or the whole, differs from the merged file in any bit. `logits_error` is the greatest difference between
-    the merged model's logits and the sharded model's, relative to the greatest logit. Of each rank,
-    `shard_bytes` is what it held and `rank_bytes` what it supplied to the files. `root_peak_growth_bytes` is
-    how much the export raised root's peak. `path` is the merged checkpoint, or None if it was not kept.
+    kill; `losses` are those of the exported model: the first `resumed_step` by the first job, the others by the second.
+    `mismatches` names the tensors of which a rank's shard, or the whole, differs from the merged file in any bit.
+    `logits_error` is the greatest difference between the merged model's logits and the sharded model's, relative to the
+    greatest logit. By rank, `shard_bytes` is what it held and `rank_bytes` what it supplied to the files.
+    `root_peak_growth_bytes` is how much the export raised root's peak. `path` is the merged checkpoint, or None if it
+    was not kept.
     """
 
     first_world_size: int
@@ -216,7 +216,7 @@ def _run_ranks(world_size: int, args: tuple[str, str, int, str], on_progress: On
 
 
 def _load(merged: str, reference: list[list[float]]) -> dict[str, Any]:
-    """Load the merged checkpoint into an unsharded model by the safetensors library; return its part of the report."""
+    """Load the merged checkpoint into an unsharded model by safetensors; return its part of the report."""
     import torch
     from safetensors.torch import load_file
 
@@ -239,7 +239,7 @@ def _load(merged: str, reference: list[list[float]]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch use one thread: on busy cores so small a model only waits for its threads, 9 s instead of 0.5 s."""
+    """Limit torch to one thread: on busy cores this small model waited for its threads, 9 s instead of 0.5 s."""
     import torch
 
     threads = torch.get_num_threads()
@@ -286,7 +286,7 @@ def killed_rank(saved: str, steps: int) -> None:
 
 
 def demo_rank(saved: str, out_dir: str, steps: int, config_dir: str) -> dict[str, Any]:
-    """One rank of the job that resumes: load from `saved`, train, export to `out_dir`, compare the own shards with it.
+    """One rank of the job that resumes: load from `saved`, train, export to `out_dir`, compare it with its own shards.
 
     Collective over torch.distributed's default group, which must be initialised; blocks as long as the demo
     takes. `steps` is the same on all ranks; `config_dir` holds the config.json to publish. Returns JSON values.

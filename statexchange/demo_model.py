@@ -200,9 +200,9 @@ def shard_model(config: LlamaConfig, mesh: DeviceMesh) -> Llama:
 
 
 def _shared_input(arguments: int) -> PrepareModuleInput:
-    """Return a style that makes a module's first argument one DTensor.
+    """Return a style that makes a module's first argument a DTensor.
 
-    So its gradient is summed over ranks once, not once per projection.
+    Its gradient is then summed over ranks once, not once per projection.
     """
     layouts = (Replicate(), *[None] * (arguments - 1))
     return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts, use_local_output=False)

@@ -101,15 +101,14 @@ def _pieces(container: Any, limit: int) -> list[tuple[bool, Any]]:
 
 
 _NUMBER = re.compile(r"[0-9]+")
-_MAX_COMPARED_NAMES = 5000  # of those that differ in more than numbers
-_PARTS = re.compile(r"[^.*?^$|]+")  # of a name, a shell pattern or a regex, without the signs that match much
+_MAX_COMPARED_NAMES = 5000  # names that differ in numbers alone count as one
+_PARTS = re.compile(r"[^.*?^$|]+")  # the literal parts of a name, a shell pattern or a regex
 
 
 def did_you_mean(pattern: str, names: Iterable[str]) -> str:
-    """Return ``": did you mean 'x'?"`` with the names to which a pattern, or a mistyped name, comes closest, or "".
+    """Return ``": did you mean 'x'?"`` with the names closest to a pattern or a mistyped name; "" if none is close.
 
-    Its dotted parts are compared with as many successive parts of each name; names that differ in numbers alone count
-    as one.
+    Its dotted parts are compared with as many successive parts of each name.
     """
     import difflib
 
@@ -137,7 +136,7 @@ def without_secrets(text: str) -> str:
 
 
 def secrets_of(url: str) -> list[str]:
-    """Return users with passwords, and queries, of a URL or a chain of URLs, the longest first.
+    """Return the credentials and queries in a URL or a chain of URLs, the longest first.
 
     Messages of libraries contain these parts without the URL around them.
     """

@@ -146,7 +146,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _numbers_in(ranges: str, limit: int) -> list[str]:
-    """Return the numbers of "08-10,3", with the digits of the first in each range; raise if there are over `limit`."""
+    """Return the numbers of "08-10,3", padded to the width of a range's first; raise if there are over `limit`."""
     found: list[str] = []
     for text in ranges.split(","):
         first, _, last = text.partition("-")

@@ -234,7 +234,7 @@ class ArenaPool:
         return [arena.ident for arena in self._free]
 
     def release(self, arena: Arena) -> None:
-        """Take back an arena that no process uses; a "file" arena without its name cannot be shared again."""
+        """Take back an arena that no process uses; a "file" arena is closed: without a name it cannot be shared."""
         if self.kind == "file":
             arena.close()
         else:

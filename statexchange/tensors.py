@@ -61,7 +61,7 @@ __all__ = [
 DType: TypeAlias = "str | np.dtype[Any] | torch.dtype"
 # A dense tensor as callers give it.
 TensorLike: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
-# For packages that never import torch.
+# For annotations in packages that never import torch.
 TorchTensor: TypeAlias = "torch.Tensor"
 # The type of a function that returns the tensor it was given, so also of a Parameter.
 TensorT = TypeVar("TensorT", bound="torch.Tensor | np.ndarray[Any, Any]")
@@ -69,8 +69,8 @@ TensorT = TypeVar("TensorT", bound="torch.Tensor | np.ndarray[Any, Any]")
 TensorKindT = TypeVar("TensorKindT", "torch.Tensor", "np.ndarray[Any, Any]")
 
 # Bytes per element by safetensors dtype name, in the order in which safetensors sorts tensors in a file.
-# C128 is our own name: safetensors has none for it, so files store it as pairs of F64. Of a packed dtype, an element
-# here is a group of elements that fills whole bytes: all packages count in groups, files and tables in elements.
+# C128 is our own name: safetensors has none for it, so files store it as pairs of F64. For a packed dtype these are the
+# bytes of a group of elements that fills whole bytes. Code counts in groups; files and tables count in elements.
 ITEMSIZE: dict[str, int] = {
     "BOOL": 1,
     "F4": 1,
@@ -97,7 +97,7 @@ ITEMSIZE: dict[str, int] = {
     "C128": 16,
 }
 
-# Elements of a packed dtype in such a group along the last dim. torch's float4_e2m1fn_x2 counts in groups, too.
+# Elements per group, along the last dim. The shapes of torch's float4_e2m1fn_x2 count groups, too.
 PACKED = {"F4": 2, "F6_E2M3": 4, "F6_E3M2": 4}
 
 # The names of torch and numpy (with ml_dtypes) to the names of safetensors
@@ -210,7 +210,7 @@ def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool 
     array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
     if as_numpy:
         return array_over(array, dtype, shape)
-    with needing_torch("a tensor that is read"):
+    with needing_torch("reading a torch tensor"):
         import torch
 
     if not array.size:
@@ -252,7 +252,7 @@ def unify_nans(data: Any, dtype: str) -> None:
 
 
 def nonfinite(data: Any, dtype: str) -> tuple[Any, Any] | None:
-    """Return masks of the NaNs and of the infinite elements in `data`; None if there are none, which is found fast.
+    """Return masks of the NaNs and of the infinite elements in `data`; None, after a fast test, if there are none.
 
     A complex number is NaN if one of its parts is, else infinite if one of them is. `data` are the bytes of the dtype.
     """

@@ -33,7 +33,7 @@ def format_count(count: float) -> str:
 
 
 def _scaled(value: float, suffixes: Sequence[str]) -> str:
-    """Format with the first suffix, the one of no scaling, or divided by the power of 1000 of another suffix."""
+    """Format with the suffix of the largest fitting power of 1000; the first suffix is for numbers below 1000."""
     if value < 999.5:
         return f"{value:.0f}{suffixes[0]}"
     last = suffixes[-1]

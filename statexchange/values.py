@@ -1,8 +1,8 @@
 """The one JSON codec: Python values to JSON and back. Decoding imports nothing by name and runs no code of a value.
 
-Plain JSON values stay themselves. Everything else is an object whose key ``"$"`` is a tag: tuple, set, deque, dict (of
-keys other than str), float (NaN, infinities), complex, number (a numpy scalar), bytes, path, datetime, date, time,
-timedelta, dtype, size and device (torch's), enum, namedtuple, dataclass, or leaf: an object that the caller keeps
+Plain JSON values stay themselves. Everything else is an object with a tag under the key ``"$"``: tuple, set, deque,
+dict (of keys other than str), float (NaN, infinities), complex, number (a numpy scalar), bytes, path, datetime, date,
+time, timedelta, dtype, size and device (torch's), enum, namedtuple, dataclass, or leaf: an object that the caller keeps
 elsewhere under a name, such as a tensor.
 
 The text may come from a file or another rank, so decoding trusts nothing: types are looked up among those that the
@@ -264,7 +264,7 @@ def decode(
 
 
 def to_plain(text: str | bytes, *, parse: Callable[[str | bytes], Any] = json.loads) -> Any:  # noqa: ANN401
-    """Return the value that `encode` wrote as values of JSON alone, to show it. Not collective.
+    """Return the value that `encode` wrote as plain values for display. Not collective.
 
     A dataclass, namedtuple or Enum becomes a dict with ``"__name__"``, a leaf one with the ``"__name__"`` "tensor" and
     its ``"name"``; a set or deque becomes a list, a key that is not text its `repr`, and a dtype, time or path text. A
@@ -453,7 +453,7 @@ class _Decoder:
 
 
 class _PlainDecoder(_Decoder):
-    """Builds values of JSON alone."""
+    """Builds the plain values of `to_plain`."""
 
     def _text(self, raw: dict[str, Any]) -> str:
         return str(raw["value"])

@@ -20,8 +20,8 @@ def choose_conversion(convert: Convert, read: Callable[[str], object]) -> Conver
     """Return the conversion that the option `convert` names.
 
     Args:
-        convert: the name of a built-in conversion, or the path of a JSON file, either perhaps after "inverse:"; or the
-            content of such a file.
+        convert: the name of a built-in conversion or the path of a JSON file, with or without "inverse:" before it; or
+            the content of such a file.
         read: returns the JSON value of a file, given its path.
 
     Raises:

@@ -55,7 +55,7 @@ class UnknownNumberError(InvalidArgumentError):
 
 
 def check_expression(expression: object) -> str | int:
-    """Return an expression: a number, or names and numbers joined by * and /; raise InvalidArgumentError."""
+    """Return a number, or names and numbers joined by * and /; raise InvalidArgumentError for anything else."""
     if type(expression) is int and 0 < expression < 1 << 48:
         return expression
     if isinstance(expression, str) and len(expression) < 200 and _EXPRESSION.fullmatch(expression):

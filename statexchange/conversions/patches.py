@@ -52,7 +52,7 @@ class Patch:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the elements have in the input the order that they have in the output, without gaps or turns."""
+        """Whether each dim of the output runs along the same dim of the input, with step 1."""
         return self.dims == tuple(Dim(dim) for dim in range(len(self.begin)))
 
     def cut(self, dim: int, begin: int, count: int, step: int, at: int) -> Patch | None:
@@ -118,7 +118,7 @@ def transposed(patches: Iterable[Patch], order: Sequence[int]) -> tuple[Patch, .
 
 
 def permuted(patches: Iterable[Patch], dim: int, factors: Sequence[int], order: Sequence[int]) -> tuple[Patch, ...]:
-    """Return the patches after one dim, viewed as `factors` dims, had these put in another order and joined again."""
+    """View a dim as dims of the sizes `factors`, put these in another order and join them; return the patches."""
     patches = tuple(patches)
     steps = c_strides(factors)
     *outer, last = order

@@ -43,7 +43,7 @@ class Fill:
 
 
 class InputFills:
-    """The parts of outputs that one input fills, found by its boxes: it may have thousands of parts and of boxes."""
+    """Finds the parts of outputs that a box of one input fills; an input may have thousands of parts and boxes."""
 
     def __init__(self, fills: Sequence[Fill]) -> None:
         self._fills = fills

@@ -38,7 +38,7 @@ for one part of a dotted name and ``{name*}`` for one part or more. Several name
 With ``"of": 0`` or ``"of": [0, 1]`` permute, transpose, pad and unpad work on some of several tensors. Sizes are
 numbers, or names of numbers joined by * and /. A number's value is what the caller gives (`convert_with`), the
 expression "value", or a key of "config" in a config of the model; one unknown size of a permute follows from the
-tensor's shape. With ``"must_be": 1`` a model is refused in which the number is known to be another.
+tensor's shape. With ``"must_be": 1`` a model whose number is known to differ is refused.
 
 ``"unstack": ["layer"]`` in a rule
     The tensors of "from" have one more dim in front, whose indices become ``{layer}`` in the names of "to"; "values"

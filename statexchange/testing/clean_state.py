@@ -67,13 +67,11 @@ def _seed_torch() -> None:
 
 def _functions() -> dict[str, int]:
     """Return the identities of the functions and classes of this package's modules."""
-    return {
-        f"{module.__name__}.{name}": id(value)
-        for module in list(sys.modules.values())
-        if getattr(module, "__name__", "").startswith("statexchange.")
-        for name, value in vars(module).items()
-        if callable(value)
-    }
+    functions: dict[str, int] = {}
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("statexchange."):
+            functions |= {f"{module.__name__}.{name}": id(one) for name, one in vars(module).items() if callable(one)}
+    return functions
 
 
 def _checked_state() -> dict[str, Any]:

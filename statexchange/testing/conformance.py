@@ -384,7 +384,9 @@ def _reference(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     wide = stack.to(torch.complex128 if stack.is_complex() else torch.float64)
     if op in ("sum", "avg"):
         return wide.sum(0) / (len(parts) if op == "avg" else 1)
-    return wide.prod(0) if op == "prod" else wide.amin(0) if op == "min" else wide.amax(0)
+    if op == "prod":
+        return wide.prod(0)
+    return wide.amin(0) if op == "min" else wide.amax(0)
 
 
 @_check()
@@ -618,7 +620,7 @@ def send_and_recv_must_agree_on_shape_and_dtype(comm: Communicator) -> None:
 
 @_check()
 def send_and_recv_refuse_ranks_that_are_no_peers(comm: Communicator) -> None:
-    """Sending to, or receiving from, the own or an absent rank raises InvalidArgumentError on the calling rank only."""
+    """Sending to, or receiving from, itself or an absent rank raises InvalidArgumentError on the calling rank only."""
     for peer in (comm.rank, comm.world_size, -1):
         _raised(InvalidArgumentError, f"send to {peer}", comm.send, torch.ones(3), peer)
         _raised(InvalidArgumentError, f"recv from {peer}", comm.recv, torch.ones(3), peer)

@@ -45,8 +45,8 @@ class RankOutcome:
 class RankOutcomes(tuple[RankOutcome, ...]):
     """The outcomes of all ranks, in rank order.
 
-    `values`, `errors`, `messages`, `tracebacks` and `exit_codes` are dictionaries by rank; a rank without a value is
-    no key.
+    `values`, `errors`, `messages`, `tracebacks` and `exit_codes` are dictionaries by rank, without ranks that have no
+    such value.
     """
 
     __slots__ = ()
@@ -142,23 +142,33 @@ def run_ranks(
 ) -> list[Any] | RankOutcomes:
     """Run ``fn(*args)`` on `world_size` ranks and return their results, in rank order.
 
-    Not collective; blocks until all ranks have ended, about `timeout_s` at most; leaves no process behind
-    unless `reuse` is given. The time starts when all ranks have imported `fn`, for which they get a minute: on a
-    busy machine the import of torch takes longer than most tests.
+    Not collective; blocks until all ranks have ended, and leaves no process behind unless `reuse` is given.
 
-    `backend`: "threads" of this process, each with a communicator of its own as its default; "processes",
-    which find RANK and WORLD_SIZE in their environment; "gloo", the same with torch.distributed's default
-    group; "mpi", under mpiexec. For processes `fn` must be importable by name, and arguments and results are
-    JSON values. Inside `fn`, `report` reaches `on_message(rank, value)` at once.
+    Args:
+        fn: the function; for processes it must be importable by name, and return JSON values. Values that it gives to
+            `report` reach `on_message` at once.
+        world_size: number of ranks.
+        backend: "threads" of this process, each with a communicator of its own as its default; "processes", which find
+            RANK and WORLD_SIZE in their environment; "gloo", the same with torch.distributed's default group; "mpi",
+            under mpiexec.
+        args: the arguments; JSON values for processes.
+        timeout_s: limit from the time at which all ranks have imported `fn`. For that they get a minute, because on a
+            busy machine the import of torch takes longer than most tests.
+        on_message: called with (rank, value) for each `report`.
+        allow_failure: return the outcomes instead of raising. After a failure the other ranks get all of `timeout_s`,
+            and not two seconds, to end by themselves.
+        reuse: let the processes serve several calls with `reuse`, until this process ends. It saves the launch, seconds
+            under mpiexec. Communicators, process groups, environment, working directory and torch's seed are restored
+            in between; a world in which anything failed, or a rank left a thread, a child process, a socket or other
+            state behind, is not used again. The call does not wait for the ranks to exit, so there are no exit codes.
+            `fn` must not depend on a new process, nor change variables of modules.
 
-    When a rank fails the others get two seconds to end by themselves; then RankFailure is raised, with the outcome of
-    each rank. With `allow_failure` they get all of `timeout_s`, and the outcomes are returned.
+    Returns:
+        The results in rank order, or with `allow_failure` the outcomes.
 
-    With `reuse` the processes may have served earlier calls with `reuse`, and may be kept for later ones, until this
-    process ends. It saves the launch, seconds under mpiexec. Communicators, process groups, environment, working
-    directory and torch's seed are restored in between; a world in which anything failed, or a rank left a thread, a
-    child process, a socket or other state behind, is not used again. The call then does not wait for the ranks to
-    exit, and there are no exit codes. `fn` must not depend on a new process, nor change variables of modules.
+    Raises:
+        RankFailure: a rank failed; it has the outcome of each rank.
+        InvalidArgumentError: an argument is not accepted.
     """
     if backend not in LAUNCH_METHODS:
         raise InvalidArgumentError(f"no backend {backend!r}: use one of {', '.join(LAUNCH_METHODS)}")

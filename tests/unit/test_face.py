@@ -101,7 +101,7 @@ def test_reading_a_workspace_without_torch_names_the_missing_extra(tmp_path: Pat
         """)
     command = [sys.executable, "-c", script, str(tmp_path / "ws")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == 'a tensor that is read needs torch: pip install "statexchange[torch]"\n'
+    assert done.stdout == 'reading a torch tensor needs torch: pip install "statexchange[torch]"\n'
 
 
 def test_reports_are_one_line_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
