@@ -5,6 +5,7 @@ Values may be cast to another floating dtype on the way, or several copies be re
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from statexchange.sharding.shards import Box, intersect
+from statexchange.sharding.shards import Box, c_contiguous, intersect
 from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.regions import READ_AHEAD_BYTES, BoxReader, slices_within, windows
 from statexchange.tensors import ITEMSIZE, array_over, converted
@@ -26,19 +27,22 @@ if TYPE_CHECKING:
 __all__ = ["MEMORY_BYTES", "TensorReader", "reduce_into"]
 
 MEMORY_BYTES = 4 * WINDOW_BYTES  # one window, and what a cast or a reduction needs
+_CACHED_BYTES = 128 << 10  # measured: two such windows stay in a core's own cache until they are compared
 
 
 class TensorReader:
-    """Reads a planned tensor in C order, in its output dtype: `windows`, and then `digests`.
+    """Reads a planned tensor in C order, in its output dtype: `windows`, and then `digests` or `check`.
 
     Args:
         source: the source.
         tensor: the tensor, as `plan_merge` placed it.
+        always_digest: digest all bytes, for `digests`; else only those whose digest the source knows, for `check`.
     """
 
-    def __init__(self, source: Source, tensor: TensorPlan) -> None:
+    def __init__(self, source: Source, tensor: TensorPlan, *, always_digest: bool = True) -> None:
         self._source = source
         self._tensor = tensor
+        self._always_digest = always_digest
         self._readers = [self._reader(piece) for piece in tensor.pieces]
 
     @property
@@ -47,18 +51,43 @@ class TensorReader:
         widest = max((ITEMSIZE[self._dtype_of(piece.holder)] for piece in self._tensor.pieces), default=0)
         return max(widest, ITEMSIZE[self._tensor.dtype])
 
-    def windows(self, memory: memoryview, itemsize: int | None = None) -> Iterator[tuple[Box, memoryview]]:
+    @property
+    def window_bytes(self) -> int:
+        """The size of windows whose reading costs least where each is used at once, as in a comparison.
+
+        Windows that are gathered from several pieces, or each requested over a network, should be large; others should
+        be in the processor's cache when they are used.
+        """
+        return _CACHED_BYTES if self._is_plain else WINDOW_BYTES
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        """Whether its bytes are those of runs in local files, one after the other, none of which is digested."""
+        for piece, reader in zip(self._tensor.pieces, self._readers, strict=True):
+            if isinstance(reader, _ConvertingReader) or not reader.is_plain:
+                return False
+            if not c_contiguous(piece.box, self._tensor.shape):
+                return False
+        return True
+
+    def windows(
+        self, memory: memoryview, itemsize: int | None = None, window_bytes: int = WINDOW_BYTES
+    ) -> Iterator[tuple[Box, memoryview]]:
         """Yield each window of the tensor and its bytes, which lie in `memory` until the next window.
 
         Args:
             memory: MEMORY_BYTES of memory.
             itemsize: at least `itemsize`, for the same windows as those of another reader.
+            window_bytes: the most bytes of a window, at most WINDOW_BYTES.
         """
         tensor = self._tensor
         waiting = deque(self._readers)
-        for window in windows(tensor.shape, itemsize or self.itemsize) if tensor.nbytes else ():
+        for window in windows(tensor.shape, itemsize or self.itemsize, window_bytes) if tensor.nbytes else ():
             data = memory[: window.numel * ITEMSIZE[tensor.dtype]]
-            self._fill(data, window, waiting, memory[WINDOW_BYTES:])
+            if self._is_plain:
+                _read_plain(data, waiting)
+            else:
+                self._fill(data, window, waiting, memory[WINDOW_BYTES:])
             yield window, data
 
     def digests(self) -> list[str]:
@@ -67,12 +96,16 @@ class TensorReader:
         Raises:
             CorruptError: the bytes of a box differ from its digest in the source.
         """
+        self.check()
+        return [reader.hexdigest() for reader in self._readers]
+
+    def check(self) -> None:
+        """Raise CorruptError if the bytes of a box differ from its digest in the source, after the last window."""
         for piece, reader in zip(self._tensor.pieces, self._readers, strict=True):
             holders = [piece.holder, *(holder for holder, _ in piece.replicas)]
             readers = reader.readers if isinstance(reader, _ConvertingReader) else [reader]
             for holder, box_reader in zip(holders, readers, strict=False):
                 box_reader.digest.check(self._tensor.source, self._source.files[holder].rank)
-        return [reader.hexdigest() for reader in self._readers]
 
     def _fill(
         self, data: memoryview, window: Box, waiting: deque[BoxReader | _ConvertingReader], bounce: memoryview
@@ -100,7 +133,19 @@ class TensorReader:
         byte_range = self._source.files[holder].tensors[self._tensor.source].byte_ranges[box_index]
         copies = 1 + len(piece.replicas) if self._tensor.reduce is not None else 1
         ahead = READ_AHEAD_BYTES // (len(self._tensor.pieces) * copies)
-        return BoxReader(byte_range, piece.box, self._dtype_of(holder), ahead)
+        dtype = self._dtype_of(holder)
+        return BoxReader(byte_range, piece.box, dtype, ahead, always_digest=self._always_digest)
+
+
+def _read_plain(data: memoryview, waiting: deque[Any]) -> None:
+    """Fill a window with the next bytes of the readers; drop finished readers."""
+    while data:
+        reader = waiting[0]
+        nbytes = min(len(data), reader.bytes_left)
+        reader.read_next(data[:nbytes])
+        data = data[nbytes:]
+        if not reader.bytes_left:
+            waiting.popleft()
 
 
 _REDUCE = {"max": np.maximum, "min": np.minimum}

@@ -290,19 +290,20 @@ class _Comparison:
         """Yield the windows of two tensors of one shape with the bytes of both; check digests at the end."""
         if not hasattr(self._memory, "a"):
             self._memory.a, self._memory.b = (memoryview(bytearray(MEMORY_BYTES)) for _ in "ab")
-        readers = TensorReader(self._a.source, a), TensorReader(self._b.source, b)
+        sides = (self._a.source, a), (self._b.source, b)
+        reader_a, reader_b = readers = [TensorReader(*side, always_digest=False) for side in sides]
         itemsize = max(reader.itemsize for reader in readers)
-        both = zip(
-            readers[0].windows(self._memory.a, itemsize), readers[1].windows(self._memory.b, itemsize), strict=True
-        )
-        for (window, data_a), (_, data_b) in both:
+        window_bytes = max(reader.window_bytes for reader in readers)
+        windows_a = reader_a.windows(self._memory.a, itemsize, window_bytes)
+        windows_b = reader_b.windows(self._memory.b, itemsize, window_bytes)
+        for (window, data_a), (_, data_b) in zip(windows_a, windows_b, strict=True):
             with self._lock:
                 self.done += len(data_a) + len(data_b)
                 if self._on_progress is not None:
                     self._on_progress(min(self.done + self._settled, self._total), self._total)
             yield window, data_a, data_b
         for reader in readers:
-            reader.digests()
+            reader.check()
 
     def _same_bytes(self, a: TensorPlan, b: TensorPlan) -> bool:
         return all(same_bytes(data_a, data_b) for _, data_a, data_b in self._pairs(a, b))

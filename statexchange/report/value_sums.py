@@ -15,6 +15,8 @@ __all__ = ["ValueDiff", "ValueSums", "same_bytes"]
 
 _MAX_EXACT = 1 << 53  # float64 has each whole number up to this
 _MAX_EXACT_SIZE = 1 << 62
+_TILE = 1 << 16  # elements whose values in float64 stay in the processor's cache
+_DOT = 1 << 13  # elements of a dot product that OpenBLAS computes on the calling thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ def same_bytes(a: memoryview, b: memoryview) -> bool:
     import numpy as np
 
     size = next(size for size in (8, 4, 2, 1) if len(a) % size == 0)  # the largest words are compared fastest
-    return np.array_equal(np.frombuffer(a, f"u{size}"), np.frombuffer(b, f"u{size}"))
+    return not np.count_nonzero(np.frombuffer(a, f"u{size}") != np.frombuffer(b, f"u{size}"))
 
 
 @dataclass(slots=True)
@@ -58,6 +60,7 @@ class ValueSums:
     first: tuple[int, ...] | None = None
     nans: list[int] = field(default_factory=lambda: [0, 0])
     has_number: bool = False
+    _wide: tuple[Any, Any] | None = field(default=None, init=False, repr=False, compare=False)  # memory for two tiles
 
     def add(self, window: Box, a: Any, b: Any, tolerance: float | None) -> None:
         """Add the values of one window; NaN and infinite values count in the numbers of elements only.
@@ -66,35 +69,82 @@ class ValueSums:
         """
         import numpy as np
 
+        a, b = a.reshape(-1), b.reshape(-1)
         with np.errstate(all="ignore"):
-            a, b = a.reshape(-1), b.reshape(-1)
-            wide_a, wide_b = (_wide(values) for values in (a, b))
-            nan_a, nan_b = np.isnan(wide_a), np.isnan(wide_b)
-            delta = wide_b - wide_a
-            size = np.abs(delta)
-            _make_exact(size, (a, wide_a), (b, wide_b))
-            if tolerance is None and a.dtype == b.dtype:
-                is_equal = _equal_bits(a, b)
-            else:  # the size between equal infinite values is NaN
-                is_equal = ((wide_a == wide_b) & ~(size > 0)) | (nan_a & nan_b)
-                if tolerance is not None:
-                    is_equal |= size <= tolerance
-            differing = np.flatnonzero(~is_equal)
-            if self.first is None and len(differing):
-                inside = np.unravel_index(differing[0], window.shape)
-                self.first = tuple(int(at) + begin for at, begin in zip(inside, window.offsets, strict=True))
-            self.num_differing += len(differing)
-            self.nans[0] += int(nan_a.sum())
-            self.nans[1] += int(nan_b.sum())
-            known = size[~np.isnan(size)]
-            if known.size:
-                self.has_number = True
-                self.max_abs = max(self.max_abs, float(known.max()))
-            finite = np.isfinite(delta)
-            delta, wide_a, wide_b = (values[finite] for values in (delta, wide_a, wide_b))
-            pairs = (delta, delta), (wide_a, wide_a), (wide_b, wide_b), (wide_a, wide_b)
-            for index, (left, right) in enumerate(pairs):
-                self.squares[index] += float(np.vdot(left, right).real)
+            for begin in range(0, len(a), _TILE):
+                tile_a, tile_b = a[begin : begin + _TILE], b[begin : begin + _TILE]
+                differing = self._add_finite(tile_a, tile_b, tolerance)
+                if differing is None:
+                    differing = self._add_any(tile_a, tile_b, tolerance)
+                num_differing = int(np.count_nonzero(differing))
+                if self.first is None and num_differing:
+                    inside = np.unravel_index(begin + int(differing.argmax()), window.shape)
+                    self.first = tuple(int(at) + start for at, start in zip(inside, window.offsets, strict=True))
+                self.num_differing += num_differing
+
+    def _add_finite(self, a: Any, b: Any, tolerance: float | None) -> Any:
+        """Add the values of a tile whose differences are finite and exact; return for each whether it differs.
+
+        Return None, with nothing added, for other values: `_add_any` adds them, with the same results and more work.
+        """
+        import numpy as np
+
+        if not (_fits_float64(a.dtype) and _fits_float64(b.dtype)):
+            return None
+        if self._wide is None:
+            self._wide = np.empty(_TILE), np.empty(_TILE)
+        wide_a, wide_b = (memory[: len(a)] for memory in self._wide)
+        np.copyto(wide_a, a, casting="unsafe")
+        differing = ~_equal_bits(a, b) if a.dtype == b.dtype else None
+        if differing is not None and not differing.any():
+            square = _dot(wide_a, wide_a)
+            if not math.isfinite(square):
+                return None
+            self._add_squares(0.0, square, square, square)
+            self.has_number = True
+            return differing
+        np.copyto(wide_b, b, casting="unsafe")
+        of_sides = _dot(wide_a, wide_a), _dot(wide_b, wide_b), _dot(wide_a, wide_b)
+        delta = np.subtract(wide_b, wide_a, out=wide_b)
+        square = _dot(delta, delta)
+        if not math.isfinite(square):
+            return None
+        self._add_squares(square, *of_sides)
+        self.has_number = True
+        self.max_abs = max(self.max_abs, float(delta.max()), -float(delta.min()))
+        if tolerance is not None:
+            return np.abs(delta) > tolerance
+        return delta != 0 if differing is None else differing
+
+    def _add_any(self, a: Any, b: Any, tolerance: float | None) -> Any:
+        """Add any values; return for each whether it differs."""
+        import numpy as np
+
+        wide_a, wide_b = (_wide(values) for values in (a, b))
+        nan_a, nan_b = np.isnan(wide_a), np.isnan(wide_b)
+        delta = wide_b - wide_a
+        size = np.abs(delta)
+        _make_exact(size, (a, wide_a), (b, wide_b))
+        if tolerance is None and a.dtype == b.dtype:
+            is_equal = _equal_bits(a, b)
+        else:  # the size between equal infinite values is NaN
+            is_equal = ((wide_a == wide_b) & ~(size > 0)) | (nan_a & nan_b)
+            if tolerance is not None:
+                is_equal |= size <= tolerance
+        self.nans[0] += int(nan_a.sum())
+        self.nans[1] += int(nan_b.sum())
+        known = size[~np.isnan(size)]
+        if known.size:
+            self.has_number = True
+            self.max_abs = max(self.max_abs, float(known.max()))
+        finite = np.isfinite(delta)
+        delta, wide_a, wide_b = (values[finite] for values in (delta, wide_a, wide_b))
+        pairs = (delta, delta), (wide_a, wide_a), (wide_b, wide_b), (wide_a, wide_b)
+        self._add_squares(*(float(np.vdot(left, right).real) for left, right in pairs))
+        return ~is_equal
+
+    def _add_squares(self, *squares: float) -> None:
+        self.squares = [before + new for before, new in zip(self.squares, squares, strict=True)]
 
     def merge(self, other: ValueSums) -> None:
         """Add the sums over parts that come later in C order, or on another rank."""
@@ -144,6 +194,24 @@ def _wide(values: Any) -> Any:
     import numpy as np
 
     return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
+
+
+def _fits_float64(dtype: Any) -> bool:
+    """Whether float64 has all values of a dtype, and the difference of any two of them if they are whole numbers."""
+    return dtype.kind != "c" and not (dtype.kind in "iu" and dtype.itemsize == 8)
+
+
+def _dot(left: Any, right: Any) -> float:
+    """Return the dot product of two arrays of float64.
+
+    It is the sum over short parts: OpenBLAS would divide long ones among threads of its own, which the other threads
+    of a comparison then wait for.
+    """
+    import numpy as np
+
+    whole = len(left) - len(left) % _DOT
+    parts = np.matmul(left[:whole].reshape(-1, 1, _DOT), right[:whole].reshape(-1, _DOT, 1))
+    return float(parts.sum()) + float(np.dot(left[whole:], right[whole:]))
 
 
 def _make_exact(size: Any, *sides: tuple[Any, Any]) -> None:

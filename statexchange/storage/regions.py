@@ -392,7 +392,8 @@ def _element_after(at: tuple[int, ...], box: Box) -> tuple[int, ...] | None:
 class BoxReader:
     """Reads a box's bytes from a file, forward and window by window, and digests them.
 
-    `ahead_bytes` is that of `blocks`.
+    `ahead_bytes` is that of `blocks`. With `always_digest` all bytes are digested, for `hexdigest`; else only those
+    whose digest is known.
     """
 
     def __init__(
@@ -401,9 +402,11 @@ class BoxReader:
         box: Box,
         dtype: str,
         ahead_bytes: int = READ_AHEAD_BYTES,
+        *,
+        always_digest: bool = True,
     ) -> None:
         self.box = box
-        self.digest = BoxDigest(stored, box, dtype, always=True)
+        self.digest = BoxDigest(stored, box, dtype, always=always_digest)
         self.bytes_left = box.numel * ITEMSIZE[dtype]
         self._file = stored.file
         self._at = stored.begin
@@ -412,6 +415,16 @@ class BoxReader:
         self._strided = None
         if stored.strides is not None:
             self._strided = blocks(stored, box.shape, dtype, ahead_bytes)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the box is one run of bytes in a local file, and is not digested."""
+        return self._strided is None and not self._file.is_remote and not self.digest
+
+    def read_next(self, target: memoryview) -> None:
+        """Fill `target` with the next bytes of the box, if it `is_plain`."""
+        self.bytes_left -= len(target)
+        self._read(target)
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes read."""

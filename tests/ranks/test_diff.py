@@ -124,6 +124,83 @@ def test_the_numbers_are_those_of_numpy(
         assert math.isnan(tensor.values.max_abs)
 
 
+LARGE = (7, 50_000)  # several windows, and several parts of a sum
+
+
+def large_pair(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two tensors that differ everywhere but in two rows."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(LARGE, generator=generator).mul(50).to(dtype) for _ in range(2))
+    b[:2] = a[:2]
+    return a, b
+
+
+@pytest.mark.parametrize("special", [(), (math.nan,), (math.inf, -math.inf), (math.nan, math.inf)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64])
+@pytest.mark.parametrize("tolerance", [None, 3.0])
+def test_the_numbers_of_large_tensors_are_those_of_numpy(
+    dtype: torch.dtype, special: tuple[float, ...], tolerance: float | None, tmp_path: Path
+) -> None:
+    a, b = large_pair(dtype)
+    if not dtype.is_floating_point:
+        special = ()
+    for number, value in enumerate(special):
+        a[1, 10 + number] = value  # in a: b stays finite
+        a[4, number], b[4, number] = value, value  # in both
+        b[6, -1 - number] = value
+    save_file({"w": a}, tmp_path / "a.safetensors")
+    save_file({"w": b}, tmp_path / "b.safetensors")
+    found = differing(tmp_path / "a.safetensors", tmp_path / "b.safetensors", tolerance=tolerance)["w"].values
+    assert found is not None
+    left, right = a.double().numpy(), b.double().numpy()
+    with np.errstate(invalid="ignore"):
+        delta = right - left
+    is_same = (left == right) | (np.isnan(left) & np.isnan(right))  # no bits differ where values are equal
+    changed = ~is_same if tolerance is None else ~(is_same | (np.abs(delta) <= tolerance))
+    assert found.num_differing == changed.sum()
+    assert found.first == np.unravel_index(changed.argmax(), LARGE)
+    assert found.max_abs == np.nanmax(np.abs(delta))
+    assert (found.num_nan_a, found.num_nan_b) == (np.isnan(left).sum(), np.isnan(right).sum())
+    left, right, delta = (values[np.isfinite(delta)] for values in (left, right, delta))
+    assert found.relative_l2 == pytest.approx(np.linalg.norm(delta) / np.linalg.norm(left), rel=1e-12)
+    cosine = np.dot(left, right) / np.linalg.norm(left) / np.linalg.norm(right)
+    assert found.cosine == pytest.approx(cosine, abs=1e-12)
+
+
+def test_bits_that_values_do_not_tell_apart_differ_in_a_large_tensor(tmp_path: Path) -> None:
+    a, _ = large_pair(torch.float32)
+    a[5] = 0
+    a[3, 7] = math.nan
+    b = a.clone()
+    b[5, 9] = -0.0
+    b.view(torch.int32)[3, 7] += 1  # another NaN
+    save_file({"w": a}, tmp_path / "a.safetensors")
+    save_file({"w": b}, tmp_path / "b.safetensors")
+    values = differing(tmp_path / "a.safetensors", tmp_path / "b.safetensors")["w"].values
+    assert values is not None
+    assert (values.num_differing, values.first, values.max_abs, values.relative_l2) == (2, (3, 7), 0, 0)
+    assert (values.num_nan_a, values.num_nan_b) == (1, 1)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_large_sharded_tensor_is_compared_with_a_whole_one(dim: int, tmp_path: Path) -> None:
+    whole, other = large_pair(torch.float32)
+
+    def save() -> None:
+        part = whole.tensor_split(3, dim)[sx.get_rank()].contiguous()
+        sx.save_checkpoint({"model": {"w": part}}, tmp_path / "save", layout={"model.w": {"dim": dim}})
+
+    run_ranks(save, 3)
+    save_file({"w": whole}, tmp_path / "same.safetensors")
+    save_file({"w": other}, tmp_path / "other.safetensors")
+    plain_names = [(r"^model\.", "")]
+    assert not differing(tmp_path / "save", tmp_path / "same.safetensors", rename=plain_names)
+    values = differing(tmp_path / "save", tmp_path / "other.safetensors", rename=plain_names)["w"].values
+    assert values is not None
+    changed = (whole != other).numpy()
+    assert (values.num_differing, values.first) == (changed.sum(), np.unravel_index(changed.argmax(), LARGE))
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.int8, torch.int64, torch.bool, torch.float16, torch.complex64, torch.float8_e4m3fn]
 )

@@ -2,9 +2,12 @@
 
     python tools/bench/diff.py [--megabytes 1024] [--rounds 5] [--dirs /dev/shm]
 
-A and B are plain safetensors files of float32, so that no digest settles anything and all bytes are read. "equal" means
-that all bytes agree, "one tensor differs" that B has other values in one of 16 tensors. All run in turns as whole
-commands, with the start of Python, with their input in the page cache; medians. The megabytes are those of A alone.
+A and B are plain safetensors files, so that no digest settles anything and all bytes are read. "equal" means that all
+bytes agree, "one tensor differs" that B has other values in one of 16 tensors, "all differ" in all. All run in turns as
+whole commands with their input in the page cache; medians. The megabytes are those of A alone.
+
+The start of `statexchange diff`, which is that of Python with its imports, is the row of a checkpoint of one element.
+It is not in GB/s, nor in the two columns that compare the seconds and the processor seconds with those of cat.
 """
 
 from __future__ import annotations
@@ -22,18 +25,23 @@ from pathlib import Path
 
 import numpy as np
 from machine import machine_text
+from safetensors.numpy import save_file
 
 DIFF = [str(Path(sys.executable).parent / "statexchange"), "diff"]
 TENSORS, COLUMNS = 16, 1024
+BYTES_AT_ONCE = 1 << 20  # little memory: the peak of a command begins with that of the process that starts it
+ROWS_AT_ONCE = BYTES_AT_ONCE // (4 * COLUMNS)
+CAT, START = "cat A B", "diff, one element"
 
 
-def make(path: Path, megabytes: int) -> None:
+def make(path: Path, megabytes: int, dtype: str, seed: int) -> None:
     """Write normally distributed values as a Hugging Face directory of one file."""
-    rows = megabytes * 2**20 // (4 * TENSORS * COLUMNS)
-    nbytes = rows * COLUMNS * 4
+    itemsize = {"F32": 4, "BF16": 2}[dtype]
+    rows = megabytes * 2**20 // (itemsize * TENSORS * COLUMNS)
+    nbytes = rows * COLUMNS * itemsize
     header = {
         f"layers.{n}.weight": {
-            "dtype": "F32",
+            "dtype": dtype,
             "shape": [rows, COLUMNS],
             "data_offsets": [n * nbytes, (n + 1) * nbytes],
         }
@@ -44,17 +52,29 @@ def make(path: Path, megabytes: int) -> None:
     path.mkdir()
     with open(path / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for number in range(TENSORS):
-            values = np.random.default_rng(number).standard_normal((rows, COLUMNS), np.float32)
-            file.write(values.data)
+        rng = np.random.default_rng(seed)
+        for begin in range(0, TENSORS * rows, ROWS_AT_ONCE):
+            values = rng.standard_normal((min(ROWS_AT_ONCE, TENSORS * rows - begin), COLUMNS), np.float32)
+            if dtype == "BF16":  # the upper half of a float32
+                file.write((values.view(np.uint32) >> 16).astype(np.uint16).data)
+            else:
+                file.write(values.data)
+
+
+def make_start(path: Path) -> None:
+    """Write a checkpoint of one element."""
+    path.mkdir()
+    save_file({"w": np.ones(1, np.float32)}, path / "model.safetensors")
 
 
 def change_last_tensor(path: Path, megabytes: int) -> None:
-    """Overwrite the values of the last tensor, which ends the file."""
-    values = np.random.default_rng(TENSORS).standard_normal(megabytes * 2**20 // (4 * TENSORS), np.float32)
+    """Overwrite the values of the last tensor, which ends the file of float32."""
+    nbytes = megabytes * 2**20 // TENSORS
+    rng = np.random.default_rng(TENSORS)
     with open(path / "model.safetensors", "r+b") as file:
-        file.seek(-values.nbytes, os.SEEK_END)
-        file.write(values.data)
+        file.seek(-nbytes, os.SEEK_END)
+        for begin in range(0, nbytes, BYTES_AT_ONCE):
+            file.write(rng.standard_normal(min(BYTES_AT_ONCE, nbytes - begin) // 4, np.float32).data)
 
 
 def run(command: list[str], expected: int) -> tuple[float, float, int]:
@@ -73,16 +93,23 @@ def measure(directory: str, megabytes: int, rounds: int) -> None:
     """Print the rows of one directory."""
     megabytes -= megabytes % TENSORS
     with tempfile.TemporaryDirectory(dir=directory) as folder:
-        a, equal, other = (Path(folder, name) for name in ("a", "equal", "other"))
-        make(a, megabytes)
+        names = ("a", "equal", "one", "all", "a16", "all16", "start")
+        a, equal, one, everywhere, a16, everywhere16, start = (Path(folder, name) for name in names)
+        make(a, megabytes, "F32", 0)
         shutil.copytree(a, equal)
-        shutil.copytree(a, other)
-        change_last_tensor(other, megabytes)
-        cat = ["cat", f"{a}/model.safetensors", f"{equal}/model.safetensors"]
+        shutil.copytree(a, one)
+        change_last_tensor(one, megabytes)
+        make(everywhere, megabytes, "F32", 100)
+        make(a16, megabytes, "BF16", 200)
+        make(everywhere16, megabytes, "BF16", 300)
+        make_start(start)
         ways = {
-            "cat A B": (cat, 0),
+            CAT: (["cat", f"{a}/model.safetensors", f"{equal}/model.safetensors"], 0),
+            START: ([*DIFF, str(start), str(start)], 0),
             "diff, equal": ([*DIFF, str(a), str(equal)], 0),
-            "diff, one tensor differs": ([*DIFF, str(a), str(other)], 1),
+            "diff, one tensor differs": ([*DIFF, str(a), str(one)], 1),
+            "diff, all differ": ([*DIFF, str(a), str(everywhere)], 1),
+            "diff, all differ, bfloat16": ([*DIFF, str(a16), str(everywhere16)], 1),
         }
         found: dict[str, list[tuple[float, float, int]]] = {way: [] for way in ways}
         for number in range(rounds + 1):  # the first warms up
@@ -90,15 +117,21 @@ def measure(directory: str, megabytes: int, rounds: int) -> None:
                 measured = run(command, expected)
                 if number:
                     found[way].append(measured)
-    median = {way: statistics.median(seconds for seconds, _, _ in runs) for way, runs in found.items()}
+    seconds = {way: statistics.median(wall for wall, _, _ in runs) for way, runs in found.items()}
+    processor_s = {way: statistics.median(used for _, used, _ in runs) for way, runs in found.items()}
     for way, runs in found.items():
-        processor_s = statistics.median(seconds for _, seconds, _ in runs)
-        rate = f"{2 * megabytes * 2**20 / median[way] / 1e9:.2f}"
-        ratio = f"{median['cat A B'] / median[way]:.2f}x"
-        peak = "-" if "cat" in way else f"{max(peak for _, _, peak in runs) >> 20} MiB"
-        print(
-            f"| {directory} | {way} | {median[way]:.2f} | {processor_s:.2f} | {rate} | {ratio} | {peak} |", flush=True
-        )
+        peak = "-" if way == CAT else f"{max(peak for _, _, peak in runs) >> 20} MiB"
+        rates = " |  |  |  | " if way == START else _rates(way, seconds, processor_s, megabytes)
+        print(f"| {directory} | {way} | {seconds[way]:.2f} | {processor_s[way]:.2f}{rates}{peak} |", flush=True)
+
+
+def _rates(way: str, seconds: dict[str, float], processor_s: dict[str, float], megabytes: int) -> str:
+    """Return the cells of GB/s and of the speed relative to cat by seconds and processor seconds, without the start."""
+    wall, used = seconds[way], processor_s[way]
+    if way != CAT:
+        wall, used = max(wall - seconds[START], 0.001), max(used - processor_s[START], 0.001)
+    speed, processor_speed = seconds[CAT] / wall, processor_s[CAT] / used
+    return f" | {2 * megabytes * 2**20 / wall / 1e9:.2f} | {speed:.2f}x | {processor_speed:.2f}x | "
 
 
 def main() -> None:
@@ -108,7 +141,8 @@ def main() -> None:
     parser.add_argument("--dirs", nargs="+", default=["/dev/shm"])
     options = parser.parse_args()
     print(f"{options.megabytes} MiB in each of A and B, {options.rounds} rounds, {machine_text()}\n")
-    print("| where | way | seconds | processor seconds | GB/s | vs cat | peak |\n|---|---|---|---|---|---|---|")
+    print("| where | way | seconds | processor seconds | GB/s | vs cat | vs cat, processor | peak |")
+    print("|---|---|---|---|---|---|---|---|")
     for directory in options.dirs:
         measure(directory, options.megabytes, options.rounds)
 
