@@ -24,7 +24,9 @@ Steps of a publisher:
 Renewal: every 15 s, in the calls that write, by a put that is conditional on the ETag that was read (S3). fsspec file
 systems other than s3fs have no conditional put; there the claim is compared and then put. Two publishers that take over
 one claim at the same moment may then both treat it as their own, until one of them renews it or makes the final
-check of step 5. No store has a conditional removal, so the claim is checked just before each removal.
+check of step 5. The claim is checked just before each removal. S3 then removes an object only if it still has the ETag
+that it had before that check, so a publisher that stalls in between removes no object of its successor, except one
+with the same bytes, which has the same ETag. Other file systems have no conditional removal.
 
 Members: other processes may put objects under the publisher's claim (`share`, `ObjectMember`), as the ranks of a save
 do. While it waits for them the publisher renews its claim in a thread. A member checks the claim's nonce when it joins,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ObjectFile", "ObjectWriter"]
 
-_ATTEMPTS = 5  # to put an object whose name a publisher without the claim keeps creating
+_ATTEMPTS = 5  # to put or remove an object whose name a publisher without the claim keeps creating
 
 
 class ObjectFile(OutputFile):
@@ -160,11 +160,19 @@ class ObjectWriter(ABC):
         self._remove(name)
 
     def _remove(self, name: str) -> None:
-        """Check the claim, then remove an object: without the claim another publisher has taken over."""
+        """Remove an object that was there while this publisher still had the claim.
+
+        The version is looked up before the claim is checked. So what another publisher puts, if it takes over after
+        this check, has another version, and S3 does not remove it.
+        """
         audit("remove object", self._objects.path_of(name))
-        with self._lock:
-            self._check_claim()
-            self._objects.remove(name)
+        for _ in range(_ATTEMPTS):
+            with self._lock:
+                version = self._objects.version(name)
+                self._check_claim()
+                if version is None or self._objects.remove(name, version):
+                    return
+        raise self._contested()
 
     def _remove_stray(self, name: str, version: str) -> None:
         """Remove an object that was put after the claim was lost, unless it may be the next publisher's.
@@ -176,7 +184,7 @@ class ObjectWriter(ABC):
         is_stray = name not in listed if listed is not None else self._objects.claim_nonce() is None
         if is_stray and name != self._manifest and self._objects.version(name) == version:
             audit("remove object", self._objects.path_of(name))
-            self._objects.remove(name)
+            self._objects.remove(name, version)
 
     def _listed_names(self) -> set[str] | None:
         """Return the names of the files that the manifest lists; None without one, or if it cannot be read."""

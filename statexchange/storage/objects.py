@@ -64,7 +64,7 @@ class Objects:
         self._system, path = file_system(url)
         self._base = path.rstrip("/")
         protocols = self._system.protocol
-        self._has_conditional_put = "s3" in ([protocols] if isinstance(protocols, str) else protocols)
+        self._has_conditions = "s3" in ([protocols] if isinstance(protocols, str) else protocols)
 
     def path_of(self, name: str) -> str:
         """Return the URL of an object, for messages."""
@@ -120,17 +120,32 @@ class Objects:
         with conditional("create", f"{self.url}/{name}"):
             return self._system.open(f"{self._base}/{name}", "xb", block_size=part_bytes)
 
-    def remove(self, name: str) -> None:
-        """Remove an object if it exists."""
-        with contextlib.suppress(NotFoundError), storage_errors("remove", f"{self.url}/{name}"):
-            self._system.rm_file(f"{self._base}/{name}")
+    def remove(self, name: str, version: str) -> bool:
+        """Remove the object that has this version, or had it; return False if there is another one now.
+
+        S3 compares and removes in one request. For other stores the caller has looked the version up just before.
+        """
+        key = f"{self._base}/{name}"
+        try:
+            with conditional("remove", f"{self.url}/{name}"):
+                if self._has_conditions:
+                    audit("remove if unchanged", self.path_of(name))
+                    bucket, _, in_bucket = key.partition("/")
+                    self._system.call_s3("delete_object", Bucket=bucket, Key=in_bucket, IfMatch=version)
+                else:
+                    self._system.rm_file(key)
+        except NotFoundError:
+            pass
+        except TargetExistsError:
+            return False
+        return True
 
     def cancel_uploads(self, names: Collection[str]) -> None:
         """Cancel unfinished uploads of these objects, which killed processes have left; for S3 only.
 
         Their parts are invisible and cost money. A failure, as of a user who may not list uploads, is no error.
         """
-        if not self._has_conditional_put:
+        if not self._has_conditions:
             return
         bucket, _, base = self._base.partition("/")
         audit("cancel uploads", self.path)
@@ -181,7 +196,7 @@ class Objects:
         path = self.path_of(CLAIM_NAME)
         audit("renew" if claim.nonce == nonce else "take over", path)
         key = f"{self._base}/{CLAIM_NAME}"
-        if not self._has_conditional_put:
+        if not self._has_conditions:
             present = self.read_claim()
             if present is None or present[0].nonce != nonce or present[1] != version:
                 return False

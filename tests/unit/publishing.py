@@ -48,7 +48,8 @@ def facts_of(plan: Plan, value: int) -> dict[str, list[BoxProvenance]]:
 
 
 def begin(path: Any, value: int, **options: Any) -> Publication:
-    return Publication(path, plan_of(value), source="test", extra={"config.json": b"{}"}, **options)
+    config = json.dumps({"value": value}).encode()  # objects of the same bytes have the same version on S3
+    return Publication(path, plan_of(value), source="test", extra={"config.json": config}, **options)
 
 
 def build(publication: Publication, value: int) -> None:
@@ -94,20 +95,21 @@ def value_of(out: Path) -> int:
 
 _armed: list[tuple[int, Callable[[], None]]] = []
 _count = 0
+_only: str | None = None
 
 
 def _hook(event: str, arguments: Any) -> None:
     global _count
-    if event == EVENT and _armed:
+    if event == EVENT and _armed and _only in (None, arguments[0]):
         _count += 1
         if _count == _armed[0][0]:
             _armed.pop()[1]()
 
 
-def act_at(number: int, act: Callable[[], None]) -> None:
-    """Call `act` once, at the `number`-th storage event of this process from now on."""
-    global _count
-    _count = 0
+def act_at(number: int, act: Callable[[], None], only: str | None = None) -> None:
+    """Call `act` once, at the `number`-th storage event of this process from now on; with `only`, of this step."""
+    global _count, _only
+    _count, _only = 0, only
     if not hasattr(sys, "_publishing_hook"):
         sys._publishing_hook = True  # type: ignore[attr-defined]
         sys.addaudithook(_hook)
@@ -386,7 +388,15 @@ def sweep_object_kills(place: Path, *, base: str, before: bool, step: int, first
 
 
 def sweep_object_races(
-    place: Path, *, base: str, before: bool, overwrite: bool, elsewhere: bool, step: int, first: int = 1
+    place: Path,
+    *,
+    base: str,
+    before: bool,
+    overwrite: bool,
+    elsewhere: bool,
+    step: int,
+    first: int = 1,
+    only: str | None = None,
 ) -> dict[str, Any]:
     """Run `sweep_races` at a URL. With `elsewhere` the first is taken for dead after a while, and then continues."""
     use_object_stores()
@@ -417,7 +427,7 @@ def sweep_object_races(
             (place / "second").write_text(outcome)
 
         def first_one() -> None:
-            act_at(number, overtake)  # noqa: B023
+            act_at(number, overtake, only)  # noqa: B023
             publish(out, 2, overwrite=overwrite)  # noqa: B023
 
         outcome = in_child(first_one)

@@ -240,6 +240,15 @@ def test_of_two_publishers_on_s3_one_wins(s3: str, sweep_path: Path, elsewhere: 
     assert sweep("sweep_object_races", sweep_path, base=s3, **options)["points"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_on_s3_a_publisher_that_stalls_before_a_removal_removes_nothing_of_its_successor(
+    s3: str, sweep_path: Path
+) -> None:
+    options = {"before": True, "overwrite": True, "elsewhere": True, "step": 2, "only": "remove if unchanged"}
+    assert sweep("sweep_object_races", sweep_path, base=s3, **options)["points"] > 1
+
+
 RACER = """
 import sys
 sys.path.insert(0, sys.argv[1])
