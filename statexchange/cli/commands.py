@@ -1,4 +1,4 @@
-"""The parts that commands share: decorators with common options and for several PATHs, options of several, a check."""
+"""What commands share: decorators for common options and for several PATHs, shared options, and the check of ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _set_quiet(context: click.Context, parameter: click.Parameter, value: bool) 
 def _set_verbose(context: click.Context, parameter: click.Parameter, value: bool) -> None:  # noqa: ARG001 (click's)
     context.obj.verbose |= value
     _refuse_both(context)
-    if value or context.parent is None:  # the group's, which all commands have
+    if value or context.parent is None:  # the group shows warnings for all commands; with --verbose the log is shown
         context.with_resource(_log_shown(context.obj))
 
 

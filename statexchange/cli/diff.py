@@ -27,7 +27,7 @@ _BAR, _DECADES = 20, 10  # a full bar is a relative difference of 1 and more; ea
 @click.argument("b")
 @click.option("--section", type=click.Choice([*SECTIONS, ALL]), help="Compare this section. [default: the model]")
 @click.option(
-    "--weights", type=click.Choice(WEIGHTS), help="Of a DeepSpeed checkpoint, A or B or both: as merge takes them."
+    "--weights", type=click.Choice(WEIGHTS), help="Weights of a DeepSpeed checkpoint, in A and B, as for merge."
 )
 @click.option("--include", "-i", multiple=True, metavar="GLOB", help="Compare only names that match; repeatable.")
 @click.option("--exclude", "-x", multiple=True, metavar="GLOB", help="Leave out names that match; repeatable.")
@@ -48,7 +48,7 @@ _BAR, _DECADES = 20, 10  # a full bar is a relative difference of 1 and more; ea
     "--tolerance",
     type=click.FloatRange(min=0),
     metavar="X",
-    help="Compare by value, and call a difference of at most X none. [default: bits and dtypes]",
+    help="Compare by value; a difference of at most X counts as none. [default: compare bits and dtypes]",
 )
 @click.option("--stat", is_flag=True, help="Show a bar for each tensor that differs, by the size of the difference.")
 def command(

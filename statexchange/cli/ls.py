@@ -117,9 +117,7 @@ def _list_rounds(output: Output, path: str, include: Sequence[str]) -> int:
     if include:
         raise InvalidArgumentError("--include selects tensors, and --rounds lists files: leave one out")
     report = list_rounds(path)
-    output.table(
-        _ROUNDS_HEADER, (_round_cells(row, output.aligned) for row in report.rows), right=_ROUNDS_HEADER[1:5:3]
-    )
+    output.table(_ROUNDS_HEADER, (_round_cells(row, output.aligned) for row in report.rows), right=("ROUND", "BYTES"))
     for note in report.notes:
         output.message(note)
     for problem in report.problems:

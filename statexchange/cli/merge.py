@@ -22,7 +22,7 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ExportOpt
 
 
 def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
-    """Return dtypes by pattern; that for all tensors comes last, as the first that matches counts."""
+    """Return dtypes by pattern; the one for all tensors comes last, because the first match counts."""
     by_pattern: dict[str, str] = {}
     for value in values:
         pattern, _, dtype = value.rpartition("=")
@@ -45,8 +45,7 @@ def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tu
 @click.option(
     "--weights",
     type=click.Choice(WEIGHTS),
-    help="Of a DeepSpeed checkpoint: the fp32 master weights (default, where they can be read), or the weights with "
-    "which the training computes.",
+    help="Of a DeepSpeed checkpoint: the fp32 master weights (default, where they can be read), or the module's own.",
 )
 @click.option(
     "--layout",
@@ -65,8 +64,8 @@ def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tu
 @click.option(
     "--convert",
     metavar="NAME|FILE.json",
-    help="Write another model family's names and values: a built-in conversion, as torchtitan:llama3, or one's own; "
-    "after inverse: for the other direction.",
+    help="Write another model family's names and values: a built-in conversion such as torchtitan:llama3, or your own. "
+    "inverse: before it converts in the other direction.",
 )
 @commands.CONVERT_WITH
 @click.option(

@@ -85,8 +85,8 @@ class Output:
         self.format = "auto"
         self.quiet = self.verbose = False
         self._warnings: list[str] = []
-        self._path: str | None = None  # the one that is looked at, of several
-        self._records: list[Row] = []  # what was found at those before
+        self._path: str | None = None  # of several PATHs, the current one
+        self._records: list[Row] = []  # the results of the earlier ones
         self._closed = closed
         self._lost: OSError | None = None
 
@@ -307,7 +307,7 @@ def _json(value: object, indent: int | None = None) -> str:
 
 
 def _without_nan(value: object) -> object:
-    """Return a value in which NaN and infinite numbers, for which JSON has no words, are text."""
+    """Return a value with NaN and infinite numbers as text: JSON has no such numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

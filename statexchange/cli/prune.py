@@ -81,7 +81,9 @@ def _show(output: Output, report: PruneReport) -> None:
     saves = "1 save" if num_saves == 1 else f"{num_saves:,} saves"
     unfinished = f" and {len(removed) - num_saves:,} unfinished" if len(removed) > num_saves else ""
     doing = "would remove" if report.dry_run else "removed"
-    staying = f"kept step{'s' if len(kept) > 1 else ''} {steps_text(kept)}" if kept else "kept none"
+    staying = "kept none"
+    if kept:
+        staying = f"kept step{'s' if len(kept) > 1 else ''} {steps_text(kept)}"
     if output.human:
         output.message(f"{doing} {saves}{unfinished}, {format_bytes(report.nbytes)}; {staying}")
 

@@ -59,7 +59,7 @@ def _is_number(text: str) -> bool:
 @picture_options("Draw into an SVG which rank or file supplied which region of the tensor.")
 @click.argument("path")
 @click.argument("name", required=False)
-@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Show what this rank has written, alone.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Show only what this rank has written.")
 @click.option("--round", "number", type=click.IntRange(min=0), metavar="N", help="The round of a workspace to show.")
 @click.option(
     "--slice",
@@ -94,7 +94,9 @@ def command(
     from statexchange.formats.registry import open_source
 
     if name is None and index is not None:
-        raise click.UsageError("--slice is of a tensor: give its NAME after PATH", click.get_current_context())
+        raise click.UsageError(
+            "--slice selects values of a tensor: give its NAME after PATH", click.get_current_context()
+        )
     if name is None and picture is not None:
         raise click.UsageError("--svg draws a tensor: give its NAME after PATH", click.get_current_context())
     opened_path = path
@@ -254,7 +256,7 @@ def _is_nested(value: Any) -> bool:
 
 
 def _value_text(value: Any, is_cut: bool) -> str:
-    """Return a value as Python writes it; cut for a terminal, of which a huge value would push all else away."""
+    """Return a value's repr; cut for a terminal, where a huge value would scroll everything else away."""
     if not is_cut:
         return repr(value)
     text = excerpt(value, _MAX_VALUE)
@@ -285,7 +287,7 @@ def _show_tensor(
         names = [*names_of(source), *source.others]
         if not names and (source.problems or source.refusal is not None):
             raise source.problems[0] if source.problems else source.refusal  # type: ignore[misc]
-        for problem in source.problems:  # it may lie in what is broken
+        for problem in source.problems:  # the tensor may be in a broken file
             output.warning(str(problem))
         hint = did_you_mean(name, names) or "; ls lists all names"
         raise NotFoundError(f"there is no tensor {excerpt(name, 200)} among {len(names):,}{hint}", path=source.path)

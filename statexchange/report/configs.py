@@ -63,8 +63,8 @@ class ConfigComparison:
     """The common part of configs, and the keys in which they differ.
 
     Attributes:
-        common: the values on which all agree; an index stands as a key ``[0]`` where not all items do. None if they
-            agree on nothing.
+        common: the values on which all agree, None if there are none. A list of which only some items agree is a dict
+            of them, with keys such as ``[0]``.
         differing: the other keys.
     """
 
@@ -128,7 +128,7 @@ def compare_configs(configs: Mapping[tuple[int, ...], Any]) -> ConfigComparison:
     return ConfigComparison(None if common is _NOTHING else common, tuple(differing))
 
 
-_NOTHING = object()  # what values have in common that differ
+_NOTHING = object()  # the common part of values that agree on nothing
 
 
 def _compare(key: str, values: Sequence[RanksValue], differing: list[DifferingKey]) -> Any:
@@ -165,10 +165,10 @@ def _items(value: Any) -> dict[str, Any] | None:
 def _grouped(values: Sequence[RanksValue]) -> Iterator[RanksValue]:
     """Yield the distinct values, each with all its ranks: 1, 1.0 and True differ, and NaN is equal to itself."""
     ranks: dict[tuple[bool, str], list[int]] = {}
-    of_text: dict[tuple[bool, str], Any] = {}
+    firsts: dict[tuple[bool, str], Any] = {}
     for value in values:
-        text = (value.is_present, repr(value.value))
-        ranks.setdefault(text, []).extend(value.ranks)
-        of_text.setdefault(text, value.value)
-    for text, of_value in ranks.items():
-        yield RanksValue(tuple(sorted(of_value)), text[0], of_text[text])
+        key = (value.is_present, repr(value.value))
+        ranks.setdefault(key, []).extend(value.ranks)
+        firsts.setdefault(key, value.value)
+    for key, of_value in ranks.items():
+        yield RanksValue(tuple(sorted(of_value)), key[0], firsts[key])

@@ -69,7 +69,7 @@ class TensorDiff:
         values: ValueDiff | None,
         tolerance: float | None,
     ) -> TensorDiff:
-        """Return the result of two tensors of one shape whose bytes or dtypes differ, by the differences in values."""
+        """Return the result for two tensors of one shape whose bytes or dtypes differ, from their `values`."""
         status: Status = "values"
         if values is not None and not values.num_differing:
             if tolerance is not None:
@@ -185,7 +185,7 @@ class _Side:
         }
 
     def check_copies(self, name: str) -> None:
-        """Raise ReplicaError unless the copies of a tensor are equal, of which one is compared."""
+        """Raise ReplicaError if the copies of a tensor differ: only one of them is compared with the other side."""
         check_tensor_copies(self.source, self.tensors[name], TAKE_LOWEST)
 
 
@@ -205,7 +205,7 @@ def _side(source: Source, options: ExportOptions, selected: ExportOptions) -> _S
 
 
 def _sides(a: _Side, b: _Side) -> tuple[_Side, _Side]:
-    """Return both sides, each with those of its tied tensors that are not tied alike in the other, and are there."""
+    """Return both sides, each with its tied names that the other side stores as a tensor or ties to another name."""
     return _untied(a, b), _untied(b, a)
 
 
@@ -238,7 +238,9 @@ class _Comparison:
         self.notes = selected.notes_on_exclude(names)
         self._tolerance = tolerance
         self._on_progress = on_progress
-        self._total = sum(side.tensors[name].nbytes for side in (a, b) for name in self._names if name in side.tensors)
+        self._total = 0
+        for side in (a, b):
+            self._total += sum(side.tensors[name].nbytes for name in self._names if name in side.tensors)
         self._settled = 0  # bytes of tensors that need not be read
         self._lock = threading.Lock()
         self._memory = threading.local()

@@ -2,7 +2,7 @@
 
 `hf download REPO --local-dir DIR` writes ``DIR/.cache/huggingface/download/NAME.metadata`` for each file NAME: three
 lines, the commit, the ETag and the time. The ETag is the file's SHA-256 if the Hub has it in LFS, else git's SHA-1 of
-it as a blob. Its own reader trusts it as long as the file is not newer; here the bytes are hashed.
+it as a blob. huggingface_hub trusts it as long as the file is not newer; here the bytes are hashed.
 """
 
 from __future__ import annotations

@@ -37,12 +37,12 @@ class RankRow:
     Attributes:
         run: the run.
         round: the round.
-        rank: the rank; None if only its file would tell, and it is unfinished.
-        world_size: number of ranks of the round; None like the rank.
+        rank: the rank; None for an unfinished file, whose name does not tell.
+        world_size: number of ranks of the round; None for an unfinished file.
         state: "whole"; "broken" for a file that its header or manifest contradicts; "missing"; "unfinished" for a file
             that is being written, and "abandoned" if its writer has provably ended.
         is_committed: whether the round has a manifest.
-        path: the file's path; of a missing one without a name the round's.
+        path: the file's path, or that of the round if the missing file's name is not known.
         nbytes: bytes of the file; None for a missing one.
         written: when it was last written, in seconds since the epoch; None if that is not known.
         config: what its config is; None if it cannot be read.
@@ -194,7 +194,7 @@ def list_rounds(path: str | os.PathLike[str]) -> RoundsReport:
     def read(opened: OpenedPath) -> RoundsReport:
         with opened:
             if not workspace.matches(opened):
-                raise InvalidArgumentError("not a workspace, which alone has rounds", path=opened.path)
+                raise InvalidArgumentError("not a workspace: only workspaces have rounds", path=opened.path)
             root, run, number = workspace.position(opened)
             with root:
                 listing = _Listing(WorkspaceView(root.store))
@@ -224,7 +224,7 @@ def _sorted(rows: list[RankRow]) -> Iterator[RankRow]:
 def newest_of_ranks(report: RoundsReport, run: str) -> list[RankStatus]:
     """Return how far each rank of a run is, by its newest whole round. Not collective."""
     newest: dict[int, RankRow] = {}
-    known: dict[int, int] = {}  # the world size that a rank's rows tell
+    known: dict[int, int] = {}  # the world size in the rows of each rank
     for row in report.rows:
         if row.run != run or row.rank is None or row.world_size is None:
             continue

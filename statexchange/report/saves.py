@@ -21,7 +21,7 @@ _MAX_SHOWN = 4  # problems of one save in warnings
 
 @dataclass(frozen=True, slots=True)
 class SaveRow:
-    """One save, as cheap looks find it: its manifest, and the sizes and headers of its files.
+    """One save, judged by its manifest and by the sizes and headers of its files.
 
     Attributes:
         step: the training step.

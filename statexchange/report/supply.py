@@ -110,7 +110,7 @@ def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
         raise source.refusal
     unknown = []
     manifest = source.manifest
-    if manifest is not None and sealed_files.KEY in manifest:  # written later, by nobody who knows the ranks
+    if manifest is not None and sealed_files.KEY in manifest:  # a seal is added later, when the ranks are not known
         manifest = None
     if manifest is not None:
         tensors = list(_published_tensors(manifest))

@@ -80,7 +80,7 @@ class Drawing:
         self._parts.append(f'<text x="{x:.5g}" y="{y:.5g}" class="{style}"{fill}>{_escaped(text)}</text>')
 
     def rectangle(self, x: float, y: float, width: float, height: float, style: str, *, tooltip: str = "") -> None:
-        """Add a rectangle; `style` is its attributes, `tooltip` the text below the mouse."""
+        """Add a rectangle; `style` is its attributes, `tooltip` the text at the mouse pointer."""
         end = f"><title>{_tooltip(tooltip)}</title></rect>" if tooltip else "/>"
         self._parts.append(f'<rect x="{x:.6g}" y="{y:.6g}" width="{width:.5g}" height="{height:.5g}" {style}{end}')
 
@@ -104,7 +104,7 @@ class Drawing:
 
 
 def _escaped(text: str) -> str:
-    """Return a text for XML, which has no control characters, and for readers, whom invisible ones mislead."""
+    """Escape a text for XML; also control characters, which XML lacks, and invisible ones, which mislead readers."""
     return escape(printable(text))
 
 
@@ -118,7 +118,7 @@ def _columns(text: str) -> int:
 
 
 def text_width(text: str, size: float) -> float:
-    """Return the width of a text in the monospaced font of class "n" at most."""
+    """Return an upper bound of the width of a text in the monospaced font of class "n"."""
     return 0.61 * size * _columns(text)
 
 
@@ -129,12 +129,12 @@ def fitted(text: str, columns: int) -> str:
 
 
 def title_of(path: str) -> str:
-    """Return what to call a checkpoint in a title: the last component of its path, which others may read."""
+    """Return a checkpoint's name for a title: only the last component of its path, because pictures are shared."""
     return path.rstrip("/").rpartition("/")[2] or path
 
 
 def palette(count: int) -> list[str]:
-    """Return as many colours, each different from the others."""
+    """Return `count` distinct colours."""
     if count <= len(_COLOURS):
         return list(_COLOURS[:count])
     return [_ramp_colour(number / (count - 1)) for number in range(count)]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Overlap", "Region", "TensorFacts", "element_box", "group_box", "names_of", "tensor_facts"]
 
-_MAX_LISTED_BOXES = 1000  # of which each gap and overlap is listed; of more, the first flaw alone
+_MAX_LISTED_BOXES = 1000  # of a tensor with more, gaps and overlaps are not listed, and only the first is an error
 _MAX_GAPS = 1000
 
 
@@ -176,7 +176,7 @@ def _kept_name(source: Source, name: str) -> str:
 
 
 def _refuse_unreadable(source: Source, name: str) -> None:
-    """Raise why a tensor of this name cannot be read, if it is one that is listed and not readable."""
+    """Raise the reason why a listed tensor cannot be read; do nothing for a name that is not listed."""
     for unreadable in source.unreadable:
         if unreadable.name != name:
             continue

@@ -33,7 +33,7 @@ _MAX_SLICE = 100_000  # elements
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """The number of values from `low` (included) to `high`, which of integers is included."""
+    """The number of values from `low` (included) to `high`, which is included for integers only."""
 
     low: float
     high: float
@@ -49,8 +49,8 @@ class ValueStatistics:
         num_zeros: number of zeros.
         num_nan: number of NaN.
         num_inf: number of infinite values.
-        min: the least finite value, like the next four of the absolute values if the dtype is complex; None if there
-            is none.
+        min: the least finite value; None if there is none. For a complex dtype this and the next four are those of the
+            absolute values.
         max: the greatest.
         mean: their mean.
         std: their standard deviation, divided by the number of values.
@@ -125,7 +125,7 @@ def read_statistics(facts: TensorFacts, on_progress: Callable[[int, int], None] 
         on_progress: called with the bytes done and the bytes in all.
 
     Raises:
-        ReplacedError: a file was changed meanwhile.
+        ReplacedError: a file was changed while it was read.
         StorageError: a file cannot be read.
     """
     sums = _Sums(is_integer=facts.dtype not in PACKED and numpy_dtype(facts.dtype).kind in "iub")
@@ -219,7 +219,7 @@ class _Sums:
         if not len(wide):
             return
         self._num_zeros += len(wide) - int(np.count_nonzero(wide))
-        exact = values if values.dtype.kind in "iu" else wide  # float64 has not every integer of 64 bits
+        exact = values if values.dtype.kind in "iu" else wide  # float64 cannot represent every 64-bit integer
         low, high = exact.min().item(), exact.max().item()
         self._min = low if self._min is None else min(self._min, low)
         self._max = high if self._max is None else max(self._max, high)

@@ -47,7 +47,7 @@ class ModuleNode:
     children: tuple[ModuleNode, ...]
 
     def walk(self, depth: int) -> Iterator[tuple[int, ModuleNode]]:
-        """Yield this, which has `depth`, and all below, each with its own, parents first."""
+        """Yield (depth, node) for this node, which has `depth`, and all below it, parents first."""
         waiting = [(depth, self)]
         while waiting:
             level, node = waiting.pop()
@@ -75,7 +75,7 @@ def module_tree(rows: Iterable[TreeTensor], depth: int) -> ModuleNode:
     branches = [top]
     for row in rows:
         branch = top
-        parts = row.name.split(".", depth)[:depth]  # what is deeper counts in the last
+        parts = row.name.split(".", depth)[:depth]  # deeper parts count in the last one
         path = [top]
         for part in parts:
             if part not in branch.below:

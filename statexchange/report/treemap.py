@@ -108,7 +108,7 @@ class _Group:
 
     @property
     def has_caption(self) -> bool:
-        """Whether its name is written: so it is for the two upper levels, and for each layer."""
+        """Whether its name is written, as on the two upper levels and for each layer."""
         return self.level <= 2 or self.node.name.rpartition(".")[2].isdecimal()
 
 

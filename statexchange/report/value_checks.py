@@ -1,9 +1,9 @@
-"""Check the values of a checkpoint's tensors while their bytes go by: NaN, infinities, zeros and constants.
+"""Check the values of a checkpoint's tensors while their bytes are read: NaN, infinities, zeros and constants.
 
 A lost write leaves zeros. A client of NFS sends the pages of a file in any order, and a file system may give a file its
-size before its bytes. So what a crash or a full server has swallowed is a run of zero bytes that begins, and ends, at a
-page of the *file*: up to the end of the file or of a tensor (``zero-tail``), or between two pages that did arrive
-(``zero-pages``). Values that are zero for another reason hardly ever begin and end so.
+size before its bytes. So what a crash or a full server has lost is a run of zero bytes that begins and ends at page
+boundaries of the *file*: up to the end of the file or of a tensor (``zero-tail``), or between two pages that did arrive
+(``zero-pages``). Runs that are zero for another reason hardly ever have such boundaries.
 
 Zeros and constants are usual in some tensors. The constants below say which, and docs/how-to/inspecting.md tells users.
 A person who reads a finding should have a reason to look.
@@ -170,8 +170,8 @@ def _num_leading_zeros(array: Any) -> int:
 class TensorChecks:
     """Checks one tensor, box by box, in any order of the boxes. Not thread-safe.
 
-    For each box call `begin`, `add` with all its windows in C order, then `end`; `findings` after the last box. Copies
-    of one box are looked at once: that they are equal is another check.
+    For each box call `begin`, `add` with all its windows in C order, then `end`; `findings` after the last box. Only
+    the first copy of a box is checked here; `verify` compares copies.
     """
 
     def __init__(self, name: str, dtype: str, shape: tuple[int, ...], checks: Collection[str]) -> None:
@@ -316,11 +316,11 @@ class TensorChecks:
         return len(stored_box.box.shape) > 1 and not any(offset % row for offset in offsets)
 
     def begins_page(self, begin: int) -> bool:
-        """Whether the first zero element of a run begins a page; bytes before it may be zero, too, as of 1.0."""
+        """Whether the first zero element of a run begins a page; the bytes before it may be zero, as of an int 1."""
         return -begin % _PAGE_BYTES < ITEMSIZE[self._dtype]
 
     def _is_lost(self, begin: int, end: int) -> bool:
-        """Whether a run of zeros begins and ends at pages."""
+        """Whether a run of zeros begins and ends at pages; the element after it may begin with zeros, as 1.0 does."""
         return self.begins_page(begin) and end % _PAGE_BYTES < ITEMSIZE[self._dtype]
 
     def _may_be_zero(self) -> bool:

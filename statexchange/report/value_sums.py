@@ -183,7 +183,9 @@ class ValueSums:
     def result(self) -> ValueDiff:
         """Return the differences."""
         delta, a, b, product = self.squares
-        relative = math.sqrt(delta / a) if a else (math.inf if delta else 0.0)
+        relative = math.inf if delta else 0.0
+        if a:
+            relative = math.sqrt(delta / a)
         cosine = product / math.sqrt(a) / math.sqrt(b) if a and b else math.nan
         largest = self.max_abs if self.has_number or not self.num_differing else math.nan
         return ValueDiff(self.num_differing, largest, relative, cosine, self.first, *self.nans)

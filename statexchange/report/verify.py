@@ -141,16 +141,16 @@ class _Check:
         self._computed: dict[tuple[int, str, int], str] = {}  # digests that are not stored: by file, tensor, box
 
     def run(self) -> None:
-        """Check everything; raise ReplacedError if a file was replaced or changed meanwhile."""
+        """Check everything; raise ReplacedError if a file was replaced or changed while it was read."""
         for number, shard_file in enumerate(self._source.files):
             tails = FileTails()
             for tensor in shard_file.tensors.values():
                 for index in range(len(tensor.byte_ranges)):
-                    self._guard(self._box, number, tensor, index, tails)
+                    self._guard(self._read_box, number, tensor, index, tails)
             self.value_findings += tails.findings()
         for tensor_checks in self._tensor_checks.values():
             self.value_findings += tensor_checks.findings()
-        self._cover()
+        self._prove_covers()
         for sealed in self._sealed:
             self._guard(check_sealed_file, self._source.opened.store, sealed)
             self._count(sealed.digest_nbytes)
@@ -165,7 +165,7 @@ class _Check:
         except StateExchangeError as error:
             self.findings.append(error)
 
-    def _box(self, number: int, tensor: SourceTensor, index: int, tails: FileTails) -> None:
+    def _read_box(self, number: int, tensor: SourceTensor, index: int, tails: FileTails) -> None:
         """Read a box, compare its digests, or those of its parts, and look at its values."""
         stored, box, shard = tensor.byte_ranges[index], tensor.shard.boxes[index], tensor.shard
         self.num_boxes += len(stored.parts) or 1
@@ -201,24 +201,24 @@ class _Check:
         begun = checks.begin(tensor.byte_ranges[index], shard.boxes[index], rank)
         return checks if begun else None
 
-    def _cover(self) -> None:
+    def _prove_covers(self) -> None:
         """Prove the cover of each tensor separately, so that every problem is found, and compare replicas."""
         by_name: dict[str, list[int]] = {}
         for number, shard_file in enumerate(self._source.files):
             for name in shard_file.tensors:
                 by_name.setdefault(name, []).append(number)
         for name, numbers in by_name.items():
-            self._guard(self._cover_of, name, numbers)
+            self._guard(self._prove_cover, name, numbers)
 
-    def _cover_of(self, name: str, numbers: list[int]) -> None:
+    def _prove_cover(self, name: str, numbers: list[int]) -> None:
         """Prove the cover of one tensor, which is in the files with these numbers, and compare its replicas."""
         shard_files = [self._source.files[number] for number in numbers]
         rank_shards = [RankShards(shard_file.rank, [shard_file.tensors[name].shard]) for shard_file in shard_files]
         plan = plan_merge(rank_shards, ExportOptions())
         for tensor in plan.files[0].tensors:
-            self._replicas(tensor, numbers)
+            self._compare_replicas(tensor, numbers)
 
-    def _replicas(self, tensor: TensorPlan, numbers: list[int]) -> None:
+    def _compare_replicas(self, tensor: TensorPlan, numbers: list[int]) -> None:
         for piece in tensor.pieces:
             expected = self._digest(numbers[piece.holder], tensor.source, piece.box_index)
             for holder, index in piece.replicas:

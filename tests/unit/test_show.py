@@ -216,7 +216,7 @@ def test_rounds_are_of_a_workspace(tmp_path: Path, call: Call) -> None:
     save_file({"w": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
     code, _, err = call("ls", tmp_path, "--rounds")
     assert code == 2
-    assert "not a workspace, which alone has rounds" in err
+    assert "not a workspace: only workspaces have rounds" in err
     assert call("ls", tmp_path, "--rounds", "-i", "*")[0] == 2
     assert call("ls", tmp_path / "absent", "--rounds")[0] == 3
 
@@ -578,7 +578,7 @@ def test_slices(tmp_path: Path, call: Call) -> None:
         assert message in err
     code, _, err = call("show", tmp_path, "--slice", "0")
     assert code == 2
-    assert "--slice is of a tensor" in err
+    assert "--slice selects values of a tensor" in err
 
 
 def test_regions_gaps_and_overlaps_are_named(tmp_path: Path, call: Call) -> None:
