@@ -66,6 +66,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return 2 * usable_cores()
 
 
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork the workers from a process with torch and transformers, from which ranks and scripts are forked, too."""
+    os.environ["PYTEST_XDIST_TESTRUNUID"] = config.pluginmanager.get_plugin("dsession").nodemanager.testrunuid
+    for spec in specs:
+        spec.python = warm_python("transformers")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
