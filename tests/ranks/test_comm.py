@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from programs import require_mpi
+from scripts import warm_command, with_mpiexec
 from shared_names import no_names_left
 from sweeps import slow
 
@@ -295,14 +296,9 @@ def test_under_mpiexec_an_uncaught_exception_ends_the_job(backend: str, tmp_path
     require_mpi()
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    mpiexec = Path(sys.executable).with_name("mpiexec")
-    done = subprocess.run(
-        [mpiexec, "-n", "3", sys.executable, script, backend],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-    )
+    words, environ = warm_command(with_mpiexec(3), SCRIPT)
+    environ["GLOO_SOCKET_IFNAME"] = "lo"
+    done = subprocess.run([*words, script, backend], capture_output=True, text=True, timeout=60, env=environ)
     assert done.returncode != 0
     assert "lost my keys" in done.stderr
 

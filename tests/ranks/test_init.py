@@ -25,6 +25,7 @@ from scripts import ALONE, warm_command, with_mpiexec, with_torchrun
 from shared_names import no_names_left
 from starting import start
 from sweeps import slow
+from warm_python import warm_python
 
 import statexchange as sx
 from statexchange.comm import defaults, tcp_store
@@ -578,12 +579,18 @@ def test_a_small_dev_shm_is_no_harm(tmp_path: Path) -> None:
 
 
 TINY = """
-import os, sys
-from statexchange.testing import run_ranks
-sys.path[:] = sys.argv[1].split(os.pathsep)
+import ctypes, multiprocessing, os, subprocess, sys
 import test_init
-if __name__ == "__main__":
-    print(run_ranks(test_init.reduces, 2, backend="processes", args=(sys.argv[2],), timeout_s=60))
+
+def reduces(rank):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    return test_init.reduces(sys.argv[1])
+
+clone_newns = 0x00020000
+assert ctypes.CDLL(None).unshare(clone_newns) == 0
+subprocess.run("mount --make-rprivate / && mount -t tmpfs -o size=1m tmpfs /dev/shm", shell=True, check=True)
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    print(pool.map(reduces, range(2), chunksize=1))
 """
 
 
@@ -611,9 +618,9 @@ def test_a_tiny_dev_shm_is_detected_at_init(tmp_path: Path) -> None:
     """1 MiB of /dev/shm has room for a control page, but not for the first collective."""
     script = tmp_path / "script.py"
     script.write_text(TINY)
-    mounted = "mount --make-rprivate / && mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "
-    run = f"{mounted} {sys.executable} {script} {os.pathsep.join(sys.path)} file://{tmp_path}/meeting"
-    done = subprocess.run(["unshare", "-m", "sh", "-c", run], capture_output=True, text=True, timeout=100)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [warm_python(), script, f"file://{tmp_path}/meeting"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[['gloo', 2.0, 1, []], ['gloo', 2.0, 0, []]]"]
 
@@ -643,10 +650,16 @@ def facts_of_shm(url: str) -> list[Any]:
 
 
 APART = """
-import sys
+import ctypes, os, subprocess, sys
 import torch
-import torch.distributed as dist
 import statexchange as sx
+clone_newns, clone_newpid = 0x00020000, 0x20000000
+assert ctypes.CDLL(None).unshare(clone_newns | clone_newpid) == 0
+child = os.fork()
+if child:
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+subprocess.run("mount --make-rprivate / && mount -t proc proc /proc", shell=True, check=True)
+assert os.getpid() == int(os.readlink("/proc/self")) == 1
 comm = sx.init(rendezvous=sys.argv[1], rank=int(sys.argv[2]), world_size=2, timeout_s=30)
 print(comm.backend, comm.all_reduce(torch.ones(100_000))[-1].item(), flush=True)
 sx.shutdown()
@@ -656,7 +669,7 @@ sx.shutdown()
 @pytest.mark.usefixtures("mounts")
 def test_ranks_of_different_pid_namespaces_fall_back(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(APART)
-    apart = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, str(tmp_path / "script.py")]
+    apart = [warm_python(), str(tmp_path / "script.py")]
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(

@@ -277,7 +277,7 @@ def test_patterns_that_may_match_nothing_are_warned_of(call: Call, made: Path, t
 
 
 def test_the_closest_of_many_and_of_long_names_are_found() -> None:
-    names = [f"model.layers.{n}.{'x' * 500}.{n % 7}.{chr(97 + n % 26)}" for n in range(100_000)]
+    names = [f"model.layers.{n}.{'x' * 500}.{n % 7}.{chr(97 + n % 26)}" for n in range(10_000)]
     assert "did you mean" in did_you_mean("model.layer.0." + "x" * 500 + ".0.a", names)
     assert did_you_mean("", names) == did_you_mean("*", names) == did_you_mean("a", []) == ""
 
@@ -504,7 +504,7 @@ def begin(*arguments: object) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize(
-    "moments", [6, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(900)])], ids=["quick", "sweep"]
+    "moments", [3, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(900)])], ids=["quick", "sweep"]
 )
 @pytest.mark.parametrize("command", [["info", "whole"], ["verify", "whole"], ["merge", "whole", "out", "--dry-run"]])
 def test_ctrl_c_at_any_moment_ends_without_a_traceback(
@@ -559,6 +559,6 @@ def test_closed_streams_are_survived(made: Path, command: list[str], monkeypatch
 
     code = bash(f"{line} >/dev/null 2>&1; echo $?")
     assert bash(f"{line} 2>&- >/dev/null; echo $?") == code
-    assert bash(f"{line} >&- 2>/dev/null; echo $?") == "8\n", "the data is lost"
-    assert bash(f"{line} 2>&1 >&- | grep -c Traceback") == "0\n"
+    lost = bash(f"{line} 2>&1 >&-; echo $?")
+    assert (lost.splitlines()[-1], "Traceback" in lost) == ("8", False), lost
     assert bash(f"{line} 2>/dev/null | head -c 0; echo ${{PIPESTATUS[0]}}") == code

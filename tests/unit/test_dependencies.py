@@ -36,7 +36,7 @@ def names(requirements: list[str]) -> set[str]:
     }
 
 
-def is_for_types(node: ast.stmt) -> bool:
+def is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
@@ -45,11 +45,12 @@ def imported() -> dict[str, set[str]]:
     """Third-party packages, each with the modules of ours that import it when they run."""
     found: dict[str, set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        skipped = {id(inner) for node in ast.walk(tree) if is_for_types(node) for inner in ast.walk(node)}
-        for node in ast.walk(tree):
-            if id(node) in skipped:
+        left: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+        while left:
+            node = left.pop()
+            if isinstance(node, ast.expr) or is_for_types(node):  # an expression imports nothing
                 continue
+            left.extend(ast.iter_child_nodes(node))
             modules: list[str] = []
             if isinstance(node, ast.Import):
                 modules = [alias.name for alias in node.names]

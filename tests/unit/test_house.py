@@ -106,13 +106,18 @@ def module_name(path: Path) -> str:
 
 
 @cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports() -> dict[str, set[str]]:
     """Return every module's imports, at any depth of its code; ``from package import module`` counts as the module."""
     modules = {module_name(path): path for path in PACKAGE.rglob("*.py")}
     found = {}
     for name, path in modules.items():
         found[name] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 found[name] |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -190,10 +195,7 @@ def test_only_settings_reads_the_environment() -> None:
         str(path)
         for path in PACKAGE.rglob("*.py")
         if package_of(module_name(path)) not in ("settings", "testing")
-        and any(
-            isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")
-            for n in ast.walk(ast.parse(path.read_text()))
-        )
+        and any(isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in nodes(path))
     ]
     assert not readers
 
@@ -203,7 +205,7 @@ def test_no_whole_repr_is_made_to_be_truncated() -> None:
     found = [
         (str(path.relative_to(PACKAGE)), node.lineno)
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.FormattedValue) and node.conversion != -1 and node.format_spec is not None
     ]
     assert not found
