@@ -1,4 +1,4 @@
-"""A description of the machine for the head of a table."""
+"""Describe the machine, for the head of a table."""
 
 from __future__ import annotations
 

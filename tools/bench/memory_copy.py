@@ -1,4 +1,4 @@
-"""Restarting from the copy in memory, beside a copy of the same rows from memory to memory.
+"""Time a restart from the copy in memory, compared with a copy of the same rows from memory to memory.
 
     python tools/bench/memory_copy.py [--ranks 2] [--megabytes 1024] [--dirs /tmp] [--rounds 5]
 
@@ -20,7 +20,7 @@ TENSORS = 16
 
 
 def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[float, int]]]:
-    """Seconds and added bytes of every round of every way, on this rank."""
+    """Return seconds and added bytes of every round of every way, on this rank."""
     import torch
     import torch.distributed as dist
 

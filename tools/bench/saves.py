@@ -1,4 +1,4 @@
-"""Saves of a job with FSDP2 and AdamW beside torch's dcp.save, dcp.async_save and dcp.load.
+"""Time saves and loads of a job with FSDP2 and AdamW, compared with torch's dcp.save, dcp.async_save and dcp.load.
 
     python tools/bench/saves.py [--ranks 2] [--megabytes 1024] [--dirs /dev/shm /tmp] [--rounds 5]
 
@@ -48,12 +48,14 @@ class Job:
         self.state = {"model": self.model, "optimizer": self.optimizer, "step": 7}
 
     def tensors(self) -> list[torch.Tensor]:
-        """This rank's parts of all tensors."""
-        moments = [t for of in self.optimizer.state.values() for t in of.values() if isinstance(t, torch.Tensor)]
-        return [t.to_local() if hasattr(t, "to_local") else t for t in (*self.model.parameters(), *moments)]
+        """Return this rank's parts of all tensors."""
+        found = list(self.model.parameters())
+        for entries in self.optimizer.state.values():
+            found += [entry for entry in entries.values() if isinstance(entry, torch.Tensor)]
+        return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in found]
 
     def dcp_state(self) -> dict[str, Any]:
-        """The state as dcp saves and loads it."""
+        """Return the state as dcp saves and loads it."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
