@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
@@ -183,8 +183,7 @@ def probe(path: str) -> Probe:
         except ReplacedError:
             raise
         except InvalidArgumentError as error:  # one of several has to be named: in it, or in its directories
-            foreign: Format = import_module("statexchange.formats.foreign")
-            is_in_it = not directories or foreign.matches(opened)
+            is_in_it = not directories or _format("foreign").matches(opened)
             return Probe(opened, None, error if is_in_it else None, names, directories)
         except StateExchangeError as error:
             return Probe(opened, None, error, names, directories)
@@ -249,10 +248,16 @@ def has_master_weights(path: str | os.PathLike[str]) -> bool:
 def _format_of(opened: OpenedPath) -> str | None:
     """Return the name of the first format that matches an opened path; None if none does."""
     for name in FORMATS:
-        known: Format = import_module(f"statexchange.formats.{name}")
-        if known.matches(opened):
+        if _format(name).matches(opened):
             return name
     return None
+
+
+@cache  # a scan asks for each format once a directory
+def _format(name: str) -> Format:
+    """Import a format."""
+    found: Format = import_module(f"statexchange.formats.{name}")
+    return found
 
 
 def _check_not_repeated(source: Source) -> None:
@@ -294,8 +299,7 @@ def read_opened(
         directories.check_none_below(opened)
         _check_none_below(opened, *_DCP)
     if name is not None:
-        module: Format = import_module(f"statexchange.formats.{name}")
-        return read_section(module.read, opened, strict=strict, section=section)
+        return read_section(_format(name).read, opened, strict=strict, section=section)
     _check_no_saves_below(opened)
     directories.check_none_below(opened)
     _check_none_below(opened, *_DCP)

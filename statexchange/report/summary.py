@@ -244,7 +244,7 @@ def tensor_rows(source: Source) -> list[TensorRow]:
             full_box(shard.global_shape).numel * ITEMSIZE[shard.dtype],
             tuple(shard_file.rank for shard_file in holders),
             num_boxes[name],
-            os.path.basename(holders[0].path),
+            holders[0].path.rpartition("/")[2],
         )
     for unreadable in source.unreadable:
         if unreadable.name not in rows:
@@ -252,6 +252,6 @@ def tensor_rows(source: Source) -> list[TensorRow]:
             nbytes = unreadable.nbytes
             if nbytes is None:
                 nbytes = full_box(shape).numel * ITEMSIZE[dtype] if dtype in ITEMSIZE else 0
-            file = os.path.basename(unreadable.path)
+            file = unreadable.path.rpartition("/")[2]
             rows[unreadable.name] = TensorRow(unreadable.name, dtype, shape, nbytes, (), 0, file)
     return list(rows.values())

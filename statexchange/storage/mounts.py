@@ -62,16 +62,16 @@ class Mount:
 def _mounts() -> tuple[Mount, ...]:
     """Return all mounts in the order in which they were made; () without /proc/self/mountinfo."""
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+        with open("/proc/self/mountinfo", "rb", buffering=0) as lines:
             return _parsed(lines.read())
     except OSError:
         return ()
 
 
 @functools.lru_cache(maxsize=1)  # a scan asks once a directory, and mounts seldom change
-def _parsed(text: str) -> tuple[Mount, ...]:
+def _parsed(text: bytes) -> tuple[Mount, ...]:
     mounts = []
-    for line in text.split("\n"):
+    for line in os.fsdecode(text).split("\n"):
         row = line.split()
         if not row:  # after the last line
             continue
