@@ -29,7 +29,7 @@ _CONFIG = "config.json"
 
 
 def read_conversion(convert: Convert) -> ConversionRules:
-    """Return the conversion that the option `convert` names, a file of one's own read. Not collective.
+    """Return the conversion that the option `convert` names: a known one, or a JSON file. Not collective.
 
     Raises:
         InvalidArgumentError: there is no such conversion, or the file has none.
@@ -46,7 +46,7 @@ def _read_file(path: str) -> object:
 
 
 def configs_beside(source: Source) -> list[KnownConfig]:
-    """Return the facts that a source has about its model: of its config.json, and of the arguments of its job."""
+    """Return what describes a source's model: its config.json, and the arguments of its job."""
     store = source.small_files or source.opened.store
     configs = []
     if (source.small_files is not None or source.opened.file is None) and _CONFIG in store.files:
@@ -57,7 +57,7 @@ def configs_beside(source: Source) -> list[KnownConfig]:
 
 
 def config_of(where: str, content: bytes) -> list[KnownConfig]:
-    """Return the config that a file has; nothing if it is broken or is no object."""
+    """Return the config in a file; [] if it is broken or no object."""
     try:
         values = parse_json(content, where)
     except StateExchangeError:
@@ -81,7 +81,7 @@ class Converted:
     targets: Mapping[str, Sequence[str]]
 
     def renamed_keys(self, entries: Mapping[str, str]) -> dict[str, str]:
-        """Return entries by name of an original tensor as entries by the names that it fills."""
+        """Return `entries`, which are by original tensor, by the names that each of these fills."""
         return {target: entry for name, entry in entries.items() for target in self.targets.get(name, ())}
 
     def check_digests(self) -> None:
@@ -199,7 +199,8 @@ def _byte_range(stored: ByteRange, box: Box, block: Block, fill: Fill, dtype: st
     run = block.is_run(strides)
     if not is_whole or not fill.patch.is_identity:
         is_same = is_whole and run and stored.strides is None  # as of one layer of a stacked tensor
-        return ByteRange(stored.file, begin, nbytes, stored.digest if is_same else None, None if run else strides)
+        digest = stored.digest if is_same else None
+        return ByteRange(stored.file, begin, nbytes, digest, None if run else strides)
     moved = [new - old for new, old in zip(block.box.offsets, box.offsets, strict=True)]
     parts = []
     for part, digest in stored.parts:

@@ -54,7 +54,7 @@ _MAX_TAG_BYTES = 255
 _TAG = re.compile(r"[^/\\\0\n]{1,200}")
 _SCRIPT = "zero_to_fp32.py"
 _MODEL, _STATE = "model.", "optimizer.state."
-_OF_LAYER = re.compile(r"([0-9]{1,9})\.")  # how a parameter of a pipeline layer is called
+_OF_LAYER = re.compile(r"([0-9]{1,9})\.")  # with which the name of a pipeline layer's parameter begins
 _RESERVED = (_MODEL, "optimizer.")
 # Entries of the model's file that are the model, or that describe it.
 _OF_MODEL = {
@@ -257,9 +257,9 @@ class _Reader:
         return count if self._names.layers else 1
 
     def _takes_master(self, first: DeepSpeedFile, *, is_zero: bool, has_experts: bool) -> bool:
-        """Whether the model is made of the fp32 weights; add a note if it is not although nothing was chosen."""
+        """Whether the model is made of the fp32 weights; if it is not, and the caller did not choose, add a note."""
         if self._weights == "model":
-            self._check_has_others()
+            self._check_has_model_weights()
             return False
         reason = None
         if has_experts:
@@ -274,7 +274,7 @@ class _Reader:
         self._notes.append(f"these are the weights of the training, not the fp32 master weights: {reason}")
         return False
 
-    def _check_has_others(self) -> None:
+    def _check_has_model_weights(self) -> None:
         """Raise UnsupportedError for ZeRO-3, which saves no weights but the fp32 ones."""
         if self._names.per_rank:
             text = (
@@ -295,9 +295,9 @@ class _Reader:
         )
         if len(found) < rank_count and found:
             self._list_missing(found[min(found)], of_model=True)
-        return (
-            _Stage(found, self._num_ranks, is_divided=names.per_rank, takes_master=takes_master) if 0 in found else None
-        )
+        if 0 not in found:
+            return None
+        return _Stage(found, self._num_ranks, is_divided=names.per_rank, takes_master=takes_master)
 
     def _of_ranks(
         self,
@@ -325,7 +325,7 @@ class _Reader:
         return found
 
     def _list_missing(self, first: DeepSpeedFile, *, of_model: bool) -> None:
-        """List as unreadable what depends on the file of the last problem."""
+        """List as unreadable the tensors that depend on the file of the last problem."""
         path = self.problems[-1].path or self._store.path
         self._unreadable.append(UnreadableTensor(f"{_STATE}*", None, None, path))
         if of_model:
@@ -361,7 +361,7 @@ class _Reader:
     def _add_layers(self, known: set[str]) -> None:
         """Add the files of pipeline layers, without the tensors of `known` names.
 
-        A layer that is tied to another has the name ``tied_modules.KEY`` among these, and its number as a file.
+        A layer that is tied to another is ``tied_modules.KEY`` in `known`, and has its own number as a file.
         """
         tied = {name.split(".", 2)[2] for name in known if name.startswith("tied_modules.") and name.count(".") > 1}
         for number, names in self._names.layers.items():
@@ -635,7 +635,7 @@ class _UniversalReader(_Reader):
         takes_master = self._weights != "model"
         num_stages = len(self._names.model)
         if not takes_master:
-            self._check_has_others()
+            self._check_has_model_weights()
             if num_stages > 1:
                 raise UnsupportedError("there are only fp32 master weights here: leave out weights (--weights)")
         if self._names.per_rank:

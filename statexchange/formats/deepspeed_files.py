@@ -92,12 +92,12 @@ class FileNames:
         return bool(self.optimizer or self.model or self.layers)
 
     def expected_model(self, mp_rank: int, rank: int) -> str:
-        """Return the name that the model's file of a rank has."""
+        """Return the name of a rank's file of the model."""
         prefix = f"zero_pp_rank_{rank}_" if self.per_rank else ""
         return f"{prefix}mp_rank_{mp_rank:02d}_model_states.pt"
 
     def expected_optimizer(self, mp_rank: int, rank: int) -> str:
-        """Return the name that the optimizer's file of a rank has."""
+        """Return the name of a rank's file of the optimizer."""
         prefix = "zero_pp_rank_"
         for names in self.optimizer.values():
             for name in names.values():
@@ -189,7 +189,7 @@ class DeepSpeedFile:
 
     @contextmanager
     def parsing(self) -> Iterator[None]:
-        """Turn what goes wrong with unexpected content into CorruptError, and add the file to errors."""
+        """Turn errors from unexpected content into CorruptError, and add rank and file to all errors."""
         try:
             yield
         except StateExchangeError as error:
@@ -219,7 +219,7 @@ class DeepSpeedFile:
         return FlatBuffer(view.dtype, view.shape[0], stored)
 
     def add_whole(self, name: str, value: Any, shape: tuple[int, ...] | None = None) -> None:
-        """Add a whole tensor; one with the bytes of another becomes its alias. `shape` is for a flattened one."""
+        """Add a whole tensor, as an alias if it has the bytes of another. `shape` is that of a flattened one."""
         try:
             view = self.view(value)
             stored = self._archive.byte_range(view)
@@ -241,7 +241,7 @@ class DeepSpeedFile:
     def add_runs(
         self, name: str, shape: tuple[int, ...], runs: Sequence[FlatRun], buffers: Mapping[int, FlatBuffer]
     ) -> None:
-        """Add a tensor's runs in flat buffers, which have numbers."""
+        """Add a tensor from its runs in `buffers`, which are by the runs' `group`."""
         self._budget.spend(_STEPS_PER_PART * len(runs))
         boxes: list[Box] = []
         ranges: list[ByteRange] = []

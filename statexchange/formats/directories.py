@@ -42,7 +42,7 @@ _Reader = Literal["dcp", "huggingface", "torch_file"]
 _MAX_SHOWN = 8
 _PEFT = "base_model.model."
 _MAX_TEXT = 64  # bytes of a file with one number
-# Files that only a whole of another kind has.
+# Files that only checkpoints of other formats have.
 _OF_OTHERS = ("statexchange.json", "save.json", "latest", CLAIM_NAME)  # "latest" is DeepSpeed's
 _WEIGHTS = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")
 
@@ -315,8 +315,13 @@ class _Directory:
 
     def read_section(self, section: str, *, strict: bool) -> Source:
         """Return one section, without opening parts of others."""
-        found = [part for name, parts in self._chosen if name == section for part in parts]
-        mixed = [part for name, parts in self._chosen if name is None for part in parts]
+        found: list[_FoundPart] = []
+        mixed: list[_FoundPart] = []
+        for name, parts in self._chosen:
+            if name == section:
+                found += parts
+            elif name is None:
+                mixed += parts
         if not found and not mixed:
             there = ", ".join(repr(name) for name in SECTIONS if name in dict(self._chosen))
             text = f"there is no section {section!r}, only {there}: choose with section (--section)"
@@ -357,7 +362,7 @@ class _Directory:
     ) -> tuple[Source | None, set[SectionName]]:
         """Return one section of a part that has several, and the others.
 
-        None if it does not have the section; an InvalidArgumentError if no other part has it either.
+        None if it does not have the section; with `is_only`, raise InvalidArgumentError then.
         """
         whole = self._read(part, strict=False)
         known: set[SectionName] = {one.name for one in sections_of(whole)} or {"model"}
@@ -449,11 +454,10 @@ class _Directory:
         """Return a note about files of the directory that belong to no part."""
         patterns = [stored.pattern for _, ways in self._framework.parts for stored in ways]
         patterns += self._framework.marks
-        unknown = [
-            name
-            for name in self._store.files
-            if name.endswith(_WEIGHTS) and not any(pattern.fullmatch(name) for pattern in patterns)
-        ]
+        unknown = []
+        for name in self._store.files:
+            if name.endswith(_WEIGHTS) and not any(pattern.fullmatch(name) for pattern in patterns):
+                unknown.append(name)
         notes = () if self._store is self._opened.store else (f"read from {self._store.path}",)
         if not unknown:
             return notes

@@ -90,7 +90,7 @@ def _has_header(opened: OpenedPath) -> bool:
 
 
 def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True) -> Source:
-    """Return the source at a path; as if it had no manifest unless `uses_manifest`."""
+    """Return the source at a path; with `uses_manifest` False, ignore its manifest."""
     store = opened.store
     problems: list[StateExchangeError] = []
     manifest: dict[str, Any] | None = None
@@ -174,8 +174,8 @@ def check_numbers(names: Sequence[str], store: Store) -> list[StateExchangeError
 def missing_ranks(names: Sequence[str], rank: re.Pattern[str], store: Store) -> list[StateExchangeError]:
     """Return an IncompleteError for each set of files in which a rank is missing.
 
-    A set are the names that differ only in the number that `rank` finds. Nothing lists the ranks, so a file after the
-    last that is there is not missed.
+    A set is all names that differ only in the number that `rank` finds. Nothing lists the ranks, so a file that is
+    missing after the last one goes unnoticed.
     """
     ranks_of_set: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:

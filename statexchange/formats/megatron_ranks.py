@@ -1,17 +1,18 @@
 """Read the legacy format of Megatron-LM: an iteration with a directory of each model-parallel rank.
 
-``mp_rank_TT``, ``mp_rank_TT_PPP``, ``mp_rank_TT_EEE`` or ``mp_rank_TT_PPP_EEE``, for the tensor, pipeline and expert
-parallel ranks of which there are several, has ``model_optim_rng.pt``. The arguments of the run are in each of these
-files: they tell how many ranks there are. A rank's tensors are plain; the names of parameters tell how they are
-divided (sharding/megatron.py).
+A rank's directory, ``mp_rank_TT``, ``mp_rank_TT_PPP``, ``mp_rank_TT_EEE`` or ``mp_rank_TT_PPP_EEE``, has
+``model_optim_rng.pt``. TT, PPP and EEE are its tensor, pipeline and expert parallel rank; PPP and EEE are left out
+where there is only one. Each file has the arguments of the run, which tell how many ranks there are. A rank's tensors
+are plain; the names of parameters tell how they are divided (sharding/megatron.py).
 
-* Each chunk of layers on a pipeline stage numbers its layers from 0. Chunks follow each other chunk by chunk, and stage
-  by stage in each chunk, so the numbers of layers before a chunk are its first number.
+* Each chunk of layers on a pipeline stage numbers its layers from 0. In the model the first chunks of all stages come
+  first, in the order of stages, then the second chunks, and so on. So a chunk's first layer has as its number the count
+  of layers in the chunks before.
 * Each expert-parallel rank numbers its experts from 0, too.
 * If the output layer is tied to the embedding, the last stage has a copy of the embedding under the name of the output
   layer. It is read as another copy of the embedding, and merges compare the two.
-* ``distrib_optim.pt`` has flat buffers of the distributed optimizer. It is named and not read.
-* What each rank has of its own beside the model (optimizer, random states) is read under the name of its directory.
+* ``distrib_optim.pt`` has flat buffers of the distributed optimizer. It is listed, but not read as tensors.
+* What each rank has beside the model (optimizer, random states) is read under the name of its directory.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def matches(store: Store) -> bool:
 
 
 def is_rank_file(name: str) -> bool:
-    """Whether a file has the name of a rank's."""
+    """Whether this is the name of a rank's file."""
     return name == _FILE
 
 
@@ -227,7 +228,7 @@ def _missing(store: Store, positions: dict[str, _Position | None], arguments: Ru
 def _optimizer_problems(stores: Sequence[Store]) -> list[StateExchangeError]:
     """Return an error for each rank's file of the distributed optimizer that is missing or broken.
 
-    The file is only looked at: its flat buffers are not read.
+    Only the file's pickle is read, not its flat buffers.
     """
     problems: list[StateExchangeError] = []
     is_saved = any(_OPTIMIZER_FILE in store.listing for store in stores)

@@ -1,8 +1,8 @@
 """Read Megatron-Core's `torch_dist` format: one iteration, as `dist_checkpointing.save` writes it.
 
-It is a DCP directory (dcp.py) with two more files: ``common.pt``, what all ranks have alike (arguments, iteration,
-scheduler, parameter groups), and ``metadata.json``, which is written last. Names are the keys of Megatron's sharded
-tensors: the model's have no prefix, layers are stacked along a first dim unless each has a name of its own
+It is a DCP directory (dcp.py) with two more files: ``common.pt``, with what is equal on all ranks (arguments,
+iteration, scheduler, parameter groups), and ``metadata.json``, which is written last. Names are the keys of Megatron's
+sharded tensors: the model's have no prefix, layers are stacked along a first dim unless each has a name of its own
 (``singleton_local_shards``), the optimizer's begin with ``optimizer.`` or ``chained_0.optimizer.``.
 
 The optimizer's state is by parameter, or in flat buffers of no parameter's shape; ``param_state_sharding_type`` in
@@ -104,7 +104,7 @@ def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
 
 
 def _read_common(store: Store, problems: list[StateExchangeError]) -> TorchFile | str | None:
-    """Return common.pt; a description if its pickle is refused, as of other entries; None if it cannot be read."""
+    """Return common.pt; the reason as text if its pickle is refused; None, and a problem, if it cannot be read."""
     try:
         return TorchFile(store.open(COMMON), 0)
     except NotFoundError:
@@ -120,7 +120,7 @@ def _read_common(store: Store, problems: list[StateExchangeError]) -> TorchFile 
 
 
 def _arguments(common: TorchFile) -> RunArguments | None:
-    """Return the arguments of the run; None if they are none of Megatron's: they may be anything that a job saves."""
+    """Return the arguments of the run; None if they are not Megatron's, as a job may save anything there."""
     try:
         return RunArguments.parse(common.root, common.shard_file.path)
     except CorruptError:

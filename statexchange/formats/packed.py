@@ -82,7 +82,9 @@ def packing_notes(source: Source) -> tuple[str, ...]:
 
 
 def _layout_by_names(names: Iterable[str]) -> str | None:
-    found = {layout for name in names for pattern, layout in _NAMES if pattern.search(name)}
+    found = set()
+    for name in names:
+        found |= {layout for pattern, layout in _NAMES if pattern.search(name)}
     if found == {"mxfp4"} and not any(name.endswith("_scales") for name in names):
         return None
     return next((layout for _, layout in _NAMES if layout in found), None)

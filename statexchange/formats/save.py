@@ -22,8 +22,8 @@ __all__ = ["matches", "read"]
 def matches(opened: OpenedPath) -> bool:
     """Whether a path is the directory of a save, or a rank's file of one.
 
-    Rank files match without the manifest too, as in an unfinished copy: each has tensors or parts of tensors, and read
-    as checkpoints of their own they would be taken for all.
+    Rank files match without the manifest too, as in an unfinished copy: else each would be read as a checkpoint of its
+    own, and its part of the tensors would be taken for all.
     """
     ranks = [name for name in opened.names if rank_of_file(name) is not None]
     if opened.store.listing.get(MANIFEST) == "file":

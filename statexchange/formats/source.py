@@ -264,6 +264,7 @@ class Source:
         metadata: text metadata on which all files agree.
         differing: metadata keys on which files differ.
         sections: its sections, if the format knows them (formats/sections.py).
+        arguments: numbers that describe the model, from the arguments of a Megatron run.
         notes: what a user should know about how it was read.
         refusal: why no tensor can be read, if the format is one that is only shown (formats/foreign). Opening with
             `strict` raises it.
@@ -330,8 +331,8 @@ class Source:
     def uncovered(self) -> tuple[StateExchangeError, ...]:
         """Return the error of a tensor whose boxes do not cover it, if nothing but the boxes can show a missing file.
 
-        So it is with one file of torch.save a rank. Other formats list their files, or have the world size. Of several
-        tensors the first one's is returned.
+        That is so for files of torch.save, one per rank. Other formats list their files, or have the world size. Only
+        the error of the first such tensor is returned.
         """
         if self.problems or self.refusal is not None or self.world_size is not None or self.kind in _KINDS_WITH_LISTS:
             return ()

@@ -77,7 +77,7 @@ class TensorReader:
 
         Args:
             memory: MEMORY_BYTES of memory.
-            itemsize: at least `itemsize`, for the same windows as those of another reader.
+            itemsize: the `itemsize` property or more, for windows equal to those of another reader.
             window_bytes: the most bytes of a window, at most WINDOW_BYTES.
         """
         tensor = self._tensor
@@ -91,7 +91,7 @@ class TensorReader:
             yield window, data
 
     def digests(self) -> list[str]:
-        """Return the digest of each piece, as it was returned, after the last window.
+        """Return the digest of each piece in its output dtype. Call it after the last window.
 
         Raises:
             CorruptError: the bytes of a box differ from its digest in the source.

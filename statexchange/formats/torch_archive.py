@@ -87,7 +87,7 @@ class Archive:
         self._file = file
         self._path = path
         self._begin = begin
-        self._blocks: list[tuple[int, bytes]] = []  # read already: (offset, bytes); empty for the next two reads
+        self._blocks: list[tuple[int, bytes]] = []  # (offset, bytes) of parts that were read, for `_read`
         last = max(0, self._length - _AHEAD_BYTES)
         self._blocks = [(at, self._read(at, min(_AHEAD_BYTES, self._length - at))) for at in sorted({0, last})]
         self._entries = self._directory()

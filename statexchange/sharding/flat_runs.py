@@ -44,7 +44,7 @@ def boxes_of_run(shape: tuple[int, ...], begin: int, end: int) -> tuple[Box, ...
     boxes = []
     at = begin
     while at < end:
-        # The slowest dim of which one index or more begins here and ends within the run.
+        # The slowest dim of which at least one whole index begins here and ends within the run.
         dim = 0
         while at % strides[dim] or at + strides[dim] > end:
             dim += 1

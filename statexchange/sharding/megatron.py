@@ -90,7 +90,7 @@ def division_of(name: str, shape: tuple[int, ...], sibling: tuple[int, ...] | No
         sibling: the shape of the rank's part of `gate_sibling(name)`; None if there is none.
 
     Raises:
-        UnsupportedError: its name does not tell.
+        UnsupportedError: the name is not known, or the sibling does not show whether this one is gated.
     """
     if any(pattern.search(name) for pattern in _WHOLE):
         return Division(None)
@@ -103,7 +103,8 @@ def division_of(name: str, shape: tuple[int, ...], sibling: tuple[int, ...] | No
         )
     if gate_sibling(name) is None:
         return Division(0)
-    rows, columns = shape[0] if shape else 0, sibling[1] if sibling is not None and len(sibling) == 2 else 0
+    rows = shape[0] if shape else 0
+    columns = sibling[1] if sibling is not None and len(sibling) == 2 else 0
     if rows not in (columns, 2 * columns) or not columns:
         raise UnsupportedError(
             f"its linear_fc2 does not tell whether it is gated: {rows} rows here, {columns} columns there; leave it "

@@ -120,11 +120,11 @@ class ExportOptions:
 
     def notes_on_exclude(self, names: Iterable[str]) -> list[str]:
         """Return a note for each exclude pattern that matches none of these names."""
-        return [
-            f"exclude pattern {pattern!r} matches no tensor{did_you_mean(pattern, names)}"
-            for pattern in self.exclude
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in names)
-        ]
+        notes = []
+        for pattern in self.exclude:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                notes.append(f"exclude pattern {pattern!r} matches no tensor{did_you_mean(pattern, names)}")
+        return notes
 
     def notes_on_rename(self, names: Iterable[str]) -> list[str]:
         """Return a note for each rename pattern that matches none of these names, after the renames before it."""
@@ -214,7 +214,7 @@ class LoadOptions:
         return self._includes(name) and not self._excludes(name)
 
     def wants_object(self, names: Sequence[str]) -> bool:
-        """Whether an object whose state has these names is loaded: include takes it whole, and exclude leaves it."""
+        """Whether an object whose state has these names is loaded: if one is included and none is excluded."""
         return any(map(self._includes, names)) and not any(map(self._excludes, names))
 
     def _includes(self, name: str) -> bool:

@@ -554,7 +554,7 @@ def _flaw_by_corners(region: Box, boxes: Sequence[Box], cut_dims: Sequence[int])
 
 
 def _flaw_of_few(region: Box, boxes: Sequence[Box], cut_dims: Sequence[int]) -> tuple[int, ...] | None:
-    """`_flaw_by_corners` with a dictionary of the remaining weights."""
+    """Do `_flaw_by_corners` with a dictionary of the remaining weights."""
     signs = [(-1) ** sum(bits) for bits in product((0, 1), repeat=len(cut_dims))]
     corners = product(*((region.offsets[dim], region.ends[dim]) for dim in cut_dims))
     weights = {corner: -sign for corner, sign in zip(corners, signs, strict=True)}
@@ -571,7 +571,7 @@ def _flaw_of_few(region: Box, boxes: Sequence[Box], cut_dims: Sequence[int]) -> 
 
 
 def _flaw_of_many(region: Box, boxes: Sequence[Box], cut_dims: Sequence[int]) -> tuple[int, ...] | None:
-    """`_flaw_by_corners` by sorting numbered corners in numpy, which is faster for many boxes."""
+    """Do `_flaw_by_corners` by sorting numbered corners in numpy, which is faster for many boxes."""
     import numpy as np
 
     lows = np.array([[box.offsets[dim] for dim in cut_dims] for box in [*boxes, region]], dtype=np.int64)
@@ -606,7 +606,7 @@ def _flaw_of_many(region: Box, boxes: Sequence[Box], cut_dims: Sequence[int]) ->
 
 
 def _free_region(at: tuple[int, ...], shape: tuple[int, ...], boxes: Iterable[Box]) -> Box:
-    """Return a block that begins at `at` and that no box overlaps, extended in the last dim first."""
+    """Return a block that begins at `at` and overlaps no box, extended along the last dim first."""
     sizes = [1] * len(shape)
     for dim in reversed(range(len(shape))):
         sizes[dim] = shape[dim] - at[dim]

@@ -1,7 +1,7 @@
 """Sharding specs: a tensor's sharding over a mesh as one record, from which the boxes of all ranks are computed.
 
-For 100,000 tensors on 1,024 ranks there are 10^8 boxes, but only 100,000 specs. A spec has a mesh shape, and the dim
-that each axis splits.
+100,000 tensors on 1,024 ranks have 10^8 boxes, but only 100,000 specs. A spec has the mesh's shape, and the dim that
+each axis splits.
 """
 
 from __future__ import annotations

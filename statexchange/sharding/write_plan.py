@@ -131,7 +131,7 @@ class WritePlan:
         tensors: the output tensors.
         renames: distinct maps from names on a rank to names in the plan.
         rename_of: for each rank, the number of its map.
-        probe: a path that exists on hosts that see root's directory.
+        probe: the path of a file that shows a host that it sees root's directory.
         compares: whether replicas are digested and compared.
     """
 

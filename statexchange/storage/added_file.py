@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AddedFile"]
 
-_MODE = 0o666  # as the umask says
+_MODE = 0o666  # reduced by the umask
 
 
 class AddedFile:
@@ -45,7 +45,7 @@ class AddedFile:
             self._objects = Objects(url)
 
     def publish(self, data: bytes, *, overwrite: bool) -> None:
-        """Write the file, durably; what killed processes have left of such files is removed.
+        """Write the file durably; remove temporary files that killed processes have left.
 
         Raises:
             TargetExistsError: the name exists, unless with `overwrite`.
@@ -62,6 +62,6 @@ class AddedFile:
         with self._store.descriptor() as fd:
             for name in os.listdir(fd):
                 if is_abandoned(name):
-                    with contextlib.suppress(OSError):  # it is in nobody's way
+                    with contextlib.suppress(OSError):  # it does no harm
                         os.unlink(name, dir_fd=fd)
             write_new(fd, self._name, [data], nbytes=len(data), path=path, mode=_MODE, overwrite=overwrite)

@@ -1,12 +1,12 @@
 """Bound the work of reading one source's headers, pickles and manifests by the bytes that are read.
 
 A small file can ask for much: a pickle can refer to one object many times, a list of parts can name the same part again
-and again, and dense text takes far more memory once parsed. So readers spend from a `Budget` what they do once for each
-reference, entry or part, before they do it. Work that is done once for each byte is free.
+and again, and dense text takes far more memory once parsed. So work that is done once for each reference, entry or part
+is first spent from a `Budget`. Work that is done once for each byte is free.
 
 The work on a file's header or pickle may take a number of steps for each of its bytes. What it takes beyond them comes
 from a reserve. An opened store has one reserve, for itself, its subdirectories and all files in them (`Store.budget`,
-`StoredFile.budget`): many small files get no more of it than one. A file that is refused leaves the others theirs.
+`StoredFile.budget`): many small files get no more of it than one. A refused file takes nothing from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MEMORY_PER_BYTE, _RESERVED_MEMORY = 16, 32 << 20  # a real header takes up to 1
 
 
 class _Reserve:
-    """The rest of the reserve of one source, and of the entries that it may have."""
+    """What is left of one source's reserve and of its entries."""
 
     __slots__ = ("entries", "memory", "steps")
 

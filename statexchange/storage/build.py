@@ -129,8 +129,8 @@ def removed_error(path: str) -> StorageError:
 class OutputFile(ABC):
     """A large file of a build.
 
-    A local file gets its header last, so that an unfinished file is never mistaken for a finished one. Objects are
-    written from begin to end.
+    A local file gets its header last, so that an unfinished file is never mistaken for a finished one. An object is
+    written front to back.
 
     Attributes:
         path: the path of the file during the build.
@@ -227,7 +227,7 @@ class WrittenFile:
     Attributes:
         nbytes: its size.
         version: what its store calls this version of it; "" in a directory.
-        content: what it was made of, where the file itself cannot be read again at no cost; None in a directory.
+        content: its tensors with their digests, as reading an object again has a cost; None in a directory.
     """
 
     nbytes: int

@@ -235,7 +235,7 @@ def check_directory(path: str, check: ReplaceCheck | None, nbytes: int, *, resum
             has_target = files.stat_of(name, dir_fd, path) is not None
             if check is None and (has_target or any(_interrupted(leftovers))):
                 raise target_exists(path)
-            files.check_writable(dir_fd, parent)  # in the same order of errors as in a build
+            files.check_writable(dir_fd, parent)  # here, so that errors come in a build's order
             if has_target or not any(_interrupted(leftovers)):
                 opened_target = _check_target(path, dir_fd, check)
                 if opened_target is not None:
@@ -283,9 +283,9 @@ def _refuse_others(leftovers: Iterable[_Leftover], path: str) -> None:
 
 
 def _interrupted(leftovers: Iterable[_Leftover]) -> Iterator[tuple[_Leftover, str]]:
-    """Yield each leftover whose replacement may have been interrupted between its two renames, and the new directory.
+    """Yield each leftover whose replacement may have been interrupted between its two renames, with its new directory.
 
-    It was interrupted if the target is absent too.
+    If the target is absent too, it was interrupted.
     """
     for leftover in leftovers:
         if leftover.replaced and leftover.owner is not None:
@@ -814,7 +814,7 @@ class DirectoryBuild(Build):
             if error.errno == errno.ENOENT:
                 return  # removed, or moved aside by another publisher: the next rename decides
             raise
-        # Otherwise an NFS client may show the old directory under the new name, whichever was renamed.
+        # Otherwise this NFS client shows the directory that it knew by this name, even if the server renamed another.
         invalidate_lookups(self._parent_fd, self._parent)
         if _identity_at(self._replaced, self._parent_fd, self.path) != self._old_identity:
             self._put_back()

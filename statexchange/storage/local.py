@@ -87,11 +87,11 @@ class _Pinned(Protocol):
         """Return a new descriptor of the same file or directory."""
 
 
-class _DescriptorBudget:
+class _HeldDescriptors:
     """The number of descriptors that all opened paths of this process hold, and their limit."""
 
     def __init__(self) -> None:
-        self.held = 0
+        self.count = 0
 
     @property
     def limit(self) -> int:
@@ -102,13 +102,13 @@ class _DescriptorBudget:
         return max(_LEAST_HELD, min(256, soft // 4))
 
 
-_budget = _DescriptorBudget()
+_held = _HeldDescriptors()
 
 
 class _Descriptors:
     """The descriptors of one opened path: its directory, files and subdirectories.
 
-    Over the budget the least recently used idle descriptors are closed and reopened on demand. All are closed by
+    Over the limit the least recently used idle descriptors are closed, and reopened on demand. All are closed by
     `close` or when the last reference is dropped. Thread-safe.
     """
 
@@ -147,17 +147,17 @@ class _Descriptors:
             os.close(fd)
             raise
         self._owned.add(fd)
-        _budget.held += 1
+        _held.count += 1
 
     def _keep(self, number: int, fd: int) -> None:
         self._pinned[number] = fd
-        while len(self._pinned) > _LEAST_HELD and _budget.held > _budget.limit:
+        while len(self._pinned) > _LEAST_HELD and _held.count > _held.limit:
             idle = [other for other in self._pinned if other != number and not self._borrow_counts.get(other)]
             if not idle:
                 return
             idle_fd = self._pinned.pop(idle[0])  # the least recently used
             self._owned.discard(idle_fd)
-            _budget.held -= 1
+            _held.count -= 1
             os.close(idle_fd)
 
     def borrow(self, pinned: _Pinned) -> int:
@@ -191,7 +191,7 @@ class _Descriptors:
 
 
 def _close_all(fds: set[int]) -> None:
-    _budget.held -= len(fds)
+    _held.count -= len(fds)
     while fds:
         os.close(fds.pop())
 
@@ -310,7 +310,7 @@ class LocalStore(Store):
         path: absolute path.
         fd: descriptor of the directory, owned by this store, also if the constructor raises.
         descriptors: closes all descriptors of the opened path.
-        parent: the store of the parent directory; then this directory may be closed and reopened within the budget.
+        parent: the store of the parent directory; then this directory's descriptor may be closed and reopened.
         follow: follow symbolic links to files, as Hugging Face's cache has them.
     """
 

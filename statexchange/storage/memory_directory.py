@@ -1,4 +1,4 @@
-"""The directory in one host's shared memory that has the host's part of the copy of a job's newest save.
+"""A directory in shared memory with one host's part of the copy of a job's newest save.
 
 **Names.** All are below ``/dev/shm/statexchange-<uid>``, which is 0700 and must belong to this user:
 
@@ -7,20 +7,20 @@
   that share one /dev/shm have one each.
 * ``saves-<digest>/target.json``: the path, identity and host from which the digest was made.
 * ``saves-<digest>/step-000000700/``: a copy, with the names and formats of a save (save_directory.py). ``save.json``
-  lists the files of all ranks; only those of this host and its neighbour are here. ``headers.json`` has the process
+  lists the files of all ranks; only those of this host and of the previous one are here. ``headers.json`` has the process
   that made the copy, and digests of the headers, since the digests in a header do not cover the header itself. A build
   (directory_build.py) makes the directory appear as a whole, so each file that is there is complete.
-* ``saves-<digest>/.load-<nonce>.<owner>/``: files that a load has fetched from other hosts, until its end, or files of
-  the copy before that will be written over.
+* ``saves-<digest>/.load-<nonce>.<owner>/``: files that a load has fetched from other hosts, until its end; or files of
+  the previous copy, which the next one will write over.
 
-**Removal.** The end of the processes says nothing, because a restart must find the copy. A copy is removed when it
-cannot be used any more:
+**Removal.** A copy is not removed because its processes have ended: a restart must find it. It is removed when it is of
+no use any more:
 
 * the directory of saves has a newer step, or is being copied again;
 * the directory of saves is gone, or has another identity. A URL is not looked at, since another job may have another
   endpoint or access;
 * another job lacks room for its copy, the process that made this one has provably ended, and the disk has the same
-  save: then it only saves time. A URL is not looked at: it had the save when the copy was made;
+  save: the copy then only saves time. A URL is not looked at: it had the save when the copy was made;
 * `.load-` directories and unfinished copies: their owner has provably ended.
 """
 
@@ -102,8 +102,8 @@ class MemoryDirectory:
     def begin(self, step: int, ranks: Sequence[int], manifest: SaveManifest) -> Build:
         """Remove all copies that are here, and open the build of a new one, for the files of `ranks`.
 
-        Files of the copy before that have the same names are moved into the build, to be written over: new pages take
-        several times as long. That copy loses its manifest first, so that no load takes it.
+        Files of the previous copy with the same names are moved into the build, to be written over: writing to new
+        pages takes several times as long. That copy loses its manifest first, so that no load takes it.
 
         Raises:
             UnsafeError: the directory, or the one above it, belongs to another user.
@@ -126,7 +126,7 @@ class MemoryDirectory:
 
     @contextlib.contextmanager
     def _set_aside(self, names: Sequence[str]) -> Iterator[tuple[str, int]]:
-        """Move the files of these names out of the newest copy, which is no copy any more.
+        """Move the files of these names out of the newest copy, which loses its manifest first.
 
         Yield their directory, which is removed at the end of the block, and their bytes in memory.
         """
@@ -247,7 +247,7 @@ class MemoryDirectory:
             except (StateExchangeError, OSError):
                 if path == self.path:
                     raise
-                # What is broken or cannot be reached for other saves is reported by their job
+                # The job of the other saves reports what is broken or cannot be reached there.
 
     def remove_empty(self) -> None:
         """Remove the directory if it has no copy any more."""

@@ -68,7 +68,7 @@ def _mounts() -> tuple[Mount, ...]:
         return ()
 
 
-@functools.lru_cache(maxsize=1)  # a scan asks once a directory, and mounts seldom change
+@functools.lru_cache(maxsize=1)  # a scan asks once per directory, and mounts seldom change
 def _parsed(text: bytes) -> tuple[Mount, ...]:
     mounts = []
     for line in os.fsdecode(text).split("\n"):

@@ -3,8 +3,8 @@
 A removal is a build (object_build.py) that takes the claim, removes the manifest first and then the other objects, and
 gives the claim up. Its claim has the plan `REMOVAL`.
 
-Whether a process on another host still runs is only seen by its claim, which it renews. `ClaimWatch` remembers when
-each claim was seen, so that a job which looks at its saves again and again waits for none of them.
+Only its claim, which it renews, shows whether a process on another host still runs. `ClaimWatch` remembers since when
+each claim is unchanged, so that a job that looks at its saves repeatedly never has to wait for one.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class ClaimWatch:
         self._seen: dict[str, WatchedClaim] = {}  # by the path of the directory
 
     def look_at(self, url: str) -> None:
-        """Note the claim in a directory, if there is one."""
+        """Remember the claim in a directory, if there is one."""
         objects = Objects(url)
         version = objects.claim_version()
         if version is not None:
             self.look(objects.path, version)
 
     def look(self, path: str, version: str) -> WatchedClaim:
-        """Return since when the claim in the directory `path` has its present version."""
+        """Remember `version` of the claim in the directory `path`; return it and since when it is unchanged."""
         seen = self._seen.get(path)
         if seen is None or seen.version != version:
             seen = self._seen[path] = WatchedClaim(version, time.monotonic())
@@ -88,7 +88,7 @@ def clear_objects(
         manifest: the name of the object that commits it.
         is_own: as for `open_build`.
         watch: what this process has seen of claims; a claim that has not changed for 60 s is a dead process's.
-        waits: look at the claim for 60 s, unless its process runs on this host or has provably ended.
+        waits: watch the claim for 60 s, unless its process runs on this host or has provably ended.
     """
     objects = Objects(url)
     if CLAIM_NAME not in objects.list_infos():
@@ -116,7 +116,7 @@ def clear_objects(
 def remove_objects(url: str, manifest: str, check: ReplaceCheck, *, waits: bool) -> None:
     """Remove a published directory, its manifest first.
 
-    Not collective. With `waits` it looks for 60 s whether another host's publisher, whose claim is there, still runs.
+    Not collective. With `waits` it watches another host's claim for 60 s, to see whether that process still runs.
 
     Raises:
         NotFoundError: there is no manifest.

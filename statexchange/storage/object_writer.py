@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import CorruptError, NotFoundError, StateExchangeError, TargetExistsError
+from statexchange.errors import StateExchangeError, TargetExistsError
 from statexchange.storage.build import OutputFile, removed_error
 from statexchange.storage.files import audit
 from statexchange.storage.fsspec_store import storage_errors
@@ -104,7 +104,7 @@ class ObjectWriter(ABC):
 
     @abstractmethod
     def renew(self) -> None:
-        """Raise TargetExistsError if another publisher has taken over; every call looks only after a while."""
+        """Raise TargetExistsError if another publisher has taken over; most calls return without a request."""
 
     @abstractmethod
     def _check_claim(self) -> None:
@@ -192,7 +192,5 @@ class ObjectWriter(ABC):
             manifest: Any = read_json(self._objects.store().open(self._manifest))
             # The manifest of a save lists (name, bytes).
             return {entry if isinstance(entry, str) else str(entry[0]) for entry in manifest["files"]}
-        except (NotFoundError, TypeError, KeyError, IndexError):
-            return None
-        except (CorruptError, StateExchangeError):
+        except (StateExchangeError, TypeError, KeyError, IndexError):
             return None

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 _LONG_RUN_BYTES = 32 << 10  # measured: from this length on, a write costs less than the page faults of a mapping
-_LONG_READ_BYTES = 4 << 10  # measured: from this length on, a read of its own costs less than reading the gaps, too
+_LONG_READ_BYTES = 4 << 10  # measured: from this length on, a separate read costs less than reading the gaps as well
 _SPAN_BYTES = 4 << 20  # the most that one read of a strided block spans
 READ_AHEAD_BYTES, _LEAST_READ_AHEAD_BYTES = 16 << 20, 64 << 10
 
@@ -102,7 +102,7 @@ def write_box(
 
 
 def _first_contiguous_dim(box: Box, shape: Sequence[int]) -> int:
-    """Return the last dim in which the box is a part of the tensor: from there on its bytes are contiguous."""
+    """Return the last dim in which the box is smaller than the tensor: from there on its bytes are contiguous."""
     return max(dim for dim in range(len(shape)) if box.shape[dim] != shape[dim])
 
 

@@ -1,4 +1,4 @@
-"""Check the saves in a directory of steps by cheap looks: manifests, sizes and headers, without reading tensors."""
+"""Check the saves in a directory of steps by manifests, file sizes and headers, without reading tensors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SaveCheck:
 def list_save_directories(path: str) -> list[int]:
     """Return the steps that have a directory in the directory of saves `path`, oldest first.
 
-    Not collective. Such a directory is a save unless somebody has changed it. Unfinished ones at a URL are left out.
+    Not collective. Such a directory is a save, unless its content was changed. Unfinished ones at a URL are left out.
 
     Raises:
         NotFoundError: `path` does not exist, or has neither saves nor unfinished ones.

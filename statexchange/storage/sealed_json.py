@@ -19,7 +19,7 @@ def seal(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unseal(sealed: object) -> dict[str, Any]:
-    """Return the record of which `seal` has returned `sealed`; raise ValueError or KeyError for anything else."""
+    """Return the record in what `seal` has returned; raise ValueError or KeyError for anything else."""
     if not isinstance(sealed, dict):
         raise ValueError("it is not an object")
     record = {key: value for key, value in sealed.items() if key != "digest"}

@@ -237,7 +237,7 @@ def read_saves(path: str, *, without: Container[int] = ()) -> dict[int, SaveMani
 
 
 def _check_bucket(error: NotFoundError) -> None:
-    """Raise the error if it says that a bucket is missing: that is a wrong URL rather than a new job's."""
+    """Raise the error if a bucket is missing: then the URL is wrong, and not that of a new job."""
     from statexchange.storage.fsspec_store import is_missing_bucket  # imports fsspec, which local paths do not need
 
     if is_missing_bucket(error):
@@ -333,9 +333,9 @@ def check_only_saves(path: str) -> None:
 def remove_save(path: str, step: int, *, waits: bool = True) -> None:
     """Remove the save of a step from the directory `path`.
 
-    Not collective. No reader opens a part of it: one that has opened it may fail, and is told that it was removed. At a
-    URL it looks for 60 s whether another host's process, which has begun to remove it, still runs; without `waits` it
-    does not.
+    Not collective. No reader opens a part of it; one that has opened it before may fail, with an error that it was
+    removed. At a URL, if another host's process has begun to remove it, `waits` watches that one's claim for 60 s to
+    see whether it still runs.
 
     Raises:
         NotFoundError: there is no such save.
@@ -418,8 +418,8 @@ def clear_leftovers(
     Args:
         path: the directory of saves.
         without: steps that are known to be whole, at a URL.
-        watch: what this process has seen of claims before; without it and without `waits` none is 60 s old.
-        waits: look at the claims of other hosts for 60 s.
+        watch: since when this process has seen claims unchanged; without it and without `waits`, none for 60 s.
+        waits: watch the claims of other hosts for 60 s.
 
     Returns:
         The nonces of what was removed at a URL.

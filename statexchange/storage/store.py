@@ -164,7 +164,7 @@ class Store(_Budgeted, ABC):
 
     @property
     def non_directories(self) -> list[str]:
-        """Names of all that is no directory, in order; `open` reports those that are no regular files."""
+        """Names of all entries but directories, in order; `open` raises for those that are no regular files."""
         return [name for name, kind in self.listing.items() if kind != "directory"]
 
     @property

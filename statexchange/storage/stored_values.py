@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from statexchange import values
@@ -9,7 +10,7 @@ from statexchange.errors import CorruptError, StateExchangeError, excerpt
 from statexchange.storage.json_text import parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 __all__ = ["decode_stored", "plain_stored"]
 
@@ -18,19 +19,21 @@ def decode_stored(
     text: str, path: str, *, types: Mapping[str, type] | None = None, leaf: Callable[[str], Any] | None = None
 ) -> Any:
     """Return `values.decode` of text from a file; raise CorruptError for text that `values.encode` cannot write."""
-    return _checked(
-        lambda: values.decode(text, types=types, leaf=leaf, parse=lambda data: parse_json(data, path)), path
-    )
+    with _broken_config(path):
+        return values.decode(text, types=types, leaf=leaf, parse=lambda data: parse_json(data, path))
 
 
 def plain_stored(text: str, path: str) -> Any:
     """Return `values.to_plain` of text from a file; raise CorruptError for text that `values.encode` cannot write."""
-    return _checked(lambda: values.to_plain(text, parse=lambda data: parse_json(data, path)), path)
+    with _broken_config(path):
+        return values.to_plain(text, parse=lambda data: parse_json(data, path))
 
 
-def _checked(decode: Callable[[], Any], path: str) -> Any:
+@contextlib.contextmanager
+def _broken_config(path: str) -> Iterator[None]:
+    """Turn a ValueError of the block into CorruptError."""
     try:
-        return decode()
+        yield
     except StateExchangeError:
         raise
     except ValueError as error:

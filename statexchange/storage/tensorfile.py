@@ -233,7 +233,7 @@ def read_header_bytes(file: StoredFile) -> bytearray:
 
 
 def text_in_place_of(file: StoredFile) -> str | None:
-    """Return a message for an empty file, a pointer of Git LFS or a web page in place of a tensor file; else None."""
+    """Return a message if a file is empty, a pointer of Git LFS or a web page, and so no tensor file; else None."""
     if not file.size:
         return "the file is empty"
     start = bytearray(min(_TEXT_BYTES, file.size))
@@ -383,7 +383,7 @@ class DigestedTensors:
             CorruptError: a tensor was changed since its digest was made.
         """
         digests = _placeholders(self._shards)
-        # A part is digested after its use: a change before that is found, too
+        # Each part is digested after its use, so that a change during the use is found, too.
         yield from _digested(self._shards, digests, after_use=True)
         for data, expected, found in zip(self._shards, self._digests, digests, strict=True):
             if tuple(found) != expected:
