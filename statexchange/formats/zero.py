@@ -9,7 +9,7 @@ ZeRO flattens the parameters of each optimizer group into one vector.
 * ZeRO-3 divides each parameter of n elements among the W ranks: each has ceil(n / W) of them, the last ones padding. A
   rank's parts follow one another in its buffers (sub-groups) without gaps.
 
-All is checked against the sizes of the buffers in the files.
+Everything is checked against the sizes of the buffers in the files.
 """
 
 from __future__ import annotations

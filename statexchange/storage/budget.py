@@ -6,7 +6,7 @@ is first spent from a `Budget`. Work that is done once for each byte is free.
 
 The work on a file's header or pickle may take a number of steps for each of its bytes. What it takes beyond them comes
 from a reserve. An opened store has one reserve, for itself, its subdirectories and all files in them (`Store.budget`,
-`StoredFile.budget`): many small files get no more of it than one. A refused file takes nothing from it.
+`StoredFile.budget`): many small files get no more of it than one. A refused file does not use it up.
 """
 
 from __future__ import annotations

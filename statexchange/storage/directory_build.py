@@ -814,7 +814,7 @@ class DirectoryBuild(Build):
             if error.errno == errno.ENOENT:
                 return  # removed, or moved aside by another publisher: the next rename decides
             raise
-        # Otherwise this NFS client shows the directory that it knew by this name, even if the server renamed another.
+        # Otherwise this host's NFS client may show its cached directory under the new name, not the renamed one.
         invalidate_lookups(self._parent_fd, self._parent)
         if _identity_at(self._replaced, self._parent_fd, self.path) != self._old_identity:
             self._put_back()

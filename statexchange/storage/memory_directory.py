@@ -7,7 +7,7 @@
   that share one /dev/shm have one each.
 * ``saves-<digest>/target.json``: the path, identity and host from which the digest was made.
 * ``saves-<digest>/step-000000700/``: a copy, with the names and formats of a save (save_directory.py). ``save.json``
-  lists the files of all ranks; only those of this host and of the previous one are here. ``headers.json`` has the process
+  lists the files of all ranks; only those of this host and the previous one are here. ``headers.json`` has the process
   that made the copy, and digests of the headers, since the digests in a header do not cover the header itself. A build
   (directory_build.py) makes the directory appear as a whole, so each file that is there is complete.
 * ``saves-<digest>/.load-<nonce>.<owner>/``: files that a load has fetched from other hosts, until its end; or files of

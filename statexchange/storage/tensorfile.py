@@ -383,7 +383,7 @@ class DigestedTensors:
             CorruptError: a tensor was changed since its digest was made.
         """
         digests = _placeholders(self._shards)
-        # Each part is digested after its use, so that a change during the use is found, too.
+        # Each part is digested after its use, so that a change before or during the use is found.
         yield from _digested(self._shards, digests, after_use=True)
         for data, expected, found in zip(self._shards, self._digests, digests, strict=True):
             if tuple(found) != expected:
