@@ -163,8 +163,8 @@ def merge_checkpoint(
         section: what to merge of a job's state: "model", "optimizer" or another of `info`'s sections, or "all". The
             section's prefix, such as ``model.``, is removed from the names before all other options apply. By default:
             the model, if it is known which tensors are the model's. If patterns are given (`layout`, `include`,
-            `exclude`, `rename`) without `convert`: all, and the patterns match the full names. Of a training
-            framework's directory always the model.
+            `exclude`, `rename`) without `convert`: all, and the patterns match the full names. From a training
+            framework's directory: always the model.
         weights: which weights of a DeepSpeed checkpoint are the model: "master" for the optimizer's in fp32, "model"
             for the module's own. By default the master weights, where they can be read.
         layout: sharding of plain tensors, as a mapping or the path of a JSON file (`statexchange.sharding.rules`). Each

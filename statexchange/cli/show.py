@@ -79,12 +79,12 @@ def command(
 ) -> int:
     """Show the configs at PATH, or the tensor NAME with its values.
 
-    Configs are those of each rank of a workspace or save: what all have in common,
-    then the keys that differ. Of other checkpoints config.json and all entries that
-    are not tensors are shown.
+    For a workspace or save these are the configs of its ranks: what all have in
+    common, then the keys that differ. For other checkpoints they are config.json
+    and all entries that are not tensors.
 
-    Of a tensor all values are read, in bounded memory, for their statistics and a
-    histogram, which leave NaN and infinite values out.
+    All values of the tensor are read, in bounded memory. Statistics and histogram
+    leave NaN and infinite values out.
 
     \b
     Examples:

@@ -170,10 +170,11 @@ class ConversionRules:
             name: how the user calls it.
 
         Raises:
-            InvalidArgumentError: It is no conversion; the message says why.
+            InvalidArgumentError: It is not a conversion; the message says why.
         """
         if not isinstance(raw, Mapping) or not {"rules"} <= raw.keys() <= {"about", "numbers", "rules"}:
-            raise InvalidArgumentError(f"convert: {name} is no conversion: it has 'rules', and may have numbers, about")
+            text = "is not a conversion, which has 'rules' and may have 'numbers' and 'about'"
+            raise InvalidArgumentError(f"convert: {name} {text}")
         rules, numbers, about = raw["rules"], raw.get("numbers", {}), raw.get("about", "")
         if not isinstance(rules, list | tuple) or not isinstance(numbers, Mapping) or not isinstance(about, str):
             raise InvalidArgumentError(f"convert: {name}: rules are a list, numbers an object and about a text")

@@ -595,7 +595,7 @@ class Checkpoints:
     def best(self) -> int | None:
         """Return the step of the best save by the metric of `best`; None if no save has it. Not collective.
 
-        Of several equal ones it is the newest. A save whose value is NaN is never the best.
+        If several are equal, it is the newest. A save whose value is NaN is never the best.
 
         Returns:
             The step.

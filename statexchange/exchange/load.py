@@ -445,8 +445,8 @@ def _opened(
 ) -> Source:
     """Open the part of the source that the state needs; on several hosts NotFoundError names the one that lacks it.
 
-    For a conversion that is the model. Of a training framework's directory it is the model, too, unless the state is a
-    mapping with sections as keys, which needs all parts.
+    For a conversion that is the model. From a training framework's directory it is the model, too, unless the state is
+    a mapping with sections as keys, which needs all parts.
     """
     names_sections = isinstance(state, Mapping) and any(key in SECTIONS for key in state)
     try:

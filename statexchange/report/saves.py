@@ -72,7 +72,7 @@ class SavesReport:
     Attributes:
         path: the directory, as it was given.
         saves: a row for each save.
-        unfinished: a row for each unfinished save or removal; these are no problems.
+        unfinished: a row for each unfinished save or removal; these are not problems.
     """
 
     path: str

@@ -29,8 +29,8 @@ class ModuleNode:
     """A module, or a run of numbered ones that are alike, with all that lies below.
 
     Attributes:
-        name: its own part of the dotted name, as "self_attn"; "0..31" of modules that are alike; "" at the top.
-        path: the dotted name; of modules that are alike, with that part.
+        name: its own part of the dotted name, as "self_attn"; "0..31" for modules that are alike; "" at the top.
+        path: the dotted name, which ends in `name`.
         num_alike: number of modules that this stands for.
         num_tensors: number of tensors, of all of these modules.
         num_parameters: number of their elements.

@@ -388,9 +388,9 @@ def rule(*values: Any, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("conversion", "message"),
     [
-        ([], "is no conversion"),
+        ([], "is not a conversion"),
         ({"rules": {}}, "rules are a list"),
-        ({"rule": []}, "is no conversion"),
+        ({"rule": []}, "is not a conversion"),
         ({"rules": [{"from": "a"}]}, "a rule has 'from' and 'to'"),
         ({"rules": [{"from": [], "to": "b"}]}, "empty 'from'"),
         ({"rules": [{"from": "a{", "to": "b"}]}, "not a name pattern"),
