@@ -48,7 +48,7 @@ from statexchange.formats.sections import ALL, MODEL_OF_PARTS, section_of
 from statexchange.formats.source import Section, SectionName, Source, Weights, abbreviated_list
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas
-from statexchange.sharding.plan import FilePlan, Plan, RankShards, TensorPlan, plan_merge
+from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import OpenedPath, open_path
@@ -246,7 +246,7 @@ def merge_checkpoint(
         merged, plan_options, notes = checkpoint, options, ()
         converted: Converted | None = None
         if conversion is None:
-            plan_options, notes = _unwrapping_options(checkpoint.kind, checkpoint.rank_shards(), options)
+            plan_options, notes = _unwrapping_options(checkpoint, options)
         else:
             configs = [*_given_configs(files_from), *configs_beside(checkpoint)]
             selected, notes = _selected(checkpoint, options)
@@ -371,11 +371,9 @@ def _read_plain(opened: OpenedPath, *, strict: bool, section: str | None, weight
     return read_opened(opened, strict=strict, section=section, weights=weights)
 
 
-def _unwrapping_options(
-    kind: str, rank_shards: Sequence[RankShards], options: ExportOptions
-) -> tuple[ExportOptions, tuple[str, ...]]:
+def _unwrapping_options(source: Source, options: ExportOptions) -> tuple[ExportOptions, tuple[str, ...]]:
     """Return options that remove the prefixes of wrappers from all selected names, and notes about that."""
-    all_names = {shard.name for holder in rank_shards for shard in holder.shards}
+    all_names = {tensor.shard.name for _, tensor in source.shards()}
     names = set(filter(options.wants, all_names))
     wrapper = _common_wrappers(names)
     notes = options.notes_on_exclude(all_names) + options.notes_on_rename({name[len(wrapper) :] for name in names})
@@ -385,11 +383,14 @@ def _unwrapping_options(
     inner = [name.removeprefix("model.") for name in names if name.startswith("model.")]
     if inner and len(inner) == len(names) and not options.rename:
         is_whole_model = any(name.startswith(_TOPS) for name in inner)
-        if is_whole_model or kind == "dcp":  # DCP checkpoints are often saved as {"model": ...}
+        if is_whole_model or source.kind == "dcp":  # DCP checkpoints are often saved as {"model": ...}
             reason = "which may be a wrapper around the model's own names"
             if is_whole_model:
                 reason = "which seems to wrap a whole model"
-            advice = 'rename=[(r"^model\\.", "")] (--rename "^model\\.=")'
+            argument, option = 'rename=[(r"^model\\.", "")]', '--rename "^model\\.="'
+            if source.selected is not None:  # without it, the pattern would match names with the section's prefix
+                argument, option = f'section="{source.selected}", {argument}', f"--section {source.selected} {option}"
+            advice = f"{argument} ({option})"
             notes.insert(0, f"all names begin with 'model.', {reason}: to remove it, {advice}")
     return options, tuple(notes)
 

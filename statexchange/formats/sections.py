@@ -166,8 +166,8 @@ def select_section(source: Source, section: str | None) -> Source:
     left_out = [known for known in sections if known != wanted]
     if section is None and not left_out and not wanted.prefix:
         return source
-    selected = section_of(source, wanted)
-    return replace(selected, sections=(), notes=(*source.notes, _note(wanted, left_out)))
+    notes = (*source.notes, _note(wanted, left_out))
+    return replace(section_of(source, wanted), sections=(), selected=wanted.name, notes=notes)
 
 
 def _note(section: Section, left_out: list[Section]) -> str:

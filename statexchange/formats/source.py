@@ -264,6 +264,7 @@ class Source:
         metadata: text metadata on which all files agree.
         differing: metadata keys on which files differ.
         sections: its sections, if the format knows them (formats/sections.py).
+        selected: the section whose tensors alone are here, without its prefix; None for all.
         arguments: numbers that describe the model, from the arguments of a Megatron run.
         notes: what a user should know about how it was read.
         refusal: why no tensor can be read, if the format is one that is only shown (formats/foreign). Opening with
@@ -290,6 +291,7 @@ class Source:
     metadata: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
     sections: tuple[Section, ...] = ()
+    selected: SectionName | None = None
     arguments: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     refusal: UnsupportedError | None = None

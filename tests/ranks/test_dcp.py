@@ -273,6 +273,14 @@ def test_a_file_for_each_entry_and_torchs_own_conversion(tmp_path: Path, recwarn
         assert found["nested.b"].equal(state["nested"]["b"])
 
 
+def test_what_is_saved_in_the_background_is_read(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    state = {"w": numbers(40, 50)}
+    dcp.async_save(state, checkpoint_id=tmp_path / "dcp", no_dist=True).result()  # type: ignore[union-attr]
+    recwarn.clear()
+    merge_checkpoint(tmp_path / "dcp", tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors")["w"].equal(state["w"])
+
+
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, str]:
     """Exit code, stdout and stderr of a command."""
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""What torchao wrote and `merge` merged and renamed is put together again by torchao, bit by bit."""
+"""Quantised weights that torchao and bitsandbytes write now are loaded by them again after a merge, bit by bit."""
 
 from __future__ import annotations
 
@@ -44,3 +44,25 @@ def test_torchao_reads_a_merge(config: str, tmp_path: Path) -> None:
         whole = tensor.dequantize() if hasattr(tensor, "dequantize") and name.endswith("weight") else tensor
         again = found[name].dequantize() if name.endswith("weight") else found[name]
         assert torch.equal(again, whole), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}])
+def test_a_merge_of_bitsandbytes_has_equal_logits(options: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason='no framework: bitsandbytes: pip install ".[frameworks]"')
+    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    def logits(path: Path, **more: Any) -> tuple[torch.Tensor, Any]:
+        model = LlamaForCausalLM.from_pretrained(path, device_map="cpu", **more).eval()
+        with torch.no_grad():
+            return model(torch.arange(8).reshape(1, 8)).logits, model
+
+    sizes = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=16)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "plain")
+    expected, model = logits(tmp_path / "plain", quantization_config=BitsAndBytesConfig(**options))
+    model.save_pretrained(tmp_path / "quantised", max_shard_size="20KB")
+    assert len(list((tmp_path / "quantised").glob("model-*.safetensors"))) > 1
+    sx.merge_checkpoint(tmp_path / "quantised", tmp_path / "out")
+    found, _ = logits(tmp_path / "out")
+    assert torch.equal(found, expected)

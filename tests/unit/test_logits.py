@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.cli.main import main
 from statexchange.testing import run_ranks
 
@@ -45,11 +47,19 @@ def merged(tmp_path: Path, source: Path, *options: str) -> torch.Tensor:
     return logits(loaded)
 
 
-def sample_llama(config: Path, weights: Path) -> LlamaForCausalLM:
-    """Return the model that a framework had, from the tensors that it gathered itself."""
+def sample_llama(config: Path, weights: Path, wrapper: str = "") -> LlamaForCausalLM:
+    """Return the model that a framework had, from the tensors that it gathered itself.
+
+    `wrapper` is the prefix of their names. `logits` among them, which it computed on another machine, must be close.
+    """
+    state = load_file(weights)
+    computed = state.pop("logits", None)
     model = LlamaForCausalLM(LlamaConfig(**json.loads(config.read_text())))
-    model.load_state_dict(load_file(weights), strict=False, assign=True)
+    state = {name.removeprefix(wrapper): tensor for name, tensor in state.items()}
+    assert not model.load_state_dict(state, strict=False, assign=True).unexpected_keys
     model.tie_weights()
+    if computed is not None:
+        torch.testing.assert_close(logits(model), computed)
     return model
 
 
@@ -66,6 +76,24 @@ def test_verl(tmp_path: Path) -> None:
     config = path / "run/global_step_1/actor/huggingface/config.json"
     expected = logits(sample_llama(config, path / "expected.safetensors"))
     assert torch.equal(merged(tmp_path, path / "run"), expected)
+
+
+@pytest.mark.parametrize("kind", ["llama1", "llama3"])
+def test_deepspeed(tmp_path: Path, kind: str) -> None:
+    path = DATA / "deepspeed" / kind
+    expected = logits(sample_llama(path / "config.json", path.with_suffix(".safetensors")))
+    assert torch.equal(merged(tmp_path, path), expected)
+
+
+@pytest.mark.parametrize("kind", ["llama_sharded", "llama_full"])
+def test_lightning_with_the_options_that_a_note_shows(tmp_path: Path, kind: str) -> None:
+    path = DATA / "lightning" / kind
+    expected = logits(sample_llama(path / "config.json", path / "expected.safetensors", "model."))
+    (note,) = [text for text in merge_checkpoint(path / "last.ckpt", tmp_path / "plain").notes if "wrap" in text]
+    assert note.endswith('section="model", rename=[(r"^model\\.", "")] (--section model --rename "^model\\.=")')
+    options = shlex.split(note.rpartition("(")[2].removesuffix(")"))
+    found = merged(tmp_path, path / "last.ckpt", "--files-from", str(path / "config.json"), *options)
+    assert torch.equal(found, expected)
 
 
 def trained(model: LlamaForCausalLM) -> torch.optim.Optimizer:

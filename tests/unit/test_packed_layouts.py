@@ -88,6 +88,18 @@ def test_config_json_decides(tmp_path: Path) -> None:
 WEIGHTS = ["model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias"]
 
 
+@pytest.mark.parametrize("sample", ["torchao", "bitsandbytes"])
+def test_packed_tensors_are_merged_bit_by_bit(sample: str, tmp_path: Path) -> None:
+    sx.merge_checkpoint(SAMPLES / sample, tmp_path / "out")
+    found = load_file(tmp_path / "out/model.safetensors")
+    files = sorted((SAMPLES / sample).glob("*.safetensors"))
+    expected = {name: array for file in files for name, array in load_file(file).items()}
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype
+        assert found[name].tobytes() == array.tobytes()
+
+
 def test_a_merge_joins_the_metadata_of_torchaos_files(tmp_path: Path) -> None:
     report = sx.merge_checkpoint(SAMPLES / "torchao", tmp_path / "out")
     assert not [text for text in report.notes if "metadata" in text]

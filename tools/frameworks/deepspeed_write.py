@@ -3,10 +3,13 @@
     export DS_ACCELERATOR=cpu DS_BUILD_OPS=0
     torchrun --nproc-per-node 2 tools/frameworks/deepspeed_write.py OUT KIND
 
-KIND is zero0, zero1, zero1_fp32_gradients, zero2, zero3, pipeline or experts. ``OUT/KIND`` is the checkpoint.
-``OUT/KIND.safetensors`` has, by the names of parameters, ``master.`` the fp32 weights, ``exp_avg.`` the optimizer's
-first moments and ``model.`` the weights of the training, all from the live engine; and ``oracle.`` what DeepSpeed's
-zero_to_fp32 makes of the files, where it reads this kind. zero3 is converted to ``OUT/universal``, too.
+KIND is zero0, zero1, zero1_fp32_gradients, zero2, zero3, pipeline, experts, or llama0 to llama3. ``OUT/KIND`` is the
+checkpoint. ``OUT/KIND.safetensors`` has, by the names of parameters, ``master.`` the fp32 weights, ``exp_avg.`` the
+optimizer's first moments and ``model.`` the weights of the training, all from the live engine; and ``oracle.`` what
+DeepSpeed's zero_to_fp32 makes of the files, where it reads this kind. zero3 is converted to ``OUT/universal``, too.
+
+llama0 to llama3 train a model of transformers in float32 by ZeRO-0 to 3, and put its config into the checkpoint;
+``OUT/KIND.safetensors`` has the model's tensors as the live engine gathers them, and ``logits``, what it computes.
 
 Needs deepspeed and safetensors: ``pip install "statexchange[frameworks]"``. Run with two ranks or more.
 """
@@ -30,8 +33,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import save_file
+from tiny_model import tiny_llama, tokens
 
-KINDS = ("zero0", "zero1", "zero1_fp32_gradients", "zero2", "zero3", "pipeline", "experts")
+LLAMAS = ("llama0", "llama1", "llama2", "llama3")
+KINDS = ("zero0", "zero1", "zero1_fp32_gradients", "zero2", "zero3", "pipeline", "experts", *LLAMAS)
 STEPS = 2
 
 
@@ -128,6 +133,28 @@ def train_experts() -> Any:
     return engine
 
 
+def train_llama(stage: int) -> Any:
+    model = tiny_llama()
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=groups(model), config=config(stage, bf16={"enabled": False})
+    )
+    for _ in range(STEPS):
+        rows = (tokens() + dist.get_rank()) % 11
+        engine.backward(engine(input_ids=rows, labels=rows).loss)
+        engine.step()
+    return engine
+
+
+def live_llama(engine: Any) -> dict[str, torch.Tensor]:
+    """Return the engine's model and its logits. Collective."""
+    engine.eval()
+    with torch.no_grad():
+        logits = engine(tokens()).logits
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        found = {name: tensor.detach().clone() for name, tensor in engine.module.state_dict().items()}
+    return {**found, "logits": logits}
+
+
 def live(engine: Any) -> dict[str, torch.Tensor]:
     """Return what the engine holds, by names with the prefixes of the module's docstring. Collective."""
     found = {}
@@ -166,17 +193,21 @@ def write(out: Path, kind: str) -> None:
         engine = train_pipeline()
     elif kind == "experts":
         engine = train_experts()
+    elif kind in LLAMAS:
+        engine = train_llama(int(kind.removeprefix("llama")))
     elif kind == "zero1_fp32_gradients":  # another optimizer of DeepSpeed
         engine = train_net(1, data_types={"grad_accum_dtype": "fp32"})
     else:
         engine = train_net(int(kind.removeprefix("zero")))
     engine.save_checkpoint(str(out / kind), client_state={"epoch": 1})
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, live(engine))
+    dist.all_gather_object(parts, live_llama(engine) if kind in LLAMAS else live(engine))
     if dist.get_rank() == 0:
         found = {name: tensor for part in reversed(parts) for name, tensor in part.items()}
         if kind in ("zero1", "zero2", "zero3"):
             found |= oracle(out / kind)
+        if kind in LLAMAS:
+            engine.module.config.save_pretrained(out / kind)
         save_file(found, out / f"{kind}.safetensors")
         for script in ("zero_to_fp32.py", "zero_to_torch.py"):
             (out / kind / script).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The model that the scripts here train and save: four tensors, of sizes that two ranks cannot share evenly."""
+"""The models that the scripts here train and save, with tensors of sizes that two ranks cannot share evenly."""
 
 import torch
 
@@ -32,3 +32,18 @@ def rows(count):
     """Return a data set of pairs of inputs and labels, equal in each process."""
     x = torch.randn(count, 3, generator=torch.Generator().manual_seed(1))
     return [{"x": row, "labels": row.sum().reshape(1)} for row in x]
+
+
+def tiny_llama():
+    """Return a model of transformers in float32, whose logits tests compare."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 11, "hidden_size": 6, "intermediate_size": 7, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 16}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"], dtype="float32"))
+
+
+def tokens():
+    """Return the input of which the logits are."""
+    return torch.arange(8).reshape(1, 8)
