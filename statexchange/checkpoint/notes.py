@@ -107,7 +107,7 @@ def notes_about(
 
 
 def _optimizer_group(name: str) -> str:
-    """Return a pattern of the optimizer state to which a tensor seems to belong; "" if to none."""
+    """Return the name pattern of the optimizer state to which a tensor seems to belong; "" if to none."""
     first, _, _ = name.partition(".")
     if first in _OPTIMIZERS:
         return f"{first}.*"

@@ -276,7 +276,7 @@ class MemoryCopies:
         return MemoryCopy(best.step, whole, holders, is_on_disk, disk.step is not None, disk.identity)
 
     def _identity(self) -> str | None:
-        """Return the identity of the directory of saves; None, so that no copy belongs to it, if that is broken."""
+        """Return the identity of the directory of saves; None if that is broken, so that no copy is used."""
         try:
             return identity_of_saves(self.path)
         except (CorruptError, UnsafeError) as error:
@@ -504,7 +504,7 @@ def _ranks_of(part: _Part, of_host: Sequence[_Part]) -> frozenset[int]:
 
 
 def _newest_whole(by_host: Sequence[Sequence[_Part]]) -> _Part | None:
-    """Return a part of the newest copy of which the hosts together have each file; None without one."""
+    """Return a part of the newest copy whose files the hosts have together; None if there is no such copy."""
     parts = [part for of_host in by_host for part in of_host]
     for part in sorted(parts, key=lambda part: part.step, reverse=True):
         if part.problem:

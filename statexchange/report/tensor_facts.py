@@ -166,7 +166,7 @@ def group_box(dtype: str, box: Box) -> Box:
 
 
 def _kept_name(source: Source, name: str) -> str:
-    """Return the name under which a tensor is kept; of a tensor that is not tied its own."""
+    """Return the name under which a tensor is kept: its own, unless it is tied."""
     if any(name in shard_file.tensors for shard_file in source.files):
         return name
     aliases = _published_aliases(source)

@@ -252,7 +252,7 @@ class _Sums:
 
 
 class _Histogram:
-    """Counts values in bins of the width 2**exponent, of which the first begins at `first` widths."""
+    """Counts values in bins of width 2**_exponent; the first bin begins at _first * 2**_exponent."""
 
     def __init__(self, *, is_integer: bool) -> None:
         self._is_integer = is_integer

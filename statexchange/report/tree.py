@@ -10,7 +10,7 @@ __all__ = ["ModuleNode", "module_tree"]
 
 
 class TreeTensor(Protocol):
-    """A tensor as the tree needs it: its name, the dtype and shape by which two are alike, and its sizes."""
+    """What the tree needs of a tensor: name, sizes, and the dtype and shape that make two tensors alike."""
 
     @property
     def name(self) -> str: ...

@@ -49,7 +49,7 @@ class Job:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return this rank's parts of all tensors."""
-        found = list(self.model.parameters())
+        found: list[torch.Tensor] = list(self.model.parameters())
         for entries in self.optimizer.state.values():
             found += [entry for entry in entries.values() if isinstance(entry, torch.Tensor)]
         return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in found]
