@@ -37,7 +37,7 @@ class Callers:
         self.restart()
 
     def restart(self) -> None:
-        """Count callers anew: the thread that has made the session need not become the first. Not collective."""
+        """Restart the count of callers: the thread that made the session need not be number 0. Not collective."""
         self.local = threading.local()  # not by thread id: ids are used again, by other threads on each rank
         self._count = 0
         self._threads: dict[int, threading.Thread] = {}  # by their number, those that have not ended

@@ -295,7 +295,7 @@ class Communicator:
         return self._session.callers.number()
 
     def forget_callers(self) -> None:
-        """Count callers anew: the thread that made this communicator need not become the first. Not collective.
+        """Restart the count of callers: the thread that made this communicator need not be number 0. Not collective.
 
         Example:
             >>> comm = sx.init("single")

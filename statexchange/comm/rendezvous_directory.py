@@ -453,7 +453,7 @@ class DirectoryRendezvous:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
-        """Yield a descriptor of the directory, opened anew and made if need be."""
+        """Yield a new descriptor of the directory, which is made if it is missing."""
         directory, num_made = _open_directory(self._path)
         try:
             self._num_made = max(self._num_made, num_made)

@@ -182,9 +182,9 @@ def probe(path: str) -> Probe:
             return Probe(opened, None, None, names, directories)
         except ReplacedError:
             raise
-        except InvalidArgumentError as error:  # one of several has to be named: in it, or in its directories
-            is_in_it = not directories or _format("foreign").matches(opened)
-            return Probe(opened, None, error if is_in_it else None, names, directories)
+        except InvalidArgumentError as error:  # one of several checkpoints has to be named
+            are_files = not directories or _format("foreign").matches(opened)  # else directories, to be probed in turn
+            return Probe(opened, None, error if are_files else None, names, directories)
         except StateExchangeError as error:
             return Probe(opened, None, error, names, directories)
         if source.problems and not opened.is_current():

@@ -129,7 +129,7 @@ def _is_job_state(found: Mapping[SectionName, set[str]], others: set[str]) -> bo
 
 
 def _first_key(name: str) -> str:
-    """Return the first key of a name; the first two if the first is DCP's "app", which says nothing."""
+    """Return the first key of a name; the first two if the first is DCP's "app", which all names have."""
     first, _, others = name.partition(".")
     return f"app.{others.partition('.')[0]}" if first == "app" else first
 

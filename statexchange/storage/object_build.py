@@ -36,7 +36,7 @@ versions that the members have sent with its listing in step 5.
 Failure: a publisher that fails removes its objects only while it still holds the claim; otherwise its successor removes
 them. A killed publisher leaves the claim and its objects, and the next publisher takes over in step 1; it also cancels
 the uploads that a killed process has begun. A member that is killed between its put and its check, after its publisher
-has failed, leaves an object that no claim lists: for this `is_own` tells such objects by their content.
+has failed, leaves an object that no claim lists: `is_own` recognises such objects by their content.
 """
 
 from __future__ import annotations

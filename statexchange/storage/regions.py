@@ -1,7 +1,7 @@
 """Read and write boxes of tensors in files, in windows of bounded size, and digest them on the way.
 
 Boxes are in the tensor's coordinates unless a name says *local* (relative to another box). A window is a part of a box
-that is contiguous in its C order and fits the budget.
+that is contiguous in its C order and has at most `window_bytes`.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ _SPAN_BYTES = 4 << 20  # the most that one read of a strided block spans
 READ_AHEAD_BYTES, _LEAST_READ_AHEAD_BYTES = 16 << 20, 64 << 10
 
 
-def windows(shape: Sequence[int], itemsize: int, budget: int = WINDOW_BYTES) -> Iterator[Box]:
-    """Yield boxes of at most `budget` bytes that divide a tensor into contiguous runs of its C order, in order."""
+def windows(shape: Sequence[int], itemsize: int, window_bytes: int = WINDOW_BYTES) -> Iterator[Box]:
+    """Yield boxes of at most `window_bytes` that divide a tensor into contiguous runs of its C order, in order."""
     nbytes = math.prod(shape) * itemsize
-    if nbytes <= budget:
+    if nbytes <= window_bytes:
         if nbytes:
             yield full_box(shape)
         return
     dim = 0
-    while dim < len(shape) - 1 and math.prod(shape[dim + 1 :]) * itemsize > budget:
+    while dim < len(shape) - 1 and math.prod(shape[dim + 1 :]) * itemsize > window_bytes:
         dim += 1
     rest = tuple(shape[dim + 1 :])
-    step = max(1, budget // max(1, math.prod(rest) * itemsize))
+    step = max(1, window_bytes // max(1, math.prod(rest) * itemsize))
     for prefix in np.ndindex(*shape[:dim]):
         for begin in range(0, shape[dim], step):
             size = min(step, shape[dim] - begin)
@@ -212,10 +212,10 @@ def blocks(
     is strided: reading one part of it may require reading all bytes that the block spans.
     """
     itemsize, strides = ITEMSIZE[dtype], stored.strides
-    budget = WINDOW_BYTES if strides is None else max(_LEAST_READ_AHEAD_BYTES, ahead_bytes)
-    memory = memoryview(bytearray(min(budget, math.prod(shape) * itemsize)))
+    window_bytes = WINDOW_BYTES if strides is None else max(_LEAST_READ_AHEAD_BYTES, ahead_bytes)
+    memory = memoryview(bytearray(min(window_bytes, math.prod(shape) * itemsize)))
     source_strides = c_strides(shape) if strides is None else strides
-    for window in windows(shape, itemsize, budget) if memory else ():
+    for window in windows(shape, itemsize, window_bytes) if memory else ():
         part = memory[: window.numel * itemsize]
         source_offset = stored.begin + itemsize * sum(map(operator.mul, window.offsets, source_strides))
         read_block(stored.file, source_offset, window.shape, strides, dtype, part)
@@ -260,10 +260,10 @@ def read_part(
     target_box = to_local(part, target)
     target_is_contiguous = c_contiguous(target_box, target.shape)
     # Object stores have a high latency per request, so each request reads more.
-    budget = WINDOW_BYTES if stored.strides is None and not stored.file.is_remote else READ_AHEAD_BYTES
-    bounce = memoryview(bytearray(0 if target_is_contiguous else min(budget, part.numel * itemsize)))
+    window_bytes = WINDOW_BYTES if stored.strides is None and not stored.file.is_remote else READ_AHEAD_BYTES
+    bounce = memoryview(bytearray(0 if target_is_contiguous else min(window_bytes, part.numel * itemsize)))
     target_offset = linear_offset(target_box, target.shape) * itemsize
-    for window in windows(part.shape, itemsize, budget):
+    for window in windows(part.shape, itemsize, window_bytes):
         nbytes = window.numel * itemsize
         first = to_global(window, source_box).offsets
         source_offset = stored.begin + itemsize * sum(map(operator.mul, first, source_strides))

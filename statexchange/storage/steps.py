@@ -208,7 +208,7 @@ def named_steps(store: Store) -> list[int]:
 def read_saves(path: str, *, without: Container[int] = ()) -> dict[int, SaveManifest | StateExchangeError]:
     """Return the manifest of each step in the directory `path`, or the error of a broken one; oldest first.
 
-    Not collective. A save that has lost a file is broken, too; sizes and headers are not looked at. The steps in
+    Not collective. A save that has lost a file is broken, too; sizes and headers are not checked. The steps in
     `without` are left out, and a save that is removed meanwhile. {} if the directory does not exist.
 
     Raises:

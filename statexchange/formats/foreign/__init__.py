@@ -1,7 +1,7 @@
-"""Formats of other frameworks that are named and shown, and not read: GGUF, npy, npz, Flax's msgpack, Orbax, zarr.
+"""Formats of other frameworks that are shown, but not read: GGUF, npy, npz, Flax's msgpack, Orbax, zarr.
 
-`info` and `ls` show what the headers tell. All that needs the tensors' bytes raises `Source.refusal`, which names the
-kind and the tool that reads it.
+`info` and `ls` show what the headers contain. Whatever needs the tensors' bytes raises `Source.refusal`, which names
+the kind and the tool that reads it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Kind(NamedTuple):
     Attributes:
         name: its name.
         suffix: of a file's name; "" for a directory.
-        begins: whether a file begins so; None for a directory.
+        begins: tests the first bytes of a file; None for a directory.
         entries: names of files of which a directory has one.
         module: the module that shows it, whose `read` takes a StoredFile or a Store.
         title: what it is.

@@ -19,7 +19,7 @@ __all__ = ["MAX_TEXT_BYTES", "Contents", "Cursor", "described_tensor", "dtype_of
 
 MAX_TEXT_BYTES = 1 << 16  # of a name or a key
 _WINDOW_BYTES = 1 << 16
-# Codes of numpy's dtypes, as in "<f4", without those of which the name says less than the code.
+# Codes of numpy's dtypes, as in "<f4". Left out are those that tell more than a name would.
 _CODES = {
     "b1": "BOOL", "u1": "U8", "i1": "I8", "u2": "U16", "i2": "I16", "u4": "U32", "i4": "I32", "u8": "U64", "i8": "I64",
     "f2": "F16", "f4": "F32", "f8": "F64", "c8": "C64", "c16": "C128",
@@ -34,7 +34,7 @@ class Contents:
     Attributes:
         tensors: its tensors, none of which can be read.
         others: descriptions, by name, of entries that are not tensors.
-        notes: what was not looked at.
+        notes: what was not read.
     """
 
     tensors: tuple[UnreadableTensor, ...]

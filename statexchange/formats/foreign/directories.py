@@ -21,7 +21,7 @@ from statexchange.storage.store import Store
 __all__ = ["read"]
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
-_MAX_DIRECTORIES = 4096  # that are looked at for arrays: each costs a listing
+_MAX_DIRECTORIES = 4096  # that are searched for arrays: each costs a listing
 _MAX_JSON_BYTES = 64 << 20
 
 
@@ -37,7 +37,7 @@ def read(store: Store) -> Contents:
 def _read_zarr(store: Store) -> Contents:
     """Return the arrays of a directory; raise CorruptError for broken metadata.
 
-    Consolidated metadata is taken where there is any; otherwise the directories below are looked at.
+    Consolidated metadata is taken where there is any; otherwise the directories below are searched.
     """
     consolidated = _consolidated(store)
     if consolidated is not None:
@@ -114,7 +114,7 @@ def _consolidated(store: Store) -> list[UnreadableTensor] | None:
 
 def _read_orbax(store: Store) -> Contents:
     """Return the arrays of a checkpoint, or of one item; raise CorruptError for broken metadata."""
-    # One of its items may be opened, too.
+    # The opened directory may be the checkpoint or one of its items.
     if any(_UNFINISHED in name for name in store.path.rstrip("/").split("/")[-2:]):
         raise IncompleteError("Orbax did not finish this checkpoint", path=store.path)
     tensors: list[UnreadableTensor] = []
@@ -172,7 +172,7 @@ def _leaves(store: Store) -> Iterator[_Leaf]:
         name = _joined_keys(record.get("key_metadata"), path, store.budget)
         value = _object(record.get("value_metadata"), path)
         kind = value.get("value_type")
-        # The shape that is written is a shard's; it is the array's if one device had all of it.
+        # `write_shape` is the shape of a shard: that of the array only if one device held all of it.
         sharding = shardings.get(base64.b64encode(name.encode("utf-8", "surrogatepass")).decode())
         is_whole = kind == "np.ndarray" or (isinstance(sharding, str) and "SingleDeviceSharding" in sharding)
         yield _Leaf(name, kind[:60] if isinstance(kind, str) else "?", value.get("write_shape") if is_whole else None)

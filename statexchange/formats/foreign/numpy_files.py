@@ -77,7 +77,7 @@ def _read_npz(file: StoredFile) -> Contents:
 
 
 def _start_of(stream: IO[bytes], budget: Budget) -> bytes:
-    """Return the header of an array in a zip; several members may share the bytes of a large one."""
+    """Return the header of an array in a zip. A large one is spent: several members may share its bytes."""
     start = stream.read(_USUAL_HEADER_BYTES)
     _, end = _header_range(start) if start.startswith(NPY_MAGIC) and len(start) >= _LEAST_HEADER_BYTES else (0, 0)
     if len(start) < end <= _MAX_HEADER_BYTES + _LEAST_HEADER_BYTES:
@@ -146,7 +146,7 @@ class _ZipBytes:
         nbytes = left if nbytes < 0 else min(nbytes, left)
         if nbytes > _MAX_READ_BYTES:
             raise UnsupportedError(f"refused: a zip directory of {nbytes} bytes", path=self._file.path)
-        if not nbytes:  # also behind the end
+        if not nbytes:  # past the end, too
             return b""
         data = bytearray(nbytes)
         self._file.read_into(memoryview(data), self._at)

@@ -1,4 +1,4 @@
-"""The first bytes of foreign files."""
+"""Recognise foreign files by their first bytes."""
 
 from __future__ import annotations
 
