@@ -19,6 +19,7 @@ import torch
 from forked_jobs import ForkedJobs
 from starting import LAUNCHED_AS, start
 from sweeps import EVERY, slow, some
+from warm_python import warm_python
 
 import statexchange as sx
 from statexchange.comm import bootstrap
@@ -432,7 +433,13 @@ def test_a_job_that_is_killed_at_any_call_goes_on_from_its_newest_save(
 
 
 def in_namespace(script: str, program: str, *args: str) -> subprocess.CompletedProcess[str]:
-    command = ["unshare", "--mount", "sh", "-ec", f'{script}; exec "$0" -c "$@"', sys.executable, program, *args]
+    enter = f"""
+import ctypes, subprocess
+clone_newns = 0x00020000
+assert ctypes.CDLL(None).unshare(clone_newns) == 0
+subprocess.run(["sh", "-ec", "mount --make-rprivate /; {script}"], check=True)
+"""
+    command = [warm_python(), "-c", enter + program, *args]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
     return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=100, check=False)
 
@@ -477,6 +484,7 @@ def test_a_directory_of_another_user_is_refused(owner: str, mounts: None) -> Non
 import logging, os, sys
 logging.basicConfig(format="%(message)s")
 from test_memory_copy import load, save
+os.chdir("/mnt")
 if sys.argv[1] == "another user":
     save("/mnt/first", 1)  # which imports all, as this user may not see the interpreter's files
     load("/mnt/first")
@@ -487,7 +495,7 @@ print(*load("/mnt/saves"))
 """
     uid, mode = ("12345", "0755") if owner == "another user" else ("0", "0777")
     script = (
-        "mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs tmpfs /mnt; chmod 1777 /mnt /dev/shm; cd /mnt; "
+        "mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs tmpfs /mnt; chmod 1777 /mnt /dev/shm; "
         f"mkdir -m {mode} /dev/shm/statexchange-{uid}; chown 54321 /dev/shm/statexchange-{uid}"
     )
     done = in_namespace(script, program, owner)
@@ -508,6 +516,6 @@ except OSError as error:
     print(type(error).__name__)
 print(*load("/mnt/saves"))
 """
-    script = "mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs -o size=1m tmpfs /mnt; cd /mnt"
+    script = "mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs -o size=1m tmpfs /mnt"
     done = in_namespace(script, program)
     assert done.stdout == "StorageError\n1 memory True\n", done.stderr

@@ -10,7 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripts import ALONE, BIN, HOME, page_block, page_text, run_commands, run_script, with_mpiexec, with_torchrun
+from scripts import (
+    ALONE,
+    BIN,
+    HOME,
+    page_block,
+    page_text,
+    run_commands,
+    run_script,
+    warm_command,
+    with_mpiexec,
+    with_torchrun,
+)
 from sweeps import slow
 
 import statexchange as sx
@@ -41,23 +52,27 @@ SEEDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+@pytest.fixture(scope="module", params=[True, slow(False)], ids=["warm", "new interpreters"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The script of the README, run as it says: on two ranks, which are killed, then on three."""
+    is_warm: bool = request.param
     folder = tmp_path_factory.mktemp("readme")
     assert page_block("commands: killed").splitlines() == [
         "$ KILL_AT=25 torchrun --nproc-per-node 2 train.py",
         "$ torchrun --nproc-per-node 3 train.py",
     ]
-    (folder / "train.py").write_text(page_block("block: train.py"))
-    command = [BIN / "torchrun", "--nproc-per-node", "2", "train.py"]
-    killed = subprocess.run(
-        command, cwd=folder, env={**os.environ, "KILL_AT": "25"}, capture_output=True, text=True, timeout=100
-    )
+    text = page_block("block: train.py")
+    (folder / "train.py").write_text(text)
+    words, environ = ([BIN / "torchrun", *with_torchrun(2)[1:]], dict(os.environ))
+    if is_warm:
+        words, environ = warm_command(with_torchrun(2), text)
+    environ["KILL_AT"] = "25"
+    command = [*words, "train.py"]
+    killed = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100)
     assert killed.returncode != 0
     assert "exitcode  : -9" in killed.stderr
     assert sx.Checkpoints(folder / "saves").steps() == [10, 20]
-    return folder, run_script(with_torchrun(3), "train.py", page_block("block: train.py"), folder).stdout
+    return folder, run_script(with_torchrun(3), "train.py", text, folder, is_warm=is_warm).stdout
 
 
 def test_the_script_prints_what_the_readme_shows(trained: tuple[Path, str]) -> None:

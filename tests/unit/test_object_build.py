@@ -17,6 +17,7 @@ import torch
 from publishing import begin, build, facts_of, names_at, plan_of, publish, state_of
 from safetensors.torch import save_file
 from sweeps import slow
+from warm_python import warm_python
 
 import statexchange as sx
 from statexchange.errors import TargetExistsError, UnsafeError, UnsupportedError
@@ -265,7 +266,7 @@ except TargetExistsError:
 @pytest.mark.parametrize("overwrite", [slow(False), True])
 def test_two_processes_that_publish_to_s3_at_once(s3: str, overwrite: bool) -> None:
     here = os.path.dirname(publishing.__file__)
-    command = [sys.executable, "-c", RACER, here, f"{s3}/out"]
+    command = [warm_python(), "-c", RACER, here, f"{s3}/out"]
     racers = [
         subprocess.Popen([*command, str(value), str(overwrite)], stdout=subprocess.PIPE, text=True) for value in (1, 2)
     ]
