@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ from statexchange.state.tree import WalkStep, walk
 from statexchange.storage.byte_range import ByteRange
 
 __all__ = ["Catalog", "LivePlaces", "paths_of", "with_new_names", "without_unwanted"]
+
+_MOST_NAMES = 3  # that a message lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ class Catalog:
             others = ""
             if len(found) > 1:
                 others = " and 1 other entry" if len(found) == 2 else f" and {len(found) - 1} other entries"
-            text = _differing(f"different values of {found[0]!r}{others}", found[0], rank, other)
+            text = _differing(f"different values of {found[0]!r}{others}", _excluding(found), rank, other)
             raise ReplicaError(text, rank=other, path=self.source.path)
 
     def check_loaders(self, saved: Any, places: LivePlaces) -> None:
@@ -185,11 +187,19 @@ class Catalog:
                 )
 
 
-def _differing(what: str, name: str, rank: int, other: int) -> str:
+def _excluding(names: Sequence[str]) -> str | list[str]:
+    """Return what to pass as `exclude`: a few names, or patterns for the entries of the state that hold many."""
+    if len(names) > _MOST_NAMES:
+        parts = (name.partition(".") for name in names)
+        names = sorted({f"{entry}.*" if rest else entry for entry, _, rest in parts})
+    return names[0] if len(names) == 1 else list(names)
+
+
+def _differing(what: str, exclude: str | list[str], rank: int, other: int) -> str:
     """Return the message for a difference between the saves of two ranks, with the remedies."""
     return (
         f"ranks {rank} and {other} saved {what}: load on as many ranks as have saved, so that each gets its own, "
-        f'pass exclude={name!r} to leave the state as it is there, or pass replicas="root" to take rank '
+        f'pass exclude={exclude!r} to leave the state as it is there, or pass replicas="root" to take rank '
         f"{min(rank, other)}'s"
     )
 

@@ -209,11 +209,17 @@ def _aliases(source: Source) -> dict[str, str]:
 
 
 def model_of(source: Source) -> str | None:
-    """Return the class or type of the model that config.json names; None without one that can be read."""
-    if "config.json" not in source.opened.names:
-        return None
+    """Return the class or type of the model that config.json names; None without one that can be read.
+
+    Frameworks that save shards, such as verl, keep the model's config.json in a folder ``huggingface``.
+    """
     store = source.opened.store
+    has_config = "config.json" in source.opened.names
+    if not has_config and "huggingface" not in store.directories:
+        return None
     try:
+        if not has_config:
+            store = store.below("huggingface")
         text = store.read_small("config.json", _MAX_CONFIG_BYTES)
         config = parse_json(text, store.path_of("config.json"), store.budget)
     except StateExchangeError:

@@ -184,6 +184,10 @@ def test_what_is_broken_is_said_in_a_few_words(break_one: Callable[[Path], None]
     assert row.problems
 
 
+def test_the_model_of_shards_is_that_of_the_config_in_their_folder_huggingface() -> None:
+    assert [row.model for row in scan(DATA / "verl/fsdp2/run/global_step_1/actor")] == ["LlamaForCausalLM"]
+
+
 def test_the_size_of_a_broken_checkpoint_counts_the_files_in_its_folders_and_those_that_cannot_be_read(
     tmp_path: Path,
 ) -> None:
