@@ -10,6 +10,7 @@ import click
 from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, fields_of
 from statexchange.cli.progress import Progress
+from statexchange.cli.table_layout import Narrowing
 from statexchange.formats.sections import ALL, SECTIONS
 from statexchange.formats.source import WEIGHTS
 from statexchange.units import format_shape
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from statexchange.report.value_sums import ValueDiff
 
 _HEADER = ("NAME", "DIFFERS", "ELEMENTS", "MAX-ABS", "REL-L2", "COSINE", "FIRST", "NAN")
+_NARROWING = Narrowing(drop=("COSINE", "FIRST", "NAN", "ELEMENTS"), shorten={"NAME": 30})
+_BAR_ROOM = 32  # columns beside the name
 _BAR, _DECADES = 20, 10  # a full bar is a relative difference of 1 and more; each decade less is a tenth shorter
 
 
@@ -96,7 +99,7 @@ def command(
     if stat:
         _show_bars(output, report)
     elif report.differing:
-        output.table(_HEADER, map(_cells, report.differing), right=_HEADER[2:6])
+        output.table(_HEADER, map(_cells, report.differing), right=_HEADER[2:6], narrowing=_NARROWING)
     output.line(str(report))
     rows = [_record(tensor) for tensor in report.tensors]
     data = {
@@ -145,17 +148,18 @@ def _difference(tensor: TensorDiff) -> str:
 def _show_bars(output: Output, report: DiffReport) -> None:
     """Write a line for each tensor that differs: a bar by the relative difference, on a logarithmic scale."""
     full = "#" if not output.can_show("█") else "█"
-    width = max((len(tensor.name) for tensor in report.differing), default=0)
-    for tensor in report.differing:
+    names = [output.fitted(tensor.name, _BAR_ROOM) for tensor in report.differing]
+    width = max(map(len, names), default=0)
+    for name, tensor in zip(names, report.differing, strict=True):
         values = tensor.values
         if values is None or not values.relative_l2:  # NaN alone, or the sign of a zero
             nan = "" if values is None or _num_nan(values) == "-" else f", NaN {_num_nan(values)}"
-            output.line(f"{tensor.name:<{width}} | {_difference(tensor)}{nan}")
+            output.line(f"{name:<{width}} | {_difference(tensor)}{nan}")
             continue
         relative = values.relative_l2
         decades = max(0.0, _DECADES + math.log10(min(relative, 1.0)))
         bar = full * max(1, round(_BAR * decades / _DECADES))
-        output.line(f"{tensor.name:<{width}} | {relative:8.1e} {bar}")
+        output.line(f"{name:<{width}} | {relative:8.1e} {bar}")
 
 
 def _record(tensor: TensorDiff) -> Row:

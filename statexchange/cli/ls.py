@@ -10,6 +10,7 @@ import click
 from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
 from statexchange.cli.picture_file import PictureFile, picture_options
+from statexchange.cli.table_layout import Narrowing
 from statexchange.errors import InvalidArgumentError, did_you_mean, without_secrets
 from statexchange.units import format_bytes, format_ranks, format_shape, format_time
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 _HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "HELD-BY")
 _ROUNDS_HEADER = ("RUN", "ROUND", "RANK", "WRITTEN", "BYTES", "STATE")
 _SAVES_HEADER = ("STEP", "TIME", "BYTES", "RANKS", "METRICS", "STATE")
+_NARROWING = Narrowing(drop=("HELD-BY",), shorten={"HELD-BY": 20, "NAME": 32, "SHAPE": 16}, cut=("HELD-BY",))
+_ROUNDS_NARROWING = Narrowing(drop=("WRITTEN",), shorten={"RUN": 16})
+_SAVES_NARROWING = Narrowing(drop=("RANKS", "TIME"), shorten={"METRICS": 12, "STATE": 24}, cut=("METRICS", "STATE"))
 
 
 @commands.command
@@ -61,7 +65,8 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
         return _list_saves(output, path, include)
     source = open_source(path, strict=False)
     rows = _selected(tensor_rows(source), include)
-    output.table(_HEADER, (_cells(row, source.has_ranks, output.aligned) for row in rows), right=("BYTES",))
+    cells = [_cells(row, source.has_ranks, output.aligned) for row in rows]
+    output.table(_HEADER, cells, right=("BYTES",), narrowing=_NARROWING)
     if source.others:
         output.message(f"entries that are not tensors: {abbreviated_list(source.others)}")
     if source.refusal is not None:
@@ -117,7 +122,8 @@ def _list_rounds(output: Output, path: str, include: Sequence[str]) -> int:
     if include:
         raise InvalidArgumentError("--include selects tensors, and --rounds lists files: leave one out")
     report = list_rounds(path)
-    output.table(_ROUNDS_HEADER, (_round_cells(row, output.aligned) for row in report.rows), right=("ROUND", "BYTES"))
+    cells = [_round_cells(row, output.aligned) for row in report.rows]
+    output.table(_ROUNDS_HEADER, cells, right=("ROUND", "BYTES"), narrowing=_ROUNDS_NARROWING)
     for note in report.notes:
         output.message(note)
     for problem in report.problems:
@@ -154,7 +160,7 @@ def _list_saves(output: Output, path: str, include: Sequence[str]) -> int:
     report = list_saves(path)
     cells = [_save_cells(row, output.aligned) for row in report.saves]
     cells += [_unfinished_cells(row, output.aligned) for row in report.unfinished]
-    output.table(_SAVES_HEADER, cells, right=("STEP", "BYTES", "RANKS"))
+    output.table(_SAVES_HEADER, cells, right=("STEP", "BYTES", "RANKS"), narrowing=_SAVES_NARROWING)
     for text in report.warnings:
         output.warning(text)
     worst = most_severe(report.problems)

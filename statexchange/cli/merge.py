@@ -10,6 +10,7 @@ import click
 from statexchange.cli import commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.progress import Progress
+from statexchange.cli.table_layout import Narrowing
 from statexchange.formats.sections import ALL, SECTIONS
 from statexchange.formats.source import WEIGHTS
 from statexchange.sharding.options import REPLICAS, ExportOptions
@@ -18,6 +19,7 @@ from statexchange.units import format_bytes, format_ranks, format_seconds, forma
 if TYPE_CHECKING:
     from statexchange.checkpoint.merge import MergeReport, PlannedTensor
 
+_NARROWING = Narrowing(drop=("SHAPE", "DTYPE"), shorten={"FILE": 20, "FROM": 16, "NAME": 32}, cut=("FILE", "FROM"))
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ExportOptions)}
 
 
@@ -171,7 +173,7 @@ def _show(output: Output, report: MergeReport) -> None:
         output.line(f"  {name} was reused from an interrupted merge")
     rows = [[t.name, t.dtype, format_shape(t.shape), t.file, _origin(t)] for t in report.tensors]
     if rows:
-        output.table(["NAME", "DTYPE", "SHAPE", "FILE", "FROM"], rows)
+        output.table(["NAME", "DTYPE", "SHAPE", "FILE", "FROM"], rows, narrowing=_NARROWING)
     for alias, kept in report.aliases.items():
         output.line(f"  {alias} is tied to {kept} and not written again")
 

@@ -11,8 +11,9 @@ import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
 from statexchange import settings
+from statexchange.cli.table_layout import Narrowing, aligned, narrowed
 from statexchange.errors import ReplicaError, StateExchangeError, without_secrets
-from statexchange.units import printable
+from statexchange.units import printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,8 @@ __all__ = [
 ]
 
 SCHEMA = 1
+_WIDE_COLUMNS = 200  # of a terminal on which nothing is shortened
+_LEAST_TEXT = 16  # characters that are left of a shortened text
 _MAX_TEXT = 5000  # characters of a field of an error
 FORMATS = ("auto", "human", "json", "jsonl")
 EXIT_CODES = {
@@ -125,12 +128,33 @@ class Output:
         for key, value in rows:
             self.line(f"{key:<{width}}  {value}")
 
-    def table(self, header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-        """Write a table; columns named in `right` are right-aligned. Nothing is cut off."""
+    @property
+    def _is_narrow(self) -> bool:
+        """Whether lines must fit a terminal: in a wide one, and in pipes, nothing is shortened."""
+        return sys.stdout.isatty() and self.width < _WIDE_COLUMNS
+
+    def fitted(self, text: str, room: int) -> str:
+        """Return a text that leaves `room` columns of a narrow terminal: its middle is left out if it is longer."""
+        return shortened(text, max(_LEAST_TEXT, self.width - room)) if self._is_narrow else text
+
+    def table(
+        self,
+        header: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        *,
+        right: Sequence[str] = (),
+        narrowing: Narrowing | None = None,
+    ) -> None:
+        """Write a table; columns named in `right` are right-aligned.
+
+        On a terminal of less than 200 columns the table fits it, as far as `narrowing` allows; else all is written.
+        """
         if not self.human:
             return
         cells = [list(header), *([printable(cell) for cell in row] for row in rows)]
-        lines = _aligned(cells, right) if self.aligned else ["\t".join(row) for row in cells]
+        if narrowing is not None and self._is_narrow:
+            cells = narrowed(cells, self.width, narrowing)
+        lines = aligned(cells, right) if self.aligned else ["\t".join(row) for row in cells]
         self._write(sys.stdout, self._styled(lines[0], _BOLD, sys.stdout))
         for line in lines[1:]:
             self._write(sys.stdout, line)
@@ -270,12 +294,6 @@ class Output:
         os.close(nowhere)
         if stream is sys.stdout and not isinstance(error, BrokenPipeError):
             self._lost = error
-
-
-def _aligned(cells: Sequence[Sequence[str]], right: Sequence[str]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    aligns = [">" if name in right else "<" for name in cells[0]]
-    return ["  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, aligns, widths, strict=True)).rstrip() for row in cells]
 
 
 def _printable_lines(text: str) -> str:

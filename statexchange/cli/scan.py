@@ -11,6 +11,7 @@ import click
 from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of
 from statexchange.cli.progress import LiveLine
+from statexchange.cli.table_layout import Narrowing
 from statexchange.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from statexchange.report.scan import ScanRow
 
 _HEADER = ("PATH", "KIND", "MODEL", "STEP", "TENSORS", "PARAMETERS", "BYTES", "AGE", "VERDICT")
+_NARROWING = Narrowing(
+    drop=("TENSORS", "PARAMETERS", "MODEL", "KIND", "STEP", "AGE"),
+    shorten={"VERDICT": 30, "PATH": 24},
+    cut=("VERDICT",),
+)
 _KEYS: dict[str, Callable[[ScanRow], tuple[float, str]]] = {
     "size": lambda row: (-row.nbytes, ""),
     "age": lambda row: (-(row.modified or 0.0), ""),
@@ -69,7 +75,8 @@ def command(output: Output, paths: tuple[str, ...], only: str | None, sort: str)
     shown = [row for row in rows if only in (None, row.status)]
     if sort != "path":
         shown.sort(key=_KEYS[sort])
-    output.table(_HEADER, (_cells(row, output.aligned) for row in shown), right=_HEADER[3:8])
+    cells = [_cells(row, output.aligned) for row in shown]
+    output.table(_HEADER, cells, right=_HEADER[3:8], narrowing=_NARROWING)
     counts = ", ".join(f"{count:,} {status}" for status, count in Counter(row.status for row in rows).most_common())
     total = "1 checkpoint" if len(rows) == 1 else f"{len(rows):,} checkpoints"
     places = "1 directory" if num_directories == 1 else f"{num_directories:,} directories"

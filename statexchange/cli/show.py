@@ -11,6 +11,7 @@ import click
 from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
 from statexchange.cli.picture_file import PictureFile, picture_options
+from statexchange.cli.table_layout import Narrowing
 from statexchange.errors import InvalidArgumentError, NotFoundError, did_you_mean, excerpt, without_secrets
 from statexchange.units import format_bytes, format_ranks, format_shape
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from statexchange.report.tensor_values import Bin, TensorValues, ValueStatistics
     from statexchange.sharding.shards import Box
 
+_NARROWING = Narrowing(drop=("BYTES",), shorten={"FILE": 20, "RANKS": 12, "REGION": 24}, cut=("FILE", "RANKS"))
 _CORNER = (4, 6)  # rows and columns of the default slice
 _BAR = 40
 _MAX_ROWS, _MAX_VALUE = 32, 300  # regions, and characters of a value, that are shown on a terminal
@@ -392,7 +394,9 @@ def _write_tensor(output: Output, facts: TensorFacts, *, has_ranks: bool) -> Non
         nbytes = format_bytes(region.nbytes) if output.aligned else str(region.nbytes)
         ranks = (format_ranks(region.holders),) if has_ranks else ()
         cells.append((str(region.box), nbytes, *ranks, f"{region.files[0]}{more}"))
-    output.table(("REGION", "BYTES", *(("RANKS",) if has_ranks else ()), "FILE"), cells, right=("BYTES",))
+    output.table(
+        ("REGION", "BYTES", *(("RANKS",) if has_ranks else ()), "FILE"), cells, right=("BYTES",), narrowing=_NARROWING
+    )
     if len(rows) < len(facts.regions):
         output.line(f"and {len(facts.regions) - len(rows):,} more regions (a pipe or --json has all)")
 

@@ -231,6 +231,12 @@ def test_output_on_a_terminal_is_the_golden_one(written: dict[int, dict[str, str
     assert f"$ statexchange {' '.join(COMMANDS[name])}\n{written[width][name]}" == golden_file(name, width).read_text()
 
 
+@pytest.mark.parametrize("name", ["scan", "scan-broken", "ls", "ls-saves", "ls-rounds", "diff", "diff-stat"])
+def test_tables_fit_the_terminal(written: dict[int, dict[str, str]], name: str) -> None:
+    lines = [re.sub(r"\\x1b\[\d+m", "", line) for line in written[80][name].splitlines()]
+    assert max(map(len, lines)) <= 80
+
+
 def test_each_golden_file_is_of_a_command() -> None:
     assert {path.name for path in GOLDEN.iterdir()} == {golden_file(n, w).name for n in COMMANDS for w in WIDTHS}
 
