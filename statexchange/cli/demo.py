@@ -29,8 +29,9 @@ _LINE_EVERY = 10
 def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
     """Train a small model, kill it half-way, resume, export and load.
 
-    It is resumed on two ranks, and what is loaded is compared. Needs torch. Exits with
-    1 if a tensor is not bit-equal, or the logits differ by more than 1e-5.
+    It resumes on two ranks, and the exported checkpoint is compared with their shards.
+    Needs torch. Exits with 1 if a tensor is not bit-equal, or the logits differ by more
+    than 1e-5.
 
     \b
     Examples:

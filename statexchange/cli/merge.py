@@ -42,7 +42,7 @@ def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tu
 @click.option(
     "--section",
     type=click.Choice([*SECTIONS, ALL]),
-    help="Merge this part of a job's state, as info shows them; by default the model, or all where patterns are given.",
+    help="Merge this section of a job's state, as info lists them. By default the model; all if patterns are given.",
 )
 @click.option(
     "--weights",

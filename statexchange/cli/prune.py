@@ -51,7 +51,7 @@ def command(
     PATH is the directory in which Checkpoints saves. What killed processes left
     of unfinished saves is removed too. A broken save does not count as one of the
     newest, and is not removed; nor is a directory that has other files too. Each
-    of these is a warning, and decides the exit code.
+    of these is a warning and sets the exit code.
 
     \b
     Examples:

@@ -36,14 +36,14 @@ _KEYS: dict[str, Callable[[ScanRow], tuple[float, str]]] = {
 @commands.command
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
 @click.option(
-    "--only", type=click.Choice(["broken", "whole", "unfinished"]), help="List only these. --only broken: what to mend."
+    "--only", type=click.Choice(["broken", "whole", "unfinished"]), help="List only the checkpoints of this status."
 )
 @click.option(
     "--sort",
     type=click.Choice(["path", *_KEYS]),
     default="path",
     show_default=True,
-    help="Order of the rows: largest, newest or lowest step first, or all that is not whole.",
+    help="Order of the rows: size: largest first; age: newest first; step: lowest first; verdict: not whole first.",
 )
 def command(output: Output, paths: tuple[str, ...], only: str | None, sort: str) -> int:
     """List the checkpoints below directories; say which are whole.

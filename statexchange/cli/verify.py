@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option(
     "--values",
     is_flag=True,
-    help="Look at the values, too: NaN, infinities, zeros as a lost write leaves them, constants.",
+    help="Check the values, too: NaN, infinities, zeros that a lost write left, constants.",
 )
 @click.option(
     "--without",
