@@ -20,7 +20,7 @@ class Narrowing:
     Attributes:
         drop: columns that may be left out, the least important first.
         shorten: columns whose texts may be shortened, with the least width of each; the first are shortened first.
-        cut: those of them that lose their end, such as sentences; others, such as paths, lose their middle.
+        cut: columns of `shorten` whose texts (sentences) lose their end; those of others (paths) lose their middle.
     """
 
     drop: Sequence[str] = ()
@@ -42,9 +42,8 @@ def aligned(cells: Sequence[Sequence[str]], right: Sequence[str]) -> list[str]:
 def narrowed(cells: Sequence[Sequence[str]], width: int, narrowing: Narrowing) -> list[list[str]]:
     """Return the cells of a table, whose first row is the header, so that its lines have at most `width` characters.
 
-    Columns are left out until all fit with the texts as short as they may be: first those without a value in any
-    row. Texts are then shortened no more than needed. A table that cannot be made so narrow is returned as narrow as
-    it can be.
+    Columns, first those without a value in any row, are left out until the table fits with its texts at their least
+    width. Texts are then shortened no more than needed. A table that cannot fit is made as narrow as it can be.
     """
     columns = [list(column) for column in zip(*cells, strict=True)]
     is_empty = {column[0]: all(cell == _EMPTY for cell in column[1:]) for column in columns}
