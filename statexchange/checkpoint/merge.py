@@ -447,9 +447,10 @@ def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]
     for shard_file in source.files:
         add([shard_file.rank, sorted(shard_file.aliases.items())])
         for tensor in shard_file.tensors.values():
-            byte_ranges = [
-                [stored.begin, stored.nbytes, stored.digest, stored.strides] for stored in tensor.byte_ranges
-            ]
+            byte_ranges = []
+            for stored in tensor.byte_ranges:
+                orders = [None if order is None else hashlib.blake2b(order).hexdigest() for order in stored.orders]
+                byte_ranges.append([stored.begin, stored.nbytes, stored.digest, stored.strides, orders])
             add([tensor.shard.to_json(), byte_ranges])
         add(shard_file.file.version)
     return hasher.hexdigest()

@@ -4,6 +4,6 @@ A conversion is data (`rules`): pairs of name patterns, each with the operations
 into those of the other. The built-in conversions (`builtin`) have the form of a user's own JSON file.
 
 Operations move elements and never compute. So a rule becomes a map between boxes (`patches`): for a box of an input
-tensor, the boxes of the outputs that it fills, with the strides at which their elements lie in it. Readers and writers
-of boxes need to know nothing else, and no tensor is ever held whole.
+tensor, the boxes of the outputs that it fills, with the strides and the order in which their elements lie in it.
+Readers of boxes need to know nothing else, and no tensor is ever held whole.
 """

@@ -22,6 +22,7 @@ __all__ = ["OPERATIONS", "Operation", "Planned", "parse_operation"]
 T = TypeVar("T")
 _MAX_ENTRIES = 64
 _MAX_PATCHES = 1 << 16  # of one tensor
+_MAX_PERMUTED = 1 << 20  # indices of a dim that is permuted: they are kept as a list
 Expression = str | int
 _ONE: Expression = 1
 
@@ -89,7 +90,11 @@ class Permute(_Each):
     def _applied(self, tensor: Planned, numbers: Numbers) -> Planned:
         dim = tensor.dim(self.dim)
         factors = numbers.factors(self.shape, tensor.shape[dim], tensor.name)
-        _check_count(math.prod(max(1, factors[index]) for index in self.order[:-1]), tensor)
+        if len(tensor.patches) > 1:  # each may be cut
+            _check_count(math.prod(max(1, factors[index]) for index in self.order[:-1]), tensor)
+        if tensor.shape[dim] > _MAX_PERMUTED and list(self.order) != sorted(self.order):
+            text = f"convert: permute takes a dim of at most {_MAX_PERMUTED} indices, and this has {tensor.shape[dim]}"
+            raise UnsupportedError(text, name=tensor.name)
         return replace(tensor, patches=permuted(tensor.patches, dim, factors, self.order))
 
     def inverse(self) -> Permute:

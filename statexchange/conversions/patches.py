@@ -1,28 +1,39 @@
 """Patches: which elements of an input tensor fill which box of an output tensor.
 
-A patch is a box of the output and an affine map to the input: along each dim of the output the input's index grows by a
-constant step in one of its dims. Every operation of a conversion divides and moves patches, so patches are exact for
-any chain of operations.
+A patch is a box of the output and a map to the input: along each dim of the output, the input's index in one of its
+dims. Mostly this is a range; after a permutation it is a list. Every operation of a conversion divides and moves
+patches, so patches are exact for any chain of operations.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from typing import TYPE_CHECKING, TypeAlias
 
 from statexchange.sharding.shards import Box, c_strides, intersect
 
-__all__ = ["Block", "Dim", "Patch", "concatenated", "identity", "permuted", "shared_block", "sliced", "transposed"]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["Block", "Dim", "Patch", "concatenated", "identity", "permuted", "shared_blocks", "sliced", "transposed"]
+
+# An array takes 8 bytes an index and compares by its values. The step of a range is positive.
+Indices: TypeAlias = "range | array[int]"
 
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """The input's dim along which an output's dim runs, and the step in it; None where the output's size is 1."""
+    """The input's dim along which an output's dim runs; None where it runs along none, as in zeros.
+
+    `indices` are those in the input for the indices of the box, relative to the patch's `begin`.
+    """
 
     dim: int | None
-    step: int = 1
+    indices: Indices = range(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +43,8 @@ class Patch:
     Attributes:
         source: number of the input; None if the box is filled with zeros.
         box: the box in the output.
-        begin: index in the input of the box's first element.
-        dims: for each dim of the output, how the input's index grows with it.
+        begin: index in the input to which the indices along the dims are added.
+        dims: for each dim of the output, where it runs in the input.
     """
 
     source: int | None
@@ -44,35 +55,87 @@ class Patch:
     @property
     def input_box(self) -> Box:
         """The smallest box of the input with all elements of the patch."""
-        sizes = [1] * len(self.begin)
-        for size, dim in zip(self.box.shape, self.dims, strict=True):
-            if dim.dim is not None:
-                sizes[dim.dim] = (size - 1) * dim.step + 1
-        return Box(self.begin, tuple(sizes))
+        begin, sizes = list(self.begin), [1] * len(self.begin)
+        for along in self.dims:
+            if along.dim is not None:
+                low, high = _bounds(along.indices)
+                begin[along.dim] += low
+                sizes[along.dim] = high - low + 1
+        return Box(tuple(begin), tuple(sizes))
 
     @property
     def is_identity(self) -> bool:
         """Whether each dim of the output runs along the same dim of the input, with step 1."""
-        return self.dims == tuple(Dim(dim) for dim in range(len(self.begin)))
+        if len(self.dims) != len(self.begin):
+            return False
+        for dim, along in enumerate(self.dims):
+            if along.dim != dim or not isinstance(along.indices, range) or along.indices.step != 1:
+                return False
+        return True
 
-    def cut(self, dim: int, begin: int, count: int, step: int, at: int) -> Patch | None:
-        """Return the part with the output's indices `begin`, `begin + step`, ... along `dim`, moved to `at`, `at + 1`.
-
-        None if the patch has none of these `count` indices.
-        """
-        low, size = self.box.offsets[dim], self.box.shape[dim]
-        first = max(0, -((begin - low) // step))  # ceil((low - begin) / step)
-        last = min(count - 1, (low + size - 1 - begin) // step)
-        if first > last:
-            return None
+    def cut(self, dim: int, first: int, count: int, at: int) -> Patch:
+        """Return the part with `count` indices along `dim` from the patch's own `first` on, moved to `at`."""
         offsets, shape = list(self.box.offsets), list(self.box.shape)
-        offsets[dim], shape[dim] = at + first, last - first + 1
-        begins, dims = list(self.begin), list(self.dims)
-        along = dims[dim]
-        if along.dim is not None:
-            begins[along.dim] += (begin + first * step - low) * along.step
-            dims[dim] = Dim(along.dim, along.step * step)
-        return Patch(self.source, Box(tuple(offsets), tuple(shape)), tuple(begins), tuple(dims))
+        offsets[dim], shape[dim] = at, count
+        dims, along = list(self.dims), self.dims[dim]
+        dims[dim] = Dim(along.dim, along.indices[first : first + count])
+        return Patch(self.source, Box(tuple(offsets), tuple(shape)), self.begin, tuple(dims))
+
+    def within(self, box: Box) -> list[Patch]:
+        """Return the parts whose elements lie in `box` of the input."""
+        parts = [self]
+        for dim, along in enumerate(self.dims):
+            if along.dim is None:
+                continue
+            low = box.offsets[along.dim] - self.begin[along.dim]
+            runs = _runs_within(along.indices, low, low + box.shape[along.dim])
+            if runs == [(0, len(along.indices))]:
+                continue
+            at = self.box.offsets[dim]
+            parts = [part.cut(dim, first, count, at + first) for part in parts for first, count in runs]
+        return parts
+
+    def permuted(self, dim: int, chosen: NDArray[np.int64]) -> Iterator[Patch]:
+        """Yield the parts in an output whose indices along `dim` are the indices `chosen` of the patch's output."""
+        low, along = self.box.offsets[dim], self.dims[dim]
+        for first, count in _runs_within(chosen, low, low + self.box.shape[dim]):
+            offsets, shape = list(self.box.offsets), list(self.box.shape)
+            offsets[dim], shape[dim] = first, count
+            dims = list(self.dims)
+            if along.dim is not None:
+                dims[dim] = Dim(along.dim, _taken(along.indices, chosen[first : first + count] - low))
+            yield Patch(self.source, Box(tuple(offsets), tuple(shape)), self.begin, tuple(dims))
+
+
+def _bounds(indices: Indices) -> tuple[int, int]:
+    """Return the least and the greatest index."""
+    return (indices[0], indices[-1]) if isinstance(indices, range) else (min(indices), max(indices))
+
+
+def _runs_within(indices: Indices | NDArray[np.int64], low: int, high: int) -> list[tuple[int, int]]:
+    """Return (first, count) of each run of successive positions at which low <= index < high."""
+    if isinstance(indices, range):
+        first = max(0, -((indices.start - low) // indices.step))  # ceil((low - start) / step)
+        count = min(len(indices), -((indices.start - high) // indices.step)) - first
+        return [(first, count)] if count > 0 else []
+    import numpy as np
+
+    values = np.asarray(indices)
+    inside = (values >= low) & (values < high)
+    edges = np.flatnonzero(np.diff(inside, prepend=False, append=False)).tolist()
+    return [(first, end - first) for first, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _taken(indices: Indices, positions: NDArray[np.int64]) -> Indices:
+    """Return the indices at some positions, at least one: as a range if they are one."""
+    import numpy as np
+
+    values = np.asarray(indices)[positions] if isinstance(indices, array) else indices.start + positions * indices.step
+    first, last = int(values[0]), int(values[-1])
+    step = int(values[1]) - first if len(values) > 1 else 1
+    if step > 0 and (np.diff(values) == step).all():
+        return range(first, last + 1, step)
+    return array("q", values.astype(np.int64).tobytes())
 
 
 def identity(shape: Sequence[int], source: int | None = 0) -> tuple[Patch, ...]:
@@ -82,18 +145,17 @@ def identity(shape: Sequence[int], source: int | None = 0) -> tuple[Patch, ...]:
     box = Box((0,) * len(shape), tuple(shape))
     if source is None:
         return (Patch(None, box, (), (Dim(None),) * len(shape)),)
-    return (Patch(source, box, box.offsets, tuple(map(Dim, range(len(shape))))),)
+    return (Patch(source, box, box.offsets, tuple(Dim(dim, range(size)) for dim, size in enumerate(shape))),)
 
 
-def sliced(
-    patches: Iterable[Patch], dim: int, begin: int, count: int, *, step: int = 1, at: int = 0
-) -> tuple[Patch, ...]:
-    """Return the patches of the indices `begin`, `begin + step`, ... along `dim`, moved to `at`, `at + 1`, ..."""
+def sliced(patches: Iterable[Patch], dim: int, begin: int, count: int, *, at: int = 0) -> tuple[Patch, ...]:
+    """Return the patches of `count` indices along `dim` from `begin` on, moved to `at`."""
     found = []
     for patch in patches:
-        part = patch.cut(dim, begin, count, step, at)
-        if part is not None:
-            found.append(part)
+        low = patch.box.offsets[dim]
+        first, end = max(begin, low), min(begin + count, low + patch.box.shape[dim])
+        if first < end:
+            found.append(patch.cut(dim, first - low, end - first, at + first - begin))
     return tuple(found)
 
 
@@ -120,16 +182,12 @@ def transposed(patches: Iterable[Patch], order: Sequence[int]) -> tuple[Patch, .
 def permuted(patches: Iterable[Patch], dim: int, factors: Sequence[int], order: Sequence[int]) -> tuple[Patch, ...]:
     """View a dim as dims of the sizes `factors`, put these in another order and join them; return the patches."""
     patches = tuple(patches)
-    steps = c_strides(factors)
-    *outer, last = order
-    run, step = factors[last], steps[last]
-    found: list[Patch] = []
-    at = 0
-    for index in product(*(range(factors[factor]) for factor in outer)):
-        begin = sum(number * steps[factor] for number, factor in zip(index, outer, strict=True))
-        found += sliced(patches, dim, begin, run, step=step, at=at)
-        at += run
-    return tuple(found)
+    if not patches or list(order) == sorted(order):
+        return patches
+    import numpy as np
+
+    chosen = np.arange(math.prod(factors), dtype=np.int64).reshape(factors).transpose(order).reshape(-1)
+    return tuple(part for patch in patches for part in patch.permuted(dim, chosen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,47 +196,89 @@ class Block:
 
     Attributes:
         box: the box in the output.
-        begin: index of its first element, relative to the box of the input.
-        dims: for each dim of the output, how this index grows with it.
+        begin: index, relative to the box of the input, to which the indices along the dims are added.
+        dims: for each dim of the output, where it runs in the input.
     """
 
     box: Box
     begin: tuple[int, ...]
     dims: tuple[Dim, ...]
 
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The index of the first element, relative to the box of the input."""
+        first = list(self.begin)
+        for along in self.dims:
+            if along.dim is not None:
+                first[along.dim] += along.indices[0]
+        return tuple(first)
+
+    @property
+    def orders(self) -> tuple[array[int] | None, ...]:
+        """For each dim of the output, the indices in the input if they are no range; () if all are ranges."""
+        orders = tuple(None if isinstance(along.indices, range) else along.indices for along in self.dims)
+        return orders if any(order is not None for order in orders) else ()
+
     def strides(self, stored: Sequence[int]) -> tuple[int, ...]:
-        """Return the strides of the output's dims, where the input's box has the strides `stored`."""
-        return tuple(0 if dim.dim is None else dim.step * stored[dim.dim] for dim in self.dims)
+        """Return the strides of the output's dims, where the input's box has the strides `stored`.
+
+        That of a dim that has an order is for one index of it.
+        """
+        strides = []
+        for along in self.dims:
+            step = along.indices.step if isinstance(along.indices, range) else 1
+            strides.append(0 if along.dim is None else step * stored[along.dim])
+        return tuple(strides)
 
     def is_run(self, strides: Sequence[int]) -> bool:
         """Whether elements with these strides lie in the C order of the box, one after another."""
+        if self.orders:
+            return False
         pairs = zip(self.box.shape, strides, c_strides(self.box.shape), strict=True)
         return all(size == 1 or stride == dense for size, stride, dense in pairs)
 
     def offset(self, stored: Sequence[int]) -> int:
         """Return the position of the first element, where the input's box has the strides `stored`."""
-        return sum(index * stride for index, stride in zip(self.begin, stored, strict=True))
+        return sum(index * stride for index, stride in zip(self.first, stored, strict=True))
+
+    def ranges(self) -> list[Block]:
+        """Return the block divided into blocks in which all dims run along ranges: each is a view of the input."""
+        blocks = [self]
+        for dim, along in enumerate(self.dims):
+            if isinstance(along.indices, range):
+                continue
+            runs = _ranges(along.indices)
+            blocks = [block.part(dim, first, run) for block in blocks for first, run in runs]
+        return blocks
+
+    def part(self, dim: int, first: int, run: range) -> Block:
+        """Return the part with the input's indices `run` along `dim`, which begin at position `first` there."""
+        offsets, shape, dims = list(self.box.offsets), list(self.box.shape), list(self.dims)
+        offsets[dim], shape[dim], dims[dim] = offsets[dim] + first, len(run), replace(dims[dim], indices=run)
+        return Block(Box(tuple(offsets), tuple(shape)), self.begin, tuple(dims))
 
 
-def shared_block(patch: Patch, box: Box) -> Block | None:
-    """Return the part of a patch whose elements lie in `box` of the input; None if there is none."""
+def _ranges(indices: Sequence[int]) -> list[tuple[int, range]]:
+    """Divide indices into ranges, each with the position of its first index."""
+    found = []
+    at = 0
+    while at < len(indices):
+        end = at + 1
+        step = indices[end] - indices[at] if end < len(indices) else 0
+        while step > 0 and end < len(indices) and indices[end] - indices[end - 1] == step:
+            end += 1
+        found.append((at, range(indices[at], indices[end - 1] + 1, max(1, step))))
+        at = end
+    return found
+
+
+def shared_blocks(patch: Patch, box: Box) -> list[Block]:
+    """Return the parts of a patch whose elements lie in `box` of the input."""
     if not patch.box.numel:
-        return None
+        return []
     if not patch.begin:  # the input has no dims
-        return Block(patch.box, (), patch.dims) if patch.source is not None else None
+        return [Block(patch.box, (), patch.dims)] if patch.source is not None else []
     if intersect(patch.input_box, box) is None:
-        return None
-    part: Patch | None = patch
-    for dim, along in enumerate(patch.dims):
-        if along.dim is None or part is None:
-            continue
-        low, high = box.offsets[along.dim], box.offsets[along.dim] + box.shape[along.dim]
-        # The numbers k of the patch's elements along this dim with low <= begin + k * step < high.
-        first = max(0, -((patch.begin[along.dim] - low) // along.step))
-        count = min(patch.box.shape[dim], -((patch.begin[along.dim] - high) // along.step)) - first
-        at = patch.box.offsets[dim] + first
-        part = part.cut(dim, at, count, 1, at) if count > 0 else None
-    if part is None:
-        return None
-    begin = tuple(index - low for index, low in zip(part.begin, box.offsets, strict=True))
-    return Block(part.box, begin, part.dims)
+        return []
+    begin = tuple(index - low for index, low in zip(patch.begin, box.offsets, strict=True))
+    return [Block(part.box, begin, part.dims) for part in patch.within(box)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from statexchange.conversions.numbers import KnownConfig, Numbers, UnknownNumberError
 from statexchange.conversions.operations import Planned
-from statexchange.conversions.patches import Block, Dim, Patch, identity, shared_block
+from statexchange.conversions.patches import Block, Dim, Patch, identity, shared_blocks
 from statexchange.conversions.rules import ConversionRules, Rule
 from statexchange.errors import IncompleteError, InvalidArgumentError, UnsafeError, UnsupportedError
 from statexchange.sharding.shards import Box, full_box
@@ -62,8 +62,7 @@ class InputFills:
             overlaps = ((self._lows < box.ends) & (self._ends > box.offsets)).all(axis=1)
             fills = [fills[number] for number in overlaps.nonzero()[0]]
         for fill in fills:
-            block = shared_block(fill.patch, box)
-            if block is not None:
+            for block in shared_blocks(fill.patch, box):
                 yield fill, block
 
 
@@ -400,7 +399,7 @@ def _of_index(patch: Patch, index: tuple[int, ...]) -> Patch:
     """Return a patch whose input is one index of a stacked tensor."""
     if patch.source is None:
         return patch
-    dims = tuple(Dim(None if along.dim is None else along.dim + len(index), along.step) for along in patch.dims)
+    dims = tuple(Dim(None if along.dim is None else along.dim + len(index), along.indices) for along in patch.dims)
     return replace(patch, begin=(*index, *patch.begin), dims=dims)
 
 

@@ -181,7 +181,8 @@ def _converted(described: Description, plan: ConversionPlan, *, has_zeros: bool)
         found = InputFills(fills)
         for box, tensor in zip(local.shard.boxes, local.tensors, strict=True):
             for fill, block in found.blocks(box):
-                outputs.add(fill.target, block.box, _view(tensor, block))
+                for part in block.ranges():
+                    outputs.add(fill.target, part.box, _view(tensor, part))
     for fill in plan.zeros if has_zeros else ():
         dtype = numpy_dtype(plan.tensors[fill.target].dtype)
         outputs.add(fill.target, fill.patch.box, np.broadcast_to(np.zeros((), dtype), fill.patch.box.shape))
@@ -189,12 +190,13 @@ def _converted(described: Description, plan: ConversionPlan, *, has_zeros: bool)
 
 
 def _view(tensor: Any, block: Block) -> Any:
-    """Return the view of a tensor or array that has the elements of a block, in its order."""
+    """Return the view of a tensor or array that has the elements of a block of ranges, in its order."""
     index: list[Any] = list(block.begin)
-    for size, along in zip(block.box.shape, block.dims, strict=True):
+    for along in block.dims:
         if along.dim is not None:
-            begin = block.begin[along.dim]
-            index[along.dim] = slice(begin, begin + (size - 1) * along.step + 1, along.step)
+            first, last = (block.begin[along.dim] + along.indices[end] for end in (0, -1))
+            step = along.indices[1] - along.indices[0] if last > first else 1
+            index[along.dim] = slice(first, last + 1, step)
     part = tensor[(*index, ...)]
     used = [along.dim for along in block.dims if along.dim is not None]
     order = [sorted(used).index(dim) for dim in used]

@@ -165,6 +165,8 @@ def _converted_file(
     outputs: dict[str, _Boxes] = {}
     for name, tensor in shard_file.tensors.items():
         fills = plan.fills[name]
+        if not all(fill.patch.is_identity for fill in fills):
+            tensor = _joined(tensor)  # noqa: PLW2901 (the tensor as it is read)
         for fill in fills:
             if not fill.patch.box.numel:
                 outputs.setdefault(fill.target, _Boxes(plan.tensors[fill.target]))
@@ -189,6 +191,59 @@ def _converted_file(
     return replace(shard_file, tensors=tensors, aliases=aliases)
 
 
+def _joined(tensor: SourceTensor) -> SourceTensor:
+    """Return a tensor with boxes joined that follow one another in the file and in the tensor.
+
+    A joined box has their digests as those of its parts. A permutation that mixes the rows of two boxes would else
+    cut them into boxes of one row.
+    """
+    boxes: list[Box] = []
+    runs: list[list[tuple[Box, ByteRange]]] = []  # what lies in each of the boxes
+    for box, stored in zip(tensor.shard.boxes, tensor.byte_ranges, strict=True):
+        whole = _union(boxes[-1], box) if boxes and _follows(runs[-1][-1][1], stored) else None
+        if whole is None:
+            boxes.append(box)
+            runs.append([(box, stored)])
+        else:
+            boxes[-1] = whole
+            runs[-1].append((box, stored))
+    return SourceTensor(replace(tensor.shard, boxes=tuple(boxes)), tuple(map(_range_of, runs)))
+
+
+def _range_of(run: Sequence[tuple[Box, ByteRange]]) -> ByteRange:
+    """Return the byte range of a run of boxes, of one or of several."""
+    _, first = run[0]
+    if len(run) == 1:
+        return first
+    parts: list[tuple[Box, str]] = []
+    for box, stored in run:
+        if stored.digest is not None:
+            parts.append((box, stored.digest))
+        parts += stored.parts
+    return ByteRange(first.file, first.begin, sum(stored.nbytes for _, stored in run), parts=tuple(parts))
+
+
+def _follows(first: ByteRange, second: ByteRange) -> bool:
+    """Whether the bytes of the second range follow those of the first, and both or neither have digests."""
+    is_next = first.file is second.file and first.begin + first.nbytes == second.begin
+    return is_next and first.strides is second.strides is None and first.is_proven == second.is_proven
+
+
+def _union(first: Box, second: Box) -> Box | None:
+    """Return the box that two boxes are together, if in its C order all of the first come before the second."""
+    for dim, (begin, end) in enumerate(zip(second.offsets, first.ends, strict=True)):
+        if begin == first.offsets[dim]:
+            if first.shape[dim] != 1 or second.shape[dim] != 1:
+                return None
+        else:
+            rest = slice(dim + 1, None)
+            fits = first.offsets[rest] == second.offsets[rest] and first.shape[rest] == second.shape[rest]
+            size = first.shape[dim] + second.shape[dim]
+            shape = (*first.shape[:dim], size, *first.shape[rest])
+            return Box(first.offsets, shape) if begin == end and fits else None
+    return None
+
+
 def _byte_range(stored: ByteRange, box: Box, block: Block, fill: Fill, dtype: str) -> ByteRange:
     """Return the byte range of a block of a stored box."""
     source_strides = c_strides(box.shape) if stored.strides is None else stored.strides
@@ -200,7 +255,7 @@ def _byte_range(stored: ByteRange, box: Box, block: Block, fill: Fill, dtype: st
     if not is_whole or not fill.patch.is_identity:
         is_same = is_whole and run and stored.strides is None  # as of one layer of a stacked tensor
         digest = stored.digest if is_same else None
-        return ByteRange(stored.file, begin, nbytes, digest, None if run else strides)
+        return ByteRange(stored.file, begin, nbytes, digest, None if run else strides, orders=block.orders)
     moved = [new - old for new, old in zip(block.box.offsets, box.offsets, strict=True)]
     parts = []
     for part, digest in stored.parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 from statexchange.sharding.shards import Box
@@ -19,8 +20,10 @@ class ByteRange:
         begin: offset in the file, in bytes, of the box's first element.
         nbytes: size of the box.
         digest: digest of the box's bytes in C order; None if it is not known.
-        strides: elements from one index to the next in each dim; None if the box is one run in C order.
+        strides: stored elements from one index to the next in each dim; None if the box is one run in C order.
         parts: blocks of the box, in the tensor's coordinates, with their known digests.
+        orders: for each dim in which the box has the stored elements in another order, their indices there, of which
+            only the differences count; None for other dims, and () if there is no such dim.
     """
 
     file: StoredFile
@@ -29,6 +32,7 @@ class ByteRange:
     digest: str | None = None
     strides: tuple[int, ...] | None = None
     parts: tuple[tuple[Box, str], ...] = ()
+    orders: tuple[array[int] | None, ...] = ()
 
     @property
     def path(self) -> str:

@@ -43,6 +43,7 @@ __all__ = [
 _LONG_RUN_BYTES = 32 << 10  # measured: from this length on, a write costs less than the page faults of a mapping
 _LONG_READ_BYTES = 4 << 10  # measured: from this length on, a separate read costs less than reading the gaps as well
 _SPAN_BYTES = 4 << 20  # the most that one read of a strided block spans
+_MOST_OVERLAP = 1.5  # of the spans of two halves of a block that are read one after the other
 READ_AHEAD_BYTES, _LEAST_READ_AHEAD_BYTES = 16 << 20, 64 << 10
 
 
@@ -148,32 +149,38 @@ def _assign(memory: memoryview, dtype: str, window: Box, part: Box, source: Any)
 
 
 def read_block(
-    file: StoredFile,
-    begin: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...] | None,
-    dtype: str,
-    target: memoryview,
+    stored: ByteRange, window: Box, strides: tuple[int, ...], dtype: str, target: memoryview, *, is_run: bool
 ) -> None:
-    """Fill `target` with a block's bytes in C order; its first element starts at byte `begin` of the file.
+    """Fill `target` with the bytes, in C order, of `window`, which is local to a stored box.
 
-    `strides` are those of the block in the file, in elements; None means one run in C order. Long runs of a strided
-    block are read one by one, short ones with the gaps between them, in parts of at most 4 MiB.
+    `strides` are those of the stored box, in elements. With `is_run` the window is one run of the file. Else long runs
+    are read one by one, and short ones, and those of a box with an order, with the gaps between them, in parts of at
+    most 4 MiB.
     """
-    if strides is None:
-        file.read_into(target, begin)
-        return
-    if not all(shape):
-        return
     itemsize = ITEMSIZE[dtype]
-    outer = _outer_dims(shape, strides)
-    run_bytes = math.prod(shape[outer:]) * itemsize
-    if run_bytes < _LONG_READ_BYTES or file.is_remote:
-        _read_strided(file, begin, elements(target, dtype, shape), strides)
+    if is_run:
+        begin = stored.begin + itemsize * sum(map(operator.mul, window.offsets, strides))
+        stored.file.read_into(target, begin)
         return
-    for number, index in enumerate(np.ndindex(*shape[:outer])):
-        at = begin + itemsize * sum(map(operator.mul, index, strides))
-        file.read_into(target[number * run_bytes : (number + 1) * run_bytes], at)
+    if not all(window.shape):
+        return
+    outer = _outer_dims(window.shape, strides)
+    run_bytes = math.prod(window.shape[outer:]) * itemsize
+    if stored.orders or run_bytes < _LONG_READ_BYTES or stored.file.is_remote:
+        axes = [_Axis(_indices(stored, dim, window), stride) for dim, stride in enumerate(strides)]
+        _read_axes(stored.file, stored.begin, elements(target, dtype, window.shape), axes)
+        return
+    for number, index in enumerate(np.ndindex(*window.shape[:outer])):
+        first = map(operator.add, window.offsets, (*index, *(0,) * (len(strides) - outer)))
+        at = stored.begin + itemsize * sum(map(operator.mul, first, strides))
+        stored.file.read_into(target[number * run_bytes : (number + 1) * run_bytes], at)
+
+
+def _indices(stored: ByteRange, dim: int, window: Box) -> Any:
+    """Return the indices of a window along a dim, relative to the first index of the stored box."""
+    begin, size = window.offsets[dim], window.shape[dim]
+    order = stored.orders[dim] if stored.orders else None
+    return range(begin, begin + size) if order is None else np.asarray(order[begin : begin + size]) - order[0]
 
 
 def _outer_dims(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -186,21 +193,56 @@ def _outer_dims(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 0
 
 
-def _read_strided(file: StoredFile, begin: int, target: Any, strides: tuple[int, ...]) -> None:
-    """Fill an array from a strided block; divide the block while it spans more than 4 MiB."""
-    reach = [(size - 1) * stride for size, stride in zip(target.shape, strides, strict=True)]
-    span = (sum(reach) + 1) * target.itemsize
-    if span > _SPAN_BYTES and max(reach):
-        dim = max(range(len(reach)), key=lambda index: reach[index])
-        half = target.shape[dim] // 2
-        front, back = np.split(target, [half], axis=dim)
-        _read_strided(file, begin, front, strides)
-        _read_strided(file, begin + half * strides[dim] * target.itemsize, back, strides)
+class _Axis:
+    """The indices along one dim of a block, a range of step 1 or an array, and the elements from one to the next."""
+
+    def __init__(self, indices: Any, stride: int) -> None:
+        self.indices = indices
+        self.stride = stride
+        is_range = isinstance(indices, range)
+        self.low = int(indices[0] if is_range else indices.min())
+        self.high = int(indices[-1] if is_range else indices.max())
+
+    @property
+    def reach(self) -> int:
+        """Elements from the lowest index to the highest."""
+        return (self.high - self.low) * self.stride
+
+    def halves(self) -> tuple[Any, Any]:
+        """Return the positions of two parts of the indices.
+
+        These are halves, unless the halves overlap widely: then the lower and the higher indices.
+        """
+        half = len(self.indices) // 2
+        if not isinstance(self.indices, range):
+            front, back = (_Axis(part, self.stride) for part in np.split(self.indices, [half]))
+            if front.reach + back.reach > self.reach * _MOST_OVERLAP:
+                ascending = np.argsort(self.indices, kind="stable")
+                return ascending[:half], ascending[half:]
+        return slice(half), slice(half, None)
+
+
+def _read_axes(file: StoredFile, begin: int, target: Any, axes: Sequence[_Axis]) -> None:
+    """Fill an array from a block whose index 0 is at byte `begin`; divide the block while it spans more than 4 MiB."""
+    span = (sum(axis.reach for axis in axes) + 1) * target.itemsize
+    dim = max(range(len(axes)), key=lambda index: axes[index].reach, default=0)
+    if span > _SPAN_BYTES and axes[dim].reach:
+        for positions in axes[dim].halves():
+            index = (*(slice(None),) * dim, positions)
+            part = target[index]  # a copy if the positions are an array
+            inner = [*axes[:dim], _Axis(axes[dim].indices[positions], axes[dim].stride), *axes[dim + 1 :]]
+            _read_axes(file, begin, part, inner)
+            if not isinstance(positions, slice):
+                target[index] = part
         return
     data = np.empty(span, np.uint8)
-    file.read_into(data.data, begin)
-    byte_strides = tuple(stride * target.itemsize for stride in strides)
-    target[...] = np.ndarray(target.shape, target.dtype, data, strides=byte_strides)
+    file.read_into(data.data, begin + sum(axis.low * axis.stride for axis in axes) * target.itemsize)
+    shape = [axis.high - axis.low + 1 for axis in axes]
+    found: Any = np.ndarray(shape, target.dtype, data, strides=[axis.stride * target.itemsize for axis in axes])
+    for number, axis in enumerate(axes):
+        if not isinstance(axis.indices, range):
+            found = found.take(axis.indices - axis.low, axis=number)
+    target[...] = found
 
 
 def blocks(
@@ -217,8 +259,7 @@ def blocks(
     source_strides = c_strides(shape) if strides is None else strides
     for window in windows(shape, itemsize, window_bytes) if memory else ():
         part = memory[: window.numel * itemsize]
-        source_offset = stored.begin + itemsize * sum(map(operator.mul, window.offsets, source_strides))
-        read_block(stored.file, source_offset, window.shape, strides, dtype, part)
+        read_block(stored, window, source_strides, dtype, part, is_run=strides is None)
         yield window, part
 
 
@@ -256,7 +297,6 @@ def read_part(
     source_strides = c_strides(box.shape) if stored.strides is None else stored.strides
     source_box = to_local(part, box)
     source_is_contiguous = stored.strides is None and c_contiguous(source_box, box.shape)
-    strides = None if source_is_contiguous else source_strides
     target_box = to_local(part, target)
     target_is_contiguous = c_contiguous(target_box, target.shape)
     # Object stores have a high latency per request, so each request reads more.
@@ -265,10 +305,9 @@ def read_part(
     target_offset = linear_offset(target_box, target.shape) * itemsize
     for window in windows(part.shape, itemsize, window_bytes):
         nbytes = window.numel * itemsize
-        first = to_global(window, source_box).offsets
-        source_offset = stored.begin + itemsize * sum(map(operator.mul, first, source_strides))
         data = memory[target_offset : target_offset + nbytes] if target_is_contiguous else bounce[:nbytes]
-        read_block(stored.file, source_offset, window.shape, strides, dtype, data)
+        from_box = to_global(window, source_box)
+        read_block(stored, from_box, source_strides, dtype, data, is_run=source_is_contiguous)
         placed = to_global(window, part)
         if digest:
             digest.update(placed, data)

@@ -139,7 +139,7 @@ def numbers_of_numbers(path: Path) -> None:
 
 
 def a_permutation_of_nothing(path: Path) -> None:
-    values = [{"permute": {"dim": 0, "shape": [1 << 40, "none", 1], "order": [0, 1, 2]}}]
+    values = [{"permute": {"dim": 0, "shape": [1 << 40, "none", 1], "order": [1, 0, 2]}}]
     conversion = {"numbers": {"none": {"config": ["none"]}}, "rules": [{"from": "w", "to": "v", "values": values}]}
     _converted(path, conversion, {"none": 0}, (0, 4))
 
@@ -147,6 +147,12 @@ def a_permutation_of_nothing(path: Path) -> None:
 def permutations_one_after_another(path: Path) -> None:
     values = [{"permute": {"dim": 0, "shape": [1 << 7, 1 << 7, 1 << 7], "order": [1, 0, 2]}}] * 3
     _converted(path, {"rules": [{"from": "w", "to": "v", "values": values}]}, {}, (1 << 21,))
+
+
+def a_permutation_of_many_parts(path: Path) -> None:
+    groups = {"split": {"dim": 0, "sizes": [1], "groups": 1 << 9}}
+    values = [groups, {"permute": {"dim": 0, "shape": [1 << 10, 1 << 10], "order": [1, 0]}}]
+    _converted(path, {"rules": [{"from": "w", "to": "v", "values": values}]}, {}, (1 << 20,))
 
 
 def layers_of_nothing(path: Path) -> None:

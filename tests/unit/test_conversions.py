@@ -271,6 +271,37 @@ def test_any_rule_gives_numpys_values_from_any_shards_and_its_inverse_gives_them
         assert same(back, case.inputs)
 
 
+INTERLEAVED = {"from": "a", "to": "b", "values": [{"permute": {"shape": [4, 2, 8], "order": [0, 2, 1]}}]}
+
+
+@pytest.mark.parametrize("convert", ["{}", "inverse:{}"])
+def test_a_permutation_is_read_as_one_box_of_each_file(tmp_path: Path, convert: str) -> None:
+    array = np.arange(64 * 3, dtype="f4").reshape(64, 3)
+    name = "a" if convert == "{}" else "b"
+    for ranks, num_boxes in ((1, 1), (2, 2), (4, 4)):
+        layout = write_parts(tmp_path / f"of-{ranks}", {name: np.split(array, ranks)}, 0)
+        own(tmp_path / "own.json", INTERLEAVED)
+        options: dict[str, Any] = {"convert": convert.format(tmp_path / "own.json"), "layout": layout}
+        report = merge_checkpoint(tmp_path / f"of-{ranks}", tmp_path / "out", **options, dry_run=True)
+        assert [tensor.num_boxes for tensor in report.tensors] == [num_boxes]
+
+
+def test_boxes_that_lie_one_after_another_are_permuted_as_one(tmp_path: Path) -> None:
+    array = np.arange(64 * 3, dtype="f4").reshape(64, 3)
+    layout = write_parts(tmp_path / "ranks", {"a": np.split(array, 16)}, 0)
+    merge_checkpoint(tmp_path / "ranks", tmp_path / "sealed", layout=layout)
+    own(tmp_path / "own.json", INTERLEAVED)
+    options = {"convert": str(tmp_path / "own.json")}
+    (planned,) = merge_checkpoint(tmp_path / "sealed", tmp_path / "out", **options, dry_run=True).tensors
+    assert planned.num_boxes == 1
+    found = merged(tmp_path / "sealed", tmp_path / "out", **options)
+    assert same(found, {"b": array.reshape(4, 2, 8, 3).swapaxes(1, 2).reshape(64, 3)})
+    file = tmp_path / "sealed" / "model.safetensors"
+    flip(file, file.stat().st_size - 4)  # in the last of the 16 boxes
+    with pytest.raises(CorruptError, match="bytes differ from their digest in region"):
+        merge_checkpoint(tmp_path / "sealed", tmp_path / "again", **options)
+
+
 def own(path: Path, *rules: dict[str, Any]) -> str:
     path.write_text(json.dumps({"numbers": {"vocab": {"config": ["vocab_size"]}}, "rules": rules}))
     return str(path)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from hostile_frameworks import (
     a_list_in_itself,
+    a_permutation_of_many_parts,
     a_permutation_of_nothing,
     buffers_in_each_other,
     files_that_each_ask_for_little,
@@ -144,8 +145,9 @@ CASES = [
     Case(files_that_each_ask_for_little, "info IN/model_rank_0.pt", 0, "tensors     0"),
     Case(long_headers, "info IN", 4, "it refers to the same objects so often"),
     Case(numbers_of_numbers, "merge IN OUT --convert IN/conversion.json", 2, "pad to 1 (n0), but dim 0 has 4"),
-    Case(a_permutation_of_nothing, "merge IN OUT --convert IN/conversion.json", 7, "would be cut into"),
-    Case(permutations_one_after_another, "merge IN OUT --convert IN/conversion.json", 7, "would be cut into"),
+    Case(a_permutation_of_nothing, "merge IN OUT --convert IN/conversion.json", 0, "merged 1 tensor, 0 B"),
+    Case(permutations_one_after_another, "merge IN OUT --convert IN/conversion.json", 7, "at most 1048576 indices"),
+    Case(a_permutation_of_many_parts, "merge IN OUT --convert IN/conversion.json", 7, "would be cut into"),
     Case(layers_of_nothing, "merge IN OUT --convert IN/conversion.json", 7, "would become 1048576 tensors and more"),
     Case(whole, "info zip://hf::/x.zip", 3, "no such path [zip://hf::/x.zip]"),
 ]

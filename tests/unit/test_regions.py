@@ -3,6 +3,7 @@
 import math
 import os
 import resource
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from statexchange.errors import CorruptError, ReplacedError, StorageError
 from statexchange.sharding.shards import Box, c_contiguous, linear_offset
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.opened_path import open_path
-from statexchange.storage.regions import BoxReader, blocks, slices_within, windows, write_box
+from statexchange.storage.regions import BoxReader, blocks, read_part, slices_within, windows, write_box
 
 shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 
@@ -194,3 +195,48 @@ def test_strided_blocks_come_in_parts_and_a_file_that_ends_early_is_corrupt(tmp_
             list(blocks(stored, (700, 600), "I32"))
     with stored_file(tmp_path / "file") as file, pytest.raises(CorruptError, match="truncated"):
         list(blocks(ByteRange(file, 0, base.nbytes, strides=(1, 700)), (700, 600), "I32"))
+
+
+@given(st.data())
+@settings(max_examples=50)
+def test_boxes_of_another_order_are_read_in_their_own(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Any selection of the indices of some dims, read as a whole and part by part."""
+    base = np.arange(5 * 6 * 4, dtype="<i4").reshape(5, 6, 4)
+    chosen = []
+    for size in base.shape:
+        chosen.append(data.draw(st.none() | st.lists(st.integers(0, size - 1), min_size=1, max_size=7, unique=True)))
+    view = base
+    for dim, indices in enumerate(chosen):
+        view = view if indices is None else view.take(indices, axis=dim)
+    orders = tuple(None if indices is None else array("q", indices) for indices in chosen)
+    path = tmp_path_factory.mktemp("orders") / "file"
+    path.write_bytes(b"head" + base.tobytes())
+    box = Box((1, 2, 0), view.shape)
+    low = [data.draw(st.integers(0, size - 1)) for size in view.shape]
+    high = [data.draw(st.integers(first + 1, size)) for first, size in zip(low, view.shape, strict=True)]
+    offsets = tuple(first + begin for first, begin in zip(low, box.offsets, strict=True))
+    part = Box(offsets, tuple(end - first for first, end in zip(low, high, strict=True)))
+    memory = bytearray(part.numel * 4)
+    with stored_file(path) as file:
+        stored = ByteRange(file, 4 + 4 * int(view[0, 0, 0]), view.nbytes, strides=(24, 4, 1), orders=orders)
+        whole = b"".join(bytes(window) for _, window in blocks(stored, view.shape, "I32"))
+        read_part(stored, box, part, "I32", memoryview(memory), part)
+    assert whole == view.tobytes()
+    assert memory == view[tuple(map(slice, low, high))].tobytes()
+
+
+@pytest.mark.parametrize("factors", [(2, 1 << 10), (1 << 10, 2), (1 << 5, 2, 1 << 5), (1 << 11, 1)])
+@pytest.mark.parametrize("row", [1 << 12, 1])
+def test_an_order_over_far_rows_is_read_in_parts(tmp_path: Path, factors: tuple[int, ...], row: int) -> None:
+    rows = 1 << 11
+    base = np.arange(rows * row, dtype="<i4").reshape(rows, row)
+    order = np.arange(rows).reshape(factors).swapaxes(0, -1).reshape(-1) if factors[-1] > 1 else np.arange(rows)[::-1]
+    (tmp_path / "file").write_bytes(base.tobytes())
+    with stored_file(tmp_path / "file") as file:
+        orders = (array("q", order.tolist()), None)
+        stored = ByteRange(file, int(order[0]) * row * 4, base.nbytes, strides=(row, 1), orders=orders)
+        for begin, part in blocks(stored, base.shape, "I32"):
+            values = base[order[begin.offsets[0] : begin.ends[0]]]
+            assert part == memoryview(values.tobytes())
