@@ -343,23 +343,29 @@ def stalls(seconds: float) -> Iterator[SimpleNamespace]:
 
 
 def times_out(b: Backend, kind: str, path: str) -> None:
-    done = [Path(f"{path}.waited-{rank}") for rank in range(2)]
     if b.rank < 2:
-        waits_for_rank_2(b, kind)
-        done[b.rank].touch()
-    while not all(file.exists() for file in done):  # no rank exits while another waits
+        waits_for_rank_2(b, kind, path)
+        Path(f"{path}.ended-{b.rank}").touch()
+    meets(path, "ended")  # no rank exits while another waits
+
+
+def meets(path: str, word: str) -> None:
+    """Return when ranks 0 and 1 have each made a file."""
+    while not all(Path(f"{path}.{word}-{rank}").exists() for rank in range(2)):
         time.sleep(0.02)
 
 
-def waits_for_rank_2(b: Backend, kind: str) -> None:
+def waits_for_rank_2(b: Backend, kind: str, path: str) -> None:
     with stalls(0.3) as found:
         b.new_group([0, 2] if b.rank == 0 else [2, 1], 0.3)
     assert found.missing == (2,)
-    with stalls(0.3) as found:
+    Path(f"{path}.begins-{b.rank}").touch()
+    meets(path, "begins")  # so that on a busy machine neither misses the other within the deadline
+    with stalls(1.0) as found:
         if kind == "gloo":
-            b.recv(torch.empty(10, dtype=torch.uint8), 2, 0, wait(0.3))
+            b.recv(torch.empty(10, dtype=torch.uint8), 2, 0, wait(1.0))
         else:
-            b.all_reduce(torch.ones(10), "sum", Finish(), wait(0.3))
+            b.all_reduce(torch.ones(10), "sum", Finish(), wait(1.0))
     assert found.missing == ((2,) if kind == "store" else ())
 
 

@@ -540,7 +540,7 @@ def test_ranks_that_are_kept_end_with_their_launcher(tmp_path: Path, backend: st
 # The plugin.
 
 
-@pytest.mark.ranks(2, 3, backend=("processes", "gloo"))
+@pytest.mark.ranks(2, slow(3), backend=("processes", slow("gloo")))
 @pytest.mark.parametrize("shape", [(2, 3), None])
 def test_marked_tests_run_on_ranks(tmp_path: Path, shape: tuple[int, int] | None) -> None:
     assert shape in ((2, 3), None)
