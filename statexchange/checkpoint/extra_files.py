@@ -35,6 +35,7 @@ __all__ = [
 FilesFrom = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | bytes] | None
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+_ADAPTER_PREFIX = "base_model.model."  # of all names in an adapter that PEFT saves
 _TRANSFORMERS_NAMES = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
 _TRAINING_FILES = ("trainer_state.json", "latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versions
@@ -117,16 +118,19 @@ def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
 
 
 def missing_files(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
-    """Return a note if there is no config.json, without which transformers does not load a model.
+    """Return a note if the config is missing without which transformers loads no model, or PEFT no adapter.
 
     Only if tensors have names as in transformers' models: others need no config.
     """
     if extra.keys() & {CONFIG, ADAPTER_CONFIG}:
         return ()
-    names = (tensor.name for file in plan.files for tensor in file.tensors)
+    names = [tensor.name for file in plan.files for tensor in file.tensors]
     if not any(map(_TRANSFORMERS_NAMES.search, names)):
         return ()
-    return (f"no {CONFIG}: transformers will not load this directory; give one by files_from (--files-from)",)
+    program, missing = "transformers", CONFIG
+    if all(name.startswith(_ADAPTER_PREFIX) for name in names):
+        program, missing = "PEFT", ADAPTER_CONFIG
+    return (f"no {missing}: {program} will not load this directory; give one by files_from (--files-from)",)
 
 
 def _with_dtype(config: bytes, plan: Plan) -> bytes:

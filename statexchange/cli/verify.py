@@ -139,6 +139,8 @@ def _show(output: Output, report: VerifyReport, checks: Sequence[str], seconds: 
         output.line(f"values: nothing found by {', '.join(checks)}")
     if lines:
         output.line(_count(len(lines)))
+    elif not report.num_boxes:
+        output.line("ok, but there is no tensor in it, and so nothing to check")
     elif not report.num_unproven:
         output.line("ok: every element is there exactly once, every digest agrees")
     elif report.num_unproven < report.num_boxes:

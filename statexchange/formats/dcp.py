@@ -99,7 +99,8 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     except _REFUSALS as error:
         raise error.located(path=metadata) from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CorruptError(f"not what torch writes: {excerpt(error, 200)}", path=metadata) from None
+        text = f"not what this release knows of torch: {excerpt(error, 200)}"
+        raise CorruptError(f"{text}; torch's dcp_to_torch_save tells whether torch reads it", path=metadata) from None
     problems = _unstored(tensors, by_file, metadata)
     shard_files: list[ShardFile] = []
     others: dict[str, str] = {}
@@ -198,7 +199,7 @@ def _unsupported(name: str, record: OpaqueObject, error: UnsupportedError, path:
 def _expect(value: Any, *class_names: str) -> None:
     """Raise ValueError unless a value of a pickle is an object of one of these classes."""
     if type(value) is not OpaqueObject or value.name not in class_names:
-        raise ValueError(f"not a {class_names[0]}")
+        raise ValueError(f"{describe(value)} in the place of {class_names[0]}")
 
 
 def _tensor(name: str, record: OpaqueObject, budget: Budget) -> _Tensor:

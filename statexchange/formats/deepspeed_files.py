@@ -201,7 +201,8 @@ class DeepSpeedFile:
     def entry(self, name: str) -> Any:
         """Return an entry of the root; raise CorruptError if there is none."""
         if type(self.root) is not dict or name not in self.root:
-            raise CorruptError(f"not what DeepSpeed writes here: it has no entry {name!r}", path=self.path)
+            advice = "if another program wrote it, give this file alone"
+            raise CorruptError(f"not what DeepSpeed writes here: it has no entry {name!r}; {advice}", path=self.path)
         return self.root[name]
 
     def view(self, value: Any) -> TensorView:

@@ -88,8 +88,8 @@ def _newest(store: Store) -> str:
         raise CorruptError(f"not the number of an iteration: {excerpt(data)}", path=store.path_of(_TRACKER))
     name = text if text == _RELEASE else f"iter_{int(text):07d}"
     if name not in store.directories:
-        raise IncompleteError(
-            f"{_TRACKER} names {name}, which is missing; there are: {listed}. To read one of these, give its directory",
-            path=store.path_of(name),
-        )
+        advice = "no other is here: copy it, too"
+        if names:
+            advice = f"there are: {listed}. To read one of these, give its directory"
+        raise IncompleteError(f"{_TRACKER} names {name}, which is missing; {advice}", path=store.path_of(name))
     return name

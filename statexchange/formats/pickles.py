@@ -27,6 +27,7 @@ from typing import Any
 
 from statexchange.errors import CorruptError, StateExchangeError, UnsafeError, excerpt
 from statexchange.storage.budget import Budget
+from statexchange.storage.tensorfile import text_in_place
 from statexchange.tensors import DTYPE_NAMES
 
 __all__ = ["MAX_PICKLE_BYTES", "GlobalRef", "OpaqueObject", "contents", "read_pickle"]
@@ -37,7 +38,10 @@ _MAX_SHORT_TEXT = 64  # characters of a key that is compared without counting
 _HASH_PRIME = (1 << 61) - 1  # smaller integers have different hashes
 _MAX_OF_ONE_HASH = 64  # different keys
 _STEPS_PER_COPY = 8  # an entry of a dict takes about 100 bytes
-_STOP, _MEMOIZE, _BINGET, _BININT1, _LONG_BINGET = b".\x94hKj"
+_FREQUENT = b".\x94hKj"
+_STOP, _MEMOIZE, _BINGET, _BININT1, _LONG_BINGET = _FREQUENT
+_REFUSED = b"012FILPSTVdgilop\x82\x83\x84\x96\x97\x98"  # all other opcodes of pickles
+_SHOWN_BYTES = 64  # of what is no pickle
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +194,12 @@ def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown
     """
     if budget is None:
         budget = Budget(path, len(data))
+    start = bytes(data[:_SHOWN_BYTES])
+    text = text_in_place(start)
+    if text is None and not (start[0] in _OPERATIONS or start[0] in _FREQUENT or start[0] in _REFUSED):
+        text = f"not a pickle: it begins with {excerpt(start)}"
+    if text is not None:
+        raise CorruptError(text, path=path)
     machine = _Machine(data, path, budget, unknown_classes=unknown_classes)
     try:
         return machine.run()

@@ -24,7 +24,7 @@ from statexchange.errors import (
 )
 from statexchange.formats import directories
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, select_section
-from statexchange.formats.source import WEIGHTS, OpenCheckpoint, Source, Weights
+from statexchange.formats.source import WEIGHTS, OpenCheckpoint, Source, Weights, abbreviated_names
 from statexchange.storage.opened_path import OpenedPath, open_path, read_with_retry
 from statexchange.storage.steps import is_saves_directory, list_steps, step_name, step_of, steps_text
 from statexchange.storage.store import resolve_path
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMATS",
+    "UNFINISHED_DOWNLOAD",
     "Format",
     "Probe",
     "has_master_weights",
@@ -80,6 +81,9 @@ _BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
 # A file by which a directory is known, and what such directories are.
 _DCP, _ORBAX = (".metadata", "torch DCP directories"), ("_CHECKPOINT_METADATA", "checkpoints of Orbax")
 _KNOWN = "safetensors, torch DCP, Megatron, DeepSpeed, or torch.save's .pt files"
+# Ends of names of the small files that frameworks write beside files of weights.
+_CONFIGS = ("config.json", "tokenizer.json", "trainer_state.json", "tokenizer.model", "special_tokens_map.json")
+UNFINISHED_DOWNLOAD = ".incomplete"  # the end of the hub's files while they are written
 _UNKNOWN = f"neither a save, a workspace nor a checkpoint ({_KNOWN})"
 
 
@@ -305,9 +309,25 @@ def read_opened(
     _check_none_below(opened, *_DCP)
     _check_none_below(opened, *_ORBAX)
     _check_no_description(opened)
-    below = opened.file is None and bool(opened.store.directories)
-    advice = "; if it has directories of checkpoints, name one: statexchange scan lists them" if below else ""
-    raise NotFoundError(_UNKNOWN + advice, path=opened.path)
+    raise NotFoundError(_UNKNOWN + _found_instead(opened), path=opened.path)
+
+
+def _found_instead(opened: OpenedPath) -> str:
+    """Return what lies in a directory that is not a checkpoint, and what to do; "" for a file."""
+    if opened.file is not None:
+        return ""
+    store = opened.store
+    names = [name for name in store.non_directories if not name.startswith(".")]
+    if any(name.endswith(UNFINISHED_DOWNLOAD) for name in names):
+        return f"; a download here is not finished ({UNFINISHED_DOWNLOAD}): run it again"
+    if store.directories:
+        return "; if it has directories of checkpoints, name one: statexchange scan lists them"
+    if not names:
+        return "; the directory is empty"
+    listed = abbreviated_names(names)
+    if any(name.endswith(_CONFIGS) for name in names):
+        return f"; there are no files of weights beside {listed}: copy them, too"
+    return f"; it has only {listed}"
 
 
 def read_section(read: Callable[..., Source], opened: OpenedPath, *, strict: bool, section: str | None) -> Source:
@@ -315,7 +335,12 @@ def read_section(read: Callable[..., Source], opened: OpenedPath, *, strict: boo
     source = read(opened, strict=strict and section == ALL)
     if strict and source.refusal is not None:
         raise source.problems[0] if source.problems else source.refusal
-    source = select_section(source, section)
+    try:
+        source = select_section(source, section)
+    except InvalidArgumentError:
+        if source.problems and strict:  # the section may be in what is missing
+            raise source.problems[0] from None
+        raise
     if source.problems and strict:
         raise source.problems[0]
     return source

@@ -140,8 +140,16 @@ def abbreviated_list(entries: Mapping[str, str]) -> str:
     """Return the first names with their descriptions and the number of the others, for a message."""
     listed = islice(entries.items(), _MAX_LISTED)
     shown = [f"{excerpt(name, _MAX_NAME)[1:-1]} ({description})" for name, description in listed]
-    hidden = len(entries) - len(shown)
-    return ", ".join(shown) + (f" and {hidden:,} more" if hidden else "")
+    return _with_hidden(shown, len(entries))
+
+
+def _with_hidden(shown: Sequence[str], count: int) -> str:
+    return ", ".join(shown) + (f" and {count - len(shown):,} more" if count > len(shown) else "")
+
+
+def abbreviated_names(names: Sequence[str]) -> str:
+    """Return the first names and the number of the others, for a message."""
+    return _with_hidden([excerpt(name, _MAX_NAME)[1:-1] for name in names[:_MAX_LISTED]], len(names))
 
 
 def unknown_dtypes(header: Header, path: str) -> list[UnreadableTensor]:

@@ -40,7 +40,7 @@ from statexchange.sharding.shards import MAX_DIMS, Box, Shard, c_strides, full_b
 from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.opened_path import OpenedPath
-from statexchange.storage.store import StoredFile
+from statexchange.storage.store import Store, StoredFile
 from statexchange.storage.tensorfile import text_in_place_of
 from statexchange.tensors import ITEMSIZE
 from statexchange.values import MAX_DEPTH
@@ -51,6 +51,8 @@ _SUFFIXES = (".pt", ".pth", ".bin")
 _INDEX_SUFFIX = ".bin.index.json"
 _ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+# Files without a tensor that stand beside those of a DCP, and what writes them.
+_SIDE_FILES = {"meta.pt": "Lightning", "common.pt": "Megatron"}
 _STEPS_PER_REFUSAL = 256  # an error takes about 2,000 bytes; a tensor's pickle has 200
 _MAX_KEY_TEXT = 512  # characters of a key that is not text, in a name
 
@@ -106,6 +108,8 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         unreadable += [UnreadableTensor(tensor, None, None, path) for tensor in listed_names.get(name, [])]
     listed = {name: file for name, file in indexed.items() if name not in others}
     problems += misplaced(listed, shard_files, unreadable)
+    if opened.file is None and not any(shard_file.tensors for shard_file in shard_files) and not unreadable:
+        problems += _lone_side_files(store)
     if problems and strict:
         raise problems[0]
     return Source(
@@ -117,6 +121,16 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         problems=tuple(problems),
         unreadable=tuple(unreadable),
     )
+
+
+def _lone_side_files(store: Store) -> list[StateExchangeError]:
+    """Return errors for files that frameworks write beside a torch DCP, in a directory without a tensor."""
+    problems: list[StateExchangeError] = []
+    for name, program in _SIDE_FILES.items():
+        if name in store.files:
+            text = f"{program} writes this file beside .metadata and .distcp files, which are missing: copy them, too"
+            problems.append(IncompleteError(text, path=store.path_of(name)))
+    return problems
 
 
 def _ranked(opened: OpenedPath, indexed: list[str]) -> list[tuple[int, str]]:
@@ -278,7 +292,10 @@ def open_archive(file: StoredFile) -> Archive:
         problem = "this is a pickle, or torch's format of before 1.6, not a zip"
         advice = "torch.save(torch.load(path, weights_only=True), path) converts it"
         raise UnsupportedError(f"{problem}: {advice}", path=path)
-    raise CorruptError(text_in_place_of(file) or "not a file of torch.save", path=path)
+    text = text_in_place_of(file)
+    if text is None and start[8:9] == b"{":
+        text = "this seems to be a safetensors file: call it .safetensors"
+    raise CorruptError(text or "not a file of torch.save", path=path)
 
 
 def leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:

@@ -27,7 +27,7 @@ from statexchange.errors import (
     excerpt,
     without_secrets,
 )
-from statexchange.formats.registry import Probe, probe
+from statexchange.formats.registry import UNFINISHED_DOWNLOAD, Probe, probe
 from statexchange.report.summary import model_of, tensor_rows
 from statexchange.storage.files import hidden_target
 from statexchange.storage.local import local_path
@@ -46,7 +46,7 @@ _NUMBERED = re.compile(r"(?:checkpoint|global_step|iter|step)[-_]?([0-9]{1,18})"
 _BROKEN: Status = "broken"
 _MAX_REASON, _MAX_NAME = 120, 120
 _SHOWN_FILES = 2
-_INCOMPLETE, _HUB_DIRECTORY = ".incomplete", (".cache", "huggingface", "download")
+_HUB_DIRECTORY = (".cache", "huggingface", "download")
 # Kinds whose subdirectories are parts of them.
 _WITH_DIRECTORIES = ("workspace", "orbax", "zarr")
 
@@ -193,8 +193,8 @@ def _with_download(folder: str, found: Probe, row: ScanRow | None) -> ScanRow | 
     The hub's files have the ending ``.incomplete`` while they are written, in the directory of its cache or, for a
     download into a directory, in a hidden one below it, where an old one may be left beside a whole checkpoint.
     """
-    names = [name for name in found.names if name.endswith(_INCOMPLETE)]
-    names = [name for name in names if name.removesuffix(_INCOMPLETE) not in found.names]
+    names = [name for name in found.names if name.endswith(UNFINISHED_DOWNLOAD)]
+    names = [name for name in names if name.removesuffix(UNFINISHED_DOWNLOAD) not in found.names]
     if row is None or row.status == "broken" or row.kind == "torch":  # nothing lists torch's files
         names += _hidden_downloads(found)
     if not names:
@@ -214,7 +214,7 @@ def _hidden_downloads(found: Probe) -> list[str]:
             if name not in store.directories:
                 return []
             store = store.below(name)
-        return [name for name in store.files if name.endswith(_INCOMPLETE)]
+        return [name for name in store.files if name.endswith(UNFINISHED_DOWNLOAD)]
     except StateExchangeError:  # removed meanwhile, or unreadable
         return []
 

@@ -39,6 +39,7 @@ __all__ = [
     "read_header",
     "read_header_bytes",
     "storage_form",
+    "text_in_place",
     "text_in_place_of",
     "write_tensor_file",
 ]
@@ -233,16 +234,27 @@ def read_header_bytes(file: StoredFile) -> bytearray:
 
 
 def text_in_place_of(file: StoredFile) -> str | None:
-    """Return a message if a file is empty, a pointer of Git LFS or a web page, and so no tensor file; else None."""
-    if not file.size:
-        return "the file is empty"
+    """Return a message if a file is empty or of a known other kind, and so no tensor file; else None."""
     start = bytearray(min(_TEXT_BYTES, file.size))
     file.read_into(memoryview(start), 0)
-    text = bytes(start).lstrip().lower()
+    return text_in_place(bytes(start))
+
+
+def text_in_place(start: bytes) -> str | None:
+    """Return what `text_in_place_of` does, by the first bytes of a file."""
+    if not start:
+        return "the file is empty"
+    if start.startswith(b"PK\3\4"):
+        return "this is a zip archive: if torch.save wrote it, call it .pt or .bin"
+    if start.startswith(b"\x1f\x8b"):
+        return "this file is compressed by gzip: unpack it first"
+    text = start.lstrip().lower()
     if text.startswith(b"version https://git-lfs.github.com/spec/"):
         return "this is a pointer of Git LFS, not the file itself: fetch it with git lfs pull"
     if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
         return "this is a web page, not the file: the download got an error page, download it again"
+    if text.startswith(b"{") and start.isascii() and b"\0" not in start:  # a header's length has zeros
+        return "this is JSON text, not the file: if it is an error message of a download, download the file again"
     return None
 
 

@@ -1,0 +1,159 @@
+"""Directories that look like a checkpoint and are none: commands say what they are and what to do, by their code."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from statexchange.cli.main import main
+
+DATA = Path(__file__).parents[1] / "data"
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 4976698672\n"
+HTML = "<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>"
+ADAPTER = {"base_model.model.model.layers.0.q_proj.lora_A.weight": torch.ones(2, 4)}
+
+Files = dict[str, str | bytes | Callable[[Path], object]]
+
+
+def torch_file(value: object) -> Callable[[Path], object]:
+    return lambda path: torch.save(value, path)
+
+
+def tensors(path: Path) -> None:
+    save_file({"w": torch.ones(2)}, path)
+
+
+def index(*files: str) -> str:
+    return json.dumps({"metadata": {}, "weight_map": {f"w{number}": file for number, file in enumerate(files)}})
+
+
+# What lies in a directory, the exit code, and a part of what info, verify and merge say.
+FOREIGN: dict[str, tuple[Files, int, str]] = {
+    "nothing": ({}, 3, "the directory is empty"),
+    "a README": ({"README.md": "# hello"}, 3, "it has only README.md"),
+    "a config": ({"config.json": "{}"}, 3, "there are no files of weights beside config.json: copy them, too"),
+    "a tokenizer": (
+        {"tokenizer.json": "{}", "tokenizer_config.json": "{}"},
+        *(3, "there are no files of weights beside tokenizer.json, tokenizer_config.json: copy them, too"),
+    ),
+    "a PEFT config": ({"adapter_config.json": "{}"}, 3, "no files of weights beside adapter_config.json"),
+    "Trainer's state": ({"trainer_state.json": "{}"}, 3, "no files of weights beside trainer_state.json"),
+    "a download": ({"config.json": "{}", "model.safetensors.incomplete": b"x"}, 3, "is not finished (.incomplete)"),
+    "an index outside": (
+        {"model.safetensors.index.json": index("../secret.safetensors")},
+        *(4, "a tensor is listed in '../secret.safetensors', which is not a plain file name"),
+    ),
+    "an index alone": (
+        {"model.safetensors.index.json": index("model-00001-of-00001.safetensors")},
+        *(5, "a file of this checkpoint is missing"),
+    ),
+    "Git LFS": ({"model.safetensors": LFS}, 4, "this is a pointer of Git LFS, not the file itself"),
+    "Git LFS, torch": ({"pytorch_model.bin": LFS}, 4, "this is a pointer of Git LFS, not the file itself"),
+    "Git LFS, GGUF": ({"model.gguf": LFS}, 4, "this is a pointer of Git LFS, not the file itself"),
+    "Git LFS, DCP": ({".metadata": LFS}, 4, "this is a pointer of Git LFS, not the file itself"),
+    "a web page": ({"model.safetensors": HTML}, 4, "this is a web page, not the file"),
+    "a web page, torch": ({"pytorch_model.bin": HTML}, 4, "this is a web page, not the file"),
+    "an error message": (
+        {"model.safetensors": '{"error":"Access is restricted"}'},
+        4,
+        "this is JSON text, not the file",
+    ),
+    "gzip": ({"model.safetensors": b"\x1f\x8b\x08\0" + bytes(99)}, 4, "this file is compressed by gzip: unpack it"),
+    "torch as safetensors": ({"model.safetensors": torch_file({})}, 4, "if torch.save wrote it, call it .pt or .bin"),
+    "safetensors as torch": ({"pytorch_model.bin": tensors}, 4, "seems to be a safetensors file: call it .safetensors"),
+    "an empty file": ({"model.safetensors": b""}, 4, "the file is empty"),
+    "empty metadata": ({".metadata": b""}, 4, "the file is empty"),
+    "metadata in text": (
+        {".metadata": "version: 2"},
+        4,
+        "not a pickle: it begins with b'version: 2'",
+    ),
+    "metadata of another library": ({".metadata": pickle.dumps({"a": 1})}, 4, "dict of 1 in the place of Metadata"),
+    "latest alone": ({"latest": "global_step5"}, 5, "'global_step5', which is not here; no other is here"),
+    "DeepSpeed's name": (
+        {"mp_rank_00_model_states.pt": torch_file({"w": torch.ones(2)})},
+        *(4, "it has no entry 'module'; if another program wrote it, give this file alone"),
+    ),
+    "Megatron's run": (
+        {"latest_checkpointed_iteration.txt": "7"},
+        5,
+        "iter_0000007, which is missing; no other is here",
+    ),
+    "Megatron's common.pt": (
+        {"common.pt": torch_file({"iteration": 3})},
+        *(5, "Megatron writes this file beside .metadata and .distcp files, which are missing: copy them, too"),
+    ),
+    "Lightning's meta.pt": (
+        {"meta.pt": (DATA / "lightning/sharded/last.ckpt/meta.pt").read_bytes()},
+        *(5, "Lightning writes this file beside .metadata and .distcp files, which are missing: copy them, too"),
+    ),
+}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
+    """Return the exit code and all output of a command."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(map(str, arguments)))
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, "".join(capsys.readouterr())
+
+
+def write(path: Path, files: Files) -> Path:
+    path.mkdir()
+    for name, content in files.items():
+        if callable(content):
+            content(path / name)
+        else:
+            (path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_each_command_says_what_it_is_and_what_to_do(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, code, text = FOREIGN[kind]
+    path = write(tmp_path / "x", files)
+    for arguments in (["info", path], ["verify", path], ["merge", path, tmp_path / "out"]):
+        found, said = run(capsys, *arguments)
+        assert (found, text in said) == (code, True), said
+    assert not (tmp_path / "out").exists()
+    found, said = run(capsys, "scan", path)
+    unfinished = kind == "a download"
+    assert found == (0 if code == 3 else 1), said
+    assert ("UNFINISHED DOWNLOAD" in said) == unfinished
+    assert "WHOLE" not in said
+
+
+def test_a_file_with_deepspeeds_name_of_another_program_is_read_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "x", {"mp_rank_00_model_states.pt": torch_file({"w": torch.ones(2)})})
+    assert run(capsys, "merge", path / "mp_rank_00_model_states.pt", tmp_path / "out")[0] == 0
+
+
+def test_of_an_adapter_without_its_config_peft_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "x", {"adapter_model.safetensors": lambda path: save_file(ADAPTER, path)})
+    code, said = run(capsys, "merge", path, tmp_path / "out")
+    assert (code, "no adapter_config.json: PEFT will not load this directory" in said) == (0, True)
+    (path / "adapter_config.json").write_text("{}")
+    code, said = run(capsys, "merge", path, tmp_path / "again")
+    assert (code, "will not load" in said) == (0, False)
+
+
+def test_verify_does_not_praise_what_has_no_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "x", {"state.pt": torch_file({"step": 3})})
+    code, said = run(capsys, "verify", path)
+    assert (code, "there is no tensor in it" in said, "every" in said) == (0, True, False)
+
+
+def test_a_lone_side_file_can_be_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = shutil.copy(DATA / "lightning/sharded/last.ckpt/meta.pt", tmp_path)
+    assert run(capsys, "info", Path(file))[0] == 0
