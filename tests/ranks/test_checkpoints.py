@@ -164,7 +164,7 @@ def test_the_best_step_is_found_by_the_metric(tmp_path: Path) -> None:
     assert (saves.best(), saves.steps()) == (3, [3, 4])
     assert sx.Checkpoints(tmp_path / "saves", best=("loss", "max")).best() == 4
     assert sx.Checkpoints(tmp_path / "saves", best=("other", "max")).best() is None
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"best\(\) needs the metric"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"best\(\) needs a metric"):
         sx.Checkpoints(tmp_path / "saves").best()
 
 
