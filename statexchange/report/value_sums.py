@@ -95,7 +95,7 @@ class ValueSums:
             self._wide = np.empty(_TILE), np.empty(_TILE)
         wide_a, wide_b = (memory[: len(a)] for memory in self._wide)
         np.copyto(wide_a, a, casting="unsafe")
-        differing = ~_equal_bits(a, b) if a.dtype == b.dtype else None
+        differing = _differing_bits(a, b) if a.dtype == b.dtype else None
         if differing is not None and not differing.any():
             square = _dot(wide_a, wide_a)
             if not math.isfinite(square):
@@ -126,11 +126,12 @@ class ValueSums:
         size = np.abs(delta)
         _make_exact(size, (a, wide_a), (b, wide_b))
         if tolerance is None and a.dtype == b.dtype:
-            is_equal = _equal_bits(a, b)
+            differing = _differing_bits(a, b)
         else:  # the size between equal infinite values is NaN
             is_equal = ((wide_a == wide_b) & ~(size > 0)) | (nan_a & nan_b)
             if tolerance is not None:
                 is_equal |= size <= tolerance
+            differing = ~is_equal
         self.nans[0] += int(nan_a.sum())
         self.nans[1] += int(nan_b.sum())
         known = size[~np.isnan(size)]
@@ -141,7 +142,7 @@ class ValueSums:
         delta, wide_a, wide_b = (values[finite] for values in (delta, wide_a, wide_b))
         pairs = (delta, delta), (wide_a, wide_a), (wide_b, wide_b), (wide_a, wide_b)
         self._add_squares(*(float(np.vdot(left, right).real) for left, right in pairs))
-        return ~is_equal
+        return differing
 
     def _add_squares(self, *squares: float) -> None:
         self.squares = [before + new for before, new in zip(self.squares, squares, strict=True)]
@@ -244,12 +245,12 @@ def _modulo_64_bits(values: Any) -> Any:
     return np.where(values < 0, values.astype(np.int64).astype(np.uint64), values.astype(np.uint64))
 
 
-def _equal_bits(a: Any, b: Any) -> Any:
-    """Return for each element whether its bits are equal: by value 0.0 equals -0.0, and NaN equals nothing."""
+def _differing_bits(a: Any, b: Any) -> Any:
+    """Return for each element whether its bits differ: by value 0.0 equals -0.0, and NaN equals nothing."""
     import numpy as np
 
     itemsize = a.dtype.itemsize
     if itemsize <= 8:
-        return a.view(f"u{itemsize}") == b.view(f"u{itemsize}")
+        return a.view(f"u{itemsize}") != b.view(f"u{itemsize}")
     pairs = (values.reshape(-1).view(np.uint64).reshape(-1, 2) for values in (a, b))
-    return np.equal(*pairs).all(axis=1).reshape(a.shape)
+    return np.not_equal(*pairs).any(axis=1).reshape(a.shape)
