@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _HEADER = ("PATH", "KIND", "MODEL", "STEP", "TENSORS", "PARAMETERS", "BYTES", "AGE", "VERDICT")
 _NARROWING = Narrowing(
-    drop=("TENSORS", "PARAMETERS", "MODEL", "KIND", "STEP", "AGE"),
+    drop=("TENSORS", "PARAMETERS", "MODEL", "AGE", "STEP", "KIND"),
     shorten={"VERDICT": 30, "PATH": 24},
     cut=("VERDICT",),
 )

@@ -108,7 +108,7 @@ def scan(path: str | os.PathLike[str], *, on_directory: Callable[[str], None] | 
         >>> for row in scan("models"):
         ...     os.path.relpath(row.path), row.num_parameters, row.verdict
         ('models/good', 1000, 'WHOLE')
-        ('models/half', 1000, 'TRUNCATED 50 %')
+        ('models/half', 1000, 'TRUNCATED 50 % model.safetensors')
     """
     root = resolve_path(path, "a directory to scan")
     given, absolute = without_secrets(os.fspath(path)).rstrip("/"), without_secrets(root).rstrip("/")
@@ -269,7 +269,7 @@ def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
     reasons: dict[str, None] = {}
     for problem in problems:
         if isinstance(problem, TruncatedError):
-            shares.append(_share(problem))
+            shares.append(f"{_share(problem)}{_file_of(problem, folder)}")
         elif isinstance(problem, IncompleteError | NotFoundError) and problem.path and not _exists(problem.path):
             missing[_shown(problem.path, folder)] = None
         else:
@@ -280,7 +280,7 @@ def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
         word = "NO" if is_listing else "MISSING"
         parts.append(f"{word} {_listed(list(missing))}")
     if shares:
-        parts.append("TRUNCATED" + (f" {shares[0]}" if len(shares) == 1 else f": {len(shares)} files"))
+        parts.append("TRUNCATED" + (shares[0] if len(shares) == 1 else f": {len(shares)} files"))
     return "; ".join([*parts, *list(reasons)[:1]])
 
 
@@ -310,7 +310,7 @@ def _shown(path: str, folder: str) -> str:
 
 def _share(error: TruncatedError) -> str:
     if isinstance(error.expected, int) and isinstance(error.found, int) and error.expected > 0:
-        return f"{100 * error.found // error.expected} %"
+        return f" {100 * error.found // error.expected} %"
     return ""
 
 

@@ -161,14 +161,14 @@ def cut_the_zip(path: Path) -> None:
 
 BROKEN: dict[Callable[[Path], None], str] = {
     remove_a_file: "MISSING model-00002-of-00003.safetensors",
-    truncate: "TRUNCATED 50 %",
+    truncate: "TRUNCATED 50 % model.safetensors",
     empty_a_file: "CORRUPT model.safetensors: the file is empty",
     write_zeros: "CORRUPT model.safetensors: not a safetensors file: its header is not a JSON object",
     dangle: "MISSING model.safetensors",
     make_a_fifo: "REFUSED model.safetensors: not a regular file",
     lose_the_metadata: "NO .metadata",
     lose_a_rank: "MISSING rank-00000-of-00001.safetensors",
-    truncate_a_rank: "TRUNCATED 25 %",
+    truncate_a_rank: "TRUNCATED 25 % rank-00000-of-00001.safetensors",
     lose_a_rank_that_nothing_lists: "INCOMPLETE: ",
     lose_a_middle_rank: "MISSING rank1.pt",
     run_code: "REFUSED model.pt: the pickle uses posix.system, which is not known to be harmless",
@@ -233,14 +233,18 @@ def test_the_command_names_what_is_broken(tmp_path: Path, capsys: pytest.Capture
     captured = capsys.readouterr()
     lines = [line.split("\t") for line in captured.out.splitlines()]
     assert [[cell for cell in line if cell.isupper() or "%" in cell][-1:] for line in lines[1:]] == [
-        [], ["TRUNCATED 50 %"]
+        [], ["TRUNCATED 50 % model.safetensors"]
     ]  # fmt: skip
     assert captured.err == "3 checkpoints in 4 directories: 2 broken, 1 whole\n"
     with pytest.raises(SystemExit, match="1"):
         main(["scan", str(tmp_path), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert (found["code"], found["data"]["num_broken"]) == ("FINDINGS", 2)
-    assert [one["verdict"] for one in found["data"]["checkpoints"]] == ["NO .metadata", "TRUNCATED 50 %", "WHOLE"]
+    assert [one["verdict"] for one in found["data"]["checkpoints"]] == [
+        "NO .metadata",
+        "TRUNCATED 50 % model.safetensors",
+        "WHOLE",
+    ]
     shutil.rmtree(tmp_path / "truncate")
     shutil.rmtree(tmp_path / "lose_the_metadata")
     with pytest.raises(SystemExit, match="0"):
