@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
@@ -303,13 +303,28 @@ def read_opened(
         directories.check_none_below(opened)
         _check_none_below(opened, *_DCP)
     if name is not None:
-        return read_section(_format(name).read, opened, strict=strict, section=section)
+        source = read_section(_format(name).read, opened, strict=strict, section=section)
+        return replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
     _check_no_saves_below(opened)
     directories.check_none_below(opened)
     _check_none_below(opened, *_DCP)
     _check_none_below(opened, *_ORBAX)
     _check_no_description(opened)
     raise NotFoundError(_UNKNOWN + _found_instead(opened), path=opened.path)
+
+
+def _unread_beside(opened: OpenedPath, name: str) -> list[str]:
+    """Return a note if a checkpoint of another format lies in the directory, too, which is not read."""
+    store = opened.store
+    if opened.file is not None:
+        return []
+    if name == "huggingface" and "latest" in store.files and _format(_DEEPSPEED).matches(opened):
+        return ["a checkpoint of DeepSpeed is here, too, and not read: to read it, give the directory of its step"]
+    if name == "dcp":
+        names = [file for file in store.non_directories if file.endswith(".safetensors")]
+        if names:
+            return [f"not read beside the torch DCP: {abbreviated_names(names)}; to read a file, give its path"]
+    return []
 
 
 def _found_instead(opened: OpenedPath) -> str:

@@ -157,3 +157,30 @@ def test_verify_does_not_praise_what_has_no_tensor(tmp_path: Path, capsys: pytes
 def test_a_lone_side_file_can_be_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = shutil.copy(DATA / "lightning/sharded/last.ckpt/meta.pt", tmp_path)
     assert run(capsys, "info", Path(file))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "kind", "text"),
+    [
+        (
+            "deepspeed/zero2",
+            "huggingface",
+            "a checkpoint of DeepSpeed is here, too, and not read: to read it",
+        ),
+        ("lightning/sharded/last.ckpt", "lightning", "not known as part of a lightning directory, not read: model.saf"),
+        (
+            "torchtitan/fused/checkpoint/step-3",
+            "dcp",
+            "not read beside the torch DCP: model.safetensors",
+        ),
+    ],
+)
+def test_of_two_kinds_in_a_directory_the_one_that_is_not_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], other: str, kind: str, text: str
+) -> None:
+    path = Path(shutil.copytree(DATA / other, tmp_path / "x"))
+    tensors(path / "model.safetensors")
+    for arguments in (["info", path], ["merge", path, tmp_path / "out"]):
+        code, said = run(capsys, *arguments)
+        assert (code, text in said) == (0, True), said
+    assert f"kind        {kind}\n" in run(capsys, "info", path)[1]
