@@ -71,7 +71,7 @@ class Numbers:
     Args:
         rules: where numbers come from, by name.
         given: numbers that the caller gave.
-        configs: configs of the model; the first that has a key counts.
+        configs: configs of the model, which have to agree.
 
     Raises:
         InvalidArgumentError: The caller gave a number that the conversion does not use.
@@ -91,12 +91,35 @@ class Numbers:
         self._solved: dict[str, tuple[int, str]] = {}  # with the tensors from whose shapes they follow
 
     def check(self) -> None:
-        """Raise UnsupportedError if a number shows that the conversion is not for this model."""
+        """Check what is known before any tensor is.
+
+        Raises:
+            InvalidArgumentError: Two configs have different values of a number that the caller has not given.
+            UnsupportedError: A number shows that the conversion is not for this model.
+        """
         for name, rule in self._rules.items():
+            if name not in self._given:
+                self._check_agreement(name, rule)
             value = self.get(name) if rule.must_be is not None else None
             if value not in (None, rule.must_be):
                 text = f"convert: this conversion is for models in which {name} is {rule.must_be} ({rule.about})"
                 raise UnsupportedError(f"{text}, and it is {value}{self._origin(name)}")
+
+    def _check_agreement(self, name: str, rule: NumberRule) -> None:
+        found = []
+        for config in self._configs:
+            values = (_number_in(config.values, key) for key in rule.config)
+            value = next((value for value in values if value is not None), None)
+            if value is not None:
+                found.append((value, config.where))
+        for value, where in found[1:]:
+            first, first_where = found[0]
+            if value != first:
+                about = f" ({rule.about})" if rule.about else ""
+                raise InvalidArgumentError(
+                    f"convert: {name}{about} is {first} in {first_where} and {value} in {where}: give the config of "
+                    f'this model, or the right number as convert_with={{"{name}": N}} (--convert-with {name}=N)'
+                )
 
     def get(self, name: str, depth: int = 0) -> int | None:
         """Return a number; None if it is not known."""

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["MEMORY_BYTES", "TensorReader", "reduce_into"]
 
 MEMORY_BYTES = 4 * WINDOW_BYTES  # one window, and what a cast or a reduction needs
-_CACHED_BYTES = 128 << 10  # measured: two such windows stay in a core's own cache until they are compared
 
 
 class TensorReader:
@@ -51,15 +50,6 @@ class TensorReader:
         widest = max((ITEMSIZE[self._dtype_of(piece.holder)] for piece in self._tensor.pieces), default=0)
         return max(widest, ITEMSIZE[self._tensor.dtype])
 
-    @property
-    def window_bytes(self) -> int:
-        """The size of windows whose reading costs least where each is used at once, as in a comparison.
-
-        Windows that are gathered from several pieces, or each requested over a network, should be large; others should
-        be in the processor's cache when they are used.
-        """
-        return _CACHED_BYTES if self._is_plain else WINDOW_BYTES
-
     @functools.cached_property
     def _is_plain(self) -> bool:
         """Whether its bytes are those of runs in local files, one after the other, none of which is digested."""
@@ -70,19 +60,16 @@ class TensorReader:
                 return False
         return True
 
-    def windows(
-        self, memory: memoryview, itemsize: int | None = None, window_bytes: int = WINDOW_BYTES
-    ) -> Iterator[tuple[Box, memoryview]]:
+    def windows(self, memory: memoryview, itemsize: int | None = None) -> Iterator[tuple[Box, memoryview]]:
         """Yield each window of the tensor and its bytes, which lie in `memory` until the next window.
 
         Args:
             memory: MEMORY_BYTES of memory.
             itemsize: the `itemsize` property or more, for windows equal to those of another reader.
-            window_bytes: the most bytes of a window, at most WINDOW_BYTES.
         """
         tensor = self._tensor
         waiting = deque(self._readers)
-        for window in windows(tensor.shape, itemsize or self.itemsize, window_bytes) if tensor.nbytes else ():
+        for window in windows(tensor.shape, itemsize or self.itemsize) if tensor.nbytes else ():
             data = memory[: window.numel * ITEMSIZE[tensor.dtype]]
             if self._is_plain:
                 _read_plain(data, waiting)

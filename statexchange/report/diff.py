@@ -295,9 +295,8 @@ class _Comparison:
         sides = (self._a.source, a), (self._b.source, b)
         reader_a, reader_b = readers = [TensorReader(*side, always_digest=False) for side in sides]
         itemsize = max(reader.itemsize for reader in readers)
-        window_bytes = max(reader.window_bytes for reader in readers)
-        windows_a = reader_a.windows(self._memory.a, itemsize, window_bytes)
-        windows_b = reader_b.windows(self._memory.b, itemsize, window_bytes)
+        windows_a = reader_a.windows(self._memory.a, itemsize)
+        windows_b = reader_b.windows(self._memory.b, itemsize)
         for (window, data_a), (_, data_b) in zip(windows_a, windows_b, strict=True):
             with self._lock:
                 self.done += len(data_a) + len(data_b)

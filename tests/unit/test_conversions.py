@@ -581,6 +581,18 @@ def test_a_padded_vocabulary_of_megatron_is_cut_to_that_of_the_config(tmp_path: 
     assert (rows.shape, rows[13:].view("u2").any()) == ((16, 8), False)
 
 
+def test_a_config_that_contradicts_the_arguments_of_the_run_is_refused(tmp_path: Path, megatron: Path) -> None:
+    """It would reshape queries, keys and values to another model's heads."""
+    source = megatron / "tp2_pp2" / "torch_dist"
+    config = {"config.json": json.dumps({"num_attention_heads": 4, "num_key_value_heads": 4})}
+    told = r"n_heads .* is 4 in config.json of files_from and 2 in the arguments of the run: .*--convert-with n_heads=N"
+    with pytest.raises(InvalidArgumentError, match=told):
+        merge_checkpoint(source, tmp_path / "out", convert=GPT, files_from=config)
+    right = merged(source, tmp_path / "right", convert=GPT)
+    numbers = {"n_heads": 2, "n_kv_heads": 2}
+    assert same(merged(source, tmp_path / "given", convert=GPT, files_from=config, convert_with=numbers), right)
+
+
 def megatron_names(ffn: int, **more: np.ndarray) -> dict[str, np.ndarray]:
     prefix = "decoder.layers.0.mlp."
     return {

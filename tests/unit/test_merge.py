@@ -155,7 +155,7 @@ def test_tensors_of_any_sharding_are_restored(tmp_path_factory: pytest.TempPathF
     save(path / "ws", *[[part("w", value, *boxes)] for boxes in ranks])
     with pytest.MonkeyPatch.context() as patch:  # small windows, so that small tensors take many
         patch.setattr(tensor_reader, "WINDOW_BYTES", window)
-        patch.setattr(tensor_reader, "windows", lambda shape, itemsize, _: regions.windows(shape, itemsize, window))
+        patch.setattr(tensor_reader, "windows", lambda shape, itemsize: regions.windows(shape, itemsize, window))
         merge_checkpoint(path / "ws", path / "out")
     back = load_file(path / "out" / "model.safetensors")["w"]
     assert (back.dtype, back.shape, content(back)) == (value.dtype, value.shape, content(value))
