@@ -64,7 +64,7 @@ def parse_json(data: bytes | bytearray | memoryview | str, path: str, budget: Bu
         raise CorruptError(f"broken JSON: {error}", path=path) from None
     check_parsed_size(text, path, budget)
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"broken JSON: {error}", path=path) from None
 
@@ -91,3 +91,6 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(parsed) != len(pairs):
         raise ValueError("a key occurs twice")
     return parsed
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)

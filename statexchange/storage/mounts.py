@@ -93,25 +93,33 @@ def mount_of(path: str) -> Mount:
     return best
 
 
-@functools.cache
-def _warn_once(point: str, text: str) -> None:
-    _log.warning("%s: %s", point, text)
+_looked_at: set[int] = set()  # device numbers of file systems: a scan opens very many directories of one
 
 
 def warn_of_options(path: str) -> None:
-    """Warn once per mount about NFS options of `path` that make reads stale or locks ineffective. Not collective."""
+    """Warn once per file system about NFS options of `path` that make reads stale or locks ineffective.
+
+    Not collective. Does nothing if there is no such path.
+    """
+    try:
+        device = os.stat(path).st_dev
+    except OSError:
+        return
+    if device in _looked_at:
+        return
+    _looked_at.add(device)
     mount = mount_of(path)
     if mount.kind not in ("nfs", "nfs4"):
         return
     if "nocto" in mount.options:
-        _warn_once(
-            mount.point,
-            "mounted with nocto: this host may read stale names and bytes of files that another host has written, "
+        _log.warning(
+            "%s: mounted with nocto: this host may read stale names and bytes of files that another host has written, "
             "until its attribute cache expires; mount without nocto",
+            mount.point,
         )
     if mount.options & {"nolock", "local_lock=all", "local_lock=flock"}:
-        _warn_once(
-            mount.point,
-            "mounted with nolock or local_lock: two hosts that publish to one name do not detect each other before "
+        _log.warning(
+            "%s: mounted with nolock or local_lock: two hosts that publish to one name do not detect each other before "
             "the end, when one of them is refused",
+            mount.point,
         )
