@@ -179,6 +179,8 @@ def test_the_demo_prints_what_its_page_shows(demo: tuple[Path, str]) -> None:
         slow("training.py", ["--rounds", "1"]),
         slow("losses.py", ["--steps", "2"]),
         slow("merge.py", ["--megabytes", "8", "--rounds", "1", "--dirs", "/dev/shm"]),
+        slow("scan.py", ["--directories", "20", "--rounds", "1"]),
+        slow("diff.py", ["--megabytes", "16", "--rounds", "1", "--dirs", "/dev/shm"]),
         slow("plan.py", ["--quick"]),
         slow("dcp.py", ["--megabytes", "16", "--rounds", "1"]),
     ],
@@ -222,8 +224,6 @@ def test_names_in_the_table_exist_and_open_ones_do_not() -> None:
     ("bench", "arguments"),
     [
         slow("small.py", ["--tensors", "20", "--rounds", "1"]),
-        slow("scan.py", ["--directories", "20", "--rounds", "1"]),
-        slow("diff.py", ["--megabytes", "16", "--rounds", "1"]),
     ],
 )
 def test_the_benches_without_a_table_on_their_page_run(bench: str, arguments: list[str]) -> None:
