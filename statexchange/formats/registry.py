@@ -300,6 +300,7 @@ def read_opened(
     if name == _DIRECTORIES:
         return directories.read(opened, strict=strict, section=section)
     if name == "torch_file":
+        _check_is_complete(opened)
         directories.check_none_below(opened)
         _check_none_below(opened, *_DCP)
     if name is not None:
@@ -309,7 +310,7 @@ def read_opened(
     directories.check_none_below(opened)
     _check_none_below(opened, *_DCP)
     _check_none_below(opened, *_ORBAX)
-    _check_no_description(opened)
+    _check_is_complete(opened)
     raise NotFoundError(_UNKNOWN + _found_instead(opened), path=opened.path)
 
 
@@ -381,10 +382,12 @@ def _check_no_saves_below(opened: OpenedPath) -> None:
         raise InvalidArgumentError(text, path=opened.path)
 
 
-def _check_no_description(opened: OpenedPath) -> None:
-    """Raise InvalidArgumentError for a file that only describes a checkpoint, such as an index."""
-    if opened.file is not None and opened.file.endswith(_DESCRIPTIONS):
-        text = f"this file only describes a checkpoint: give its directory, {opened.store.path}"
+def _check_is_complete(opened: OpenedPath) -> None:
+    """Raise InvalidArgumentError for a file that is no checkpoint without its directory, such as an index."""
+    if opened.file is not None and opened.file.endswith((*_DESCRIPTIONS, ".distcp")):
+        is_part = opened.file.endswith(".distcp")
+        does = "has some entries of a torch DCP checkpoint" if is_part else "only describes a checkpoint"
+        text = f"this file {does}: give its directory, {opened.store.path}"
         raise InvalidArgumentError(text, path=opened.path)
 
 

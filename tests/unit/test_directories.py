@@ -223,6 +223,15 @@ def test_patterns_match_the_names_of_the_model(tmp_path: Path) -> None:
     assert load_file(tmp_path / "out/model.safetensors").keys() == {"h.weight", "h.bias"}
 
 
+def test_one_file_of_a_dcp_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    file = DATA / "trainer/sharded/checkpoint-2/pytorch_model_fsdp_0/__0_0.distcp"
+    for command in ("info", "merge"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, str(file), *(["out"] if command == "merge" else [])])
+        told = f"this file has some entries of a torch DCP checkpoint: give its directory, {file.parent}"
+        assert (ended.value.code, told in capsys.readouterr().err) == (2, True)
+
+
 @pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata"])
 def test_a_missing_file_of_the_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     path = copied("accelerate/sharded/state", tmp_path)
