@@ -27,6 +27,7 @@ no use any more:
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -64,6 +65,7 @@ __all__ = ["HEADERS", "HostCopy", "MemoryDirectory", "headers_to_bytes"]
 
 HEADERS = "headers.json"
 _TARGET = "target.json"
+_ATTEMPTS = 10  # to make a directory that other processes keep removing
 _SCHEMA = 1
 _NAME = re.compile(r"saves-[0-9a-f]{32}")
 _LOADING = re.compile(r"\.load-[0-9a-f]{16}\.(.+)")
@@ -215,11 +217,18 @@ class MemoryDirectory:
         loading = f".load-{new_nonce()}.{Owner.current().to_name()}"
         path = os.path.join(self.path, loading)
         with _private(base) as base_fd:
-            files.make_directory(name, base_fd, self.path)
-            with files.directory(name, base_fd, self.path) as dir_fd:
-                files.check_private(dir_fd, self.path)
-                self._write_target(dir_fd)
-                files.make_directory(loading, dir_fd, path)
+            for left in reversed(range(_ATTEMPTS)):
+                files.make_directory(name, base_fd, self.path)
+                try:
+                    with files.directory(name, base_fd, self.path) as dir_fd:
+                        files.check_private(dir_fd, self.path)
+                        self._write_target(dir_fd)
+                        files.make_directory(loading, dir_fd, path)
+                    break
+                except (NotFoundError, StorageError) as error:
+                    # A sweep of another process may have removed the directory while it was empty.
+                    if not left or (isinstance(error, StorageError) and error.errno != errno.ENOENT):
+                        raise
         return path
 
     def remove_loading(self, path: str) -> None:
@@ -405,17 +414,19 @@ def _sweep_other(path: str) -> None:
     """Remove the directory of other saves if these are gone. That of another host is left to this host."""
     try:
         target = _Target.read(path)
-    except NotFoundError:  # its process was killed before it wrote the record
-        target = None
+    except NotFoundError:  # its process was killed before it wrote the record, or is about to write it
+        base, name = os.path.split(path)
+        with files.directory(base) as base_fd:
+            files.remove_directory(name, base_fd, path)  # fails unless it is empty
+        return
     except CorruptError:
         return
-    if target is not None:
-        if target.host != host_identity() or is_url(target.path) or not target.is_gone:
-            return
-        with open_path(path) as opened:
-            steps = [step for found in opened.store.directories if (step := step_of(found)) is not None]
-        for step in steps:
-            _drop(path, step)
+    if target.host != host_identity() or is_url(target.path) or not target.is_gone:
+        return
+    with open_path(path) as opened:
+        steps = [step for found in opened.store.directories if (step := step_of(found)) is not None]
+    for step in steps:
+        _drop(path, step)
     _remove_directory(path)
 
 

@@ -10,6 +10,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from warm_python import warm_python
 import statexchange as sx
 from statexchange.comm import bootstrap
 from statexchange.storage import memory_directory
+from statexchange.storage.steps import identity_of_saves
 from statexchange.testing import run_ranks
 
 BASE = Path(f"/dev/shm/statexchange-{os.getuid()}")
@@ -185,6 +187,30 @@ def test_each_host_keeps_the_files_of_the_one_before_it_and_any_one_may_be_lost(
     assert all(not list(copy.glob(".load-*")) for copy in copies_of(saves))
     lose(saves, "a")
     assert on_hosts(hosts_load, "abc", saves) == [[2, "disk", True]] * 3
+
+
+def test_a_sweep_of_another_job_leaves_the_directory_that_a_copy_is_being_made_in(tmp_path: Path) -> None:
+    sx.Checkpoints(tmp_path, memory=True).save({"w": torch.ones(2)}, 1)
+    identity = identity_of_saves(str(tmp_path))
+    assert identity is not None
+    made, other = (memory_directory.MemoryDirectory(str(path), identity) for path in (tmp_path, tmp_path / "other"))
+    ended = threading.Event()
+
+    def sweep() -> None:
+        while not ended.is_set():
+            other.sweep(None)
+
+    sweeping = threading.Thread(target=sweep)
+    sweeping.start()
+    try:
+        for _ in range(300):
+            shutil.rmtree(made.path, ignore_errors=True)  # the sweep may be faster
+            path = made.make_loading()
+            assert sorted(os.listdir(made.path)) == sorted([os.path.basename(path), "target.json"])
+    finally:
+        ended.set()
+        sweeping.join()
+        shutil.rmtree(made.path, ignore_errors=True)
 
 
 @pytest.mark.slow
