@@ -5,7 +5,6 @@ Values may be cast to another floating dtype on the way, or several copies be re
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from statexchange.sharding.shards import Box, c_contiguous, intersect
+from statexchange.sharding.shards import Box, intersect
 from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.regions import READ_AHEAD_BYTES, BoxReader, slices_within, windows
 from statexchange.tensors import ITEMSIZE, array_over, converted
@@ -50,16 +49,6 @@ class TensorReader:
         widest = max((ITEMSIZE[self._dtype_of(piece.holder)] for piece in self._tensor.pieces), default=0)
         return max(widest, ITEMSIZE[self._tensor.dtype])
 
-    @functools.cached_property
-    def _is_plain(self) -> bool:
-        """Whether its bytes are those of runs in local files, one after the other, none of which is digested."""
-        for piece, reader in zip(self._tensor.pieces, self._readers, strict=True):
-            if isinstance(reader, _ConvertingReader) or not reader.is_plain:
-                return False
-            if not c_contiguous(piece.box, self._tensor.shape):
-                return False
-        return True
-
     def windows(self, memory: memoryview, itemsize: int | None = None) -> Iterator[tuple[Box, memoryview]]:
         """Yield each window of the tensor and its bytes, which lie in `memory` until the next window.
 
@@ -71,10 +60,7 @@ class TensorReader:
         waiting = deque(self._readers)
         for window in windows(tensor.shape, itemsize or self.itemsize) if tensor.nbytes else ():
             data = memory[: window.numel * ITEMSIZE[tensor.dtype]]
-            if self._is_plain:
-                _read_plain(data, waiting)
-            else:
-                self._fill(data, window, waiting, memory[WINDOW_BYTES:])
+            self._fill(data, window, waiting, memory[WINDOW_BYTES:])
             yield window, data
 
     def digests(self) -> list[str]:
@@ -122,17 +108,6 @@ class TensorReader:
         ahead = READ_AHEAD_BYTES // (len(self._tensor.pieces) * copies)
         dtype = self._dtype_of(holder)
         return BoxReader(byte_range, piece.box, dtype, ahead, always_digest=self._always_digest)
-
-
-def _read_plain(data: memoryview, waiting: deque[Any]) -> None:
-    """Fill a window with the next bytes of the readers; drop finished readers."""
-    while data:
-        reader = waiting[0]
-        nbytes = min(len(data), reader.bytes_left)
-        reader.read_next(data[:nbytes])
-        data = data[nbytes:]
-        if not reader.bytes_left:
-            waiting.popleft()
 
 
 _REDUCE = {"max": np.maximum, "min": np.minimum}

@@ -455,16 +455,6 @@ class BoxReader:
         if stored.strides is not None:
             self._strided = blocks(stored, box.shape, dtype, ahead_bytes)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the box is one run of bytes in a local file, and is not digested."""
-        return self._strided is None and not self._file.is_remote and not self.digest
-
-    def read_next(self, target: memoryview) -> None:
-        """Fill `target` with the next bytes of the box, if it `is_plain`."""
-        self.bytes_left -= len(target)
-        self._read(target)
-
     def hexdigest(self) -> str:
         """Return the digest of all bytes read."""
         return self.digest.hexdigest()
