@@ -162,9 +162,40 @@ def test_the_numbers_of_large_tensors_are_those_of_numpy(
     assert found.max_abs == np.nanmax(np.abs(delta))
     assert (found.num_nan_a, found.num_nan_b) == (np.isnan(left).sum(), np.isnan(right).sum())
     left, right, delta = (values[np.isfinite(delta)] for values in (left, right, delta))
-    assert found.relative_l2 == pytest.approx(np.linalg.norm(delta) / np.linalg.norm(left), rel=1e-12)
+    precision = 1e-6 if dtype in (torch.float32, torch.bfloat16) else 1e-12
+    assert found.relative_l2 == pytest.approx(np.linalg.norm(delta) / np.linalg.norm(left), rel=precision)
     cosine = np.dot(left, right) / np.linalg.norm(left) / np.linalg.norm(right)
-    assert found.cosine == pytest.approx(cosine, abs=1e-12)
+    assert found.cosine == pytest.approx(cosine, abs=precision)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("scale_b", [1.0, 1.0078125, -1.0, 1e-6])
+@pytest.mark.parametrize("scale", [1.0, 1e-9, 1e-22, 1e-30, 1e18, 1e36])
+def test_norms_are_right_at_any_scale(dtype: torch.dtype, scale_b: float, scale: float, tmp_path: Path) -> None:
+    a, other = (values.double() / 100 for values in large_pair(torch.float32))
+    a, b = (a * scale).to(dtype), ((a + other / 1000) * scale * scale_b).to(dtype)
+    save_file({"w": a}, tmp_path / "a.safetensors")
+    save_file({"w": b}, tmp_path / "b.safetensors")
+    values = differing(tmp_path / "a.safetensors", tmp_path / "b.safetensors")["w"].values
+    assert values is not None
+    left, right = a.double().numpy().ravel(), b.double().numpy().ravel()
+    delta = right - left
+    assert values.max_abs == np.abs(delta).max()
+    assert values.relative_l2 == pytest.approx(np.linalg.norm(delta) / np.linalg.norm(left), rel=1e-6)
+    cosine = np.dot(left, right) / np.linalg.norm(left) / np.linalg.norm(right)
+    assert values.cosine == pytest.approx(cosine, abs=1e-6)
+    assert -1 <= values.cosine <= 1
+    if scale_b == 1:  # nearly the same direction: what is left to 1 is known to 6 digits, too
+        assert 1 - values.cosine == pytest.approx(1 - cosine, rel=1e-5)
+
+
+def test_a_change_of_scale_does_not_turn_a_tensor(tmp_path: Path) -> None:
+    a, _ = large_pair(torch.float32)
+    save_file({"w": a}, tmp_path / "a.safetensors")
+    save_file({"w": a / 2**20}, tmp_path / "b.safetensors")
+    values = differing(tmp_path / "a.safetensors", tmp_path / "b.safetensors")["w"].values
+    assert values is not None
+    assert values.cosine == pytest.approx(1, abs=1e-6)
 
 
 def test_bits_that_values_do_not_tell_apart_differ_in_a_large_tensor(tmp_path: Path) -> None:
