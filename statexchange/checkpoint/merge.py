@@ -41,7 +41,15 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats import rank_files
-from statexchange.formats.converted import Converted, config_of, configs_beside, convert_source, read_conversion
+from statexchange.formats.converted import (
+    Converted,
+    check_model_configs,
+    config_files_beside,
+    config_of,
+    configs_beside,
+    convert_source,
+    read_conversion,
+)
 from statexchange.formats.registry import open_source, open_with, read_opened, read_section
 from statexchange.formats.replicas import check_tensor_copies, check_tied
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, section_of
@@ -248,9 +256,19 @@ def merge_checkpoint(
         if conversion is None:
             plan_options, notes = _unwrapping_options(checkpoint, options)
         else:
-            configs = [*_given_configs(files_from), *configs_beside(checkpoint)]
+            given_configs = _given_configs(files_from)
             selected, notes = _selected(checkpoint, options)
-            converted = convert_source(selected, conversion, numbers, configs)
+            converted = convert_source(selected, conversion, numbers, [*given_configs, *configs_beside(checkpoint)])
+            config_files = [*given_configs, *config_files_beside(checkpoint)]
+            check_model_configs(
+                selected,
+                converted.source,
+                conversion,
+                config_files,
+                written=config_files[0] if config_files and (given_configs or CONFIG in own) else None,
+                given=numbers,
+                is_whole=len(list(selected.shards())) == len(list(checkpoint.shards())),
+            )
             merged, reductions = converted.source, converted.renamed_keys(reductions)
             notes += tuple(options.notes_on_rename({tensor.shard.name for _, tensor in merged.shards()}))
             plan_options = replace(options, include=(), exclude=())  # `_selected` has applied them

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 
-__all__ = ["KnownConfig", "NumberRule", "Numbers", "UnknownNumberError", "check_expression"]
+__all__ = ["KnownConfig", "NumberRule", "Numbers", "UnknownNumberError", "check_expression", "number_in"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _EXPRESSION = re.compile(
@@ -108,7 +108,7 @@ class Numbers:
     def _check_agreement(self, name: str, rule: NumberRule) -> None:
         found = []
         for config in self._configs:
-            values = (_number_in(config.values, key) for key in rule.config)
+            values = (number_in(config.values, key) for key in rule.config)
             value = next((value for value in values if value is not None), None)
             if value is not None:
                 found.append((value, config.where))
@@ -132,7 +132,7 @@ class Numbers:
                 return value
         for key in rule.config:
             for config in self._configs:
-                found = _number_in(config.values, key)
+                found = number_in(config.values, key)
                 if found is not None:
                     return found
         return self._solved[name][0] if name in self._solved else None
@@ -156,7 +156,7 @@ class Numbers:
                 if value >= _MAX_NUMBER:
                     raise InvalidArgumentError(f"convert: {expression} is larger than any tensor")
             elif number == 0 or value % number:
-                raise InvalidArgumentError(f"convert: {expression} is no whole number{self._shown(expression)}")
+                raise InvalidArgumentError(f"convert: {expression} is no whole number{self.shown(expression)}")
             else:
                 value //= number
         return value
@@ -172,7 +172,7 @@ class Numbers:
         if value is None:
             raise self._unknown(str(expression))
         if value == 0:
-            raise InvalidArgumentError(f"convert: {expression} is 0{self._shown(str(expression))}")
+            raise InvalidArgumentError(f"convert: {expression} is 0{self.shown(str(expression))}")
         return value
 
     def known(self, expression: str | int) -> int | None:
@@ -199,14 +199,14 @@ class Numbers:
         known = [value for value in values if value is not None]
         if len(known) < len(values) or math.prod(known) != size:
             shown = " x ".join(map(str, expressions))
-            details = "".join(self._shown(str(expression)) for expression in expressions)
+            details = "".join(self.shown(str(expression)) for expression in expressions)
             raise InvalidArgumentError(
                 f"convert: a dim of size {size} is not {shown}{details}: is this the config of this model?", name=name
             )
         return tuple(known)
 
-    def _shown(self, expression: str) -> str:
-        """Return the values of the names in an expression, and where they come from."""
+    def shown(self, expression: str) -> str:
+        """Return the values of the names in an expression, and where they come from, for a message."""
         texts = []
         for token in dict.fromkeys(_NAME.findall(expression)):
             value = self.get(token)
@@ -219,7 +219,7 @@ class Numbers:
             return ""
         for key in self._rules.get(name, NumberRule()).config:
             for config in self._configs:
-                if _number_in(config.values, key) is not None:
+                if number_in(config.values, key) is not None:
                     return f" in {config.where}"
         return f", from the shape of {self._solved[name][1]}" if name in self._solved else ""
 
@@ -239,7 +239,7 @@ class Numbers:
         return UnknownNumberError(text)
 
 
-def _number_in(values: Mapping[str, object], key: str) -> int | None:
+def number_in(values: Mapping[str, object], key: str) -> int | None:
     """Return a whole number or a truth value in a config, or in its text_config; None if it has none."""
     found = values.get(key)
     inner = values.get("text_config")

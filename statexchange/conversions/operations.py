@@ -139,8 +139,8 @@ class Resize(_Each):
         if size is None or size == old:
             return tensor
         if self.pads != (size > old):
-            text = f"convert: {'pad' if self.pads else 'unpad'} to {size} ({self.size}), but dim {dim} has {old}"
-            raise InvalidArgumentError(text, name=tensor.name)
+            text = f"convert: {'pad' if self.pads else 'unpad'} to {size}{numbers.shown(str(self.size))}, but dim {dim}"
+            raise InvalidArgumentError(f"{text} has {old}", name=tensor.name)
         if size < old:
             return tensor.resized(dim, size, sliced(tensor.patches, dim, 0, size))
         zeros = identity((*tensor.shape[:dim], size - old, *tensor.shape[dim + 1 :]), source=None)

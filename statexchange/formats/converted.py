@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from statexchange.conversions.choice import Convert, choose_conversion
+from statexchange.conversions.config_facts import ModelTensors, check_configs
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.conversions.patches import Block
 from statexchange.conversions.plan import ConversionPlan, Fill, InputFills, TensorInfo, plan_conversion
@@ -23,7 +24,15 @@ from statexchange.storage.opened_path import open_path
 from statexchange.storage.store import StoredFile, resolve_path
 from statexchange.tensors import ITEMSIZE
 
-__all__ = ["Converted", "config_of", "configs_beside", "convert_source", "read_conversion"]
+__all__ = [
+    "Converted",
+    "check_model_configs",
+    "config_files_beside",
+    "config_of",
+    "configs_beside",
+    "convert_source",
+    "read_conversion",
+]
 
 _CONFIG = "config.json"
 
@@ -47,13 +56,18 @@ def _read_file(path: str) -> object:
 
 def configs_beside(source: Source) -> list[KnownConfig]:
     """Return what describes a source's model: its config.json, and the arguments of its job."""
-    store = source.small_files or source.opened.store
-    configs = []
-    if (source.small_files is not None or source.opened.file is None) and _CONFIG in store.files:
-        configs = config_of(store.path_of(_CONFIG), store.read_small(_CONFIG))
+    configs = config_files_beside(source)
     if source.arguments:
         configs.append(KnownConfig("the arguments of the run", source.arguments))
     return configs
+
+
+def config_files_beside(source: Source) -> list[KnownConfig]:
+    """Return the config.json of a source; [] without one."""
+    store = source.small_files or source.opened.store
+    if (source.small_files is not None or source.opened.file is None) and _CONFIG in store.files:
+        return config_of(store.path_of(_CONFIG), store.read_small(_CONFIG))
+    return []
 
 
 def config_of(where: str, content: bytes) -> list[KnownConfig]:
@@ -124,6 +138,37 @@ def convert_source(
     if source.manifest is not None:
         manifest = {**source.manifest, "aliases": plan.new_aliases(source.manifest.get("aliases", {}))}
     return Converted(replace(source, files=tuple(files), sections=(), manifest=manifest), unproven, targets)
+
+
+def check_model_configs(
+    source: Source,
+    converted: Source,
+    conversion: ConversionRules,
+    configs: Sequence[KnownConfig],
+    *,
+    written: KnownConfig | None,
+    given: Mapping[str, int],
+    is_whole: bool,
+) -> None:
+    """Compare config files with the model's tensors before or after a conversion, whichever they are for.
+
+    Args:
+        source: the source.
+        converted: the converted source.
+        conversion: the conversion.
+        configs: the config files that are known.
+        written: the one of them that is written beside the tensors.
+        given: numbers that the caller gave.
+        is_whole: whether all tensors of the checkpoint are converted.
+
+    Raises:
+        InvalidArgumentError: a config contradicts the tensors, or `written` a given number.
+    """
+    model = source if conversion.is_inverse else converted
+    aliases = {alias for shard_file in model.files for alias in shard_file.aliases}
+    shapes = {name: info.shape for name, info in _tensors_of(model).items()}
+    tensors = ModelTensors(shapes, aliases, is_whole)
+    check_configs(conversion.facts, conversion.model_type, tensors, configs, written, given)
 
 
 def _tensors_of(source: Source) -> dict[str, TensorInfo]:

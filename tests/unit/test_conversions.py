@@ -590,7 +590,116 @@ def test_a_config_that_contradicts_the_arguments_of_the_run_is_refused(tmp_path:
         merge_checkpoint(source, tmp_path / "out", convert=GPT, files_from=config)
     right = merged(source, tmp_path / "right", convert=GPT)
     numbers = {"n_heads": 2, "n_kv_heads": 2}
-    assert same(merged(source, tmp_path / "given", convert=GPT, files_from=config, convert_with=numbers), right)
+    with pytest.raises(
+        InvalidArgumentError, match=r"num_attention_heads is 4 in config.json of .* and 2 by convert_wi"
+    ):
+        merge_checkpoint(source, tmp_path / "out", convert=GPT, files_from=config, convert_with=numbers)
+    shutil.copytree(source, tmp_path / "beside")
+    (tmp_path / "beside" / "config.json").write_text(config["config.json"])  # it is not written
+    assert same(merged(tmp_path / "beside", tmp_path / "given", convert=GPT, convert_with=numbers), right)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "vocab_size": 14,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "legacy"])
+@pytest.mark.parametrize("is_beside", [False, True])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_hidden_layers": 1}, "num_hidden_layers is 1 in {} and 2 in the checkpoint"),
+        ({"num_hidden_layers": 6}, "num_hidden_layers is 6 in {} and 2 in the checkpoint"),
+        ({"hidden_size": 16}, "hidden_size is 16 in {} and 8 in the checkpoint"),
+        ({"intermediate_size": 16}, "ffn (rows of the gate) is 16 in {} and 12 in the arguments of the run"),
+        ({"vocab_size": 17}, "unpad to 17 (vocab_size = 17 in {}), but dim 0 has 16"),
+        (
+            {"num_key_value_heads": 1},
+            "n_kv_heads (heads of keys and values) is 1 in {} and 2 in the arguments of the run",
+        ),
+        ({"head_dim": 2}, "num_attention_heads x head_dim is 4 in {} and 8 in the checkpoint"),
+        ({"attention_bias": False}, "attention_bias is false in {} and true in the checkpoint"),
+        ({"attention_bias": None}, "attention_bias is false in {} and true in the checkpoint"),
+        ({"mlp_bias": False}, "mlp_bias is false in {} and true in the checkpoint"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is true in {} and false in the checkpoint"),
+    ],
+)
+def test_a_config_that_contradicts_megatrons_tensors_is_refused(
+    tmp_path: Path, megatron: Path, form: str, is_beside: bool, change: dict[str, Any], text: str
+) -> None:
+    config = {key: value for key, value in {**LLAMA, **change}.items() if value is not None}
+    source, options = tmp_path / "source", {}
+    shutil.copytree(megatron / "tp2_pp2" / form, source)
+    where = "config.json of files_from"
+    if is_beside:
+        where = str(source / "config.json")
+        (source / "config.json").write_text(json.dumps(config))
+    else:
+        options["files_from"] = {"config.json": json.dumps(config)}
+    with pytest.raises(InvalidArgumentError) as caught:
+        merge_checkpoint(source, tmp_path / "out", convert=GPT, **options)
+    assert text.format(where) in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_that_fits_is_taken_and_a_selection_may_have_less(tmp_path: Path, megatron: Path) -> None:
+    source = megatron / "tp2_pp2" / "torch_dist"
+    config = {"config.json": json.dumps(LLAMA)}
+    merge_checkpoint(source, tmp_path / "all", convert=GPT, files_from=config)
+    merge_checkpoint(source, tmp_path / "some", convert=GPT, files_from=config, exclude="output_layer.weight")
+    with pytest.raises(
+        InvalidArgumentError, match=r"tie_word_embeddings is false .* true in the checkpoint, which has no"
+    ):
+        merge_checkpoint(
+            megatron / "pp2_tied" / "torch_dist",
+            tmp_path / "out",
+            convert=GPT,
+            files_from={"config.json": json.dumps({"tie_word_embeddings": False})},
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3 in config.json of files_from and 2 in the checkpoint"),
+        ({"hidden_size": 32}, "hidden_size is 32"),
+        ({"intermediate_size": 25}, "intermediate_size is 25 in config.json of files_from and 24 in the checkpoint"),
+        ({"vocab_size": 21}, "vocab_size is 21 in config.json of files_from and 20 in the checkpoint"),
+        ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}, "a dim of size"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}, "a dim of size"),
+        ({"attention_bias": True}, "attention_bias is true in config.json of files_from and false in the checkpoint"),
+        ({"mlp_bias": True}, "mlp_bias is true"),
+    ],
+)
+def test_a_config_that_contradicts_torchtitans_tensors_is_refused(
+    tmp_path: Path, change: dict[str, Any], text: str
+) -> None:
+    config = json.loads((TORCHTITAN / "fused" / "config.json").read_text())
+    with pytest.raises(InvalidArgumentError) as caught:
+        files = {"config.json": json.dumps({**config, **change})}
+        merge_checkpoint(titan("fused"), tmp_path / "out", convert=LLAMA3, files_from=files)
+    assert text in str(caught.value)
+
+
+def test_in_the_other_direction_the_config_is_that_of_the_source(tmp_path: Path) -> None:
+    config = TORCHTITAN / "fused" / "config.json"
+    merge_checkpoint(titan("fused"), tmp_path / "hf", convert=LLAMA3, files_from=[config])
+    values = json.loads(config.read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 5}))
+    with pytest.raises(
+        InvalidArgumentError, match=r"num_hidden_layers is 5 in .*hf/config.json and 2 in the checkpoint"
+    ):
+        merge_checkpoint(tmp_path / "hf", tmp_path / "back", convert=f"inverse:{LLAMA3}")
 
 
 def megatron_names(ffn: int, **more: np.ndarray) -> dict[str, np.ndarray]:
