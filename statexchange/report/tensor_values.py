@@ -112,7 +112,7 @@ def read_slice(facts: TensorFacts, box: Box) -> TensorValues:
         with np.errstate(invalid="ignore"):  # of NaN that signal
             values = values.astype(np.float64)
     shown = np.empty(box.shape, object)
-    shown[...] = values
+    shown[...] = values.astype(object)  # a numpy scalar would stay one
     shown[~is_known] = None
     return TensorValues(box, shown.tolist())
 

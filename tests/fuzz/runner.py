@@ -26,6 +26,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import xxhash
 from corpus import LAYOUT, Source
@@ -39,6 +40,7 @@ from statexchange.report.supply_picture import supply_picture
 from statexchange.report.text_pictures import supply_bars
 from statexchange.sharding.shards import full_box
 from statexchange.storage.regions import slices_within
+from statexchange.tensors import PACKED
 
 __all__ = ["FoundError", "Outcome", "preload", "run"]
 
@@ -46,6 +48,7 @@ SPARE_BYTES, BYTES_PER_BYTE = 512 << 20, 64  # of memory: over what this process
 CPU_S, CPU_S_PER_BYTE = 2.0, 20e-6  # of processor time, for each step: one may open the source several times
 HANG_S = 300
 MAX_READ_BYTES = 32 << 20  # of a tensor that is read here
+MAX_SHOWN = 3  # tensors of one source
 SECRET = "PASSWORD"
 CODES = {number: name for name, number in EXIT_CODES.items()}
 # Ranks are one process each; PeerError would mean that the package treats an own error as that of a peer.
@@ -192,6 +195,11 @@ def _flaw_of_text(text: str) -> str | None:
 
 def _command(*words: str) -> str:
     """Run a command of the command line; return the name of its exit code."""
+    return _command_output(*words)[0]
+
+
+def _command_output(*words: str) -> tuple[str, str]:
+    """Run a command of the command line; return the name of its exit code, and its output."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         try:
@@ -203,7 +211,7 @@ def _command(*words: str) -> str:
         raise FoundError(flaw)
     if code not in CODES or code == EXIT_CODES["INTERNAL"]:
         raise FoundError(f"exit code {code}: {text.getvalue()[-3000:]}")
-    return CODES[code]
+    return CODES[code], text.getvalue()
 
 
 class _Steps:
@@ -215,6 +223,8 @@ class _Steps:
         self._source = source
         self._expected = expected
         self._read: dict[str, str] = {}  # digests by name
+        self._zeros: dict[str, int] = {}  # elements that are 0, by name
+        self._verified = ""
         self._layout = folder / LAYOUT
         self._out = folder / "out"
 
@@ -223,11 +233,15 @@ class _Steps:
         yield "info", lambda: _command("info", self._path, "--json")
         yield "info, text", lambda: _command("info", self._path)
         yield "ls", lambda: _command("ls", self._path)
-        yield "verify", lambda: _command("verify", self._path)
+        yield "verify", self._verify
+        yield "verify --values", self._verify_values
+        yield "show", lambda: _command("show", self._path)
+        yield "show, JSON", lambda: _command("show", self._path, "--json")
         yield "scan", lambda: _command("scan", str(self._folder), "--json")
         yield "diff", self._diff
         yield "report", self._report
         yield "open_checkpoint", self._open
+        yield "show, tensors", self._show_tensors
         yield "load_checkpoint", self._load
         options = ["--layout", str(self._layout)] if self._layout.exists() else []
         self._out.mkdir()
@@ -236,10 +250,39 @@ class _Steps:
         if "://" in self._path:
             return
         yield "verify, URL", self._verify_in_memory
+        yield "seal --dry-run", self._seal_dry_run
+        yield "seal", self._seal
         if Path(self._path).is_dir():
             yield "NFSWorkspace", self._workspace
             yield "merge --overwrite", self._overwrite
             yield "save_checkpoint", self._save
+
+    def _verify(self) -> str:
+        self._verified = _command("verify", self._path)
+        return self._verified
+
+    def _verify_values(self) -> str:
+        """Check the values, too; this finds all that `verify` found, and may only find more."""
+        name = _command("verify", self._path, "--values")
+        if name != self._verified and (self._verified, name) != ("OK", "FINDINGS"):
+            raise FoundError(f"verify ended in {self._verified}, verify --values in {name}")
+        return name
+
+    def _show_tensors(self) -> str:
+        """Show some tensors; compare what is counted of one with what was read, unless its copies differ."""
+        with open_source(self._path) as source:
+            shapes = {tensor.shard.name: tensor.shard.global_shape for _, tensor in source.shards()}
+            names = {name: ("--slice", ":2") if shapes[name] else () for name in list(shapes)[:MAX_SHOWN]}
+        worst = "OK"
+        for name, options in names.items():
+            code, text = _command_output("show", self._path, "--json", *options, "--", name)
+            worst = code if worst == "OK" else worst
+            if self._verified != "OK" or name not in self._zeros:
+                continue
+            statistics = json.loads(text[text.index("{") :])["data"]["statistics"]
+            if statistics["num_zeros"] != self._zeros[name]:
+                raise FoundError(f"{name!r} has {self._zeros[name]} zeros, show counts {statistics['num_zeros']}")
+        return worst
 
     def _report(self) -> str:
         supply = supply_of(self._path)
@@ -270,6 +313,8 @@ class _Steps:
                     errors.append(error)
                     continue
                 self._read[name] = xxhash.xxh3_128_hexdigest(array.tobytes())
+                if found[name].dtype not in PACKED:
+                    self._zeros[name] = array.size - int(np.count_nonzero(array))
                 for tensor in shards.get(name, ()):
                     _check_digests(tensor, array)
         for error in errors:
@@ -333,6 +378,35 @@ class _Steps:
                 inside = path.relative_to(top.parent)
                 memory.pipe_file(f"{root}/{inside}".encode("utf-8", "replace").decode(), path.read_bytes())
         return _command("verify", f"memory:/{root}/{top.name}")
+
+    def _seal_dry_run(self) -> str:
+        before = _names_of(self._folder)
+        try:
+            return _command("seal", self._path, "--dry-run")
+        finally:
+            self._check_unchanged(before, "a dry run of seal")
+
+    def _seal(self) -> str:
+        """Add a manifest, which changes nothing else, and with which everything verifies; then remove it again."""
+        before = _names_of(self._folder)
+        name = _command("seal", self._path)
+        path = Path(self._path)
+        manifest = (path if path.is_dir() else path.parent) / "statexchange.json"
+        if name == "OK":
+            second = _command("seal", self._path)
+            if second != "UNSAFE":
+                raise FoundError(f"a second seal ended in {second}")
+            self._check_whole(manifest.parent)
+            manifest.unlink()
+        self._check_unchanged(before, f"a seal that ended in {name}")
+        return name
+
+    def _check_unchanged(self, before: dict[str, Any], what: str) -> None:
+        after = _names_of(self._folder)
+        after.pop(str(self._folder / "stderr"), None)
+        before.pop(str(self._folder / "stderr"), None)
+        if after != before:
+            raise FoundError(f"{what} has changed {sorted({*after.items()} ^ {*before.items()})[:4]}")
 
     def _workspace(self) -> str:
         config, weights = sx.NFSWorkspace(self._path).read_configs_and_weights_from_rank(0)

@@ -507,6 +507,19 @@ def test_packed_values_are_decoded(tmp_path: Path, dtype: str, kind: str, bits: 
         assert np.array_equal(part.values, expected[1:3, 3:9])
 
 
+@pytest.mark.parametrize("dtype", [*PLAIN, "C64"])
+def test_the_value_of_a_scalar_is_in_json_for_every_dtype(tmp_path: Path, dtype: str, call: Call) -> None:
+    data = np.ones((), PLAIN.get(dtype, np.complex64)).tobytes()
+    write_raw(tmp_path / "model.safetensors", {"w": (dtype, (), data)})
+    code, envelope = call.json("show", tmp_path / "model.safetensors", "w")
+    assert code == 0
+    assert envelope["data"]["slice"]["values"] == (1 if dtype != "C64" else "(1+0j)")
+    assert envelope["data"]["statistics"]["min"] == 1
+    code, out, _ = call("show", tmp_path / "model.safetensors", "w")
+    assert code == 0
+    assert envelope["data"]["name"] in out
+
+
 def test_complex_values_have_statistics_of_their_absolute_values(tmp_path: Path, call: Call) -> None:
     sx.export_checkpoint({"w": np.array([3 + 4j, 0, complex("nan"), -1], np.complex64)}, tmp_path / "out")
     code, out, _ = call("show", tmp_path / "out", "w")
