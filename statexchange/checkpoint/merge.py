@@ -55,6 +55,7 @@ from statexchange.formats.replicas import check_tensor_copies, check_tied
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, section_of
 from statexchange.formats.source import Section, SectionName, Source, Weights, abbreviated_list
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
+from statexchange.sharding.layout_advice import layout_advice, rule_for_dim
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas
 from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
@@ -497,10 +498,10 @@ def check_replicas(source: Source, plan: Plan) -> None:
     """Raise ReplicaError unless all copies of each box are equal, and tied tensors equal each other."""
     for file in plan.files:
         for tensor in file.tensors:
-            advice = (
-                f'if each holds a part, give a layout (--layout): {{"{tensor.source}": {{"dim": 0}}}}; to take '
-                'the lowest rank\'s, replicas="root" (--replicas root)'
-            )
+            advice = 'to take the lowest rank\'s, replicas="root" (--replicas root)'
+            rules = layout_advice([tensor.shape], rule_for_dim(tensor.source))
+            if rules and len(tensor.pieces) == 1:  # else the files have their sharding
+                advice = f"if each holds a part, give a layout (--layout): {rules}; {advice}"
             check_tensor_copies(source, tensor, advice)
     for shard_file in source.files:
         for alias, name in shard_file.aliases.items():

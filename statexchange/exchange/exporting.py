@@ -36,6 +36,7 @@ from statexchange.processes import collector_paused
 from statexchange.settings import check_timeout
 from statexchange.sharding import records
 from statexchange.sharding.copies import check_copies, replica_error
+from statexchange.sharding.layout_advice import layout_advice
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
@@ -369,9 +370,13 @@ def _digest_of(
 
 
 def _replica_error(tensor: TensorPlan, box: Box, rank: int, other: int) -> ReplicaError:
+    def rule(dim: int) -> str:
+        return f'{{"{tensor.source}": Shard({dim})}}'
+
+    rules = layout_advice([tensor.shape], rule) if len(tensor.pieces) == 1 else ""
+    layout = f"if each rank holds a part, give layout={rules}; " if rules else ""
     advice = (
-        f'if each rank holds a part, say so with layout={{"{tensor.source}": Shard(0)}}; to take rank '
-        f'{min(rank, other)}\'s copy, replicas="root"; tensors of different pipeline '
+        f'{layout}to take rank {min(rank, other)}\'s copy, replicas="root"; tensors of different pipeline '
         "stages need different names, even if each stage numbers its layers from 0"
     )
     return replica_error(tensor.name, box, rank, other, advice)

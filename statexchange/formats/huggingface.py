@@ -54,6 +54,7 @@ __all__ = [
     "misplaced",
     "missing_ranks",
     "names_by_file",
+    "part_of",
     "read",
     "read_index",
 ]
@@ -64,6 +65,8 @@ _SUFFIX = ".safetensors"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _SHARD_NAME = re.compile(r"shard-([0-9]{5,9})-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
 _NUMBERED = re.compile(r"(.*?)([0-9]{5,9})-of-([0-9]{5,9})(\.[a-z]+)")
+_OF = re.compile(r"[0-9][-_.]of[-_.]?0*([0-9]{1,9})(?![0-9])")
+_WORLD_SIZE = re.compile(r"world_size_([0-9]{1,9})(?![0-9])")
 RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 
 
@@ -193,6 +196,27 @@ def missing_ranks(names: Sequence[str], rank: re.Pattern[str], store: Store) -> 
                 text = "there is a directory in place of the file of this rank"
             problems.append(IncompleteError(text, rank=absent, path=store.path_of(name)))
     return problems
+
+
+def part_of(name: str, store: Store) -> str:
+    """Return what a file is by its name, if that shows that it is one of several in its directory; else "".
+
+    A name without a number of ranks shows it by its rank, or by the files of other ranks beside it.
+    """
+    if _SHARD_NAME.fullmatch(name):
+        return ""
+    match = _OF.search(name) or _WORLD_SIZE.search(name)
+    if match is not None:
+        return f"one of {int(match[1])} files, by its name" if int(match[1]) > 1 else ""
+    ranks = list(RANK.finditer(name))
+    if len(ranks) != 1:
+        return ""
+    begin, end = name[: ranks[0].start(1)], name[ranks[0].end(1) :]
+    for other in store.non_directories:
+        found = RANK.search(other)
+        if found is not None and other != name and (other[: found.start(1)], other[found.end(1) :]) == (begin, end):
+            return f"one rank's, and those of others lie beside it ({excerpt(other, 80)[1:-1]})"
+    return f"that of rank {int(ranks[0][1])}, by its name" if int(ranks[0][1]) else ""
 
 
 def _as_incomplete(error: StateExchangeError, path: str) -> StateExchangeError:

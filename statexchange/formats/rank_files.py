@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from statexchange.errors import IncompleteError, InvalidArgumentError, did_you_mean
+from statexchange.formats.huggingface import part_of
 from statexchange.formats.source import (
     ShardFile,
     Source,
@@ -101,8 +103,9 @@ def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]
 
     Raises:
         InvalidArgumentError: a rule matches no tensor, does not fit one, or matches one with sharding of its own.
-        IncompleteError: no rank has some part of a tensor.
+        IncompleteError: no rank has some part of a tensor, or files of other ranks are missing.
     """
+    _check_other_ranks(source, layout)
     layout.check_ranks([shard_file.rank for shard_file in source.files])
     paths = {shard_file.rank: shard_file.path for shard_file in source.files}
     names = renumber_names(
@@ -135,6 +138,22 @@ def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]
         aliases = {alias: name for alias, name in shard_file.aliases.items() if alias in renamed and name in renamed}
         shard_files.append(replace(shard_file, tensors=renamed, aliases=aliases))
     return replace(source, files=tuple(shard_files)), reductions
+
+
+def _check_other_ranks(source: Source, layout: Layout) -> None:
+    """Raise IncompleteError if a lone file's name, or the layout's mesh, shows that ranks are missing.
+
+    A layout divides tensors over all ranks, so the tensors of some would be taken for the whole ones.
+    """
+    if source.opened.file is not None and (of := part_of(source.opened.file, source.opened.store)):
+        text = f"this file alone is {of}, and a layout divides tensors over all: give their directory"
+        raise IncompleteError(f"{text}, {source.opened.store.path}", path=source.path)
+    present, num_ranks = {shard_file.rank for shard_file in source.files}, math.prod(layout.mesh.values())
+    absent = next((rank for rank in range(num_ranks) if rank not in present), None)
+    if layout.mesh and absent is not None and len(source.files) < num_ranks:
+        text = f"the layout's mesh ({layout.mesh_text}) has {num_ranks} ranks, but there are {len(source.files)}"
+        advice = "give the directory with the files of all" if source.opened.file is not None else "copy their files"
+        raise IncompleteError(f"{text}: {advice}", rank=absent, path=source.path)
 
 
 def _parts(

@@ -315,10 +315,13 @@ def read_opened(
 
 
 def _unread_beside(opened: OpenedPath, name: str) -> list[str]:
-    """Return a note if a checkpoint of another format lies in the directory, too, which is not read."""
+    """Return a note on what is not read: other files of the checkpoint, or one of another format in the directory."""
     store = opened.store
     if opened.file is not None:
-        return []
+        from statexchange.formats.huggingface import part_of
+
+        of = part_of(opened.file, store) if name in ("huggingface", "torch_file") else ""
+        return [f"this file alone is {of}: to read all, give their directory, {store.path}"] if of else []
     if name == "huggingface" and "latest" in store.files and _format(_DEEPSPEED).matches(opened):
         return ["a checkpoint of DeepSpeed is here, too, and not read: to read it, give the directory of its step"]
     if name == "dcp":

@@ -28,6 +28,7 @@ from statexchange.errors import (
     did_you_mean,
 )
 from statexchange.processes import collector_paused
+from statexchange.sharding.layout_advice import layout_advice, rule_for_dim
 from statexchange.sharding.options import MODEL_PATTERN, ExportOptions
 from statexchange.sharding.sharding_spec import Placement, ShardingSpec, SpecBox, SpecBoxes, covers_exactly
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, region_text
@@ -392,7 +393,8 @@ def _plan_tensor(
             if expected != found:
                 hint = ""
                 if field_name == "global_shape" and _is_whole(first) and _is_whole(shard):
-                    hint = f'; if each holds a part, give a layout: {{"{first.name}": {{"dim": 0}}}}'
+                    rules = layout_advice([first.global_shape, shard.global_shape], rule_for_dim(first.name))
+                    hint = f"; if each holds a part, give a layout: {rules}" if rules else ""
                 ranks = f"ranks {rank_shards[first_holder].rank} and {rank_shards[holder].rank}"
                 raise CorruptError(
                     f"{ranks} disagree on the {field_name}{hint}",

@@ -62,6 +62,7 @@ from typing import Any
 
 from statexchange.errors import IncompleteError, InvalidArgumentError, excerpt
 from statexchange.sharding import records
+from statexchange.sharding.layout_advice import layout_advice, rule_for_dim
 from statexchange.sharding.shards import Box, full_box, is_inside, shape_from_json, sizes_from_json
 
 __all__ = ["REDUCTIONS", "DimSegments", "Layout", "Part", "Rule", "place_parts", "renumber_names"]
@@ -304,8 +305,13 @@ class Layout:
         """Raise InvalidArgumentError if there is a mesh and these are not all of its ranks."""
         num_ranks = math.prod(self.mesh.values())
         if self.mesh and (len(ranks) != num_ranks or sorted(ranks) != list(range(num_ranks))):
-            shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
-            raise InvalidArgumentError(f"the layout's mesh ({shape}) has {num_ranks} ranks, but there are {len(ranks)}")
+            text = f"the layout's mesh ({self.mesh_text}) has {num_ranks} ranks, but there are {len(ranks)}"
+            raise InvalidArgumentError(text)
+
+    @property
+    def mesh_text(self) -> str:
+        """The axes of the mesh and their sizes, for messages."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
 
 
 def _parse_rule(pattern: str, raw: Any, mesh: Mapping[str, int]) -> Rule:
@@ -523,10 +529,12 @@ def place_parts(
         same_kind = len(part.shape) == len(first.shape) and (part.fixed is None) == (first.fixed is None)
         unequal = [dim for dim in equal_dims if same_kind and part.shape[dim] != first.shape[dim]]
         if not same_kind or unequal or {cut.dim for cut in part.cuts} != first_dims:
-            dim = unequal[0] if unequal else 0
+            rules = layout_advice([first.shape, part.shape], rule_for_dim(first.name))
+            text = (
+                f"if each rank holds a part, the layout needs a rule, {rules}" if rules else "no rule of one dim fits"
+            )
             raise InvalidArgumentError(
-                f"ranks {first_rank} and {rank} have shapes {first.shape} and {part.shape}: if each rank holds a part, "
-                f'the layout needs a rule, {{"{first.name}": {{"dim": {dim}}}}}',
+                f"ranks {first_rank} and {rank} have shapes {first.shape} and {part.shape}: {text}",
                 name=first.name,
                 rank=rank,
                 path=paths.get(rank),

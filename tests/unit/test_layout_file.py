@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from statexchange.checkpoint.merge import merge_checkpoint
+from statexchange.cli.main import main
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -63,8 +64,6 @@ def test_dims_replicas_and_uneven_parts(tmp_path: Path) -> None:
 
 
 def test_a_file_and_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from statexchange.cli.main import main
-
     w = torch.arange(40.0).reshape(4, 10)
     source = ranks(tmp_path / "in", *[{"w": part} for part in w.split(5, dim=1)])
     layout = tmp_path / "layout.json"
@@ -398,7 +397,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"w": {"dim": 0}, "lm_head": "colwise"}, "'lm_head' matches no tensor"),
     ({"w": {"dim": 0, "axis": "tp"}}, "axis 'tp' is not in the \"mesh\""),
     ({"mesh": {"tp": 2, "pp": 1}, "rules": {"w": {"dim": 0}}}, 'needs an "axis": one of'),
-    ({"mesh": {"tp": 3}, "rules": {"w": {"dim": 0}}}, r"mesh \(tp 3\) has 3 ranks, but there are 2"),
+    ({"mesh": {"tp": 1}, "rules": {"w": {"dim": 0}}}, r"mesh \(tp 1\) has 1 ranks, but there are 2"),
     ({"mesh": [2], "rules": {}}, "layout mesh must be like"),
     (["w"], "must map name patterns"),
     ({"mesh": {"tp": 2}, "rules": [["w"]]}, 'layout "rules" must map name patterns'),
@@ -417,6 +416,74 @@ WRONG: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("layout", "match"), WRONG)
 def test_a_layout_that_does_not_fit_the_files_is_refused(tmp_path: Path, layout: Any, match: str) -> None:
     refuse(InvalidArgumentError, match, tmp_path, layout, *two)
+
+
+def test_a_mesh_shows_which_rank_is_missing(tmp_path: Path) -> None:
+    layout = {"mesh": {"tp": 3}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
+    error = refuse(IncompleteError, r"mesh \(tp 3\) has 3 ranks, but there are 2: copy", tmp_path, layout, *two)
+    assert (error.rank, error.path) == (2, str(tmp_path / "in"))
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["rank-00000-of-00002.safetensors"], "one of 2 files, by its name"),
+        (["model-00002-of-00002.bin"], "one of 2 files, by its name"),
+        (["model_world_size_2_rank_0.pt"], "one of 2 files, by its name"),
+        (["rank_1.pt"], "that of rank 1, by its name"),
+        (["rank_0.pt", "rank_1.pt"], r"those of others lie beside it \(rank_1.pt\)"),
+        (["rank-0.safetensors", "rank-1.safetensors"], r"those of others lie beside it \(rank-1.safetensors\)"),
+    ],
+)
+def test_the_file_of_one_rank_alone_is_not_merged_by_a_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: list[str], text: str
+) -> None:
+    for name in names:
+        (save_file if name.endswith(".safetensors") else torch.save)(two[0], tmp_path / name)
+    file = tmp_path / names[0]
+    with pytest.raises(IncompleteError, match=f"this file alone is .*{text}.* give their directory, {tmp_path}"):
+        merge_checkpoint(file, tmp_path / "out", layout={"w": {"dim": 0}})
+    for arguments in (["info", str(file)], ["merge", str(file), str(tmp_path / "plain")]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        assert f"give their directory, {tmp_path}" in "".join(capsys.readouterr())
+
+
+def test_the_file_of_the_only_rank_is_merged_by_a_layout(tmp_path: Path) -> None:
+    for name in ("rank-0.safetensors", "rank-00000-of-00001.safetensors", "tensors.safetensors"):
+        (tmp_path / name[:8]).mkdir(exist_ok=True)
+        save_file(two[0], tmp_path / name[:8] / name)
+        merge_checkpoint(tmp_path / name[:8] / name, tmp_path / "out", layout={"w": {"dim": 0}}, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "text"),
+    [
+        ([(3, 2), (3, 2)], r'\{"w": \{"dim": 0\}\}, or \{"w": \{"dim": 1\}\} \(it is the dim along which .* \[3, 2\];'),
+        ([(3,), (3,)], r'layout \(--layout\): \{"w": \{"dim": 0\}\}; '),
+        ([(3, 2), (3, 1)], r'give a layout: \{"w": \{"dim": 1\}\}'),
+        ([(2, 3, 2), (2, 4, 2)], r'give a layout: \{"w": \{"dim": 1\}\}'),
+    ],
+)
+def test_a_layout_is_suggested_where_shapes_settle_it(tmp_path: Path, shapes: list[tuple[int, ...]], text: str) -> None:
+    states = [{"w": torch.full(shape, float(rank))} for rank, shape in enumerate(shapes)]
+    with pytest.raises((ReplicaError, CorruptError), match=text):
+        merge_ranks(tmp_path, states)
+
+
+@pytest.mark.parametrize("shapes", [[(3, 2), (2, 3)], [(3,), (3, 1)], [(), ()]])
+def test_no_layout_is_suggested_where_none_fits(tmp_path: Path, shapes: list[tuple[int, ...]]) -> None:
+    states = [{"w": torch.full(shape, float(rank))} for rank, shape in enumerate(shapes)]
+    with pytest.raises((ReplicaError, CorruptError)) as caught:
+        merge_ranks(tmp_path, states)
+    assert "give a layout" not in str(caught.value)
+
+
+def merge_ranks(path: Path, states: list[State]) -> None:
+    for rank, state in enumerate(states):
+        torch.save(state, path / f"rank{rank}.pt")
+    merge_checkpoint(path, path / "out")
 
 
 def test_sizes_that_do_not_fit_name_tensor_ranks_and_file(tmp_path: Path) -> None:
