@@ -1,4 +1,4 @@
-"""How the suite is distributed over processes, and fixtures that all test files share."""
+"""The distribution of the suite over processes, and fixtures that all test files share."""
 
 from __future__ import annotations
 

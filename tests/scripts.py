@@ -78,7 +78,7 @@ def run_script(
     With `is_warm` false, launcher and ranks are new interpreters, as users start them.
 
     After that torch may abort a rank that used FSDP2 over Gloo: one of Gloo's threads that lets a tensor go while the
-    interpreter ends dies of it. docs/limits.md says so, and it is no failure of the script.
+    interpreter ends dies of it. It is in docs/limits.md, and not a failure of the script.
     """
     if launcher[0] == "mpiexec":
         require_mpi()

@@ -50,7 +50,7 @@ _line: Connection | None = None  # of a rank to the test
 
 @dataclass
 class Outcome:
-    """How a rank ended: `state` is "ok", "raised" (`error` names the type), "exited" or "running" (time was up)."""
+    """The end of a rank: `state` is "ok", "raised" (`error` names the type), "exited" or "running" (time was up)."""
 
     rank: int
     state: str = "running"

@@ -1,4 +1,4 @@
-"""What commands share: decorators for common options and for several PATHs, shared options, and the check of ranks."""
+"""Shared parts of commands: decorators for common options and several PATHs, options, and the check of ranks."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _EMPTY = "-"  # the text of a cell without a value
 
 @dataclass(frozen=True)
 class Narrowing:
-    """How a table is made narrower.
+    """The steps by which a table is made narrower.
 
     Attributes:
         drop: columns that may be left out, the least important first.

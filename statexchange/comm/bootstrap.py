@@ -47,7 +47,7 @@ _log = logging.getLogger("statexchange")
 
 
 class _Inheritance:
-    """What this process inherited, if it was forked from a rank: the groups of that rank."""
+    """The groups of the rank from which this process was forked, which it inherited."""
 
     def __init__(self) -> None:
         self.is_from_rank = False

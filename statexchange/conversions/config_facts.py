@@ -22,7 +22,7 @@ _MODEL_TYPE = "model_type"
 
 @dataclass(frozen=True, slots=True)
 class ConfigFact:
-    """What one key of a config, or the product of several, describes. One of the last four attributes is set.
+    """The meaning of one key of a config, or of the product of several. One of the last four attributes is set.
 
     Attributes:
         keys: the keys.

@@ -103,7 +103,7 @@ class Checkpoints:
         memory: also keep a copy of the newest save in each host's shared memory, of the host's own ranks and of those
             of one other host. A job that is started again on these hosts loads it from there, on any world size, if
             all of it is there, is as new as the disk's and agrees with its digests. Without room for it there is no
-            copy, and a warning says so once. It stays in /dev/shm after the end of the job, until `delete`, or until a
+            copy, and one warning is given. It stays in /dev/shm after the end of the job, until `delete`, or until a
             job with `memory` finds that it is older than the disk's newest save, that `path` is gone (if it is no URL),
             or that it needs the room.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
@@ -684,7 +684,7 @@ class Checkpoints:
 
 
 class _Pace:
-    """How long steps and saves take, by this rank's clock. Threads need no lock: each number is assigned at once."""
+    """The duration of steps and saves by this rank's clock. Threads need no lock: each number is assigned at once."""
 
     def __init__(self) -> None:
         self.step_s = 0.0  # mean over the last steps

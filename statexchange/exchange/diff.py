@@ -81,7 +81,7 @@ def diff_checkpoints(
     Raises:
         NotFoundError: there is no checkpoint at a path.
         IncompleteError: something is missing in one of them.
-        CorruptError: a file is broken; `statexchange verify` tells more.
+        CorruptError: a file is broken; `statexchange verify` names what.
         ReplicaError: the copies that ranks have of one tensor differ.
         ReplacedError: a checkpoint was changed while it was read.
         InvalidArgumentError: an option is wrong, or the patterns select no name.

@@ -100,7 +100,9 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         raise error.located(path=metadata) from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         text = f"not what this release knows of torch: {excerpt(error, 200)}"
-        raise CorruptError(f"{text}; torch's dcp_to_torch_save tells whether torch reads it", path=metadata) from None
+        raise CorruptError(
+            f"{text}; try torch's dcp_to_torch_save to see whether torch reads it", path=metadata
+        ) from None
     problems = _unstored(tensors, by_file, metadata)
     shard_files: list[ShardFile] = []
     others: dict[str, str] = {}

@@ -2,8 +2,8 @@
 
 A rank's directory, ``mp_rank_TT``, ``mp_rank_TT_PPP``, ``mp_rank_TT_EEE`` or ``mp_rank_TT_PPP_EEE``, has
 ``model_optim_rng.pt``. TT, PPP and EEE are its tensor, pipeline and expert parallel rank; PPP and EEE are left out
-where there is only one. Each file has the arguments of the run, which tell how many ranks there are. A rank's tensors
-are plain; the names of parameters tell how they are divided (sharding/megatron.py).
+where there is only one. Each file has the arguments of the run, with the number of ranks. A rank's tensors
+are plain; how they are divided follows from the names of parameters (sharding/megatron.py).
 
 * Each chunk of layers on a pipeline stage numbers its layers from 0. In the model the first chunks of all stages come
   first, in the order of stages, then the second chunks, and so on. So a chunk's first layer has as its number the count
@@ -357,7 +357,7 @@ class _Reader:
         return replace(rank.file.shard_file, rank=rank.number, tensors=tensors, aliases=aliases)
 
     def _own_entries(self, rank: _Rank) -> dict[str, SourceTensor]:
-        """Return the rank's tensors that are not the model's, and describe what is no tensor."""
+        """Return the rank's tensors that are not the model's, and describe its other values."""
         prefix = f"{rank.directory}." if rank.directory else ""
         tensors: dict[str, SourceTensor] = {}
         for name, tensor in rank.file.shard_file.tensors.items():

@@ -6,7 +6,7 @@ sharded tensors: the model's have no prefix, layers are stacked along a first di
 (``singleton_local_shards``), the optimizer's begin with ``optimizer.`` or ``chained_0.optimizer.``.
 
 The optimizer's state is by parameter, or in flat buffers of no parameter's shape; ``param_state_sharding_type`` in
-common.pt tells which. Flat buffers are read as they are.
+common.pt names it. Flat buffers are read as they are.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _STEPS_PER_COPY = 8  # an entry of a dict takes about 100 bytes
 _FREQUENT = b".\x94hKj"
 _STOP, _MEMOIZE, _BINGET, _BININT1, _LONG_BINGET = _FREQUENT
 _REFUSED = b"012FILPSTUVdgilop\x82\x83\x84\x96\x97\x98"  # all other opcodes of pickles
-_SHOWN_BYTES = 64  # of what is no pickle
+_SHOWN_BYTES = 64  # the most bytes that a message shows of a file that is not a pickle
 
 
 @dataclass(frozen=True, slots=True)

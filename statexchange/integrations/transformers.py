@@ -91,8 +91,8 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
     """A Trainer that saves to `Checkpoints` and resumes from them, on any number of ranks.
 
     Each save has the model, the optimizer, the scheduler, the gradient scaler, the random states of each rank and
-    Trainer's own state; each rank writes its own part. A save is due when Trainer says so (``save_strategy``,
-    ``save_steps``) or ``saves.should_save``. After a signal of ``on_signal`` it saves and ends the training. Numbers
+    Trainer's own state; each rank writes its own part. A save is due by the schedule of Trainer (``save_strategy``,
+    ``save_steps``) or by ``saves.should_save``. After a signal of ``on_signal`` it saves and ends the training. Numbers
     that Trainer logged at the step are the metrics of the save, for ``best``.
 
     ``train(resume_from_checkpoint=True)`` goes on from the newest save, or starts if there is none yet, and skips the

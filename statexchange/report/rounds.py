@@ -64,7 +64,7 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """How far one rank is.
+    """The progress of one rank.
 
     Attributes:
         rank: the rank.

@@ -58,7 +58,7 @@ class Supplied:
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """Which rank supplied which bytes of a checkpoint.
+    """The bytes of a checkpoint that each rank supplied.
 
     Attributes:
         path: its path, for messages.

@@ -10,7 +10,7 @@ __all__ = ["ModuleNode", "module_tree"]
 
 
 class TreeTensor(Protocol):
-    """What the tree needs of a tensor: name, sizes, and the dtype and shape that make two tensors alike."""
+    """A tensor of the tree: name, sizes, and the dtype and shape by which tensors are alike."""
 
     @property
     def name(self) -> str: ...

@@ -23,7 +23,7 @@ _ROUNDING = 2.0**-22  # relative, more than that of a difference in float32
 
 @dataclass(frozen=True, slots=True)
 class ValueDiff:
-    """How the values of two tensors of one shape differ. Differences are those of b from a, in float64.
+    """The differences in value of two tensors of one shape. Differences are those of b from a, in float64.
 
     Sums of squares are computed in float32 where its range allows it: the norm and the cosine have 6 digits.
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Description", "LocalTensor", "State", "describe", "describe_entry", "named_tensors"]
 
-# State as callers give it: a module, a mapping of names to tensors (nested where a call says so), or a list of such.
+# State as callers give it: a module, a mapping of names to tensors (nested where a call allows it), or a list of such.
 State: TypeAlias = "torch.nn.Module | Mapping[str, Any] | Sequence[torch.nn.Module | Mapping[str, Any]]"
 
 _log = logging.getLogger(__name__)

@@ -81,7 +81,7 @@ _HIDDEN = re.compile(r"\.(step-[0-9]{9,18})\..+")
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which saves stay: the newest, those at multiples of a step, and the best by a metric.
+    """The rule for the saves that stay: the newest, those at multiples of a step, and the best by a metric.
 
     Attributes:
         keep: number of the newest saves that stay; None keeps all.

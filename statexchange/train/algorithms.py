@@ -61,7 +61,7 @@ class Algorithm(abc.ABC):
 
     Not collective. All ranks must use equal algorithms.
 
-    Each algorithm's docstring tells how many bytes one communication sends between hosts, in total and with the
+    Each algorithm's docstring states how many bytes one communication sends between hosts, in total and with the
     hierarchy, for H hosts and buckets of B bytes. Messages by which ranks agree add a few hundred bytes per bucket and
     host.
 

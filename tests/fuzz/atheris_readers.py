@@ -362,7 +362,7 @@ class _File:
 
     @property
     def content(self) -> bytes:
-        """What an input replaces: the pickle in a file of torch.save, or the whole file."""
+        """The part of a source that an input replaces: the pickle in a file of torch.save, or the whole file."""
         data = self.directory[self.name]
         pickled = _pickle_in(data)
         return data if pickled is None else pickled[1]

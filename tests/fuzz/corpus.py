@@ -40,7 +40,7 @@ State = Callable[[], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Source:
-    """How to make a source.
+    """A way to make a source.
 
     `make` fills an empty directory; `path` is the name to open in it. `state` makes the state to load it into; without
     it, the tensors that the valid source has. A `slow` source takes long to make.

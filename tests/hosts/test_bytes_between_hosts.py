@@ -1,4 +1,4 @@
-"""How many bytes each algorithm sends between two hosts of two ranks, by the counters of their network cards."""
+"""The bytes that each algorithm sends between two hosts of two ranks, by the counters of their network cards."""
 
 import pytest
 import torch

@@ -59,7 +59,7 @@ def train(path: str, last: int, memory: bool, background: bool) -> None:
 
 @dataclass
 class Tally:
-    """What all starts of a job have shown."""
+    """The results of all starts of a job."""
 
     kills: int = 0
     kills_before_loading: int = 0

@@ -1,4 +1,4 @@
-"""What a training job has beside model and optimizer, saved by `Checkpoints`: each rank's own on as many ranks."""
+"""The state of a training job beside model and optimizer, saved by `Checkpoints`: each rank's own on as many ranks."""
 
 from __future__ import annotations
 

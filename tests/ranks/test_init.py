@@ -79,7 +79,7 @@ def test_ranks_started_by_hand_meet_at_an_address() -> None:
 
 
 def put_hello(directory: Path, rank: int, nonce: str, owner: Owner) -> None:
-    """What a process that was killed in the rendezvous leaves."""
+    """The files of a process that was killed in the rendezvous."""
     facts = {"owner": owner.to_json(), "network": "elsewhere", "world_size": 2, "num_made": 0}
     (directory / f"hello-{rank}-{nonce}.json").write_text(json.dumps(facts))
     (directory / f"beat-{nonce}-7").touch()

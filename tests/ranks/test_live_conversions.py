@@ -120,7 +120,7 @@ def options_differ(out: str) -> None:
 
 
 def names_differ(out: str) -> None:
-    """What has no rule on one rank is an error on all; a layer may be on one rank alone."""
+    """A tensor without a rule on one rank is an error on all; a layer may be on one rank alone."""
     state = (
         {"norm.weight": torch.ones(2)}
         if sx.get_rank()

@@ -91,7 +91,7 @@ def test_several_paths_have_a_heading_each(call: Call, made: Path, command: str)
     first, second = out.split("\n\n")
     assert first.splitlines()[0] == f"==> {paths[0]} <=="
     assert second.splitlines()[0] == f"==> {paths[1]} <=="
-    if command != "verify":  # which tells how long it took
+    if command != "verify":  # which prints its duration
         assert [part.split("\n", 1)[1].rstrip("\n") for part in (first, second)] == [
             out.rstrip("\n") for _, out, _ in alone
         ]

@@ -113,7 +113,7 @@ def test_the_inverse_gives_torchtitan_its_own_names_and_values(tmp_path: Path, k
 
 
 def test_shards_of_fused_weights_are_split_by_groups_of_heads(tmp_path: Path) -> None:
-    """What torchtitan calls wqkv: for each head of keys its queries, the key and the value, as its hooks split them."""
+    """torchtitan's wqkv: for each head of keys its queries, the key and the value, as its hooks split them."""
     heads, kv, size, dim = 6, 2, 4, 5
     fused = np.random.default_rng(0).random((kv, heads // kv + 2, size, dim), "f4")
     q, k, v = (part.reshape(-1, dim) for part in np.split(fused, [heads // kv, heads // kv + 1], axis=1))
@@ -532,7 +532,7 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def llama_of(stacked: Arrays, groups: int) -> dict[str, np.ndarray]:
-    """What numpy makes of the tensors of torch_dist: by layer, with queries, keys and values by group, gate and up."""
+    """The tensors of torch_dist by numpy: by layer, with queries, keys and values by group, gate and up."""
     found = {"model.embed_tokens.weight": stacked["embedding.word_embeddings.weight"]}
     found["model.norm.weight"] = stacked["decoder.final_layernorm.weight"]
     if "output_layer.weight" in stacked:

@@ -1,4 +1,4 @@
-"""What pyproject.toml declares is imported, and what is imported is declared."""
+"""pyproject.toml declares all that is imported, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands write on a terminal of 80 and of 200 columns, compared with files in tests/data/golden.
+"""The output of the commands on a terminal of 80 and of 200 columns, compared with files in tests/data/golden.
 
 After a change that is meant, write the files anew and read what changed in them:
 
@@ -215,7 +215,7 @@ def normalised(text: str, root: Path) -> str:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
-    """What each command wrote, by width and name."""
+    """The output of each command, by width and name."""
     root = tmp_path_factory.mktemp("golden")
     build(root)
     return {width: run_commands(root, width) for width in WIDTHS}

@@ -1,4 +1,4 @@
-"""What a framework saved of a transformers model, merged by one command: from_pretrained gives the same logits."""
+"""A transformers model as a framework saves it, merged by one command: from_pretrained gives the same logits."""
 
 from __future__ import annotations
 

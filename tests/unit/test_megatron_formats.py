@@ -222,7 +222,7 @@ def test_damage_of_torch_dist_is_named(torch_dist: Path, tmp_path: Path, fault: 
 
 
 def test_the_model_is_merged_if_only_the_optimizers_file_is_gone(torch_dist: Path, tmp_path: Path) -> None:
-    """Which of a rank's two files has what is torch's choice, so one is removed if it has no part of the model."""
+    """torch chooses the file of a tensor among a rank's two, so one is removed if it has no part of the model."""
     expected = merged(torch_dist, tmp_path / "whole")
     with open_source(torch_dist) as source:
         only_optimizer = [

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 @dataclass(frozen=True)
 class Said:
-    """What is said of a checkpoint.
+    """A verdict on a checkpoint.
 
     Attributes:
         scan: a pattern of its verdict; "" for no row at all.
@@ -418,7 +418,7 @@ sx.export_checkpoint(state, {os.fspath(path)!r}, overwrite=True, on_progress=sto
 """
     home = os.fspath(Path(__file__).parents[2])
     done = subprocess.run([sys.executable, "-c", program], cwd=home, capture_output=True, text=True, timeout=60)
-    if "overwrite" in done.stderr:  # what is no checkpoint of this package is not replaced
+    if "overwrite" in done.stderr:  # only a checkpoint of this package is replaced
         return WHOLE
     assert done.returncode == -9, done.stderr
     return Said("WHOLE", "whole", "OK", ("OK",), beside="KILLED WRITER")
@@ -488,7 +488,7 @@ OTHERWISE: dict[tuple[str, str], Said] = {
 
 
 def expected(name: str, kind_name: str, said: Said) -> Said:
-    """What is to be said of a mutation of a kind."""
+    """The verdict that a mutation of a kind should get."""
     if kind_name in FOREIGN:
         return NEVER_WHOLE
     return OTHERWISE.get((name, kind_name), said)
@@ -517,7 +517,7 @@ def _call(capsys: pytest.CaptureFixture[str], command: str, path: Path) -> dict[
 
 
 def wrong_verdicts(kind: Kind, said: Said, path: Path, call: Callable[[str, Path], dict[str, object]]) -> list[str]:
-    """What is said of a checkpoint, where it is not what a person would say."""
+    """A verdict on a checkpoint that is not the one that a person would give."""
     wrong = []
     scanned = call("scan", path.parent)
     rows = scanned["data"]["checkpoints"]  # type: ignore[index]

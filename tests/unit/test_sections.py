@@ -119,7 +119,7 @@ def test_a_broken_file_of_another_section_does_not_count(tmp_path: Path) -> None
     torch.save({"model": {"w": one()}, "step": 1}, tmp_path / "both/rank0.pt")
     torch.save({"optimizer": MOMENTS}, tmp_path / "both/rank1.pt")
     (tmp_path / "both/rank1.pt").write_bytes((tmp_path / "both/rank1.pt").read_bytes()[:-100])
-    with pytest.raises(CorruptError):  # nothing tells what a file holds that cannot be read
+    with pytest.raises(CorruptError):  # the content of a file that cannot be read is unknown
         merge_checkpoint(tmp_path / "both", tmp_path / "out")
 
     state = {"model": {"w": one()}, "optimizer": {"state": {"w": {"exp_avg": one()}}}}

@@ -19,7 +19,7 @@ State = Mapping[str, torch.Tensor]
 
 
 def said(folder: Path, kind: str, what: str) -> dict[str, torch.Tensor]:
-    """What DeepSpeed says of a checkpoint that tools/frameworks/deepspeed_write.py wrote: its tensors of one prefix."""
+    """The tensors of one prefix that DeepSpeed reports of a checkpoint of tools/frameworks/deepspeed_write.py."""
     tensors = load_file(folder / f"{kind}.safetensors")
     return {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{what}.")}
 

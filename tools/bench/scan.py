@@ -29,7 +29,7 @@ CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": 8})
 
 @dataclass(frozen=True)
 class Ran:
-    """What one run of a command took, and its stdout."""
+    """The cost of one run of a command, and its stdout."""
 
     seconds: float
     processor_s: float

@@ -42,7 +42,7 @@ STEP = 3
 
 
 class TrainState:
-    """What a trainer of torchtitan saves of itself."""
+    """The state of a trainer of torchtitan beside model and optimizer."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"step": torch.tensor(STEP, dtype=torch.int32), "ntokens_seen": torch.tensor(99)}

@@ -19,7 +19,7 @@ __all__ = ["MAX_TEXT_BYTES", "Contents", "Cursor", "described_tensor", "dtype_of
 
 MAX_TEXT_BYTES = 1 << 16  # of a name or a key
 _WINDOW_BYTES = 1 << 16
-# Codes of numpy's dtypes, as in "<f4". Left out are those that tell more than a name would.
+# Codes of numpy's dtypes, as in "<f4". Those that hold more than a name are left out.
 _CODES = {
     "b1": "BOOL", "u1": "U8", "i1": "I8", "u2": "U16", "i2": "I16", "u4": "U32", "i4": "I32", "u8": "U64", "i8": "I64",
     "f2": "F16", "f4": "F32", "f8": "F64", "c8": "C64", "c16": "C128",

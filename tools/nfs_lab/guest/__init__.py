@@ -1,1 +1,1 @@
-"""What runs inside the hosts of the lab."""
+"""Programs that run inside the hosts of the lab."""
