@@ -52,7 +52,7 @@ from statexchange.formats.converted import (
 )
 from statexchange.formats.registry import open_source, open_with, read_opened, read_section
 from statexchange.formats.replicas import check_tensor_copies, check_tied
-from statexchange.formats.sections import ALL, MODEL_OF_PARTS, section_of
+from statexchange.formats.sections import ALL, MODEL_OF_PARTS, no_section, section_of
 from statexchange.formats.source import Section, SectionName, Source, Weights, abbreviated_list
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.sharding.layout_advice import layout_advice, rule_for_dim
@@ -378,8 +378,14 @@ def _open(
     if section is None and has_patterns and not converts:
         section = MODEL_OF_PARTS
     if options.layout is None:
-        return open_source(path, section=section, weights=weights), {}
-    source = open_with(path, partial(_read_plain, weights=weights), strict=True, section=section)
+        source = open_source(path, section=section, weights=weights)
+    else:
+        source = open_with(path, partial(_read_plain, weights=weights), strict=True, section=section)
+    if section == MODEL_OF_PARTS and source.sections and all(one.name != "model" for one in source.sections):
+        source.close()
+        raise no_section(source, "model")
+    if options.layout is None:
+        return source, {}
     return rank_files.apply_layout(source, options.new_layout())
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statexchange.errors import CorruptError, StateExchangeError, UnsupportedError, excerpt
+from statexchange.formats.part_names import OPTIMIZER_FILE
 from statexchange.formats.pickles import OpaqueObject, read_pickle
 from statexchange.formats.source import ShardFile, SourceTensor, UnreadableTensor
 from statexchange.formats.torch_archive import TensorView, describe, holds_tensor, is_tensor, unwrap_tensor, view_of
@@ -28,7 +29,6 @@ from statexchange.tensors import ITEMSIZE
 __all__ = ["UNIVERSAL", "DeepSpeedFile", "FileNames", "FlatBuffer", "number_of", "parse_shapes"]
 
 _NUMBER = "([0-9]{1,9})"
-_OPTIMIZER = re.compile(rf"((?:bf16_|fp16_)?zero_pp_rank_){_NUMBER}_mp_rank_{_NUMBER}_optim_states\.pt")
 _MODEL = re.compile(rf"(?:zero_pp_rank_{_NUMBER}_)?mp_rank_{_NUMBER}_model_states\.pt")
 _LAYER = re.compile(rf"layer_{_NUMBER}-(?:model_{_NUMBER}-)?model_states\.pt")
 _EXPERT = re.compile(rf"(?:layer_{_NUMBER}_)?expert_{_NUMBER}_mp_rank_{_NUMBER}_model_states\.pt")
@@ -70,7 +70,7 @@ class FileNames:
         experts: dict[tuple[int, int], dict[int, str]] = {}
         kinds = set()
         for name in store.non_directories:
-            if match := _OPTIMIZER.fullmatch(name):
+            if match := OPTIMIZER_FILE.fullmatch(name):
                 _add(optimizer.setdefault(int(match[3]), {}), int(match[2]), name, store)
             elif match := _MODEL.fullmatch(name):
                 kinds.add(match[1] is not None)

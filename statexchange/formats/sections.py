@@ -24,7 +24,16 @@ from statexchange.errors import InvalidArgumentError, StateExchangeError, excerp
 from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
 from statexchange.storage.json_text import parse_json
 
-__all__ = ["ALL", "MODEL_OF_PARTS", "SECTIONS", "check_section", "section_of", "sections_of", "select_section"]
+__all__ = [
+    "ALL",
+    "MODEL_OF_PARTS",
+    "SECTIONS",
+    "check_section",
+    "no_section",
+    "section_of",
+    "sections_of",
+    "select_section",
+]
 
 T = TypeVar("T")
 SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
@@ -162,7 +171,7 @@ def select_section(source: Source, section: str | None) -> Source:
     by_name = {known.name: known for known in sections}
     wanted = by_name.get(section or "model")  # type: ignore[call-overload]
     if wanted is None:
-        raise InvalidArgumentError(_not_there(section or "model", by_name), path=source.path)
+        raise no_section(source, section or "model")
     left_out = [known for known in sections if known != wanted]
     if section is None and not left_out and not wanted.prefix:
         return source
@@ -179,10 +188,17 @@ def _note(section: Section, left_out: list[Section]) -> str:
     return f'{text} (all: section="all", --section all)'
 
 
-def _not_there(section: str, sections: Mapping[SectionName, Section]) -> str:
+def no_section(source: Source, section: str) -> InvalidArgumentError:
+    """Return the error for a section that a source does not have."""
+    sections = ", ".join(repr(known.name) for known in sections_of(source))
+    text = f"there is no section {section!r}, only {sections}: choose with section (--section)"
     if not sections:
-        return f"there is no section {section!r}: the names do not show sections here (--section all takes everything)"
-    return f"there is no section {section!r}, only {', '.join(map(repr, sections))}: choose with section (--section)"
+        text = f"there is no section {section!r}: the names do not show sections here (--section all takes everything)"
+    elif section == "model" and source.parts and source.notes:  # the one file of another part
+        text = source.notes[0]
+        if any(shard_file.tensors for shard_file in source.files):
+            text += f"; to read this file alone, choose {sections} with section (--section)"
+    return InvalidArgumentError(text, path=source.path)
 
 
 def section_of(source: Source, section: Section) -> Source:

@@ -9,7 +9,7 @@ tensors, it is unsupported.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from statexchange import values
@@ -22,8 +22,9 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats.huggingface import RANK, check_numbers, misplaced, names_by_file, read_index
+from statexchange.formats.part_names import StateFile, state_file
 from statexchange.formats.pickles import GlobalRef, OpaqueObject, read_pickle
-from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor
+from statexchange.formats.source import Part, Section, SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
 from statexchange.formats.torch_archive import (
     Archive,
     describe,
@@ -83,6 +84,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     others: dict[str, str] = {}
     texts: dict[str, set[str]] = {}
     unreadable: list[UnreadableTensor] = []
+    known: dict[str, StateFile] = {}  # by name of an entry
     indexed: dict[str, str] = {}
     if opened.file is None:
         indexes = [name for name in store.files if name.endswith(_INDEX_SUFFIX)]
@@ -99,6 +101,9 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             for entry, text in reader.texts.items():
                 texts.setdefault(entry, set()).add(text)
             unreadable += reader.unsupported
+            part = state_file(name)
+            if part is not None:
+                known |= dict.fromkeys(reader.names, part)
             continue
         except NotFoundError:
             problems.append(IncompleteError("a file of this checkpoint is missing", path=store.path_of(name)))
@@ -112,15 +117,39 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         problems += _lone_side_files(store)
     if problems and strict:
         raise problems[0]
+    parts: tuple[Part, ...] = ()
+    notes: tuple[str, ...] = ()
+    part = None if opened.file is None else state_file(opened.file)
+    if part is not None and opened.file is not None:
+        parts = (Part(part.section, (opened.file,)),)
+        notes = (f"this file alone is {part.about}: give {part.directory}, {store.path}",)
     return Source(
         "torch",
         opened,
         tuple(shard_files),
+        sections=_sections(shard_files, others, unreadable, known),
+        parts=parts,
+        notes=notes,
         others=others,
         texts={entry: next(iter(of_entry)) for entry, of_entry in texts.items() if len(of_entry) == 1},
         problems=tuple(problems),
         unreadable=tuple(unreadable),
     )
+
+
+def _sections(
+    shard_files: Sequence[ShardFile],
+    others: Mapping[str, str],
+    unreadable: Sequence[UnreadableTensor],
+    known: Mapping[str, StateFile],
+) -> tuple[Section, ...]:
+    """Return the sections, if names of files show some; then all entries of other files are the model's."""
+    found: dict[SectionName, set[str]] = {}
+    tensors = (*(name for shard_file in shard_files for name in shard_file.tensors), *(one.name for one in unreadable))
+    for name in (*tensors, *others) if known else ():
+        section: SectionName = known[name].section if name in known else "model"
+        found.setdefault(section, set()).add(name)
+    return tuple(Section(section, "", frozenset(names)) for section, names in found.items())
 
 
 def _lone_side_files(store: Store) -> list[StateExchangeError]:
@@ -153,6 +182,7 @@ class TorchFile:
         texts: those of `others` that are plain values, as JSON text of `values.encode`.
         unsupported: tensors that cannot be read.
         root: the value of the pickle, as `read_pickle` returns it.
+        names: the names of all entries.
     """
 
     def __init__(self, file: StoredFile, rank: int) -> None:
@@ -199,6 +229,7 @@ class TorchFile:
             if tensor.shard.nbytes and seen.setdefault(key, name) != name:
                 aliases[name] = seen[key]
         self.shard_file = ShardFile(rank, file, tensors, aliases)
+        self.names = names
 
     def _refuse(self, name: str, error: UnsupportedError) -> None:
         """List an unsupported tensor."""

@@ -139,6 +139,56 @@ def test_a_file_with_deepspeeds_name_of_another_program_is_read_alone(
     assert run(capsys, "merge", path / "mp_rank_00_model_states.pt", tmp_path / "out")[0] == 0
 
 
+TRAINER, ACCELERATE = "trainer/plain/checkpoint-2", "accelerate/full/state"
+STATE_FILES = {
+    "deepspeed/zero3/global_step2/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": (
+        "a rank's part of DeepSpeed's optimizer: give the step's directory, which has the files of all ranks, {}",
+        "optimizer",
+    ),
+    "deepspeed/llama1/global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt": (
+        "a rank's part of DeepSpeed's optimizer: give the step's directory, which has the files of all ranks, {}",
+        "optimizer",
+    ),
+    f"{TRAINER}/optimizer.pt": ("the state of an optimizer: give the directory of the checkpoint, {}", "optimizer"),
+    f"{TRAINER}/rng_state.pth": ("the states of random number generators: give the directory", "rng"),
+    f"{TRAINER}/scheduler.pt": ("the state of a learning rate's scheduler: give the directory", ""),
+    f"{TRAINER}/training_args.bin": ("the arguments of Trainer: give the directory of the checkpoint, {}", ""),
+    f"{ACCELERATE}/optimizer.bin": ("the state of an optimizer: give the directory of the checkpoint, {}", "optimizer"),
+    f"{ACCELERATE}/scheduler.bin": ("the state of a learning rate's scheduler: give the directory", ""),
+    f"{ACCELERATE}/random_states_0.pkl": ("the states of random number generators: give the directory", "rng"),
+}
+
+
+@pytest.mark.parametrize("name", STATE_FILES)
+def test_a_file_that_is_not_the_model_is_named_and_not_merged_as_one(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, section = STATE_FILES[name]
+    file = DATA / name
+    told = f"this file alone is {text.format(file.parent)}"
+    for options in ([], ["--exclude", "x"], ["--section", "model"]):
+        code, said = run(capsys, "merge", file, tmp_path / "out", *options)
+        assert (code, told in said) == (2, True), said
+    code, said = run(capsys, "info", file)
+    assert (code, told in said) == (0, True), said
+    assert not (tmp_path / "out").exists()
+    if section:
+        assert run(capsys, "merge", file, tmp_path / "out", "--section", section)[0] == 0
+
+
+def test_state_files_beside_a_model_are_not_merged_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the file by which a framework's directory is known."""
+    path = write(tmp_path / "x", {"pytorch_model.bin": torch_file({"w": torch.ones(2)})})
+    for name in ("rng_state.pth", "optimizer.pt"):
+        shutil.copy(DATA / TRAINER / name, path)
+    code, said = run(capsys, "merge", path, tmp_path / "out")
+    assert (code, "merged 1 tensor" in said, "not 'optimizer', 'rng'" in said) == (0, True, True), said
+    (path / "pytorch_model.bin").unlink()
+    for options in ([], ["--exclude", "x"]):
+        code, said = run(capsys, "merge", path, tmp_path / "other", *options)
+        assert (code, "there is no section 'model'" in said) == (2, True), said
+
+
 def test_of_an_adapter_without_its_config_peft_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "x", {"adapter_model.safetensors": lambda path: save_file(ADAPTER, path)})
     code, said = run(capsys, "merge", path, tmp_path / "out")

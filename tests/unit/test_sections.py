@@ -101,11 +101,11 @@ def test_patterns_without_a_section_match_the_full_names(tmp_path: Path, pattern
 
 
 def test_a_section_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
-    torch.save(MOMENTS, tmp_path / "optimizer.pt")
+    torch.save(MOMENTS, tmp_path / "moments.pt")
     with pytest.raises(InvalidArgumentError, match="no section 'model', only 'optimizer': choose with section"):
-        merge_checkpoint(tmp_path / "optimizer.pt", tmp_path / "out")
+        merge_checkpoint(tmp_path / "moments.pt", tmp_path / "out")
     with pytest.raises(InvalidArgumentError, match=r"section must be 'model', .* or 'all', not 'weights'"):
-        merge_checkpoint(tmp_path / "optimizer.pt", tmp_path / "out", section="weights")  # type: ignore[arg-type]
+        merge_checkpoint(tmp_path / "moments.pt", tmp_path / "out", section="weights")  # type: ignore[arg-type]
     torch.save({"w": one()}, tmp_path / "w.pt")
     with pytest.raises(InvalidArgumentError, match=r"no section 'optimizer': .*--section all"):
         merge_checkpoint(tmp_path / "w.pt", tmp_path / "out", section="optimizer")

@@ -39,7 +39,7 @@ print(json.dumps(codes))
 # By row of the defects and file: the exit codes of info and verify, and of merge.
 CODES: dict[str, dict[str, tuple[int, int]]] = {
     "worlds": {"of a name": (INCOMPLETE, INCOMPLETE), "of a manifest": (CORRUPT, CORRUPT)},
-    "numbers": {"in names": (OK, INCOMPLETE), "in a shape": (OK, USAGE), "in a mesh": (OK, USAGE)},
+    "numbers": {"in names": (OK, INCOMPLETE), "in a shape": (OK, USAGE), "in a mesh": (OK, INCOMPLETE)},
     "copies": {"of a list": (CORRUPT, CORRUPT)},
     "names": {
         "below a long one": (CORRUPT, CORRUPT),
