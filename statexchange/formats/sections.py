@@ -22,7 +22,7 @@ from typing import TypeVar, get_args
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt
 from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
-from statexchange.storage.json_text import parse_json
+from statexchange.storage.stored_values import parse_stored
 
 __all__ = [
     "ALL",
@@ -88,7 +88,7 @@ def _values_of_save(source: Source, tensors: set[str]) -> set[str]:
     """Return the first keys of a saved state under which there are plain values alone."""
     if source.kind != "save" or not source.configs:
         return set()
-    state = parse_json(next(iter(source.configs.values())), source.path)
+    state = parse_stored(next(iter(source.configs.values())), source.path)
     keys = {_first_key(name) for name in tensors}
     return {key for key in state if _first_key(key) not in keys} if isinstance(state, dict) else set()
 

@@ -1,17 +1,18 @@
 """Parse the JSON of headers, indexes and manifests: strictly, and in bounded memory.
 
-Stricter than Python's json: UTF-8 only, no NaN or Infinity, no duplicate keys. Text that would take far more memory
-once parsed than real headers do is refused before it is parsed.
+Stricter than Python's json: UTF-8 only, no NaN or Infinity, no duplicate keys, no deep nesting. Text that would take
+far more memory once parsed than real headers do is refused before it is parsed.
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError
 from statexchange.storage.budget import Budget
 from statexchange.storage.files import check_size
+from statexchange.values import MAX_DEPTH
 
 if TYPE_CHECKING:
     from statexchange.storage.store import StoredFile
@@ -46,17 +47,20 @@ def read_json(file: StoredFile, limit: int = MAX_MANIFEST_BYTES) -> object:
     return parse_json(data, file.path, file.budget)
 
 
-def parse_json(data: bytes | bytearray | memoryview | str, path: str, budget: Budget | None = None) -> object:
-    """Return parsed JSON.
+def parse_json(
+    data: bytes | bytearray | memoryview | str, path: str, budget: Budget | None = None, *, max_depth: int = MAX_DEPTH
+) -> object:
+    """Return parsed JSON, which code may walk by recursion.
 
     Args:
         data: the text.
         path: the file's path for messages.
         budget: the budget of the source; a new one by default.
+        max_depth: the most containers that may lie in one another.
 
     Raises:
-        CorruptError: the text is broken, has duplicate keys, or would take more memory once parsed than the budget
-            has: 16 times its size, and 32 MiB for all texts of a source together.
+        CorruptError: the text is broken, has duplicate keys, is nested too deeply, or would take more memory once
+            parsed than the budget has: 16 times its size, and 32 MiB for all texts of a source together.
     """
     try:
         text = data if isinstance(data, str) else str(data, "utf-8")  # json.loads would also accept UTF-16 bytes
@@ -64,9 +68,12 @@ def parse_json(data: bytes | bytearray | memoryview | str, path: str, budget: Bu
         raise CorruptError(f"broken JSON: {error}", path=path) from None
     check_parsed_size(text, path, budget)
     try:
-        return _DECODER.decode(text)
+        parsed = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"broken JSON: {error}", path=path) from None
+    if _is_deeper(text, parsed, max_depth):
+        raise CorruptError(f"refused: it is nested more than {max_depth} levels deep", path=path)
+    return parsed
 
 
 def check_parsed_size(text: str, path: str, budget: Budget | None = None) -> None:
@@ -80,6 +87,30 @@ def check_parsed_size(text: str, path: str, budget: Budget | None = None) -> Non
     if nbytes > _MAX_PARSED_BYTES:
         raise CorruptError(f"refused: it would take {nbytes} bytes of memory once parsed", path=path)
     (budget or Budget(path)).of(path, 0).spend_memory(nbytes, text)
+
+
+def _is_deeper(text: str, parsed: Any, limit: int) -> bool:
+    """Whether more than `limit` containers lie in one another in parsed JSON, of which `text` is the text."""
+    # Removing pairs of brackets takes a small part of the time of a walk. Brackets in strings, of which most texts have
+    # none, can only make the nesting look deeper.
+    brackets = text.encode("utf-8", "surrogatepass").translate(_ONE_KIND, _NO_BRACKETS)
+    for _ in range(limit):
+        brackets = brackets.replace(b"[]", b"")
+        if not brackets:
+            return False
+    level = [parsed]
+    for _ in range(limit):
+        below = []
+        for container in level:
+            values = container.values() if isinstance(container, dict) else container
+            below += [value for value in values if isinstance(value, dict | list)]
+        if not below:
+            return False
+        level = below
+    return True
+
+
+_ONE_KIND, _NO_BRACKETS = bytes.maketrans(b"{}", b"[]"), bytes(set(range(256)) - set(b"[]{}"))
 
 
 def _refuse_constant(name: str) -> object:

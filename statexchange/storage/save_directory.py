@@ -111,7 +111,7 @@ class SaveManifest:
             step, metrics = raw["step"], {name: _number_from_json(value) for name, value in raw["metrics"].items()}
             found = cls(raw["save"], raw["job"], _number_from_json(raw["created"]), sizes, step, metrics)
             found._check([name for name, _ in raw["files"]])
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, StateExchangeError):
                 raise
             raise CorruptError(f"broken manifest of a save: {error}", path=path) from None

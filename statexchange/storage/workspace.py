@@ -766,7 +766,7 @@ def _manifest_in(store: Store, name: str, run: str, number: int) -> Manifest:
     path = store.path_of(name)
     try:
         return _parse_manifest(parse_json(store.read_small(name), path, store.budget), run, number)
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, StateExchangeError):
             raise
         raise CorruptError(f"broken manifest: {error}", path=path) from None

@@ -225,6 +225,12 @@ def a_long_dotted_name(path: Path) -> None:
     torch_file(path, **{"a." * 100_000: local})
 
 
+def a_deep_config(path: Path, depth: int = 900) -> None:
+    """Write a config.json that json can still parse, beside a tensor."""
+    whole(path)
+    (path / "config.json").write_text('{"a":' * depth + "0" + "}" * depth)
+
+
 def whole(path: Path) -> None:
     safetensors(path / "model.safetensors", {"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, 4)
 
@@ -259,6 +265,7 @@ MANIFESTS = (
     a_file_of_no_size,
     long_facts,
     a_long_dotted_name,
+    a_deep_config,
     negative_rank,
     whole,
 )

@@ -349,14 +349,15 @@ class _Steps:
 
     def _merge(self, options: list[str]) -> str:
         """Merge; then verify the result, and compare its values with those that were read."""
-        name = _command("merge", self._path, str(self._out / "x"), "--threads", "1", *options)
+        name, text = _command_output("merge", self._path, str(self._out / "x"), "--threads", "1", *options)
         self._check_out(["x"] if name == "OK" else [])
         if name == "OK":
             self._check_whole(self._out / "x")
             with sx.open_checkpoint(self._out / "x") as merged:
                 for tensor in self._read.keys() & merged.keys() if not options else ():
                     self._compare("merge", tensor, merged[tensor].read().tobytes())
-            if not options and _command("diff", self._path, str(self._out / "x")) != "OK":
+            are_renamed = " of a wrapper was removed from all names" in text
+            if not options and not are_renamed and _command("diff", self._path, str(self._out / "x")) != "OK":
                 raise FoundError("what was merged differs from the source")
         return name
 

@@ -31,6 +31,7 @@ from hostile_frameworks import (
     states_again_and_again,
 )
 from hostile_manifests import (
+    a_deep_config,
     a_file_of_no_size,
     a_little_expanded,
     a_long_dotted_name,
@@ -125,6 +126,10 @@ CASES = [
     Case(a_mesh_of_many_axes, "verify IN", 4, "does not fit its placements"),
     Case(deep_shape, "info IN", 4, "not what torch writes"),
     Case(deep_value, "verify IN", 4, "nested more than 100 levels deep"),
+    Case(a_deep_config, "show IN", 4, "nested more than 100 levels deep"),
+    Case(a_deep_config, "show IN --json", 4, "nested more than 100 levels deep"),
+    Case(a_deep_config, "info IN", 0, "tensors     1"),
+    Case(a_deep_config, "merge IN OUT --dtype bf16", 0, "merged 1 tensor"),
     Case(an_index_of_absent_files, "info IN", 5, "10,000 tensors are listed but cannot be read"),
     Case(an_index_of_absent_torch_files, "info IN", 4, "10,000 tensors are listed but cannot be read"),
     Case(a_round_of_absent_files, "info IN", 5, "this rank's file is missing"),
@@ -144,7 +149,7 @@ CASES = [
     Case(files_that_each_ask_for_little, "info IN", 4, "it refers to the same objects so often"),
     Case(files_that_each_ask_for_little, "info IN/model_rank_0.pt", 0, "tensors     0"),
     Case(long_headers, "info IN", 4, "it refers to the same objects so often"),
-    Case(numbers_of_numbers, "merge IN OUT --convert IN/conversion.json", 2, "pad to 1 (n0), but dim 0 has 4"),
+    Case(numbers_of_numbers, "merge IN OUT --convert IN/conversion.json", 2, "pad to 1 (n0 = 1), but dim 0 has 4"),
     Case(a_permutation_of_nothing, "merge IN OUT --convert IN/conversion.json", 0, "merged 1 tensor, 0 B"),
     Case(permutations_one_after_another, "merge IN OUT --convert IN/conversion.json", 7, "at most 1048576 indices"),
     Case(a_permutation_of_many_parts, "merge IN OUT --convert IN/conversion.json", 7, "would be cut into"),

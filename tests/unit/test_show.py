@@ -345,6 +345,20 @@ def test_a_save_shows_its_state_with_the_names_of_tensors(tmp_path: Path, call: 
     assert "  step: 7\n" in out
 
 
+def test_a_state_as_deep_as_can_be_saved_is_shown(tmp_path: Path, call: Call) -> None:
+    state: Any = np.float32(0.5)
+    for number in range(values.MAX_DEPTH - 2):
+        state = {number: state} if number % 2 else (state,)
+    sx.save_checkpoint({"a": state}, tmp_path / "out")
+    code, out, _ = call("show", tmp_path / "out")
+    assert code == 0
+    assert "0.5" in out
+    assert call.json("show", tmp_path / "out")[0] == 0
+    loaded: Any = {"a": None}
+    sx.load_checkpoint(loaded, tmp_path / "out")
+    assert loaded["a"] == state
+
+
 def test_sources_without_configs_say_what_there_is(tmp_path: Path, call: Call) -> None:
     import torch
 
