@@ -10,11 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from statexchange.checkpoint.index import index_name, single_file_name
-from statexchange.errors import CorruptError, InvalidArgumentError, ReplacedError, StateExchangeError, excerpt
+from statexchange.errors import (
+    CorruptError,
+    InvalidArgumentError,
+    ReplacedError,
+    StateExchangeError,
+    excerpt,
+    without_secrets,
+)
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.sharding.options import FLOATS
 from statexchange.storage.json_text import parse_json
-from statexchange.storage.opened_path import open_path
+from statexchange.storage.opened_path import OpenedPath, open_path
 from statexchange.storage.store import resolve_path
 from statexchange.tensors import LONG_NAMES
 
@@ -26,6 +33,7 @@ __all__ = [
     "ADAPTER_CONFIG",
     "CONFIG",
     "FilesFrom",
+    "empty_directories",
     "extra_files",
     "given_config",
     "missing_files",
@@ -34,14 +42,17 @@ __all__ = [
 
 FilesFrom = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | bytes] | None
 
+_FILES_BELOW = "huggingface"
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _ADAPTER_PREFIX = "base_model.model."  # of all names in an adapter that PEFT saves
 _TRANSFORMERS_NAMES = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
-_TRAINING_FILES = ("trainer_state.json", "latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versions
-# Files of a directory that are not taken: weights, indexes, manifests and hidden files.
+# Files of a directory that do not belong to a model: weights, indexes, manifests, hidden files and what a training job
+# keeps beside them (Trainer, DeepSpeed and verl).
 _NOT_COPIED = re.compile(
-    r".*\.(safetensors|bin|pt|pth|ckpt|distcp|gguf|onnx|h5|pkl|msgpack|npz|index\.json)|statexchange\.json|\..*"
+    r".*\.(safetensors|bin|pt|pth|ckpt|distcp|gguf|onnx|h5|pkl|msgpack|npz|index\.json|log)|statexchange\.json|\..*|"
+    r"trainer_state\.json|(all|train|eval|test|predict)_results\.json|latest|latest_universal|zero_to_(fp32|torch)\.py|"
+    r"latest_checkpointed_iteration\.txt|fsdp_config\.json|lora_train_meta\.json|events\.out\.tfevents.*"
 )
 
 
@@ -51,8 +62,8 @@ def extra_files(
     """Return the content of each extra file by name.
 
     Args:
-        files_from: a directory, of which all files but weights and indexes are taken; paths of files; or a mapping of
-            names to contents.
+        files_from: a directory, of which the small files of a model are taken; paths of files; or a mapping of names to
+            contents.
         plan: the checkpoint's plan.
         own: files of the model itself, by name; those of `files_from` take precedence.
         updates_dtype: write the dtype of the plan's tensors into the model's own config.json.
@@ -90,6 +101,24 @@ def given_config(files_from: FilesFrom) -> bytes | None:
     return next((data for name, data in _read_files(files_from) if name == CONFIG), None)
 
 
+def empty_directories(files_from: FilesFrom) -> tuple[str, ...]:
+    """Return a note for each directory among `files_from` in which there is nothing to take."""
+    notes = []
+    for path in [] if files_from is None or isinstance(files_from, Mapping) else _paths(files_from):
+        with open_path(resolve_path(path, "a path of files_from")) as opened:
+            if opened.file is None and all(map(_NOT_COPIED.fullmatch, opened.names)):
+                shown = without_secrets(opened.path)
+                text = f"files_from: nothing is taken from {shown}, which has no config, tokenizer or other such file"
+                notes.append(f"{text} itself; {_FILES_BELOW} has some" if _has_files_below(opened) else text)
+    return tuple(notes)
+
+
+def _has_files_below(opened: OpenedPath) -> bool:
+    """Whether the files are in the subdirectory in which verl keeps them."""
+    store = opened.store
+    return _FILES_BELOW in store.directories and CONFIG in store.below(_FILES_BELOW).files
+
+
 def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """Return the extra files of a source that is a Hugging Face directory, and notes about those that cannot be read.
 
@@ -107,7 +136,7 @@ def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
     files: dict[str, bytes] = {}
     notes = []
     for name in store.files:
-        if not _NOT_COPIED.fullmatch(name) and name not in _TRAINING_FILES:
+        if not _NOT_COPIED.fullmatch(name):
             try:
                 files[name] = store.read_small(name)
             except ReplacedError:
@@ -172,15 +201,20 @@ def _read_files(files_from: FilesFrom) -> Iterator[tuple[str, bytes]]:
                 raise InvalidArgumentError(f"files_from[{name!r}] must be str or bytes, not {type(text).__name__}")
             yield name, text.encode() if isinstance(text, str) else text
         return
-    paths = [files_from] if isinstance(files_from, str | os.PathLike) else files_from
-    if not isinstance(paths, Sequence) or not all(isinstance(path, str | os.PathLike) for path in paths):
-        raise InvalidArgumentError(
-            f"files_from must be a path, a list of paths or a mapping of names to text, not {excerpt(files_from)}"
-        )
-    for path in paths:
+    for path in _paths(files_from):
         with open_path(resolve_path(path, "a path of files_from")) as opened:
             names = opened.names
             if opened.file is None:
                 names = [name for name in names if not _NOT_COPIED.fullmatch(name)]
             for name in names:
                 yield name, opened.store.read_small(name)
+
+
+def _paths(files_from: FilesFrom) -> Sequence[str | os.PathLike[str]]:
+    """Return the paths of the option; raise InvalidArgumentError for anything else."""
+    paths = [files_from] if isinstance(files_from, str | os.PathLike) else files_from
+    if not isinstance(paths, Sequence) or not all(isinstance(path, str | os.PathLike) for path in paths):
+        raise InvalidArgumentError(
+            f"files_from must be a path, a list of paths or a mapping of names to text, not {excerpt(files_from)}"
+        )
+    return paths

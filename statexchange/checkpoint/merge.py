@@ -23,6 +23,7 @@ from statexchange.checkpoint.extra_files import (
     ADAPTER_CONFIG,
     CONFIG,
     FilesFrom,
+    empty_directories,
     extra_files,
     given_config,
     missing_files,
@@ -195,8 +196,9 @@ def merge_checkpoint(
         max_shard_size: start a new file before a tensor that would make the file larger: bytes, or text like "5GB".
         filename_pattern: names of the files; {suffix} becomes -00001-of-00004 if there are several. By default
             model{suffix}.safetensors, and adapter_model{suffix}.safetensors for an adapter of PEFT.
-        files_from: extra files for the checkpoint: a directory, paths, or a mapping of names to contents. The small
-            files of a Hugging Face source are copied too, and a cast updates the dtype in its config.json. ``()``
+        files_from: extra files for the checkpoint: a directory, of which the small files of a model are taken and not
+            those of a job, such as trainer_state.json; paths; or a mapping of names to contents. The small files of a
+            Hugging Face source are copied too, and a cast updates the dtype in its config.json. ``()``
             copies no files at all.
         overwrite: replace a published checkpoint at `path`.
         resume: also reuse or remove files that processes on other hosts left. The caller must know that they have
@@ -287,6 +289,7 @@ def merge_checkpoint(
         has_model = section not in _WITHOUT_MODEL
         about = notes_about(checkpoint, sources, options, expects_model=has_model)
         notes = (*checkpoint.notes, *notes, *about, *metadata_notes, *own_notes)
+        notes += empty_directories(files_from)
         notes += missing_files(plan, extra) if has_model else ()
         target = target_path(path)
         reused: tuple[str, ...] = ()

@@ -512,6 +512,14 @@ def test_small_files_are_copied(tmp_path: Path) -> None:
         "statexchange.json",
         "tokenizer.model",
     ]
+    for name in ("trainer_state.json", "latest", "zero_to_fp32.py", "train_results.json", "fsdp_config.json"):
+        (model / name).write_text(name)
+    report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=model, overwrite=True)
+    assert sorted(name for name, *_ in map(str.split, os.listdir(tmp_path / "out")) if "model" not in name) == [
+        "config.json",
+        "statexchange.json",
+    ]
+    assert not any("nothing is taken" in note for note in report.notes)
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=[model / ".hidden"], overwrite=True)
     assert sorted(os.listdir(tmp_path / "out")) == [".hidden", "model.safetensors", "statexchange.json"]
     files = {"config.json": "{}", "tokenizer.model": b"\xff"}
@@ -524,6 +532,19 @@ def test_small_files_are_copied(tmp_path: Path) -> None:
     refuse(InvalidArgumentError, tmp_path, "'model.safetensors'", files_from={"model.safetensors": "{}"})
     os.mkfifo(tmp_path / "fifo")
     refuse(UnsafeError, tmp_path, "regular file", files_from=[tmp_path / "fifo"])
+
+
+def test_a_directory_without_small_files_is_named(tmp_path: Path) -> None:
+    save(tmp_path / "ws", [part("w", torch.ones(2), full_box((2,)))])
+    job = tmp_path / "job"
+    (job / "huggingface").mkdir(parents=True)
+    (job / "trainer_state.json").write_text("{}")
+    text = f"files_from: nothing is taken from {job}, which has no config, tokenizer or other such file"
+    assert text in merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=job).notes
+    assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors", "statexchange.json"]
+    (job / "huggingface" / "config.json").write_text("{}")
+    report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=[job], overwrite=True, dry_run=True)
+    assert f"{text} itself; huggingface has some" in report.notes
 
 
 def test_a_dry_run_plans_and_touches_nothing(tmp_path: Path) -> None:
