@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import (
+    InvalidArgumentError,
     StateExchangeError,
     StorageError,
     TargetExistsError,
@@ -145,6 +146,11 @@ def _require_torch() -> None:
 
 def _merged_path(directory: str) -> str:
     directory = resolve_path(directory, "keep")
+    try:
+        directory.encode()
+    except UnicodeEncodeError:
+        text = "the demo reads its checkpoint with safetensors, which opens only paths in UTF-8: choose another directory"
+        raise InvalidArgumentError(text, path=directory) from None
     try:
         os.makedirs(directory, exist_ok=True)
     except OSError as error:

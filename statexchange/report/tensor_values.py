@@ -28,6 +28,7 @@ __all__ = ["Bin", "TensorValues", "ValueStatistics", "read_slice", "read_statist
 _BINS = 20  # the most that a histogram has, more than half of them if values differ
 _CHUNK = 1 << 18  # elements whose statistics are computed at once: their copies in float64 fit the processor's cache
 _MANTISSA = 53  # bits of a float64
+_UNSCALED = 400  # exponents of values whose squares, too, and sums of these, are numbers of float64
 _MAX_SLICE = 100_000  # elements
 
 
@@ -197,7 +198,9 @@ class _Sums:
         self._num_elements = self._num_zeros = self._num_nan = self._num_inf = self._num_finite = 0
         self._min: Any = None
         self._max: Any = None
-        self._mean = self._squares = 0.0  # the mean, and the sum of squared distances from it
+        # The mean, and the sum of squared distances from it, of the values divided by 2**_exponent.
+        self._mean = self._squares = 0.0
+        self._exponent = 0
         self._histogram = _Histogram(is_integer=is_integer)
 
     def add(self, values: Any) -> None:
@@ -223,7 +226,11 @@ class _Sums:
         low, high = exact.min().item(), exact.max().item()
         self._min = low if self._min is None else min(self._min, low)
         self._max = high if self._max is None else max(self._max, high)
-        self._histogram.add(wide, float(wide.min()), float(wide.max()))
+        least, greatest = float(wide.min()), float(wide.max())
+        self._histogram.add(wide, least, greatest)
+        self._scale_for(max(abs(least), abs(greatest)))
+        if self._exponent:
+            wide = np.ldexp(wide, -self._exponent)
         # Chan, Golub and LeVeque: the mean and squared distances of two sets from those of each.
         mean = float(wide.mean())
         squares = float(np.square(wide - mean).sum())
@@ -233,9 +240,31 @@ class _Sums:
         self._mean += delta * len(wide) / count
         self._num_finite = count
 
+    def _scale_for(self, largest: float) -> None:
+        """Choose the exponent with which sums of values up to `largest` neither overflow nor vanish."""
+        exponent = math.frexp(largest)[1]
+        if not largest or exponent == self._exponent:
+            return
+        if abs(exponent) <= _UNSCALED:
+            exponent = 0
+        if self._squares or self._mean:
+            exponent = max(exponent, self._exponent)  # what vanishes then is nothing beside the larger values
+            self._mean = math.ldexp(self._mean, self._exponent - exponent)
+            self._squares = math.ldexp(self._squares, 2 * (self._exponent - exponent))
+        self._exponent = exponent
+
+    def _mean_and_deviation(self) -> tuple[float | None, float | None]:
+        if not self._num_finite:
+            return None, None
+        # Rounding may lead out of the range of the values, and there is none above that of float64.
+        low, high = (math.ldexp(float(edge), -self._exponent) for edge in (self._min, self._max))
+        mean = min(max(self._mean, low), high)
+        deviation = min(math.sqrt(self._squares / self._num_finite), max(abs(low), abs(high)))
+        return math.ldexp(mean, self._exponent), math.ldexp(deviation, self._exponent)
+
     def result(self, nbytes: int, problems: Sequence[CorruptError]) -> ValueStatistics:
         """Return the statistics."""
-        has_values = self._num_finite > 0
+        mean, deviation = self._mean_and_deviation()
         return ValueStatistics(
             num_elements=self._num_elements,
             num_zeros=self._num_zeros,
@@ -243,8 +272,8 @@ class _Sums:
             num_inf=self._num_inf,
             min=self._min,
             max=self._max,
-            mean=self._mean if has_values else None,
-            std=math.sqrt(self._squares / self._num_finite) if has_values else None,
+            mean=mean,
+            std=deviation,
             histogram=self._histogram.bins(self._min, self._max),
             nbytes=nbytes,
             problems=tuple(problems),

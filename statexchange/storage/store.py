@@ -65,7 +65,8 @@ def resolve_path(path: object, what: str) -> str:
         what: the argument in words, with which error messages begin.
 
     Raises:
-        InvalidArgumentError: `path` is something else, is empty or contains a null character.
+        InvalidArgumentError: `path` is something else, is empty, or contains a null character or what no file system
+            can encode (a lone surrogate).
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text:
@@ -74,6 +75,11 @@ def resolve_path(path: object, what: str) -> str:
     if "\0" in without_scheme:
         shown = excerpt(without_secrets(text))
         raise InvalidArgumentError(f"{what} is a path or a URL without null characters, not {shown}")
+    try:
+        os.fsencode(without_scheme)  # which takes surrogates that stand for bytes of a name that is no UTF-8
+    except UnicodeEncodeError as error:
+        shown = excerpt(without_secrets(text))
+        raise InvalidArgumentError(f"{what} is a path or a URL that {error.encoding} can encode, not {shown}") from None
     return without_scheme if "://" in without_scheme else absolute_path(os.path.expanduser(without_scheme))
 
 

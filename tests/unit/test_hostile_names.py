@@ -10,11 +10,12 @@ import unicodedata
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 import torch
 
-from statexchange.cli.main import main
+from statexchange.cli.main import cli, main
 
 HOSTILE = {
     "escape": "a\x1b[31mred\x1b[0m",
@@ -170,3 +171,47 @@ def test_hostile_texts_are_text_in_pictures(
 def unsafe(text: str, allowed: str) -> set[str]:
     """The characters of an output that a terminal obeys, or does not show."""
     return {one for one in text if unicodedata.category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - set(allowed)
+
+
+def text_parameters() -> list[tuple[str, int | str]]:
+    """Each place of a command line that takes a text: the command, with the number of an argument or an option."""
+    found: list[tuple[str, int | str]] = []
+    for name in cli.list_commands(click.Context(cli)):
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        arguments = [one for one in command.params if isinstance(one, click.Argument)]
+        found += [(name, number) for number in range(len(arguments))]
+        found += [
+            (name, one.opts[0]) for one in command.params if isinstance(one, click.Option) and one.type is click.STRING
+        ]
+    return found
+
+
+# Not the path of a file: of the bytes that the command line got, of none, and of a name that no file system takes.
+NO_PATHS = ["a\ud800b", "~\ud800/x", "memory://a\ud800", "a\udcffb", "a\0b", "", "x" * 5000]
+
+
+@pytest.mark.parametrize("where", text_parameters(), ids=lambda where: f"{where[0]} {where[1]}")
+def test_a_text_that_is_no_path_is_refused_by_name(
+    where: tuple[str, int | str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for variable in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    Path("a").mkdir()
+    write_safetensors(Path("a/model.safetensors"), "0", 1.0, {})
+    name, place = where
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    for text in NO_PATHS:
+        values = ["a", "b", "c"][: sum(isinstance(one, click.Argument) for one in command.params)]
+        if isinstance(place, int):
+            values[place] = text
+        arguments = [name, *values, *(["--keep", "1"] if name == "prune" else [])]
+        if isinstance(place, str):
+            arguments += [place, text]
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        out, err = capsys.readouterr()
+        assert ended.value.code != 70, (arguments, err)
+        assert unsafe(out, "\n\t") == unsafe(err, "\n") == set()

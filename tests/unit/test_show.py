@@ -734,6 +734,29 @@ def test_histogram_of_extreme_and_equal_values(tmp_path: Path) -> None:
     assert len(bins(*near)) > 2
 
 
+@pytest.mark.parametrize("scale", [1e-308, 1e-170, 1e-120, 1.0, 1e120, 1e154, 1e200, 1.7e308])
+@pytest.mark.parametrize("kind", ["spread", "equal", "zeros first", "small first", "large first"])
+def test_mean_and_deviation_neither_overflow_nor_vanish(tmp_path: Path, kind: str, scale: float) -> None:
+    parts = np.random.default_rng(0).uniform(-1, 1, (3, 1 << 18))  # of the size in which they are summed
+    if kind == "equal":
+        parts[:] = 1
+    elif kind == "zeros first":
+        parts[0] = 0
+    elif kind in ("small first", "large first"):
+        parts[0 if kind == "small first" else 2] *= 1e-250
+    data = parts.reshape(-1) * scale
+    write_raw(tmp_path / "m.safetensors", {"w": ("F64", data.shape, data.tobytes())})
+    with open_source(tmp_path / "m.safetensors") as source:
+        facts = tensor_facts(source, "w")
+        assert facts is not None
+        found = read_statistics(facts)
+    assert found.mean is not None and found.std is not None and found.min is not None and found.max is not None
+    exact = data / scale  # of numbers near 1
+    assert found.mean / scale == pytest.approx(exact.mean(), abs=1e-9)
+    assert found.std / scale == pytest.approx(exact.std(), rel=1e-9, abs=1e-9)
+    assert found.min <= found.mean <= found.max
+
+
 def test_memory_is_bounded_whatever_the_size_of_the_tensor(tmp_path: Path) -> None:
     shape = (40, 1 << 21)  # 320 MiB, as a hole in the file
     nbytes = math.prod(shape) * 4
