@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from statexchange.report.saves import SaveRow, SavesReport, UnfinishedRow
     from statexchange.report.summary import TensorRow
 
+_UNKNOWN = "?"
 _HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "HELD-BY")
 _ROUNDS_HEADER = ("RUN", "ROUND", "RANK", "WRITTEN", "BYTES", "STATE")
 _SAVES_HEADER = ("STEP", "TIME", "BYTES", "RANKS", "METRICS", "STATE")
@@ -53,7 +54,7 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
     """
     from statexchange.formats.registry import holds_saves, open_source
     from statexchange.formats.source import abbreviated_list
-    from statexchange.report.summary import tensor_rows
+    from statexchange.report.summary import known_bytes, tensor_rows
 
     if rounds:
         if picture is not None:
@@ -86,7 +87,7 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
         "path": without_secrets(path),
         "kind": source.kind,
         "num_tensors": len(rows),
-        "nbytes": sum(row.nbytes for row in rows),
+        "nbytes": known_bytes(rows),
         "others": dict(source.others),
         "picture": None if picture is None else picture.path,
     }
@@ -111,9 +112,10 @@ def _selected(rows: list[TensorRow], patterns: Sequence[str]) -> list[TensorRow]
 
 
 def _cells(row: TensorRow, has_ranks: bool, is_rounded: bool) -> tuple[str, ...]:
-    nbytes = format_bytes(row.nbytes) if is_rounded else str(row.nbytes)
+    nbytes = _UNKNOWN if row.nbytes is None else format_bytes(row.nbytes) if is_rounded else str(row.nbytes)
+    shape = _UNKNOWN if row.shape is None else format_shape(row.shape)
     held_by = format_ranks(row.holders) if has_ranks or len(row.holders) > 1 else row.file
-    return row.name, row.dtype, format_shape(row.shape), nbytes, held_by
+    return row.name, row.dtype, shape, nbytes, held_by
 
 
 def _list_rounds(output: Output, path: str, include: Sequence[str]) -> int:

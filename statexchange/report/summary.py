@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from statexchange.errors import StateExchangeError, without_secrets
@@ -16,7 +17,7 @@ from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.json_text import parse_json
 from statexchange.tensors import ITEMSIZE, element_shape
 
-__all__ = ["SectionSummary", "Summary", "TensorRow", "model_of", "summarize", "tensor_rows"]
+__all__ = ["SectionSummary", "Summary", "TensorRow", "known_bytes", "model_of", "summarize", "tensor_rows"]
 
 _MAX_MODEL, _MAX_CONFIG_BYTES = 60, 4 << 20
 
@@ -96,8 +97,8 @@ class TensorRow:
     Attributes:
         name: its name.
         dtype: its dtype; "?" if only the name is known.
-        shape: its global shape, in elements.
-        nbytes: its bytes.
+        shape: its global shape, in elements; None if only the name is known.
+        nbytes: its bytes; None if they are not known.
         holders: ranks (or numbers of files) that have a part of it; empty if it cannot be read.
         num_boxes: number of stored boxes.
         file: the first file that has a part of it.
@@ -105,8 +106,8 @@ class TensorRow:
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
+    shape: tuple[int, ...] | None
+    nbytes: int | None
     holders: tuple[int, ...]
     num_boxes: int
     file: str
@@ -114,7 +115,7 @@ class TensorRow:
     @property
     def num_parameters(self) -> int:
         """Number of its elements; 0 if only the name is known."""
-        return full_box(self.shape).numel if self.dtype != "?" or self.shape else 0
+        return 0 if self.shape is None else full_box(self.shape).numel
 
 
 def summarize(path: str | os.PathLike[str], *, tree_depth: int | None = None) -> Summary:
@@ -152,7 +153,7 @@ def _summary(path: str, source: Source, tree_depth: int | None) -> Summary:
         path=path,
         num_tensors=len(rows),
         num_parameters=sum(row.num_parameters for row in rows),
-        nbytes=sum(row.nbytes for row in rows),
+        nbytes=known_bytes(rows),
         dtypes=dict(sorted(dtypes.items())),
         num_files=len(source.files),
         file_nbytes=source.nbytes,
@@ -194,8 +195,8 @@ def _proven(source: Source) -> bool:
 def _sections(source: Source, rows: list[TensorRow]) -> dict[str, SectionSummary]:
     sections: dict[str, SectionSummary] = {}
     for section in sections_of(source):
-        nbytes = [row.nbytes for row in rows if row.name in section.names]
-        sections[section.name] = SectionSummary(len(nbytes), sum(nbytes))
+        of_section = [row for row in rows if row.name in section.names]
+        sections[section.name] = SectionSummary(len(of_section), known_bytes(of_section))
     return sections
 
 
@@ -254,10 +255,14 @@ def tensor_rows(source: Source) -> list[TensorRow]:
         )
     for unreadable in source.unreadable:
         if unreadable.name not in rows:
-            dtype, shape = unreadable.dtype or "?", unreadable.shape or ()
-            nbytes = unreadable.nbytes
-            if nbytes is None:
-                nbytes = full_box(shape).numel * ITEMSIZE[dtype] if dtype in ITEMSIZE else 0
+            dtype, shape, nbytes = unreadable.dtype or "?", unreadable.shape, unreadable.nbytes
+            if nbytes is None and shape is not None and dtype in ITEMSIZE:
+                nbytes = full_box(shape).numel * ITEMSIZE[dtype]
             file = unreadable.path.rpartition("/")[2]
             rows[unreadable.name] = TensorRow(unreadable.name, dtype, shape, nbytes, (), 0, file)
     return list(rows.values())
+
+
+def known_bytes(rows: Iterable[TensorRow]) -> int:
+    """Return the bytes of tensors together, without those of which they are not known."""
+    return sum(row.nbytes or 0 for row in rows)

@@ -17,11 +17,11 @@ class TreeTensor(Protocol):
     @property
     def dtype(self) -> str: ...
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...] | None: ...
     @property
     def num_parameters(self) -> int: ...
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def module_tree(rows: Iterable[TreeTensor], depth: int) -> ModuleNode:
         for one in path:
             one.num_tensors += 1
             one.num_parameters += row.num_parameters
-            one.nbytes += row.nbytes
+            one.nbytes += row.nbytes or 0
     forms: dict[Hashable, int] = {}  # numbers, so that a form does not hold all forms below
     for branch in reversed(branches):  # children come after their parents
         own = tuple(sorted((row.name.split(".", depth)[depth:], row.dtype, row.shape) for row in branch.tensors))

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.errors import NotFoundError
-from statexchange.report.summary import TensorRow, model_of, tensor_rows
+from statexchange.report.summary import TensorRow, known_bytes, model_of, tensor_rows
 from statexchange.report.svg import MARGIN, WIDTH, Drawing, fitted, lightened, palette, text_width, title_of
 from statexchange.units import format_bytes, format_count, format_shape, shortened
 
@@ -149,7 +149,7 @@ def treemap(rows: Sequence[TensorRow], *, name: str, kind: str) -> str:
     if not root.num_tensors:
         raise NotFoundError("there is no tensor to draw")
     tensors = "1 tensor" if root.num_tensors == 1 else f"{root.num_tensors:,} tensors"
-    facts = [kind, f"{root.numel:,} parameters in {tensors}", format_bytes(sum(row.nbytes for row in rows))]
+    facts = [kind, f"{root.numel:,} parameters in {tensors}", format_bytes(known_bytes(rows))]
     if root.num_tensors < len(rows):
         facts.append(f"{len(rows) - root.num_tensors:,} without elements or of unknown size")
     drawing = Drawing(f"Parameters of {fitted(name, 60)}", " · ".join(facts))
@@ -365,7 +365,7 @@ def _draw(drawing: Drawing, layout: _Layout, numel: int) -> None:
 
 def _tooltip(node: _Node, numel: int) -> str:
     size = f"{node.numel:,} parameters, {node.numel / numel:.2%}"
-    if node.row is not None:
+    if node.row is not None and node.row.shape is not None:
         return f"{node.name or _NO_NAME}\n{node.row.dtype} {format_shape(node.row.shape)}, {size}"
     others = f"{node.num_tensors:,} {'small tensors' if node.is_rest else 'tensors'}"
     return f"{node.name}\n{others}, {size}" if node.name else f"{others}, {size}"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from json_schemas import validator
 from programs import require_mounts
+from safetensors.numpy import save_file
 
 import statexchange
 from statexchange import demo
@@ -230,6 +231,23 @@ def test_a_pattern_that_matches_nothing_is_an_error(call: Call, workspace: Path)
     code, out, err = call("ls", workspace, "--include", "nothing*")
     assert (code, out) == (2, "")
     assert "'nothing*' matches no tensor" in err
+
+
+def test_ls_shows_that_dtype_and_shape_are_not_known(call: Call, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    weight_map = {"scalar": "model-00001-of-00002.safetensors", "w": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    save_file({"scalar": np.array(1, np.float32)}, folder / "model-00001-of-00002.safetensors")
+    code, out, _ = call("ls", folder)
+    assert code == 5
+    assert out.splitlines()[1:] == [
+        "scalar\tF32\t[]\t4\tmodel-00001-of-00002.safetensors",
+        "w\t?\t?\t?\tmodel-00002-of-00002.safetensors",
+    ]
+    data = call.json("ls", folder)[1]["data"]
+    assert [(row["dtype"], row["shape"], row["nbytes"]) for row in data["tensors"]] == [("F32", [], 4), ("?", None, None)]
+    assert data["nbytes"] == 4
 
 
 def test_control_characters_in_names_are_escaped(call: Call, tmp_path: Path) -> None:

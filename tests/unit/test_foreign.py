@@ -70,7 +70,7 @@ KINDS: dict[str, tuple[str, str, dict[str, tuple[str, list[int], int]]]] = {
     "orbax": (
         "orbax",
         "orbax.checkpoint",
-        {"state.params.dense.kernel": ("?", [2, 32], 0), "state.params.dense.bias": ("?", [3], 0)},
+        {"state.params.dense.kernel": ("?", [2, 32], None), "state.params.dense.bias": ("?", [3], None)},
     ),
     "orbax-zarr": (
         "orbax",
@@ -199,7 +199,7 @@ def test_a_contradictory_gguf_header_is_corrupt(name: str, tmp_path: Path) -> No
 def test_a_new_dtype_of_gguf_hides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(gguf([], [record("new", 32, kind=77), record("w", 2, offset=32)], bytes(64)))
-    assert rows(capsys, path) == {"new": ("type 77", [32], 0), "w": ("F32", [2], 8)}
+    assert rows(capsys, path) == {"new": ("type 77", [32], None), "w": ("F32", [2], 8)}
 
 
 def test_a_big_endian_or_first_gguf_is_refused_by_version(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_hostile_names_are_text() -> None:
 
 
 def test_tensors_without_elements_or_size_are_counted_and_not_drawn() -> None:
-    rows = [row("w", 4, 4), row("empty", 0, 4), row("unknown", dtype="?")]
+    rows = [row("w", 4, 4), row("empty", 0, 4), TensorRow("unknown", "?", None, None, (), 0, "x")]
     root = draw(rows)
     assert [lines[0] for lines, _, _ in areas(root)] == ["w"]
     assert "huggingface · 16 parameters in 1 tensor · 34 B · 2 without elements or of unknown size" in texts(root)
