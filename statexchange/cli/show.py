@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 _NARROWING = Narrowing(drop=("BYTES",), shorten={"FILE": 20, "RANKS": 12, "REGION": 24}, cut=("FILE", "RANKS"))
 _CORNER = (4, 6)  # rows and columns of the default slice
 _BAR = 40
-_MAX_ROWS, _MAX_VALUE = 32, 300  # regions, and characters of a value, that are shown on a terminal
+# What a terminal shows at most: regions of a tensor, items of a container, and characters of a value, of which one that
+# is longer leaves its first ones.
+_MAX_ROWS, _MAX_ITEMS, _MAX_VALUE, _CUT_VALUE = 32, 100, 300, 60
+_ALL = "a pipe or --json has all"
 _ABSENT = "(no such key)"
 
 Slice = tuple[int | slice, ...]
@@ -217,12 +221,15 @@ def _write_section(output: Output, title: str, value: Any) -> None:
 
 def _write_entries(output: Output, entries: Mapping[str, Any], others: Mapping[str, str]) -> None:
     """Write entries that are not tensors: their values, or what they are."""
-    for name, description in others.items():
+    hidden = max(0, len(others) - _MAX_ITEMS) if output.aligned else 0
+    for name, description in islice(others.items(), len(others) - hidden):
         if name in entries:
             for line in _tree_lines(name, entries[name], 1, output.aligned):
                 output.line(line)
         else:
             output.line(f"  {name}: {description}")
+    if hidden:
+        output.line(f"  and {hidden:,} more ({_ALL})")
 
 
 def _tree_lines(key: str, value: Any, depth: int, is_cut: bool) -> Iterator[str]:
@@ -241,13 +248,16 @@ def _tree_lines(key: str, value: Any, depth: int, is_cut: bool) -> Iterator[str]
 def _body_lines(value: Any, depth: int, is_cut: bool) -> Iterator[str]:
     if not _is_nested(value):
         yield "  " * depth + _value_text(value, is_cut)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if key != "__name__":
-                yield from _tree_lines(key, item, depth, is_cut)
+        return
+    if isinstance(value, dict):
+        items = [(key, item) for key, item in value.items() if key != "__name__"]
     else:
-        for number, item in enumerate(value):
-            yield from _tree_lines(f"[{number}]", item, depth, is_cut)
+        items = [(f"[{number}]", item) for number, item in enumerate(value)]
+    hidden = max(0, len(items) - _MAX_ITEMS) if is_cut else 0
+    for key, item in items[: len(items) - hidden]:
+        yield from _tree_lines(key, item, depth, is_cut)
+    if hidden:
+        yield "  " * depth + f"and {hidden:,} more ({_ALL})"
 
 
 def _is_nested(value: Any) -> bool:
@@ -261,8 +271,13 @@ def _value_text(value: Any, is_cut: bool) -> str:
     """Return a value's repr; cut for a terminal, where a huge value would scroll everything else away."""
     if not is_cut:
         return repr(value)
-    text = excerpt(value, _MAX_VALUE)
-    return f"{text} (cut off: a pipe or --json has all)" if text.endswith("...") else text
+    text = excerpt(value, _MAX_VALUE + 1)
+    if len(text) <= _MAX_VALUE:
+        return text
+    size = ""
+    if isinstance(value, str | list | tuple):
+        size = f"{len(value):,} {'characters' if isinstance(value, str) else 'items'}; "
+    return f"{text[:_CUT_VALUE]}... ({size}{_ALL})"
 
 
 # Tensors
@@ -398,7 +413,7 @@ def _write_tensor(output: Output, facts: TensorFacts, *, has_ranks: bool) -> Non
         ("REGION", "BYTES", *(("RANKS",) if has_ranks else ()), "FILE"), cells, right=("BYTES",), narrowing=_NARROWING
     )
     if len(rows) < len(facts.regions):
-        output.line(f"and {len(facts.regions) - len(rows):,} more regions (a pipe or --json has all)")
+        output.line(f"and {len(facts.regions) - len(rows):,} more regions ({_ALL})")
 
 
 def _listed(texts: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ import enum
 import json
 import math
 import os
+import random
 import struct
 import subprocess
 import sys
@@ -357,6 +358,35 @@ def test_a_state_as_deep_as_can_be_saved_is_shown(tmp_path: Path, call: Call) ->
     loaded: Any = {"a": None}
     sx.load_checkpoint(loaded, tmp_path / "out")
     assert loaded["a"] == state
+
+
+def test_long_values_are_cut_on_a_terminal_only(tmp_path: Path, call: Call) -> None:
+    state = {
+        "generator": random.Random(1).getstate(),
+        "octets": bytes(range(250)) * 20,
+        "text": "y" * 10_000,
+        "path": "/" + "p" * 280,
+        "pairs": [[n, n] for n in range(3000)],
+        "groups": {f"g{n}": {"lr": n} for n in range(101)},
+        "w": np.ones(2, np.float32),
+    }
+    sx.save_checkpoint(state, tmp_path / "save")
+    code, out, _ = call("show", tmp_path / "save", "--format", "human")
+    lines = out.splitlines()
+    assert code == 0
+    assert max(map(len, lines)) < 310
+    found = {line.split(":")[0].strip(): line for line in lines}
+    assert "    [1]: (" in out
+    assert "... (625 items; a pipe or --json has all)" in out
+    assert found["text"] == f"  text: '{'y' * 59}... (10,000 characters; a pipe or --json has all)"
+    assert len(found["octets"]) < 140
+    assert found["path"] == f"  path: '{state['path']}'"
+    assert "    [99]: [99, 99]\n    and 2,900 more (a pipe or --json has all)\n" in out
+    assert "    g99:\n      lr: 99\n    and 1 more (a pipe or --json has all)\n" in out
+    _, piped, _ = call("show", tmp_path / "save")
+    assert "has all" not in piped
+    assert "y" * 10_000 in piped
+    assert "[2999]: [2999, 2999]" in piped
 
 
 def test_sources_without_configs_say_what_there_is(tmp_path: Path, call: Call) -> None:

@@ -181,6 +181,6 @@ def test_tensors_without_elements_or_size_are_counted_and_not_drawn() -> None:
     rows = [row("w", 4, 4), row("empty", 0, 4), TensorRow("unknown", "?", None, None, (), 0, "x")]
     root = draw(rows)
     assert [lines[0] for lines, _, _ in areas(root)] == ["w"]
-    assert "huggingface · 16 parameters in 1 tensor · 34 B · 2 without elements or of unknown size" in texts(root)
+    assert "huggingface · 16 parameters in 1 tensor · 32 B · 2 without elements or of unknown size" in texts(root)
     with pytest.raises(NotFoundError, match="no tensor"):
         draw(rows[1:])
