@@ -149,7 +149,7 @@ def _merged_path(directory: str) -> str:
     try:
         directory.encode()
     except UnicodeEncodeError:
-        text = "the demo reads its checkpoint with safetensors, which opens only paths in UTF-8: choose another directory"
+        text = "the demo reads its checkpoint with safetensors, which opens paths in UTF-8 only: choose another"
         raise InvalidArgumentError(text, path=directory) from None
     try:
         os.makedirs(directory, exist_ok=True)

@@ -117,26 +117,31 @@ def command(function: Callable[..., int]) -> click.Command:
     return click.command()(common_options(click.pass_obj(function)))
 
 
-def each_path(function: Callable[..., int]) -> Callable[..., int]:
-    """Give a command the argument PATH..., and call its function, which takes `output` and one `path`, for each.
+def each_path(*, total: str = "") -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return a decorator for a command with the argument PATH..., whose function takes `output` and one `path`.
 
-    An error at one PATH is reported, and the others are still looked at. The exit code is that of the most severe.
+    The function is called for each PATH. An error at one is reported, and the others are still looked at. The exit code
+    is that of the most severe. With `total`, as in "without a finding", the number of PATHs with exit code 0 ends the
+    text.
     """
 
-    @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
-    @functools.wraps(function)
-    def run(output: Output, paths: tuple[str, ...], **options: Any) -> int:
-        def look(path: str) -> int:
-            try:
-                return function(output, path, **options)
-            except click.ClickException:  # the options are wrong for every PATH
-                raise
-            except Exception as error:  # noqa: BLE001 (what ends the work on a PATH is an exit code)
-                return report_failure(output, error)
+    def decorate(function: Callable[..., int]) -> Callable[..., int]:
+        @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+        @functools.wraps(function)
+        def run(output: Output, paths: tuple[str, ...], **options: Any) -> int:
+            def look(path: str) -> int:
+                try:
+                    return function(output, path, **options)
+                except click.ClickException:  # the options are wrong for every PATH
+                    raise
+                except Exception as error:  # noqa: BLE001 (what ends the work on a PATH is an exit code)
+                    return report_failure(output, error)
 
-        return look(paths[0]) if len(paths) == 1 else output.for_each(paths, look)
+            return look(paths[0]) if len(paths) == 1 else output.for_each(paths, look, total)
 
-    return run
+        return run
+
+    return decorate
 
 
 def refuse_other_ranks() -> None:

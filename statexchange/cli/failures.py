@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
+import shlex
 from typing import TYPE_CHECKING
 
 import click
 
 from statexchange import __version__
-from statexchange.errors import CorruptError, IncompleteError, StateExchangeError, StorageError, without_secrets
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    StateExchangeError,
+    StorageError,
+    without_secrets,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,6 +32,7 @@ _REFUSALS = {
     getattr(errno, name, None)
     for name in ("EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENAMETOOLONG")
 }
+_MAX_SCANNED = 100  # directories
 _REPORT = f"report this, with the text above, to the place where you got statexchange {__version__}"
 _FRAME = re.compile(r'^ *File "(.+)", line \d+', re.MULTILINE)  # of a traceback
 _PACKAGE = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
@@ -41,7 +51,34 @@ def _hint(error: StateExchangeError) -> str | None:
     context = click.get_current_context(silent=True)
     if isinstance(error, CorruptError | IncompleteError) and (context is None or context.info_name != "verify"):
         return "statexchange verify lists all problems"
+    if isinstance(error, NotFoundError) and error.path is not None and os.path.isdir(error.path):
+        return _checkpoints_below(error.path)
     return None
+
+
+def _checkpoints_below(path: str) -> str | None:
+    """Return how many checkpoints lie below a directory that is none, and how to look at them; None if there are none.
+
+    Looks into a limited number of directories.
+    """
+    from statexchange.report.scan import scan
+
+    directories: list[str] = []
+    count = 0
+    is_all = True
+    try:
+        for row in scan(path, on_directory=directories.append):
+            count += row.status != "unfinished"
+            if len(directories) > _MAX_SCANNED:
+                is_all = False
+                break
+    except StateExchangeError:  # removed meanwhile, or unreadable
+        return None
+    if not count:
+        return None
+    number = "1 checkpoint" if count == 1 and is_all else f"{count:,} checkpoints"
+    least = "" if is_all else "at least "
+    return f"this directory holds {least}{number}: statexchange scan {shlex.quote(path)} lists them; or name them"
 
 
 def _report_internal_error(output: Output, error: Exception) -> int:

@@ -30,7 +30,7 @@ _MIN_BAR, _MAX_BAR = 10, 40
 
 @commands.command
 @picture_options("Draw the parameters into an SVG: an area for each tensor.")
-@commands.each_path
+@commands.each_path()
 @click.option("--tree", is_flag=True, help="Show the modules in the names of tensors, with parameters and bytes.")
 @click.option(
     "--depth",

@@ -33,7 +33,7 @@ _SAVES_NARROWING = Narrowing(drop=("RANKS", "TIME"), shorten={"METRICS": 12, "ST
 
 @commands.command
 @picture_options("Draw which rank or file supplied which bytes into an SVG.")
-@commands.each_path
+@commands.each_path()
 @click.option(
     "--include", "-i", multiple=True, metavar="GLOB", help="List only tensors whose name matches; repeatable."
 )

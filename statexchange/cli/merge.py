@@ -179,7 +179,7 @@ def _show(output: Output, report: MergeReport) -> None:
 
 
 def _origin(tensor: PlannedTensor) -> str:
-    """Return which ranks supply a tensor, and in how many boxes."""
-    boxes = f"{tensor.num_boxes} boxes of " if tensor.num_boxes != len(tensor.ranks) else ""
+    """Return which ranks supply a tensor, and in how many regions."""
+    regions = f"{tensor.num_boxes:,} regions of " if tensor.num_boxes != len(tensor.ranks) else ""
     source = f", as {tensor.source}" if tensor.source != tensor.name else ""
-    return f"{boxes}rank{'s' if len(tensor.ranks) != 1 else ''} {format_ranks(tensor.ranks)}{source}"
+    return f"{regions}rank{'s' if len(tensor.ranks) != 1 else ''} {format_ranks(tensor.ranks)}{source}"

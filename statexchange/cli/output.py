@@ -213,11 +213,12 @@ class Output:
         else:
             self._records.append({"path": self._path, **result})
 
-    def for_each(self, paths: Sequence[str], look: Callable[[str], int]) -> int:
+    def for_each(self, paths: Sequence[str], look: Callable[[str], int], total: str = "") -> int:
         """Call `look` for each of several PATHs; return the most severe of the exit codes that it returns.
 
-        Text has a heading line before each. JSON has a list in `data`: a record of each PATH and what `look` has given
-        `finish` or `fail`. JSON Lines has one such record a line, before the summary.
+        Text has a heading line before each and, with `total`, a summary after the last: how many are "without a
+        finding", for example, and the code of each other one. JSON has a list in `data`: a record of each PATH and what
+        `look` has given `finish` or `fail`. JSON Lines has one such record a line, before the summary.
         """
         codes: list[int] = []
         try:
@@ -230,9 +231,18 @@ class Output:
                 codes.append(look(path))
         finally:
             self._path, self._warnings = None, []
+        if total:
+            self._show_total(paths, codes, total)
         code = min((_CODES[one] for one in codes), key=_MOST_SEVERE_FIRST.index)
         counts = {"num_paths": len(paths), "num_ok": codes.count(EXIT_CODES["OK"])}
         return self.finish(code, counts if self.format == "jsonl" else self._records)
+
+    def _show_total(self, paths: Sequence[str], codes: Sequence[int], total: str) -> None:
+        self.line()
+        self.line(f"{codes.count(EXIT_CODES['OK']):,} of {len(paths):,} {total}")
+        for path, code in zip(paths, codes, strict=True):
+            if code != EXIT_CODES["OK"]:
+                self.line(f"{_CODES[code]:<10}  {without_secrets(path)}")
 
     def fail(self, error: BaseException, code: str, hint: str | None = None, *, trace: str = "") -> int:
         """Report the error that ended the command, after a traceback if there is one, and return the exit code."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @commands.command
-@commands.each_path
+@commands.each_path(total="without a finding")
 @click.option(
     "--values",
     is_flag=True,
@@ -124,17 +124,15 @@ def _finding_alone(output: Output, error: StateExchangeError) -> int:
 
 
 def _show(output: Output, report: VerifyReport, checks: Sequence[str], seconds: float) -> None:
-    output.line(
-        f"{report.path}: {report.kind}, {report.num_tensors:,} tensors, {report.num_boxes:,} boxes, "
-        f"{format_bytes(report.nbytes)} read in {format_seconds(seconds)}"
-    )
+    read = f"{format_bytes(report.nbytes)} read in {format_seconds(seconds)}"
+    output.line(f"{report.path}: {report.kind}, {_tensors(report)}, {read}")
     lines = _lines(report)
     for line in lines:
         output.line(line)
     if report.hub is not None:
         _show_hub(output, report.hub)
     if report.num_unproven:
-        output.warning(f"no digest is known of {report.num_unproven:,} boxes: their bytes cannot be checked")
+        output.warning(f"no digest is known of {_unproven(report)} bytes cannot be checked")
     if checks and report.num_boxes and not report.values:
         output.line(f"values: nothing found by {', '.join(checks)}")
     if lines:
@@ -147,6 +145,18 @@ def _show(output: Output, report: VerifyReport, checks: Sequence[str], seconds: 
         output.line("ok: every element is there exactly once, every digest that is known agrees")
     else:
         output.line("structure ok: every element is there exactly once; bytes not checked, no digest is known")
+
+
+def _tensors(report: VerifyReport) -> str:
+    """Return the number of tensors, and of the regions in which they are stored."""
+    tensors = "1 tensor" if report.num_tensors == 1 else f"{report.num_tensors:,} tensors"
+    return tensors if report.num_boxes == report.num_tensors else f"{tensors} in {report.num_boxes:,} regions"
+
+
+def _unproven(report: VerifyReport) -> str:
+    """Return the number of tensors, or of regions where these are parts of tensors, whose digests are not known."""
+    kind = "tensor" if report.num_boxes == report.num_tensors else "region"
+    return f"1 {kind}: its" if report.num_unproven == 1 else f"{report.num_unproven:,} {kind}s: their"
 
 
 def _show_hub(output: Output, hub: HubComparison) -> None:

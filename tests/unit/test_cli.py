@@ -246,7 +246,10 @@ def test_ls_shows_that_dtype_and_shape_are_not_known(call: Call, tmp_path: Path)
         "w\t?\t?\t?\tmodel-00002-of-00002.safetensors",
     ]
     data = call.json("ls", folder)[1]["data"]
-    assert [(row["dtype"], row["shape"], row["nbytes"]) for row in data["tensors"]] == [("F32", [], 4), ("?", None, None)]
+    assert [(row["dtype"], row["shape"], row["nbytes"]) for row in data["tensors"]] == [
+        ("F32", [], 4),
+        ("?", None, None),
+    ]
     assert data["nbytes"] == 4
 
 
@@ -301,7 +304,7 @@ def test_output_that_cannot_be_written_is_an_io_error(workspace: Path, form: str
 def test_verify_of_a_whole_checkpoint(call: Call, workspace: Path) -> None:
     code, out, err = call("verify", workspace)
     assert (code, err) == (0, "")
-    assert "3 tensors, 12 boxes" in out
+    assert "3 tensors in 12 regions, " in out
     assert out.splitlines()[-1].startswith("ok: ")
     _, envelope = call.json("verify", workspace)
     assert envelope["data"]["findings"] == []
@@ -313,7 +316,7 @@ def test_verify_reports_what_it_cannot_check(call: Call, tmp_path: Path) -> None
     write_safetensors(path, {"a": ("U8", (2,), b"ab")})
     code, _, err = call("verify", path)
     assert code == 0
-    assert err.startswith("warning: no digest is known of 1 boxes")
+    assert err.startswith("warning: no digest is known of 1 tensor: its bytes cannot be checked")
     assert call.json("verify", path)[1]["warnings"]
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import struct
 import subprocess
@@ -88,9 +89,10 @@ def test_several_paths_have_a_heading_each(call: Call, made: Path, command: str)
     alone = [call(command, path) for path in paths]
     code, out, _ = call(command, *paths)
     assert code == 0
-    first, second = out.split("\n\n")
+    first, second, *total = out.split("\n\n")
     assert first.splitlines()[0] == f"==> {paths[0]} <=="
     assert second.splitlines()[0] == f"==> {paths[1]} <=="
+    assert total == (["2 of 2 without a finding\n"] if command == "verify" else [])
     if command != "verify":  # which prints its duration
         assert [part.split("\n", 1)[1].rstrip("\n") for part in (first, second)] == [
             out.rstrip("\n") for _, out, _ in alone
@@ -112,7 +114,34 @@ def test_the_exit_code_of_several_paths_is_that_of_the_most_severe(call: Call, m
     code, out, _ = call("verify", made / "absent", made / "flipped", made / "whole")
     assert code == 4
     assert "CORRUPT" in out
-    assert out.rstrip().endswith("every digest agrees")
+    assert out.rstrip().endswith(
+        "every digest agrees\n\n1 of 3 without a finding\n"
+        + "".join(
+            f"{code:<10}  {made / name}\n" for code, name in (("NOT_FOUND", "absent"), ("CORRUPT", "flipped"))
+        ).rstrip()
+    )
+
+
+@pytest.mark.parametrize("command", ["info", "ls", "show", "verify", "merge", "diff"])
+def test_a_directory_of_checkpoints_is_answered_with_their_number(
+    call: Call, made: Path, tmp_path: Path, command: str
+) -> None:
+    more = {"merge": [tmp_path / "out"], "diff": [made / "whole"]}.get(command, [])
+    code, _, err = call(command, made, *more)
+    hint = f"hint: this directory holds 3 checkpoints: statexchange scan {made} lists them; or name them"
+    assert (code, err.splitlines()[-1]) == (3, hint)
+    _, command, *arguments = shlex.split(hint.partition(": ")[2].partition(": ")[2].partition(" lists")[0])
+    assert len(call(command, *arguments)[1].splitlines()) == 1 + 3
+    (tmp_path / "none").mkdir()
+    assert "hint" not in call(command, tmp_path / "none", *more)[2]
+
+
+def test_a_count_of_checkpoints_below_is_bounded(call: Call, made: Path, tmp_path: Path) -> None:
+    for number in range(150):
+        (tmp_path / f"m{number}").mkdir()
+        shutil.copy(made / "other" / "model.safetensors", tmp_path / f"m{number}")
+    code, _, err = call("verify", tmp_path)
+    assert (code, "this directory holds at least 100 checkpoints" in err) == (3, True)
 
 
 @pytest.mark.parametrize("command", ["info", "ls", "verify"])

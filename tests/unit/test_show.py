@@ -780,7 +780,10 @@ def test_mean_and_deviation_neither_overflow_nor_vanish(tmp_path: Path, kind: st
         facts = tensor_facts(source, "w")
         assert facts is not None
         found = read_statistics(facts)
-    assert found.mean is not None and found.std is not None and found.min is not None and found.max is not None
+    assert found.mean is not None
+    assert found.std is not None
+    assert found.min is not None
+    assert found.max is not None
     exact = data / scale  # of numbers near 1
     assert found.mean / scale == pytest.approx(exact.mean(), abs=1e-9)
     assert found.std / scale == pytest.approx(exact.std(), rel=1e-9, abs=1e-9)
