@@ -42,7 +42,8 @@ def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]],
         raise UnsupportedError(layout.problem, name=name)
     if not layout.boxes:
         return [], layout.placement
-    local = wait_tensor(tensor.to_local())
+    # A parameter's local part is a view in torch's graph of gradients, which refuses to be sliced once it was filled.
+    local = wait_tensor(tensor.to_local()).detach()
     if layout.begins is None:
         return [(box, local) for box in layout.boxes], layout.placement
     found = []

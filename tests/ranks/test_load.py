@@ -486,6 +486,30 @@ def test_a_sharded_job_resumes_on_another_number_of_ranks(after: int, tmp_path: 
     assert all(rank == before[0] for rank in found)
 
 
+def casts_into_shards(folder: str) -> None:
+    """Load a model of float32 into one of bfloat16, and into one whose shards are columns."""
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (sx.get_world_size(),))
+    for dtype, dim in ((torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float32, 1)):
+        weight = distribute_tensor(torch.zeros(6, 4, dtype=dtype), mesh, [Shard(dim)])
+        model = distribute_module(nn.Linear(4, 6, bias=False, dtype=dtype), mesh)
+        model.weight = nn.Parameter(weight)
+        sx.load_checkpoint(model, folder, dtype="state")
+        assert torch.equal(model.weight.full_tensor(), torch.arange(24.0).reshape(6, 4).to(dtype))
+        assert model.weight.requires_grad
+    model, _ = sharded(2)
+    sx.export_checkpoint(model, f"{folder}/rounded", dtype="bfloat16")
+    sx.load_checkpoint(model, f"{folder}/rounded", dtype="state")
+    assert all(torch.equal(one, one.bfloat16()) for one in (p.full_tensor() for p in model.parameters()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_sharded_model_of_another_dtype_is_filled(world_size: int, tmp_path: Path) -> None:
+    save_file({"weight": torch.arange(24.0).reshape(6, 4)}, tmp_path / "model.safetensors")
+    run_ranks(casts_into_shards, world_size, backend="gloo", args=(str(tmp_path),), timeout_s=120)
+
+
 def does_not_fit(backend: str, folder: str) -> None:
     comm = sx.init("mpi") if backend == "mpi" else sx.get_communicator()
     live = {"a": torch.zeros(2 + comm.rank)}
