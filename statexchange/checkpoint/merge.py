@@ -35,6 +35,8 @@ from statexchange.checkpoint.publication import PlannedFile, Publication, check_
 from statexchange.conversions.choice import Convert, check_numbers
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
     InvalidArgumentError,
     ReplacedError,
     UnsafeError,
@@ -278,7 +280,10 @@ def merge_checkpoint(
         if options.filename_pattern is None and ADAPTER_CONFIG in own:
             plan_options = replace(plan_options, filename_pattern=ADAPTER_PATTERN)
         basis = _basis(merged, options, reductions)
-        plan = plan_merge(merged.rank_shards(), plan_options, basis=basis, reductions=reductions)
+        try:
+            plan = plan_merge(merged.rank_shards(), plan_options, basis=basis, reductions=reductions)
+        except (CorruptError, IncompleteError) as error:
+            raise error.located(path=error.path or checkpoint.path) from None
         if not plan.num_tensors:
             raise _nothing_to_merge(checkpoint, section)
         if options.replicas == "equal":

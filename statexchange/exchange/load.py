@@ -615,7 +615,8 @@ def _check_names(plan: LoadPlan, catalog: Catalog) -> None:
         if names
     ]
     advice = [_hint(plan, catalog), "strict=False loads what both have" if plan.targets else ""]
-    text = "; ".join(["the names differ", *lists, *filter(None, advice)])
+    what = "the names differ" if plan.targets else "the source has no name of the state"
+    text = "; ".join([what, *lists, *filter(None, advice)])
     kind = NotFoundError if plan.missing else InvalidArgumentError
     raise kind(text, path=catalog.source.path)
 

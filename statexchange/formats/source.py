@@ -79,7 +79,7 @@ FormatName = Literal[
 SectionName = Literal["model", "ema", "optimizer", "scheduler", "rng", "other"]
 Weights = Literal["master", "model"]  # of a DeepSpeed checkpoint
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
-_KINDS_WITH_LISTS = ("save", "workspace", "huggingface", "dcp")
+_KINDS_WITH_LISTS = ("save", "workspace", "dcp")
 KINDS_WITH_RANKS = ("save", "workspace", "megatron torch_dist", "megatron ranks", "dcp", "deepspeed", "rank files")
 
 
@@ -341,20 +341,21 @@ class Source:
     def uncovered(self) -> tuple[StateExchangeError, ...]:
         """Return the error of a tensor whose boxes do not cover it, if nothing but the boxes can show a missing file.
 
-        That is so for files of torch.save, one per rank. Other formats list their files, or have the world size. Only
-        the error of the first such tensor is returned.
+        That is so for files of torch.save, one per rank, and of torch's HuggingFaceStorageWriter. Other formats list
+        their files, or have the world size. Only the error of the first such tensor is returned.
         """
-        if self.problems or self.refusal is not None or self.world_size is not None or self.kind in _KINDS_WITH_LISTS:
+        has_list = self.kind in _KINDS_WITH_LISTS or self.manifest is not None
+        if self.problems or self.refusal is not None or self.world_size is not None or has_list:
             return ()
-        boxes: dict[str, dict[Box, list[int]]] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        for shard_file, tensor in self.shards():
-            shard = tensor.shard
-            of_tensor = boxes.setdefault(shard.name, {})
-            for box in shard.boxes:
-                of_tensor.setdefault(box, []).append(shard_file.rank)
-            if shard.boxes != (full_box(shard.global_shape),):
-                shapes[shard.name] = shard.global_shape
+        shapes = {
+            tensor.shard.name: tensor.shard.global_shape
+            for _, tensor in self.shards()
+            if [box.shape for box in tensor.shard.boxes] != [tensor.shard.global_shape]
+        }
+        boxes: dict[str, dict[Box, list[int]]] = {name: {} for name in shapes}
+        for shard_file, tensor in self.shards() if shapes else ():
+            for box in tensor.shard.boxes if tensor.shard.name in boxes else ():
+                boxes[tensor.shard.name].setdefault(box, []).append(shard_file.rank)
         for name, shape in shapes.items():
             try:
                 prove_cover(name, shape, {box: ranks for box, ranks in boxes[name].items() if box.numel})

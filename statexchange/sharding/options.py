@@ -269,7 +269,8 @@ def rename_rules(value: object) -> Rename:
         return function
     pairs: tuple[Any, ...] = tuple(value) if isinstance(value, Iterable) else (value,)
     if not all(map(_is_pair, pairs)):
-        raise InvalidArgumentError(f"rename must be a function or (regex, replacement) pairs, not {excerpt(value)}")
+        text = f"rename must be a function or a list of (regex, replacement) pairs, not {excerpt(value)}"
+        raise InvalidArgumentError(text)
     for pattern, _ in pairs:
         try:
             re.compile(pattern)

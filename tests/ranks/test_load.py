@@ -984,8 +984,12 @@ def test_rename_maps_names_of_the_source_to_the_state(tmp_path: Path) -> None:
         assert same(fresh.state_dict(), model.state_dict())
     with pytest.raises(sx.errors.UnsafeError, match="rename gives one name to both"):
         sx.load_checkpoint({"model": fresh}, tmp_path / "flat", rename=lambda name: "w")
-    with pytest.raises(sx.errors.InvalidArgumentError, match="rename must be"):
-        sx.load_checkpoint({"model": fresh}, tmp_path / "flat", rename=5)  # type: ignore[arg-type]
+    for wrong in (5, ("^net", "model")):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="rename must be a function or a list of"):
+            sx.load_checkpoint({"model": fresh}, tmp_path / "flat", rename=wrong)  # type: ignore[arg-type]
+    for strict in (True, False):  # loading nothing is never intended
+        with pytest.raises(FileNotFoundError, match="the source has no name of the state; 9 missing in the source"):
+            sx.load_checkpoint({"model": fresh}, tmp_path / "flat", strict=strict)
 
 
 def test_a_saved_tree_is_loaded_under_other_names(tmp_path: Path) -> None:
