@@ -62,9 +62,8 @@ from statexchange.sharding.layout_advice import layout_advice, rule_for_dim
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas
 from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
-from statexchange.storage.json_text import parse_json
-from statexchange.storage.opened_path import OpenedPath, open_path
-from statexchange.storage.store import is_url, resolve_path
+from statexchange.storage.opened_path import OpenedPath, read_option_file
+from statexchange.storage.store import is_url
 from statexchange.tensors import element_shape
 from statexchange.units import format_transfer
 
@@ -367,10 +366,7 @@ def _read_layout(layout: Mapping[str, Any] | str | os.PathLike[str] | None) -> M
     """Return the layout as it was given, or parsed from the file if it is a path."""
     if not isinstance(layout, str | os.PathLike):
         return layout
-    with open_path(resolve_path(layout, "a layout file")) as opened:
-        if opened.file is None:
-            raise InvalidArgumentError("a layout is a JSON file, and this is a directory", path=opened.path)
-        return Layout.parse(parse_json(opened.store.read_small(opened.file), opened.path))
+    return Layout.parse(read_option_file(layout, "a layout"))
 
 
 def _open(

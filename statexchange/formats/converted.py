@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from statexchange.conversions.choice import Convert, choose_conversion
 from statexchange.conversions.config_facts import ModelTensors, check_configs
@@ -15,13 +16,13 @@ from statexchange.conversions.numbers import KnownConfig
 from statexchange.conversions.patches import Block
 from statexchange.conversions.plan import ConversionPlan, Fill, InputFills, TensorInfo, plan_conversion
 from statexchange.conversions.rules import ConversionRules
-from statexchange.errors import CorruptError, InvalidArgumentError, StateExchangeError
+from statexchange.errors import CorruptError, StateExchangeError
 from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.shards import Box, Shard, c_strides
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.json_text import parse_json
-from statexchange.storage.opened_path import open_path
-from statexchange.storage.store import StoredFile, resolve_path
+from statexchange.storage.opened_path import read_option_file
+from statexchange.storage.store import StoredFile
 from statexchange.tensors import ITEMSIZE
 
 __all__ = [
@@ -44,14 +45,7 @@ def read_conversion(convert: Convert) -> ConversionRules:
         InvalidArgumentError: there is no such conversion, or the file has none.
         NotFoundError: there is no such file.
     """
-    return choose_conversion(convert, _read_file)
-
-
-def _read_file(path: str) -> object:
-    with open_path(resolve_path(path, "a conversion file")) as opened:
-        if opened.file is None:
-            raise InvalidArgumentError("a conversion is a JSON file, and this is a directory", path=opened.path)
-        return parse_json(opened.store.read_small(opened.file), opened.path)
+    return choose_conversion(convert, partial(read_option_file, what="a conversion"))
 
 
 def configs_beside(source: Source) -> list[KnownConfig]:

@@ -71,6 +71,7 @@ _MAX_SHOWN = 8  # numbers in a message
 _MAX_RUNS = 1 << 20  # along one dim; a model has far fewer heads
 _STEP_KEYS = {"dim", "axis", "blocks", "split", "interleaved"}
 _BOXES_KEYS = {"global_shape", "boxes", "dim"}
+_BOXES_FORM = "boxes must be a list with an entry for each rank, a list of its boxes: [[[offsets, shape], ...], ...]"
 _OWN_BOX_KEYS = {"global_shape", "offsets", "shape"}
 REDUCTIONS = ("max", "min")
 
@@ -471,10 +472,13 @@ def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, 
     global_shape = sizes_from_json(raw["global_shape"])
     if "boxes" in raw:
         if not isinstance(raw["boxes"], list | tuple):
-            raise ValueError("boxes must be a list with an entry, a list of boxes, for each rank")
+            raise ValueError(_BOXES_FORM)
         if rank >= len(raw["boxes"]):
             raise ValueError(f"boxes are given for {len(raw['boxes'])} ranks only")
-        boxes = tuple(Box.from_json(box) for box in raw["boxes"][rank])
+        try:
+            boxes = tuple(Box.from_json(box) for box in raw["boxes"][rank])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{_BOXES_FORM}; {error}") from None
     else:
         boxes = (Box(sizes_from_json(raw["offsets"]), sizes_from_json(raw["shape"])),)
     dim = raw.get("dim", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,18 +11,20 @@ from typing import TYPE_CHECKING, TypeVar
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
+    InvalidArgumentError,
     NotFoundError,
     ReplacedError,
     StateExchangeError,
     without_secrets,
 )
 from statexchange.storage import local
-from statexchange.storage.store import Store, is_url
+from statexchange.storage.json_text import parse_json
+from statexchange.storage.store import Store, is_url, resolve_path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["OpenedPath", "open_path", "read_with_retry"]
+__all__ = ["OpenedPath", "open_path", "read_option_file", "read_with_retry"]
 
 T = TypeVar("T")
 _ATTEMPTS = 40  # to open a path that other processes keep replacing
@@ -59,6 +62,24 @@ class OpenedPath:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def read_option_file(path: str | os.PathLike[str], what: str) -> object:
+    """Return the parsed JSON file that an option names; `what` is what it is called in errors. Not collective.
+
+    Raises:
+        InvalidArgumentError: the path is a directory, or the file is no JSON.
+        NotFoundError: there is nothing at the path.
+        StorageError: the path cannot be read.
+    """
+    with open_path(resolve_path(path, f"{what} file")) as opened:
+        if opened.file is None:
+            raise InvalidArgumentError(f"{what} is a JSON file, and this is a directory", path=opened.path)
+        try:
+            return parse_json(opened.store.read_small(opened.file), opened.path)
+        except CorruptError as error:
+            text = f"{what} is a JSON file, and this is none: {error.message}"
+            raise InvalidArgumentError(text, path=opened.path) from None
 
 
 def open_path(path: str) -> OpenedPath:

@@ -587,6 +587,8 @@ def exports_copies(out: str, layout: Any) -> None:
         ({"include": 5}, "include must be"),
         ({"exclude": [5]}, "exclude must be"),
         ({"layout": {"a": {"global_shape": [4], "boxes": {"0": [[[0], [4]]]}}}}, "boxes must be a list"),
+        ({"layout": {"a": {"global_shape": [4], "boxes": [[[0], [4]]]}}}, "boxes must be a list .* not a box: "),
+        ({"layout": {"a": {"global_shape": [4], "boxes": [0]}}}, "boxes must be a list .* not iterable"),
     ],
 )
 def test_wrong_options_are_errors_before_anything_is_written(options: Any, message: str, tmp_path: Path) -> None:

@@ -265,6 +265,12 @@ def test_errors_show_the_absolute_path(taker: str, checkpoint: Path) -> None:
         assert caught.value.path == str(meant)
 
 
-def test_a_layout_in_a_directory_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"a layout is a JSON file, and this is a directory \[/"):
-        merge_checkpoint("checkpoint", "out", layout="checkpoint")
+@pytest.mark.parametrize(("option", "what"), [("layout", "a layout"), ("convert", "a conversion")])
+def test_an_option_that_is_no_json_file_is_refused(option: str, what: str, checkpoint: Path) -> None:
+    Path("half.json").write_text('{"rules": [')
+    Path("folder.json").mkdir()
+    for path, problem in (("folder.json", "a directory"), ("half.json", "none: broken JSON: Expecting value")):
+        with pytest.raises(
+            sx.errors.InvalidArgumentError, match=f"{what} is a JSON file, and this is {problem}.* \\[/"
+        ):
+            merge_checkpoint("checkpoint", "out", **{option: path})
