@@ -11,7 +11,8 @@ common.pt names it. Flat buffers are read as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from statexchange.errors import (
@@ -27,6 +28,7 @@ from statexchange.formats import dcp
 from statexchange.formats.megatron_arguments import RunArguments, in_order, section_of_key, sections_from
 from statexchange.formats.source import SectionName, ShardFile, Source, UnreadableTensor
 from statexchange.formats.torch_file import TorchFile
+from statexchange.sharding.shards import Box
 from statexchange.storage.json_text import read_json
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import Store
@@ -37,7 +39,9 @@ CONFIG, COMMON = "metadata.json", "common.pt"
 _BACKEND = "sharded_backend"
 _MAX_CONFIG_BYTES = 1 << 16
 _SHARDING_TYPE = "param_state_sharding_type"
-_BY_PARAMETER = "fully_reshardable"
+_BY_PARAMETER, _FLAT = "fully_reshardable", "dp_reshardable"
+_BUCKET = re.compile(r"\.bucket_idx_[0-9]+\.[a-z_]+$")
+_ALIGNMENT = 64  # elements
 
 
 def matches(store: Store) -> bool:
@@ -100,6 +104,7 @@ def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
         # Without .metadata nothing is known of the tensors, the model's among them.
         sections=sections_from(_sections(files, unreadable, others)) if source.files else (),
         arguments={} if arguments is None else arguments.model,
+        padding=_padding(source) if _is_flat(others) else {},
     )
 
 
@@ -137,6 +142,43 @@ def _check_no_names_twice(source: Source, common: TorchFile) -> None:
         name = tensor.shard.name
         if name in common.shard_file.tensors:
             raise CorruptError(f"both {COMMON} and a .distcp file have this tensor", name=name, path=source.path)
+
+
+def _padding(source: Source) -> dict[str, frozenset[Box]]:
+    """Return the boxes of flat buffers between parameters, by name.
+
+    In a buffer each parameter begins at a multiple of `_ALIGNMENT` elements. Each rank has a box for each parameter, or
+    the part of one that it has, and one for each gap, which begins elsewhere and is smaller.
+    """
+    boxes: dict[str, list[tuple[Box, int]]] = {}  # with their ranks
+    for shard_file, tensor in source.shards():
+        if _BUCKET.search(tensor.shard.name) and len(tensor.shard.global_shape) == 1:
+            boxes.setdefault(tensor.shard.name, []).extend((box, shard_file.rank) for box in tensor.shard.boxes)
+    return {name: frozenset(_gaps(sorted(of_name, key=_first_offset))) for name, of_name in boxes.items()}
+
+
+def _first_offset(pair: tuple[Box, int]) -> int:
+    return pair[0].offsets[0]
+
+
+def _gaps(boxes: Sequence[tuple[Box, int]]) -> Iterator[Box]:
+    """Yield those of a buffer's boxes, in their order, that are gaps. A part of a parameter follows another rank's."""
+    was_gap = False
+    last_rank: int | None = None
+    for number, (box, rank) in enumerate(boxes):
+        (begin,), (size,) = box.offsets, box.shape
+        is_last_of_rank = number + 1 < len(boxes) and boxes[number + 1][1] != rank
+        can_be_gap = begin % _ALIGNMENT != 0 and size < _ALIGNMENT
+        ends_as_gap = (begin + size) % _ALIGNMENT == 0 or is_last_of_rank
+        was_gap = can_be_gap and ends_as_gap and (rank == last_rank or was_gap)
+        last_rank = rank
+        if was_gap:
+            yield box
+
+
+def _is_flat(others: Mapping[str, str]) -> bool:
+    """Whether the optimizer's state is in flat buffers whose boxes are parameters and gaps."""
+    return any(name.endswith(f".{_SHARDING_TYPE}") and others[name] == f"str {_FLAT!r}" for name in others)
 
 
 def _describe_flat_buffers(others: dict[str, str]) -> None:

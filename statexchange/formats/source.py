@@ -279,6 +279,7 @@ class Source:
             `strict` raises it.
         parts: the parts of a framework's directory.
         small_files: the directory with the model's config and tokenizer, where the format knows it.
+        padding: boxes, by tensor, that are no state but fill a buffer up: their bytes may be anything.
     """
 
     kind: FormatName
@@ -305,6 +306,7 @@ class Source:
     refusal: UnsupportedError | None = None
     parts: tuple[Part, ...] = ()
     small_files: Store | None = None
+    padding: Mapping[str, frozenset[Box]] = field(default_factory=dict)
 
     @property
     def unsupported(self) -> dict[str, UnsupportedError]:

@@ -180,6 +180,7 @@ class TensorChecks:
         self._checks = set(checks) & _applicable(dtype, self._last_name)
         self._nan, self._inf = _Special(), _Special()
         self._boxes: dict[Box, _StoredBox] = {}
+        self._left_out: set[Box] = set()
         self._value: bytes | None = None  # of the first element
         self._is_equal = True
         self._is_zero = True
@@ -189,6 +190,10 @@ class TensorChecks:
     def looks_for(self, check: Check) -> bool:
         """Whether this check is made."""
         return check in self._checks
+
+    def leave_out(self, box: Box) -> None:
+        """Count a box as one that has no state: its bytes may be anything."""
+        self._left_out.add(box)
 
     def begin(self, stored: ByteRange, box: Box, rank: int | None) -> bool:
         """Begin with a box; return False if it need not be read for these checks."""
@@ -243,7 +248,7 @@ class TensorChecks:
         if not self._boxes:
             return
         yield from self._specials()
-        if sum(box.numel for box in self._boxes) != full_box(self._shape).numel:
+        if sum(box.numel for box in (*self._boxes, *self._left_out)) != full_box(self._shape).numel:
             self._is_zero = self._is_equal = False  # a part was not read, which is another finding
         if self._is_zero:
             if "all-zero" in self._checks and not self._may_be_zero():

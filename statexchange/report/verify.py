@@ -197,6 +197,9 @@ class _Check:
         checks = self._tensor_checks.get(key)
         if checks is None:
             checks = self._tensor_checks[key] = TensorChecks(*key, self._checks)
+        if shard.boxes[index] in self._source.padding.get(shard.name, ()):
+            checks.leave_out(shard.boxes[index])
+            return None
         rank = self._source.files[number].rank if self._source.has_ranks else None
         begun = checks.begin(tensor.byte_ranges[index], shard.boxes[index], rank)
         return checks if begun else None

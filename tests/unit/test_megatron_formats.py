@@ -34,6 +34,8 @@ from statexchange.errors import (
 )
 from statexchange.formats.registry import open_source
 from statexchange.report.summary import summarize
+from statexchange.report.value_checks import CHECKS
+from statexchange.report.verify import verify
 from statexchange.sharding.megatron import division_of
 
 DATA = Path(__file__).parents[1] / "data" / "megatron"
@@ -134,6 +136,43 @@ def test_flat_buffers_of_an_optimizer_are_named_and_are_not_the_models(
     assert "optimizer" not in summarize(samples["pp2_tied"] / "torch_dist").others
     names = merged(samples["pp2_tied"] / "torch_dist", tmp_path / "optimizer", section="optimizer").keys()
     assert "optimizer.state.exp_avg.embedding.word_embeddings.weight" in names
+
+
+def boxes_of_bucket(run: Path, group: int, key: str) -> dict[tuple[int, int], tuple[str, int]]:
+    """Return file and offset of each box, by its first element and its size."""
+    found = {}
+    with open_source(run) as source:
+        for _, tensor in source.shards():
+            if f"dp_group_idx_{group}.gbuf" in tensor.shard.name and tensor.shard.name.endswith(f".{key}"):
+                for box, stored in zip(tensor.shard.boxes, tensor.byte_ranges, strict=True):
+                    found[box.offsets[0], box.shape[0]] = (stored.path, stored.begin)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("group", "box", "is_state"),
+    [
+        (0, (0, 8), True),
+        (0, (8, 56), False),
+        (0, (64, 48), True),
+        (0, (112, 16), False),
+        (0, (768, 64), True),
+        (3, (832, 8), True),
+        (3, (800, 32), False),
+    ],
+)
+def test_gaps_between_parameters_are_no_state_whose_values_are_checked(
+    torch_dist: Path, group: int, box: tuple[int, int], is_state: bool
+) -> None:
+    """Megatron writes memory there that nothing has set: some of the sample's is NaN."""
+    assert verify(torch_dist, checks=CHECKS).values == ()
+    path, begin = boxes_of_bucket(torch_dist, group, "exp_avg")[box]
+    with open(path, "r+b") as file:
+        file.seek(begin)
+        file.write(np.full(4, np.nan, "f4").tobytes())
+    report = verify(torch_dist, checks=CHECKS)
+    assert [finding.check for finding in report.values] == (["nan"] if is_state else [])
+    assert report.num_boxes == 303
 
 
 def test_an_iteration_opens_by_its_own_directory(samples: dict[str, Path]) -> None:
