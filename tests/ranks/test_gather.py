@@ -332,10 +332,10 @@ def test_an_impossible_workspace_is_an_error_with_its_path_on_every_rank(tmp_pat
         pass
 
 
-def dies_in_block(how: str) -> str:
+def dies_in_block(how: str, workspace: str | None) -> str:
     comm = sx.get_communicator()
     try:
-        with sx.gather_state({"w": torch.ones(1000)}):
+        with sx.gather_state({"w": torch.ones(1000)}, workspace=workspace):
             if comm.rank == 1:
                 if how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -348,10 +348,37 @@ def dies_in_block(how: str) -> str:
 @pytest.mark.parametrize("how", ["kill", "exit"])
 def test_a_rank_that_dies_in_the_block_is_named_by_the_others(how: str) -> None:
     with no_names_left():
-        outcomes = run_ranks(dies_in_block, 3, backend="gloo", args=(how,), allow_failure=True)
+        outcomes = run_ranks(dies_in_block, 3, backend="gloo", args=(how, None), allow_failure=True)
     assert outcomes[0].value is not None
     assert "rank 1" in outcomes[0].value
     assert "rank 1" in outcomes[2].value
+
+
+def test_the_file_of_a_rank_that_dies_in_the_block_is_removed(tmp_path: Path) -> None:
+    args = ("kill", str(tmp_path / "ws"))
+    outcomes = run_ranks(dies_in_block, 3, backend="gloo", args=args, allow_failure=True)
+    assert "rank 1" in outcomes[0].value
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def is_killed_as_root(workspace: str) -> None:
+    comm = sx.get_communicator()
+    with sx.gather_state({"w": torch.ones(1000)}, workspace=workspace):
+        comm.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def gathers_through(workspace: str) -> list[float]:
+    with sx.gather_state({"w": torch.ones(2)}, workspace=workspace) as states:
+        return [float(state["w"].sum()) for state in states]
+
+
+def test_files_of_a_job_whose_ranks_were_all_killed_are_removed_by_the_next(tmp_path: Path) -> None:
+    workspace = str(tmp_path / "ws")
+    run_ranks(is_killed_as_root, 2, backend="gloo", args=(workspace,), allow_failure=True)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert run_ranks(gathers_through, 2, backend="gloo", args=(workspace,))[0] == [2.0, 2.0]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def never_calls(timeout_s: float) -> list[int]:
