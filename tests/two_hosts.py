@@ -31,12 +31,15 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from warm_python import end_interpreter, imported_packages
 
 from statexchange.testing.worlds import _fork_server
 
@@ -355,6 +358,7 @@ def _serve(line: Connection, task: dict[str, Any]) -> None:
     """One rank."""
     global _line
     _line = line
+    packages = imported_packages()
     _enter_host(task)
     code = 0
     try:
@@ -367,17 +371,16 @@ def _serve(line: Connection, task: dict[str, Any]) -> None:
         sys.last_value = error
         traceback.print_exc()
         code = 1
-    _end(code, fully=task["fully"])
+    _end(code, packages if task["fully"] else None)
 
 
-def _end(code: int, *, fully: bool) -> None:
-    """End as an own Python process does:
+def _end(code: int, packages: dict[str, types.ModuleType] | None) -> NoReturn:
+    """End as an own Python process does: wait for threads, run exit functions, finalize the interpreter if asked to.
 
-    wait for threads, run exit functions. A child of the fork server does not by itself. With `fully` also finalize the
-    interpreter and torch, which takes seconds.
+    A child of the fork server does not by itself.
     """
-    if fully:
-        ctypes.pythonapi.Py_Exit(code)
+    if packages is not None:
+        end_interpreter(packages, code)
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stderr.flush()

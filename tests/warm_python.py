@@ -10,9 +10,10 @@ process and ends as it ends: with its exit code, or by its signal. If the client
 A process that a fork cannot become is a new interpreter after all: one with other options than -u, in other namespaces,
 cgroups or limits than the server's, or with another value of a variable that Python or a library reads at its start.
 
-What differs from a new interpreter: torch and statexchange have been imported; the launcher is not the parent; the
-process leads a session of its own; all processes have one hash seed. So tests of imports, of startup and of killed
-process groups use `sys.executable`, and so does at least one test of each launcher.
+What differs from a new interpreter: torch and statexchange have been imported, and torch stays as it is when the
+interpreter is finalized; the launcher is not the parent; the process leads a session of its own; all processes have one
+hash seed. So tests of imports, of startup and of killed process groups use `sys.executable`, and so does at least one
+test of each launcher.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import fcntl
 import gc
 import importlib
 import io
-import json
+import marshal
 import os
 import resource
 import runpy
@@ -64,9 +65,10 @@ _FREE_FILE = 500  # a server has no file descriptor from here on
 _START_S = 100
 _PR_SET_PDEATHSIG = 1
 
-# What the client does, without site-packages and with few imports.
+# What the client does, without site-packages and with few imports: those of json, signal and socket would take as long
+# as all else.
 _CLIENT = f"""
-import array, json, os, resource, signal, socket, sys
+import _signal as signal, _socket as socket, array, marshal, os, sys
 address, *words = sys.argv[1:]
 signals = {[int(number) for number in _PASSED_ON]}
 before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -85,7 +87,7 @@ files = sorted(filter(is_open, files))
 ignored = [number for number in signals if signal.getsignal(number) == signal.SIG_IGN]
 mask = os.umask(0)
 os.umask(mask)
-request = json.dumps([words, files, ignored, mask, os.getcwd(), dict(os.environ)]).encode()
+request = marshal.dumps([words, files, ignored, mask, os.getcwd(), dict(os.environ)])
 carried = array.array("i", files[:{_MOST_FILES}])
 line.sendmsg([len(request).to_bytes({_WORD_BYTES}, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, carried)])
 line.sendall(request)
@@ -109,6 +111,8 @@ for number in files:
 answer = line.recv({_WORD_BYTES}, socket.MSG_WAITALL)
 code = int.from_bytes(answer, "big", signed=True) if answer else -signal.SIGKILL
 if code < 0:
+    import resource
+
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if code != -signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
@@ -162,6 +166,7 @@ class _Server:
         self._variables = _variables(os.environ)
         inherited = _python_path(os.environ)
         self._path = [entry for entry in sys.path[1:] if entry not in inherited]
+        self._packages = imported_packages()
         self._folder = folder
         self._lifelines = 0
         self._selector = selectors.DefaultSelector()
@@ -193,12 +198,12 @@ class _Server:
         for _, _, carried in ancillary:
             received.frombytes(carried)
         with line.makefile("rb") as file:
-            request = _Request(*json.loads(file.read(int.from_bytes(head, "big"))))
+            request = _Request(*marshal.loads(file.read(int.from_bytes(head, "big"))))
         pid = 0
         if self._can_become(request, received, line):
             pid = os.fork()
             if pid == 0:
-                _become(request, received, self._path)
+                _become(request, received, self._path, self._packages)
             self._watch(pid, line)
         for number in received:
             os.close(number)
@@ -271,7 +276,9 @@ def _python_path(environ: Any) -> list[str]:
     return [os.path.abspath(entry) for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 
-def _become(request: _Request, received: Sequence[int], path: list[str]) -> NoReturn:
+def _become(
+    request: _Request, received: Sequence[int], path: list[str], packages: dict[str, types.ModuleType]
+) -> NoReturn:
     """Run what the client was asked to run, in this process, which the server has just forked."""
     code = 1
     try:
@@ -292,11 +299,33 @@ def _become(request: _Request, received: Sequence[int], path: list[str]) -> NoRe
         code = _exit_code(_main(request, path))
     except BaseException:  # noqa: BLE001 (the server's loop must not go on in this process)
         traceback.print_exc()
+    threading._shutdown()
+    atexit._run_exitfuncs()
     if code < 0:
-        threading._shutdown()
-        atexit._run_exitfuncs()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
+    end_interpreter(packages, code)
+
+
+def imported_packages() -> dict[str, types.ModuleType]:
+    """Return all modules that are imported, without those of Python itself and of statexchange."""
+    own = {*sys.stdlib_module_names, "__main__", "statexchange"}
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] not in own}
+
+
+def end_interpreter(packages: dict[str, types.ModuleType], code: int) -> NoReturn:
+    """Finalize the interpreter and exit, but leave `packages`, which were imported before the fork, as they are.
+
+    Neither these modules nor the C++ registries of torch are cleared, which would take a quarter of a second.
+    """
+    for name, module in packages.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(packages))
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # called before the destructors, which were registered earlier
     ctypes.pythonapi.Py_Exit(code)
     raise AssertionError("Py_Exit has returned")
 

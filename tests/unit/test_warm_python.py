@@ -21,6 +21,12 @@ import atexit, threading, time
 atexit.register(print, "at exit")
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
 """
+FINALIZED = """
+class A:
+    def __del__(self): print("gone")
+a = A()
+a.itself = a
+"""
 PICKLED = "import pickle\nclass A: pass\nprint(pickle.loads(pickle.dumps(A)) is A)"
 FILES = (
     "import os; print(os.read(int(os.environ['PIPE']), 4)); os.fstat(0); print(sorted(os.listdir('/proc/self/fd'))[:4])"
@@ -47,6 +53,8 @@ def both(*words: str | Path, folder: Path, **options: object) -> tuple[subproces
         ("script.py", "a b"),
         ("absent.py",),
         ("-c", AT_END),
+        ("-c", FINALIZED),
+        ("-c", "import ctypes; ctypes.CDLL(None).printf(b'kept by C')"),
         ("-c", PICKLED),
         ("-c", "import sys; print(sys.stdin.read(), end=''); sys.exit(3)"),
         ("-c", "import sys; sys.exit('bye')"),
