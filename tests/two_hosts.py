@@ -39,7 +39,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from warm_python import end_interpreter, imported_packages
+from warm_python import end_interpreter, imported_packages, skip_destructors
 
 from statexchange.testing.worlds import _fork_server
 
@@ -358,6 +358,7 @@ def _serve(line: Connection, task: dict[str, Any]) -> None:
     """One rank."""
     global _line
     _line = line
+    skip_destructors()
     packages = imported_packages()
     _enter_host(task)
     code = 0

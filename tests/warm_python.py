@@ -282,6 +282,7 @@ def _become(
     """Run what the client was asked to run, in this process, which the server has just forked."""
     code = 1
     try:
+        skip_destructors()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         _place(request.files, received)
@@ -309,6 +310,15 @@ def _become(
     end_interpreter(packages, code)
 
 
+def skip_destructors() -> None:
+    """Let exit() call the C functions that are registered from now on, and not those of before the fork.
+
+    These clear torch's registries of operators. That takes a quarter of a second, with the modules of torch in Python.
+    """
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # exit() calls the last one first
+
+
 def imported_packages() -> dict[str, types.ModuleType]:
     """Return all modules that are imported, without those of Python itself and of statexchange."""
     own = {*sys.stdlib_module_names, "__main__", "statexchange"}
@@ -316,16 +326,11 @@ def imported_packages() -> dict[str, types.ModuleType]:
 
 
 def end_interpreter(packages: dict[str, types.ModuleType], code: int) -> NoReturn:
-    """Finalize the interpreter and exit, but leave `packages`, which were imported before the fork, as they are.
-
-    Neither these modules nor the C++ registries of torch are cleared, which would take a quarter of a second.
-    """
+    """Finalize the interpreter and exit, but do not clear `packages`, which were imported before the fork."""
     for name, module in packages.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(packages))
-    libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)  # called before the destructors, which were registered earlier
     ctypes.pythonapi.Py_Exit(code)
     raise AssertionError("Py_Exit has returned")
 

@@ -27,6 +27,13 @@ class A:
 a = A()
 a.itself = a
 """
+CALLED_BY_C = """
+import ctypes, sys
+libc = ctypes.CDLL(None)
+libc.strdup.restype = ctypes.c_void_p
+libc.on_exit(libc.dprintf, ctypes.c_void_p(libc.strdup(b"called by exit(1)")))
+sys.exit(1)
+"""
 PICKLED = "import pickle\nclass A: pass\nprint(pickle.loads(pickle.dumps(A)) is A)"
 FILES = (
     "import os; print(os.read(int(os.environ['PIPE']), 4)); os.fstat(0); print(sorted(os.listdir('/proc/self/fd'))[:4])"
@@ -55,6 +62,7 @@ def both(*words: str | Path, folder: Path, **options: object) -> tuple[subproces
         ("-c", AT_END),
         ("-c", FINALIZED),
         ("-c", "import ctypes; ctypes.CDLL(None).printf(b'kept by C')"),
+        ("-c", CALLED_BY_C),
         ("-c", PICKLED),
         ("-c", "import sys; print(sys.stdin.read(), end=''); sys.exit(3)"),
         ("-c", "import sys; sys.exit('bye')"),
