@@ -161,7 +161,7 @@ def _fields(summary: Summary) -> list[tuple[str, str]]:
         ("kind", summary.kind),
         ("path", summary.path),
         ("tensors", f"{summary.num_tensors:,}"),
-        ("parameters", f"{summary.num_parameters:,}"),
+        ("parameters", f"{summary.num_parameters:,}{_of_section(summary)}"),
         ("bytes", _exact(summary.nbytes)),
         ("dtypes", dtypes or "none"),
     ]
@@ -192,6 +192,14 @@ def _fields(summary: Summary) -> list[tuple[str, str]]:
         verb = "tensor is" if summary.num_unreadable == 1 else "tensors are"
         fields.append(("unreadable", f"{summary.num_unreadable:,} {verb} listed but cannot be read"))
     return fields
+
+
+def _of_section(summary: Summary) -> str:
+    """Return whose parameters are counted, if the checkpoint has other tensors than the model's."""
+    others = [name for name, section in summary.sections.items() if name != "model" and section.num_tensors]
+    if not others:
+        return ""
+    return " in the section model" if "model" in summary.sections else ", as no section is the model"
 
 
 def _parts(parts: Sequence[Part]) -> list[tuple[str, str]]:

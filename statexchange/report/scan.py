@@ -28,7 +28,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats.registry import UNFINISHED_DOWNLOAD, Probe, probe
-from statexchange.report.summary import model_of, tensor_rows
+from statexchange.report.summary import count_parameters, model_of, tensor_rows
 from statexchange.storage.files import hidden_target
 from statexchange.storage.local import local_path
 from statexchange.storage.steps import step_of
@@ -61,7 +61,7 @@ class ScanRow:
         model: the model's class or type, by its config.json.
         step: the training step, of a save or by the directory's name.
         num_tensors: number of tensors.
-        num_parameters: number of elements of all tensors.
+        num_parameters: number of elements of the model's tensors, where it is known which these are; else of all.
         nbytes: bytes of its files.
         modified: when the directory was last changed, in seconds since the epoch; None for a URL.
         verdict: in a few words whether it is whole.
@@ -178,7 +178,7 @@ def _row(folder: str, found: Probe) -> ScanRow | None:
         model=model_of(source),
         step=_step_of(folder, found),
         num_tensors=len(rows),
-        num_parameters=sum(row.num_parameters for row in rows),
+        num_parameters=count_parameters(source, rows),
         nbytes=_size_of_files(folder, source, found) if problems else source.nbytes,
         modified=_modified(folder),
         verdict=verdict,

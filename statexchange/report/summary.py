@@ -17,7 +17,16 @@ from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.json_text import parse_json
 from statexchange.tensors import ITEMSIZE, element_shape
 
-__all__ = ["SectionSummary", "Summary", "TensorRow", "known_bytes", "model_of", "summarize", "tensor_rows"]
+__all__ = [
+    "SectionSummary",
+    "Summary",
+    "TensorRow",
+    "count_parameters",
+    "known_bytes",
+    "model_of",
+    "summarize",
+    "tensor_rows",
+]
 
 _MAX_MODEL, _MAX_CONFIG_BYTES = 60, 4 << 20
 
@@ -38,7 +47,8 @@ class Summary:
         kind: the format.
         path: the path.
         num_tensors: number of tensors, unreadable ones included.
-        num_parameters: number of elements of all tensors with known shapes.
+        num_parameters: number of elements of the model's tensors, where `sections` show which these are; else of all
+            tensors with known shapes.
         nbytes: bytes of all tensors, each counted once.
         dtypes: number of tensors by dtype.
         num_files: number of files.
@@ -152,7 +162,7 @@ def _summary(path: str, source: Source, tree_depth: int | None) -> Summary:
         kind=source.kind,
         path=path,
         num_tensors=len(rows),
-        num_parameters=sum(row.num_parameters for row in rows),
+        num_parameters=count_parameters(source, rows),
         nbytes=known_bytes(rows),
         dtypes=dict(sorted(dtypes.items())),
         num_files=len(source.files),
@@ -175,6 +185,16 @@ def _summary(path: str, source: Source, tree_depth: int | None) -> Summary:
         notes=_notes(source),
         tree=None if tree_depth is None else module_tree(rows, tree_depth),
     )
+
+
+def count_parameters(source: Source, rows: Iterable[TensorRow]) -> int:
+    """Return the number of elements of the model's tensors; of all tensors if it is not known which are the model's.
+
+    Not collective. Optimizers and random states have none.
+    """
+    sections = sections_of(source)
+    model = {name for section in sections if section.name == "model" for name in section.names}
+    return sum(row.num_parameters for row in rows if not sections or row.name in model)
 
 
 def _notes(source: Source) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.cli.main import main
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError
 from statexchange.formats.registry import open_source
+from statexchange.report.scan import scan
 from statexchange.report.summary import summarize
 
 
@@ -160,3 +161,18 @@ def test_the_command_line_shows_and_takes_sections(tmp_path: Path, capsys: pytes
     assert record["model"] == {"num_tensors": 1, "nbytes": 4}
     run("merge", state, str(tmp_path / "out"), "--section", "optimizer")
     assert load_file(tmp_path / "out/model.safetensors").keys() == {"state.0.exp_avg"}
+
+
+def test_parameters_are_those_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"w": torch.ones(3, 5), "b": torch.ones(3)}
+    (tmp_path / "job").mkdir()
+    torch.save({"model": model, "optimizer": MOMENTS, "step": 7}, tmp_path / "job" / "state.pt")
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(MOMENTS, tmp_path / "moments.pt")
+    counts = {"job": "18 in the section model", "model.pt": "18", "moments.pt": "0, as no section is the model"}
+    for name, text in counts.items():
+        with pytest.raises(SystemExit):
+            main(["info", str(tmp_path / name)])
+        assert f"\nparameters  {text}\n" in capsys.readouterr().out
+        assert summarize(tmp_path / name).num_parameters == int(text.partition(" ")[0].rstrip(","))
+    assert [row.num_parameters for row in scan(tmp_path / "job")] == [18]
