@@ -16,12 +16,21 @@ import statexchange as sx
 from statexchange.errors import StorageError
 from statexchange.report.verify import verify
 from statexchange.storage import mounts
+from statexchange.storage.workspace import Workspace
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     sx.export_checkpoint({"w": np.ones(3)}, tmp_path / "out")
     return tmp_path / "out"
+
+
+def mount(path: Path, kind: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let mountinfo list `path` as a mount of this kind, which no file system was asked about yet."""
+    root = "1 0 0:1 / / rw - ext4 /dev/vda rw\n"
+    here = f"36 1 0:40 / {path} rw,relatime shared:1 - {kind} server:/export {options}\n"
+    monkeypatch.setattr(mounts, "_mounts", lambda: mounts._parsed((root + here).encode()))
+    monkeypatch.setattr(mounts, "_looked_at", set())
 
 
 @pytest.mark.parametrize(
@@ -43,10 +52,7 @@ def test_options_that_break_promises_are_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """H5."""
-    root = "1 0 0:1 / / rw - ext4 /dev/vda rw\n"
-    here = f"36 1 0:40 / {checkpoint.parent} rw,relatime shared:1 - {kind} server:/export {options}\n"
-    monkeypatch.setattr(mounts, "_mounts", lambda: mounts._parsed((root + here).encode()))
-    monkeypatch.setattr(mounts, "_looked_at", set())
+    mount(checkpoint.parent, kind, options, monkeypatch)
     with caplog.at_level(logging.WARNING, "statexchange"):
         for number in range(3):
             sx.open_checkpoint(checkpoint).close()
@@ -54,6 +60,25 @@ def test_options_that_break_promises_are_named_once(
     texts = [record.getMessage() for record in caplog.records]
     assert [text.partition(": mounted with ")[0] for text in texts] == [str(checkpoint.parent)] * len(named)
     assert [text.partition(": mounted with ")[2].split()[0].rstrip(":") for text in texts] == named
+
+
+def test_a_writer_changes_its_directories_once_more_after_a_tick_of_the_servers_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H2: of two changes within one tick a client that listed between them would never see the second."""
+    mount(tmp_path, "nfs", "rw,vers=3", monkeypatch)
+    tick_ns = 20_000_000
+    workspace = Workspace(tmp_path / "ws")
+    receipt = workspace.write([], run="job", round=1, rank=0, world_size=1)
+    file = tmp_path / "ws" / receipt.relative
+    for directory in (file.parent, file.parent.parent):
+        assert directory.stat().st_mtime_ns - file.stat().st_ctime_ns > tick_ns
+    workspace.commit([receipt], keep=2)
+    manifest = file.with_name("manifest.json")
+    assert file.parent.stat().st_mtime_ns - manifest.stat().st_ctime_ns > tick_ns
+    for value in (1, 2):
+        sx.export_checkpoint({"w": np.full(3, value)}, tmp_path / "out", overwrite=True)
+        assert tmp_path.stat().st_mtime_ns - (tmp_path / "out").stat().st_ctime_ns > tick_ns
 
 
 READERS = {

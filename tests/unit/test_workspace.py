@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -680,3 +681,42 @@ def test_a_read_only_directory_is_a_storage_error(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == ["StorageError", 30, str(tmp_path / "ws")], done.stderr
     with pytest.raises(StorageError):
         Workspace("/proc/ws").write([], run="a", round=1, rank=0, world_size=1)
+
+
+SQUASHED = """
+import ctypes, os, sys
+from pathlib import Path
+from statexchange.errors import UnsafeError
+from statexchange.storage.workspace import Workspace
+
+def commit(path):
+    workspace = Workspace(path)
+    receipt = workspace.write([], run="job", round=1, rank=0, world_size=1)
+    workspace.commit([receipt], keep=2)
+    return workspace.manifest("job", 1).receipts[0] == receipt
+
+path = sys.argv[1]
+assert commit(path + "/warm")  # imports all that may not be readable afterwards
+os.mkdir(path + "/planted")
+os.mkdir(path + "/planted/job", 0o755)
+os.chmod(path + "/planted", 0o777)
+os.chown(path + "/planted/job", 4711, 4711)
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 12345, 65534)
+assert ctypes.CDLL(None).setfsuid(65534) == 12345
+assert commit(path + "/ws")
+print(os.geteuid(), os.stat(path + "/ws/job").st_uid)
+try:
+    commit(path + "/planted")
+except UnsafeError as error:
+    print(error.message)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may take another user for files")
+def test_files_that_a_server_maps_to_another_user_are_ours_and_a_planted_directory_is_not() -> None:
+    """C8: over NFS with all_squash, files that this user makes belong to another one."""
+    with tempfile.TemporaryDirectory() as open_to_all:  # pytest's directories are closed to other users
+        os.chmod(open_to_all, 0o777)
+        done = subprocess.run([sys.executable, "-c", SQUASHED, open_to_all], capture_output=True, text=True)
+    assert done.stdout == "12345 65534\nrefused: this directory belongs to another user\n", done.stderr
