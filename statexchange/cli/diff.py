@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from typing import TYPE_CHECKING
 
 import click
@@ -94,7 +95,8 @@ def command(
             tolerance=tolerance,
             on_progress=progress,
         )
-    for note in report.notes:
+    notes = [*report.notes, *_note_on_names(report)]
+    for note in notes:
         output.message(f"note: {note}")
     if stat:
         _show_bars(output, report)
@@ -109,9 +111,22 @@ def command(
         "num_tensors": len(report.tensors),
         "num_differing": len(report.differing),
         "nbytes": report.nbytes,
-        "notes": list(report.notes),
+        "notes": notes,
     }
     return output.finish("OK" if report.equal else "FINDINGS", data, rows=("tensors", rows))
+
+
+def _note_on_names(report: DiffReport) -> list[str]:
+    """Return the option that would give more tensors of A the names of tensors of B, if there is one."""
+    from statexchange.report.rename_hint import suggest_rename
+
+    names_a = [tensor.name for tensor in report.tensors if tensor.status != "only in b"]
+    found = suggest_rename(names_a, (tensor.name for tensor in report.tensors if tensor.status != "only in a"))
+    if found is None:
+        return []
+    pattern, replacement, count = found
+    option = shlex.quote(f"{pattern}={replacement}")
+    return [f"with --rename {option} {count:,} of {len(names_a):,} tensors of A have names that B has"]
 
 
 def _cells(tensor: TensorDiff) -> tuple[str, ...]:

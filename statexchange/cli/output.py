@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -164,6 +165,11 @@ class Output:
         if not self.quiet:
             self._write(sys.stderr, _printable_lines(text))
 
+    def log(self, text: str) -> None:
+        """Write a message to stderr if that is a log: not a pipe, whose reader expects messages that matter."""
+        if not _is_pipe(sys.stderr):
+            self.message(text)
+
     def warning(self, text: str) -> None:
         """Write a warning to stderr, or keep it for the JSON output."""
         self._warnings.append(text)
@@ -304,6 +310,15 @@ class Output:
         os.close(nowhere)
         if stream is sys.stdout and not isinstance(error, BrokenPipeError):
             self._lost = error
+
+
+def _is_pipe(stream: TextIO) -> bool:
+    """Whether a program reads what is written to a stream."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except OSError:  # it was closed, or is no file
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def _printable_lines(text: str) -> str:

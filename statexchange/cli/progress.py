@@ -1,4 +1,4 @@
-"""Show the progress of a long command: a live line on a terminal, a line every 30 s in a log."""
+"""Show the progress of a long command: a live line on a terminal, a line each 30 s in a log file, none in a pipe."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LiveLine:
         self._shown = self._output.live(line)
         if not self._shown and now >= self._next_line:
             self._next_line = now + _LOG_S
-            self._output.message(line)
+            self._output.log(line)
 
     def clear(self) -> None:
         """Clear the line, before other text is written."""

@@ -775,14 +775,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_progress_in_a_log_is_a_line_each_half_minute(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(Output(), "merge") as progress:
+def test_progress_in_a_log_is_a_line_each_half_minute(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "log").open("w") as log, Progress(Output(), "merge") as progress:
+        monkeypatch.setattr(sys, "stderr", log)
         for second in range(65):
             clock.now = 100.0 + second
             progress(second * 10**6, 100 * 10**6)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.splitlines() == [
+    assert (tmp_path / "log").read_text().splitlines() == [
         "merge  30.0 MB of 100 MB (30%)  1.00 MB/s  1 min 10 s left",
         "merge  60.0 MB of 100 MB (60%)  1.00 MB/s  40 s left",
     ]

@@ -73,6 +73,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sx.export_checkpoint({**state, "norm.weight": np.ones(3, np.float32)}, root / "whole")
     sx.export_checkpoint({"other.weight": np.ones(2, np.float32)}, root / "other")
     sx.export_checkpoint(state, root / "flipped")
+    (root / "bare").mkdir()
+    shutil.copy(root / "whole/model.safetensors", root / "bare")
+    saves = sx.Checkpoints(root / "saves", keep=None)
+    for step in (1, 2):
+        saves.save({"w": np.ones(3, np.float32)}, step)
     file = root / "flipped" / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -128,10 +133,10 @@ def test_a_directory_of_checkpoints_is_answered_with_their_number(
 ) -> None:
     more = {"merge": [tmp_path / "out"], "diff": [made / "whole"]}.get(command, [])
     code, _, err = call(command, made, *more)
-    hint = f"hint: this directory holds 3 checkpoints: statexchange scan {made} lists them; or name them"
+    hint = f"hint: this directory holds 6 checkpoints: statexchange scan {made} lists them; or name them"
     assert (code, err.splitlines()[-1]) == (3, hint)
     _, command, *arguments = shlex.split(hint.partition(": ")[2].partition(": ")[2].partition(" lists")[0])
-    assert len(call(command, *arguments)[1].splitlines()) == 1 + 3
+    assert len(call(command, *arguments)[1].splitlines()) == 1 + 6
     (tmp_path / "none").mkdir()
     assert "hint" not in call(command, tmp_path / "none", *more)[2]
 
@@ -192,11 +197,24 @@ def test_data_and_messages_of_several_paths_are_in_order_in_one_file(made: Path)
 COMMANDS = [
     ["info", "whole"],
     ["ls", "whole"],
+    ["show", "whole", "norm.weight"],
     ["scan", "."],
     ["diff", "whole", "other"],
     ["verify", "whole"],
     ["merge", "whole", "out", "--dry-run"],
+    ["seal", "bare", "--dry-run"],
+    ["prune", "saves", "--keep", "1", "--dry-run"],
+    pytest.param(["demo", "--ranks", "1", "--steps", "2"], marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
 ]
+
+
+def arguments_of(command: Any) -> list[str]:
+    """The arguments of an entry of `COMMANDS`."""
+    return command if isinstance(command, list) else command.values[0]
+
+
+def test_the_habits_are_those_of_every_command() -> None:
+    assert [arguments_of(command)[0] for command in COMMANDS] == commands()
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
@@ -232,7 +250,7 @@ def test_verbose_logs_with_times_on_stderr(
     for arguments in ([*command, "-v"], ["--verbose", *command]):
         verbose_code, verbose_out, verbose_err = call(*arguments)
         logged = [line for line in verbose_err.splitlines() if " DEBUG statexchange." in line]
-        assert any("model.safetensors" in line for line in logged)
+        assert any(".safetensors" in line for line in logged)
         assert all(re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", line) for line in logged)
         assert (verbose_code, len(verbose_out.splitlines())) == (code, len(out.splitlines()))
         assert " DEBUG " not in verbose_out
@@ -577,17 +595,26 @@ def test_an_interrupt_is_not_lost_where_python_drops_exceptions() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "went on\n", "error: interrupted\n")
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_closed_streams_are_survived(made: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_streams_are_survived(
+    made: Path, command: list[str], form: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(made)
-    line = shlex.join([sys.executable, "-m", "statexchange", *command])
+    line = shlex.join([sys.executable, "-m", "statexchange", *command, *form])
 
     def bash(script: str) -> str:
         run = ["bash", "-c", script]
-        return subprocess.run(run, capture_output=True, text=True, env=environment(), timeout=60).stdout
+        done = subprocess.run(run, capture_output=True, text=True, env=environment(), timeout=250)
+        assert "Traceback" not in done.stdout + done.stderr
+        return done.stdout
 
     code = bash(f"{line} >/dev/null 2>&1; echo $?")
+    assert code in ("0\n", "1\n")
     assert bash(f"{line} 2>&- >/dev/null; echo $?") == code
-    lost = bash(f"{line} 2>&1 >&-; echo $?")
-    assert (lost.splitlines()[-1], "Traceback" in lost) == ("8", False), lost
-    assert bash(f"{line} 2>/dev/null | head -c 0; echo ${{PIPESTATUS[0]}}") == code
+    for stdout in (">&-", "> /dev/full"):
+        assert bash(f"{line} 2>&1 {stdout}; echo $?").splitlines()[-1] == "8"
+    assert bash(f"{line} >&- 2>&-; echo $?") == "8\n"
+    for reader in ("head -c 0", "head -1"):
+        assert bash(f"{line} 2>/dev/null | {reader} >/dev/null; echo ${{PIPESTATUS[0]}}") == code
+        assert bash(f"{line} 2>&1 | {reader} >/dev/null; echo ${{PIPESTATUS[0]}}") == code

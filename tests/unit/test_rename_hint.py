@@ -1,0 +1,77 @@
+"""diff names the --rename that would match names of another prefix; it is tried here by running it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import statexchange as sx
+from statexchange.cli.main import main
+from statexchange.report.rename_hint import suggest_rename
+
+PARTS = [f"layers.{n}.{part}.weight" for n in range(12) for part in ("q", "k", "norm")]
+PREFIXES = [
+    ("", "model."),
+    ("model.", ""),
+    ("model.", "transformer.h."),
+    ("_orig_mod.", ""),
+    ("module.model.", "model."),
+    ("a b$(x)'.", 'q"\\.'),
+    ("x=y.", ""),
+]
+
+
+def write(path: Path, prefix: str, names: list[str], more: list[str]) -> None:
+    sx.export_checkpoint(
+        {**{prefix + name: np.ones(2, np.float32) for name in names}, **dict.fromkeys(more, np.ones(1))}, path
+    )
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[Any, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["diff", *map(str, arguments)])
+    return ended.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("a", "b"), PREFIXES)
+def test_the_rename_that_is_named_matches_all(
+    a: str, b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "a", a, PARTS, [])
+    write(tmp_path / "b", b, PARTS, [])
+    code, err = run(capsys, tmp_path / "a", tmp_path / "b")
+    match = re.search(r"with (--rename .*) 36 of 36 tensors of A have names that B has", err)
+    assert (code, match is not None) == (1, True), err
+    assert match is not None
+    assert run(capsys, tmp_path / "a", tmp_path / "b", *shlex.split(match[1])) == (0, "")
+    with pytest.raises(SystemExit):
+        main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--json"])
+    assert json.loads(capsys.readouterr().out)["data"]["notes"][-1] in err
+
+
+def test_names_that_match_already_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a", "model.", PARTS, ["head.weight"])
+    write(tmp_path / "b", "", PARTS[:20], ["head.weight"])
+    _, err = run(capsys, tmp_path / "a", tmp_path / "b")
+    assert "with --rename '^model\\.=' 21 of 37 tensors" in err
+
+
+def test_without_a_better_prefix_there_is_no_hint() -> None:
+    assert suggest_rename(PARTS, PARTS) is None
+    assert suggest_rename(["a.w", "b.w"], ["x.v", "y.v"]) is None
+    assert suggest_rename([], ["x"]) is None
+    assert suggest_rename(["model.w", "w"], ["w"]) is None, "two tensors would have one name"
+    assert suggest_rename(["w", "model.v"], ["w"]) is None
+    assert suggest_rename(["a.w"], ["x=y.w"]) is None, "the option could not be parsed"
+
+
+def test_many_long_names_cost_little() -> None:
+    names = [f"layers.{n}.{'x' * 200}.weight" for n in range(20_000)]
+    found = suggest_rename((f"model.{name}" for name in names), names)
+    assert found == ("^model\\.", "", 20_000)
