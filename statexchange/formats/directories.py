@@ -143,7 +143,7 @@ _FRAMEWORKS = (
                 ),
             ),
             ("optimizer", (_stored(rf"(?P<of>optim){_WORLD}", "torch_file"),)),
-            ("other", (_stored(r"extra_state_world_size_[0-9]+_rank_[0-9]+\.pt", "torch_file"),)),
+            ("other", (_stored(rf"extra_state{_WORLD}", "torch_file"),)),
         ),
         _VERL_FILES,
     ),

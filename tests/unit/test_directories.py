@@ -40,8 +40,8 @@ SAMPLES = [
     Sample("trainer/sharded/checkpoint-2", "trainer", {"model": 4, "optimizer": 4, "rng": 2}, "rng_state_1.pth"),
     Sample("accelerate/full/state", "accelerate", {"model": 4, "optimizer": 12, "rng": 1}, "random_states_0.pkl"),
     Sample("accelerate/sharded/state", "accelerate", {"model": 4, "optimizer": 12, "rng": 2}, "random_states_1.pkl"),
-    Sample("verl/fsdp2/run", "verl", {"model": 12, "optimizer": 12, "other": 1}, "extra_state_world_size_2_rank_0.pt"),
-    Sample("verl/lora/run", "verl", {"model": 14, "optimizer": 2, "other": 1}, "extra_state_world_size_2_rank_0.pt"),
+    Sample("verl/fsdp2/run", "verl", {"model": 12, "optimizer": 12, "other": 2}, "extra_state_world_size_2_rank_0.pt"),
+    Sample("verl/lora/run", "verl", {"model": 14, "optimizer": 2, "other": 2}, "extra_state_world_size_2_rank_0.pt"),
     Sample("lightning/sharded/last.ckpt", "lightning", {"model": 5, "optimizer": 4}, "meta.pt"),
     Sample("lightning/fsdp1/last.ckpt", "lightning", {"model": 5, "optimizer": 4}, "meta.pt"),
     Sample("torch_checkpointing/state", "torch_checkpointing", {"model": 3}, "config_1.pt"),
@@ -369,6 +369,25 @@ def test_a_missing_rank_of_verl_is_named(tmp_path: Path, capsys: pytest.CaptureF
     )
     assert (code, f"the file of this rank is missing [rank 1, {file}]" in err) == (5, True)
     assert run(capsys, "info", path)[0] == 5
+
+
+def test_a_missing_extra_state_of_verl_is_a_finding_and_stops_no_merge_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its scheduler and random state a rank cannot resume."""
+    path = copied("verl/fsdp2/run", tmp_path)
+    file = path / "global_step_1/actor/extra_state_world_size_2_rank_1.pt"
+    assert run(capsys, "verify", path)[0] == 0
+    file.unlink()
+    for command in ("info", "verify"):
+        code, out, err = run(capsys, command, path)
+        assert (code, f"the file of this rank is missing [rank 1, {file}]" in out + err) == (5, True), out
+    code, out, _ = run(capsys, "scan", path)
+    assert (code, "MISSING" in out, file.name in out) == (1, True, True), out
+    assert run(capsys, "merge", path, tmp_path / "out")[0] == 0
+    for rank in (0, 1):  # a job may save none at all
+        (file.parent / f"extra_state_world_size_2_rank_{rank}.pt").unlink(missing_ok=True)
+    assert run(capsys, "verify", path)[0] == 0
 
 
 def test_verl_files_of_two_world_sizes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
