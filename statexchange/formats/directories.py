@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Literal
 
-from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, StateExchangeError
+from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, ReplacedError, StateExchangeError
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import (
     FormatName,
@@ -89,6 +89,8 @@ def _stored(pattern: str, reader: _Reader, *keys: str, is_directory: bool = Fals
     return _Stored(re.compile(pattern), reader, keys, is_directory)
 
 
+_TRAINER_STATE, _MAX_STATE_BYTES = "trainer_state.json", 64 << 10
+_GLOBAL_STEP = re.compile(rb'"global_step"\s*:\s*([0-9]{1,18})(?![0-9.eE])')
 _INDEX = r"(-[0-9]{5}-of-[0-9]{5})?"
 _SAFETENSORS = _stored(rf"(?P<of>(adapter_)?model(_[0-9]+)?){_INDEX}\.safetensors(\.index\.json)?", "huggingface")
 # accelerate writes FSDP's states: sharded as DCP, full as one file, local as one file a rank.
@@ -109,7 +111,7 @@ _VERL_FILES = "huggingface"
 _FRAMEWORKS = (
     _Framework(
         "trainer",
-        (re.compile(r"trainer_state\.json"),),
+        (re.compile(re.escape(_TRAINER_STATE)),),
         (
             ("model", _ACCELERATE_MODEL),
             ("optimizer", _ACCELERATE_OPTIMIZER),
@@ -311,6 +313,7 @@ class _Directory:
             problems=tuple(problems),
             notes=self._notes(),
             parts=tuple(parts),
+            step=self._step(),
         )
 
     def read_section(self, section: str, *, strict: bool) -> Source:
@@ -355,6 +358,7 @@ class _Directory:
             notes=notes,
             sections=(),
             small_files=self._small_files(),
+            step=self._step(),
         )
 
     def _selected(
@@ -443,6 +447,24 @@ class _Directory:
         begin, end = match.span("rank")
         path = self._store.path_of(f"{match.string[:begin]}{missing}{match.string[end:]}")
         return [IncompleteError("the file of this rank is missing", rank=missing, path=path)]
+
+    def _step(self) -> int | None:
+        """Return the training step that Trainer's state has; None without one, or if it cannot be read.
+
+        The keys are sorted, so it comes before the history, which may be long.
+        """
+        if self._framework.kind != "trainer":
+            return None
+        try:
+            file = self._store.open(_TRAINER_STATE)
+            start = bytearray(min(_MAX_STATE_BYTES, file.size))
+            file.read_into(memoryview(start), 0)
+        except ReplacedError:
+            raise
+        except StateExchangeError:
+            return None
+        match = _GLOBAL_STEP.search(start)
+        return None if match is None else int(match[1])
 
     def _small_files(self) -> Store | None:
         name = self._framework.small_files

@@ -259,7 +259,7 @@ class Source:
         files: the files with their tensors.
         run: the run of a workspace, or the run of the job that made a save.
         round: the round of a workspace.
-        step: the training step of a save, or the iteration of a Megatron checkpoint.
+        step: the training step of a save or of Trainer's directory, or the iteration of a Megatron checkpoint.
         created: the time of a save, in seconds since the epoch.
         metrics: numbers that a job gave with a save.
         world_size: number of ranks, where the format has it.

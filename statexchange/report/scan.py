@@ -59,7 +59,7 @@ class ScanRow:
         path: its directory.
         kind: the format; None if it is unfinished.
         model: the model's class or type, by its config.json.
-        step: the training step, of a save or by the directory's name.
+        step: the training step, of a save, by Trainer's state or by the directory's name.
         num_tensors: number of tensors.
         num_parameters: number of elements of the model's tensors, where it is known which these are; else of all.
         nbytes: bytes of its files.

@@ -55,7 +55,7 @@ class Summary:
         file_nbytes: bytes of all files.
         run: run of a workspace, or of the job that made a save.
         round: round of a workspace.
-        step: training step of a save, or iteration of a Megatron checkpoint.
+        step: training step of a save or of Trainer's directory, or iteration of a Megatron checkpoint.
         created: time of a save, in seconds since the epoch.
         metrics: numbers that a job gave with a save.
         world_size: number of ranks, where the format has it.

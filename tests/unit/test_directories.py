@@ -1,6 +1,7 @@
 """Directories of training frameworks: real samples are read bit by bit, and broken ones give a named error."""
 
 import json
+import os
 import shlex
 import shutil
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.cli.main import main
 from statexchange.errors import InvalidArgumentError, UnsafeError
 from statexchange.formats.registry import open_source
+from statexchange.report.scan import scan
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -320,6 +322,25 @@ def test_unknown_weights_beside_are_named(tmp_path: Path) -> None:
     report = merge_checkpoint(path, tmp_path / "out")
     assert "not known as part of a trainer directory, not read: average.pt" in report.notes
     assert not (tmp_path / "out/trainer_state.json").exists()
+
+
+@pytest.mark.parametrize("path", ["trainer/plain/checkpoint-2", "trainer/sharded/checkpoint-2"])
+def test_the_step_of_trainers_directory_is_in_its_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
+) -> None:
+    renamed = copied(path, tmp_path)
+    state = renamed / "trainer_state.json"
+    assert "\nstep        2\n" in run(capsys, "info", renamed)[1]
+    assert [row.step for row in scan(tmp_path)] == [2]
+    values = json.loads(state.read_text())
+    history = [{"loss": 0.5, "step": step} for step in range(100_000)]
+    state.write_text(json.dumps({**values, "global_step": 500, "log_history": history}, indent=2, sort_keys=True))
+    os.truncate(state, 1 << 20)
+    assert [row.step for row in scan(tmp_path)] == [500]
+    for text in ("", "[", '{"global_step": null}', '{"global_step": 1e3}', '{"best_global_step": 3}'):
+        state.write_text(text)
+        assert [row.step for row in scan(tmp_path)] == [None]
+        assert run(capsys, "merge", renamed, tmp_path / "out", "--overwrite", "--dry-run")[0] == 0
 
 
 def test_small_files_of_the_model_are_taken(tmp_path: Path) -> None:

@@ -244,10 +244,10 @@ KINDS: dict[str, Kind] = {
         _megatron("legacy"), "iter_0000007/*/*.pt", "megatron",
         "latest_checkpointed_iteration.txt", container="zip", step=7,
     ),
-    "Trainer": Kind(_sample(_TRAINER), "model.safetensors", "trainer"),
+    "Trainer": Kind(_sample(_TRAINER), "model.safetensors", "trainer", step=2),
     "Trainer with FSDP": Kind(
         _sample("trainer/sharded/checkpoint-2"), "pytorch_model_fsdp_0/*.distcp", "trainer",
-        "pytorch_model_fsdp_0/.metadata", container="zip",
+        "pytorch_model_fsdp_0/.metadata", container="zip", step=2,
     ),
     "accelerate": Kind(_sample(_ACCELERATE), "pytorch_model_fsdp.bin", "accelerate", container="zip"),
     "verl": Kind(
