@@ -3,7 +3,10 @@
 import json
 import os
 import platform
+import shutil
 import signal
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -638,3 +641,36 @@ def test_the_report_is_right_if_the_target_is_moved_at_once(tmp_path: Path, monk
     report = sx.export_checkpoint({"w": torch.ones(300), "v": torch.ones(7)}, tmp_path / "out", max_shard_size="1KB")
     assert len(report.files) > 3
     assert list(report.files) == sorted((path.name, path.stat().st_size) for path in (tmp_path / "aside").iterdir())
+
+
+MEASURE = """
+import sys, torch
+import statexchange as sx
+
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) >> 10
+
+place, turned = sys.argv[1], sys.argv[2] == "turned"
+state = {f"w{i}": torch.ones(4096, 4096) for i in range(4)}
+state = {name: tensor.T if turned else tensor for name, tensor in state.items()}
+sx.export_checkpoint({"w": torch.ones(2)}, place + "/warm")
+grown = [peak()]
+sx.export_checkpoint(state, place + "/out")
+grown.append(peak())
+sx.load_checkpoint(state, place + "/out")
+grown.append(peak())
+print(*(after - before for before, after in zip(grown, grown[1:])))
+"""
+
+
+@pytest.mark.parametrize("order", ["contiguous", "turned"])
+def test_an_export_and_a_load_of_256_mib_take_little_memory(order: str) -> None:
+    place = Path("/dev/shm") / f"statexchange-test-{os.getpid()}"
+    place.mkdir(mode=0o700)
+    try:
+        command = [sys.executable, "-c", MEASURE, str(place), order]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert max(map(int, done.stdout.split())) < 64
+    finally:
+        shutil.rmtree(place)
