@@ -204,8 +204,9 @@ COMMANDS = [
     ["merge", "whole", "out", "--dry-run"],
     ["seal", "bare", "--dry-run"],
     ["prune", "saves", "--keep", "1", "--dry-run"],
-    pytest.param(["demo", "--ranks", "1", "--steps", "2"], marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
+    pytest.param(["demo", "--ranks", "1", "--steps", "2"], marks=[pytest.mark.slow, pytest.mark.timeout(2500)]),
 ]
+REPEATABLE = COMMANDS[:-1]  # the demo prints other numbers and texts each time
 
 
 def arguments_of(command: Any) -> list[str]:
@@ -217,7 +218,7 @@ def test_the_habits_are_those_of_every_command() -> None:
     assert [arguments_of(command)[0] for command in COMMANDS] == commands()
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("command", REPEATABLE, ids=lambda command: command[0])
 def test_quiet_leaves_the_data_and_the_exit_code(
     call: Call, made: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +242,7 @@ def test_quiet_leaves_errors_with_their_hints_and_warnings_in_json(call: Call, m
     assert "no digest is known" in call.json("verify", bare, "-q")[1]["warnings"][0]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("command", REPEATABLE, ids=lambda command: command[0])
 def test_verbose_logs_with_times_on_stderr(
     call: Call, made: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ to the kind. Where a kind differs for a reason of its own, `OTHERWISE` has what 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import json
 import os
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
+import numpy as np
 import pytest
 from sweeps import slow
 from whole_checkpoints import KINDS, Kind
@@ -28,7 +31,9 @@ from whole_checkpoints import KINDS, Kind
 from statexchange.cli.main import main
 from statexchange.formats.registry import open_source
 from statexchange.report.scan import scan
+from statexchange.sharding.shards import full_box
 from statexchange.storage.sealed_json import seal
+from statexchange.tensors import numpy_dtype
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.save of one process
 
@@ -43,6 +48,8 @@ class Said:
         info: a pattern of the code of `info`.
         verify: the codes of `verify`, of which one is given.
         beside: a pattern of the verdict of a second row with the same path.
+        new: a pattern of the verdict of the row of a second directory, `new`.
+        values: what `verify --values` finds, as (name of the tensor, check).
     """
 
     scan: str
@@ -50,6 +57,8 @@ class Said:
     info: str = "CORRUPT"
     verify: tuple[str, ...] = ("CORRUPT",)
     beside: str = ""
+    new: str = ""
+    values: tuple[str, str] | None = None
 
 
 WHOLE = Said("WHOLE", "whole", "OK", ("OK",))
@@ -189,6 +198,70 @@ def lose_the_end_of_a_tensor_to_zeros(kind: Kind, path: Path) -> Said | None:
         opened.seek(end - nbytes // 2)
         opened.write(bytes(nbytes // 2))
     return FOUND_BY_VERIFY if kind.has_digests else WHOLE
+
+
+# Values
+
+
+@mutation
+def put_a_nan(kind: Kind, path: Path) -> Said | None:
+    return _overwrite_values(kind, path, "nan", lambda values: values.__setitem__(0, np.nan))
+
+
+@mutation
+def put_an_infinity(kind: Kind, path: Path) -> Said | None:
+    return _overwrite_values(kind, path, "inf", lambda values: values.__setitem__(0, -np.inf))
+
+
+@mutation
+def fill_a_tensor_with_zeros(kind: Kind, path: Path) -> Said | None:
+    return _overwrite_values(kind, path, "all-zero", lambda values: values.fill(0))
+
+
+@mutation
+def fill_a_tensor_with_one_value(kind: Kind, path: Path) -> Said | None:
+    return _overwrite_values(kind, path, "all-equal", lambda values: values.fill(0.5))
+
+
+@mutation
+def lose_the_last_page_of_a_tensor(kind: Kind, path: Path) -> Said | None:
+    def fill(values: Any) -> None:
+        values[-(4096 // values.itemsize) :] = 0
+
+    return _overwrite_values(kind, path, "zero-tail", fill)
+
+
+def _overwrite_values(kind: Kind, path: Path, check: str, change: Callable[[Any], None]) -> Said | None:
+    """Change the values of each stored box of one tensor: of the model's, of 16 elements and more, the largest."""
+    if kind.container == "other":
+        return None
+    with open_source(path / (kind.row or kind.at), strict=False) as source:
+        stored = [
+            (one.nbytes, tensor.shard.name, tensor.shard.dtype, one)
+            for _, tensor in source.shards()
+            for one in tensor.byte_ranges
+            if one.strides is None
+            and tensor.shard.dtype in ("F32", "BF16", "F16", "F64")
+            and not tensor.shard.name.startswith("optimizer")  # whose moments may be zero
+            and full_box(tensor.shard.global_shape).numel >= 16
+        ]
+    if not stored:
+        return None
+    nbytes, largest, dtype, _ = max(stored, key=lambda one: one[:2])
+    ranges = [(Path(one.file.path), one.begin, one.nbytes) for _, name, _, one in stored if name == largest]
+    if check == "zero-tail" and nbytes < 3 * 4096 // 2:
+        return None
+    for file, begin, length in ranges:
+        with file.open("r+b") as opened:
+            opened.seek(begin)
+            values = np.frombuffer(bytearray(opened.read(length)), numpy_dtype(dtype)).copy()
+            if check == "zero-tail" and length < nbytes:
+                continue
+            change(values)
+            opened.seek(begin)
+            opened.write(values.tobytes())
+    said = FOUND_BY_VERIFY if kind.has_digests else WHOLE
+    return dataclasses.replace(said, values=(largest, check))
 
 
 def _flip(file: Path, at: int, bit: int) -> None:
@@ -424,6 +497,21 @@ sx.export_checkpoint(state, {os.fspath(path)!r}, overwrite=True, on_progress=sto
     return Said("WHOLE", "whole", "OK", ("OK",), beside="KILLED WRITER")
 
 
+@mutation
+def kill_an_export_beside_it(kind: Kind, path: Path) -> Said | None:
+    if kind.row is not None or kind.container == "other":
+        return None
+    program = f"""
+import os, signal, numpy, statexchange as sx
+stop = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+sx.export_checkpoint({{"w": numpy.zeros(1000)}}, {os.fspath(path.parent / "new")!r}, on_progress=stop)
+"""
+    home = os.fspath(Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", program], cwd=home, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -9, done.stderr
+    return dataclasses.replace(WHOLE, new="KILLED WRITER")
+
+
 FOREIGN = [name for name, kind in KINDS.items() if kind.container == "other"]
 PLAIN = (
     "rank files",
@@ -491,6 +579,8 @@ def expected(name: str, kind_name: str, said: Said) -> Said:
     """The verdict that a mutation of a kind should get."""
     if kind_name in FOREIGN:
         return NEVER_WHOLE
+    if said.values is not None and kind_name in PLAIN:
+        return dataclasses.replace(UNSEEN_OF_RANKS, values=said.values)
     return OTHERWISE.get((name, kind_name), said)
 
 
@@ -509,14 +599,20 @@ def _remove_templates() -> Iterator[None]:
     _template.cache_clear()
 
 
-def _call(capsys: pytest.CaptureFixture[str], command: str, path: Path) -> dict[str, object]:
+def _findings(verified: dict[str, Any]) -> list[dict[str, Any]]:
+    """The findings of `verify` in a checkpoint, or in all saves of a job."""
+    data = verified["data"]
+    return [one for record in data.get("saves", [data]) for one in record["findings"]]
+
+
+def _call(capsys: pytest.CaptureFixture[str], command: str, path: Path, *options: str) -> dict[str, object]:
     with pytest.raises(SystemExit):
-        main([command, os.fspath(path), "--json"])
+        main([command, os.fspath(path), *options, "--json"])
     found: dict[str, object] = json.loads(capsys.readouterr().out)
     return found
 
 
-def wrong_verdicts(kind: Kind, said: Said, path: Path, call: Callable[[str, Path], dict[str, object]]) -> list[str]:
+def wrong_verdicts(kind: Kind, said: Said, path: Path, call: Callable[..., dict[str, object]]) -> list[str]:
     """A verdict on a checkpoint that is not the one that a person would give."""
     wrong = []
     scanned = call("scan", path.parent)
@@ -528,6 +624,16 @@ def wrong_verdicts(kind: Kind, said: Said, path: Path, call: Callable[[str, Path
         if not beside:
             wrong.append(f"scan: {verdicts}, expected {said.beside!r} beside it")
         verdicts = [one for one in verdicts if one not in beside]
+    if said.new:
+        new = [row["verdict"] for row in rows if os.path.normpath(row["path"]) == os.path.normpath(path.parent / "new")]
+        if len(new) != 1 or not re.match(said.new, new[0]):
+            wrong.append(f"scan: {new}, expected {said.new!r} of the new one")
+    if said.values is not None:
+        name, check = said.values
+        found = call("verify", path / kind.at, "--values")
+        checks = {one.get("check") for one in _findings(found) if one["name"] == name} - {None}
+        if checks != {check}:
+            wrong.append(f"verify --values: {checks} of {name}, expected {check}")
     if not said.scan and verdicts:
         wrong.append(f"scan: {verdicts}, expected no row")
     elif said.scan:
@@ -543,12 +649,12 @@ def wrong_verdicts(kind: Kind, said: Said, path: Path, call: Callable[[str, Path
     return wrong
 
 
-def _without_override_rights(call: Callable[[str, Path], dict[str, object]]) -> Callable[..., dict[str, object]]:
+def _without_override_rights(call: Callable[..., dict[str, object]]) -> Callable[..., dict[str, object]]:
     """Return a call during which root, too, may not read files whose mode forbids it."""
 
-    def limited(command: str, path: Path) -> dict[str, object]:
+    def limited(command: str, path: Path, *options: str) -> dict[str, object]:
         if os.geteuid() != 0:
-            return call(command, path)
+            return call(command, path, *options)
         libc = ctypes.CDLL(None, use_errno=True)
         header, rights = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
         assert libc.capget(header, rights) == 0
@@ -556,7 +662,7 @@ def _without_override_rights(call: Callable[[str, Path], dict[str, object]]) -> 
         rights[0] &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH of this thread
         assert libc.capset(header, rights) == 0
         try:
-            return call(command, path)
+            return call(command, path, *options)
         finally:
             rights[0] = effective
             assert libc.capset(header, rights) == 0

@@ -23,7 +23,7 @@ from statexchange.testing import run_ranks
 __all__ = ["KINDS", "Kind"]
 
 _DATA = Path(__file__).parents[1] / "data"
-_ROWS, _COLUMNS = 30, 100
+_ROWS, _COLUMNS = 30, 200
 
 
 @dataclass(frozen=True)
