@@ -23,11 +23,13 @@ import termios
 import time
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 import statexchange as sx
+from statexchange.cli.main import cli
 from statexchange.testing import run_ranks
 
 GOLDEN = Path(__file__).parents[1] / "data/golden"
@@ -235,6 +237,10 @@ def test_output_on_a_terminal_is_the_golden_one(written: dict[int, dict[str, str
 def test_tables_fit_the_terminal(written: dict[int, dict[str, str]], name: str) -> None:
     lines = [re.sub(r"\\x1b\[\d+m", "", line) for line in written[80][name].splitlines()]
     assert max(map(len, lines)) <= 80
+
+
+def test_each_command_has_a_golden_file() -> None:
+    assert {arguments[0] for arguments in COMMANDS.values()} >= set(cli.list_commands(click.Context(cli))) - {"demo"}
 
 
 def test_each_golden_file_is_of_a_command() -> None:

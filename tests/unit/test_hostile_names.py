@@ -101,7 +101,15 @@ CASES = [
     ["verify", "NAMED"],
     ["diff", "NAMED", "a"],
     ["merge", "NAMED", "merged", "--dry-run"],
+    ["seal", "a", "--dry-run"],
+    ["seal", "NAMED", "--dry-run"],
+    ["prune", "NAMED", "--keep", "1"],
+    ["prune", "TEXT", "--keep", "1"],
 ]
+
+
+def test_every_command_that_reads_a_path_is_in_a_case() -> None:
+    assert {case[0] for case in CASES} | {"demo"} == set(cli.list_commands(click.Context(cli)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from json_schemas import SCHEMAS, validator
@@ -22,6 +23,7 @@ from whole_checkpoints import KINDS
 from statexchange.cli.main import cli, main
 
 COMMANDS = tuple(cli.list_commands(None))  # type: ignore[arg-type]
+COMMON = {"--format", "--json", "--quiet", "--verbose"}  # which leave the JSON as it is, or choose it
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.save of one process
 HOME = Path(__file__).parents[2]
 LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -116,6 +118,17 @@ seal odd --dry-run | seal huggingface_shards | seal save
 prune saves --keep 1 --dry-run | prune broken_saves --keep 1 --dry-run | prune nothing --keep 1
 prune unfinished_saves --keep 1
 demo --nosuch | info | ls --nosuch | nosuch | inf
+info export --tree --depth 2 | info export --svg i2.svg --overwrite | ls export --include *w --svg l.svg --overwrite
+show export layers.0.w --svg s.svg --overwrite | show workspace --rank 1 --round 1 | scan . --sort size
+diff odd other --include * --exclude z* --rename ^n=m --tolerance 1 --stat | diff save save --section model
+diff ZeRO-2 ZeRO-2 --weights fp32 | diff export export --convert torchtitan:llama3 --convert-with n_heads=2
+verify odd --values --without nan | seal odd --dry-run --overwrite
+merge save m6 --dry-run --include * --exclude x* --rename ^layers=l --dtype bf16 --max-shard-size 1MB --replicas root
+merge export m7 --dry-run --convert torchtitan:llama3 --convert-with n_heads=2
+merge ZeRO-2 m8 --dry-run --weights fp32
+merge rank_files m9 --dry-run --layout nosuch.json | merge export m10 --dry-run --no-files --threads 2 --resume
+merge save m11 --dry-run --section model --overwrite --filename-pattern m{suffix}.safetensors --files-from export
+prune saves --keep 1 --keep-every 10 --best loss:min --dry-run | demo --ranks 0 --keep kept --steps 1
 """
 LISTED = [case.strip() for case in re.split(r"[|\n]", CASES) if case.strip()]
 
@@ -151,6 +164,14 @@ def test_every_schema_is_a_valid_one_and_is_that_of_a_command() -> None:
         Draft202012Validator.check_schema(content)
     assert set(SCHEMAS) == {"common", "errors", *COMMANDS}
     assert {case.split()[0] for case in LISTED} >= set(COMMANDS)
+
+
+def test_every_option_is_in_a_case() -> None:
+    for name in COMMANDS:
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        options = {max(one.opts, key=len) for one in command.params if isinstance(one, click.Option)} - COMMON
+        assert options - {word for case in LISTED if case.split()[0] == name for word in case.split()} == set()
 
 
 def test_every_definition_is_used() -> None:
