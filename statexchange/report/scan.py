@@ -128,6 +128,8 @@ def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[Sca
         except StateExchangeError as error:  # of a directory that cannot be opened
             if folder == root:
                 raise
+            if isinstance(error, NotFoundError):  # removed since its parent was listed
+                continue
             yield _broken(folder, error)
             continue
         with found:

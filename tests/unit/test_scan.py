@@ -251,6 +251,19 @@ def test_the_command_names_what_is_broken(tmp_path: Path, capsys: pytest.Capture
         main(["scan", str(tmp_path)])
 
 
+def test_a_directory_that_is_removed_meanwhile_is_left_out(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.ones(2)}, tmp_path / name / "model.safetensors")
+
+    def remove_the_next(folder: str) -> None:
+        if folder.endswith("/a"):
+            shutil.rmtree(tmp_path / "b")
+
+    found = {os.path.basename(row.path): row.verdict for row in scan(tmp_path, on_directory=remove_the_next)}
+    assert found == {"a": "WHOLE", "c": "WHOLE"}
+
+
 def test_an_index_without_tensors_or_files_is_not_whole(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {}}')
     (row,) = scan(tmp_path)
