@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import subprocess
@@ -110,6 +111,52 @@ def test_few_descriptors_serve_many_files_rounds_and_directories(tmp_path: Path)
     command = [sys.executable, "-c", LIMITED, *(str(tmp_path / name) for name in ("many", "ws", "plain"))]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == "ok\n", done.stderr
+
+
+REPLACED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))
+import json, os
+import numpy as np
+import statexchange as sx
+from safetensors.numpy import save_file
+
+path, how = sys.argv[1:]
+with sx.open_checkpoint(path) as held:
+    if how == "files":
+        for name in os.listdir(path):
+            (tensor,) = (tensor for tensor in held if name == f"{tensor}.safetensors")
+            save_file({tensor: np.full(2, 7.0, np.float32)}, path + "/.new")
+            os.replace(path + "/.new", f"{path}/{name}")
+    else:
+        state = {f"t{n:03d}": np.full(2, 7.0, np.float32) for n in range(100)}
+        sx.export_checkpoint(state, path, overwrite=True, max_shard_size=8)
+    values, replaced = set(), 0
+    for name in held:
+        try:
+            values |= set(held[name].read().tolist())
+        except sx.errors.ReplacedError:
+            replaced += 1
+print(json.dumps([sorted(values), replaced]))
+"""
+
+
+@pytest.mark.parametrize("how", ["files", "directory"])
+def test_a_file_that_is_opened_again_is_the_one_that_was_opened(how: str, tmp_path: Path) -> None:
+    """A3, where a checkpoint has more files than descriptors are kept open."""
+    path = tmp_path / "many"
+    if how == "files":
+        path.mkdir()
+        for number in range(100):
+            save_file({f"t{number:03d}": torch.full((2,), 1.0)}, path / f"t{number:03d}.safetensors")
+    else:
+        state = {f"t{number:03d}": np.full(2, 1.0, np.float32) for number in range(100)}
+        sx.export_checkpoint(state, path, max_shard_size=8)
+    done = subprocess.run([sys.executable, "-c", REPLACED, str(path), how], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    values, replaced = json.loads(done.stdout)
+    assert values in ([], [1.0])
+    assert replaced > 50
 
 
 def test_an_open_checkpoint_can_be_pickled_and_copied(tmp_path: Path) -> None:
