@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from statexchange.checkpoint.index import index_name, single_file_name
+from statexchange.conversions.choice import conversion_of
 from statexchange.errors import (
     CorruptError,
     InvalidArgumentError,
@@ -37,6 +38,7 @@ __all__ = [
     "extra_files",
     "given_config",
     "missing_files",
+    "names_of_another_family",
     "own_files",
 ]
 
@@ -160,6 +162,17 @@ def missing_files(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
     if all(name.startswith(_ADAPTER_PREFIX) for name in names):
         program, missing = "PEFT", ADAPTER_CONFIG
     return (f"no {missing}: {program} will not load this directory; give one by files_from (--files-from)",)
+
+
+def names_of_another_family(plan: Plan) -> tuple[str, ...]:
+    """Return a note if all tensors have the names that a built-in conversion converts to those of transformers."""
+    known = conversion_of([tensor.name for file in plan.files for tensor in file.tensors])
+    if known is None:
+        return ()
+    text = (
+        f'transformers does not know these names: convert="{known}" (--convert {known}) writes its own, and its values'
+    )
+    return (text,)
 
 
 def _with_dtype(config: bytes, plan: Plan) -> bytes:

@@ -27,6 +27,7 @@ from statexchange.checkpoint.extra_files import (
     extra_files,
     given_config,
     missing_files,
+    names_of_another_family,
     own_files,
 )
 from statexchange.checkpoint.index import BoxProvenance
@@ -295,6 +296,7 @@ def merge_checkpoint(
         notes = (*checkpoint.notes, *notes, *about, *metadata_notes, *own_notes)
         notes += empty_directories(files_from)
         notes += missing_files(plan, extra) if has_model else ()
+        notes += names_of_another_family(plan) if has_model and conversion is None else ()
         target = target_path(path)
         reused: tuple[str, ...] = ()
         _check_apart(checkpoint, target)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from statexchange.conversions.builtin import BUILTIN
+from statexchange.conversions.plan import unknown_names
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import InvalidArgumentError, excerpt
 
-__all__ = ["INVERSE", "Convert", "check_numbers", "choose_conversion"]
+__all__ = ["INVERSE", "Convert", "check_numbers", "choose_conversion", "conversion_of"]
 
 Convert = str | Mapping[str, Any]
 
@@ -40,6 +41,18 @@ def choose_conversion(convert: Convert, read: Callable[[str], object]) -> Conver
         known = ", ".join(BUILTIN)
         raise InvalidArgumentError(f"there is no conversion {excerpt(name)}: choose {known}, or FILE.json")
     return rules.inverse() if convert.startswith(INVERSE) else rules
+
+
+def conversion_of(names: Collection[str]) -> str | None:
+    """Return the built-in conversion that has a rule for each name of a model with layers; None if there is none."""
+    if not any(".layers." in f".{name}" for name in names):
+        return None
+    for known, content in BUILTIN.items():
+        conversion = ConversionRules.parse(content, known)
+        # Most models have names of other families: their first name shows it.
+        if not unknown_names(conversion, [next(iter(names))]) and not unknown_names(conversion, names):
+            return known
+    return None
 
 
 def check_numbers(numbers: object) -> dict[str, int]:

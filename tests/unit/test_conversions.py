@@ -70,6 +70,26 @@ def test_torchtitan_is_merged_to_what_its_to_hf_gives(tmp_path: Path, kind: str)
     assert (tmp_path / "hf" / "config.json").read_bytes() == config.read_bytes()
 
 
+def test_a_merge_without_the_conversion_that_its_names_have_names_it(tmp_path: Path, megatron: Path) -> None:
+    """Else config.json and these names are a directory that transformers loads with random weights."""
+    moe = merge_checkpoint(megatron / "ep2_moe/torch_dist", tmp_path / "moe")
+    assert not [note for note in moe.notes if "convert=" in note]  # no conversion has rules for experts
+    sources = [(titan("fused"), LLAMA3), (titan("tied"), LLAMA3)]
+    sources += [(megatron / "tp2_pp2" / kind, GPT) for kind in ("torch_dist", "legacy")]
+    config = {"config.json": (TORCHTITAN / "fused/config.json").read_text()}
+    for number, (source, known) in enumerate(sources):
+        for files in ({}, config):
+            notes = merge_checkpoint(source, tmp_path / "never", dry_run=True, files_from=files).notes
+            (note,) = [note for note in notes if "convert=" in note]
+            assert note.startswith(f'transformers does not know these names: convert="{known}" (--convert {known}) ')
+        numbers = None if known == GPT else {"n_heads": 4}
+        converted = merge_checkpoint(source, tmp_path / f"hf{number}", convert=known, convert_with=numbers)
+        again = merge_checkpoint(tmp_path / f"hf{number}", tmp_path / "never", dry_run=True)
+        assert not [note for note in (*converted.notes, *again.notes) if "convert=" in note]
+    optimizer = merge_checkpoint(megatron / "tp2_pp2/torch_dist", tmp_path / "never", dry_run=True, section="optimizer")
+    assert not [note for note in optimizer.notes if "convert=" in note]
+
+
 def test_numbers_can_be_given_and_others_follow_from_shapes(tmp_path: Path) -> None:
     expected = load_file(TORCHTITAN / "fused" / "to_hf.safetensors")
     assert same(merged(titan("fused"), tmp_path / "a", convert=LLAMA3, convert_with={"n_heads": 4}), expected)
