@@ -350,7 +350,8 @@ class _Directory:
         note = f"only the section {section!r} of this {self._framework.kind} directory is read"
         if others:
             note += f", not {', '.join(repr(name) for name in SECTIONS if name in others)}"
-        notes = (*source.notes, f'{note} (all: section="all", --section all)', *self._notes(), *_notes_on_lora(source))
+        own_notes = () if source.parts else source.notes  # that of a lone file advises to give this directory
+        notes = (*own_notes, f'{note} (all: section="all", --section all)', *self._notes(), *_notes_on_lora(source))
         return replace(
             source,
             opened=self._opened,

@@ -13,6 +13,7 @@ subclass overrides the methods by which Trainer saves and resumes, and Trainer's
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import os
 import tempfile
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from statexchange.errors import NotFoundError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, NotFoundError, UnsupportedError
 from statexchange.exchange.checkpoints import Checkpoints
 from statexchange.exchange.export import export_checkpoint
 from statexchange.integrations.random import RandomState
@@ -49,6 +50,9 @@ class ExportCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             checkpoint directory as ``merged``.
         options: options of `export_checkpoint`, such as ``dtype="bfloat16"``.
 
+    Raises:
+        InvalidArgumentError: `export_checkpoint` has no such option.
+
     Example:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -67,6 +71,9 @@ class ExportCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        unknown = options.keys() - (inspect.signature(export_checkpoint).parameters.keys() - {"state", "path"})
+        if unknown:  # an export after hours of training would be too late
+            raise InvalidArgumentError(f"export_checkpoint has no option {sorted(unknown)[0]!r}")
         self._path = path
         self._options: dict[str, Any] = {"overwrite": True, **options}
 

@@ -114,6 +114,12 @@ def test_a_trainer_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert [step for step, *_ in steps] == [1, 2, 3, 4, 5, 6]
 
 
+def test_an_option_that_no_export_has_is_refused_before_the_training() -> None:
+    for wrong in ("dtpye", "state"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match=f"export_checkpoint has no option '{wrong}'"):
+            sx.integrations.ExportCallback("exports", **{wrong: "bfloat16"})
+
+
 def llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -174,6 +174,8 @@ def test_a_file_that_is_not_the_model_is_named_and_not_merged_as_one(
     assert not (tmp_path / "out").exists()
     if section:
         assert run(capsys, "merge", file, tmp_path / "out", "--section", section)[0] == 0
+        code, said = run(capsys, "merge", file.parent, tmp_path / "all", "--section", section)
+        assert (code, "this file alone" in said) == (0, False), said
 
 
 def test_state_files_beside_a_model_are_not_merged_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
