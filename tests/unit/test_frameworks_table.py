@@ -99,6 +99,7 @@ FRAMEWORKS = {
             "unit/test_deepspeed.py::test_a_step_and_a_universal_checkpoint_have_the_same",
             "unit/test_logits.py::test_deepspeed[llama1]",
             "unit/test_logits.py::test_deepspeed[llama3]",
+            "unit/test_logits.py::test_deepspeed[universal_llama3]",
             "slow/test_deepspeed_written.py::test_a_checkpoint_that_deepspeed_has_written_just_now",
             "slow/test_logits_written.py::test_the_logits_are_those_of_the_framework_s_model[deepspeed]",
         ),
@@ -137,7 +138,11 @@ FRAMEWORKS = {
     ),
     "Meta's torch_checkpointing 0.1.1": Row(
         "torch_checkpointing/state",
-        ("unit/test_directories.py::test_the_model_is_merged_bit_by_bit[torch_checkpointing/state]",),
+        (
+            "unit/test_directories.py::test_the_model_is_merged_bit_by_bit[torch_checkpointing/state]",
+            "unit/test_logits.py::test_torch_checkpointing",
+            "slow/test_logits_written.py::test_the_logits_are_those_of_the_framework_s_model[torch_checkpointing]",
+        ),
     ),
     "torchao 0.18, as transformers 5.23 and flatten_tensor_state_dict write it": Row(
         "packed/torchao",

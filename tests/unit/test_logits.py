@@ -78,11 +78,19 @@ def test_verl(tmp_path: Path) -> None:
     assert torch.equal(merged(tmp_path, path / "run"), expected)
 
 
-@pytest.mark.parametrize("kind", ["llama1", "llama3"])
+@pytest.mark.parametrize("kind", ["llama1", "llama3", "universal_llama3"])
 def test_deepspeed(tmp_path: Path, kind: str) -> None:
-    path = DATA / "deepspeed" / kind
-    expected = logits(sample_llama(path / "config.json", path.with_suffix(".safetensors")))
-    assert torch.equal(merged(tmp_path, path), expected)
+    path = DATA / "deepspeed"
+    trained = path / f"{kind.removeprefix('universal_')}.safetensors"
+    expected = logits(sample_llama(path / kind / "config.json", trained))
+    assert torch.equal(merged(tmp_path, path / kind), expected)
+
+
+def test_torch_checkpointing(tmp_path: Path) -> None:
+    path = DATA / "torch_checkpointing/llama"
+    expected = logits(sample_llama(path / "config.json", path / "expected.safetensors"))
+    found = merged(tmp_path, path / "state", "--files-from", str(path / "config.json"))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("kind", ["llama_sharded", "llama_full"])

@@ -6,7 +6,8 @@
 KIND is zero0, zero1, zero1_fp32_gradients, zero2, zero3, pipeline, experts, or llama0 to llama3. ``OUT/KIND`` is the
 checkpoint. ``OUT/KIND.safetensors`` has, by the names of parameters, ``master.`` the fp32 weights, ``exp_avg.`` the
 optimizer's first moments and ``model.`` the weights of the training, all from the live engine; and ``oracle.`` what
-DeepSpeed's zero_to_fp32 makes of the files, where it reads this kind. zero3 is converted to ``OUT/universal``, too.
+DeepSpeed's zero_to_fp32 makes of the files, where it reads this kind. zero3 is converted to ``OUT/universal``, too, and
+llama3 to ``OUT/universal_llama3``.
 
 llama0 to llama3 train a model of transformers in float32 by ZeRO-0 to 3, and put its config into the checkpoint;
 ``OUT/KIND.safetensors`` has the model's tensors as the live engine gathers them, and ``logits``, what it computes.
@@ -37,6 +38,7 @@ from tiny_model import tiny_llama, tokens
 
 LLAMAS = ("llama0", "llama1", "llama2", "llama3")
 KINDS = ("zero0", "zero1", "zero1_fp32_gradients", "zero2", "zero3", "pipeline", "experts", *LLAMAS)
+UNIVERSAL = {"zero3": "universal", "llama3": "universal_llama3"}  # what is converted, too
 STEPS = 2
 
 
@@ -213,17 +215,19 @@ def write(out: Path, kind: str) -> None:
             (out / kind / script).unlink(missing_ok=True)
     dist.barrier()
     dist.destroy_process_group()
-    if kind == "zero3" and os.environ["RANK"] == "0":
-        to_universal(out)
+    if kind in UNIVERSAL and os.environ["RANK"] == "0":
+        to_universal(out / kind, out / UNIVERSAL[kind])
 
 
-def to_universal(out: Path) -> None:
-    step, universal = out / f"zero3/global_step{STEPS}", out / f"universal/global_step{STEPS}"
+def to_universal(source: Path, target: Path) -> None:
+    step, universal = (path / f"global_step{STEPS}" for path in (source, target))
     shutil.rmtree(universal, ignore_errors=True)
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     command += ["--input_folder", str(step), "--output_folder", str(universal)]
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    if (source / "config.json").exists():
+        shutil.copy(source / "config.json", target)
 
 
 if __name__ == "__main__":
