@@ -1,4 +1,6 @@
-"""Write a checkpoint of Meta's torch_checkpointing: torchrun --nproc-per-node 2 torch_checkpointing_write.py OUT [KIND].
+"""Write a checkpoint of Meta's torch_checkpointing.
+
+    torchrun --nproc-per-node 2 torch_checkpointing_write.py OUT [KIND]
 
 OUT/state is the library's; OUT/expected.safetensors the tensors before sharding. KIND llama is a model of transformers,
 sharded by FSDP2: OUT/config.json is its config, and `logits` of OUT/expected.safetensors what it computes.
