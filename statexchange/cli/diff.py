@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _HEADER = ("NAME", "DIFFERS", "ELEMENTS", "MAX-ABS", "REL-L2", "COSINE", "FIRST", "NAN")
 _NARROWING = Narrowing(drop=("COSINE", "FIRST", "NAN", "ELEMENTS"), shorten={"NAME": 30})
 _BAR_ROOM = 32  # columns beside the name
+_LAYER = re.compile(r"(?:[^.]+\.)*?[0-9]{1,9}(?=\.)", re.ASCII)  # a name up to its first number
 _BAR, _DECADES = 20, 10  # a full bar is a relative difference of 1 and more; each decade less is a tenth shorter
 
 
@@ -102,6 +104,8 @@ def command(
         _show_bars(output, report)
     elif report.differing:
         output.table(_HEADER, map(_cells, report.differing), right=_HEADER[2:6], narrowing=_NARROWING)
+        if output.aligned:
+            _show_layers(output, report)
     output.line(str(report))
     rows = [_record(tensor) for tensor in report.tensors]
     data = {
@@ -171,10 +175,37 @@ def _show_bars(output: Output, report: DiffReport) -> None:
             nan = "" if values is None or _num_nan(values) == "-" else f", NaN {_num_nan(values)}"
             output.line(f"{name:<{width}} | {_difference(tensor)}{nan}")
             continue
-        relative = values.relative_l2
-        decades = max(0.0, _DECADES + math.log10(min(relative, 1.0)))
-        bar = full * max(1, round(_BAR * decades / _DECADES))
-        output.line(f"{name:<{width}} | {relative:8.1e} {bar}")
+        output.line(f"{name:<{width}} | {_bar(values.relative_l2, full)}")
+
+
+def _show_layers(output: Output, report: DiffReport) -> None:
+    """Write a bar for each layer in which values differ, by its tensor with the largest relative difference."""
+    largest: dict[str, float] = {}
+    for tensor in report.differing:
+        match = _LAYER.match(tensor.name)
+        if match is not None and tensor.values is not None and tensor.values.relative_l2 > 0:
+            largest[match[0]] = max(tensor.values.relative_l2, largest.get(match[0], 0.0))
+    if len(largest) < 2:
+        return
+    full = "#" if not output.can_show("█") else "█"
+    layers = {output.fitted(layer, _BAR_ROOM): relative for layer, relative in largest.items()}
+    width = max(map(len, layers))
+    output.line()
+    output.line("largest REL-L2 of each layer")
+    for layer in sorted(layers, key=_by_number):
+        output.line(f"{layer:<{width}} | {_bar(layers[layer], full)}")
+    output.line()
+
+
+def _by_number(layer: str) -> tuple[str, int]:
+    prefix, _, number = layer.rpartition(".")
+    return prefix, int(number)
+
+
+def _bar(relative: float, full: str) -> str:
+    """Return a relative difference with its bar."""
+    decades = max(0.0, _DECADES + math.log10(min(relative, 1.0)))
+    return f"{relative:8.1e} {full * max(1, round(_BAR * decades / _DECADES))}"
 
 
 def _record(tensor: TensorDiff) -> Row:

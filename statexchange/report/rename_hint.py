@@ -27,7 +27,8 @@ def suggest_rename(names_a: Iterable[str], names_b: Iterable[str]) -> tuple[str,
     """
     all_a, all_b = set(names_a), set(names_b)
     found: tuple[str, str, int] | None = None
-    most = len(all_a & all_b)
+    # It must be the prefix of most names, not of one module that resembles another.
+    most = len(all_a & all_b) + (min(len(all_a - all_b), len(all_b - all_a)) - 1) // 2
     for prefix, other in _prefixes(sorted(all_a - all_b), sorted(all_b - all_a)):
         renamed = [other + name.removeprefix(prefix) if name.startswith(prefix) else name for name in all_a]
         count = len(all_b.intersection(renamed))
@@ -52,7 +53,8 @@ def _prefixes(names_a: list[str], names_b: list[str]) -> list[tuple[str, str]]:
             same = 0
             while same < min(len(a), len(b)) and a[-1 - same] == b[-1 - same]:
                 same += 1
-            pairs[
-                "".join(f"{part}." for part in a[: len(a) - same]), "".join(f"{part}." for part in b[: len(b) - same])
-            ] += same
+            rest_a, rest_b = a[: len(a) - same], b[: len(b) - same]
+            are_numbers = rest_a[-1:] + rest_b[-1:] and all(part.isdigit() for part in rest_a[-1:] + rest_b[-1:])
+            if same > 1 and not are_numbers:  # "weight" alone is in every module, and two layers are not one
+                pairs["".join(f"{part}." for part in rest_a), "".join(f"{part}." for part in rest_b)] += same
     return [pair for pair, _ in pairs.most_common(_MAX_CANDIDATES)]

@@ -66,9 +66,12 @@ def test_without_a_better_prefix_there_is_no_hint() -> None:
     assert suggest_rename(PARTS, PARTS) is None
     assert suggest_rename(["a.w", "b.w"], ["x.v", "y.v"]) is None
     assert suggest_rename([], ["x"]) is None
-    assert suggest_rename(["model.w", "w"], ["w"]) is None, "two tensors would have one name"
-    assert suggest_rename(["w", "model.v"], ["w"]) is None
-    assert suggest_rename(["a.w"], ["x=y.w"]) is None, "the option could not be parsed"
+    assert suggest_rename([*PARTS, "down.weight"], [*PARTS, "head.weight"]) is None, "two modules"
+    assert suggest_rename(PARTS[:6], PARTS[3:9]) is None, "two layers"
+    assert suggest_rename(["x.a.w", *(f"y.{n}.w" for n in range(9))], ["a.w", *(f"z.{n}.v" for n in range(9))]) is None
+    assert suggest_rename(["model.a.w", "a.w"], ["a.w"]) is None, "two tensors would have one name"
+    assert suggest_rename(["a.w", "model.a.v"], ["a.w"]) is None
+    assert suggest_rename(["a.b.w"], ["x=y.b.w"]) is None, "the option could not be parsed"
 
 
 def test_many_long_names_cost_little() -> None:
