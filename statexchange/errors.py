@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -315,6 +316,15 @@ class NumericOverflowError(StateExchangeError, OverflowError):
     code = "UNSAFE"
 
 
+def remedy(number: int | None) -> str:
+    """Return what to do after a write that failed with this errno, as the end of a message; "" if that is unknown."""
+    if number == errno.ENOSPC:
+        return "; free space there (df -h, df -i), or choose another disk"
+    if number == errno.EDQUOT:
+        return "; free space within your quota there, or choose another disk"
+    return ""
+
+
 class StorageError(StateExchangeError, OSError):
     """The operating system refused a read or write; ``errno`` is kept."""
 
@@ -328,7 +338,7 @@ class StorageError(StateExchangeError, OSError):
     @classmethod
     def of(cls, error: OSError, doing: str, **about: Any) -> StorageError:
         """Return the error for an OSError; `doing` completes "cannot ..."."""
-        return cls(f"cannot {doing}: {error.strerror or error}", errno=error.errno, **about)
+        return cls(f"cannot {doing}: {error.strerror or error}{remedy(error.errno)}", errno=error.errno, **about)
 
 
 class ReplacedError(StorageError):

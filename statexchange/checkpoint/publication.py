@@ -14,7 +14,7 @@ from statexchange.errors import InvalidArgumentError, UnsafeError, UnsupportedEr
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.storage.build import OutputFile
 from statexchange.storage.open_build import check_build, open_build
-from statexchange.storage.store import Store, is_url, resolve_path
+from statexchange.storage.store import Store, is_url, resolve_path, url_of_directory
 from statexchange.storage.tensorfile import encode_header
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def target_path(path: str | os.PathLike[str]) -> str:
     """Return the absolute path of a target directory, or its URL without a trailing slash."""
     name = resolve_path(path, "a target")
     if is_url(name):
-        return name.rstrip("/")
+        return url_of_directory(name)
     if "://" in name:
         raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {name!r}")
     return os.path.abspath(name)

@@ -31,7 +31,7 @@ from statexchange.sharding.shards import full_box
 from statexchange.storage.added_file import AddedFile
 from statexchange.storage.atomic import is_temporary
 from statexchange.storage.opened_path import OpenedPath, open_path
-from statexchange.storage.store import is_url, resolve_path
+from statexchange.storage.store import is_url, resolve_path, url_of_directory
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source, SourceTensor
@@ -137,7 +137,7 @@ def _directory_of(path: str) -> str:
             raise UnsupportedError(text, path=source.path)
         file = source.opened.file
         if file is None:
-            return path.rstrip("/") if is_url(path) else path
+            return url_of_directory(path) if is_url(path) else path
         others = [name for name in source.opened.store.files if name.endswith(".safetensors") and name != file]
         if others:
             text = f"its directory has other safetensors files, such as {others[0]!r}: seal the directory"

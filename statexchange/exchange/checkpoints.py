@@ -54,6 +54,7 @@ from statexchange.storage.save_directory import SaveManifest
 from statexchange.storage.steps import (
     MAX_STEP,
     Retention,
+    check_can_be_made,
     check_only_saves,
     clear_leftovers,
     read_saves,
@@ -157,6 +158,7 @@ class Checkpoints:
         self._layout = layout
         self._known: set[int] | None = None  # root: steps that were there at the first look, or that this job saved
         self._foreign: set[int] = set()  # root: steps of another job, each of which a warning has named
+        self._warned_of: int | None = None  # root: the newest step that a warning has named
         self._watch: ClaimWatch | None = None  # root, at a URL
         self._begun: dict[int, str] = {}  # root: by step, the job of a save that has not ended, or has failed
         self._last: Future[SaveReport] | None = None
@@ -311,6 +313,8 @@ class Checkpoints:
         number = _whole(step, "step")
         if number > MAX_STEP:
             raise InvalidArgumentError(f"step must be at most {MAX_STEP}, not {excerpt(number)}", path=self.path)
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise InvalidArgumentError(f"metrics must be numbers by name, as {{'loss': 0.25}}, not {excerpt(metrics)}")
         found = {str(name): _metric(name, value) for name, value in (metrics or {}).items()}
         best = self._retention.best
         if best is not None and best[0] not in found and comm.rank == 0:  # only its metrics are stored
@@ -337,12 +341,14 @@ class Checkpoints:
             self._foreign.discard(report.step)  # overwritten
             del self._begun[report.step]
             self._remove_obsolete(report.step, self._known)
+            self._warn_of_newer(report.step, max(self._known))
         if self._memory is not None and report.step is not None:
             self._memory.keep(report.step, comm, content)
 
     def _check_directory(self, step: int, job: str, *, overwrite: bool) -> None:
         """Clean up after killed jobs, warn of steps of another job, and refuse a step that is saved. Root only."""
         if not is_url(self.path) and not os.path.isdir(self.path):
+            check_can_be_made(self.path)
             self._known = set()
         else:
             seen = self._foreign | (self._known or set())
@@ -381,6 +387,19 @@ class Checkpoints:
             self._shown,
             step,
             job,
+        )
+
+    def _warn_of_newer(self, step: int, newest: int) -> None:
+        """Warn once of a newer save, which a restart would load in place of the one just made. Root only."""
+        if newest <= step or newest == self._warned_of or newest not in self.steps():
+            return
+        self._warned_of = newest
+        _log.warning(
+            "%s: step %d is saved, but a load without a step takes the newest save, that of step %d: if this job went "
+            "back to an older step, delete() the saves that come after that step",
+            self._shown,
+            step,
+            newest,
         )
 
     def _remove_obsolete(self, current: int, known: set[int]) -> None:
@@ -809,6 +828,8 @@ def _whole(value: object, name: str, *, least: int = 0) -> int:
 
 def _metric(name: str, value: SupportsFloat) -> float:
     try:
+        if isinstance(value, (str, bytes, bytearray)):
+            raise TypeError
         return float(value)
     except (OverflowError, TypeError, ValueError, RuntimeError):
         raise InvalidArgumentError(f"the metric {name!r} must be a number, not {excerpt(value)}") from None

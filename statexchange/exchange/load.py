@@ -640,7 +640,7 @@ def _read_item(target: _Target, catalog: Catalog) -> ReadItem:
     ours, theirs = local.shard.global_shape, stored.global_shape
     # The common part of a padded tensor is read.
     if ours != theirs and not (target.is_padded and len(ours) == len(theirs)):
-        hint = ""
+        hint = "; build the state as it was saved, or leave this tensor out by exclude"
         if len(ours) == len(theirs) and local.placement is None and catalog.world_size > 1:
             dim = next(dim for dim in range(len(ours)) if ours[dim] != theirs[dim])
             hint = f'; if each rank holds a part, say so with layout={{"{target.path}": Shard({dim})}}'

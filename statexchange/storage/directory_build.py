@@ -58,6 +58,7 @@ from statexchange.errors import (
     StorageError,
     TargetExistsError,
     UnsafeError,
+    remedy,
 )
 from statexchange.processes import Owner
 from statexchange.storage import files
@@ -524,7 +525,8 @@ class DirectoryBuild(Build):
             fd = files.create_file(self._record, self._parent_fd, path)
         except StorageError as error:
             reason = os.strerror(error.errno) if error.errno is not None else error.message
-            text = f"cannot write in the target's directory: {reason}; choose a directory that you may write"
+            advice = remedy(error.errno) or "; choose a directory that you may write"
+            text = f"cannot write in the target's directory: {reason}{advice}"
             raise StorageError(text, errno=error.errno, path=self.path) from error
         try:
             files.audit("write", path)

@@ -27,6 +27,7 @@ from statexchange.errors import (
     TargetExistsError,
     TruncatedError,
     UnsafeError,
+    remedy,
 )
 
 __all__ = [
@@ -446,7 +447,7 @@ def reserve(fd: int, nbytes: int, path: str, begin: int = 0) -> bool:
     """Reserve `nbytes` of a file from `begin` on, so that a full disk is an error now. False if unsupported."""
     code = _fallocate(fd, begin, nbytes) if nbytes else 0
     if code and code not in UNSUPPORTED:
-        raise StorageError(f"cannot reserve {nbytes} bytes: {os.strerror(code)}", errno=code, path=path)
+        raise StorageError(f"cannot reserve {nbytes} bytes: {os.strerror(code)}{remedy(code)}", errno=code, path=path)
     return not code
 
 
@@ -455,7 +456,7 @@ def check_room(fd: int, nbytes: int, path: str) -> None:
     file_system = os.fstatvfs(fd)
     free = file_system.f_bavail * file_system.f_frsize
     if file_system.f_blocks and free < nbytes:  # a tmpfs without a limit reports no blocks
-        reason = f"{os.strerror(errno.ENOSPC)}, {free} are free"
+        reason = f"{os.strerror(errno.ENOSPC)}, {free} are free{remedy(errno.ENOSPC)}"
         raise StorageError(f"cannot reserve {nbytes} bytes: {reason}", errno=errno.ENOSPC, path=path)
 
 

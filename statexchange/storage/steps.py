@@ -39,7 +39,7 @@ from statexchange.storage.local import local_path
 from statexchange.storage.opened_path import open_path, read_with_retry
 from statexchange.storage.save_directory import MANIFEST, SaveManifest, is_stray, read_manifest, removable_files
 from statexchange.storage.sealed_json import seal, unseal
-from statexchange.storage.store import is_url, resolve_path
+from statexchange.storage.store import is_url, resolve_path, url_of_directory
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_STEP",
     "Retention",
+    "check_can_be_made",
     "check_only_saves",
     "clear_leftovers",
     "identity_of_saves",
@@ -148,7 +149,7 @@ def step_name(step: int) -> str:
 def saves_path(path: str | os.PathLike[str]) -> str:
     """Return the absolute path or URL of a directory of saves that a caller gave."""
     resolved = resolve_path(path, "a directory of saves")
-    return resolved.rstrip("/") if is_url(resolved) else local_path(resolved)
+    return url_of_directory(resolved) if is_url(resolved) else local_path(resolved)
 
 
 def step_of(name: str) -> int | None:
@@ -212,7 +213,7 @@ def read_saves(path: str, *, without: Container[int] = ()) -> dict[int, SaveMani
     `without` are left out, and a save that is removed meanwhile. {} if the directory does not exist.
 
     Raises:
-        NotFoundError: `path` is a file, or there is no such bucket.
+        NotFoundError: `path` is a file, a part of it cannot be a directory, or there is no such bucket.
         StorageError: the directory cannot be read.
     """
     try:
@@ -220,6 +221,8 @@ def read_saves(path: str, *, without: Container[int] = ()) -> dict[int, SaveMani
     except NotFoundError as error:
         if is_url(path):
             _check_bucket(error)
+        else:
+            check_can_be_made(path)
         return {}
     with opened:
         if opened.file is not None:
@@ -234,6 +237,22 @@ def read_saves(path: str, *, without: Container[int] = ()) -> dict[int, SaveMani
         except StateExchangeError as error:
             found[step] = error
     return found
+
+
+def check_can_be_made(path: str) -> None:
+    """Raise NotFoundError if the local directory `path` does not exist and the first save could not make it.
+
+    Not collective. Then the path is wrong, or a disk is not mounted, and it is not that of a new job.
+    """
+    while not os.path.lexists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    if os.path.isdir(path):
+        return
+    if os.path.islink(path):
+        text = "a directory of saves is expected, and this link leads to none: make its target, or mount the disk"
+        raise NotFoundError(text, path=path)
+    if os.path.lexists(path):
+        raise NotFoundError("a directory of saves is expected, and this is a file", path=path)
 
 
 def _check_bucket(error: NotFoundError) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "is_url",
     "resolve_path",
     "strip_file_scheme",
+    "url_of_directory",
 ]
 
 EntryKind = Literal["file", "directory", "other"]
@@ -42,9 +43,17 @@ def is_url(path: str) -> bool:
     return "://" in path and not path.startswith(("shm://", "file://"))
 
 
+def url_of_directory(url: str) -> str:
+    """Return a URL without trailing slashes; raise InvalidArgumentError if it has nothing but a scheme."""
+    if not url.partition("://")[2].strip("/"):
+        text = f"{excerpt(url)} names no bucket or directory: give more of the URL, as {url.partition(':')[0]}://bucket"
+        raise InvalidArgumentError(text)
+    return url.rstrip("/")
+
+
 def strip_file_scheme(path: str) -> str:
-    """Return ``/a/path`` for ``file:///a/path``; any other path unchanged."""
-    return unquote(path.removeprefix("file://")) if path.startswith("file:///") else path
+    """Return ``/a/path`` for ``file:///a/path`` or ``local:///a/path``; any other path unchanged."""
+    return unquote(path.partition("://")[2]) if path.startswith(("file:///", "local:///")) else path
 
 
 def absolute_path(path: str) -> str:

@@ -53,7 +53,7 @@ from statexchange.storage.mounts import mount_of
 from statexchange.storage.opened_path import OpenedPath, open_path
 from statexchange.storage.rank_file import SCHEMA, RankFile
 from statexchange.storage.sealed_json import seal, unseal
-from statexchange.storage.store import Store, is_url, resolve_path
+from statexchange.storage.store import Store, is_url, resolve_path, url_of_directory
 from statexchange.storage.tensorfile import ShardData, write_tensor_file
 
 if TYPE_CHECKING:
@@ -364,7 +364,8 @@ class Workspace:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._resolved_path = resolve_path(path, "a workspace")
-        self.path = self._resolved_path.rstrip("/") if is_url(self._resolved_path) else local_path(self._resolved_path)
+        resolved = self._resolved_path
+        self.path = url_of_directory(resolved) if is_url(resolved) else local_path(resolved)
         self._in_memory = self._resolved_path.startswith("shm://")
         self._durable: bool | None = None
 

@@ -71,7 +71,10 @@ def test_attributes_of_builtin_errors_are_overridden() -> None:
 
 def test_an_os_error_keeps_its_errno_and_names_the_operation() -> None:
     error = StorageError.of(OSError(28, "No space left on device"), "write", path="/x")
-    assert (error.errno, str(error)) == (28, "cannot write: No space left on device [/x]")
+    assert error.errno == 28
+    text = "cannot write: No space left on device; free space there (df -h, df -i), or choose another disk [/x]"
+    assert str(error) == text
+    assert str(StorageError.of(OSError(5, "I/O error"), "write", path="/x")) == "cannot write: I/O error [/x]"
 
 
 def test_a_record_names_the_rank_that_failed() -> None:
