@@ -256,7 +256,7 @@ class TwoHosts:
 
     def wait_until(self, condition: Callable[[Sequence[Outcome]], bool], timeout_s: float = 60.0) -> None:
         """Return when the outcomes so far fulfil a condition, or when all ranks have ended."""
-        outcomes = [rank.outcome for rank in self._ranks]
+        outcomes = self.outcomes
 
         def is_over() -> bool:
             return condition(outcomes) or all(outcome.state != "running" for outcome in outcomes)
@@ -264,6 +264,11 @@ class TwoHosts:
         with self._reported:
             come = self._reported.wait_for(is_over, timeout_s)
         assert come, self.describe(self.finish(1.0))
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """The outcomes so far, in rank order."""
+        return [rank.outcome for rank in self._ranks]
 
     def lose_memory(self, host: int) -> None:
         """Remove what lies in the /dev/shm of a host."""
@@ -306,7 +311,7 @@ class TwoHosts:
                 rank.finish(deadline)
         if stuck >= 0:
             self._ranks[stuck].finish(0.0)
-        return [rank.outcome for rank in self._ranks]
+        return self.outcomes
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """Run `function(*args)` on every rank; return the results, or raise AssertionError if a rank failed."""

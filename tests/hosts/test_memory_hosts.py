@@ -1,15 +1,22 @@
-"""Copies of a job's newest save in the memory of two hosts: either of them may be lost with all that it kept."""
+"""Copies of a job's newest save in the memory of two hosts: either of them may be lost with all that it kept.
+
+Jobs are killed at every storage call of a save, which removes an old save and copies the new one into memory, and of a
+load from memory.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from two_hosts import missing, two_hosts
+from two_hosts import missing, report, two_hosts
 
 import statexchange as sx
 
@@ -46,13 +53,13 @@ def loads(path: str, lost: str) -> list[Any]:
         shutil.rmtree(f"/dev/shm/statexchange-{os.getuid()}")
     comm.barrier()
     state = {"w": rows(comm, 0.0) - 1, "step": -1}
-    report = sx.Checkpoints(path, memory=True, layout=LAYOUT).load(state)
-    assert report is not None
+    found = sx.Checkpoints(path, memory=True, layout=LAYOUT).load(state)
+    assert found is not None
     assert torch.equal(state["w"], rows(comm, 100.0 * state["step"]))
     comm.barrier()
     assert not list(Path("/dev/shm").glob("statexchange-*/saves-*/.load-*"))
     sx.shutdown()
-    return [state["step"], report.path.startswith("/dev/shm/")]
+    return [state["step"], found.path.startswith("/dev/shm/")]
 
 
 @pytest.mark.parametrize("lost", ["", "anna", "bert"])
@@ -70,3 +77,84 @@ def test_without_the_memory_of_both_hosts_the_disk_is_read(tmp_path: Path) -> No
         hosts.run(saves, path, timeout_s=100)
         shutil.rmtree(f"{path}/step-000000001")
         assert hosts.run(loads, path, "anna bert", timeout_s=100) == [[2, False]] * 3
+
+
+# Kills
+
+WORLDS = [(1, 1), (2, 1), (1, 2)]
+
+
+def goes_on(path: str, trip: str, node: int, stop_at: int) -> list[Any]:
+    """Load, and save the next step; return the step that was found, and whether it was in memory.
+
+    The first rank of a host stops at a storage call of the load or of the save, until it is killed.
+    """
+    comm = sx.init("auto", timeout_s=50.0)
+    is_watched = comm.node_rank == node and comm.local_rank == 0
+    now, calls = "", 0
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal calls
+        if event == "statexchange.storage" and is_watched and now == trip:
+            calls += 1
+            if calls == stop_at:
+                report(["at", args[0]])
+                signal.pause()
+
+    sys.addaudithook(hook)
+    with sx.Checkpoints(path, keep=2, memory=True, layout=LAYOUT) as checkpoints:
+        state = {"w": rows(comm, 0.0) - 1, "step": 0}
+        now = "load"
+        found = checkpoints.load(state)
+        now = ""
+        if found is not None:
+            assert torch.equal(state["w"], rows(comm, 100.0 * state["step"]))
+        step = state["step"] + 1
+        now = "save"
+        checkpoints.save({"w": rows(comm, 100.0 * step), "step": step}, step)
+        now = ""
+    comm.barrier()
+    sx.shutdown()
+    return [step - 1, found is not None and found.path.startswith("/dev/shm/")]
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
+@pytest.mark.parametrize("trip", ["save", "load"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_all_ranks_are_killed_at_any_call(trip: str, node: int, every: int, tmp_path: Path) -> None:
+    path = tmp_path / "saves"
+    worlds = itertools.cycle(WORLDS)
+    calls = []
+    with two_hosts(*WORLDS[0]) as hosts:
+        for step in range(3):
+            assert hosts.run(goes_on, str(path), "", 0, 0, timeout_s=100) == [[step, step > 0]] * 2
+        safe = 3
+        for number in itertools.count(1, every):
+            hosts.counts = next(worlds)
+            if trip == "load" and number % 2:
+                hosts.lose_memory(1 - node)  # the files are sent by the other host
+            hosts.start(goes_on, str(path), trip, node, number)
+            hosts.wait_until(lambda outcomes: any(word[0] == "at" for one in outcomes for _, word in one.reports))
+            stopped = [word[1] for one in hosts.outcomes for _, word in one.reports]
+            for rank in range(hosts.world_size if stopped else 0):
+                hosts.kill(rank)
+            outcomes = hosts.finish(60.0)
+            if not stopped:  # there are fewer calls
+                assert {outcome.state for outcome in outcomes} == {"ok"}, hosts.describe(outcomes)
+                break
+            calls += stopped
+            hosts.counts = next(worlds)  # no clean-up by hand
+            found = hosts.run(goes_on, str(path), "", 0, 0, timeout_s=100)
+            (step, is_in_memory) = found[0]
+            assert found == [[step, is_in_memory]] * hosts.world_size, number
+            assert step in ((safe, safe + 1) if trip == "save" else (safe,)), number
+            assert is_in_memory or trip == "save", number
+            safe = step + 1
+            left = sorted(os.listdir(path))
+            assert left == ["saves.json", f"step-{safe - 1:09d}", f"step-{safe:09d}"], number
+            for host in range(2):
+                names = sorted(os.path.basename(name) for name in hosts.memory_files(host))
+                assert names == [f"step-{safe:09d}", "target.json"], number
+    print(f"killed at {len(calls)} calls: {sorted(set(calls))}")
+    assert calls
