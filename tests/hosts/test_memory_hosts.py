@@ -16,14 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from sweeps import slow
 from two_hosts import missing, report, two_hosts
 
 import statexchange as sx
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
-]
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 ROWS, LAYOUT = 12, {"w": {"dim": 0}}
 
@@ -62,6 +60,7 @@ def loads(path: str, lost: str) -> list[Any]:
     return [state["step"], found.path.startswith("/dev/shm/")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["", "anna", "bert"])
 def test_one_host_may_lose_its_memory(lost: str, tmp_path: Path) -> None:
     path = str(tmp_path / "saves")
@@ -71,6 +70,7 @@ def test_one_host_may_lose_its_memory(lost: str, tmp_path: Path) -> None:
         assert hosts.run(loads, path, lost, timeout_s=100) == [[2, True]] * 3
 
 
+@pytest.mark.slow
 def test_without_the_memory_of_both_hosts_the_disk_is_read(tmp_path: Path) -> None:
     path = str(tmp_path / "saves")
     with two_hosts(1, 2) as hosts:
@@ -119,7 +119,7 @@ def goes_on(path: str, trip: str, node: int, stop_at: int) -> list[Any]:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
+@pytest.mark.parametrize("every", [slow(25), pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 @pytest.mark.parametrize("trip", ["save", "load"])
 @pytest.mark.parametrize("node", [0, 1])
 def test_all_ranks_are_killed_at_any_call(trip: str, node: int, every: int, tmp_path: Path) -> None:
