@@ -34,6 +34,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share the cores
 sys.dont_write_bytecode = False  # else each worker and rank rewrites the assertions of its test files again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each rank compiles the modules that only ranks import
 settings.register_profile("statexchange", deadline=None)  # on a busy machine any example may take seconds
 settings.load_profile("statexchange")
 
