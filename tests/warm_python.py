@@ -10,7 +10,7 @@ process and ends as it ends: with its exit code, or by its signal. If the client
 A process that a fork cannot become is a new interpreter after all: one with other options than -u, in other namespaces,
 cgroups or limits than the server's, or with another value of a variable that Python or a library reads at its start.
 
-What differs from a new interpreter: torch and statexchange have been imported, and torch stays as it is when the
+What differs from a new interpreter: torch and all of statexchange have been imported, and torch stays as it is when the
 interpreter is finalized; the launcher is not the parent; the process leads a session of its own; all processes have one
 hash seed. So tests of imports, of startup and of killed process groups use `sys.executable`, and so does at least one
 test of each launcher.
@@ -28,6 +28,7 @@ import importlib
 import io
 import marshal
 import os
+import pkgutil
 import resource
 import runpy
 import selectors
@@ -412,10 +413,19 @@ def _exit_code(run: Callable[[], None]) -> int:
     return 0
 
 
+def _own_modules() -> list[str]:
+    """Return the modules of statexchange, but not those that import pytest or a framework."""
+    import statexchange
+
+    found = [module.name for module in pkgutil.walk_packages(statexchange.__path__, "statexchange.")]
+    others = ("statexchange.__main__", "statexchange.testing.plugin", "statexchange.integrations.")
+    return [name for name in found if not name.startswith(others)]
+
+
 def _serve(folder: str, kind: str) -> None:
     for number in _PASSED_ON:
         signal.signal(number, signal.SIG_DFL)
-    for module in MODULES[kind]:
+    for module in (*MODULES[kind], *_own_modules()):
         with suppress(ImportError):
             importlib.import_module(module)
     gc.collect()
