@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from typing_extensions import Self
-from warm_python import warm_python
+from warm_python import import_for_forks, warm_python
 
 
 def serve(work: Callable[..., object], counts: Callable[[str], bool] = lambda path: True) -> None:
@@ -21,6 +21,7 @@ def serve(work: Callable[..., object], counts: Callable[[str], bool] = lambda pa
     A line has the number of the call at which to kill the process (0 for none), then the arguments. Only calls whose
     path `counts` are numbered.
     """
+    import_for_forks()
     for line in sys.stdin:
         kill_at, *task = json.loads(line)
         reader, writer = os.pipe()
@@ -62,10 +63,11 @@ class ForkedJobs:
 
     Args:
         program: the code that imports what jobs need and ends with a call of `serve`.
+        wrapper: words before the command.
     """
 
-    def __init__(self, program: str) -> None:
-        command = [warm_python(), "-c", f"from forked_jobs import serve\n{program}"]
+    def __init__(self, program: str, wrapper: Sequence[str] = ()) -> None:
+        command = [*wrapper, warm_python(), "-c", f"from forked_jobs import serve\n{program}"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)

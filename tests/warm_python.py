@@ -413,23 +413,26 @@ def _exit_code(run: Callable[[], None]) -> int:
     return 0
 
 
-def _own_modules() -> list[str]:
-    """Return the modules of statexchange, but not those that import pytest or a framework."""
+def import_for_forks(names: Sequence[str] = ()) -> None:
+    """Import modules, and all of statexchange but what imports pytest or a framework, for processes forked from this.
+
+    A collection of garbage in such a process, and its end, then leave these objects alone; else each takes a second.
+    """
     import statexchange
 
-    found = [module.name for module in pkgutil.walk_packages(statexchange.__path__, "statexchange.")]
+    own = [module.name for module in pkgutil.walk_packages(statexchange.__path__, "statexchange.")]
     others = ("statexchange.__main__", "statexchange.testing.plugin", "statexchange.integrations.")
-    return [name for name in found if not name.startswith(others)]
+    for name in (*names, *(name for name in own if not name.startswith(others))):
+        with suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
 
 
 def _serve(folder: str, kind: str) -> None:
     for number in _PASSED_ON:
         signal.signal(number, signal.SIG_DFL)
-    for module in (*MODULES[kind], *_own_modules()):
-        with suppress(ImportError):
-            importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # a collection in a child, and its end, then leave these objects alone: else a second
+    import_for_forks(MODULES[kind])
     server = _Server(folder)
     print("ready", flush=True)
     null = os.open(os.devnull, os.O_RDWR)
