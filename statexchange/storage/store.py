@@ -52,8 +52,8 @@ def url_of_directory(url: str) -> str:
 
 
 def strip_file_scheme(path: str) -> str:
-    """Return ``/a/path`` for ``file:///a/path`` or ``local:///a/path``; any other path unchanged."""
-    return unquote(path.partition("://")[2]) if path.startswith(("file:///", "local:///")) else path
+    """Return ``/a/path`` for ``file:///a/path``; any other path unchanged."""
+    return unquote(path.removeprefix("file://")) if path.startswith("file:///") else path
 
 
 def absolute_path(path: str) -> str:
