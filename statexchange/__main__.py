@@ -29,12 +29,16 @@ def main() -> None:
         from statexchange.cli.main import main as run
 
         run()
-    except KeyboardInterrupt:
-        code: object = 130
+    except SystemExit as ended:
+        code: object = ended.code
+    except BaseException as error:
+        from statexchange.errors import is_interrupt
+
+        if not is_interrupt(error):
+            raise
+        code = 130
         with contextlib.suppress(OSError, AttributeError):  # stderr may be closed
             sys.stderr.write("error: interrupted\n")
-    except SystemExit as ended:
-        code = ended.code
     # All output is flushed: an interrupt from here on would only print a traceback from the interpreter's shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise SystemExit(code)

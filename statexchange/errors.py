@@ -37,6 +37,7 @@ __all__ = [
     "did_you_mean",
     "excerpt",
     "from_record",
+    "is_interrupt",
     "needing_torch",
     "needs_torch",
     "secrets_of",
@@ -389,6 +390,16 @@ class PeerError(StateExchangeError, RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rank, self.phase, self.cause, self.host)
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Return whether an error is a KeyboardInterrupt, or arose from one.
+
+    Python before 3.12 replaces what is raised in `__set_name__`, while a class is made, by a RuntimeError.
+    """
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def needs_torch(what: str) -> MissingExtraError:

@@ -17,6 +17,7 @@ from statexchange.errors import (
     NotFoundError,
     StateExchangeError,
     StorageError,
+    is_interrupt,
     without_secrets,
 )
 
@@ -44,6 +45,8 @@ def report_failure(output: Output, error: Exception) -> int:
         return output.fail(error, error.code, _hint(error))
     if isinstance(error, OSError) and error.errno in _REFUSALS:
         return output.fail(StorageError.of(error, "continue", path=error.filename), "IO")
+    if is_interrupt(error):
+        return output.fail(KeyboardInterrupt("interrupted"), "INTERRUPTED")
     return _report_internal_error(output, error)
 
 

@@ -596,6 +596,32 @@ def test_an_interrupt_is_not_lost_where_python_drops_exceptions() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "went on\n", "error: interrupted\n")
 
 
+REPLACED_BY_PYTHON = """
+import signal, sys
+
+class Interrupting:
+    def __set_name__(self, owner, name):
+        signal.raise_signal(signal.SIGINT)
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == interrupted:
+            type("Owner", (), {"attribute": Interrupting()})
+
+interrupted = sys.argv.pop()
+sys.meta_path.insert(0, Finder())
+from statexchange.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["statexchange.cli.main", "statexchange.cli.info", "statexchange.report.summary"])
+def test_an_interrupt_while_a_class_is_made_is_an_interrupt(made: Path, module: str) -> None:
+    run = [sys.executable, "-c", REPLACED_BY_PYTHON, "info", made / "whole", module]
+    done = subprocess.run(run, capture_output=True, text=True, env=environment(), timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_closed_streams_are_survived(

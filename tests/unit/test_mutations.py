@@ -522,7 +522,6 @@ INCOMPLETE = Said("INCOMPLETE", "broken", "INCOMPLETE", ("INCOMPLETE",))
 MISSING = Said("MISSING ", "broken", "INCOMPLETE", ("INCOMPLETE",))
 CORRUPT = Said("CORRUPT", "broken")
 STEP_ALONE = Said("", "", "USAGE", ("USAGE",))  # the directory of the step below is whole, and has to be named
-UNSEEN_OF_RANKS = Said("WHOLE", "whole", "OK", ("FINDINGS",))  # plain tensors of ranks differ, so it is never "ok"
 
 
 def _all(names: Sequence[str], kinds: Sequence[str], said: Said) -> dict[tuple[str, str], Said]:
@@ -550,9 +549,9 @@ OTHERWISE: dict[tuple[str, str], Said] = {
     ),
     **_all(
         ["swap_two_files", "copy_a_file_over_another", "lose_the_last_file", "flip_a_bit_in_the_data",
-         "lose_the_end_of_a_tensor_to_zeros", "leave_a_hidden_file", "kill_an_export_over_it"],
+         "lose_the_end_of_a_tensor_to_zeros"],
         PLAIN,
-        UNSEEN_OF_RANKS,
+        WHOLE,
     ),
     # .metadata says where each tensor lies, and nothing of what follows.
     **_all(["append_bytes"], ["dcp", "Megatron torch_dist", "Trainer with FSDP", "Lightning"], WHOLE),
@@ -580,8 +579,11 @@ def expected(name: str, kind_name: str, said: Said) -> Said:
     if kind_name in FOREIGN:
         return NEVER_WHOLE
     if said.values is not None and kind_name in PLAIN:
-        return dataclasses.replace(UNSEEN_OF_RANKS, values=said.values)
-    return OTHERWISE.get((name, kind_name), said)
+        said = dataclasses.replace(WHOLE, values=said.values)
+    said = OTHERWISE.get((name, kind_name), said)
+    if kind_name in PLAIN and said.verify == WHOLE.verify:
+        said = dataclasses.replace(said, verify=("FINDINGS",))  # plain tensors of ranks differ, so it is never "ok"
+    return said
 
 
 @cache
