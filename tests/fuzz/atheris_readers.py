@@ -57,7 +57,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as own:
         if options.input is not None:
             return _follow([options.input], options)
-        return _follow([options.corpus or own, f"-artifact_prefix={options.findings}/{options.target}-"], options)
+        corpus = options.corpus or own
+        os.makedirs(corpus, exist_ok=True)  # without its directory libFuzzer ends at once
+        return _follow([corpus, f"-artifact_prefix={options.findings}/{options.target}-"], options)
 
 
 def _follow(arguments: list[str], options: argparse.Namespace) -> int:
