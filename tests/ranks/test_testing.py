@@ -349,8 +349,8 @@ def test_an_mpi_rank_that_waits_for_a_failed_one_is_named() -> None:
         run_ranks(hang_in_mpi, 2, backend="mpi")
 
 
-@pytest.mark.usefixtures("short_grace")
-def test_a_process_that_does_not_exit_is_named() -> None:
+def test_a_process_that_does_not_exit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_EXIT_S", 1.0)
     with pytest.raises(RankFailure, match="did its work but did not exit"):
         run_ranks(leave_a_thread, 1, backend="processes")
 

@@ -206,6 +206,8 @@ COMMANDS = [
     ["prune", "saves", "--keep", "1", "--dry-run"],
     pytest.param(["demo", "--ranks", "1", "--steps", "2"], marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
 ]
+# Marks of the forms of a command, text and JSON: of each command one form is tried by default.
+SOME_FORMS = [([], [pytest.mark.slow]), ([pytest.mark.slow], [])]
 REPEATABLE = COMMANDS[:-1]  # the demo prints other numbers and texts each time
 
 
@@ -622,8 +624,15 @@ def test_an_interrupt_while_a_class_is_made_is_an_interrupt(made: Path, module: 
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 
 
-@pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    ("command", "form"),
+    [
+        pytest.param(arguments_of(command), form, marks=[*getattr(command, "marks", ()), *marks])
+        for number, command in enumerate(COMMANDS)
+        for form, marks in zip(([], ["--json"]), SOME_FORMS[number % 2], strict=True)
+    ],
+    ids=lambda words: words[0] if words else "text",
+)
 def test_closed_streams_are_survived(
     made: Path, command: list[str], form: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
