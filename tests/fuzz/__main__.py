@@ -27,6 +27,7 @@ import statexchange as sx
 from statexchange.tensors import torch_dtype
 
 _MEMORY = "/dev/shm"
+_REPORTED = 1000  # cases from one line of progress to the next
 
 
 def main() -> int:
@@ -82,6 +83,9 @@ class _Fuzzer:
             if time.monotonic() - self._began > limit_s:
                 break
             chance = random.Random(f"{seed} {number}")
+            done = number - cases.start
+            if done and done % _REPORTED == 0:
+                print(f"{done:,} cases, {self.found.total()} findings", file=sys.stderr, flush=True)
             chosen = hostile if hostile and (not whole or chance.random() < 0.02) else whole
             self._case(chance.choice(chosen), seed, number, chance)
 
