@@ -36,8 +36,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share the cores
 sys.dont_write_bytecode = False  # else each worker and rank rewrites the assertions of its test files again
-# Processes of tests write no bytecode: what all of them import is compiled here, before any starts. Python 3.13.0 leaves
-# truncated bytecode where a write comes short, as in tests of full disks and of limits on the size of files.
+# Processes of tests write no bytecode: what all of them import is compiled here, before any starts. Where a write comes
+# short, as in tests of full disks and of limits on the size of files, Python 3.13.0 leaves truncated bytecode.
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     for _folder in ("statexchange", "tests"):
