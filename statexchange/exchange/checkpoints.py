@@ -330,6 +330,7 @@ class Checkpoints:
             metrics=found,
             before=functools.partial(self._check_directory, number, comm.run, overwrite=overwrite),
             after=self._note_saved,
+            memory=self._memory is not None,
         )
 
     def _note_saved(self, report: SaveReport, comm: Communicator, content: DigestedTensors | None) -> None:

@@ -286,7 +286,7 @@ class MemoryCopies:
     def _disk(self, wanted: int | None, comm: Communicator) -> _Disk | None:
         """Return what root finds on disk; None if no copy can belong to it. Collective."""
         disk: _Disk | None = None
-        with comm.phase("looking for saves"):
+        with comm.phase("looking for a copy in memory"):  # differs from what a rank without memory=True calls
             if comm.rank == 0:
                 identity = self._identity()
                 if identity is not None:

@@ -18,7 +18,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 from statexchange.checkpoint.publication import target_path
@@ -80,7 +80,8 @@ class SaveRequest:
     """The arguments of a save other than the state and the communicator.
 
     The manifest records `job`, the run of the caller's communicator; a background thread's own has another. Root calls
-    `before` ahead of opening the target; each rank calls `after` once the save is published.
+    `before` ahead of opening the target; each rank calls `after` once the save is published. `memory` says that `after`
+    makes a copy in memory, which is collective.
     """
 
     path: str
@@ -92,6 +93,7 @@ class SaveRequest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     before: Callable[[], None] | None = None
     after: AfterSave | None = None
+    memory: bool = False
 
     @classmethod
     def of(
@@ -106,11 +108,12 @@ class SaveRequest:
         metrics: Mapping[str, float] | None = None,
         before: Callable[[], None] | None = None,
         after: AfterSave | None = None,
+        memory: bool = False,
     ) -> SaveRequest:
         """Check and keep the arguments of a call."""
         check_timeout(stall_timeout_s, "stall_timeout_s")
         target = target_path(path)
-        return cls(target, layout, job, overwrite, stall_timeout_s, step, dict(metrics or {}), before, after)
+        return cls(target, layout, job, overwrite, stall_timeout_s, step, dict(metrics or {}), before, after, memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +160,24 @@ class _Start:
         save: a random id; root's identifies the save.
         key: on root the key of the build, else "".
         has_layout: whether the rank was given a layout.
+        memory: whether the rank makes a copy in memory.
     """
 
     name: str
     save: str
     key: str
     has_layout: bool
+    memory: bool
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "save": self.save, "key": self.key, "has_layout": self.has_layout}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, raw: Any) -> _Start:
-        name, save, key, has_layout = records.fields(raw, "name", "save", "key", "has_layout")
-        return cls(records.text(name), records.text(save), records.text(key), records.flag(has_layout))
+        name, save, key, layout, memory = records.fields(raw, "name", "save", "key", "has_layout", "memory")
+        return cls(
+            records.text(name), records.text(save), records.text(key), records.flag(layout), records.flag(memory)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,15 +237,21 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
 
 
 def _exchange_starts(request: SaveRequest, build: Build | None, comm: Communicator) -> list[_Start]:
-    """Return what each rank sends at the start; raise InvalidArgumentError if their targets differ. Collective."""
+    """Return what each rank sends at the start; raise InvalidArgumentError if they do not fit. Collective."""
     name = os.path.basename(request.path)
     key = "" if build is None else build.share()
-    ours = _Start(name, secrets.token_hex(8), key, request.layout is not None)
+    ours = _Start(name, secrets.token_hex(8), key, request.layout is not None, request.memory)
     sent = comm.all_gather_object(ours.to_json())
     starts = [records.parsed(raw, _Start.from_json, "the start of the save", rank) for rank, raw in enumerate(sent)]
     for rank, start in enumerate(starts):
         if start.name != starts[0].name:
             text = f"rank 0 saves to {starts[0].name} and rank {rank} to {start.name}: pass the same path on all ranks"
+            raise InvalidArgumentError(text, rank=rank, path=request.path)
+        if start.memory != starts[0].memory:
+            text = (
+                f"rank 0 has memory={starts[0].memory} and rank {rank} memory={start.memory}: pass the same "
+                "to Checkpoints on all ranks"
+            )
             raise InvalidArgumentError(text, rank=rank, path=request.path)
     return starts
 

@@ -80,6 +80,32 @@ def load(path: str, step: int | None = None) -> list[Any]:
     return [state["step"], where, right and report.step == state["step"]]
 
 
+def with_memory_on_rank_0(path: str, call: str) -> str:
+    saves = sx.Checkpoints(path, memory=sx.get_rank() == 0, layout=LAYOUT, stall_timeout_s=20.0)
+    state = {"w": part(1.0), "step": 1}
+    calls: dict[str, Any] = {
+        "save": lambda: saves.save(state, 2),
+        "save in the background": lambda: saves.save(state, 2, background=True).result(),
+        "load": lambda: saves.load(state),
+        "delete": lambda: saves.delete(1),
+    }
+    with pytest.raises(sx.errors.StateExchangeError) as caught:
+        calls[call]()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.parametrize("is_there", [False, True], ids=["absent", "there"])
+@pytest.mark.parametrize("call", ["save", "save in the background", "load", "delete"])
+def test_ranks_that_differ_in_memory_get_an_error(call: str, is_there: bool, backend: str, saves: Path) -> None:
+    if is_there:
+        run_ranks(save, 2, args=(str(saves), 1))
+    given = (str(saves), call)
+    for text in run_ranks(with_memory_on_rank_0, 2, backend=backend, args=given, timeout_s=30):
+        assert "memory" in text
+    assert sx.Checkpoints(saves).steps() == [1] * is_there
+
+
 def alone(path: Path, step: int | None = None) -> list[Any]:
     return run_ranks(load, 1, args=(str(path), step))[0]
 
