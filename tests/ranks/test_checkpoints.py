@@ -603,6 +603,20 @@ def test_ranks_that_save_different_steps_get_an_error(tmp_path: Path) -> None:
     assert entries(tmp_path) == []
 
 
+def save_in_the_background_on_rank_0(path: str) -> str:
+    saves = sx.Checkpoints(path)
+    with pytest.raises(sx.errors.MismatchError) as caught:
+        for step in (10, 20):
+            saves.save(state_of(step), step, background=sx.get_rank() == 0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_ranks_that_differ_in_background_get_an_error(backend: str, tmp_path: Path) -> None:
+    for text in run_ranks(save_in_the_background_on_rank_0, 2, backend=backend, args=(str(tmp_path),), timeout_s=30):
+        assert re.search(r"rank 0 called Checkpoints\.save .*; rank 1 called Checkpoints\.save ", text), text
+
+
 def save_with_metrics_of_root(path: str) -> list[int]:
     saves = sx.Checkpoints(path, keep=1, best=("loss", "min"))
     for step, loss in ((10, 0.1), (20, 0.3), (30, 0.2)):
