@@ -28,7 +28,9 @@ _ROUNDS_HEADER = ("RUN", "ROUND", "RANK", "WRITTEN", "BYTES", "STATE")
 _SAVES_HEADER = ("STEP", "TIME", "BYTES", "RANKS", "METRICS", "STATE")
 _NARROWING = Narrowing(drop=("HELD-BY",), shorten={"HELD-BY": 20, "NAME": 32, "SHAPE": 16}, cut=("HELD-BY",))
 _ROUNDS_NARROWING = Narrowing(drop=("WRITTEN",), shorten={"RUN": 16})
-_SAVES_NARROWING = Narrowing(drop=("RANKS", "TIME"), shorten={"METRICS": 12, "STATE": 24}, cut=("METRICS", "STATE"))
+_SAVES_NARROWING = Narrowing(
+    drop=("RANKS", "TIME"), shorten={"METRICS": 12, "STATE": 24}, cut=("METRICS",), wrap=("STATE",)
+)
 
 
 @commands.command

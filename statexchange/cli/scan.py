@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _HEADER = ("PATH", "KIND", "MODEL", "STEP", "TENSORS", "PARAMETERS", "BYTES", "AGE", "VERDICT")
 _NARROWING = Narrowing(
     drop=("TENSORS", "PARAMETERS", "MODEL", "AGE", "STEP", "KIND"),
-    shorten={"VERDICT": 30, "PATH": 24},
-    cut=("VERDICT",),
+    shorten={"VERDICT": 40, "PATH": 24},
+    wrap=("VERDICT",),
 )
 _KEYS: dict[str, Callable[[ScanRow], tuple[float, str]]] = {
     "size": lambda row: (-row.nbytes, ""),

@@ -45,3 +45,23 @@ def test_columns_without_a_value_are_left_out_first() -> None:
 
 def test_a_table_is_not_narrower_than_its_least_width() -> None:
     assert lines(10) == lines(33)
+
+
+@pytest.mark.parametrize("width", range(33, 110))
+def test_a_sentence_that_is_wrapped_loses_nothing(width: int) -> None:
+    wrapping = Narrowing(drop=NARROWING.drop, shorten=NARROWING.shorten, wrap=("REASON",))
+    header, *rows = narrowed(CELLS, width, wrapping)
+    assert max(map(len, aligned([header, *rows], ("BYTES",)))) <= width
+    assert " ".join(row[-1].strip() for row in rows) == f"{CELLS[1][-1]} fine"
+    assert [row[0] != "" for row in rows] == [True, *[False] * (len(rows) - 2), True]
+    assert all(line.startswith("  ") for line in (row[-1] for row in rows[1:-1]))
+
+
+def test_a_word_that_is_too_long_for_a_line_goes_on_in_the_next() -> None:
+    cells = [["PATH", "REASON"], ["a", "CORRUPT global_step2/mp_rank_00_model_states.pt: no pickle"]]
+    assert aligned(narrowed(cells, 30, Narrowing(shorten={"REASON": 10}, wrap=("REASON",))), ()) == [
+        "PATH  REASON",
+        "a     CORRUPT global_step2/mp_",
+        "        rank_00_model_states.p",
+        "        t: no pickle",
+    ]
