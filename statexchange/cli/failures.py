@@ -60,9 +60,12 @@ def _hint(error: StateExchangeError) -> str | None:
 
 
 def _checkpoints_below(path: str) -> str | None:
-    """Return how many checkpoints lie below a directory that is none, and how to look at them; None if there are none.
+    """Return how many checkpoints lie below a directory that is none itself, and how to look at them.
 
-    Looks into a limited number of directories.
+    Returns None if there are none, and of a checkpoint: something in it was not found.
+
+    Looks into a
+    limited number of directories.
     """
     from statexchange.report.scan import scan
 
@@ -71,7 +74,11 @@ def _checkpoints_below(path: str) -> str | None:
     is_all = True
     try:
         for row in scan(path, on_directory=directories.append):
-            count += row.status != "unfinished"
+            if row.status == "unfinished":
+                continue
+            if row.path == path.rstrip("/"):
+                return None
+            count += 1
             if len(directories) > _MAX_SCANNED:
                 is_all = False
                 break

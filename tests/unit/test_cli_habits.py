@@ -141,6 +141,13 @@ def test_a_directory_of_checkpoints_is_answered_with_their_number(
     assert "hint" not in call(command, tmp_path / "none", *more)[2]
 
 
+def test_what_is_not_in_a_checkpoint_is_not_answered_with_checkpoints(call: Call, made: Path) -> None:
+    code, _, err = call("show", made / "whole", "nothing.at.all")
+    assert (code, err.count("\n"), "hint" in err) == (3, 1, False)
+    code, _, err = call("prune", made / "whole", "--keep", "1")
+    assert (code, err.count("\n"), "hint" in err) == (3, 1, False)
+
+
 def test_a_count_of_checkpoints_below_is_bounded(call: Call, made: Path, tmp_path: Path) -> None:
     for number in range(150):
         (tmp_path / f"m{number}").mkdir()
