@@ -87,7 +87,7 @@ def compare_with_hub(
         records = {
             name.removesuffix(_SUFFIX): file
             for name, file in _files_below(_metadata_store(opened_metadata.store))
-            if name.endswith(_SUFFIX) and name != _SUFFIX  # .metadata is a file of torch DCP
+            if name.endswith(_SUFFIX) and os.path.basename(name) != _SUFFIX  # .metadata is a file of torch DCP
         }
         if not records:
             text = f"no metadata of a download: there is no {'/'.join(_FOLDERS)}/NAME{_SUFFIX}"

@@ -530,8 +530,11 @@ class TestAgainst:
         assert "from 2 commits" in capsys.readouterr().err
 
     def test_no_metadata(self, repo: Path, tmp_path: Path) -> None:
-        with pytest.raises(NotFoundError, match="no metadata of a download"):
-            self.compared(repo, tmp_path)
+        for folder in ("dcp", "jobs/dcp"):
+            (tmp_path / folder).mkdir(parents=True)
+            (tmp_path / folder / ".metadata").write_bytes(b"of torch DCP")
+            with pytest.raises(NotFoundError, match="no metadata of a download"):
+                self.compared(repo, tmp_path)
         with pytest.raises(NotFoundError):
             self.compared(repo, tmp_path / "nowhere")
         with pytest.raises(InvalidArgumentError):
