@@ -631,6 +631,29 @@ def test_an_interrupt_while_a_class_is_made_is_an_interrupt(made: Path, module: 
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 
 
+IN_A_STRING = """
+import sys
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == interrupted:
+            exec("import signal; signal.raise_signal(signal.SIGINT)")
+
+interrupted = sys.argv.pop()
+sys.meta_path.insert(0, Finder())
+from statexchange.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["statexchange.cli.main", "statexchange.report.summary"])
+def test_an_interrupt_in_code_that_is_a_string_exits_with_130(made: Path, module: str, tmp_path: Path) -> None:
+    (tmp_path / "interrupted_here.py").write_text(IN_A_STRING)
+    run = [sys.executable, "-m", "interrupted_here", "info", made / "whole", module]
+    done = subprocess.run(run, capture_output=True, text=True, env=environment(), timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("command", "form"),
     [
