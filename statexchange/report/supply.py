@@ -36,7 +36,7 @@ _MAX_STEPS = 1 << 18  # to divide one tensor; each box costs a step per interval
 
 @dataclass(frozen=True, slots=True)
 class Supplied:
-    """A tensor with (box, rank) of each box. If the rank is not known, it is the number of the file."""
+    """A tensor with (box, rank) of each box. If there are no ranks, it is the number of the file."""
 
     name: str
     dtype: str
@@ -126,9 +126,7 @@ def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
                 unknown.append(name)
             else:
                 tensors.append(Supplied(name, tensor.dtype, tensor.shape, ()))
-    files = (
-        {} if has_ranks or manifest is not None else {file.rank: os.path.basename(file.path) for file in source.files}
-    )
+    files = {} if has_ranks or manifest is not None else _file_names(source)
     return Supply(
         source.path,
         "rank" if has_ranks else "file",
@@ -148,13 +146,28 @@ def _published_tensors(manifest: Mapping[str, Any]) -> Iterator[Supplied]:
 def _stored_tensors(source: Source) -> Iterator[Supplied]:
     """Yield the tensors of a source, with the first rank (or file) that has each box."""
     first_ranks: dict[tuple[str, str, tuple[int, ...]], dict[Box, int]] = {}
-    for shard_file, tensor in source.shards():
-        shard = tensor.shard
-        ranks = first_ranks.setdefault((shard.name, shard.dtype, shard.global_shape), {})
-        for box in shard.boxes:
-            ranks.setdefault(box, shard_file.rank)
+    for number, shard_file in enumerate(source.files):
+        for tensor in shard_file.tensors.values():
+            shard = tensor.shard
+            ranks = first_ranks.setdefault((shard.name, shard.dtype, shard.global_shape), {})
+            for box in shard.boxes:
+                ranks.setdefault(box, shard_file.rank if source.has_ranks else number)
     for (name, dtype, shape), ranks in first_ranks.items():
         yield Supplied(name, dtype, shape, tuple(ranks.items()))
+
+
+def _file_names(source: Source) -> dict[int, str]:
+    """Return the names of the files by number, below the innermost directory that has all of them.
+
+    Several files may have one `rank`, as those of the parts of a directory such as verl's.
+    """
+    paths = [shard_file.path.split("/") for shard_file in source.files]
+    depth = 0
+    for directories in zip(*(parts[:-1] for parts in paths), strict=False):
+        if len(set(directories)) > 1:
+            break
+        depth += 1
+    return {number: "/".join(parts[depth:]) for number, parts in enumerate(paths)}
 
 
 def nbytes_by_rank(tensors: Sequence[Supplied]) -> Counter[int]:
