@@ -68,8 +68,9 @@ _KEYS: dict[str, SectionName] = {
     ),
 }
 _NUMBER = re.compile(r"_?[0-9]+$")  # of one among several optimizers
-_OPTIMIZER_STATE = re.compile(r"state\.[0-9]+\.[^.]+$|param_groups\b")  # an entry of an optimizer's own state dict
-_HAS_STATE = re.compile(r"(^|\.)(state|param_groups)\.")
+# An entry of an optimizer's own state dict. In a save, a key that is a number stands in brackets: state[0].exp_avg.
+_OPTIMIZER_STATE = re.compile(r"state(\.[0-9]+|\[[0-9]+\])\.[^.]+$|param_groups\b")
+_HAS_STATE = re.compile(r"(^|\.)(state|param_groups)[.\[]")
 _NESTED = ("save", "dcp", "torch", "workspace")  # formats whose tensors may be a whole job's state
 
 
@@ -89,7 +90,7 @@ def _values_of_save(source: Source, tensors: set[str]) -> set[str]:
     if source.kind != "save" or not source.configs:
         return set()
     state = parse_stored(next(iter(source.configs.values())), source.path)
-    keys = {_first_key(name) for name in tensors}
+    keys = {_first_key(name).partition("[")[0] for name in tensors}
     return {key for key in state if _first_key(key) not in keys} if isinstance(state, dict) else set()
 
 

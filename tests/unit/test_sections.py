@@ -82,6 +82,16 @@ def test_a_save_has_the_sections_of_its_state(tmp_path: Path) -> None:
     assert merged(tmp_path / "save", section="all") == {"model.weight", "model.bias"}
 
 
+def test_a_save_with_an_optimizers_own_state_dict_has_its_section(tmp_path: Path) -> None:
+    sx.save_checkpoint({"model": {"w": one()}, "optimizer": MOMENTS}, tmp_path / "save")
+    assert sections(tmp_path / "save") == {"model": 1, "optimizer": 1}
+    assert merged(tmp_path / "save") == {"w"}
+    sx.save_checkpoint(MOMENTS, tmp_path / "optimizer")
+    assert sections(tmp_path / "optimizer") == {"optimizer": 1}
+    with pytest.raises(InvalidArgumentError, match="optimizer"):
+        merged(tmp_path / "optimizer")
+
+
 def test_options_apply_to_the_names_without_the_prefix(tmp_path: Path) -> None:
     torch.save({"model": {"a": one(), "b": one()}, "optimizer": MOMENTS}, tmp_path / "state.pt")
     report = merge_checkpoint(
