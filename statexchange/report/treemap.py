@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.errors import NotFoundError
-from statexchange.report.summary import TensorRow, known_bytes, model_of, tensor_rows
+from statexchange.report.summary import TensorRow, known_bytes, model_of, model_rows, tensor_rows
 from statexchange.report.svg import MARGIN, WIDTH, Drawing, fitted, lightened, palette, text_width, title_of
 from statexchange.units import format_bytes, format_count, format_shape, shortened
 
@@ -113,16 +113,19 @@ class _Group:
 
 
 def parameters_picture(source: Source) -> str:
-    """Return an SVG in which each tensor of a checkpoint has an area in proportion to its number of parameters.
+    """Return an SVG in which each tensor of the model has an area in proportion to its number of parameters.
 
-    Not collective. Reads headers only.
+    Not collective. Reads headers only. All tensors are drawn if it is not known which are the model's, or none is.
 
     Raises:
         NotFoundError: no tensor is known to have an element.
     """
-    kind = ", ".join(filter(None, (source.kind, model_of(source))))
+    rows = tensor_rows(source)
+    drawn = model_rows(source, rows) or rows
+    section = "section model" if len(drawn) < len(rows) else None
+    kind = ", ".join(filter(None, (source.kind, model_of(source), section)))
     try:
-        return treemap(tensor_rows(source), name=title_of(source.path), kind=kind)
+        return treemap(drawn, name=title_of(source.path), kind=kind)
     except NotFoundError as error:
         raise error.located(path=source.path) from None
 

@@ -70,6 +70,19 @@ def test_the_model_that_config_json_names_is_in_the_title(call: Call, published:
     assert "huggingface, TinyForCausalLM · 26 parameters in 3 tensors · 104 B" in texts(tmp_path / "p.svg")
 
 
+def test_the_parameters_are_those_of_the_model_as_in_the_summary(call: Call, tmp_path: Path) -> None:
+    weight, moment = np.ones(10, np.float32), np.ones(1000, np.float32)
+    optimizer = {"state": {0: {"exp_avg": moment}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    sx.save_checkpoint({"model": {"w": weight}, "optimizer": optimizer}, tmp_path / "save")
+    assert "parameters  10 in the section model" in call("info", tmp_path / "save")[1]
+    assert call("info", tmp_path / "save", "--svg", tmp_path / "p.svg")[0] == 0
+    assert "save, section model · 10 parameters in 1 tensor · 40 B" in texts(tmp_path / "p.svg")
+    assert not any("optimizer" in text for text in titles(tmp_path / "p.svg"))
+    sx.save_checkpoint({"optimizer": optimizer}, tmp_path / "other")
+    assert call("info", tmp_path / "other", "--svg", tmp_path / "o.svg")[0] == 0
+    assert "save · 1,000 parameters in 1 tensor · 4.00 kB" in texts(tmp_path / "o.svg")
+
+
 def test_ls_draws_the_listed_tensors(call: Call, published: Path, tmp_path: Path) -> None:
     picture = tmp_path / "supply.svg"
     code, out, _ = call("ls", published, "--include", "*.weight", "--svg", picture, "--json")
