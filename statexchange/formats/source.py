@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -407,18 +408,24 @@ class StoredTensor:
         return full_box(self.shape).numel * ITEMSIZE.get(self.dtype, 0)
 
     @overload
-    def read(self, box: Box | None = None, *, framework: Literal["np"] = "np") -> NDArray[Any]: ...
+    def read(
+        self, box: Box | tuple[Sequence[int], Sequence[int]] | None = None, *, framework: Literal["np"] = "np"
+    ) -> NDArray[Any]: ...
 
     @overload
-    def read(self, box: Box | None = None, *, framework: Literal["pt"]) -> TorchTensor: ...
+    def read(
+        self, box: Box | tuple[Sequence[int], Sequence[int]] | None = None, *, framework: Literal["pt"]
+    ) -> TorchTensor: ...
 
-    def read(self, box: Box | None = None, *, framework: Literal["np", "pt"] = "np") -> NDArray[Any] | TorchTensor:
+    def read(
+        self, box: Box | tuple[Sequence[int], Sequence[int]] | None = None, *, framework: Literal["np", "pt"] = "np"
+    ) -> NDArray[Any] | TorchTensor:
         """Read the tensor, or one block of it, into a new array of numpy or tensor of torch.
 
         Not collective. Stored boxes that are read whole are checked against their digests, where these are known.
 
         Args:
-            box: the block to read; None for the whole tensor.
+            box: the block to read as (offsets, shape), with a number for each dim; None for the whole tensor.
             framework: "np" for an array of numpy, "pt" for a tensor of torch in host memory.
 
         Returns:
@@ -426,8 +433,8 @@ class StoredTensor:
             lack, the packed bytes.
 
         Raises:
-            InvalidArgumentError: the box is outside of the tensor, there is no such framework, or the checkpoint has
-                been closed.
+            InvalidArgumentError: the box is none, or outside of the tensor, there is no such framework, or the
+                checkpoint has been closed.
             MissingExtraError: torch is not installed.
             IncompleteError: a region is in no file.
             ReplacedError: a file was changed or removed since the checkpoint was opened; open it again.
@@ -442,7 +449,7 @@ class StoredTensor:
             >>> from statexchange.formats.registry import open_checkpoint
             >>> save_file({"w": numpy.arange(6, dtype="int32").reshape(2, 3)}, "model.safetensors")
             >>> with open_checkpoint("model.safetensors") as checkpoint:
-            ...     checkpoint["w"].read(Box((0, 1), (2, 2))).tolist()
+            ...     checkpoint["w"].read(((0, 1), (2, 2))).tolist()
             [[1, 2], [4, 5]]
         """
         from statexchange.storage import regions
@@ -451,7 +458,7 @@ class StoredTensor:
         if framework not in ("np", "pt"):
             raise InvalidArgumentError(f'framework must be "np" or "pt", not {excerpt(framework)}')
         whole = full_box(self.shape)
-        target = whole if box is None else box
+        target = whole if box is None else _box_of(box, self.name)
         if not is_inside(target, self.shape):
             text = f"box {target} is outside of the tensor, whose shape is {self.shape}"
             raise InvalidArgumentError(text, name=self.name)
@@ -481,6 +488,21 @@ class StoredTensor:
     def _check_cover(self) -> None:
         if self._boxes.keys() != {full_box(self.shape)}:
             prove_cover(self.name, self.shape, {box: [rank] for box, (_, rank) in self._boxes.items()})
+
+
+def _box_of(box: object, name: str) -> Box:
+    """Return a box that a caller gave; raise InvalidArgumentError unless it is one, or (offsets, shape)."""
+    if isinstance(box, Box):
+        return box
+    try:
+        offsets, shape = (tuple(map(operator.index, sizes)) for sizes in box)  # type: ignore[attr-defined]
+        is_box = len(offsets) == len(shape)
+    except (TypeError, ValueError):
+        is_box = False
+    if not is_box:
+        text = f"box must be (offsets, shape), such as ((0, 0), (2, 8)), not {excerpt(box)}"
+        raise InvalidArgumentError(text, name=name)
+    return Box(offsets, shape)
 
 
 class OpenCheckpoint(Mapping[str, StoredTensor]):

@@ -561,8 +561,29 @@ def test_a_closed_checkpoint_opens_nothing(tmp_path: Path) -> None:
             os.close(fd)
 
 
+def test_a_box_is_offsets_and_shape(tmp_path: Path) -> None:
+    save_file({"a": torch.arange(6).reshape(2, 3)}, tmp_path / "model.safetensors")
+    with sx.open_checkpoint(tmp_path) as checkpoint:
+        for box in (((0, 1), (2, 2)), [[0, 1], [2, 2]], (torch.Size((0, 1)), torch.Size((2, 2)))):
+            assert checkpoint["a"].read(box).tolist() == [[1, 2], [4, 5]]
+        for wrong in (
+            "x",
+            3,
+            (0, 1),
+            ((0, 1),),
+            ((0,), (2, 3)),
+            ((0, 1), (2, 2), (3, 3)),
+            ((0.5, 1), (2, 2)),
+            (slice(2), slice(2)),
+        ):
+            with pytest.raises(InvalidArgumentError, match=r"box must be \(offsets, shape\)"):
+                checkpoint["a"].read(wrong)
+
+
 @pytest.mark.parametrize(
-    "box", [Box((1, 0), (2, 3)), Box((0,), (1,)), Box((9, 9), (0, 1)), Box((-1, 0), (1, 1))], ids=str
+    "box",
+    [Box((1, 0), (2, 3)), ((1, 0), (2, 3)), Box((0,), (1,)), Box((9, 9), (0, 1)), Box((-1, 0), (1, 1))],
+    ids=str,
 )
 def test_a_box_outside_of_a_tensor_is_refused(box: Box, tmp_path: Path) -> None:
     save_file({"a": torch.ones(2, 3)}, tmp_path / "model.safetensors")
