@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import functools
 import gc
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import statexchange as sx
-from statexchange.errors import StorageError
+from statexchange.errors import NotFoundError, StorageError
+from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
 from statexchange.storage import mounts
 from statexchange.storage.workspace import Workspace
@@ -122,3 +127,117 @@ def test_a_file_that_is_gone_on_its_server_is_named_and_no_descriptor_leaks(
             break
     assert 3 < first < 99
     assert set(raised) == {(errno.ESTALE, True)}
+
+
+class ClientOfAServer:
+    """Looks up names as an NFS client: a name that was absent stays absent until its directory is opened anew."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._absent: set[Path] = set()
+
+    @contextlib.contextmanager
+    def mounted(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Look up all names below the root in this way."""
+        with monkeypatch.context() as patch:
+            for name in ("open", "stat", "lstat", "scandir", "listdir"):
+                patch.setattr(os, name, functools.partial(self._call, getattr(os, name), os.lstat))
+            yield
+
+    def _call(
+        self, real: Callable[..., Any], lstat: Callable[..., Any], path: Any = ".", *args: Any, **options: Any
+    ) -> Any:
+        if isinstance(path, int):  # a descriptor: no name is looked up
+            return real(path, *args, **options)
+        dir_fd = options.get("dir_fd")
+        folder = os.getcwd() if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
+        full = Path(os.path.normpath(os.path.join(folder, path)))
+        for name in reversed((full, *full.parents)):
+            if self._root in name.parents and name not in self._absent:
+                try:
+                    lstat(name)
+                except FileNotFoundError:
+                    self._absent.add(name)
+            if name in self._absent:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(full))
+        found = real(path, *args, **options)
+        if real.__name__ == "open" and os.path.isdir(full):
+            self._absent = {name for name in self._absent if name.parent != full}
+        return found
+
+
+EARLY_READERS = {
+    "open": lambda path: sx.open_checkpoint(path / "out")["w"].read().sum(),
+    "load": lambda path: sx.load_checkpoint({"w": np.zeros(3)}, path / "out"),
+    "summary": lambda path: summarize(path / "out").kind,
+    "merge": lambda path: sx.merge_checkpoint(path / "out", path.parents[2] / "merged"),
+    "workspace": lambda path: sx.NFSWorkspace(path / "ws", run="r").read_configs_and_weights_from_rank(0),
+    "waiting": lambda path: sx.NFSWorkspace(path / "ws", run="r").read_configs_and_weights_from_rank(0, timeout_s=5),
+}
+
+
+@pytest.mark.parametrize("reader", EARLY_READERS)
+@pytest.mark.parametrize("before", ["", "job"])
+def test_a_reader_that_looked_before_the_writer_finds_what_was_written(
+    reader: str, before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H1: full paths are looked up through what the client knows, and an absent name stayed so for 30 s."""
+    mount = tmp_path / "mount"
+    mount.joinpath(before).mkdir(parents=True)
+    client, path = ClientOfAServer(mount), mount / "job/deep"
+    with client.mounted(monkeypatch):
+        for name in ("out", "ws", "out/statexchange.json"):
+            with pytest.raises(FileNotFoundError):
+                os.stat(path / name)
+        if reader != "waiting":
+            with pytest.raises(NotFoundError):
+                EARLY_READERS[reader](path)
+    path.mkdir(parents=True)
+    sx.export_checkpoint({"w": np.ones(3)}, path / "out")
+    sx.NFSWorkspace(path / "ws", run="r").write_configs_and_weights({"k": 1}, {"w": np.ones(3)})
+    with client.mounted(monkeypatch):
+        with pytest.raises(FileNotFoundError):  # this client still calls it absent
+            os.stat(path / "out")
+        EARLY_READERS[reader](path)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_an_error_of_close_is_named_and_leaves_neither_files_nor_descriptors(
+    before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H4: NFS 3 may report only there that a disk is full."""
+    place = tmp_path / "place"
+    place.mkdir()
+    out = place / "out"
+    if before:
+        sx.export_checkpoint({"w": np.zeros(30)}, out)
+    state = {f"t{number}": np.ones(30) for number in range(3)}
+    sx.export_checkpoint(state, tmp_path / "warm", max_shard_size=300)
+    close, fds = os.close, sorted(os.listdir("/proc/self/fd"))
+    failed = 0
+    raised: set[tuple[int | None, bool]] = set()
+    for number in range(1, 50):
+        closed = 0
+
+        def full(fd: int) -> None:
+            nonlocal closed, failed
+            is_written = os.path.isfile(f"/proc/self/fd/{fd}") and os.fstat(fd).st_size > 0
+            is_written = is_written and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+            close(fd)
+            closed += is_written
+            if is_written and closed == number:  # noqa: B023 (called before it changes)
+                failed += 1
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "close", full)
+            try:
+                sx.export_checkpoint(state, out, overwrite=True, max_shard_size=300)
+            except StorageError as error:
+                raised.add((error.errno, str(error.path).startswith(str(place))))
+            else:
+                break
+        assert sorted(os.listdir("/proc/self/fd")) == fds, number
+        assert os.listdir(place) == (["out"] if before else []), number
+    assert failed >= len(state)
+    assert raised == {(errno.ENOSPC, True)}
