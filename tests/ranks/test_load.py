@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -657,6 +659,55 @@ def test_ranks_that_open_different_checkpoints_get_an_error(backend: str, tmp_pa
     for value, name in ((1.0, "one"), (2.0, "two")):
         sx.export_checkpoint({"w": torch.full((3,), value)}, tmp_path / name)
     run_ranks(opens_another, 2, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path), str(tmp_path)))
+
+
+def loads_while_it_is_replaced(path: str, layout: Any, looker: int) -> int:
+    """Load again and again; at the n-th look of one rank the checkpoint is overwritten."""
+    comm = sx.get_communicator()
+    alone = sx.init("single")
+    looks, stop_at, value = 0, 0, 0.0
+
+    def publish() -> None:
+        tensors = {f"t{i}": torch.full((6, 4), value) for i in range(3)}
+        sx.export_checkpoint(tensors, path, overwrite=True, max_shard_size=150, comm=alone)
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal looks, stop_at
+        if event == "statexchange.storage" and stop_at:
+            looks += 1
+            if looks == stop_at:
+                stop_at = 0
+                publish()
+
+    sys.addaudithook(hook)
+    if comm.rank == 0:
+        publish()
+    comm.barrier()
+    for number in range(1, 100):
+        looks, stop_at, value = 0, number if comm.rank == looker else 0, float(number)
+        parts = {f"t{i}": torch.zeros(3 if layout else 6, 4) for i in range(3)}
+        sx.load_checkpoint(parts, path, layout=layout, comm=comm)
+        found = sorted({float(v) for part in parts.values() for v in part.flatten()})
+        on_all = comm.gather_object(found)
+        reached = comm.broadcast_object(not stop_at, root=looker)
+        stop_at = 0
+        if comm.rank == 0:
+            assert on_all is not None
+            assert on_all in ([[value - 1]] * 2, [[value]] * 2), (number, on_all)
+        if not reached:
+            return number - 1
+    raise AssertionError("a load without an end")
+
+
+@pytest.mark.parametrize("layout", [None, {"*": {"dim": 0}}], ids=["whole", "parts"])
+@pytest.mark.parametrize("looker", [0, 1])
+def test_ranks_load_one_of_two_checkpoints_whenever_it_is_replaced(looker: int, layout: Any, tmp_path: Path) -> None:
+    found = run_ranks(
+        loads_while_it_is_replaced, 2, backend="gloo", args=(str(tmp_path / "out"), layout, looker), timeout_s=120
+    )
+    print(f"replaced at {found[0]} looks")
+    assert found[0] > 5
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def saves_parts_of_its_own(folder: str) -> None:
