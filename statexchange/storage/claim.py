@@ -16,7 +16,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import CorruptError, NotFoundError
+from statexchange.errors import CorruptError, NotFoundError, ReplacedError
 from statexchange.processes import Owner
 from statexchange.storage.json_text import parse_json
 
@@ -105,7 +105,7 @@ def claim_of(store: Store) -> str | None:
         return None
     try:
         return str(Claim.parse(store.read_small(CLAIM_NAME, _MAX_BYTES), store.path_of(CLAIM_NAME)))
-    except NotFoundError:
+    except (NotFoundError, ReplacedError):  # removed meanwhile
         return None
     except CorruptError:
         return "a process whose claim cannot be read has been publishing here"

@@ -170,8 +170,11 @@ class FsspecFile(StoredFile):
         end = offset + len(buffer)
         if end > self.size:
             raise TruncatedError("object is truncated", path=self.path, expected=end, found=self.size)
-        with storage_errors("read", self._url):
-            data = self._system.cat_file(self._path, start=offset, end=end)
+        try:
+            with storage_errors("read", self._url):
+                data = self._system.cat_file(self._path, start=offset, end=end)
+        except NotFoundError:  # it was there when it was opened
+            raise ReplacedError("removed while it was read", path=self.path) from None
         if len(data) == self.size > len(buffer):
             raise UnsupportedError(
                 "this server does not answer range requests: copy the file here first", path=self.path

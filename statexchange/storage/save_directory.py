@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import CorruptError, NotFoundError, StateExchangeError, UnsafeError
+from statexchange.errors import CorruptError, NotFoundError, ReplacedError, StateExchangeError, UnsafeError
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.rank_file import SCHEMA, RankFile
 from statexchange.storage.sealed_json import seal, unseal
@@ -187,7 +187,7 @@ def is_stray(store: Store, name: str) -> bool:
     """Whether a file, in a directory without a manifest, is a rank's of an unfinished save."""
     try:
         return rank_of_file(name) is not None and is_of_a_save(store, name)
-    except NotFoundError:  # removed meanwhile
+    except (NotFoundError, ReplacedError):  # removed meanwhile
         return False
 
 

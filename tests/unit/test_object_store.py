@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import statexchange as sx
 from statexchange.formats.registry import open_source
+from statexchange.storage.opened_path import open_path
 from statexchange.storage.store import is_url
 
 TENSORS = {
@@ -122,6 +123,26 @@ def test_a_truncated_object_is_detected(store: Any, tmp_path: Path) -> None:
     with pytest.raises(sx.errors.CorruptError, match=r"model\.safetensors"):
         sx.merge_checkpoint(url, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "statexchange.json"])
+def test_an_object_that_is_removed_while_it_is_read_is_not_an_absent_path(
+    name: str, store: Any, tmp_path: Path
+) -> None:
+    """A publisher that overwrites removes the objects first: who resumes must not take this for "nothing was saved"."""
+    sx.export_checkpoint(TENSORS, tmp_path / "local")
+    url = put(store, tmp_path / "local", "model")
+    with sx.open_checkpoint(url) as checkpoint:
+        store.rm("/model", recursive=True)
+        with pytest.raises(sx.errors.ReplacedError, match="removed while it was read"):
+            checkpoint["a"].read()
+    put(store, tmp_path / "local", "model")
+    opened = open_path(url)
+    file = opened.store.open(name)
+    store.rm(f"/model/{name}")
+    with pytest.raises(sx.errors.ReplacedError, match="removed while it was read") as caught:
+        file.read_all()
+    assert caught.value.path == f"{url}/{name}"
 
 
 class Refusing(AbstractFileSystem):  # type: ignore[misc]
