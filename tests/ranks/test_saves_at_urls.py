@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,41 @@ def test_steps_are_listed_kept_and_deleted(store: Any, caplog: pytest.LogCapture
     assert saves.steps() == [10, 20, 40]
     with pytest.raises(sx.errors.NotFoundError, match="no save of step 50"):
         saves.delete(50)
+
+
+def test_a_save_that_is_removed_at_any_request_of_a_load(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load is of that save or of the one before it, as in a directory."""
+    url, requests, stop_at = "memory://bucket/saves", 0, 0
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal requests, stop_at
+            requests += 1
+            if requests == stop_at:
+                stop_at = 0
+                sx.Checkpoints(url).delete(20)
+            return real(*arguments, **options)
+
+        return call
+
+    for name in ("info", "ls", "cat_file"):
+        monkeypatch.setattr(type(store), name, counted(getattr(type(store), name)))
+    found: list[int] = []
+    for number in range(1, 200):
+        saves = sx.Checkpoints(url)
+        for step in (10, 20):
+            saves.save(state_of(step, step), step)
+        requests, stop_at, live = 0, number, state_of(0)
+        report = saves.load(live)
+        assert report is not None
+        assert (live["step"], value_in(live)) == (report.step, report.step), number
+        found.append(report.step)
+        is_over, stop_at = stop_at > 0, 0
+        store.rm("/bucket", recursive=True)
+        if is_over:
+            break
+    print(f"removed at {number - 1} requests")
+    assert set(found) == {10, 20}
 
 
 def test_other_content_is_not_taken_for_no_save(store: Any) -> None:
