@@ -753,6 +753,29 @@ def test_ranks_that_save_to_different_paths_get_an_error(tmp_path: Path) -> None
     run_ranks(saves_at_two_places, 2, args=(str(tmp_path),))
 
 
+def saves_at_a_relative_path(folder: str) -> None:
+    """Each rank works in a directory of its own, so one relative path is two places."""
+    rank = sx.get_rank()
+    os.chdir(f"{folder}/{rank}")
+    state = {"w": torch.ones(3)}
+    for write in (
+        lambda: sx.save_checkpoint(state, "saved"),
+        lambda: sx.Checkpoints("saves").save(state, step=1),
+    ):
+        with pytest.raises(sx.StateExchangeError, match="pass the same") as caught:
+            write()
+        assert f"{folder}/" in str(caught.value)
+        sx.get_communicator().barrier()
+
+
+def test_a_relative_path_of_ranks_in_different_directories_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    """C10."""
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+    run_ranks(saves_at_a_relative_path, 2, backend="gloo", args=(str(tmp_path),))
+    assert {path.name for path in tmp_path.rglob("*")} <= {"0", "1", "saves"}  # the last is empty: no step was saved
+
+
 class Copying(nn.Module):
     """A module that saves a copy of a tensor that is no parameter or buffer of its own."""
 
