@@ -157,6 +157,7 @@ class _Start:
 
     Attributes:
         name: the last part of the target's path.
+        folder: the directory of the target on this rank; "" for a URL.
         save: a random id; root's identifies the save.
         key: on root the key of the build, else "".
         has_layout: whether the rank was given a layout.
@@ -164,6 +165,7 @@ class _Start:
     """
 
     name: str
+    folder: str
     save: str
     key: str
     has_layout: bool
@@ -174,10 +176,9 @@ class _Start:
 
     @classmethod
     def from_json(cls, raw: Any) -> _Start:
-        name, save, key, layout, memory = records.fields(raw, "name", "save", "key", "has_layout", "memory")
-        return cls(
-            records.text(name), records.text(save), records.text(key), records.flag(layout), records.flag(memory)
-        )
+        *texts, layout, memory = records.fields(raw, "name", "folder", "save", "key", "has_layout", "memory")
+        name, folder, save, key = map(records.text, texts)
+        return cls(name, folder, save, key, records.flag(layout), records.flag(memory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +239,9 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
 
 def _exchange_starts(request: SaveRequest, build: Build | None, comm: Communicator) -> list[_Start]:
     """Return what each rank sends at the start; raise InvalidArgumentError if they do not fit. Collective."""
-    name = os.path.basename(request.path)
+    folder, name = os.path.split(request.path)
     key = "" if build is None else build.share()
-    ours = _Start(name, secrets.token_hex(8), key, request.layout is not None, request.memory)
+    ours = _Start(name, "" if is_url(folder) else folder, secrets.token_hex(8), key, request.layout is not None, request.memory)
     sent = comm.all_gather_object(ours.to_json())
     starts = [records.parsed(raw, _Start.from_json, "the start of the save", rank) for rank, raw in enumerate(sent)]
     for rank, start in enumerate(starts):
@@ -268,7 +269,7 @@ def _write(
         member = join_build(path, start.key, MANIFEST)
         return member.write_tensors(name, shards, metadata), member.folder
     except NotFoundError as error:
-        raise _unseen(error, comm.rank, 0, path, comm) from error
+        raise _unseen(error, comm.rank, 0, path, comm, start.folder) from error
 
 
 def _check_seen(build: Build, written: Sequence[_Written], comm: Communicator) -> None:
@@ -278,13 +279,13 @@ def _check_seen(build: Build, written: Sequence[_Written], comm: Communicator) -
         build.add_all({name: one.version for name, one in zip(names, written, strict=True)})
     except NotFoundError as error:
         rank = names.index(os.path.basename(str(error.path)))
-        raise _unseen(error, 0, rank, build.path, comm, written[rank].folder) from error
+        raise _unseen(error, 0, rank, build.path, comm, os.path.dirname(written[rank].folder)) from error
 
 
 def _unseen(
-    error: NotFoundError, rank: int, writer: int, path: str, comm: Communicator, folder: str = ""
+    error: NotFoundError, rank: int, writer: int, path: str, comm: Communicator, folder: str
 ) -> NotFoundError:
-    """Return the error that says that `rank` does not see what `writer` wrote; `folder` is the path on `writer`.
+    """Return the error that says that `rank` does not see what `writer` has written to the directory `folder`.
 
     One of the two is rank 0; the error's `rank` is the other one.
     """
@@ -295,10 +296,9 @@ def _unseen(
             "same URL, endpoint and access"
         )
         return NotFoundError(text, rank=rank or writer, path=without_secrets(path))
-    parent, advice = os.path.dirname(path), "pass the same shared directory on all ranks"
-    if rank:
-        text = f"{seen_by} does not see in {parent} what rank 0 on {made_by} has made there: {advice}"
-        return NotFoundError(text, rank=rank, path=parent)
-    there = os.path.dirname(folder)
-    text = f"{seen_by} does not see in {parent} what rank {writer} on {made_by} has saved in {there}: {advice}"
-    return NotFoundError(text, rank=writer, path=error.path)
+    parent = os.path.dirname(path)
+    text = (
+        f"rank {rank} on {seen_by} does not see in {parent} what rank {writer} on {made_by} has written in {folder}: "
+        "pass the same shared directory on all ranks"
+    )
+    return NotFoundError(text, rank=rank or writer, path=parent if rank else error.path)
