@@ -240,8 +240,14 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
 def _exchange_starts(request: SaveRequest, build: Build | None, comm: Communicator) -> list[_Start]:
     """Return what each rank sends at the start; raise InvalidArgumentError if they do not fit. Collective."""
     folder, name = os.path.split(request.path)
-    key = "" if build is None else build.share()
-    ours = _Start(name, "" if is_url(folder) else folder, secrets.token_hex(8), key, request.layout is not None, request.memory)
+    ours = _Start(
+        name,
+        "" if is_url(folder) else folder,
+        save=secrets.token_hex(8),
+        key="" if build is None else build.share(),
+        has_layout=request.layout is not None,
+        memory=request.memory,
+    )
     sent = comm.all_gather_object(ours.to_json())
     starts = [records.parsed(raw, _Start.from_json, "the start of the save", rank) for rank, raw in enumerate(sent)]
     for rank, start in enumerate(starts):
@@ -282,9 +288,7 @@ def _check_seen(build: Build, written: Sequence[_Written], comm: Communicator) -
         raise _unseen(error, 0, rank, build.path, comm, os.path.dirname(written[rank].folder)) from error
 
 
-def _unseen(
-    error: NotFoundError, rank: int, writer: int, path: str, comm: Communicator, folder: str
-) -> NotFoundError:
+def _unseen(error: NotFoundError, rank: int, writer: int, path: str, comm: Communicator, folder: str) -> NotFoundError:
     """Return the error that says that `rank` does not see what `writer` has written to the directory `folder`.
 
     One of the two is rank 0; the error's `rank` is the other one.
