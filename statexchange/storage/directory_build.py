@@ -321,6 +321,9 @@ def _check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[i
         store, _ = open_local(parent)
         try:
             check(store.below(name))
+        except StateExchangeError:  # what it finds in a directory that is being replaced and removed counts for nothing
+            if _identity_at(name, dir_fd, path) == identity:
+                raise
         finally:
             store.close()
         if _identity_at(name, dir_fd, path) != identity:

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
+import statexchange as sx
 from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.publication import Publication
 from statexchange.errors import StateExchangeError
@@ -91,7 +93,26 @@ def value_of(out: Path) -> int:
     return value_at(out)
 
 
+def save(path: Any, value: int, *, overwrite: bool = True) -> None:
+    sx.save_checkpoint({"a": np.full(NBYTES, value, np.uint8), "value": value}, path, overwrite=overwrite)
+
+
+def saved_value(path: Path) -> int:
+    """Return the value that fills the save, which must have only its own files."""
+    assert sorted(os.listdir(path)) == ["rank-00000-of-00001.safetensors", "save.json"]
+    state = {"a": np.zeros(NBYTES, np.uint8), "value": 0}
+    sx.load_checkpoint(state, path)
+    assert set(state["a"]) == {state["value"]}
+    return state["value"]
+
+
 # Sweeps
+
+WRITERS: dict[str, tuple[Callable[..., object], Callable[[Path], int]]] = {
+    "checkpoint": (publish, value_of),
+    "save": (save, saved_value),
+}
+"""By what is written: a function that publishes it, full of a value, and one that returns the value that it reads."""
 
 _armed: list[tuple[int, Callable[[], None]]] = []
 _count = 0
@@ -249,28 +270,31 @@ def sweep_interrupts(place: Path, *, before: bool, step: int) -> dict[str, Any]:
     raise AssertionError
 
 
-def sweep_races(place: Path, *, before: bool, overwrite: bool, elsewhere: bool, step: int) -> dict[str, Any]:
+def sweep_races(
+    place: Path, *, before: bool, overwrite: bool, elsewhere: bool, step: int, what: str = "checkpoint"
+) -> dict[str, Any]:
     """Run a second publisher to its end at each event of the first:
 
     exactly one wins, or one follows the other. With `elsewhere` the second runs as on another host: it cannot see
     whether the first runs, and shares no lock.
     """
+    write, read = WRITERS[what]
     states: Counter[str] = Counter()
     for number, own in _points(place, 1, step):
         out = own / "out"
         if before:
-            publish(out, 1)
+            write(out, 1)
 
         def second() -> None:
             if elsewhere:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(own / ".out.lock")  # noqa: B023
-            outcome = in_child(lambda: publish(out, 3, overwrite=overwrite), new_namespace=elsewhere)  # noqa: B023
+            outcome = in_child(lambda: write(out, 3, overwrite=overwrite), new_namespace=elsewhere)  # noqa: B023
             (own / "second").write_text(outcome)  # noqa: B023
 
         def first() -> None:
             act_at(number, second)  # noqa: B023
-            publish(out, 2, overwrite=overwrite)  # noqa: B023
+            write(out, 2, overwrite=overwrite)  # noqa: B023
 
         outcome = in_child(first)
         if outcome == "untouched":
@@ -283,7 +307,7 @@ def sweep_races(place: Path, *, before: bool, overwrite: bool, elsewhere: bool, 
         if not overwrite:
             _check((outcome, other).count("ok") == 1, number, outcome, other)
         allowed = {2} if other != "ok" else {3} if outcome != "ok" else {2, 3}
-        _check(value_of(out) in allowed, number, outcome, other, value_of(out))
+        _check(read(out) in allowed, number, outcome, other, read(out))
         _check(sorted(os.listdir(own)) == ["out", "second"], number, outcome, other, os.listdir(own))
     raise AssertionError
 

@@ -548,13 +548,14 @@ def test_after_an_interrupt_at_any_event_nothing_is_left_or_the_next_publisher_r
 
 
 @pytest.mark.parametrize("step", steps(16))
+@pytest.mark.parametrize("what", ["checkpoint", "save"])
 @pytest.mark.parametrize(("before", "overwrite"), [(False, False), (True, True)])
 @pytest.mark.parametrize(("elsewhere", "exchange"), [(False, True), (True, True), (True, False)])
 def test_of_two_publishers_one_wins_at_whatever_event_the_second_begins(
-    sweep_path: Path, before: bool, overwrite: bool, elsewhere: bool, exchange: bool, step: int
+    sweep_path: Path, before: bool, overwrite: bool, elsewhere: bool, exchange: bool, what: str, step: int
 ) -> None:
     """C1: both failed, or one had the other's bytes under its manifest."""
-    options = {"before": before, "overwrite": overwrite, "elsewhere": elsewhere, "step": step}
+    options = {"before": before, "overwrite": overwrite, "elsewhere": elsewhere, "what": what, "step": step}
     assert sweep("sweep_races", sweep_path, exchange=exchange, **options)["points"]
 
 
