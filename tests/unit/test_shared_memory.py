@@ -265,6 +265,15 @@ def test_files_of_killed_processes_are_swept_and_those_of_living_ones_are_not() 
     assert not set(arena_names()) & set(kept)
 
 
+def test_init_sweeps_what_killed_processes_have_left() -> None:
+    """C11."""
+    owner, left = start_owner()
+    kill(owner)
+    init = "import statexchange as sx; sx.init('single'); sx.shutdown()"
+    subprocess.run([sys.executable, "-c", init], check=True, timeout=60)
+    assert not set(arena_names()) & set(left)
+
+
 def test_a_pid_that_another_process_has_now_does_not_protect_a_file() -> None:
     owner, left = start_owner()
     kill(owner)
