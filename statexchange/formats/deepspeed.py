@@ -26,6 +26,7 @@ from typing import Any
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
+    InvalidArgumentError,
     NotFoundError,
     StateExchangeError,
     UnsupportedError,
@@ -46,7 +47,7 @@ from statexchange.formats.zero import FlatRun, Shapes, runs_of_parameters, runs_
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import Store
 
-__all__ = ["matches", "read"]
+__all__ = ["check_is_no_part", "matches", "read"]
 
 
 _LATEST = ("latest", "latest_universal")
@@ -84,6 +85,26 @@ def matches(opened: OpenedPath) -> bool:
         return True
     is_known = tag is not None and (_SCRIPT in store.files or tag.startswith("global_step"))
     return is_known or bool(_steps(store))
+
+
+def check_is_no_part(opened: OpenedPath) -> None:
+    """Raise InvalidArgumentError for a directory inside a Universal Checkpoint.
+
+    Its `optimizer_state.pt` has flat buffers of some ranks, and the files of a parameter do not have its name: read
+    alone, either would be taken for a model.
+    """
+    if opened.file is not None:
+        return
+    store = opened.store
+    step, _, name = store.path.rstrip("/").rpartition("/")
+    if {"fp32.pt", "exp_avg.pt"} <= set(store.files):
+        step, what = step.rpartition("/")[0], "parameter"
+    elif name == UNIVERSAL and _is_universal(store):
+        what = "part"
+    else:
+        return
+    text = f"this is one {what} of a Universal Checkpoint of DeepSpeed: give the directory of its step, {step}"
+    raise InvalidArgumentError(text, path=opened.path)
 
 
 def _steps(store: Store) -> list[str]:

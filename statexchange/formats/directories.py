@@ -18,7 +18,14 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Literal
 
-from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, ReplacedError, StateExchangeError
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    ReplacedError,
+    StateExchangeError,
+    excerpt,
+)
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import (
     FormatName,
@@ -209,11 +216,24 @@ def _found(opened: OpenedPath) -> tuple[_Framework, Store] | None:
 
 
 def _verl_below(store: Store) -> Store | None:
-    """Return the directory of the newest step, or of the one model of a step, if this is one of verl's directories."""
+    """Return the directory of the newest step, or of the one model of a step, if this is one of verl's directories.
+
+    Raises:
+        IncompleteError: the newest step is missing, and others are there.
+    """
     if _VERL_LATEST in store.listing:
         step = store.read_small(_VERL_LATEST, _MAX_TEXT).strip()
         name = f"{_VERL_STEP}{step.decode(errors='replace')}"
-        return store.below(name) if store.listing.get(name) == "directory" else None
+        if name in store.directories:
+            return store.below(name)
+        others = [other for other in store.directories if re.fullmatch(rf"{_VERL_STEP}[0-9]+", other)]
+        if not others:
+            return None
+        text = (
+            f"{_VERL_LATEST} names {excerpt(name)[1:-1]}, which is missing; there are: {_listed(others)}. "
+            "To read one of these, give its directory"
+        )
+        raise IncompleteError(text, path=store.path_of(_VERL_LATEST))
     if re.fullmatch(rf"{_VERL_STEP}[0-9]+", store.path.rstrip("/").rpartition("/")[2]):
         roles = [role for role in _VERL_ROLES if store.listing.get(role) == "directory"]
         return store.below(roles[0]) if len(roles) == 1 else None
@@ -260,10 +280,17 @@ def _parts(stored: _Stored, store: Store) -> list[_FoundPart]:
     names: dict[str, list[str]] = {}
     for name in store.directories if stored.is_directory else store.non_directories:
         match = stored.pattern.fullmatch(name)
-        if match is not None:
+        if match is not None and not _has_only_small_files(stored, store, name):
             of = (match["of"] or "") if "of" in stored.pattern.groupindex else name
             names.setdefault(of, []).append(name)
     return [_FoundPart(stored, tuple(of_part)) for of_part in names.values()]
+
+
+def _has_only_small_files(stored: _Stored, store: Store, name: str) -> bool:
+    """Whether a directory for weights of transformers has config and tokenizer alone, as verl always writes them."""
+    if not stored.is_directory or stored.reader != "huggingface":
+        return False
+    return not any(file.endswith((".safetensors", ".safetensors.index.json")) for file in store.below(name).files)
 
 
 class _Directory:
@@ -479,7 +506,7 @@ class _Directory:
         patterns += self._framework.marks
         unknown = []
         for name in self._store.files:
-            if name.endswith(_WEIGHTS) and not any(pattern.fullmatch(name) for pattern in patterns):
+            if name.endswith((*_WEIGHTS, ".gguf")) and not any(pattern.fullmatch(name) for pattern in patterns):
                 unknown.append(name)
         notes = () if self._store is self._opened.store else (f"read from {self._store.path}",)
         if not unknown:

@@ -300,7 +300,10 @@ def read_opened(
     if name == _DIRECTORIES:
         return directories.read(opened, strict=strict, section=section)
     if name == "torch_file":
+        from statexchange.formats import deepspeed
+
         _check_is_complete(opened)
+        deepspeed.check_is_no_part(opened)
         directories.check_none_below(opened)
         _check_none_below(opened, *_DCP)
     if name is not None:
@@ -325,6 +328,8 @@ def _unread_beside(opened: OpenedPath, name: str) -> list[str]:
     if name == "huggingface" and "latest" in store.files and _format(_DEEPSPEED).matches(opened):
         return ["a checkpoint of DeepSpeed is here, too, and not read: to read it, give the directory of its step"]
     if name == "dcp":
+        if any(file.endswith("_states.pt") for file in store.files) and _format(_DEEPSPEED).matches(opened):
+            return ["a checkpoint of DeepSpeed is here, too, and not read: to read it, move its files to a directory"]
         names = [file for file in store.non_directories if file.endswith(".safetensors")]
         if names:
             return [f"not read beside the torch DCP: {abbreviated_names(names)}; to read a file, give its path"]

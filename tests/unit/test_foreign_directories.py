@@ -236,3 +236,49 @@ def test_of_two_kinds_in_a_directory_the_one_that_is_not_read_is_named(
         code, said = run(capsys, *arguments)
         assert (code, text in said) == (0, True), said
     assert f"kind        {kind}\n" in run(capsys, "info", path)[1]
+
+
+@pytest.mark.parametrize("part", ["zero", "zero/up.weight"])
+def test_a_directory_inside_a_universal_checkpoint_is_not_merged_as_a_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str
+) -> None:
+    step = DATA / "deepspeed/universal/global_step2"
+    for arguments in (["info", step / part], ["verify", step / part], ["merge", step / part, tmp_path / "out"]):
+        code, said = run(capsys, *arguments)
+        assert (code, f"of DeepSpeed: give the directory of its step, {step} " in said) == (2, True), said
+    assert not (tmp_path / "out").exists()
+
+
+def test_verls_step_without_the_models_files_has_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(shutil.copytree(DATA / "verl/fsdp2/run/global_step_1/actor", tmp_path / "x"))
+    for file in path.glob("model_*"):
+        file.unlink()
+    for arguments, expected in ((["info", path], 5), (["verify", path], 5), (["merge", path, tmp_path / "out"], 2)):
+        code, said = run(capsys, *arguments)
+        assert (code, "no file of a model is here, only of 'optimizer', 'other'" in said) == (expected, True), said
+
+
+def test_verls_steps_are_named_if_the_newest_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(shutil.copytree(DATA / "verl/fsdp2/run", tmp_path / "x"))
+    (path / "latest_checkpointed_iteration.txt").write_text("9")
+    for arguments in (["info", path], ["verify", path], ["merge", path, tmp_path / "out"]):
+        code, said = run(capsys, *arguments)
+        expected = "names global_step_9, which is missing; there are: global_step_1. To read one of these, give its"
+        assert (code, expected in said) == (5, True), said
+    assert run(capsys, "scan", path)[0] in (0, 1)
+
+
+def test_deepspeeds_files_beside_a_dcp_and_gguf_beside_weights_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = Path(shutil.copytree(DATA / "deepspeed/zero2/global_step2", tmp_path / "mixed"))
+    shutil.copytree(DATA / "torchtitan/fused/checkpoint/step-3", mixed, dirs_exist_ok=True)
+    trainer = Path(shutil.copytree(DATA / "trainer/plain/checkpoint-2", tmp_path / "trainer"))
+    shutil.copy(DATA / "foreign/model.gguf", trainer)
+    for path, text in (
+        (mixed, "a checkpoint of DeepSpeed is here, too, and not read"),
+        (trainer, "not read: model.gguf"),
+    ):
+        for arguments in (["info", path], ["merge", path, tmp_path / f"{path.name}.out"]):
+            code, said = run(capsys, *arguments)
+            assert (code, text in said) == (0, True), said
