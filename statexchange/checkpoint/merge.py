@@ -40,6 +40,7 @@ from statexchange.errors import (
     IncompleteError,
     InvalidArgumentError,
     ReplacedError,
+    StateExchangeError,
     UnsafeError,
     excerpt,
     without_secrets,
@@ -54,6 +55,7 @@ from statexchange.formats.converted import (
     convert_source,
     read_conversion,
 )
+from statexchange.formats.huggingface import part_of
 from statexchange.formats.registry import open_source, open_with, read_opened, read_section
 from statexchange.formats.replicas import check_tensor_copies, check_tied
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, no_section, section_of
@@ -283,7 +285,7 @@ def merge_checkpoint(
         try:
             plan = plan_merge(merged.rank_shards(), plan_options, basis=basis, reductions=reductions)
         except (CorruptError, IncompleteError) as error:
-            raise error.located(path=error.path or checkpoint.path) from None
+            raise _with_directory(error, checkpoint).located(path=error.path or checkpoint.path) from None
         if not plan.num_tensors:
             raise _nothing_to_merge(checkpoint, section)
         if options.replicas == "equal":
@@ -340,6 +342,16 @@ def merge_checkpoint(
         return merge_once()
     except ReplacedError:
         return merge_once()
+
+
+def _with_directory(error: StateExchangeError, checkpoint: Source) -> StateExchangeError:
+    """Return the error; if a region is missing in one rank's file, with the directory of all ranks' files."""
+    opened = checkpoint.opened
+    of = part_of(opened.file, opened.store) if opened.file is not None else ""
+    if not of or not isinstance(error, IncompleteError):
+        return error
+    text = f"this file alone is {of}: give their directory, {opened.store.path}; {error.message}"
+    return IncompleteError(text, name=error.name, rank=error.rank, path=error.path)
 
 
 def _nothing_to_merge(source: Source, section: str | None) -> InvalidArgumentError:

@@ -282,3 +282,15 @@ def test_deepspeeds_files_beside_a_dcp_and_gguf_beside_weights_are_named(
         for arguments in (["info", path], ["merge", path, tmp_path / f"{path.name}.out"]):
             code, said = run(capsys, *arguments)
             assert (code, text in said) == (0, True), said
+
+
+@pytest.mark.parametrize(
+    "file", ["verl/fsdp2/run/global_step_1/actor/model_world_size_2_rank_0.pt", "torch/fsdp1/rank1.pt"]
+)
+def test_of_one_ranks_file_alone_a_merge_names_the_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    path = DATA / file
+    code, said = run(capsys, "merge", path, tmp_path / "out")
+    assert (code, "this file alone is one" in said) == (5, True), said
+    assert f"give their directory, {path.parent}; no rank holds region" in said
