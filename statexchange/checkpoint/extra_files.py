@@ -37,6 +37,7 @@ __all__ = [
     "empty_directories",
     "extra_files",
     "given_config",
+    "layers_of_another_model",
     "missing_files",
     "names_of_another_family",
     "own_files",
@@ -48,6 +49,7 @@ _FILES_BELOW = "huggingface"
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _ADAPTER_PREFIX = "base_model.model."  # of all names in an adapter that PEFT saves
 _TRANSFORMERS_NAMES = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versions
 # Files of a directory that do not belong to a model: weights, indexes, manifests, hidden files and what a training job
 # keeps beside them (Trainer, DeepSpeed and verl).
@@ -171,6 +173,30 @@ def names_of_another_family(plan: Plan) -> tuple[str, ...]:
         return ()
     text = (
         f'transformers does not know these names: convert="{known}" (--convert {known}) writes its own, and its values'
+    )
+    return (text,)
+
+
+def layers_of_another_model(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Return a note if config.json has another number of layers than the tensors, all of the model's.
+
+    transformers would give layers that are missing random values, or leave out those that it does not expect.
+    """
+    names = [tensor.name for file in plan.files for tensor in file.tensors]
+    found = len({match[1] for match in map(_LAYER.match, names) if match is not None})
+    try:
+        config = parse_json(extra.get(CONFIG, b"{}"), CONFIG)
+    except CorruptError:
+        return ()
+    if not found or not isinstance(config, dict):
+        return ()
+    number = config.get("num_hidden_layers")
+    further = config.get("num_nextn_predict_layers", 0)  # which predict further tokens, and are not counted
+    if type(number) is not int or type(further) is not int or number <= found <= number + further:
+        return ()
+    text = (
+        f"num_hidden_layers is {number} in {CONFIG}, and the tensors are those of {found} layer{'s' * (found != 1)} of "
+        "model.layers: is this the config of this model? Give it by files_from (--files-from)"
     )
     return (text,)
 

@@ -26,6 +26,7 @@ from statexchange.checkpoint.extra_files import (
     empty_directories,
     extra_files,
     given_config,
+    layers_of_another_model,
     missing_files,
     names_of_another_family,
     own_files,
@@ -299,6 +300,8 @@ def merge_checkpoint(
         notes += empty_directories(files_from)
         notes += missing_files(plan, extra) if has_model else ()
         notes += names_of_another_family(plan) if has_model and conversion is None else ()
+        selects = bool(options.include or options.exclude)
+        notes += layers_of_another_model(plan, extra) if has_model and not selects else ()
         target = target_path(path)
         reused: tuple[str, ...] = ()
         _check_apart(checkpoint, target)

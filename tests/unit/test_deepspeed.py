@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -125,6 +126,29 @@ def test_a_config_beside_the_steps_is_taken_with_the_dtype_that_is_written(tmp_p
     assert (tmp_path / "out/config.json").read_text() == '{\n  "dtype": "float32"\n}\n'
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "model.safetensors", "statexchange.json"}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "other"),
+    [
+        ({"num_hidden_layers": 9}, 9),
+        ({"num_hidden_layers": 0}, 0),
+        ({}, None),
+        ({"num_hidden_layers": 0, "num_nextn_predict_layers": 1}, None),
+    ],
+)
+def test_a_config_with_another_number_of_layers_is_named(
+    numbers: dict[str, int], other: int | None, tmp_path: Path
+) -> None:
+    path = SAMPLES / "llama1"
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **numbers}))
+    notes = merge_checkpoint(path, tmp_path / "out", files_from=tmp_path / "config.json").notes
+    found = [note for note in notes if "num_hidden_layers" in note]
+    text = f"num_hidden_layers is {other} in config.json, and the tensors are those of 1 layer of model.layers: "
+    assert [note.startswith(text) for note in found] == [True] * (other is not None)
+    part = merge_checkpoint(path, tmp_path / "part", files_from=tmp_path / "config.json", include="*.layers.0.*")
+    assert not [note for note in part.notes if "num_hidden_layers" in note]
 
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
