@@ -40,6 +40,7 @@ __all__ = [
     "is_interrupt",
     "needing_torch",
     "needs_torch",
+    "remedy",
     "secrets_of",
     "to_record",
     "without_secrets",

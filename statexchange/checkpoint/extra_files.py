@@ -34,18 +34,18 @@ __all__ = [
     "ADAPTER_CONFIG",
     "CONFIG",
     "FilesFrom",
-    "empty_directories",
     "extra_files",
     "given_config",
-    "layers_of_another_model",
-    "missing_files",
-    "names_of_another_family",
+    "notes_on_empty_directories",
+    "notes_on_foreign_names",
+    "notes_on_missing_files",
+    "notes_on_other_layers",
     "own_files",
 ]
 
 FilesFrom = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | bytes] | None
 
-_FILES_BELOW = "huggingface"
+_VERL_DIRECTORY = "huggingface"
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _ADAPTER_PREFIX = "base_model.model."  # of all names in an adapter that PEFT saves
 _TRANSFORMERS_NAMES = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
@@ -105,7 +105,7 @@ def given_config(files_from: FilesFrom) -> bytes | None:
     return next((data for name, data in _read_files(files_from) if name == CONFIG), None)
 
 
-def empty_directories(files_from: FilesFrom) -> tuple[str, ...]:
+def notes_on_empty_directories(files_from: FilesFrom) -> tuple[str, ...]:
     """Return a note for each directory among `files_from` in which there is nothing to take."""
     notes = []
     for path in [] if files_from is None or isinstance(files_from, Mapping) else _paths(files_from):
@@ -113,14 +113,14 @@ def empty_directories(files_from: FilesFrom) -> tuple[str, ...]:
             if opened.file is None and all(map(_NOT_COPIED.fullmatch, opened.names)):
                 shown = without_secrets(opened.path)
                 text = f"files_from: nothing is taken from {shown}, which has no config, tokenizer or other such file"
-                notes.append(f"{text} itself; {_FILES_BELOW} has some" if _has_files_below(opened) else text)
+                notes.append(f"{text} itself; {_VERL_DIRECTORY} has some" if _has_files_below(opened) else text)
     return tuple(notes)
 
 
 def _has_files_below(opened: OpenedPath) -> bool:
     """Whether the files are in the subdirectory in which verl keeps them."""
     store = opened.store
-    return _FILES_BELOW in store.directories and CONFIG in store.below(_FILES_BELOW).files
+    return _VERL_DIRECTORY in store.directories and CONFIG in store.below(_VERL_DIRECTORY).files
 
 
 def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
@@ -150,7 +150,7 @@ def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
     return files, tuple(notes)
 
 
-def missing_files(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
+def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
     """Return a note if the config is missing without which transformers loads no model, or PEFT no adapter.
 
     Only if tensors have names as in transformers' models: others need no config.
@@ -166,7 +166,7 @@ def missing_files(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
     return (f"no {missing}: {program} will not load this directory; give one by files_from (--files-from)",)
 
 
-def names_of_another_family(plan: Plan) -> tuple[str, ...]:
+def notes_on_foreign_names(plan: Plan) -> tuple[str, ...]:
     """Return a note if all tensors have the names that a built-in conversion converts to those of transformers."""
     known = conversion_of([tensor.name for file in plan.files for tensor in file.tensors])
     if known is None:
@@ -177,7 +177,7 @@ def names_of_another_family(plan: Plan) -> tuple[str, ...]:
     return (text,)
 
 
-def layers_of_another_model(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
+def notes_on_other_layers(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
     """Return a note if config.json has another number of layers than the tensors, all of the model's.
 
     transformers would give layers that are missing random values, or leave out those that it does not expect.

@@ -23,12 +23,12 @@ from statexchange.checkpoint.extra_files import (
     ADAPTER_CONFIG,
     CONFIG,
     FilesFrom,
-    empty_directories,
     extra_files,
     given_config,
-    layers_of_another_model,
-    missing_files,
-    names_of_another_family,
+    notes_on_empty_directories,
+    notes_on_foreign_names,
+    notes_on_missing_files,
+    notes_on_other_layers,
     own_files,
 )
 from statexchange.checkpoint.index import BoxProvenance
@@ -297,11 +297,11 @@ def merge_checkpoint(
         has_model = section not in _WITHOUT_MODEL
         about = notes_about(checkpoint, sources, options, expects_model=has_model)
         notes = (*checkpoint.notes, *notes, *about, *metadata_notes, *own_notes)
-        notes += empty_directories(files_from)
-        notes += missing_files(plan, extra) if has_model else ()
-        notes += names_of_another_family(plan) if has_model and conversion is None else ()
+        notes += notes_on_empty_directories(files_from)
+        notes += notes_on_missing_files(plan, extra) if has_model else ()
+        notes += notes_on_foreign_names(plan) if has_model and conversion is None else ()
         selects = bool(options.include or options.exclude)
-        notes += layers_of_another_model(plan, extra) if has_model and not selects else ()
+        notes += notes_on_other_layers(plan, extra) if has_model and not selects else ()
         target = target_path(path)
         reused: tuple[str, ...] = ()
         _check_apart(checkpoint, target)

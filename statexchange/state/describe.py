@@ -191,12 +191,14 @@ def _local_tensors(name: str, tensor: Any, rule: Rule | None, rank: int) -> list
             raise InvalidArgumentError(
                 f"layout rule for {rule.pattern!r} matches a tensor that is sharded already", name=name
             )
-        held = [_from_chunks(name, dtype, shape, tensor, rank)]
+        local_tensors = [_from_chunks(name, dtype, shape, tensor, rank)]
     elif rule is None:
-        held = [LocalTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,))]
+        local_tensors = [LocalTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,))]
     else:
-        held = [_from_part(part, dtype, tensor) for part in rule.parts(name, shape, rank)]
-    return held if reduce is None else [replace(local_tensor, reduce=reduce) for local_tensor in held]
+        local_tensors = [_from_part(part, dtype, tensor) for part in rule.parts(name, shape, rank)]
+    if reduce is None:
+        return local_tensors
+    return [replace(local_tensor, reduce=reduce) for local_tensor in local_tensors]
 
 
 def _from_part(part: Part, dtype: str, tensor: Any) -> LocalTensor:

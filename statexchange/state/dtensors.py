@@ -32,11 +32,11 @@ def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]],
         from torch.distributed.checkpoint.metadata import MetadataIndex
 
         chunks = list(tensor.__create_chunk_list__())
-        held = []
+        chunks_with_memory = []
         for index, chunk in enumerate(chunks):
             memory = tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets, index))
-            held.append((_box(chunk), memory))
-        return held, None
+            chunks_with_memory.append((_box(chunk), memory))
+        return chunks_with_memory, None
     layout = _layout_of(tensor, rank)
     if layout.problem is not None:
         raise UnsupportedError(layout.problem, name=name)

@@ -305,9 +305,9 @@ class _Planner:
         for name, entries in saved["state"].items():
             parameter = parameters.get(str(name))
             if parameter is not None:
-                held = optimizer.state.get(parameter, {})
+                own_entries = optimizer.state.get(parameter, {})
                 states[parameter] = {
-                    key: self._state_entry(entry, held.get(key), parameter) for key, entry in entries.items()
+                    key: self._state_entry(entry, own_entries.get(key), parameter) for key, entry in entries.items()
                 }
             elif str(name) not in groups:  # state of the optimizer, not of a parameter
                 states[name] = self._with_new_tensors(entries)

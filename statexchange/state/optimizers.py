@@ -80,11 +80,11 @@ def state_of_optimizer(optimizer: Any, path: str) -> OptimizerState:
     numbers: dict[Any, int] = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
     state: dict[int, Any] = {}
     shared: dict[Any, Any] = {}
-    for key, held in optimizer.state.items():
+    for key, entries in optimizer.state.items():
         if not is_torch(key):
-            shared[key] = held
+            shared[key] = entries
         elif key in numbers:
-            state[numbers[key]] = held
+            state[numbers[key]] = entries
         else:
             raise InvalidArgumentError("there is state of a tensor that is in no param group", name=path)
     return {
@@ -96,15 +96,15 @@ def state_of_optimizer(optimizer: Any, path: str) -> OptimizerState:
 
 def optimizer_tree(optimizer: Any, names: Mapping[int, str], path: str) -> dict[str, Any]:
     """Return an optimizer's state dict with names in place of the parameters' numbers; `names` has them by `id`."""
-    held = state_of_optimizer(optimizer, path)
+    numbered = state_of_optimizer(optimizer, path)
     named = list(named_parameters(optimizer, names))
     begin = 0
     groups = []
-    for group, settings in zip(optimizer.param_groups, held["param_groups"], strict=True):
+    for group, settings in zip(optimizer.param_groups, numbered["param_groups"], strict=True):
         groups.append({**settings, "params": named[begin : begin + len(group["params"])]})
         begin += len(group["params"])
-    state = {named[number]: entries for number, entries in held["state"].items()}
-    return {"state": {**state, **held["shared"]}, "param_groups": groups}
+    state = {named[number]: entries for number, entries in numbered["state"].items()}
+    return {"state": {**state, **numbered["shared"]}, "param_groups": groups}
 
 
 def set_optimizer(

@@ -183,24 +183,24 @@ class PayloadReader:
 
         New tensors are on the device of the parameter `like` and have its strides where they have its shape.
         """
-        held = dict(flatten(own))
+        own_leaves = dict(flatten(own))
         filled = {}
         for path, leaf in flatten(decoded):
             if isinstance(leaf, _Placeholder):
-                filled[path] = self._leaf(leaf.number, path, held, like)
+                filled[path] = self._leaf(leaf.number, path, own_leaves, like)
         return with_types_of(own, rebuild(decoded, filled))
 
-    def _leaf(self, number: int, path: str, held: Mapping[str, Any], like: torch.Tensor | None) -> Any:
+    def _leaf(self, number: int, path: str, own_leaves: Mapping[str, Any], like: torch.Tensor | None) -> Any:
         spec = self._leaf_specs[number]
         if spec.kind != "object":
             if number not in self._tensors:
-                self._tensors[number] = self._tensor_for(spec, held.get(path), like)
+                self._tensors[number] = self._tensor_for(spec, own_leaves.get(path), like)
             return self._tensors[number]
-        if path not in held:
+        if path not in own_leaves:
             raise UnsupportedError(
                 f"root has an object at {path} that cannot be sent, and this rank has none there", name=self._path
             )
-        return held[path]
+        return own_leaves[path]
 
     def _tensor_for(self, spec: _LeafSpec, own: Any, like: torch.Tensor | None) -> TensorLike:
         """Return `own` if it fits and is not used for another leaf already, else a new tensor."""

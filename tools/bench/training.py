@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     import statexchange as sx
 
 LOCAL, DDP = "no synchronisation", "DDP, Gloo"
-BACKENDS = {"shared memory": "shm", "MPI": "mpi", "Gloo": "gloo"}
-WAYS = (LOCAL, DDP, *BACKENDS)
+BACKEND_OF_WAY = {"shared memory": "shm", "MPI": "mpi", "Gloo": "gloo"}
+WAYS = (LOCAL, DDP, *BACKEND_OF_WAY)
 SILENT = ", nothing sent"
 
 
@@ -84,7 +84,7 @@ def communicators() -> dict[str, sx.comm.Communicator]:
     from statexchange.comm import defaults
 
     comms = {}
-    for way, name in BACKENDS.items():
+    for way, name in BACKEND_OF_WAY.items():
         with defaults.use(None):  # without a default communicator, as in a new process
             comms[way] = sx.init(name)
     return comms
