@@ -113,7 +113,9 @@ def notes_on_empty_directories(files_from: FilesFrom) -> tuple[str, ...]:
             if opened.file is None and all(map(_NOT_COPIED.fullmatch, opened.names)):
                 shown = without_secrets(opened.path)
                 text = f"files_from: nothing is taken from {shown}, which has no config, tokenizer or other such file"
-                notes.append(f"{text} itself; {_VERL_DIRECTORY} has some" if _has_files_below(opened) else text)
+                if _has_files_below(opened):
+                    text += f" itself; its subdirectory {_VERL_DIRECTORY} has them"
+                notes.append(text)
     return tuple(notes)
 
 
@@ -167,14 +169,12 @@ def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str,
 
 
 def notes_on_foreign_names(plan: Plan) -> tuple[str, ...]:
-    """Return a note if all tensors have the names that a built-in conversion converts to those of transformers."""
+    """Return a note if a built-in conversion to names of transformers has a rule for the name of every tensor."""
     known = conversion_of([tensor.name for file in plan.files for tensor in file.tensors])
     if known is None:
         return ()
-    text = (
-        f'transformers does not know these names: convert="{known}" (--convert {known}) writes its own, and its values'
-    )
-    return (text,)
+    option = f'convert="{known}" (--convert {known})'
+    return (f"transformers does not know these names: {option} writes the names and values that it knows",)
 
 
 def notes_on_other_layers(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:

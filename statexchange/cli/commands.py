@@ -121,8 +121,8 @@ def each_path(*, total: str = "") -> Callable[[Callable[..., int]], Callable[...
     """Return a decorator for a command with the argument PATH..., whose function takes `output` and one `path`.
 
     The function is called for each PATH. An error at one is reported, and the others are still looked at. The exit code
-    is that of the most severe. With `total`, as in "without a finding", the number of PATHs with exit code 0 ends the
-    text.
+    is that of the most severe. With `total`, such as "without a finding", a line after the last PATH has the number of
+    PATHs with exit code 0: "2 of 3 without a finding".
     """
 
     def decorate(function: Callable[..., int]) -> Callable[..., int]:

@@ -88,7 +88,8 @@ def _checkpoints_below(path: str) -> str | None:
         return None
     number = "1 checkpoint" if count == 1 and is_all else f"{count:,} checkpoints"
     least = "" if is_all else "at least "
-    return f"this directory holds {least}{number}: statexchange scan {shlex.quote(path)} lists them; or name them"
+    advice = f"statexchange scan {shlex.quote(path)} lists them; give the path of one"
+    return f"this directory holds {least}{number}: {advice}"
 
 
 def _report_internal_error(output: Output, error: Exception) -> int:

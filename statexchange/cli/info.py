@@ -199,7 +199,7 @@ def _of_section(summary: Summary) -> str:
     others = [name for name, section in summary.sections.items() if name != "model" and section.num_tensors]
     if not others:
         return ""
-    return " in the section model" if "model" in summary.sections else ", as no section is the model"
+    return " in the section model" if "model" in summary.sections else " of the model, as no section is one"
 
 
 def _parts(parts: Sequence[Part]) -> list[tuple[str, str]]:

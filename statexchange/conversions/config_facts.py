@@ -1,4 +1,4 @@
-"""Compare a config of the model with the tensors of a conversion: the config is written beside them.
+"""Compare a model's config.json with the tensors of a conversion, beside which it is written.
 
 A conversion states what a config of the model's architecture describes, such as the number of layers, and how it
 follows from the names and shapes of tensors. A config that contradicts them is of another model: transformers would
@@ -22,7 +22,9 @@ _MODEL_TYPE = "model_type"
 
 @dataclass(frozen=True, slots=True)
 class ConfigFact:
-    """The meaning of one key of a config, or of the product of several. One of the last four attributes is set.
+    """The meaning of one key of a config, or of the product of several.
+
+    Exactly one of `count`, `size`, `present`, `absent` and `number` is set.
 
     Attributes:
         keys: the keys.
@@ -33,7 +35,7 @@ class ConfigFact:
         dim: a dim of `size`.
         present: names of which one is there if the value is 1, and none if it is 0.
         absent: a name that is not there if the value is 1, and is there if it is 0.
-        number: the number of the conversion that it is.
+        number: the conversion's number that has the same value.
     """
 
     keys: tuple[str, ...]
@@ -77,7 +79,7 @@ def check_configs(
         model: the tensors.
         configs: the configs.
         written: the one of them that is written beside the tensors, if one is.
-        given: numbers that the caller gave, which it must have, too.
+        given: numbers that the caller gave, with which `written` must agree.
 
     Raises:
         InvalidArgumentError: A config contradicts the tensors, or `written` a number.
@@ -151,7 +153,7 @@ def _other_value(fact: ConfigFact, value: int, model: ModelTensors) -> str | Non
 def _other_count(pattern: NamePattern, value: int, model: ModelTensors) -> str | None:
     found = sum(pattern.match(name) is not None for name in model.shapes)
     if found > value or (found < value and found and model.is_whole):
-        return f"{found} in the checkpoint, which has so many {pattern.text}"
+        return f"{found} in the checkpoint, which has that many {pattern.text}"
     return None
 
 

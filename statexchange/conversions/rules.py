@@ -160,7 +160,7 @@ class ConversionRules:
         rules: the rules.
         model_type: the architecture whose names "to" are; "" if it is not known.
         facts: what a config of this architecture describes, by the names of "to".
-        is_inverse: whether these are the names of the inputs, and not of the outputs.
+        is_inverse: whether this is an inverse: then `model_type` and `facts` are about its inputs.
     """
 
     name: str

@@ -201,7 +201,7 @@ def missing_ranks(names: Sequence[str], rank: re.Pattern[str], store: Store) -> 
 def part_of(name: str, store: Store) -> str:
     """Return what a file is by its name, if that shows that it is one of several in its directory; else "".
 
-    A name without a number of ranks shows it by its rank, or by the files of other ranks beside it.
+    Without the number of files in the name, its rank shows it if that is not 0, or the files of other ranks beside it.
     """
     if _SHARD_NAME.fullmatch(name):
         return ""

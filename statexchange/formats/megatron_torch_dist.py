@@ -162,7 +162,7 @@ def _first_offset(pair: tuple[Box, int]) -> int:
 
 
 def _gaps(boxes: Sequence[tuple[Box, int]]) -> Iterator[Box]:
-    """Yield those of a buffer's boxes, in their order, that are gaps. A part of a parameter follows another rank's."""
+    """Yield the gaps among a buffer's sorted boxes. A box that continues a parameter follows another rank's."""
     was_gap = False
     last_rank: int | None = None
     for number, (box, rank) in enumerate(boxes):

@@ -1,6 +1,6 @@
 """Names of files in which frameworks keep the parts of a job's state that are not the model.
 
-Such a file says what it is by its name alone: an optimizer's tensors have no key that names them.
+Only the name of such a file shows what it is: the tensors of an optimizer, for example, have no key that shows it.
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ class Source:
             `strict` raises it.
         parts: the parts of a framework's directory.
         small_files: the directory with the model's config and tokenizer, where the format knows it.
-        padding: boxes, by tensor, that are no state but fill a buffer up: their bytes may be anything.
+        padding: by tensor, the boxes that only fill up a buffer: their bytes may be anything.
     """
 
     kind: FormatName

@@ -12,14 +12,14 @@ _MAX_NAMES, _MAX_CANDIDATES = 50, 8
 
 
 def suggest_rename(names_a: Iterable[str], names_b: Iterable[str]) -> tuple[str, str, int] | None:
-    """Return the regex and replacement that exchange a prefix, with which most names of A are names of B.
+    """Return a regex that replaces a prefix so that as many names of A as possible become names of B.
 
     Args:
         names_a: the names in A.
         names_b: the names in B.
 
     Returns:
-        The regex, its replacement, and the number of names of A that B has then; None if no prefix makes these more.
+        The regex, its replacement, and the number of names of A that B has then; None if no prefix increases it.
 
     Example:
         >>> suggest_rename(["model.up.weight", "model.norm.weight"], ["up.weight", "norm.weight"])
@@ -32,7 +32,7 @@ def suggest_rename(names_a: Iterable[str], names_b: Iterable[str]) -> tuple[str,
     for prefix, other in _prefixes(sorted(all_a - all_b), sorted(all_b - all_a)):
         renamed = [other + name.removeprefix(prefix) if name.startswith(prefix) else name for name in all_a]
         count = len(all_b.intersection(renamed))
-        # The option ends the regex at its last "=".
+        # `--rename REGEX=REPLACEMENT` is split at its last "=".
         if count > most and len(set(renamed)) == len(renamed) and "=" not in other:
             most = count
             found = f"^{re.escape(prefix)}", other.replace("\\", "\\\\"), count

@@ -191,7 +191,7 @@ def _summary(path: str, source: Source, tree_depth: int | None) -> Summary:
 def count_parameters(source: Source, rows: Iterable[TensorRow]) -> int:
     """Return the number of elements of the model's tensors; of all tensors if it is not known which are the model's.
 
-    Not collective. Optimizers and random states have none.
+    Not collective. Optimizers and random states are not counted.
     """
     return sum(row.num_parameters for row in model_rows(source, rows))
 
@@ -293,5 +293,5 @@ def tensor_rows(source: Source) -> list[TensorRow]:
 
 
 def known_bytes(rows: Iterable[TensorRow]) -> int:
-    """Return the bytes of tensors together, without those of which they are not known."""
+    """Return the sum of the bytes of tensors, without tensors whose size is not known."""
     return sum(row.nbytes or 0 for row in rows)

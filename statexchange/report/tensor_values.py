@@ -28,7 +28,7 @@ __all__ = ["Bin", "TensorValues", "ValueStatistics", "read_slice", "read_statist
 _BINS = 20  # the most that a histogram has, more than half of them if values differ
 _CHUNK = 1 << 18  # elements whose statistics are computed at once: their copies in float64 fit the processor's cache
 _MANTISSA = 53  # bits of a float64
-_UNSCALED = 400  # exponents of values whose squares, too, and sums of these, are numbers of float64
+_UNSCALED = 400  # up to this exponent the squares of values, and their sums, stay in the range of float64
 _MAX_SLICE = 100_000  # elements
 
 

@@ -192,7 +192,7 @@ class TensorChecks:
         return check in self._checks
 
     def leave_out(self, box: Box) -> None:
-        """Count a box as one that has no state: its bytes may be anything."""
+        """Leave a box that is only padding out of the checks, but count it as seen."""
         self._left_out.add(box)
 
     def begin(self, stored: ByteRange, box: Box, rank: int | None) -> bool:

@@ -133,7 +133,7 @@ def test_a_directory_of_checkpoints_is_answered_with_their_number(
 ) -> None:
     more = {"merge": [tmp_path / "out"], "diff": [made / "whole"]}.get(command, [])
     code, _, err = call(command, made, *more)
-    hint = f"hint: this directory holds 6 checkpoints: statexchange scan {made} lists them; or name them"
+    hint = f"hint: this directory holds 6 checkpoints: statexchange scan {made} lists them; give the path of one"
     assert (code, err.splitlines()[-1]) == (3, hint)
     _, command, *arguments = shlex.split(hint.partition(": ")[2].partition(": ")[2].partition(" lists")[0])
     assert len(call(command, *arguments)[1].splitlines()) == 1 + 6

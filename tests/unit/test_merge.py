@@ -544,7 +544,7 @@ def test_a_directory_without_small_files_is_named(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors", "statexchange.json"]
     (job / "huggingface" / "config.json").write_text("{}")
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=[job], overwrite=True, dry_run=True)
-    assert f"{text} itself; huggingface has some" in report.notes
+    assert f"{text} itself; its subdirectory huggingface has them" in report.notes
 
 
 def test_a_dry_run_plans_and_touches_nothing(tmp_path: Path) -> None:

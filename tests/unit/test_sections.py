@@ -179,7 +179,7 @@ def test_parameters_are_those_of_the_model(tmp_path: Path, capsys: pytest.Captur
     torch.save({"model": model, "optimizer": MOMENTS, "step": 7}, tmp_path / "job" / "state.pt")
     torch.save(model, tmp_path / "model.pt")
     torch.save(MOMENTS, tmp_path / "moments.pt")
-    counts = {"job": "18 in the section model", "model.pt": "18", "moments.pt": "0, as no section is the model"}
+    counts = {"job": "18 in the section model", "model.pt": "18", "moments.pt": "0 of the model, as no section is one"}
     for name, text in counts.items():
         with pytest.raises(SystemExit):
             main(["info", str(tmp_path / name)])
