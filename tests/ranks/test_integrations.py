@@ -210,7 +210,7 @@ def test_a_killed_accelerate_loop_goes_on_as_if_it_had_not_been_killed(
         text = f"KILLS = {name == 'killed'}\n{script}"
         if name == "killed":
             killed(launcher, "loop.py", text, folder)
-            assert sx.Checkpoints(folder / "saves").latest() == 4
+            assert sx.Checkpoints(folder / "loop-saves").latest() == 4
         run_script(launcher, "loop.py", text, folder)
         files = [folder / f"rank{rank}.txt" for rank in range(ranks)]
         found[name] = [[line.split() for line in file.read_text().splitlines()] for file in files]
