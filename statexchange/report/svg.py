@@ -39,7 +39,7 @@ _FONTS = {
 _STYLE = (
     f"text{{font:{_FONTS['']};fill:#222}}.n{{font:{_FONTS['n']}}}.g{{fill:#666}}.t{{font-size:16px;font-weight:600}}"
     ".r{font-size:10px;text-anchor:middle}.e{text-anchor:end}.m{text-anchor:middle}.b1{font-weight:600}"
-    ".b{fill:#fff}.c{shape-rendering:crispEdges}.l{stroke:#fff;stroke-width:.7}.o{fill:none;stroke:#fff}"
+    ".b{fill:#fff}.c{shape-rendering:crispEdges}.l{stroke:#fff;stroke-width:1}.o{fill:none;stroke:#fff}"
     "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.g{fill:#9da7b1}.b{fill:#0d1117}.l,.o{stroke:#0d1117}}"
 )
 _HATCHING = (
