@@ -611,7 +611,7 @@ def save_in_the_background_on_rank_0(path: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.parametrize("backend", ["threads", slow("gloo")])
 def test_ranks_that_differ_in_background_get_an_error(backend: str, tmp_path: Path) -> None:
     for text in run_ranks(save_in_the_background_on_rank_0, 2, backend=backend, args=(str(tmp_path),), timeout_s=30):
         assert re.search(r"rank 0 called Checkpoints\.save .*; rank 1 called Checkpoints\.save ", text), text

@@ -700,7 +700,7 @@ def loads_while_it_is_replaced(path: str, layout: Any, looker: int) -> int:
 
 
 @pytest.mark.parametrize("layout", [None, {"*": {"dim": 0}}], ids=["whole", "parts"])
-@pytest.mark.parametrize("looker", [0, 1])
+@pytest.mark.parametrize("looker", [slow(0), 1])
 def test_ranks_load_one_of_two_checkpoints_whenever_it_is_replaced(looker: int, layout: Any, tmp_path: Path) -> None:
     found = run_ranks(
         loads_while_it_is_replaced, 2, backend="gloo", args=(str(tmp_path / "out"), layout, looker), timeout_s=120

@@ -94,7 +94,7 @@ def with_memory_on_rank_0(path: str, call: str) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.parametrize("backend", ["threads", slow("gloo")])
 @pytest.mark.parametrize("is_there", [False, True], ids=["absent", "there"])
 @pytest.mark.parametrize("call", ["save", "save in the background", "load", "delete"])
 def test_ranks_that_differ_in_memory_get_an_error(call: str, is_there: bool, backend: str, saves: Path) -> None:

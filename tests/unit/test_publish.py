@@ -16,7 +16,7 @@ from typing import Any
 import publishing
 import pytest
 from publishing import begin, build, facts_of, plan_of, publish, value_at, value_of
-from sweeps import EVERY, some
+from sweeps import EVERY, slow, some
 from test_workspace import in_pairs, strace, system_calls
 
 import statexchange as sx
@@ -548,7 +548,7 @@ def test_after_an_interrupt_at_any_event_nothing_is_left_or_the_next_publisher_r
 
 
 @pytest.mark.parametrize("step", steps(16))
-@pytest.mark.parametrize("what", ["checkpoint", "save"])
+@pytest.mark.parametrize("what", ["checkpoint", slow("save")])
 @pytest.mark.parametrize(("before", "overwrite"), [(False, False), (True, True)])
 @pytest.mark.parametrize(("elsewhere", "exchange"), [(False, True), (True, True), (True, False)])
 def test_of_two_publishers_one_wins_at_whatever_event_the_second_begins(
