@@ -227,7 +227,7 @@ def _verl_below(store: Store) -> Store | None:
         if name in store.directories:
             return store.below(name)
         others = [other for other in store.directories if re.fullmatch(rf"{_VERL_STEP}[0-9]+", other)]
-        if not others:
+        if not others or not step.isdigit():  # Megatron's reader names a file that is cut or empty
             return None
         text = (
             f"{_VERL_LATEST} names {excerpt(name)[1:-1]}, which is missing; there are: {_listed(others)}. "

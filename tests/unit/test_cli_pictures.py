@@ -8,9 +8,13 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
+from whole_checkpoints import KINDS
 
 import statexchange as sx
 from statexchange.cli.main import main
+from statexchange.formats.registry import open_source
+from statexchange.report.supply import supply_of
+from statexchange.report.tensor_facts import tensor_facts
 from statexchange.storage.workspace import Workspace
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -213,3 +217,20 @@ def test_hostile_names_are_text(call: Call, tmp_path: Path) -> None:
         assert "<script" not in text
         assert "\u202e" not in text
         assert '</title><script>alert("1")</script>?' in titles(picture)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_region_is_supplied_by_the_file_that_has_it(kind: str, tmp_path: Path) -> None:
+    KINDS[kind].build(tmp_path / "made")
+    with open_source(tmp_path / "made" / (KINDS[kind].row or ""), strict=False) as source:
+        if source.refusal is not None or source.has_ranks or source.manifest is not None:
+            return
+        supply = supply_of(source)
+        for tensor in supply.tensors:
+            facts = tensor_facts(source, tensor.name)
+            assert facts is not None
+            having = {region.files[0] for region in facts.regions if region.box.numel}
+            named = {supply.files[number] for box, number in tensor.boxes if box.numel}
+            assert len(named) == len(having)
+            assert all(any(path.endswith(name) for name in named) for path in having), (named, having)

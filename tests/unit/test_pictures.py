@@ -8,7 +8,6 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from whole_checkpoints import KINDS
 
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import NotFoundError
@@ -16,7 +15,6 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source
 from statexchange.report.supply import Supplied, cells_of, supply_of
 from statexchange.report.supply_picture import supply_picture, tensor_picture
-from statexchange.report.tensor_facts import tensor_facts
 from statexchange.report.text_pictures import curve, supply_bars
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import ShardData
@@ -206,23 +204,6 @@ def test_without_ranks_files_are_shown(tmp_path: Path) -> None:
     assert "Which file supplied which bytes" in svg
     assert list(legend(svg).values()) == [f"{n}: model-{n + 1}.safetensors · 3 B · 50.0%" for n in (0, 1)]
     assert bars(tmp_path)[0].startswith("0: model-1.safetensors  ")
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_region_is_supplied_by_the_file_that_has_it(kind: str, tmp_path: Path) -> None:
-    KINDS[kind].build(tmp_path / "made")
-    with open_source(tmp_path / "made" / (KINDS[kind].row or ""), strict=False) as source:
-        if source.refusal is not None or source.has_ranks or source.manifest is not None:
-            return
-        supply = supply_of(source)
-        for tensor in supply.tensors:
-            facts = tensor_facts(source, tensor.name)
-            assert facts is not None
-            having = {region.files[0] for region in facts.regions if region.box.numel}
-            named = {supply.files[number] for box, number in tensor.boxes if box.numel}
-            assert len(named) == len(having)
-            assert all(any(path.endswith(name) for name in named) for path in having), (named, having)
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:
