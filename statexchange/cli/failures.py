@@ -64,8 +64,7 @@ def _checkpoints_below(path: str) -> str | None:
 
     Returns None if there are none, and of a checkpoint: something in it was not found.
 
-    Looks into a
-    limited number of directories.
+    Looks into a limited number of directories.
     """
     from statexchange.report.scan import scan
 
