@@ -66,8 +66,8 @@ from statexchange.sharding.layout_advice import layout_advice, rule_for_dim
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas
 from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
+from statexchange.storage.location import location
 from statexchange.storage.opened_path import OpenedPath, read_option_file
-from statexchange.storage.store import is_url
 from statexchange.tensors import element_shape
 from statexchange.units import format_transfer
 
@@ -371,7 +371,7 @@ def _check_apart(source: Source, path: str) -> None:
 
     A local target is built under another name.
     """
-    if not is_url(path):
+    if not location(path).is_remote:
         return
     prefix = f"{without_secrets(path)}/"
     for _, tensor in source.shards():

@@ -15,6 +15,7 @@ from statexchange.errors import (
     TargetExistsError,
     without_secrets,
 )
+from statexchange.storage.location import location
 from statexchange.storage.opened_path import open_path
 from statexchange.storage.save_check import check_saves
 from statexchange.storage.save_directory import SaveManifest, removable_files
@@ -26,7 +27,6 @@ from statexchange.storage.steps import (
     step_name,
     unfinished_steps,
 )
-from statexchange.storage.store import is_url
 
 if TYPE_CHECKING:
     from statexchange.storage.build import UnfinishedBuild
@@ -225,7 +225,7 @@ def _reason(build: UnfinishedBuild, root: str, step: int) -> str:
     if build.state == "alive":
         return f"{what}, {build.owner} runs"
     whose = "an unknown process" if build.owner is None else f"{build.owner}, which cannot be seen from here"
-    if is_url(root):
+    if location(root).is_remote:
         url = f"{without_secrets(root)}/{step_name(step)}"
         if build.owner is None:
             return f"{what} of {whose}: if it has ended, remove all objects in {url}"

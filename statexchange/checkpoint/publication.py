@@ -13,8 +13,8 @@ from statexchange.checkpoint.index import index_name, index_text, listed_files, 
 from statexchange.errors import InvalidArgumentError, UnsafeError, UnsupportedError
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.storage.build import OutputFile
-from statexchange.storage.open_build import check_build, open_build
-from statexchange.storage.store import Store, is_url, resolve_path, url_of_directory
+from statexchange.storage.location import location
+from statexchange.storage.store import Store, resolve_path
 from statexchange.storage.tensorfile import encode_header
 
 if TYPE_CHECKING:
@@ -34,11 +34,10 @@ FORMAT_METADATA = {"format": "pt"}  # as safetensors.torch.save_file writes
 def target_path(path: str | os.PathLike[str]) -> str:
     """Return the absolute path of a target directory, or its URL without a trailing slash."""
     name = resolve_path(path, "a target")
-    if is_url(name):
-        return url_of_directory(name)
-    if "://" in name:
+    at = location(name)
+    if not at.is_remote and "://" in name:
         raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {name!r}")
-    return os.path.abspath(name)
+    return at.directory if at.is_remote else os.path.abspath(name)
 
 
 def _replaceable_files(store: Store) -> Sequence[str]:
@@ -131,7 +130,7 @@ def check_publication(
     """
     draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA)
     check = _replaceable_files if overwrite else None
-    check_build(target_path(path), MANIFEST, check=check, nbytes=draft.nbytes, resume=resume)
+    location(target_path(path)).check_build(MANIFEST, check=check, nbytes=draft.nbytes, resume=resume)
 
 
 class Publication:
@@ -175,8 +174,7 @@ class Publication:
         self._plan = plan
         self._source = source
         self._draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA)
-        self._build = open_build(
-            target_path(path),
+        self._build = location(target_path(path)).open_build(
             plan.digest,
             [*self._draft.names, MANIFEST],
             check=_replaceable_files if overwrite else None,

@@ -30,8 +30,9 @@ from statexchange.formats.sealed_files import SealedFile, seal_file
 from statexchange.sharding.shards import full_box
 from statexchange.storage.added_file import AddedFile
 from statexchange.storage.atomic import is_temporary
+from statexchange.storage.location import location
 from statexchange.storage.opened_path import OpenedPath, open_path
-from statexchange.storage.store import is_url, resolve_path, url_of_directory
+from statexchange.storage.store import resolve_path
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source, SourceTensor
@@ -137,12 +138,12 @@ def _directory_of(path: str) -> str:
             raise UnsupportedError(text, path=source.path)
         file = source.opened.file
         if file is None:
-            return url_of_directory(path) if is_url(path) else path
+            return location(path).directory
         others = [name for name in source.opened.store.files if name.endswith(".safetensors") and name != file]
         if others:
             text = f"its directory has other safetensors files, such as {others[0]!r}: seal the directory"
             raise InvalidArgumentError(text, path=source.opened.store.path_of(file))
-    return path.rpartition("/")[0] if is_url(path) else os.path.dirname(path)
+    return location(path).parent
 
 
 class _Sealing:

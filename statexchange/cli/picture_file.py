@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from statexchange.errors import InvalidArgumentError, StorageError, TargetExistsError, UnsafeError
-from statexchange.storage.store import is_url, resolve_path
+from statexchange.storage.location import location
+from statexchange.storage.store import resolve_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +64,7 @@ class PictureFile:
             UnsafeError: what is to be replaced is not a regular file.
         """
         resolved = resolve_path(path, "--svg")
-        if path == "-" or is_url(resolved):
+        if path == "-" or location(resolved).is_remote:
             raise InvalidArgumentError("a picture is written to a local file: name one", path=path)
         try:
             mode = os.lstat(resolved).st_mode

@@ -50,11 +50,11 @@ from statexchange.exchange.saving import SaveReport, SaveRequest
 from statexchange.settings import check_timeout, restart_grace_s
 from statexchange.sharding import records
 from statexchange.state.describe import State
+from statexchange.storage.location import location
 from statexchange.storage.save_directory import SaveManifest
 from statexchange.storage.steps import (
     MAX_STEP,
     Retention,
-    check_can_be_made,
     check_only_saves,
     clear_leftovers,
     read_saves,
@@ -63,7 +63,6 @@ from statexchange.storage.steps import (
     steps_text,
     watch_claims,
 )
-from statexchange.storage.store import is_url
 from statexchange.units import format_seconds
 
 if TYPE_CHECKING:
@@ -348,8 +347,9 @@ class Checkpoints:
 
     def _check_directory(self, step: int, job: str, *, overwrite: bool) -> None:
         """Clean up after killed jobs, warn of steps of another job, and refuse a step that is saved. Root only."""
-        if not is_url(self.path) and not os.path.isdir(self.path):
-            check_can_be_made(self.path)
+        at = location(self.path)
+        if at.local is not None and not os.path.isdir(at.local):
+            at.check_can_be_made(NotFoundError("no such directory", path=self.path))
             self._known = set()
         else:
             seen = self._foreign | (self._known or set())
@@ -374,10 +374,8 @@ class Checkpoints:
 
     def _claims(self) -> ClaimWatch | None:
         """Return the record of the claims that this process has seen; None for a local directory. Root only."""
-        if self._watch is None and is_url(self.path):
-            from statexchange.storage.object_removal import ClaimWatch  # imports fsspec
-
-            self._watch = ClaimWatch()
+        if self._watch is None:
+            self._watch = location(self.path).claim_watch()
         return self._watch
 
     def _warn_of_other_job(self, step: int, manifest: SaveManifest | StateExchangeError) -> None:

@@ -43,7 +43,8 @@ from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box
 from statexchange.sharding.write_plan import BoxReceipts, WriteFile, WritePlan, WriteTensor
 from statexchange.state.describe import Description
-from statexchange.storage.store import is_url, resolve_path
+from statexchange.storage.location import location
+from statexchange.storage.store import resolve_path
 from statexchange.tensors import ITEMSIZE
 from statexchange.units import format_shares, format_transfer
 
@@ -251,7 +252,7 @@ class _Export:
             reason = "include and exclude leave out every tensor" if any(shards) else "no rank's state has a tensor"
             raise InvalidArgumentError(f"there is nothing to export: {reason}")
         path = target_path(self._request.path)
-        if is_url(path):
+        if location(path).is_remote:
             raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {path!r}")
         extra = extra_files(self._request.files_from, self._plan, self._request.own_files, updates_dtype=True)
         self._publication = Publication(

@@ -41,7 +41,6 @@ from statexchange.state.describe import Description, LocalTensor, State, describ
 from statexchange.state.load_plan import LoadPlan, SavedTensor, merge_trees, plan_load, tree_from_names
 from statexchange.state.modules import is_module, module_items
 from statexchange.state.tree import flatten
-from statexchange.storage.store import is_url
 from statexchange.storage.stored_values import decode_stored
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import check_writable, dtype_name, mark_changed, name_of_dtype, torch_dtype
@@ -337,7 +336,7 @@ class _Load:
                 _check_names(plan, catalog)
         if self._before_reading is not None:
             self._before_reading(items)
-        readers = assign_readers(items, comm) if is_url(source.path) else {}
+        readers = assign_readers(items, comm) if source.opened.store.is_remote else {}
         with comm.phase("reading", timeout_s=self._stall_timeout_s):
             mark_changed(live for _, live, _ in plan.targets)
             mark_changed(part for item in items for part in item.local.tensors)

@@ -33,7 +33,7 @@ from statexchange.sharding.rules import Layout
 from statexchange.state.describe import Description, State, describe
 from statexchange.state.state_dict import encode_state
 from statexchange.storage.build import Build, WrittenFile
-from statexchange.storage.open_build import join_build, open_build
+from statexchange.storage.location import location
 from statexchange.storage.save_directory import (
     MANIFEST,
     SaveManifest,
@@ -42,7 +42,6 @@ from statexchange.storage.save_directory import (
     rank_metadata,
     removable_files,
 )
-from statexchange.storage.store import is_url
 from statexchange.storage.tensorfile import DigestedTensors
 from statexchange.units import format_shares, format_transfer
 
@@ -209,7 +208,7 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
                 check = removable_files if request.overwrite else None
                 names = [*(rank_file_name(rank, comm.world_size) for rank in range(comm.world_size)), MANIFEST]
                 build = building.enter_context(
-                    open_build(request.path, secrets.token_hex(16), names, check=check, is_own=is_stray)
+                    location(request.path).open_build(secrets.token_hex(16), names, check=check, is_own=is_stray)
                 )
         starts = _exchange_starts(request, build, comm)
         described = saved.described
@@ -242,7 +241,7 @@ def _exchange_starts(request: SaveRequest, build: Build | None, comm: Communicat
     folder, name = os.path.split(request.path)
     ours = _Start(
         name,
-        "" if is_url(folder) else folder,
+        location(folder).local or "",
         save=secrets.token_hex(8),
         key="" if build is None else build.share(),
         has_layout=request.layout is not None,
@@ -272,7 +271,7 @@ def _write(
     metadata = rank_metadata(start.save, comm.rank, comm.world_size, config, {"aliases": dict(described.aliases)})
     shards = [shard_data(one, staging, comm.progress) for one in described.tensors.values()]
     try:
-        member = join_build(path, start.key, MANIFEST)
+        member = location(path).join_build(start.key, MANIFEST)
         return member.write_tensors(name, shards, metadata), member.folder
     except NotFoundError as error:
         raise _unseen(error, comm.rank, 0, path, comm, start.folder) from error
@@ -294,7 +293,7 @@ def _unseen(error: NotFoundError, rank: int, writer: int, path: str, comm: Commu
     One of the two is rank 0; the error's `rank` is the other one.
     """
     seen_by, made_by = comm.hosts[rank], comm.hosts[writer]
-    if is_url(path):
+    if location(path).is_remote:
         text = (
             f"{seen_by} does not see at this URL what rank {writer} on {made_by} has put there: give all ranks the "
             "same URL, endpoint and access"

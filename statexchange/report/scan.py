@@ -31,8 +31,9 @@ from statexchange.formats.registry import UNFINISHED_DOWNLOAD, Probe, probe
 from statexchange.report.summary import count_parameters, model_of, tensor_rows
 from statexchange.storage.files import hidden_target
 from statexchange.storage.local import local_path
+from statexchange.storage.location import location
 from statexchange.storage.steps import step_of
-from statexchange.storage.store import is_url, resolve_path
+from statexchange.storage.store import resolve_path
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
@@ -136,7 +137,7 @@ def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[Sca
             row = _with_download(folder, found, _row(folder, found))
             if row is not None:
                 yield row
-            if not is_url(folder):
+            if not found.opened.store.is_remote:
                 yield from _unfinished(folder, found.names)
             below = _others(folder, found)
         waiting += [f"{folder.rstrip('/')}/{name}" for name in reversed(below)]
@@ -241,10 +242,11 @@ def _broken(folder: str, error: StateExchangeError) -> ScanRow:
 
 
 def _modified(folder: str) -> float | None:
-    if is_url(folder):
+    local = location(folder).local
+    if local is None:
         return None
     try:
-        return os.stat(local_path(folder)).st_mtime
+        return os.stat(local).st_mtime
     except OSError:  # removed meanwhile
         return None
 
@@ -288,7 +290,8 @@ def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
 
 def _exists(path: str) -> bool:
     """Whether a path that a problem names exists: it lacks something then, and is not missing."""
-    return not is_url(path) and os.path.exists(local_path(path))
+    local = location(path).local
+    return local is not None and os.path.exists(local)
 
 
 def _reason(problem: StateExchangeError) -> str:

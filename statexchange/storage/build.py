@@ -1,6 +1,6 @@
 """The interface of a build: one checkpoint directory under construction, which appears whole or not at all.
 
-open_build.py opens a build at a local path (directory_build.py) or at an fsspec URL (object_build.py). The top of each
+location.py opens a build at a local path (directory_build.py) or at an fsspec URL (object_build.py). The top of each
 of these files explains its protocol.
 
 A build goes through the states *open* (files are created, written and recorded), then *committed* or *abandoned*. It
@@ -184,7 +184,7 @@ class Build(ABC):
 
     @abstractmethod
     def share(self) -> str:
-        """Return the key by which members (`open_build.join_build`) write files into this build until its end."""
+        """Return the key by which members (`Location.join_build`) write files into this build until its end."""
 
     @abstractmethod
     def add_all(self, files: Mapping[str, str]) -> None:

@@ -212,6 +212,8 @@ class FsspecFile(StoredFile):
 class FsspecStore(Store):
     """The objects below one URL."""
 
+    is_remote = True
+
     def __init__(self, url: str, system: Any, path: str) -> None:
         self.path = without_secrets(url.rstrip("/"))
         self._url = url.rstrip("/")

@@ -22,7 +22,7 @@ from statexchange.storage.objects import Objects
 if TYPE_CHECKING:
     from statexchange.storage.build import OwnCheck, ReplaceCheck
 
-__all__ = ["ClaimWatch", "clear_objects", "put_new", "remove_objects", "unfinished_objects"]
+__all__ = ["ClaimWatch", "clear_objects", "remove_objects", "unfinished_objects"]
 
 _log = logging.getLogger(__name__)
 REMOVAL = "removal"
@@ -86,7 +86,7 @@ def clear_objects(
     Args:
         url: the directory.
         manifest: the name of the object that commits it.
-        is_own: as for `open_build`.
+        is_own: as for `Location.open_build`.
         watch: what this process has seen of claims; a claim that has not changed for 60 s is a dead process's.
         waits: watch the claim for 60 s, unless its process runs on this host or has provably ended.
     """
@@ -127,8 +127,3 @@ def remove_objects(url: str, manifest: str, check: ReplaceCheck, *, waits: bool)
     if manifest not in objects.list_infos():
         raise NotFoundError("no such path", path=objects.path)
     ObjectBuild(url, REMOVAL, [manifest], check=check, resume=False, waits=waits).abandon()
-
-
-def put_new(url: str, name: str, data: bytes) -> None:
-    """Put a small object into the directory `url`; raise TargetExistsError if it exists. Not collective."""
-    Objects(url).create(name, data)

@@ -15,11 +15,11 @@ from statexchange.errors import (
     NotFoundError,
     ReplacedError,
     StateExchangeError,
-    without_secrets,
 )
 from statexchange.storage import local
 from statexchange.storage.json_text import parse_json
-from statexchange.storage.store import Store, is_url, resolve_path
+from statexchange.storage.location import location
+from statexchange.storage.store import Store, resolve_path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -92,11 +92,8 @@ def open_path(path: str) -> OpenedPath:
         NotFoundError: there is nothing at the path.
         StorageError: the path cannot be read.
     """
-    if is_url(path):
-        from statexchange.storage import fsspec_store  # imports fsspec, which local paths do not need
-
-        return OpenedPath(without_secrets(path), *fsspec_store.open_url(path))
-    return OpenedPath(path, *local.open_local(path))
+    at = location(path)
+    return OpenedPath(at.shown, *at.open())
 
 
 def read_with_retry(path: str, read: Callable[[OpenedPath], T]) -> T:

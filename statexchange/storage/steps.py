@@ -26,23 +26,20 @@ from statexchange.errors import (
     InvalidArgumentError,
     NotFoundError,
     StateExchangeError,
-    StorageError,
     TargetExistsError,
-    UnsafeError,
     excerpt,
 )
-from statexchange.storage.atomic import new_nonce, write_new
+from statexchange.storage.atomic import new_nonce
 from statexchange.storage.claim import CLAIM_NAME
-from statexchange.storage.files import directory
 from statexchange.storage.json_text import parse_json
-from statexchange.storage.local import local_path
+from statexchange.storage.location import Location, location
 from statexchange.storage.opened_path import open_path, read_with_retry
 from statexchange.storage.save_directory import MANIFEST, SaveManifest, is_stray, read_manifest, removable_files
 from statexchange.storage.sealed_json import seal, unseal
-from statexchange.storage.store import is_url, resolve_path, url_of_directory
+from statexchange.storage.store import resolve_path
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
+    from collections.abc import Collection, Container, Iterable, Mapping
 
     from statexchange.storage.build import UnfinishedBuild
     from statexchange.storage.object_removal import ClaimWatch
@@ -52,7 +49,6 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_STEP",
     "Retention",
-    "check_can_be_made",
     "check_only_saves",
     "clear_leftovers",
     "identity_of_saves",
@@ -148,8 +144,7 @@ def step_name(step: int) -> str:
 
 def saves_path(path: str | os.PathLike[str]) -> str:
     """Return the absolute path or URL of a directory of saves that a caller gave."""
-    resolved = resolve_path(path, "a directory of saves")
-    return url_of_directory(resolved) if is_url(resolved) else local_path(resolved)
+    return location(resolve_path(path, "a directory of saves")).directory
 
 
 def step_of(name: str) -> int | None:
@@ -192,7 +187,7 @@ def saved_steps(store: Store) -> list[int]:
 
 def _is_unfinished(store: Store, step: int) -> bool:
     """Whether the directory of a step is an unfinished save or removal: at a URL, one with a claim alone."""
-    if not is_url(store.path):
+    if not store.is_remote:
         return False
     try:
         names = store.below(step_name(step)).listing
@@ -219,10 +214,7 @@ def read_saves(path: str, *, without: Container[int] = ()) -> dict[int, SaveMani
     try:
         opened = open_path(path)
     except NotFoundError as error:
-        if is_url(path):
-            _check_bucket(error)
-        else:
-            check_can_be_made(path)
+        location(path).check_can_be_made(error)
         return {}
     with opened:
         if opened.file is not None:
@@ -237,30 +229,6 @@ def read_saves(path: str, *, without: Container[int] = ()) -> dict[int, SaveMani
         except StateExchangeError as error:
             found[step] = error
     return found
-
-
-def check_can_be_made(path: str) -> None:
-    """Raise NotFoundError if the local directory `path` does not exist and the first save could not make it.
-
-    Not collective. Then the path is wrong, or a disk is not mounted, and it is not that of a new job.
-    """
-    while not os.path.lexists(path) and path != os.path.dirname(path):
-        path = os.path.dirname(path)
-    if os.path.isdir(path):
-        return
-    if os.path.islink(path):
-        text = "a directory of saves is expected, and this link leads to none: make its target, or mount the disk"
-        raise NotFoundError(text, path=path)
-    if os.path.lexists(path):
-        raise NotFoundError("a directory of saves is expected, and this is a file", path=path)
-
-
-def _check_bucket(error: NotFoundError) -> None:
-    """Raise the error if a bucket is missing: then the URL is wrong, and not that of a new job."""
-    from statexchange.storage.fsspec_store import is_missing_bucket  # imports fsspec, which local paths do not need
-
-    if is_missing_bucket(error):
-        raise error
 
 
 def _manifest_of(opened: OpenedPath) -> SaveManifest:
@@ -306,13 +274,7 @@ def make_identity(path: str) -> str:
         return found
     data = json.dumps(seal({"schema": _SCHEMA, "identity": new_nonce()})).encode()
     with contextlib.suppress(TargetExistsError):
-        if is_url(path):
-            from statexchange.storage.object_removal import put_new  # for writers only
-
-            put_new(path, IDENTITY, data)
-        else:
-            with directory(path) as dir_fd:
-                write_new(dir_fd, IDENTITY, [data], nbytes=len(data), path=os.path.join(path, IDENTITY), mode=0o666)
+        location(path).create(IDENTITY, data)
     found = identity_of_saves(path)
     if found is None:
         raise NotFoundError("removed while it was made", path=os.path.join(path, IDENTITY))
@@ -361,14 +323,7 @@ def remove_save(path: str, step: int, *, waits: bool = True) -> None:
         UnsafeError: the directory has files that are not of the save.
         TargetExistsError: another process is publishing or removing it.
     """
-    if is_url(path):
-        from statexchange.storage.object_removal import remove_objects  # for writers only
-
-        remove_objects(f"{path}/{step_name(step)}", MANIFEST, removable_files, waits=waits)
-        return
-    from statexchange.storage.directory_build import DirectoryRemoval  # for writers only
-
-    DirectoryRemoval(os.path.join(path, step_name(step)), check=removable_files).run()
+    location(path).child(step_name(step)).remove(MANIFEST, removable_files, waits=waits)
 
 
 def unfinished_steps(path: str) -> dict[int, list[UnfinishedBuild]]:
@@ -379,56 +334,29 @@ def unfinished_steps(path: str) -> dict[int, list[UnfinishedBuild]]:
     Raises:
         StorageError: the directory cannot be read.
     """
-    if is_url(path):
-        from statexchange.storage.object_removal import unfinished_objects  # imports fsspec
-
-        unfinished = {step: unfinished_objects(f"{path}/{step_name(step)}", MANIFEST) for step in _steps_at(path)}
-        return {step: [build] for step, build in unfinished.items() if build is not None}
-    names = _hidden_names(path)
-    if not names:
-        return {}
-    from statexchange.storage.directory_build import unfinished_builds  # only here: readers need no file locks
-
-    found = {}
-    for name in names:
-        step = step_of(name)
-        builds = unfinished_builds(os.path.join(path, name))
-        if step is not None and builds:
-            found[step] = builds
-    return found
+    at = location(path)
+    found = {step: at.child(step_name(step)).unfinished(MANIFEST) for step in _unfinished_steps(at)}
+    return {step: builds for step, builds in found.items() if builds}
 
 
-def _hidden_names(path: str) -> list[str]:
-    """Return the names of the steps beside which there are hidden files."""
-    try:
-        entries = os.listdir(path)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageError.of(error, "list directory", path=path) from error
-    return sorted({match[1] for name in entries if (match := _HIDDEN.fullmatch(name)) is not None})
+def _unfinished_steps(at: Location, without: Collection[int] = ()) -> list[int]:
+    """Return the steps of which there may be an unfinished save or removal; `without` is known to be whole."""
+    names = at.unfinished_names({step_name(step) for step in without})
+    return sorted(step for name in names if (step := step_of(name)) is not None)
 
 
-def _steps_at(path: str, without: Container[int] = ()) -> list[int]:
-    """Return the steps that have a directory at a URL; [] if there is nothing."""
-    try:
-        with open_path(path) as opened:
-            return [] if opened.file is not None else [s for s in named_steps(opened.store) if s not in without]
-    except NotFoundError:
-        return []
-
-
-def watch_claims(path: str, watch: ClaimWatch, without: Container[int]) -> None:
+def watch_claims(path: str, watch: ClaimWatch, without: Collection[int]) -> None:
     """Note the claims of unfinished saves at a URL, for a later `clear_leftovers`; not of the steps in `without`.
 
     Not collective.
     """
-    for step in _steps_at(path, without):
-        watch.look_at(f"{path}/{step_name(step)}")
+    at = location(path)
+    for step in _unfinished_steps(at, without):
+        watch.look_at(at.child(step_name(step)).path)
 
 
 def clear_leftovers(
-    path: str, *, without: Container[int] = (), watch: ClaimWatch | None = None, waits: bool = False
+    path: str, *, without: Collection[int] = (), watch: ClaimWatch | None = None, waits: bool = False
 ) -> list[str]:
     """Remove what processes that have provably ended left of unfinished saves and removals. Not collective.
 
@@ -443,27 +371,9 @@ def clear_leftovers(
     Returns:
         The nonces of what was removed at a URL.
     """
-    if is_url(path):
-        from statexchange.storage.object_removal import clear_objects  # for writers only
-
-        steps = _steps_at(path, without)
-        cleared = [
-            clear_objects(f"{path}/{step_name(step)}", MANIFEST, is_stray, watch=watch, waits=waits) for step in steps
-        ]
-        return [nonce for nonce in cleared if nonce is not None]
-    names = _hidden_names(path)
-    if not names:
-        return []
-    from statexchange.storage.directory_build import DirectoryRemoval, unfinished_builds  # for writers only
-
-    for name in names:
-        builds = unfinished_builds(os.path.join(path, name))
-        if builds and all(build.owner is not None and build.state != "dead" for build in builds):
-            continue  # nothing here can be removed
-        try:
-            DirectoryRemoval(os.path.join(path, name), check=lambda _: []).abandon()
-        except TargetExistsError:  # a process that runs is publishing there
-            continue
-        except UnsafeError as error:  # of another user, or not a directory: no reason to fail for other steps
-            _log.warning("what a killed save or removal left is not removed: %s", error)
-    return []
+    at = location(path)
+    cleared = [
+        at.child(step_name(step)).clear(MANIFEST, is_stray, watch=watch, waits=waits)
+        for step in _unfinished_steps(at, without)
+    ]
+    return [nonce for nonce in cleared if nonce is not None]

@@ -28,27 +28,12 @@ __all__ = [
     "Store",
     "StoredFile",
     "absolute_path",
-    "is_url",
     "resolve_path",
     "strip_file_scheme",
-    "url_of_directory",
 ]
 
 EntryKind = Literal["file", "directory", "other"]
 _log = logging.getLogger(__name__)
-
-
-def is_url(path: str) -> bool:
-    """Whether `path` is an fsspec URL."""
-    return "://" in path and not path.startswith(("shm://", "file://"))
-
-
-def url_of_directory(url: str) -> str:
-    """Return a URL without trailing slashes; raise InvalidArgumentError if it has nothing but a scheme."""
-    if not url.partition("://")[2].strip("/"):
-        text = f"{excerpt(url)} names no bucket or directory: give more of the URL, as {url.partition(':')[0]}://bucket"
-        raise InvalidArgumentError(text)
-    return url.rstrip("/")
 
 
 def strip_file_scheme(path: str) -> str:
@@ -162,9 +147,15 @@ class StoredFile(_Budgeted, ABC):
 
 
 class Store(_Budgeted, ABC):
-    """A pinned directory, listed once. `path` is its absolute path or URL. Not collective."""
+    """A pinned directory, listed once. Not collective.
+
+    Attributes:
+        path: its absolute path or URL.
+        is_remote: whether it is at a URL: each read is a request, and an unfinished build has the final name.
+    """
 
     path: str
+    is_remote: bool = False
 
     @cached_property
     def listing(self) -> Mapping[str, EntryKind]:
@@ -245,6 +236,7 @@ class FilteredStore(Store):
 
     def __init__(self, store: Store, is_listed: Callable[[str], bool]) -> None:
         self.path = store.path
+        self.is_remote = store.is_remote
         self.budget = store.budget
         self._store = store
         self._is_listed = is_listed

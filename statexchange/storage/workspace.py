@@ -48,12 +48,12 @@ from statexchange.processes import Owner
 from statexchange.settings import check_timeout
 from statexchange.storage import atomic, files
 from statexchange.storage.json_text import parse_json
-from statexchange.storage.local import local_path
+from statexchange.storage.location import location
 from statexchange.storage.mounts import mount_of
 from statexchange.storage.opened_path import OpenedPath, open_path
 from statexchange.storage.rank_file import SCHEMA, RankFile
 from statexchange.storage.sealed_json import seal, unseal
-from statexchange.storage.store import Store, is_url, resolve_path, url_of_directory
+from statexchange.storage.store import Store, resolve_path
 from statexchange.storage.tensorfile import ShardData, write_tensor_file
 
 if TYPE_CHECKING:
@@ -364,8 +364,8 @@ class Workspace:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._resolved_path = resolve_path(path, "a workspace")
-        resolved = self._resolved_path
-        self.path = url_of_directory(resolved) if is_url(resolved) else local_path(resolved)
+        self._location = location(self._resolved_path)
+        self.path = self._location.directory
         self._in_memory = self._resolved_path.startswith("shm://")
         self._durable: bool | None = None
 
@@ -423,7 +423,7 @@ class Workspace:
         return Receipt(name.relative, nbytes)
 
     def _write(self, name: RankName, path: str, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> int:
-        if is_url(self._resolved_path):
+        if self._location.is_remote:
             text = "a workspace at a URL is read-only: write it in a directory and copy it here"
             raise InvalidArgumentError(text, path=self.path)
         files.make_path(self.path)

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import statexchange as sx
 from statexchange.formats.registry import open_source
+from statexchange.storage.location import location
 from statexchange.storage.opened_path import open_path
-from statexchange.storage.store import is_url
 
 TENSORS = {
     "a": torch.arange(70_000.0).reshape(700, 100),
@@ -193,5 +193,6 @@ def test_the_command_line_takes_urls(tmp_path: Path) -> None:
 
 
 def test_urls_are_distinguished_from_paths() -> None:
-    assert is_url("s3://bucket/key")
-    assert not any(map(is_url, ("shm://name", "file:///a/path", "/a/path", "relative", "C:\\path")))
+    assert location("s3://bucket/key").is_remote
+    paths = ("shm://name", "file:///a/path", "/a/path", "relative", "C:\\path")
+    assert not any(location(path).is_remote for path in paths)
