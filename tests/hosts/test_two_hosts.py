@@ -290,7 +290,7 @@ def test_processes_exit_after_a_fault(how: str) -> None:
         others(hosts.finish(60), hosts, 3 if how == "killed" else -1)
 
 
-@pytest.mark.parametrize("counts", [slow((2, 2)), (1, 2)], ids=str)
+@pytest.mark.parametrize("counts", [slow((2, 2)), slow((1, 2))], ids=str)
 def test_a_host_that_is_cut_off_during_collectives_is_named_on_both_sides(counts: tuple[int, int]) -> None:
     with two_hosts(*counts) as hosts:
         hosts.start(call_endlessly, TIMEOUT_S)

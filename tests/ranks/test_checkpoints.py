@@ -726,7 +726,7 @@ def jobs() -> Iterator[ForkedJobs]:
         yield started
 
 
-@pytest.mark.parametrize("every", [30, slow(1)], ids=["some", "all"])
+@pytest.mark.parametrize("every", [60, slow(1)], ids=["some", "all"])
 @pytest.mark.timeout(900)
 def test_a_job_killed_at_any_call_goes_on_from_the_newest_whole_save(
     every: int, jobs: ForkedJobs, sweep_path: Path
@@ -756,7 +756,7 @@ def test_a_job_killed_at_any_call_goes_on_from_the_newest_whole_save(
         assert run_ranks(load_rows, 2, args=(str(sweep_path / "trace"),)) == [40, 40], number
 
 
-@pytest.mark.parametrize("every", [30, slow(1)], ids=["some", "all"])
+@pytest.mark.parametrize("every", [60, slow(1)], ids=["some", "all"])
 @pytest.mark.timeout(900)
 def test_a_job_killed_at_any_call_of_its_first_save_begins_again(
     every: int, jobs: ForkedJobs, sweep_path: Path

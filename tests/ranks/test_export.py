@@ -663,7 +663,7 @@ print(*(after - before for before, after in zip(grown, grown[1:])))
 """
 
 
-@pytest.mark.parametrize("order", ["contiguous", "turned"])
+@pytest.mark.parametrize("order", [slow("contiguous"), "turned"])
 def test_an_export_and_a_load_of_256_mib_take_little_memory(order: str) -> None:
     place = Path("/dev/shm") / f"statexchange-test-{os.getpid()}"
     place.mkdir(mode=0o700)

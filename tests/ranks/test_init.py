@@ -126,7 +126,7 @@ def waits_for_rank_0(kind: str, place: str) -> list[Any]:
     return [list(caught.value.missing), str(caught.value)]
 
 
-@pytest.mark.parametrize("kind", ["file", "tcp", "env", slow("agent")])
+@pytest.mark.parametrize("kind", ["file", slow("tcp"), "env", slow("agent")])
 def test_an_absent_rank_0_is_named_by_the_others(kind: str, tmp_path: Path) -> None:
     with place_of(kind, tmp_path) as place:
         found = run_ranks(waits_for_rank_0, 3, backend="processes", args=(kind, place))

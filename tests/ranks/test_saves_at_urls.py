@@ -487,7 +487,7 @@ def in_job(jobs: ForkedJobs, path: str, steps: list[int]) -> None:
     assert jobs.run(path, steps) is not None
 
 
-@pytest.mark.parametrize("every", [8, slow(1)], ids=["some", "all"])
+@pytest.mark.parametrize("every", [24, slow(1)], ids=["some", "all"])
 @pytest.mark.timeout(900)
 def test_a_job_killed_at_any_event_goes_on_from_the_newest_whole_save(
     every: int, jobs: ForkedJobs, sweep_path: Path
@@ -536,7 +536,7 @@ def killed_at(path: str, rank: int, number: int) -> list[str]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("every", [12, slow(1)], ids=["some", "all"])
+@pytest.mark.parametrize("every", [36, slow(1)], ids=["some", "all"])
 @pytest.mark.timeout(900)
 def test_a_rank_killed_at_any_event_is_an_error_on_the_other(every: int, rank: int, sweep_path: Path) -> None:
     use_object_stores()

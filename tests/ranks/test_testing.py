@@ -517,7 +517,7 @@ def test_an_idle_world_that_has_died_is_replaced() -> None:
     assert not any(map(is_alive, first))
 
 
-@pytest.mark.parametrize("backend", ["processes", slow("mpi")])
+@pytest.mark.parametrize("backend", [slow("processes"), slow("mpi")])
 def test_ranks_that_are_kept_end_with_their_launcher(tmp_path: Path, backend: str) -> None:
     launcher = run_script(
         tmp_path,

@@ -213,8 +213,9 @@ COMMANDS = [
     ["prune", "saves", "--keep", "1", "--dry-run"],
     pytest.param(["demo", "--ranks", "1", "--steps", "2"], marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
 ]
-# Marks of the forms of a command, text and JSON: of each command one form is tried by default.
-SOME_FORMS = [([], [pytest.mark.slow]), ([pytest.mark.slow], [])]
+SLOW = pytest.mark.slow
+# Marks of the forms of a command, text and JSON: of each other command one form is tried by default.
+SOME_FORMS = [([], [SLOW]), ([SLOW], [SLOW]), ([SLOW], []), ([SLOW], [SLOW])]
 REPEATABLE = COMMANDS[:-1]  # the demo prints other numbers and texts each time
 
 
@@ -659,7 +660,7 @@ def test_an_interrupt_in_code_that_is_a_string_exits_with_130(made: Path, module
     [
         pytest.param(arguments_of(command), form, marks=[*getattr(command, "marks", ()), *marks])
         for number, command in enumerate(COMMANDS)
-        for form, marks in zip(([], ["--json"]), SOME_FORMS[number % 2], strict=True)
+        for form, marks in zip(([], ["--json"]), SOME_FORMS[number % 4], strict=True)
     ],
     ids=lambda words: words[0] if words else "text",
 )

@@ -356,8 +356,13 @@ def job(nodes: tuple[int, ...], body: str, cycles: int = 1) -> Iterator[Job]:
 
 @pytest.mark.parametrize(
     ("nodes", "victim"),
-    [((0, 0, 1), 0), ((0, 0, 1), 1), ((0, 0, 1), 2), ((0, 1, 1), 0), ((0, 1, 1), 2)],
-    ids=["coordinator", "beside the coordinator", "alone", "coordinator alone", "beside a member"],
+    [
+        pytest.param((0, 0, 1), 0, id="coordinator"),
+        pytest.param((0, 0, 1), 1, id="beside the coordinator", marks=pytest.mark.slow),
+        pytest.param((0, 0, 1), 2, id="alone"),
+        pytest.param((0, 1, 1), 0, id="coordinator alone", marks=pytest.mark.slow),
+        pytest.param((0, 1, 1), 2, id="beside a member", marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_rank_is_named_by_all_others(nodes: tuple[int, ...], victim: int) -> None:
     with job(nodes, WATCH) as members:
@@ -419,7 +424,9 @@ if rank == 1:
         assert "its process ended" in text
 
 
-@pytest.mark.parametrize("victim", range(3))
+@pytest.mark.parametrize(
+    "victim", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_a_stopped_rank_is_missing(victim: int) -> None:
     look = """
 print(json.dumps("in"), flush=True)

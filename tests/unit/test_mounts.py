@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sweeps import by_default
 
 import statexchange as sx
 from statexchange.errors import NotFoundError, StorageError
@@ -94,7 +95,7 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", by_default(READERS, 0, 3))
 def test_a_file_that_is_gone_on_its_server_is_named_and_no_descriptor_leaks(
     reader: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 import numpy as np
 import pytest
+from sweeps import by_default
 
 import statexchange as sx
 from statexchange.cli.main import cli
@@ -158,7 +159,7 @@ def screen(written: str) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", by_default(LONG, 1, 3, 6))
 def test_progress_is_shown_where_a_person_looks(name: str, root: Path) -> None:
     arguments, pattern = LONG[name]
     runs = {case: Run(arguments, root, case) for case in CASES}

@@ -512,7 +512,7 @@ def steps(every: int) -> list[Any]:
     return [every, pytest.param(1, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("step", steps(12))
+@pytest.mark.parametrize("step", steps(24))
 @pytest.mark.parametrize("exchange", [True, False])
 def test_after_a_kill_at_any_event_the_old_or_the_new_is_there_and_the_next_publisher_cleans_up(
     sweep_path: Path, exchange: bool, step: int
@@ -524,20 +524,20 @@ def test_after_a_kill_at_any_event_the_old_or_the_new_is_there_and_the_next_publ
     assert step > 1 or ("gap" in found) == (not exchange)  # some kill hit the moment between the two renames
 
 
-@pytest.mark.parametrize("step", steps(12))
+@pytest.mark.parametrize("step", steps(24))
 def test_a_first_publisher_killed_at_any_event_leaves_nothing_that_looks_finished(sweep_path: Path, step: int) -> None:
     found = sweep("sweep_kills", sweep_path, before=False, step=step)
     assert found["points"] * step > 45
     assert found["absent"]
 
 
-@pytest.mark.parametrize("step", steps(12))
+@pytest.mark.parametrize("step", steps(24))
 def test_after_a_kill_at_any_event_a_second_run_gives_the_same_directory(sweep_path: Path, step: int) -> None:
     found = sweep("sweep_kills", sweep_path, before=True, reuse=True, step=step)
     assert {"0 kept", "2 kept"} <= found.keys()
 
 
-@pytest.mark.parametrize("step", steps(12))
+@pytest.mark.parametrize("step", steps(24))
 @pytest.mark.parametrize("exchange", [True, False])
 def test_after_an_interrupt_at_any_event_nothing_is_left_or_the_next_publisher_removes_it(
     sweep_path: Path, exchange: bool, step: int
@@ -547,7 +547,7 @@ def test_after_an_interrupt_at_any_event_nothing_is_left_or_the_next_publisher_r
     assert found["nothing left"] > found.get("something left", 0)  # only if the interrupt came during its clean-up
 
 
-@pytest.mark.parametrize("step", steps(16))
+@pytest.mark.parametrize("step", steps(40))
 @pytest.mark.parametrize("what", ["checkpoint", slow("save")])
 @pytest.mark.parametrize(("before", "overwrite"), [(False, False), (True, True)])
 @pytest.mark.parametrize(("elsewhere", "exchange"), [(False, True), (True, True), (True, False)])
