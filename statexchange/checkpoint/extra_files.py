@@ -21,6 +21,7 @@ from statexchange.errors import (
 )
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.sharding.options import FLOATS
+from statexchange.storage.budget import Budget
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import OpenedPath, open_path
 from statexchange.storage.store import resolve_path
@@ -185,7 +186,7 @@ def notes_on_other_layers(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, 
     names = [tensor.name for file in plan.files for tensor in file.tensors]
     found = len({match[1] for match in map(_LAYER.match, names) if match is not None})
     try:
-        config = parse_json(extra.get(CONFIG, b"{}"), CONFIG)
+        config = parse_json(extra.get(CONFIG, b"{}"), CONFIG, Budget(CONFIG))
     except CorruptError:
         return ()
     if not found or not isinstance(config, dict):
@@ -209,7 +210,7 @@ def _with_dtype(config: bytes, plan: Plan) -> bytes:
             if tensor.dtype in FLOATS:
                 nbytes[tensor.dtype] += tensor.nbytes
     try:
-        parsed = parse_json(config, CONFIG)
+        parsed = parse_json(config, CONFIG, Budget(CONFIG))
     except CorruptError:
         return config
     if not nbytes or not isinstance(parsed, dict):

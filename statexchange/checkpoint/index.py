@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from statexchange.errors import CorruptError, NotFoundError, UnsafeError
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.sealed_files import KEY as SEALED
+from statexchange.storage.budget import Budget
 from statexchange.storage.files import check_size
 from statexchange.storage.json_text import MAX_MANIFEST_BYTES, check_parsed_size, read_json
 
@@ -125,7 +126,7 @@ def _encoded(record: Mapping[str, Any]) -> bytes:
     data = text.encode()
     try:
         check_size(len(data), MAX_MANIFEST_BYTES, MANIFEST)
-        check_parsed_size(text, MANIFEST)
+        check_parsed_size(text, MANIFEST, Budget(MANIFEST))
     except CorruptError:
         problem = f"the manifest would have {len(data)} bytes, more than readers accept: publish fewer boxes"
         raise UnsafeError(problem) from None

@@ -491,8 +491,8 @@ def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
     for rank, text in configs:
         ranks.setdefault(text, rank)
     kept: list[str] = []
-    leaf, path = _leaf_reader(kept, catalog), catalog.source.path
-    trees = {rank: decode_stored(text, path, types=types, leaf=leaf) for text, rank in ranks.items()}
+    leaf, path, budget = _leaf_reader(kept, catalog), catalog.source.path, catalog.source.budget
+    trees = {rank: decode_stored(text, path, budget, types=types, leaf=leaf) for text, rank in ranks.items()}
     if not kept and (len(catalog) > 0 or not trees):  # configs that refer to no tensor
         return None
     for rule in catalog.layout.rules.values():

@@ -60,6 +60,7 @@ from statexchange.sharding import records
 from statexchange.sharding.shards import Box, intersect
 from statexchange.storage import files
 from statexchange.storage.atomic import write_new
+from statexchange.storage.budget import Budget
 from statexchange.storage.build import Build
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.files import WINDOW_BYTES
@@ -388,7 +389,7 @@ class _Start:
 
 
 def _manifest_of(raw: Any) -> SaveManifest:
-    return SaveManifest.parse(records.text(raw).encode(), MANIFEST)
+    return SaveManifest.parse(records.text(raw).encode(), MANIFEST, Budget(MANIFEST))
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,7 @@ def _read(view: WorkspaceView, name: RankName) -> tuple[Any, dict[str, Any]]:
             text = "this rank saved a state here, not configs and weights: load_checkpoint reads it"
             raise InvalidArgumentError(text, rank=name.rank, path=file.path)
 
-        return decode_stored(file.config, file.path, leaf=leaf), weights
+        return decode_stored(file.config, file.path, file.file.budget, leaf=leaf), weights
 
 
 def _position() -> tuple[int, int]:

@@ -19,6 +19,7 @@ from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import CorruptError, StateExchangeError
 from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.shards import Box, Shard, c_strides
+from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import read_option_file
@@ -60,14 +61,14 @@ def config_files_beside(source: Source) -> list[KnownConfig]:
     """Return the config.json of a source; [] without one."""
     store = source.small_files or source.opened.store
     if (source.small_files is not None or source.opened.file is None) and _CONFIG in store.files:
-        return config_of(store.path_of(_CONFIG), store.read_small(_CONFIG))
+        return config_of(store.path_of(_CONFIG), store.read_small(_CONFIG), store.budget)
     return []
 
 
-def config_of(where: str, content: bytes) -> list[KnownConfig]:
-    """Return the config in a file; [] if it is broken or no object."""
+def config_of(where: str, content: bytes, budget: Budget | None = None) -> list[KnownConfig]:
+    """Return the config in a file; [] if it is broken or no object. A file that a caller gives has its own budget."""
     try:
-        values = parse_json(content, where)
+        values = parse_json(content, where, budget or Budget(where))
     except StateExchangeError:
         return []
     return [KnownConfig(where, values)] if isinstance(values, dict) else []

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from statexchange.errors import CorruptError, StateExchangeError, UnsupportedError, excerpt
 from statexchange.formats.source import TORCHAO_NAMES, Source
+from statexchange.storage.budget import Budget
 from statexchange.storage.json_text import parse_json
 
 __all__ = ["packing_notes", "renamed_torchao"]
@@ -131,7 +132,7 @@ def renamed_torchao(metadata: Mapping[str, str], rename: Callable[[str], str], p
     if TORCHAO_NAMES not in metadata:
         return dict(metadata)
     try:
-        weights = parse_json(metadata[TORCHAO_NAMES], path)
+        weights = parse_json(metadata[TORCHAO_NAMES], path, Budget(path))
     except CorruptError:
         return dict(metadata)
     if not isinstance(weights, list) or not all(isinstance(name, str) and name in metadata for name in weights):

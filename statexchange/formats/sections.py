@@ -89,7 +89,7 @@ def _values_of_save(source: Source, tensors: set[str]) -> set[str]:
     """Return the first keys of a saved state under which there are plain values alone."""
     if source.kind != "save" or not source.configs:
         return set()
-    state = parse_stored(next(iter(source.configs.values())), source.path)
+    state = parse_stored(next(iter(source.configs.values())), source.path, source.budget)
     keys = {_first_key(name).partition("[")[0] for name in tensors}
     return {key for key in state if _first_key(key) not in keys} if isinstance(state, dict) else set()
 

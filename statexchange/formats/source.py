@@ -20,6 +20,7 @@ from statexchange.errors import (
 )
 from statexchange.sharding.plan import RankShards, prove_cover
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, is_inside
+from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import OpenedPath
@@ -191,7 +192,7 @@ def _joined_lists(texts: Iterable[str]) -> str | None:
     names: dict[str, None] = {}
     for text in texts:
         try:
-            listed = parse_json(text, "")
+            listed = parse_json(text, "", Budget(""))
         except CorruptError:
             return None
         if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
@@ -327,6 +328,11 @@ class Source:
     def path(self) -> str:
         """The path or URL that was opened."""
         return self.opened.path
+
+    @property
+    def budget(self) -> Budget:
+        """The budget of all reads of text that may be of foreign origin."""
+        return self.opened.store.budget
 
     @property
     def nbytes(self) -> int:

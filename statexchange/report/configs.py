@@ -11,6 +11,7 @@ from statexchange.storage.stored_values import plain_stored
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
+    from statexchange.storage.budget import Budget
     from statexchange.storage.store import Store
 
 __all__ = [
@@ -72,9 +73,9 @@ class ConfigComparison:
     differing: tuple[DifferingKey, ...]
 
 
-def config_facts(text: str, path: str) -> ConfigFacts:
+def config_facts(text: str, path: str, budget: Budget) -> ConfigFacts:
     """Return the facts of a config in a file at `path`; raise CorruptError for a broken one."""
-    config = plain_stored(text, path)
+    config = plain_stored(text, path, budget)
     if not isinstance(config, dict):
         return ConfigFacts(None, None)
     name = config.get("__name__")
@@ -91,12 +92,13 @@ def plain_configs(source: Source) -> dict[tuple[int, ...], Any]:
     ranks: dict[str, list[int]] = {}
     for rank, text in sorted(source.configs.items()):
         ranks.setdefault(text, []).append(rank)
-    return {tuple(of_text): plain_stored(text, source.path) for text, of_text in ranks.items()}
+    return {tuple(of_text): plain_stored(text, source.path, source.budget) for text, of_text in ranks.items()}
 
 
 def plain_entries(source: Source) -> dict[str, Any]:
     """Return the values of those entries of a source that are not tensors and that were read. Not collective."""
-    return {name: plain_stored(text, source.path) for name, text in source.texts.items() if name in source.others}
+    texts = {name: text for name, text in source.texts.items() if name in source.others}
+    return {name: plain_stored(text, source.path, source.budget) for name, text in texts.items()}
 
 
 def model_config(source: Source) -> tuple[str, Any] | None:
@@ -109,7 +111,7 @@ def model_config(source: Source) -> tuple[str, Any] | None:
     for store in stores:
         if store is not None and store.listing.get(_CONFIG) == "file":
             path = store.path_of(_CONFIG)
-            return path, parse_json(store.read_small(_CONFIG, _MAX_CONFIG_BYTES), path)
+            return path, parse_json(store.read_small(_CONFIG, _MAX_CONFIG_BYTES), path, store.budget)
     return None
 
 

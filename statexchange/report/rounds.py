@@ -143,7 +143,7 @@ class _Listing:
         try:
             file = self.view.open(receipt)
             if file.config not in self.known:
-                self.known[file.config] = config_facts(file.config, file.path)
+                self.known[file.config] = config_facts(file.config, file.path, file.file.budget)
         except NotFoundError as error:
             if not is_committed:
                 return None

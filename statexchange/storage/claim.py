@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, NotFoundError, ReplacedError
 from statexchange.processes import Owner
+from statexchange.storage.budget import Budget
 from statexchange.storage.json_text import parse_json
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Claim:
     @classmethod
     def parse(cls, data: bytes, path: str) -> Claim:
         """Return the claim that `to_bytes` encoded; raise CorruptError for anything else."""
-        raw: Any = parse_json(data, path)
+        raw: Any = parse_json(data, path, Budget(path))
         try:
             if raw["schema"] != _SCHEMA or type(raw["renewal"]) is not int:
                 raise ValueError("unknown schema")

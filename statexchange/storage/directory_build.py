@@ -71,6 +71,7 @@ from statexchange.storage.atomic import (
     rename_new,
     write_new,
 )
+from statexchange.storage.budget import Budget
 from statexchange.storage.build import (
     Build,
     BuildMember,
@@ -171,7 +172,7 @@ def _read_record(name: str, dir_fd: int, path: str) -> tuple[os.stat_result | No
             data = os.readlink(name, dir_fd=dir_fd).encode()
         else:
             data = files.read_small(name, dir_fd, path, MAX_MANIFEST_BYTES)
-        return attributes, Owner.from_json(parse_json(data, path))
+        return attributes, Owner.from_json(parse_json(data, path, Budget(path)))
     except (NotFoundError, UnsafeError, CorruptError, StorageError, OSError, ValueError):
         return attributes, None
 
@@ -673,7 +674,7 @@ class DirectoryBuild(Build):
         path = os.path.join(self.building_path, name)
         try:
             data = files.read_small(_receipt(name), self._dir_fd, path, MAX_MANIFEST_BYTES)
-            raw: Any = parse_json(data, path)
+            raw: Any = parse_json(data, path, Budget(path))
             size, mtime_ns, metadata = raw
             attributes = files.stat_of(name, self._dir_fd, path)
         except (CorruptError, UnsafeError, NotFoundError, TypeError, ValueError):

@@ -10,11 +10,11 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError
-from statexchange.storage.budget import Budget
 from statexchange.storage.files import check_size
 from statexchange.values import MAX_DEPTH
 
 if TYPE_CHECKING:
+    from statexchange.storage.budget import Budget
     from statexchange.storage.store import StoredFile
 
 __all__ = ["MAX_MANIFEST_BYTES", "check_parsed_size", "parse_json", "read_json"]
@@ -48,14 +48,14 @@ def read_json(file: StoredFile, limit: int = MAX_MANIFEST_BYTES) -> object:
 
 
 def parse_json(
-    data: bytes | bytearray | memoryview | str, path: str, budget: Budget | None = None, *, max_depth: int = MAX_DEPTH
+    data: bytes | bytearray | memoryview | str, path: str, budget: Budget, *, max_depth: int = MAX_DEPTH
 ) -> object:
     """Return parsed JSON, which code may walk by recursion.
 
     Args:
         data: the text.
         path: the file's path for messages.
-        budget: the budget of the source; a new one by default.
+        budget: the budget of the source.
         max_depth: the most containers that may lie in one another.
 
     Raises:
@@ -76,17 +76,17 @@ def parse_json(
     return parsed
 
 
-def check_parsed_size(text: str, path: str, budget: Budget | None = None) -> None:
+def check_parsed_size(text: str, path: str, budget: Budget) -> None:
     """Spend the memory that JSON takes once parsed, estimated from its brackets, commas and colons.
 
-    Raises CorruptError if the budget, a new one by default, does not have it.
+    Raises CorruptError if the budget does not have it.
     """
     nbytes = _CONTAINER_BYTES * (text.count("[") + text.count("{")) + _VALUE_BYTES * text.count(",")
     repeated = sum(text.count(f'"{key}"') for key in _REPEATED_KEYS)
     nbytes += _KEY_BYTES * text.count(":") - (_KEY_BYTES - _REPEATED_KEY_BYTES) * repeated
     if nbytes > _MAX_PARSED_BYTES:
         raise CorruptError(f"refused: it would take {nbytes} bytes of memory once parsed", path=path)
-    (budget or Budget(path)).of(path, 0).spend_memory(nbytes, text)
+    budget.of(path, 0).spend_memory(nbytes, text)
 
 
 def _is_deeper(text: str, parsed: Any, limit: int) -> bool:

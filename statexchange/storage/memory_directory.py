@@ -289,8 +289,8 @@ class _Target:
     def read(cls, path: str) -> _Target:
         """Return the target of the directory at `path`; raise NotFoundError or CorruptError."""
         with open_path(path) as opened:
-            data, shown = opened.store.read_small(_TARGET), opened.store.path_of(_TARGET)
-        parsed = parse_json(data, shown)
+            shown = opened.store.path_of(_TARGET)
+            parsed = parse_json(opened.store.read_small(_TARGET), shown, opened.store.budget)
         try:
             raw = unseal(parsed)
             texts = [raw["path"], raw["identity"], raw["host"]]
@@ -345,7 +345,7 @@ def headers_to_bytes(digests: Mapping[str, str]) -> bytes:
 def _headers(store: Store) -> tuple[Owner, dict[str, str]]:
     """Return the process that made a copy, and the digests of headers."""
     path = store.path_of(HEADERS)
-    parsed = parse_json(store.read_small(HEADERS), path)
+    parsed = parse_json(store.read_small(HEADERS), path, store.budget)
     try:
         raw = unseal(parsed)
         if raw["schema"] != _SCHEMA:

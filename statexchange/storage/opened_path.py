@@ -76,7 +76,7 @@ def read_option_file(path: str | os.PathLike[str], what: str) -> object:
         if opened.file is None:
             raise InvalidArgumentError(f"{what} is a JSON file, and this is a directory", path=opened.path)
         try:
-            return parse_json(opened.store.read_small(opened.file), opened.path)
+            return parse_json(opened.store.read_small(opened.file), opened.path, opened.store.budget)
         except CorruptError as error:
             text = f"{what} is a JSON file, and this is none: {error.message}"
             raise InvalidArgumentError(text, path=opened.path) from None

@@ -99,7 +99,7 @@ class SaveManifest:
         return json.dumps(seal(record), indent=1, ensure_ascii=False).encode()
 
     @classmethod
-    def parse(cls, data: bytes, path: str, budget: Budget | None = None) -> SaveManifest:
+    def parse(cls, data: bytes, path: str, budget: Budget) -> SaveManifest:
         """Return the manifest that `to_bytes` encoded; raise CorruptError for anything else."""
         parsed = parse_json(data, path, budget)
         try:
@@ -177,7 +177,7 @@ def is_of_a_save(store: Store, name: str) -> bool:
     """Whether a file is one that a rank wrote for a save; False if it is broken."""
     try:
         file = store.open(name)
-        metadata = read_header(file).workspace_metadata(file.path)
+        metadata = read_header(file).workspace_metadata(file.path, file.budget)
     except CorruptError:
         return False
     return metadata is not None and "save" in metadata

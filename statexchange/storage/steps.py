@@ -250,10 +250,10 @@ def identity_of_saves(path: str) -> str | None:
     """
     try:
         with open_path(path) as opened:
-            data, shown = opened.store.read_small(IDENTITY), opened.store.path_of(IDENTITY)
+            shown = opened.store.path_of(IDENTITY)
+            parsed = parse_json(opened.store.read_small(IDENTITY), shown, opened.store.budget)
     except NotFoundError:
         return None
-    parsed = parse_json(data, shown)
     try:
         raw = unseal(parsed)
         if raw["schema"] != _SCHEMA or not _IDENTITY.fullmatch(raw["identity"]):

@@ -12,28 +12,35 @@ from statexchange.storage.json_text import parse_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from statexchange.storage.budget import Budget
+
 __all__ = ["decode_stored", "parse_stored", "plain_stored"]
 
 _JSON_PER_LEVEL = 3  # containers of JSON for one container of a value, at most: a dict is a list of pairs in an object
 
 
-def parse_stored(text: str | bytes, path: str) -> object:
+def parse_stored(text: str | bytes, path: str, budget: Budget) -> object:
     """Return the JSON in text from a file that `values.encode` wrote; raise CorruptError for text that is broken."""
-    return parse_json(text, path, max_depth=_JSON_PER_LEVEL * (values.MAX_DEPTH + 1))
+    return parse_json(text, path, budget, max_depth=_JSON_PER_LEVEL * (values.MAX_DEPTH + 1))
 
 
 def decode_stored(
-    text: str, path: str, *, types: Mapping[str, type] | None = None, leaf: Callable[[str], Any] | None = None
+    text: str,
+    path: str,
+    budget: Budget,
+    *,
+    types: Mapping[str, type] | None = None,
+    leaf: Callable[[str], Any] | None = None,
 ) -> Any:
     """Return `values.decode` of text from a file; raise CorruptError for text that `values.encode` cannot write."""
     with _broken_config(path):
-        return values.decode(text, types=types, leaf=leaf, parse=lambda data: parse_stored(data, path))
+        return values.decode(text, types=types, leaf=leaf, parse=lambda data: parse_stored(data, path, budget))
 
 
-def plain_stored(text: str, path: str) -> Any:
+def plain_stored(text: str, path: str, budget: Budget) -> Any:
     """Return `values.to_plain` of text from a file; raise CorruptError for text that `values.encode` cannot write."""
     with _broken_config(path):
-        return values.to_plain(text, parse=lambda data: parse_stored(data, path))
+        return values.to_plain(text, parse=lambda data: parse_stored(data, path, budget))
 
 
 @contextlib.contextmanager

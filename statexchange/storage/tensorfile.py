@@ -106,7 +106,7 @@ class Header:
         """The metadata without the keys that describe this one file's shards or its place in a workspace."""
         return {key: value for key, value in self.metadata.items() if key not in _PER_FILE_KEYS}
 
-    def workspace_metadata(self, path: str, budget: Budget | None = None) -> dict[str, Any] | None:
+    def workspace_metadata(self, path: str, budget: Budget) -> dict[str, Any] | None:
         """Return the metadata that `write_tensor_file` wrote; None for any other safetensors file."""
         text = self.metadata.get(WORKSPACE_KEY)
         if text is None:

@@ -188,6 +188,7 @@ class _Readers:
         from statexchange.formats.foreign import directories, gguf, msgpack, numpy_files  # noqa: F401 (instrumented)
         from statexchange.sharding import rules
         from statexchange.storage import (
+            budget,
             claim,
             json_text,
             memory_directory,
@@ -211,6 +212,7 @@ class _Readers:
         self._directories: list[_File] | None = None
         self._claim = claim.Claim
         self._json = json_text
+        self._budget = budget.Budget
         self._stored_values = stored_values
         self._opened_path = opened_path.OpenedPath
         self._workspace = workspace
@@ -247,16 +249,17 @@ class _Readers:
             store = self._store_of({"manifest.json": _with_own_digest(text)})
             self._try(lambda: self._workspace._manifest_in(store, "manifest.json", "job", 1))
         elif kind == b"s":
-            self._try(lambda: self._save_directory.SaveManifest.parse(_with_own_digest(text), "x"))
+            self._try(lambda: self._save_directory.SaveManifest.parse(_with_own_digest(text), "x", self._budget("x")))
         elif kind == b"p":
             store = self._store_of({"headers.json": _with_own_digest(text)})
             self._try(lambda: self._memory_directory._headers(store))
         elif kind == b"v":
-            self._try(lambda: self._stored_values.decode_stored(text.decode(errors="replace"), "x", leaf=str))
+            written = text.decode(errors="replace")
+            self._try(lambda: self._stored_values.decode_stored(written, "x", self._budget("x"), leaf=str))
         elif kind == b"c":
             self._try(lambda: self._claim.parse(text, "x"))
         elif kind == b"l":
-            self._try(lambda: self._layout.parse(self._json.parse_json(text, "x")))
+            self._try(lambda: self._layout.parse(self._json.parse_json(text, "x", self._budget("x"))))
         elif kind == b"x":
             self._try(lambda: self._convert(text))
         else:
@@ -280,7 +283,7 @@ class _Readers:
 
     def _convert(self, text: bytes) -> None:
         """Plan the conversion of the tensors that its rules name."""
-        conversion = self._conversion.parse(self._json.parse_json(text, "x"), "x")
+        conversion = self._conversion.parse(self._json.parse_json(text, "x", self._budget("x")), "x")
         names = [
             pattern.text.replace("{", "").replace("}", "") for rule in conversion.rules for pattern in rule.sources
         ]

@@ -29,6 +29,7 @@ from statexchange.errors import (
 from statexchange.formats.registry import open_source
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
+from statexchange.storage.budget import Budget
 from statexchange.storage.save_directory import SaveManifest
 from statexchange.storage.sealed_json import seal
 from statexchange.testing import run_ranks
@@ -411,8 +412,8 @@ WRONG: list[dict[str, Any]] = [
 def test_a_manifest_is_read_as_it_was_written() -> None:
     metrics = {"loss": 0.5, "worst": float("inf"), "count": 3}
     manifest = SaveManifest("0123456789abcdef", "job é", 1.5, (100, 0), 7, metrics)
-    assert SaveManifest.parse(manifest.to_bytes(), "save.json") == manifest
-    assert SaveManifest.parse(json.dumps(seal(GOOD)).encode(), "save.json").metrics["loss"] == 0.5
+    assert SaveManifest.parse(manifest.to_bytes(), "save.json", Budget("save.json")) == manifest
+    assert SaveManifest.parse(json.dumps(seal(GOOD)).encode(), "save.json", Budget("save.json")).metrics["loss"] == 0.5
 
 
 @pytest.mark.parametrize("change", WRONG, ids=str)

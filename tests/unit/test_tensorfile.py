@@ -16,6 +16,7 @@ from stored import header_of
 from statexchange.errors import CorruptError, InvalidArgumentError, NotFoundError, StateExchangeError, UnsafeError
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage import files
+from statexchange.storage.budget import Budget
 from statexchange.storage.opened_path import open_path
 from statexchange.storage.tensorfile import ShardData, digest, encode_header, write_tensor_file
 from statexchange.tensors import DTYPE_NAMES
@@ -109,7 +110,7 @@ def test_a_digest_does_not_depend_on_how_its_bytes_are_split(tmp_path: Path) -> 
     split = ShardData(several.shard, lambda box: (boxes[box][at : at + 3] for at in range(0, len(boxes[box]), 3)))
     for one in (several, split):
         path = write(tmp_path / f"{one is split}", one)
-        facts = header_of(str(path)).workspace_metadata("x")
+        facts = header_of(str(path)).workspace_metadata("x", Budget("x"))
         assert facts is not None
         assert facts["tensors"]["w"]["digests"] == [digest(box) for box in boxes]
         assert load_file(path)["w"].tolist() == value.tolist()
@@ -216,7 +217,7 @@ def test_a_broken_header_is_a_corrupt_error_that_names_the_file(tmp_path: Path, 
 def test_the_valid_header_is_accepted(tmp_path: Path) -> None:
     header = header_of(raw_file(tmp_path / "x", json.dumps(GOOD).encode() + b"   "))
     assert [e.name for e in header.entries.values()] == ["a", "b"]
-    assert header.workspace_metadata("x") is None
+    assert header.workspace_metadata("x", Budget("x")) is None
 
 
 def test_a_tensor_of_a_later_dtype_is_kept_apart(tmp_path: Path) -> None:
@@ -286,7 +287,7 @@ def test_a_mutated_file_is_read_or_refused_and_nothing_else(tmp_path: Path, chan
         (tmp_path / "mutant").write_bytes(version)
         try:
             header = header_of(str(tmp_path / "mutant"))
-            header.workspace_metadata("x")
+            header.workspace_metadata("x", Budget("x"))
         except StateExchangeError:
             continue
         if not header.unknown:  # these are refused for each tensor
