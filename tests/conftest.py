@@ -106,15 +106,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     items.sort(key=lambda item: item.path)  # the order of all workers is the same again
     limits: dict[Any, float] = {}
-    long: dict[Any, list[pytest.Item]] = {}  # by what is marked: a test, or a file whose tests share fixtures
+    # By what is marked: a test, or a file whose tests share fixtures. Those that wait for the demo, which is run once
+    # for all workers, are one worker's.
+    long: dict[Any, list[pytest.Item]] = {}
     others = []
     for item in items:
         marked, marker = next(item.iter_markers_with_node("timeout"), (None, None))
         if marker is None:
             others.append(item)
         else:
-            limits[marked] = marker.args[0]
-            long.setdefault(marked, []).append(item)
+            key = "demo" if "demo" in getattr(item, "fixturenames", ()) else marked
+            limits[key] = marker.args[0]
+            long.setdefault(key, []).append(item)
     groups = [long[marked] for marked in sorted(long, key=lambda marked: -limits[marked])]
     _, count = _worker(config)
     dealt: list[pytest.Item] = []

@@ -562,7 +562,7 @@ def begin(*arguments: object) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize(
-    "moments", [3, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(900)])], ids=["quick", "sweep"]
+    "moments", [3, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.timeout(900)])], ids=["quick", "sweep"]
 )
 @pytest.mark.parametrize("command", [["info", "whole"], ["verify", "whole"], ["merge", "whole", "out", "--dry-run"]])
 def test_ctrl_c_at_any_moment_ends_without_a_traceback(
