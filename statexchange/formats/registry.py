@@ -80,11 +80,13 @@ _DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", "save.json
 _BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
 # A file by which a directory is known, and what such directories are.
 _DCP, _ORBAX = (".metadata", "torch DCP directories"), ("_CHECKPOINT_METADATA", "checkpoints of Orbax")
-_KNOWN = "safetensors, torch DCP, Megatron, DeepSpeed, or torch.save's .pt files"
 # Ends of names of the small files that frameworks write beside files of weights.
 _CONFIGS = ("config.json", "tokenizer.json", "trainer_state.json", "tokenizer.model", "special_tokens_map.json")
 UNFINISHED_DOWNLOAD = ".incomplete"  # the end of the hub's files while they are written
-_UNKNOWN = f"neither a save, a workspace nor a checkpoint ({_KNOWN})"
+_UNKNOWN = (
+    "neither a save, a workspace nor a checkpoint "
+    "(safetensors, torch DCP, Megatron, DeepSpeed, or torch.save's .pt files)"
+)
 
 
 def open_source(

@@ -232,7 +232,11 @@ def gathers(make: Callable[[int], Any], path: str) -> list[Any]:
         bare = getattr(live, "_orig_mod", getattr(live, "module", live))
         bare.load_state_dict(found[1])
         return [content(live)]
-    return [content(type(live)(found[1]) if isinstance(live, Mapping) else found[1]["x"])]
+    if isinstance(live, Mapping):
+        return [content(type(live)(found[1]))]
+    if "x" not in found[1]:  # an object with several tensors, whose names begin with its own
+        return [{name.removeprefix("x."): tensor for name, tensor in found[1].items()}]
+    return [content(found[1]["x"])]
 
 
 def exports(make: Callable[[int], Any], path: str) -> list[Any]:
