@@ -22,7 +22,7 @@ _MEMORY_PER_BYTE, _RESERVED_MEMORY = 16, 32 << 20  # a real header takes up to 1
 
 
 class _Reserve:
-    """The rest of one source's reserve and of its entries."""
+    """What is left of one source's reserve, and of the entries that it may have."""
 
     __slots__ = ("entries", "memory", "steps")
 
@@ -47,7 +47,7 @@ class Budget:
         return Budget(path, nbytes, reserve=self._reserve)
 
     def add(self, nbytes: int) -> None:
-        """Add what `nbytes` more bytes allow, each of which was read for the first time."""
+        """Allow the work of `nbytes` more bytes, none of which was read before."""
         self._steps += _STEPS_PER_BYTE * nbytes
 
     def spend(self, steps: int, characters: int = 0) -> None:

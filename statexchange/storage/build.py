@@ -184,7 +184,7 @@ class Build(ABC):
 
     @abstractmethod
     def share(self) -> str:
-        """Return the key by which members (`Location.join_build`) write files into this build until its end."""
+        """Return the key with which other processes join this build (`Location.join_build`) to write files into it."""
 
     @abstractmethod
     def add_all(self, files: Mapping[str, str]) -> None:
@@ -227,7 +227,7 @@ class WrittenFile:
     Attributes:
         nbytes: its size.
         version: what its store calls this version of it; "" in a directory.
-        content: its tensors with their digests, as reading an object again has a cost; None in a directory.
+        content: its tensors with their digests, so that the object need not be read again; None in a directory.
     """
 
     nbytes: int

@@ -1,6 +1,6 @@
 """The claim: an object in a directory of an object store that names the process publishing there.
 
-An object store can neither rename a directory nor lock one, so the claim replaces both mechanisms:
+An object store can neither rename a directory nor lock one. The claim stands in for both. Its states:
 
 * absent: no process publishes here. A manifest, if there is one, describes a whole checkpoint.
 * present, no manifest: a publisher is writing, or died while it wrote. Readers refuse the directory.

@@ -21,8 +21,8 @@ directory; write its files; commit.
 * A publisher looks for others before it writes its own record. So two publishers that start at the same time never
   refuse each other; the final rename decides between them.
 * Replacing is a compare-and-swap. Only the directory that was checked when the build began is replaced. After the
-  exchange (or after the old directory was set aside) the publisher compares the directory it got; if it is another
-  one, it puts that back and fails. If the target was absent, the rename is exclusive.
+  exchange (or after the old directory was set aside) the publisher compares the directory that it took from the
+  name; if that is another one, it puts it back and fails. If the target was absent, the rename is exclusive.
 
 **After a failure.** `abandon` removes everything under the nonce. After a kill, the next publisher to this target finds
 the record:
@@ -322,7 +322,7 @@ def _check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[i
         store, _ = open_local(parent)
         try:
             check(store.below(name))
-        except StateExchangeError:  # what it finds in a directory that is being replaced and removed counts for nothing
+        except StateExchangeError:  # does not count if the directory was being replaced and removed during the check
             if _identity_at(name, dir_fd, path) == identity:
                 raise
         finally:
@@ -849,7 +849,9 @@ class DirectoryBuild(Build):
                 kept_path = os.path.join(self._parent, kept_name)
                 rename_new(self._replaced, kept_name, dir_fd=self._parent_fd, path=kept_path)
                 _log.warning(
-                    "%s: two others published here; the first one's directory is now at %s", self.path, kept_path
+                    "%s: two other publishers published here meanwhile; the directory of the first is now at %s",
+                    self.path,
+                    kept_path,
                 )
 
     def abandon(self) -> None:

@@ -104,7 +104,7 @@ def hidden_prefix(name: str) -> str:
 
 
 def hidden_target(hidden: str) -> str | None:
-    """Return the name of the file or directory beside which a publisher made a hidden name; None for any other name."""
+    """Return the name of the target, maybe cut, that is part of a publisher's hidden name; None for any other name."""
     match = _HIDDEN.fullmatch(hidden)
     return match[1] if match is not None else None
 

@@ -17,11 +17,12 @@
 no use any more:
 
 * the directory of saves has a newer step, or is being copied again;
-* the directory of saves is gone, or has another identity. A URL is not looked at, since another job may have another
-  endpoint or access;
+* the directory of saves is gone, or has another identity. A URL is not checked, since the job that would check it may
+  have another endpoint or other credentials;
 * another job lacks room for its copy, the process that made this one has provably ended, and the disk has the same
-  save: the copy then only saves time. A URL is not looked at: it had the save when the copy was made;
-* `.load-` directories and unfinished copies: their owner has provably ended.
+  save: the copy then only saves time. A URL is not checked: it had the save when the copy was made.
+
+A `.load-` directory or an unfinished copy is removed when its owner has provably ended.
 """
 
 from __future__ import annotations
@@ -163,8 +164,8 @@ class MemoryDirectory:
     def check_room(self, nbytes: int) -> None:
         """Raise StorageError if this host cannot keep `nbytes` more in memory.
 
-        Both limits count: that of the file system, whose excess is a failed write, and that of the host or its cgroup,
-        whose excess makes the kernel kill a process.
+        There are two limits. Beyond that of the file system a write fails; beyond that of the host or its cgroup the
+        kernel kills a process.
         """
         with files.directory(self.path) as dir_fd:
             files.check_room(dir_fd, nbytes, self.path)
@@ -255,7 +256,7 @@ class MemoryDirectory:
             except (StateExchangeError, OSError):
                 if path == self.path:
                     raise
-                # The job of the other saves reports what is broken or cannot be reached there.
+                # What is broken or cannot be reached there is reported by the job of those saves.
 
     def remove_empty(self) -> None:
         """Remove the directory if it has no copy any more."""
@@ -410,7 +411,7 @@ def _remove_loading(name: str, parent: str) -> None:
 
 
 def _sweep_other(path: str) -> None:
-    """Remove the directory of other saves if these are gone. That of another host is left to this host."""
+    """Remove the directory of other saves if these are gone. A directory of another host is left to that host."""
     try:
         target = _Target.read(path)
     except NotFoundError:  # its process was killed before it wrote the record, or is about to write it

@@ -119,7 +119,7 @@ def warn_of_options(path: str) -> None:
         )
     if mount.options & {"nolock", "local_lock=all", "local_lock=flock"}:
         _log.warning(
-            "%s: mounted with nolock or local_lock: two hosts that publish to one name do not detect each other before "
-            "the end, when one of them is refused",
+            "%s: mounted with nolock or local_lock: two hosts that publish to one name detect each other only at the "
+            "end, when one of them is refused",
             mount.point,
         )

@@ -155,9 +155,10 @@ class ObjectBuild(ObjectWriter, Build):
     # The claim
 
     def _take_claim(self, watched: WatchedClaim | None, *, resume: bool, waits: bool) -> set[str]:
-        """Create the claim, or take it over from a dead publisher; return the names that the latter may have put.
+        """Create the claim, or take it over from a dead publisher; return the names that the dead one may have put.
 
-        `watched` is the claim as it was seen before. Without `waits` a publisher whose death is not known is busy.
+        `watched` is the claim as this process has seen it before. Without `waits`, raise TargetExistsError at once if
+        it is unknown whether the other publisher has ended.
         """
         while True:
             with contextlib.suppress(TargetExistsError):
@@ -334,7 +335,7 @@ class ObjectBuild(ObjectWriter, Build):
             self._end()
 
     def _remove_shared(self) -> None:
-        """Remove what members have put, as far as it is there. One that puts an object later removes it itself."""
+        """Remove what members have put so far. A member that puts an object later removes it itself."""
         if self._renewal is None:
             return
         for name in sorted(self._objects.list_infos().keys() & set(self._claim.names)):
@@ -432,7 +433,7 @@ def _is_alive(claim: Claim) -> bool:
 
 
 def claim_is_dead(claim: Claim) -> bool:
-    """Whether the publisher has provably ended; for this process, whether that build has."""
+    """Whether a claim's publisher has provably ended; if it is this process, whether that build has ended."""
     if claim.owner == Owner.current():
         return not active_builds.is_active(claim.nonce)
     return claim.owner.is_dead

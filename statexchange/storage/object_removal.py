@@ -39,9 +39,9 @@ class ClaimWatch:
         objects = Objects(url)
         version = objects.claim_version()
         if version is not None:
-            self.look(objects.path, version)
+            self.remember(objects.path, version)
 
-    def look(self, path: str, version: str) -> WatchedClaim:
+    def remember(self, path: str, version: str) -> WatchedClaim:
         """Remember `version` of the claim in the directory `path`; return it and since when it is unchanged."""
         seen = self._seen.get(path)
         if seen is None or seen.version != version:
@@ -87,7 +87,7 @@ def clear_objects(
         url: the directory.
         manifest: the name of the object that commits it.
         is_own: as for `Location.open_build`.
-        watch: what this process has seen of claims; a claim that has not changed for 60 s is a dead process's.
+        watch: what this process has seen of claims; a claim that has not changed for 60 s counts as a dead process's.
         waits: watch the claim for 60 s, unless its process runs on this host or has provably ended.
     """
     objects = Objects(url)
@@ -103,7 +103,7 @@ def clear_objects(
     if present is None:
         return None
     claim, version = present
-    watched = None if watch is None else watch.look(objects.path, version)
+    watched = None if watch is None else watch.remember(objects.path, version)
     try:
         ObjectBuild(
             url, REMOVAL, [manifest], check=None, resume=False, is_own=is_own, watched=watched, waits=waits

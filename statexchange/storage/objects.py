@@ -121,7 +121,7 @@ class Objects:
             return self._system.open(f"{self._base}/{name}", "xb", block_size=part_bytes)
 
     def remove(self, name: str, version: str) -> bool:
-        """Remove the object that has this version, or had it; return False if there is another one now.
+        """Remove the object if it still has this version; return False if it has another one. It may be absent.
 
         S3 compares and removes in one request. For other stores the caller has looked the version up just before.
         """
@@ -143,7 +143,7 @@ class Objects:
     def cancel_uploads(self, names: Collection[str]) -> None:
         """Cancel unfinished uploads of these objects, which killed processes have left; for S3 only.
 
-        Their parts are invisible and cost money. A failure, as of a user who may not list uploads, is no error.
+        Their parts are invisible and cost money. A failure is only logged: a user may lack permission to list uploads.
         """
         if not self._has_conditions:
             return

@@ -28,7 +28,7 @@ class RankFile:
         file: the file.
         expected: entries that its metadata must have, among them its "rank".
         size: the size in bytes that it must have, if it is known.
-        owner: what `close` closes.
+        owner: what `close` closes; None if the file is closed with something else, such as a `WorkspaceView`.
 
     Attributes:
         path: the file's path.
@@ -36,8 +36,6 @@ class RankFile:
         config: the config as JSON text for `values.decode`.
         shards: the rank's shards by tensor name.
         digests: for each shard, the digests of its boxes.
-
-    A file from `WorkspaceView.open` is closed with the view.
     """
 
     def __init__(

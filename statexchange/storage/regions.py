@@ -43,7 +43,7 @@ __all__ = [
 _LONG_RUN_BYTES = 32 << 10  # measured: from this length on, a write costs less than the page faults of a mapping
 _LONG_READ_BYTES = 4 << 10  # measured: from this length on, a separate read costs less than reading the gaps as well
 _SPAN_BYTES = 4 << 20  # the most that one read of a strided block spans
-_MOST_OVERLAP = 1.5  # of the spans of two halves of a block that are read one after the other
+_MOST_OVERLAP = 1.5  # most that the spans of two halves of a block have together, as a multiple of the block's span
 READ_AHEAD_BYTES, _LEAST_READ_AHEAD_BYTES = 16 << 20, 64 << 10
 
 
@@ -153,9 +153,9 @@ def read_block(
 ) -> None:
     """Fill `target` with the bytes, in C order, of `window`, which is local to a stored box.
 
-    `strides` are those of the stored box, in elements. With `is_run` the window is one run of the file. Else long runs
-    are read one by one, and short ones, and those of a box with an order, with the gaps between them, in parts of at
-    most 4 MiB.
+    `strides` are those of the stored box, in elements. With `is_run` the window is one run of the file. Else each
+    long run is one read. Short runs are read together with the gaps between them, in parts of at most 4 MiB; so are all
+    runs of a remote file or of a box with `orders`.
     """
     itemsize = ITEMSIZE[dtype]
     if is_run:
@@ -194,7 +194,10 @@ def _outer_dims(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 class _Axis:
-    """The indices along one dim of a block, a range of step 1 or an array, and the elements from one to the next."""
+    """The indices along one dim of a block: a range of step 1, or an array.
+
+    `stride` is the number of elements from one index to the next.
+    """
 
     def __init__(self, indices: Any, stride: int) -> None:
         self.indices = indices
@@ -209,9 +212,9 @@ class _Axis:
         return (self.high - self.low) * self.stride
 
     def halves(self) -> tuple[Any, Any]:
-        """Return the positions of two parts of the indices.
+        """Return the positions of the first and the second half of the indices.
 
-        These are halves, unless the halves overlap widely: then the lower and the higher indices.
+        If the spans of these overlap widely, return the positions of the lower and of the higher half instead.
         """
         half = len(self.indices) // 2
         if not isinstance(self.indices, range):

@@ -184,7 +184,7 @@ def is_of_a_save(store: Store, name: str) -> bool:
 
 
 def is_stray(store: Store, name: str) -> bool:
-    """Whether a file, in a directory without a manifest, is a rank's of an unfinished save."""
+    """Whether a file in a directory without a manifest is a rank's file of an unfinished save."""
     try:
         return rank_of_file(name) is not None and is_of_a_save(store, name)
     except (NotFoundError, ReplacedError):  # removed meanwhile

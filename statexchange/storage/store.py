@@ -78,7 +78,7 @@ def resolve_path(path: object, what: str) -> str:
 
 
 class _Budgeted:
-    """A file or directory with the budget for reading the source that it belongs to, by default one of its own."""
+    """A file or directory with a budget for the reading of its source (budget.py); by default one of its own."""
 
     path: str
     _budget: Budget | None = None

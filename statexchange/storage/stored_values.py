@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["decode_stored", "parse_stored", "plain_stored"]
 
-_JSON_PER_LEVEL = 3  # containers of JSON for one container of a value, at most: a dict is a list of pairs in an object
+_JSON_PER_LEVEL = 3  # nested JSON containers for one container of a value, at most: an object, a list and its pairs
 
 
 def parse_stored(text: str | bytes, path: str, budget: Budget) -> object:

@@ -222,7 +222,7 @@ class WorkspaceView:
         return DROPPED in self._round(run, round).listing
 
     def temporary_files(self, run: str, round: int) -> list[tuple[str, int]]:  # noqa: A002
-        """Return name and bytes of each file of a round that is not complete; raise NotFoundError without the round."""
+        """Return the name and size of each incomplete file of a round; raise NotFoundError without such a round."""
         store = self._round(run, round)
         found = []
         for name in filter(atomic.is_temporary, store.files):
@@ -231,7 +231,7 @@ class WorkspaceView:
         return found
 
     def size_of(self, name: RankName) -> int | None:
-        """Return the bytes of a rank's file, whatever they are; None if it cannot be opened."""
+        """Return the size of a rank's file, whose content is not checked; None if it cannot be opened."""
         try:
             return self._round(name.run, name.round).open(name.file).size
         except StateExchangeError:
