@@ -27,7 +27,7 @@ from typing import Any
 
 from statexchange.errors import CorruptError, StateExchangeError, UnsafeError, excerpt
 from statexchange.storage.budget import Budget
-from statexchange.storage.tensorfile import text_in_place
+from statexchange.storage.tensorfile import wrong_kind_of_bytes
 from statexchange.tensors import DTYPE_NAMES
 
 __all__ = ["MAX_PICKLE_BYTES", "GlobalRef", "OpaqueObject", "contents", "read_pickle"]
@@ -195,7 +195,7 @@ def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown
     if budget is None:
         budget = Budget(path, len(data))
     start = bytes(data[:_SHOWN_BYTES])
-    text = text_in_place(start)
+    text = wrong_kind_of_bytes(start)
     if text is None and not (start[0] in _OPERATIONS or start[0] in _FREQUENT or start[0] in _REFUSED):
         text = f"not a pickle: it begins with {excerpt(start)}"
     if text is not None:

@@ -42,7 +42,7 @@ from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import Store, StoredFile
-from statexchange.storage.tensorfile import text_in_place_of
+from statexchange.storage.tensorfile import wrong_kind_of
 from statexchange.tensors import ITEMSIZE
 from statexchange.values import MAX_DEPTH
 
@@ -323,7 +323,7 @@ def open_archive(file: StoredFile) -> Archive:
         problem = "this is a pickle, or torch's format of before 1.6, not a zip"
         advice = "torch.save(torch.load(path, weights_only=True), path) converts it"
         raise UnsupportedError(f"{problem}: {advice}", path=path)
-    text = text_in_place_of(file)
+    text = wrong_kind_of(file)
     if text is None and start[8:9] == b"{":
         text = "this seems to be a safetensors file: call it .safetensors"
     raise CorruptError(text or "not a file of torch.save", path=path)

@@ -39,9 +39,9 @@ __all__ = [
     "read_header",
     "read_header_bytes",
     "storage_form",
-    "text_in_place",
-    "text_in_place_of",
     "write_tensor_file",
+    "wrong_kind_of",
+    "wrong_kind_of_bytes",
 ]
 
 MAX_HEADER_BYTES = 100_000_000
@@ -220,28 +220,28 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
 def read_header_bytes(file: StoredFile) -> bytearray:
     """Return the length and header of a file, as `encode_header` does; CorruptError if the file is shorter."""
     if file.size < 8:
-        text = text_in_place_of(file) or "file is too short to be a tensor file"
+        text = wrong_kind_of(file) or "file is too short to be a tensor file"
         raise CorruptError(text, path=file.path, found=f"{file.size} bytes")
     head = bytearray(8)
     file.read_into(memoryview(head), 0)
     (length,) = struct.unpack("<Q", head)
     if length > MAX_HEADER_BYTES or 8 + length > file.size:
-        text = text_in_place_of(file) or "header is truncated, or this is not a safetensors file"
+        text = wrong_kind_of(file) or "header is truncated, or this is not a safetensors file"
         raise CorruptError(text, path=file.path)
     data = bytearray(8 + length)
     file.read_into(memoryview(data), 0)
     return data
 
 
-def text_in_place_of(file: StoredFile) -> str | None:
-    """Return a message if a file is empty or of a known other kind, and so no tensor file; else None."""
+def wrong_kind_of(file: StoredFile) -> str | None:
+    """Return a message that says what a file is, if it is empty or of a kind that holds no tensors; else None."""
     start = bytearray(min(_TEXT_BYTES, file.size))
     file.read_into(memoryview(start), 0)
-    return text_in_place(bytes(start))
+    return wrong_kind_of_bytes(bytes(start))
 
 
-def text_in_place(start: bytes) -> str | None:
-    """Return what `text_in_place_of` does, by the first bytes of a file."""
+def wrong_kind_of_bytes(start: bytes) -> str | None:
+    """Return what `wrong_kind_of` returns, from the first bytes of a file."""
     if not start:
         return "the file is empty"
     if start.startswith(b"PK\3\4"):

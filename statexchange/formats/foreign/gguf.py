@@ -15,7 +15,7 @@ from statexchange.formats.foreign.contents import Contents, Cursor, described_te
 from statexchange.formats.foreign.starts import GGUF_MAGIC
 from statexchange.formats.source import UnreadableTensor
 from statexchange.storage.store import StoredFile
-from statexchange.storage.tensorfile import text_in_place_of
+from statexchange.storage.tensorfile import wrong_kind_of
 
 __all__ = ["read"]
 
@@ -45,7 +45,7 @@ def read(file: StoredFile) -> Contents:
     """Return the contents of a file; raise CorruptError for a broken or truncated one."""
     cursor = Cursor(file)
     if cursor.take(len(GGUF_MAGIC)) != GGUF_MAGIC:
-        text = text_in_place_of(file) or "not a GGUF file: it does not begin with GGUF"
+        text = wrong_kind_of(file) or "not a GGUF file: it does not begin with GGUF"
         raise CorruptError(text, path=file.path)
     (version,) = cursor.unpack("<I")
     if version not in _VERSIONS:
