@@ -90,7 +90,7 @@ class Converted:
     targets: Mapping[str, Sequence[str]]
 
     def renamed_keys(self, entries: Mapping[str, str]) -> dict[str, str]:
-        """Return `entries`, which are by original tensor, by the names that each of these fills."""
+        """Return `entries`, whose keys are the original names, under the names that each of these fills."""
         return {target: entry for name, entry in entries.items() for target in self.targets.get(name, ())}
 
     def check_digests(self) -> None:
@@ -145,7 +145,7 @@ def check_model_configs(
     given: Mapping[str, int],
     is_whole: bool,
 ) -> None:
-    """Compare config files with the model's tensors before or after a conversion, whichever they are for.
+    """Compare config files with the model's tensors before or after a conversion, whichever the files describe.
 
     Args:
         source: the source.
@@ -234,8 +234,8 @@ def _converted_file(
 def _joined(tensor: SourceTensor) -> SourceTensor:
     """Return a tensor with boxes joined that follow one another in the file and in the tensor.
 
-    A joined box has their digests as those of its parts. A permutation that mixes the rows of two boxes would else
-    cut them into boxes of one row.
+    The digests of the boxes become those of the joined box's parts. If boxes were not joined, a permutation that mixes
+    the rows of two would cut them into boxes of one row.
     """
     boxes: list[Box] = []
     runs: list[list[tuple[Box, ByteRange]]] = []  # what lies in each of the boxes
@@ -270,7 +270,7 @@ def _follows(first: ByteRange, second: ByteRange) -> bool:
 
 
 def _union(first: Box, second: Box) -> Box | None:
-    """Return the box that two boxes are together, if in its C order all of the first come before the second."""
+    """Return the union of two boxes; None unless it is a box that holds the first before the second in its C order."""
     for dim, (begin, end) in enumerate(zip(second.offsets, first.ends, strict=True)):
         if begin == first.offsets[dim]:
             if first.shape[dim] != 1 or second.shape[dim] != 1:

@@ -99,7 +99,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     except _REFUSALS as error:
         raise error.located(path=metadata) from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        text = f"not what this release knows of torch: {excerpt(error, 200)}"
+        text = f"not metadata that this version of statexchange knows: {excerpt(error, 200)}"
         raise CorruptError(
             f"{text}; try torch's dcp_to_torch_save to see whether torch reads it", path=metadata
         ) from None

@@ -299,7 +299,7 @@ class _Reader:
         """Raise UnsupportedError for ZeRO-3, which saves no weights but the fp32 ones."""
         if self._names.per_rank:
             text = (
-                "ZeRO-3 saves only fp32 master weights. Take these with the dtype of the training, which gives its "
+                "ZeRO-3 saves only fp32 master weights. Cast to the dtype of the training they give its "
                 'weights bit by bit: weights="master", dtype="bfloat16" (--weights master --dtype bfloat16)'
             )
             raise UnsupportedError(text)
@@ -623,7 +623,7 @@ class _FlatFile:
         return numbers
 
     def check_addresses(self, runs: Iterable[FlatRun]) -> None:
-        """Raise CorruptError if the file itself gives a parameter another position."""
+        """Raise CorruptError if the file's own table gives a parameter another position than `runs`, made of shapes."""
         mappings = self._state.get("param_slice_mappings")
         if type(mappings) is not list:
             return

@@ -242,7 +242,7 @@ class DeepSpeedFile:
     def add_runs(
         self, name: str, shape: tuple[int, ...], runs: Sequence[FlatRun], buffers: Mapping[int, FlatBuffer]
     ) -> None:
-        """Add a tensor from its runs in `buffers`, which are by the runs' `group`."""
+        """Add a tensor that consists of these runs; `buffers` has the buffer of each run's `group`."""
         self._budget.spend(_STEPS_PER_PART * len(runs))
         boxes: list[Box] = []
         ranges: list[ByteRange] = []

@@ -81,8 +81,8 @@ class _Framework:
     Attributes:
         kind: the format that `info` shows.
         marks: patterns of names; the directory is recognised if it has one of these, and one of its parts.
-        parts: by section, in the order of the table: the ways in which it may be stored, of which the first that is
-            there counts. None stands for a part with several sections, which its names show.
+        parts: the sections, in the order of the table, each with the ways in which it may be stored; the first way that
+            is found counts. None stands for a part with several sections, which its names show.
         small_files: the subdirectory with config and tokenizer; "" for the directory itself, None if it has none.
     """
 
@@ -377,7 +377,8 @@ class _Directory:
         note = f"only the section {section!r} of this {self._framework.kind} directory is read"
         if others:
             note += f", not {', '.join(repr(name) for name in SECTIONS if name in others)}"
-        own_notes = () if source.parts else source.notes  # that of a lone file advises to give this directory
+        # The note of a lone file advises to give this directory, which was given.
+        own_notes = () if source.parts else source.notes
         notes = (*own_notes, f'{note} (all: section="all", --section all)', *self._notes(), *_notes_on_lora(source))
         return replace(
             source,
@@ -434,7 +435,7 @@ class _Directory:
         return source
 
     def _missing(self, sections: Collection[str | None]) -> list[StateExchangeError]:
-        """Return an error for each set of files of these sections in which a rank's is missing, and for no model."""
+        """Return an error for each set of files of these sections that lacks a rank's, and one for a missing model."""
         problems: list[StateExchangeError] = []
         for section, parts in self._chosen:
             if section in sections:

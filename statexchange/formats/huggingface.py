@@ -169,7 +169,7 @@ def check_numbers(names: Sequence[str], store: Store) -> list[StateExchangeError
         if len(numbers) < total:
             first = next(number for number in range(1, total + 1) if number not in numbers)
             missing = f"{begin}{first:0{len(digits)}d}-of-{digits}{end}"
-            text = f"files are numbered as of {total}, but there are {len(numbers)}: this one is missing"
+            text = f"by their names there should be {total} files, but there are {len(numbers)}: this one is missing"
             problems.append(IncompleteError(text, path=store.path_of(missing)))
     return problems + missing_ranks(names, RANK, store)
 
@@ -199,9 +199,9 @@ def missing_ranks(names: Sequence[str], rank: re.Pattern[str], store: Store) -> 
 
 
 def part_of(name: str, store: Store) -> str:
-    """Return what a file is by its name, if that shows that it is one of several in its directory; else "".
+    """Return in words what a file is, if its name shows that it is one of several in its directory; else "".
 
-    Without the number of files in the name, its rank shows it if that is not 0, or the files of other ranks beside it.
+    The name shows that by the number of files, by a rank other than 0, or by files of other ranks beside it.
     """
     if _SHARD_NAME.fullmatch(name):
         return ""

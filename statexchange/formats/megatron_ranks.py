@@ -313,7 +313,7 @@ class _Reader:
             directory = next(rank.directory for rank in self._ranks if rank.position.pipeline == stage)
             self._problems.append(
                 IncompleteError(
-                    "the pipeline stages do not have the layers that the run's arguments tell; this one has the fewest",
+                    "the pipeline stages do not have as many layers as the run's arguments; this one has the fewest",
                     path=self._store.path_of(directory) if directory else self._store.path,
                     expected=f"{expected} layers",
                     found=f"{sum(of_stage.values())} layers",

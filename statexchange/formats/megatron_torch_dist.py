@@ -145,10 +145,10 @@ def _check_no_names_twice(source: Source, common: TorchFile) -> None:
 
 
 def _padding(source: Source) -> dict[str, frozenset[Box]]:
-    """Return the boxes of flat buffers between parameters, by name.
+    """Return, by the name of the flat buffer, the boxes of the gaps between its parameters.
 
     In a buffer each parameter begins at a multiple of `_ALIGNMENT` elements. Each rank has a box for each parameter, or
-    the part of one that it has, and one for each gap, which begins elsewhere and is smaller.
+    the part of one that it has, and one for each gap. A gap begins elsewhere and is smaller than `_ALIGNMENT`.
     """
     boxes: dict[str, list[tuple[Box, int]]] = {}  # with their ranks
     for shard_file, tensor in source.shards():
@@ -162,7 +162,11 @@ def _first_offset(pair: tuple[Box, int]) -> int:
 
 
 def _gaps(boxes: Sequence[tuple[Box, int]]) -> Iterator[Box]:
-    """Yield the gaps among a buffer's sorted boxes. A box that continues a parameter follows another rank's."""
+    """Yield the gaps among a buffer's sorted boxes.
+
+    A rank's first box may continue the last parameter of the rank before, so it is a gap only if that rank ended with
+    one.
+    """
     was_gap = False
     last_rank: int | None = None
     for number, (box, rank) in enumerate(boxes):

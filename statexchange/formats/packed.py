@@ -51,7 +51,7 @@ _LAYOUTS = {
     "mxfp4": _Layout("MXFP4: weights packed into U8 as *_blocks, with *_scales", "transformers or vLLM loads it"),
     "fp8": _Layout("float8 by blocks: weights in F8_E4M3 with weight_scale_inv", "transformers or vLLM loads it"),
 }
-# In order: the layout of which a name of a tensor has this ending or part.
+# The layout that has tensors with such names; the first that has one counts.
 _NAMES = (
     (re.compile(r"\.quant_state\.bitsandbytes__|\.SCB$"), "bitsandbytes"),
     (re.compile(r"\.g_idx$"), "gptq"),

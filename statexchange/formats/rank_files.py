@@ -95,7 +95,8 @@ def _check_whole(names: list[str], path: str) -> None:
             raise IncompleteError(f"files are numbered, but number {absent} is missing", path=path)
     totals = {int(match[1]) for match in map(_TOTAL.search, names) if match is not None}
     if totals and totals != {len(names)}:
-        raise IncompleteError(f"files are numbered as of {max(totals)}, but there are {len(names)}", path=path)
+        text = f"by their names there should be {max(totals)} files, but there are {len(names)}"
+        raise IncompleteError(text, path=path)
 
 
 def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]]:

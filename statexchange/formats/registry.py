@@ -331,7 +331,8 @@ def _unread_beside(opened: OpenedPath, name: str) -> list[str]:
         return ["a checkpoint of DeepSpeed is here, too, and not read: to read it, give the directory of its step"]
     if name == "dcp":
         if any(file.endswith("_states.pt") for file in store.files) and _format(_DEEPSPEED).matches(opened):
-            return ["a checkpoint of DeepSpeed is here, too, and not read: to read it, move its files to a directory"]
+            advice = "to read it, move its files to a directory of their own"
+            return [f"a checkpoint of DeepSpeed is here, too, and not read: {advice}"]
         names = [file for file in store.non_directories if file.endswith(".safetensors")]
         if names:
             return [f"not read beside the torch DCP: {abbreviated_names(names)}; to read a file, give its path"]

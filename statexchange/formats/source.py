@@ -128,7 +128,7 @@ class UnreadableTensor:
 
 
 FLAT_PARAMETERS = (
-    "FSDP1's LOCAL_STATE_DICT: each rank saved its piece of flattened parameters, which do not say what they are of: "
+    "FSDP1's LOCAL_STATE_DICT: each rank saved its piece of flattened parameters, whose names and shapes are lost: "
     "load it as it was saved, and save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT"
 )
 
@@ -156,7 +156,7 @@ def abbreviated_names(names: Sequence[str]) -> str:
 
 def unknown_dtypes(header: Header, path: str) -> list[UnreadableTensor]:
     """Return the tensors of a safetensors file with unsupported dtypes."""
-    texts = {name: f"rows of {name} that are no whole groups of {PACKED[name]} elements" for name in PACKED}
+    texts = {name: f"rows of {name} that are not whole groups of {PACKED[name]} elements are" for name in PACKED}
     text = "{} not supported: leave this tensor out with exclude (--exclude)"
     return [
         UnreadableTensor(
@@ -435,11 +435,11 @@ class StoredTensor:
             framework: "np" for an array of numpy, "pt" for a tensor of torch in host memory.
 
         Returns:
-            A new array or tensor. ml_dtypes supplies dtypes that numpy lacks. Of F4, F6_E2M3 and F6_E3M2, which both
-            lack, the packed bytes.
+            A new array or tensor. ml_dtypes supplies dtypes that numpy lacks. F4, F6_E2M3 and F6_E3M2, which numpy
+            and torch lack, come as their packed bytes.
 
         Raises:
-            InvalidArgumentError: the box is none, or outside of the tensor, there is no such framework, or the
+            InvalidArgumentError: `box` is not a box, or lies outside of the tensor; there is no such framework; or the
                 checkpoint has been closed.
             MissingExtraError: torch is not installed.
             IncompleteError: a region is in no file.

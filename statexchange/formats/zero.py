@@ -80,7 +80,7 @@ def runs_of_partitions(
             for rank, begin_in_rank, part in _parts(at, end, partition):
                 runs[rank].append(FlatRun(name, part.start - at, part.stop - at, group, begin_in_rank))
             at = end + padding
-        # The vector is aligned to twice the number of ranks; the last rank's part is saved without some of that.
+        # The vector is padded to a multiple of `alignment`; the last rank's part is saved without some of this padding.
         alignment = 2 * world_size
         if end > total or math.ceil(at / alignment) != math.ceil(total / alignment):
             text = f"the fp32 partitions of group {group} do not have as many elements as its parameters"

@@ -376,7 +376,7 @@ def test_files_are_ranks_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     with pytest.raises(IncompleteError, match="number 7 is missing"):
         merge_checkpoint(path, tmp_path / "new", layout={"w": {"dim": 0}})
     few = ranks(tmp_path / "few", {"w": torch.ones(1)}, name="x-0000{}-of-00003.safetensors")
-    with pytest.raises(IncompleteError, match="as of 3, but there are 1"):
+    with pytest.raises(IncompleteError, match="should be 3 files, but there are 1"):
         merge_checkpoint(few, tmp_path / "new", layout={"w": {"dim": 0}})
 
 

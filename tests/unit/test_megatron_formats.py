@@ -363,7 +363,7 @@ def test_layers_that_are_missing_are_named(legacy: Path) -> None:
             lambda state: state.update(model={k: v for k, v in state["model"].items() if ".layers." not in k}),
         )
     with pytest.raises(
-        IncompleteError, match=r"do not have the layers.*expected 2 layers, found 1 layers.*mp_rank_00_001"
+        IncompleteError, match=r"do not have as many layers.*expected 2 layers, found 1 layers.*mp_rank_00_001"
     ):
         open_source(legacy)
 
