@@ -94,7 +94,7 @@ def sealed_manifest_text(
     Args:
         tensors: by name the file of each tensor, its shard, which is the whole tensor, and its digest.
         sealed: the files of the directory.
-        aliases: names of tied tensors that are in no file, with the names under which they are.
+        aliases: names of tied tensors that are in no file, with the names under which their values are.
 
     Raises:
         UnsafeError: the manifest would be larger than readers accept.

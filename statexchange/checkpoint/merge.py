@@ -107,7 +107,7 @@ class MergeReport:
         files: (name, bytes of tensors) of each output file.
         nbytes: bytes of all tensors.
         num_tensors: number of tensors written.
-        aliases: names of tied tensors that are not written, with the names under which they are.
+        aliases: names of tied tensors that are not written, with the names under which their values are.
         seconds: duration.
         dry_run: whether nothing was written.
         notes: changed names, entries that were not written, and tensors that may not be wanted.

@@ -148,7 +148,7 @@ class Publication:
         overwrite: replace a published checkpoint at the target.
         reuse: keep output files that an ended process had finished for the same plan; `finished` maps their names to
             the metadata that `record` was given. Only for a plan whose digest covers all that the output depends on.
-        resume: take it that processes of other hosts that left files at the target have ended.
+        resume: assume that processes of other hosts that left files at the target have ended.
 
     Raises:
         TargetExistsError: the target exists (unless `overwrite`), or another process is publishing to it.

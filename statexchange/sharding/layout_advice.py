@@ -19,7 +19,8 @@ def rule_for_dim(name: str) -> Callable[[int], str]:
 def layout_advice(shapes: Sequence[tuple[int, ...]], rule: Callable[[int], str]) -> str:
     """Return the rules that tensors of these shapes allow, if each is a rank's part of one tensor; "" for none.
 
-    Parts differ in the size of one dim at most. If they are alike, it may be any, and the advice shows how to find out.
+    Parts differ in the size of one dim at most. If all have one shape, it may be any dim, and the advice says how to
+    find out which.
 
     Args:
         shapes: shapes of some ranks' tensors.

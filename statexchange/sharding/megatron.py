@@ -107,7 +107,7 @@ def division_of(name: str, shape: tuple[int, ...], sibling: tuple[int, ...] | No
     columns = sibling[1] if sibling is not None and len(sibling) == 2 else 0
     if rows not in (columns, 2 * columns) or not columns:
         raise UnsupportedError(
-            f"its linear_fc2 does not tell whether it is gated: {rows} rows here, {columns} columns there; leave it "
+            f"its linear_fc2 does not show whether it is gated: {rows} rows here, {columns} columns there; leave it "
             "out with exclude (--exclude)"
         )
     return Division(0, rows // columns)

@@ -48,7 +48,7 @@ _MAX_CUT_DIMS = 12
 _MANY_BOXES = 1000
 _FEW_RANKS = 16  # the largest mesh for which the pieces of equal specs are cached
 _MAX_CORNERS = 1 << 22  # corners that are counted at once; a box that is cut along n dims has 2**n
-_MAX_VISITS = 64  # visits of each box per dim while boxes are divided into slabs, on average
+_MAX_VISITS = 64  # how often, on average, a box may be looked at per dim while boxes are divided into slabs
 
 
 _TensorShards: TypeAlias = list[tuple[int, Shard]] | ShardingSpec
@@ -130,7 +130,7 @@ class Plan:
 
     Attributes:
         files: the output files.
-        aliases: output names of tied tensors that are not written, with the names under which they are.
+        aliases: output names of tied tensors that are not written, with the names under which their values are.
         digest: 32 hex digits that identify the plan.
     """
 
@@ -324,7 +324,7 @@ def _select(by_name: Mapping[str, _TensorShards], options: ExportOptions) -> dic
 
 
 def _aliases(rank_shards: Sequence[RankShards], by_name: Mapping[str, _TensorShards]) -> dict[str, str]:
-    """Return tied names that need not be written, with the names under which they are.
+    """Return tied names that need not be written, with the names under which their values are.
 
     A name is dropped only if every holder with elements of it has the same alias for it, and the other name is written
     with an equal shard.

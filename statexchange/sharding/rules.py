@@ -75,7 +75,7 @@ _BOXES_FORM = "boxes must be a list with an entry for each rank, a list of its b
 _OWN_BOX_KEYS = {"global_shape", "offsets", "shape"}
 REDUCTIONS = ("max", "min")
 
-# transformers' keywords: which dim of a tensor with n dims they cut (None: none), and into how many packed blocks.
+# transformers' keywords. `_keyword_steps` has which dim each of them divides, and into how many packed blocks.
 _COLWISE = ("colwise", "colwise_rep", "colwise_gather_output", "local_colwise")
 _ROWWISE = ("rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise")
 _PACKED_ROWWISE = ("packed_rowwise", "local_packed_rowwise")
@@ -397,8 +397,8 @@ def _parse_step(pattern: str, raw: Mapping[str, Any], mesh: Mapping[str, int]) -
             raise ValueError
     except (AttributeError, TypeError, ValueError):
         raise InvalidArgumentError(
-            f'layout rule for {pattern!r}: a cut is like {{"dim": 0, "blocks": [32, 8, 8]}} or {{"dim": 0, "split": '
-            f'{{"qkv": {{"q": 32, "k": 8, "v": 8}}}}, "interleaved": true}}, not {excerpt(raw, 200)}'
+            f'layout rule for {pattern!r}: a rule with a dim is like {{"dim": 0, "blocks": [32, 8, 8]}} or {{"dim": 0, '
+            f'"split": {{"qkv": {{"q": 32, "k": 8, "v": 8}}}}, "interleaved": true}}, not {excerpt(raw, 200)}'
         ) from None
     return _RuleStep(dim, axes, sizes, names, bool(raw.get("interleaved", False)))
 

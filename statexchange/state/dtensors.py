@@ -42,7 +42,7 @@ def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]],
         raise UnsupportedError(layout.problem, name=name)
     if not layout.boxes:
         return [], layout.placement
-    # A parameter's local part is a view in torch's graph of gradients, which refuses to be sliced once it was filled.
+    # Detached: a parameter's local part is a view in autograd's graph, which torch refuses to slice once it was filled.
     local = wait_tensor(tensor.to_local()).detach()
     if layout.begins is None:
         return [(box, local) for box in layout.boxes], layout.placement
@@ -100,7 +100,7 @@ def _compute_layout(tensor: Any, mesh: Any, coordinate: Any, rank: int) -> _Loca
             problem = "its mesh lists ranks out of order: torch's functions then disagree about which rank holds what"
             return _LocalLayout(problem=problem)
     if any(split is not None and split.split_factor > 1 for split in splits):
-        # Several runs of rows, which torch's one chunk does not show: it begins with the first and has the size of all.
+        # Several runs of rows. torch's one chunk does not show them: it begins with the first and has the size of all.
         runs = local_boxes(shape, mesh_shape, coordinate, splits)
         boxes = tuple(box for box, _ in runs)
         return _LocalLayout(boxes, tuple(begin for _, begin in runs), _placement_of(ranks, shape, splits, boxes, rank))

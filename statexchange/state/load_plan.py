@@ -258,7 +258,10 @@ class _Planner:
         return entries
 
     def _is_matched_by_key(self, saved: Any) -> bool:
-        """Whether an unmatched entry is empty or matched by key; keys that the live state lacks are unexpected."""
+        """Whether a saved entry without a live one is empty, or has only tensors that are matched by key.
+
+        Keys that the live state lacks are added to the plan as unexpected.
+        """
         if not self._keys.live:
             return False
         found = [leaf for _, leaf in flatten(saved) if leaf is not None]

@@ -3,7 +3,8 @@
 A payload has a part for the plain values of the tree, and one for each object with a state. A part is (text, leaf
 specs, type names). The text is JSON of `values`; in it the number of a leaf spec stands for a leaf without JSON text. A
 leaf spec describes a tensor or array, whose bytes are sent separately, in the order of the specs; or an object that
-cannot be sent, for which the reader keeps its own. To decode the text, the reader must know the types of these names.
+cannot be sent, for which the reader keeps its own. The type names are those of dataclasses,
+namedtuples and enums, which the reader must know to decode the text.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class _Writer:
         self._path = path
         self._leaf_specs: list[_LeafSpec] = []
         self._names: dict[int, str] = {}  # of leaves by identity: one that occurs twice is sent once
-        self._kept: list[Any] = []  # which keeps identities from being used again
+        self._kept: list[Any] = []  # these objects, so that no other one gets the identity of one of them
 
     def write(self, state: Any) -> list[Any]:
         """Return the text, the leaf specs and the names of the types in `state`."""
@@ -164,6 +165,7 @@ class PayloadReader:
         self._path = path
         self._device = device
         self._tensors: dict[int, TensorLike] = {}
+        # The memory of own tensors that are filled already; None stands for memory that cannot be identified.
         self._reused: set[tuple[Any, ...] | None] = {None}
         self.decoded = values.decode(text, types=values.types_of(own), leaf=lambda name: _Placeholder(int(name)))
         unknown = set(types) - values.types_of(self.decoded).keys()

@@ -82,7 +82,8 @@ def _active_adapter(model: Any) -> str:
 
 def _adapter_files(model: Any) -> dict[str, bytes]:
     config = copy.copy(model.peft_config[_active_adapter(model)])
-    config.inference_mode = True  # as PEFT saves it: training continues only if the loader asks for it
+    # As PEFT saves it: a loaded adapter is trained further only if the loader asks for that.
+    config.inference_mode = True
     base = model.get_base_model()
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = base.__dict__.get("name_or_path") or None

@@ -515,7 +515,7 @@ def test_a_gated_parameter_is_divided_by_halves() -> None:
 
 def test_a_linear_fc1_that_fits_no_linear_fc2_is_refused() -> None:
     for sibling in (None, (6, 3), (6,)):
-        with pytest.raises(UnsupportedError, match="does not tell whether it is gated"):
+        with pytest.raises(UnsupportedError, match="does not show whether it is gated"):
             division_of("mlp.linear_fc1.weight", (8, 6), sibling)
 
 
