@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from corpus import SECTION_E, SOURCES, Source
+from corpus import HOSTILE, SOURCES, Source
 from mutate import mutate
 from runner import Outcome, preload, run
 
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def _names(only: list[str] | None, *, quick: bool) -> list[str]:
-    known = {**SOURCES, **SECTION_E}
+    known = {**SOURCES, **HOSTILE}
     return [name for name in only or known if not (quick and known[name].slow)]
 
 
@@ -78,7 +78,7 @@ class _Fuzzer:
         Each takes a source, mostly of the valid kinds, and changes it by random numbers of its own.
         """
         whole = [name for name in names if name in SOURCES]
-        hostile = [name for name in names if name in SECTION_E]
+        hostile = [name for name in names if name in HOSTILE]
         for number in cases:
             if time.monotonic() - self._began > limit_s:
                 break
@@ -93,7 +93,7 @@ class _Fuzzer:
         source = self._made(name)
         folder = self._root / "case"
         shutil.copytree(self._root / "sources" / name, folder, copy_function=os.link)
-        changes = [] if name in SECTION_E and chance.random() < 0.3 else mutate(folder, chance)
+        changes = [] if name in HOSTILE and chance.random() < 0.3 else mutate(folder, chance)
         path = source.path.format(folder) if chance.random() < 0.9 else _other_path(folder, chance)
         kept = self._root / "kept"
         shutil.copytree(folder, kept, symlinks=True, copy_function=_link)
@@ -106,7 +106,7 @@ class _Fuzzer:
 
     def _made(self, name: str) -> Source:
         """Return the source; make it at its first use."""
-        source = {**SOURCES, **SECTION_E}[name]
+        source = {**SOURCES, **HOSTILE}[name]
         if name not in self._expected:
             folder = self._root / "sources" / name
             folder.mkdir(parents=True)
@@ -115,7 +115,7 @@ class _Fuzzer:
         return source
 
     def _note(self, name: str, outcomes: list[Outcome], kept: Path, about: dict[str, Any]) -> None:
-        kind = name if name in SOURCES else "section E"
+        kind = name if name in SOURCES else "hostile files"
         self._cases[kind] += 1
         problems = []
         for outcome in outcomes:

@@ -453,7 +453,7 @@ def _with_own_digest(text: bytes) -> bytes:
 
 def _seeds(target: str) -> list[bytes]:
     """Return inputs from those sources of the corpus that can be made here: some need torch."""
-    from corpus import SECTION_E, SOURCES
+    from corpus import HOSTILE, SOURCES
 
     if target == "frameworks":
         files = enumerate(_files_of_frameworks(SOURCES))
@@ -467,7 +467,7 @@ def _seeds(target: str) -> list[bytes]:
         found += [b"x" + json.dumps(conversion).encode() for conversion in BUILTIN.values()]
         found.append(b"p" + headers_to_bytes({"rank-00000-of-00001.safetensors": "0" * 32}))
     with tempfile.TemporaryDirectory() as root:
-        for number, source in enumerate([*SOURCES.values(), *SECTION_E.values()]):
+        for number, source in enumerate([*SOURCES.values(), *HOSTILE.values()]):
             folder = Path(root, str(number))
             folder.mkdir()
             try:

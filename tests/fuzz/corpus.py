@@ -1,4 +1,4 @@
-"""The fuzzers' sources: small valid ones of every kind, and the hostile files of section E, made anew in each run.
+"""The fuzzers' sources: small valid ones of every kind, and the hostile files of `hostile_*.py`, made anew in each run.
 
 A source is a directory with a path to open, and sometimes a layout file and the state to load it into.
 """
@@ -32,7 +32,7 @@ from statexchange.testing import run_ranks
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LAYOUT", "SECTION_E", "SOURCES", "Source", "State"]
+__all__ = ["HOSTILE", "LAYOUT", "SOURCES", "Source", "State"]
 
 LAYOUT = "layout.json"
 State = Callable[[], dict[str, Any]]
@@ -394,7 +394,7 @@ SOURCES: dict[str, Source] = {
 }
 
 
-# Section E
+# Hostile files
 
 
 def _of_pickles(build: Callable[[Path], Path]) -> Source:
@@ -409,7 +409,7 @@ def _of_manifests(write: Callable[[Path], None]) -> Source:
     return Source(make, slow=True)
 
 
-SECTION_E: dict[str, Source] = {
-    **{f"E {row} {name}": _of_pickles(build) for row, files in PICKLES.items() for name, build in files.items()},
-    **{f"E {write.__name__}": _of_manifests(write) for write in (*MANIFESTS, *FRAMEWORKS)},
+HOSTILE: dict[str, Source] = {
+    **{f"hostile {row} {name}": _of_pickles(build) for row, files in PICKLES.items() for name, build in files.items()},
+    **{f"hostile {write.__name__}": _of_manifests(write) for write in (*MANIFESTS, *FRAMEWORKS)},
 }
