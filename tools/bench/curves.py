@@ -18,8 +18,8 @@ def curves_svg(
 ) -> str:
     """Draw `curves`: for each label, (size in bytes, value in `unit`) in order of size.
 
-    Both axes are logarithmic, or with `linear` linear, over steps. With `linear` each curve is thinner than the one
-    below it, so that curves that coincide are all visible.
+    Both axes are logarithmic. With `linear` both are linear, steps stand in place of sizes, and each curve is thinner
+    than the one below it, so that curves that coincide are all visible.
     """
     points = [point for curve in curves.values() for point in curve]
     xs, ys = [x for x, _ in points], [y for _, y in points]

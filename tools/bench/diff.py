@@ -6,8 +6,8 @@ A and B are plain safetensors files, so that no digest settles anything and all 
 bytes agree, "one tensor differs" that B has other values in one of 16 tensors, "all differ" in all. All run in turns as
 whole commands with their input in the page cache; medians. The megabytes are those of A alone.
 
-The start of `statexchange diff`, which is that of Python with its imports, is the row of a checkpoint of one element.
-It is not in GB/s, nor in the two columns that compare the seconds and the processor seconds with those of cat.
+The row of checkpoints of one element shows the start of `statexchange diff`: Python and the imports. It has no GB/s,
+and no value in the two columns that compare the seconds and the processor seconds with those of cat.
 """
 
 from __future__ import annotations

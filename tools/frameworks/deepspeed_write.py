@@ -164,9 +164,8 @@ def live(engine: Any) -> dict[str, torch.Tensor]:
     for name, param in engine.module.named_parameters():
         if has_states and param.requires_grad:
             found[f"master.{name}"] = safe_get_full_fp32_param(param)
-            if (
-                len(getattr(param, "ds_shape", param.shape)) > 1
-            ):  # in ZeRO-1 and 2, 0.19.8 does not find the states of the second group
+            # In ZeRO-1 and 2, DeepSpeed 0.19.8 does not find the states of the second group: parameters of one dim.
+            if len(getattr(param, "ds_shape", param.shape)) > 1:
                 found[f"exp_avg.{name}"] = safe_get_full_optimizer_state(param, "exp_avg")
         if not engine.zero_optimization_partition_weights():
             found[f"model.{name}"] = param.detach()

@@ -200,7 +200,7 @@ def train(options: argparse.Namespace, config: Any, chunks: list[Any]) -> Any:
 
 
 def arguments(options: argparse.Namespace, config: Any) -> argparse.Namespace:
-    """Return what Megatron-LM's training loop saves as its arguments, as far as they tell the layout."""
+    """Return what Megatron-LM's training loop saves as its arguments, as far as the layout depends on them."""
     from megatron.core.transformer.enums import AttnBackend
 
     return argparse.Namespace(

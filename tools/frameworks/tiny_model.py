@@ -45,5 +45,5 @@ def tiny_llama():
 
 
 def tokens():
-    """Return the input of which the logits are."""
+    """Return the input for which the logits are computed."""
     return torch.arange(8).reshape(1, 8)

@@ -60,7 +60,7 @@ class Agent:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has answered every call, and none is under way."""
+        """Whether it is connected, and no call is under way. One that did not answer in time is disconnected."""
         return self._socket is not None and not self._is_busy
 
     def attach(self, connection: socket.socket, pid: int) -> None:

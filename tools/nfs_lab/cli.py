@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_place(check, required=False)
     _add_packages(check)
     check.add_argument(
-        "--only", action="append", default=[], metavar="PATTERN", help="checks whose name[mount] or row match"
+        "--only", action="append", default=[], metavar="PATTERN", help="checks whose name[mount] or code (C1) match"
     )
     check.add_argument("--long", action="store_true", help="100 runs of each race; about an hour")
     check.add_argument("--keep", action="store_true", help="leave the lab up at the end")
@@ -198,7 +198,7 @@ def _check(options: argparse.Namespace) -> int:
             session.close()
     print(f"{len(chosen) - len(failed)} of {len(chosen)} checks passed in {time.monotonic() - began:.0f} s")
     for case, text in failed:
-        print(f"FAILED {case.name} ({case.check.covers or 'no row'}): {case.check.summary}\n    {text[:1500]}")
+        print(f"FAILED {case.name} ({case.check.covers or 'no code'}): {case.check.summary}\n    {text[:1500]}")
     if options.keep:
         _print_next_commands(lab)
     return FAILED if failed else OK

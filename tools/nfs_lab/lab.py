@@ -30,7 +30,7 @@ HOSTS = {"srv": 1, "cA": 2, "cB": 3, "cC": 4}  # name -> last number of its addr
 MEMORY = {"srv": "512M"}
 CLIENT_MEMORY = "2000M"
 
-# Name -> (exported path, options). All mounts get `nosharecache`: each has caches of its own.
+# Name -> (exported path, options). All mounts get `nosharecache`, so that each has caches of its own.
 MOUNTS = {
     "v42": ("10.99.0.1:/", "vers=4.2"),
     "v41": ("10.99.0.1:/", "vers=4.1"),
@@ -106,9 +106,8 @@ class Lab:
     def _make_network(self) -> None:
         self.token = secrets.token_hex(4)
         self.namespace = f"nfs-lab-{self.token}"
-        with open(
-            self._state_path, "w", encoding="utf-8"
-        ) as file:  # first, so that `down` can remove everything that follows
+        # First, so that `down` can remove everything that follows.
+        with open(self._state_path, "w", encoding="utf-8") as file:
             json.dump({"token": self.token, "namespace": self.namespace, "packages": self.packages}, file)
         run("ip", "netns", "add", self.namespace)
         inside = ("ip", "-n", self.namespace)

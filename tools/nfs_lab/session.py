@@ -59,7 +59,7 @@ class Session:
         return agent
 
     def unique(self) -> str:
-        """Return a part for names that makes them unused ones."""
+        """Return a text that was not used before, which makes a name with it an unused one."""
         self._number += 1
         return f"{self._token}-{self._number}"
 

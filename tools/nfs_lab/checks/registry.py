@@ -1,4 +1,9 @@
-"""The registry of checks: functions with a docstring, the defects that they cover and the mounts that they run on."""
+"""The registry of checks: functions with a docstring, codes and the mounts that they run on.
+
+A code, such as C1, stands for a guarantee, and selects its checks by `--only`. Its letter is its group: A is what
+readers get during overwrites; C is what concurrent, killed, interrupted or mapped writers leave; G is ranks; H is
+caches, full disks and mount options.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ Function = Callable[[Session, str], str | None]
 
 @dataclass(frozen=True)
 class Check:
-    """A check. `covers` names rows of the list of defects; "" for a promise without a row."""
+    """A check. `covers` are the codes of the guarantees that it checks, joined by ", "; "" for one without a code."""
 
     name: str
     function: Function
@@ -55,7 +60,7 @@ def check(covers: str, mounts: Sequence[str]) -> Callable[[Function], Function]:
 
 
 def cases(only: Sequence[str] = ()) -> list[Case]:
-    """All cases, or those whose name or covered rows match one of the patterns `only` (a part of a name will do)."""
+    """All cases, or those whose name or one of whose codes matches a pattern in `only` (a part of a name will do)."""
     found = [Case(check, mount) for check in CHECKS for mount in check.mounts]
     return [case for case in found if not only or any(_matches(case, pattern) for pattern in only)]
 
