@@ -102,7 +102,7 @@ _TORCHTITAN_LLAMA3: dict[str, Any] = {
             }
         ),
         {"from": "lm_head.weight", "to": "lm_head.weight", "tied_to": "tok_embeddings.weight"},
-        # Names up to torchtitan 0.2, and what is computed from the config.
+        # Names up to torchtitan 0.2; and freqs_cis, which is computed from the config, and dropped.
         *_torchtitan_attention(f"{_LAYER}.attention"),
         {"from": "output.weight", "to": "lm_head.weight", "tied_to": "tok_embeddings.weight"},
         {"from": "freqs_cis", "to": []},
@@ -112,7 +112,7 @@ _TORCHTITAN_LLAMA3: dict[str, Any] = {
 # Megatron-Core fuses queries, keys and values by group of heads, and gate and up one after the other. torch_dist stacks
 # the layers, unless it was saved with singleton_local_shards; the older format has a name for each layer.
 _SPLIT_QKV = {"split": {"dim": 0, "sizes": ["n_heads / n_kv_heads", 1, 1], "groups": "n_kv_heads"}}
-# A fc1 that is twice as high as fc2 is wide has a gate.
+# An MLP has a gate if its fc1 has twice as many rows as its fc2 has columns.
 _GATED = {"permute": {"dim": 0, "shape": [2, "ffn"], "order": [0, 1]}}
 _FC2 = {"permute": {"dim": 1, "shape": ["ffn"], "order": [0]}}
 _MLP = [f"{_HF_LAYER}.mlp.gate_proj", f"{_HF_LAYER}.mlp.up_proj"]

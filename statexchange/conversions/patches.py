@@ -222,7 +222,7 @@ class Block:
     def strides(self, stored: Sequence[int]) -> tuple[int, ...]:
         """Return the strides of the output's dims, where the input's box has the strides `stored`.
 
-        That of a dim that has an order is for one index of it.
+        For a dim that has an order, it is the stride between neighbouring indices of the input.
         """
         strides = []
         for along in self.dims:

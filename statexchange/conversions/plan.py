@@ -21,7 +21,8 @@ __all__ = ["ConversionPlan", "Fill", "InputFills", "TensorInfo", "plan_conversio
 
 _SHOWN = 5
 _MAX_STACKED = 1 << 20
-_LEAST_UNSTACKED = 1 << 16  # outputs of stacked tensors, beside one for each element: an empty tensor may claim many
+# Outputs that stacked tensors may have in addition to one for each element: an empty tensor could claim any number.
+_LEAST_UNSTACKED = 1 << 16
 _MANY_FILLS = 16
 _TIED = "tie_word_embeddings"
 
@@ -85,7 +86,7 @@ class ConversionPlan:
     single: AbstractSet[str] = frozenset()
 
     def new_aliases(self, aliases: Mapping[str, str]) -> dict[str, str]:
-        """Return the aliases of tied inputs under the outputs' names, where both become one output in the same way."""
+        """Return the aliases of tied inputs by the outputs' names, if both fill one output each, in the same way."""
         found = {}
         for alias, name in aliases.items():
             outputs = [{fill.target for fill in self.fills.get(tied, ())} for tied in (alias, name)]

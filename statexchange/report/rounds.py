@@ -37,7 +37,7 @@ class RankRow:
     Attributes:
         run: the run.
         round: the round.
-        rank: the rank; None for an unfinished file, whose name does not tell.
+        rank: the rank; None for an unfinished file, whose name does not show it.
         world_size: number of ranks of the round; None for an unfinished file.
         state: "whole"; "broken" for a file that its header or manifest contradicts; "missing"; "unfinished" for a file
             that is being written, and "abandoned" if its writer has provably ended.
@@ -45,7 +45,7 @@ class RankRow:
         path: the file's path, or that of the round if the missing file's name is not known.
         nbytes: bytes of the file; None for a missing one.
         written: when it was last written, in seconds since the epoch; None if that is not known.
-        config: what its config is; None if it cannot be read.
+        config: number of keys and type of its config; None if it cannot be read.
         problem: the error of a broken file, or of a missing one in a committed round.
     """
 

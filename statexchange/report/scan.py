@@ -86,7 +86,7 @@ class ScanRow:
 def scan(path: str | os.PathLike[str], *, on_directory: Callable[[str], None] | None = None) -> Iterator[ScanRow]:
     """Yield a row for each checkpoint in a directory or below it, in the order of their paths.
 
-    Not collective. Hidden directories are left out. Reads headers only: that bytes are right, only `verify` can tell.
+    Not collective. Hidden directories are left out. Reads headers only: whether the bytes are right, `verify` tells.
 
     Args:
         path: a directory or an fsspec URL.
@@ -333,7 +333,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _unfinished(folder: str, names: Iterable[str]) -> Iterator[ScanRow]:
-    """Yield a row for what each process has under hidden names of unfinished checkpoints in a directory."""
+    """Yield a row for each process that has files under hidden names of unfinished checkpoints in a directory."""
     targets = sorted({target for target in map(hidden_target, names) if target is not None})
     if not targets:
         return

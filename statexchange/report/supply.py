@@ -36,7 +36,7 @@ _MAX_STEPS = 1 << 18  # to divide one tensor; each box costs a step per interval
 
 @dataclass(frozen=True, slots=True)
 class Supplied:
-    """A tensor with (box, rank) of each box. If there are no ranks, it is the number of the file."""
+    """A tensor with (box, rank) of each box. If the format has no ranks, the number of the file stands for the rank."""
 
     name: str
     dtype: str

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Bin", "TensorValues", "ValueStatistics", "read_slice", "read_statistics"]
 
-_BINS = 20  # the most that a histogram has, more than half of them if values differ
+_BINS = 20  # the most bins of a histogram; if values differ, it has more than half as many
 _CHUNK = 1 << 18  # elements whose statistics are computed at once: their copies in float64 fit the processor's cache
 _MANTISSA = 53  # bits of a float64
 _UNSCALED = 400  # up to this exponent the squares of values, and their sums, stay in the range of float64
@@ -54,7 +54,7 @@ class ValueStatistics:
             absolute values.
         max: the greatest.
         mean: their mean.
-        std: their standard deviation, divided by the number of values.
+        std: their standard deviation, as numpy computes it: the divisor is the number of values.
         histogram: the number of finite values by size.
         nbytes: bytes that were read.
         problems: errors for bytes that differ from their digest.
@@ -248,7 +248,7 @@ class _Sums:
         if abs(exponent) <= _UNSCALED:
             exponent = 0
         if self._squares or self._mean:
-            exponent = max(exponent, self._exponent)  # what vanishes then is nothing beside the larger values
+            exponent = max(exponent, self._exponent)  # what underflows is negligible beside the larger values
             self._mean = math.ldexp(self._mean, self._exponent - exponent)
             self._squares = math.ldexp(self._squares, 2 * (self._exponent - exponent))
         self._exponent = exponent
@@ -256,7 +256,7 @@ class _Sums:
     def _mean_and_deviation(self) -> tuple[float | None, float | None]:
         if not self._num_finite:
             return None, None
-        # Rounding may lead out of the range of the values, and there is none above that of float64.
+        # Rounding may lead out of the range of the values, and even out of that of float64.
         low, high = (math.ldexp(float(edge), -self._exponent) for edge in (self._min, self._max))
         mean = min(max(self._mean, low), high)
         deviation = min(math.sqrt(self._squares / self._num_finite), max(abs(low), abs(high)))

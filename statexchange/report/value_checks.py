@@ -52,12 +52,12 @@ class ValueFinding:
     Attributes:
         check: the check.
         name: the tensor.
-        path: the file with the first of these elements.
+        path: the file with the first element that was found.
         rank: the rank that wrote the file; None if the format has no ranks.
         message: what was found.
         region: the block of the tensor in which it was found.
-        first: index of the first of these elements.
-        count: number of these elements.
+        first: index of the first element that was found.
+        count: number of elements that were found.
     """
 
     check: Check

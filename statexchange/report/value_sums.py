@@ -142,7 +142,7 @@ class ValueSums:
         _make_exact(size, (a, wide_a), (b, wide_b))
         if tolerance is None and a.dtype == b.dtype:
             differing = _differing_bits(a, b)
-        else:  # the size between equal infinite values is NaN
+        else:  # the difference of two equal infinities is NaN
             is_equal = ((wide_a == wide_b) & ~(size > 0)) | (nan_a & nan_b)
             if tolerance is not None:
                 is_equal |= size <= tolerance
@@ -219,7 +219,7 @@ def _wide(values: Any) -> Any:
 
 
 def _fits(dtype: Any, wide: Literal["float32", "float64"]) -> bool:
-    """Whether `wide` has all values of a dtype, and the difference of any two of them if they are whole numbers."""
+    """Whether `wide` represents each value of a dtype exactly, and of integers also the difference of any two."""
     limit = {"float32": 4, "float64": 8}[wide]
     kind, itemsize = str(dtype.kind), int(dtype.itemsize)
     return itemsize < limit if kind in "iu" else itemsize <= limit and kind != "c"

@@ -29,7 +29,7 @@ class VerifyReport:
         kind: its format.
         num_tensors: number of tensors.
         num_boxes: number of boxes read.
-        num_unproven: number of boxes without a known digest, or hash of their file, whose bytes cannot be checked.
+        num_unproven: number of boxes whose bytes cannot be checked, as neither they nor their file has a known hash.
         nbytes: bytes read.
         findings: an error for each problem.
         values: what the checks of values found.
