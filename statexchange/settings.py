@@ -53,8 +53,8 @@ class Launch:
 
 
 _FIRST_PORT, _PORTS = 16_384, 16_384
-_MANY_HOSTS = 1_000_000
-_TOO_MANY_HOSTS = f"a host list of more than {_MANY_HOSTS} hosts"
+_MAX_HOSTS = 1_000_000
+_TOO_MANY_HOSTS = f"a host list of more than {_MAX_HOSTS} hosts"
 _RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
 _HOST = re.compile(rf"(?:[^\[\],\s]|{_RANGES})+")
 _HOST_LIST = re.compile(rf"{_HOST.pattern}(?:,{_HOST.pattern})*")
@@ -137,8 +137,8 @@ def expand_hosts(text: str) -> list[str]:
     for part in _HOST.finditer(text):
         names = [""]
         for plain, ranges in _HOST_PIECE.findall(part[0]):
-            endings = _numbers_in(ranges, _MANY_HOSTS - len(hosts)) if ranges else [plain]
-            if len(hosts) + len(names) * len(endings) > _MANY_HOSTS:
+            endings = _numbers_in(ranges, _MAX_HOSTS - len(hosts)) if ranges else [plain]
+            if len(hosts) + len(names) * len(endings) > _MAX_HOSTS:
                 raise ValueError(_TOO_MANY_HOSTS)
             names = [name + ending for name in names for ending in endings]
         hosts += names

@@ -268,8 +268,8 @@ def nonfinite(data: Any, dtype: str) -> tuple[Any, Any] | None:
     bits = np.frombuffer(data, f"i{word}")
     if bits.max(initial=0) < infinity and bits.view(f"u{word}").max(initial=0) < infinity + sign:
         return None
-    size = bits & (sign - 1)
-    nan, infinite = size > infinity, size == infinity
+    magnitude = bits & (sign - 1)
+    nan, infinite = magnitude > infinity, magnitude == infinity
     if dtype[0] == "C":
         nan, infinite = (mask.reshape(-1, 2).any(axis=1) for mask in (nan, infinite))
         infinite &= ~nan

@@ -37,7 +37,7 @@ class Staging:
         `dtype` is the safetensors name of the yielded elements; a tensor of another dtype is cast.
         """
         shape, itemsize = tuple(tensor.shape), ITEMSIZE[dtype]
-        is_cast = not _is_of(tensor, dtype)
+        is_cast = not _has_dtype(tensor, dtype)
         own = None if is_cast else own_bytes(tensor)
         if own is not None:
             at = 0
@@ -61,7 +61,7 @@ class Staging:
         The tensor is complete when the iterator has ended. Not collective. `dtype` is the safetensors name of the
         elements that are filled in; they are cast for a tensor of another dtype.
         """
-        own = own_bytes(tensor) if _is_of(tensor, dtype) else None
+        own = own_bytes(tensor) if _has_dtype(tensor, dtype) else None
         if own is not None:
             yield full_box(tuple(tensor.shape)), own
             return
@@ -110,7 +110,7 @@ def shard_data(local: LocalTensor, staging: Staging, progress: Callable[[], None
     return ShardData(local.shard, parts)
 
 
-def _is_of(tensor: Any, dtype: str) -> bool:
+def _has_dtype(tensor: Any, dtype: str) -> bool:
     """Whether a tensor or array has the dtype with this safetensors name."""
     expected = numpy_dtype(dtype) if isinstance(tensor, np.ndarray) else torch_dtype(dtype)
     return bool(tensor.dtype == expected)

@@ -216,12 +216,12 @@ class _Files:
 
     def __init__(
         self,
-        opened: Sequence[WriteFile],
+        planned: Sequence[WriteFile],
         comm: Communicator,
         total: int,
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
-        self._files = opened
+        self._files = planned
         self._comm = comm
         self._total = total
         self._done = 0
