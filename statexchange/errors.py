@@ -111,7 +111,7 @@ _PARTS = re.compile(r"[^.*?^$|]+")  # the literal parts of a name, a shell patte
 def did_you_mean(pattern: str, names: Iterable[str]) -> str:
     """Return ``": did you mean 'x'?"`` with the names closest to a pattern or a mistyped name; "" if none is close.
 
-    Its dotted parts are compared with as many successive parts of each name.
+    The dotted parts of the pattern are compared with as many successive parts of each name.
     """
     import difflib
 

@@ -63,9 +63,9 @@ DType: TypeAlias = "str | np.dtype[Any] | torch.dtype"
 TensorLike: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 # For annotations in packages that never import torch.
 TorchTensor: TypeAlias = "torch.Tensor"
-# The type of a function that returns the tensor it was given, so also of a Parameter.
+# For a function that returns the very tensor it was given, so that a Parameter stays a Parameter.
 TensorT = TypeVar("TensorT", bound="torch.Tensor | np.ndarray[Any, Any]")
-# The type of a function that returns new tensors of the kind it was given: torch tensors or arrays.
+# For a function that returns new tensors of the kind it was given: torch tensors or arrays.
 TensorKindT = TypeVar("TensorKindT", "torch.Tensor", "np.ndarray[Any, Any]")
 
 # Bytes per element by safetensors dtype name, in the order in which safetensors sorts tensors in a file.

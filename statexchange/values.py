@@ -29,7 +29,7 @@ from statexchange.errors import InvalidArgumentError, StateExchangeError, Unsupp
 __all__ = ["MAX_DEPTH", "decode", "encode", "has_text", "is_number", "register_config", "to_plain", "types_of"]
 
 _TAG = "$"
-MAX_DEPTH = 100  # of the containers in one value or state
+MAX_DEPTH = 100  # levels of nested containers in one value or state
 _MAX_EQUAL_HASHES = 64
 _registered: dict[str, type] = {}
 
@@ -266,9 +266,9 @@ def decode(
 def to_plain(text: str | bytes, *, parse: Callable[[str | bytes], Any] = json.loads) -> Any:  # noqa: ANN401
     """Return the value that `encode` wrote as plain values for display. Not collective.
 
-    A dataclass, namedtuple or Enum becomes a dict with ``"__name__"``, a leaf one with the ``"__name__"`` "tensor" and
-    its ``"name"``; a set or deque becomes a list, a key that is not text its `repr`, and a dtype, time or path text. A
-    tuple stays a tuple. No type is built, and neither numpy nor torch is imported.
+    A dataclass, namedtuple or Enum becomes a dict with ``"__name__"``. So does a leaf: its ``"__name__"`` is "tensor",
+    and its ``"name"`` is kept. A set or deque becomes a list; a dtype, time or path becomes text; a key that is not
+    text becomes its `repr`. A tuple stays a tuple. No type is built, and neither numpy nor torch is imported.
 
     Args:
         text: The text.

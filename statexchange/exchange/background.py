@@ -46,7 +46,7 @@ def run_in_background(
     site = call_site()
     known = _backgrounds.get(comm)
     failure = None if known is None else known.take_failure()
-    if known is None or known.comm.is_closed:  # only after the wait above is this equal on all ranks
+    if known is None or known.comm.is_closed:  # `is_closed` is equal on all ranks only after the wait above
         known = _backgrounds[comm] = _Background(comm.duplicate())
     try:
         if failure is not None:  # raised again on all ranks, also where the caller has received it
@@ -156,7 +156,7 @@ class _Background:
     def __init__(self, comm: Communicator) -> None:
         _log_at_exit()
         self.comm = comm
-        # The name must be unique: ranks match threads that call for the first time by their names
+        # The name must be unique: by their names, ranks match the threads that call for the first time.
         self._pool = ThreadPoolExecutor(1, f"statexchange background {next(_numbers)} of rank {comm.rank}")
         self._last: _Result[Any] | None = None
         self._memory: Any = None

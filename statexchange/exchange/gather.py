@@ -595,7 +595,7 @@ def get_tensors_parallel(
         valid if kept.
 
     Raises:
-        InvalidArgumentError: `tensor` is not one, or the ranks share no memory and `workspace_path` is None.
+        InvalidArgumentError: `tensor` is no tensor or array, or the ranks share no memory and `workspace_path` is None.
         UnsupportedError, StorageError, StallError, PeerError: as `statexchange.errors` describes.
 
     Example:
@@ -670,7 +670,7 @@ def get_configs_parallel(
             text = values.encode(config, keep)
     types = values.types_of(config)
     with _gathered("get_configs_parallel", communicator, 0, tensors, text, workspace_path) as blocks:
-        # No variable here refers to what is yielded: its memory could not be recycled when the block ends.
+        # No variable here may refer to what is yielded: its memory could not be recycled at the end of the block.
         yield [config, *_other_configs(blocks, types)] if blocks else []
 
 

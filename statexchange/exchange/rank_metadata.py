@@ -234,7 +234,7 @@ def operations(metadata: Sequence[RankMetadata]) -> dict[str, str]:
 
 
 def _by_rank(metadata: Sequence[RankMetadata]) -> list[list[DescribedShard]]:
-    """Return each rank's shards; a spec over a mesh of all ranks that all ranks give is listed for rank 0 only."""
+    """Return each rank's shards; a spec that all ranks give, over a mesh of them all, is listed for rank 0 only."""
     distinct = list({id(rank_metadata): rank_metadata for rank_metadata in metadata}.values())
     specs = []  # the sharding specs in each distinct metadata
     for rank_metadata in distinct:

@@ -102,7 +102,7 @@ def read_all(
         for box, tensor in zip(item.local.shard.boxes, item.local.tensors, strict=True):
             wanted = WantedBox(item.name, box, item.local.shard.dtype) if received else None
             if wanted in received:
-                received.remove(wanted)  # further live tensors of this name are read
+                received.remove(wanted)  # only the first live tensor of a box receives it; any others read it
             else:
                 parts.append((item, box, tensor))
     reading = _Reading(comm, sum(map(_nbytes_of, parts)) if on_progress is not None else 0, on_progress)

@@ -95,7 +95,7 @@ def _bytes(comm: Communicator, described: Description, name: str, index: int) ->
 
 
 def _messages(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield each message's parts: (box number, first byte, last byte) of whole elements, at most 4 MiB together."""
+    """Yield each message's parts, at most 4 MiB together: (box number, begin, end), in bytes, of whole elements."""
     message: list[tuple[int, int, int]] = []
     bytes_left = _MESSAGE_BYTES
     for number, size in enumerate(sizes):

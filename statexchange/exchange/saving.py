@@ -78,9 +78,9 @@ AfterSave: TypeAlias = Callable[[SaveReport, Communicator, DigestedTensors | Non
 class SaveRequest:
     """The arguments of a save other than the state and the communicator.
 
-    The manifest records `job`, the run of the caller's communicator; a background thread's own has another. Root calls
-    `before` ahead of opening the target; each rank calls `after` once the save is published. `memory` says that `after`
-    makes a copy in memory, which is collective.
+    The manifest records `job`, the run of the caller's communicator; that of a background thread has another run.
+    Before it opens the target, root calls `before`; once the save is published, each rank calls `after`. `memory` says
+    that `after` makes a copy in memory, which is collective.
     """
 
     path: str

@@ -143,7 +143,7 @@ def _await(copy: Any) -> None:
 
 
 def _finished(window: Box, memory: memoryview, copy: Any, cast: str | None) -> tuple[Box, memoryview]:
-    """Wait for a copy; return the data, cast to the dtype `cast` if given."""
+    """Wait for a copy; return the data. If the copy has cast them, to the dtype `cast`, their NaNs are unified."""
     _await(copy)
     if cast is not None:
         unify_nans(memory, cast)

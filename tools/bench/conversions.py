@@ -4,7 +4,7 @@
 
 The directory has torchtitan's names and the proportions of Llama 3.2 1B in float32, sharded by rows as by FSDP2. The
 ways run in turns as whole commands, with their input in the page cache; medians. The peak is the resident set of the
-process. "queries and keys alone" is the part whose rows change places, "the inverse" writes torchtitan's names again.
+process. "queries and keys alone" is the part whose rows change places; "the inverse" writes torchtitan's names again.
 """
 
 from __future__ import annotations

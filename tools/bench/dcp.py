@@ -2,8 +2,9 @@
 
     python tools/bench/dcp.py [--megabytes 512] [--rounds 5] [--dir /dev/shm]
 
-The directory is written by two ranks of FSDP2. Both are timed as whole commands, with the start of
-Python and imports, in turns, with their input in the page cache; medians. The peak is the resident set of the process.
+The directory is written by two ranks of FSDP2. The two conversions run in turns, with their input in the page cache,
+and are timed as whole commands, with the start of Python and the imports. The seconds are medians; the peak is that of
+the process's resident set.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 
 DIFF = [str(Path(sys.executable).parent / "statexchange"), "diff"]
 TENSORS, COLUMNS = 16, 1024
-BYTES_AT_ONCE = 1 << 20  # little memory: the peak of a command begins with that of the process that starts it
+BYTES_AT_ONCE = 1 << 20  # small, as the peak of a command includes that of this process, which starts it
 ROWS_AT_ONCE = BYTES_AT_ONCE // (4 * COLUMNS)
 CAT, START = "cat A B", "diff, one element"
 
@@ -78,7 +78,7 @@ def change_last_tensor(path: Path, megabytes: int) -> None:
 
 
 def run(command: list[str], expected: int) -> tuple[float, float, int]:
-    """Run a command; return its seconds, processor seconds and peak memory in bytes; raise if it ends otherwise."""
+    """Return a command's seconds, processor seconds and peak bytes; raise if its exit code is not `expected`."""
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)

@@ -3,9 +3,10 @@
     python tools/bench/zero.py [--megabytes 1024] [--ranks 2] [--rounds 3] [--dir /dev/shm]
 
 The checkpoint has the layout that DeepSpeed writes, with layers of float32 weights and Adam's two moments, and is made
-by hand, which takes seconds. Both are timed as whole commands, with the start of Python and imports, in turns,
-with their input in the page cache; medians. Both write safetensors; then all tensors are compared bit by bit. The peak
-is the resident set of the process: it includes pages of files that are mapped, and zero_to_fp32 maps its input.
+by hand, which takes seconds. The two programs run in turns, with their input in the page cache, and are timed as whole
+commands, with the start of Python and the imports; medians. Both write safetensors; then all tensors are compared bit
+by bit. The peak is that of the process's resident set: it includes pages of files that are mapped, and zero_to_fp32
+maps its input.
 
 Needs deepspeed: ``pip install "statexchange[frameworks]"``.
 """

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", tempfile.mkdtemp())  # a lock left in the common one would be waited for
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", tempfile.mkdtemp())  # the common one may have an old lock
 
 import deepspeed
 import deepspeed.ops

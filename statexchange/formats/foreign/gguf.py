@@ -50,7 +50,7 @@ def read(file: StoredFile) -> Contents:
     (version,) = cursor.unpack("<I")
     if version not in _VERSIONS:
         problem = "version 1, or big-endian" if version == 1 or not version & 0xFFFF else f"version {version}"
-        raise UnsupportedError(f"GGUF of {problem}: this version shows 2 and 3, little-endian", path=file.path)
+        raise UnsupportedError(f"GGUF of {problem}: statexchange shows versions 2 and 3, little-endian", path=file.path)
     num_tensors, num_values = cursor.unpack("<QQ")
     others: dict[str, str] = {}
     alignment = 32

@@ -182,7 +182,7 @@ class _Walk:
         data = self._token()
         tensor = described_tensor(name, dtype, shape, self._path)
         nbytes = data.length if data.kind == "bytes" else -1
-        if nbytes != (nbytes if tensor.nbytes is None else tensor.nbytes) or self._cursor.at + nbytes != end:
+        if tensor.nbytes not in (None, nbytes) or self._cursor.at + nbytes != end:
             expected, found = tensor.nbytes, nbytes if nbytes >= 0 else data.kind
             raise CorruptError(
                 "its byte count does not fit its shape", name=name, path=self._path, expected=expected, found=found
@@ -204,7 +204,8 @@ class _Walk:
             while f"{prefix}chunks.{len(chunks)}" in self._tensors:
                 chunks.append(self._tensors.pop(f"{prefix}chunks.{len(chunks)}"))
             if not chunks or any(chunk.dtype != chunks[0].dtype for chunk in chunks):
-                raise CorruptError("a chunked array without chunks of one dtype", name=name, path=self._path)
+                problem = "the chunks of this array are missing, or differ in dtype"
+                raise CorruptError(problem, name=name, path=self._path)
             whole = described_tensor(name or "array", str(chunks[0].dtype), shape, self._path)
             nbytes = sum(chunk.nbytes or 0 for chunk in chunks)
             if whole.nbytes not in (None, nbytes):
