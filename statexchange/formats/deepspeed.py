@@ -211,14 +211,14 @@ class _Reader:
     def _read_all(self, first: DeepSpeedFile) -> None:
         with first.parsing():
             first.entry("module")
-            self._read(first)
+            self._read_tensors(first)
             rest = {key: value for key, value in first.root.items() if key not in _OF_MODEL}
             optimizer = rest.pop("optimizer", None)
             if type(optimizer) is dict:
                 first.add_entries("optimizer.", optimizer)
             first.add_entries("", rest, _RESERVED)
 
-    def _read(self, first: DeepSpeedFile) -> None:
+    def _read_tensors(self, first: DeepSpeedFile) -> None:
         """Read the model and the optimizer's states; `first` describes them."""
         num_stages = self._num_stages(first)
         expert_counts = _expert_counts(first)
@@ -652,7 +652,7 @@ class _FlatFile:
 class _UniversalReader(_Reader):
     """Reads a Universal Checkpoint: a directory for each parameter, and the model's files."""
 
-    def _read(self, first: DeepSpeedFile) -> None:
+    def _read_tensors(self, first: DeepSpeedFile) -> None:
         takes_master = self._weights != "model"
         num_stages = len(self._names.model)
         if not takes_master:
