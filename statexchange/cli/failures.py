@@ -60,11 +60,10 @@ def _hint(error: StateExchangeError) -> str | None:
 
 
 def _checkpoints_below(path: str) -> str | None:
-    """Return how many checkpoints lie below a directory that is none itself, and how to look at them.
+    """Return how many checkpoints lie below a directory, and how to look at them.
 
-    Returns None if there are none, and of a checkpoint: something in it was not found.
-
-    Looks into a limited number of directories.
+    None if there are none, or if the directory is itself a checkpoint: then something in it was not found. Looks into a
+    limited number of directories.
     """
     from statexchange.report.scan import scan
 

@@ -41,7 +41,7 @@ class Callers:
         self.local = threading.local()  # not by thread id: ids are used again, by other threads on each rank
         self._count = 0
         self._threads: dict[int, threading.Thread] = {}  # by their number, those that have not ended
-        # Numbers that ranks have not compared yet. 0 is one from the start: autograd's threads may use it uncounted.
+        # Numbers that ranks have not compared yet, from the start 0: autograd's threads may use it uncounted.
         self._newcomers: set[int] = {0} if self._has_peers else set()
 
     def disown(self) -> None:
@@ -119,8 +119,8 @@ def is_swapped(number: int, accounts: Sequence[Any]) -> bool:
     """Whether `number` is known to be different threads on two ranks. `accounts` are all ranks' `Callers.account`.
 
     Python names a thread by a counter and its target. So the name of one caller may differ between ranks that have
-    other threads besides. But a name that is two callers' on two ranks shows that these were counted in different
-    orders.
+    other threads besides. But if a name belongs to callers of different numbers on two ranks, these were counted in
+    different orders.
     """
     for process, callers, _ in accounts:
         own = callers.get(number)

@@ -89,8 +89,8 @@ def step_text(step: str) -> str:
 class Call:
     """The description of a call, and the number of its caller; ranks compare both.
 
-    `caller` counts the threads of a rank (callers.py). `public` names the public call of which this is a step; None if
-    the user made this one.
+    `caller` is the number of its thread (callers.py). `public` names the public call of which this is a step;
+    None if the user made this one.
     """
 
     __slots__ = ("caller", "failure", "public", "site", "text", "thread")

@@ -209,6 +209,7 @@ class _Reader:
             self._unreadable += [UnreadableTensor(f"{prefix}*", None, None, path) for prefix in (_MODEL, _STATE)]
 
     def _read_all(self, first: DeepSpeedFile) -> None:
+        """Read the tensors, then the other entries of `first`."""
         with first.parsing():
             first.entry("module")
             self._read_tensors(first)
