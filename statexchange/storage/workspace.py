@@ -18,6 +18,7 @@ reader takes it), *absent*.
 round that is never committed; `sweep` and the next commit remove these once all writers of the round have provably
 ended. An interrupted drop leaves ``dropped.json``, from which the next commit continues. A directory is removed only if
 it is empty, so files of other ranks are safe; a writer whose directory is removed before its first file makes it again.
+A run's directory without any round is removed if its name ends in the digits that make the run of a job unique.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ DROPPED = "dropped.json"  # the renamed manifest of a round that is being remove
 _ATTEMPTS = 20
 _REMOVED = (NotFoundError, ReplacedError)  # raised for a directory that another process removes meanwhile
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_JOBS_RUN = re.compile(r".+-[0-9a-f]{16}")  # among runs, that of a communicator
 _ROUND = re.compile(r"[0-9]{6,18}")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})\.[0-9a-f]{16}\.safetensors")
 
@@ -274,6 +276,15 @@ class WorkspaceView:
     def all_abandoned(self, rounds: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
         """Return those of `rounds` (run, round) that have abandoned files, or no files at all."""
         return [(run, number) for run, number in rounds if self.abandoned(run, number) or self._is_empty(run, number)]
+
+    def empty_runs(self, only: str | None = None) -> list[str]:
+        """Return the runs of jobs, or the run `only` if it is one, whose directories are empty."""
+        found = []
+        for run in self.runs() if only is None else [only]:
+            with contextlib.suppress(StateExchangeError):  # removed meanwhile, or unreadable
+                if _JOBS_RUN.fullmatch(run) is not None and not self._run(run).listing:
+                    found.append(run)
+        return found
 
     def _is_empty(self, run: str, number: int) -> bool:
         try:
@@ -562,6 +573,7 @@ class Workspace:
             older = view.readable_manifests()
             half_dropped = view.dropped(first.run)
             abandoned = view.all_abandoned(view.all_rounds())
+            empty_runs = view.empty_runs()
         generation = max((committed.generation for committed in older), default=0) + 1
         manifest = Manifest(first.run, first.round, generation, first.world_size, tuple(receipts), dict(extra or {}))
         text = _manifest_text(manifest)
@@ -574,13 +586,13 @@ class Workspace:
             self._drop(old)
         for old in half_dropped:
             self._drop(old)
-        self._sweep(abandoned)
+        self._sweep(abandoned, empty_runs)
         return manifest
 
     def sweep(self, only: str | None = None) -> None:
         """Remove files of uncommitted rounds whose writers have provably ended.
 
-        Not collective. Temporary files and empty directories of rounds are removed too.
+        Not collective. Temporary files are removed too, and empty directories of rounds and of jobs' runs.
 
         Args:
             only: the run to sweep; None for all runs.
@@ -588,11 +600,12 @@ class Workspace:
         try:
             with self.view() as view:
                 abandoned = view.all_abandoned(view.all_rounds(only))
+                empty_runs = view.empty_runs(only)
         except _REMOVED:
             return
-        self._sweep(abandoned)
+        self._sweep(abandoned, empty_runs)
 
-    def _sweep(self, rounds: Iterable[tuple[str, int]]) -> None:
+    def _sweep(self, rounds: Iterable[tuple[str, int]], empty_runs: Iterable[str]) -> None:
         """Remove abandoned files in these rounds, unless a new view shows that a round was committed meanwhile.
 
         All writers had ended at the first view, so no process can commit the round after the second. A writer may have
@@ -608,6 +621,8 @@ class Workspace:
                 self._remove(run, number, names)
             else:
                 self._remove_empty(run, number)
+        for run in empty_runs:
+            self._remove_empty(run)
 
     def rounds(self, run: str) -> list[int]:
         """Return the rounds of `run` that have a directory, oldest first. Not collective."""
@@ -698,13 +713,17 @@ class Workspace:
             return
         self._remove_empty(run, number)
 
-    def _remove_empty(self, run: str, number: int) -> None:
-        """Remove the directories of a round and its run if they are empty; on NFS an open file keeps them too."""
+    def _remove_empty(self, run: str, number: int | None = None) -> None:
+        """Remove the directories of a round, if given, and its run if they are empty.
+
+        On NFS an open file keeps them too.
+        """
         run_path = os.path.join(self.path, run)
         with contextlib.suppress(NotFoundError, StorageError, UnsafeError), files.directory(self.path) as root_fd:
-            with files.directory(run, root_fd, run_path) as run_fd:
-                name = f"{number:06d}"
-                files.remove_directory(name, run_fd, os.path.join(run_path, name))
+            if number is not None:
+                with files.directory(run, root_fd, run_path) as run_fd:
+                    name = f"{number:06d}"
+                    files.remove_directory(name, run_fd, os.path.join(run_path, name))
             empty = files.remove_directory(run, root_fd, run_path)
             if empty and self._in_memory:
                 with contextlib.suppress(OSError):

@@ -1,0 +1,164 @@
+"""A rank is killed at each storage call of a gather through a workspace: the other names it, and the next one works."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sweeps import slow
+
+import statexchange as sx
+from statexchange.processes import Owner
+from statexchange.sharding.shards import Box, Shard
+from statexchange.storage.tensorfile import ShardData
+from statexchange.storage.workspace import Workspace
+from statexchange.testing import run_ranks
+
+RANKS = 2
+
+
+def state_of(rank: int) -> dict[str, torch.Tensor]:
+    """Return the state that a rank sends, with bits that only a copy of bytes keeps."""
+    counts = torch.arange(5000, dtype=torch.int16) + 1000 * rank
+    return {
+        "w": counts.to(torch.float32).reshape(50, 100).t(),
+        "bits": counts.view(torch.bfloat16),  # NaN of many kinds among them
+        "none": torch.empty(0, 3),
+        f"own{rank}": torch.tensor(float(rank)),
+    }
+
+
+def bits_of(tensor: torch.Tensor) -> list[int]:
+    found: list[int] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+    return found
+
+
+def gathers(workspace: str, victim: int, kill_at: int, note: bool) -> list[Any]:
+    """Gather; `victim` is killed at a storage call. Return the calls, how many came before the block, and the error.
+
+    With `note` a user's file lies where this gather writes.
+    """
+    comm = sx.get_communicator()
+    if note and comm.rank == 0:
+        place = Path(workspace, comm.run, "000001")
+        place.mkdir(parents=True)
+        (place / "note.txt").write_text("mine")
+    comm.barrier()
+    calls: list[str] = []
+    is_watched = True
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "statexchange.storage" and is_watched:
+            calls.append(arguments[0])
+            if (comm.rank, len(calls)) == (victim, kill_at):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    before_block, error = 0, None
+    try:
+        with sx.gather_state(state_of(comm.rank), workspace=workspace) as states:
+            assert len(states) == (0 if comm.rank else RANKS)
+            for state in states:
+                expected = state_of(state.rank)
+                assert list(state) == list(expected)
+                for name, tensor in expected.items():
+                    assert (state[name].dtype, state[name].shape) == (tensor.dtype, tensor.shape), name
+                    assert bits_of(state[name]) == bits_of(tensor), name
+            before_block = len(calls)
+    except sx.errors.PeerError as failure:
+        error = [failure.rank, str(failure)]
+    is_watched = False
+    return [calls, before_block, error]
+
+
+def others_content(path: Path) -> None:
+    """Fill a workspace with what no gather may touch: files of users, of other jobs, and of a process that runs."""
+    path.mkdir()
+    (path / "notes.txt").write_text("notes")
+    (path / "empty").mkdir()
+    (path / "data" / "000001").mkdir(parents=True)
+    (path / "data" / "000001" / "mine.bin").write_bytes(b"mine")
+    (path / "data" / "000001" / f".tmp-{'0' * 16}.{Owner.current().to_name()}").write_bytes(b"being written")
+    (path / "link").symlink_to(path / "data")
+    shard = Shard("w", "U8", (4,), (Box((0,), (4,)),))
+    workspace = Workspace(path)
+    for run in ("committed", "pending"):
+        content = [ShardData(shard, memoryview(b"abcd"))]
+        receipt = workspace.write(content, run=run, round=1, rank=0, world_size=1, pending=run == "pending")
+        if run == "committed":
+            workspace.commit([receipt], keep=1)
+
+
+def content_of(path: Path) -> dict[str, bytes | str | None]:
+    """Return the content of each file below a directory, the target of each link, and None for each directory."""
+    found: dict[str, bytes | str | None] = {}
+    for one in sorted(path.rglob("*")):
+        name = str(one.relative_to(path))
+        found[name] = os.readlink(one) if one.is_symlink() else one.read_bytes() if one.is_file() else None
+    return found
+
+
+def start(workspace: Path, victim: int = -1, kill_at: int = 0, *, note: bool) -> Any:
+    return run_ranks(
+        gathers, RANKS, backend="gloo", args=(str(workspace), victim, kill_at, note), allow_failure=True, timeout_s=60
+    )
+
+
+def notes_in(content: dict[str, Any]) -> set[str]:
+    """Return the paths of users' notes in the runs of gathers, and of the directories that hold them."""
+    notes = {Path(name) for name in content if name.endswith("note.txt")}
+    return {str(one) for note in notes for one in (note, *note.parents[:2])}
+
+
+@pytest.mark.parametrize(
+    ("others", "first", "every"),
+    [(True, 3, 9), slow(True, 1, 1), slow(False, 1, 1)],
+    ids=["some", "beside others", "alone"],
+)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", [0, 1], ids=["root", "sender"])
+def test_a_rank_killed_at_any_call_is_named_and_the_next_gather_works(
+    victim: int, others: bool, first: int, every: int, sweep_path: Path
+) -> None:
+    outlived, left = [], []  # numbers of calls: after the end of the other rank's block, and with something left
+    for number in itertools.count(first, every):
+        path = sweep_path / str(number) / "ws"
+        path.parent.mkdir()
+        if others:
+            others_content(path)
+        before = content_of(path)
+        outcomes = start(path, victim, number, note=others)
+        own, other = outcomes[victim], outcomes[1 - victim]
+        assert other.state == "ok", (number, str(outcomes))  # it neither hangs nor fails in another way
+        _, before_block, error = other.value
+        if own.state == "ok":  # there are fewer calls
+            break
+        assert own.exit_code == -signal.SIGKILL, (number, str(outcomes))
+        if error is None:
+            outlived.append(number)
+        else:
+            assert error[0] == victim, (number, error)
+            text = f"rank {victim} on {platform.node()} failed in gather_state ("
+            assert error[1].startswith(text), (number, error)
+        after = content_of(path)
+        if not after.keys() <= before.keys() | notes_in(after):
+            left.append(number)
+        again = start(path, note=False)  # no clean-up by hand
+        assert again.ok, (number, str(again))
+        assert [error for _, _, error in again.values.values()] == [None] * RANKS, number
+        found = content_of(path)
+        notes = notes_in(found)
+        assert len(notes) == 3 * others, (number, notes)
+        assert {name: data for name, data in found.items() if name not in notes} == before, number
+    calls, before_block, _ = own.value
+    assert min(outlived, default=number) > before_block > 0  # until then the gather is not over
+    points = len(range(first, number, every))
+    print(f"rank {victim} killed at {points} of {len(calls)} calls, {before_block} of them before the block; ", end="")
+    print(f"after the agreement: {outlived}; something left until the next gather: {left}; {sorted(set(calls))}")
