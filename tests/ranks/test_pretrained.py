@@ -122,6 +122,76 @@ def test_wrapped_and_sharded_models_bring_their_configs(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "merged")) == sorted(os.listdir(tmp_path / "adapter"))
 
 
+# The sizes of all-MiniLM-L6-v2; two ranks have more of the words than the other two.
+MINILM = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
+NUM_TENSORS = 103
+MESHES = {"fsdp": (1, 4, 1), "tp": (1, 1, 4), "fsdp and tp": (1, 2, 2), "hsdp": (2, 2, 1)}
+
+
+def minilm(seed: int) -> Any:
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(seed)
+    return BertModel(BertConfig(**MINILM, vocab_size=30522)).eval()
+
+
+def sharded(model: Any, sizes: tuple[int, ...]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "shards", "tp"))
+    columns = [f"attention.self.{name}" for name in ("query", "key", "value")]
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in [*columns, "intermediate.dense"]}
+    plan |= {name: RowwiseParallel() for name in ("attention.output.dense", "output.dense")}
+    for layer in model.encoder.layer:
+        if sizes[2] > 1:
+            parallelize_module(layer, mesh["tp"], plan)
+        if sizes[0] * sizes[1] > 1:
+            fully_shard(layer, mesh=mesh["copies", "shards"])
+    if sizes[0] * sizes[1] > 1:
+        fully_shard(model, mesh=mesh["copies", "shards"])
+    return model
+
+
+def export_sharded(folder: str) -> dict[str, list[int]]:
+    """Load a pretrained model on each mesh, export it, and count the parameters of which this rank has a part."""
+    found = {}
+    for number, (name, sizes) in enumerate(MESHES.items()):
+        model = sharded(minilm(2 + number), sizes)
+        sx.load_checkpoint(model, f"{folder}/pretrained")
+        found[name] = [sum(hasattr(p, "placements") and p.to_local().numel() < p.numel() for p in model.parameters())]
+        sx.export_checkpoint(model, f"{folder}/{name}")
+        sx.save_checkpoint(model, f"{folder}/{name} saved")
+    return found
+
+
+@pytest.mark.slow
+def test_a_pretrained_model_sharded_four_ways_has_the_same_bits(tmp_path: Path) -> None:
+    from transformers import BertModel
+
+    minilm(1).save_pretrained(tmp_path / "pretrained")
+    expected = load_file(tmp_path / "pretrained/model.safetensors")
+    assert len(expected) == NUM_TENSORS
+    counts = run_ranks(export_sharded, 4, backend="gloo", args=(str(tmp_path),), timeout_s=200)
+    assert all(counts[0][name][0] >= 6 * 6 for name in MESHES), counts
+    for name in MESHES:
+        sx.merge_checkpoint(tmp_path / f"{name} saved", tmp_path / f"{name} merged")
+        for directory in (tmp_path / name, tmp_path / f"{name} merged"):
+            found = load_file(directory / "model.safetensors")
+            assert found.keys() == expected.keys(), directory
+            wrong = [
+                key
+                for key, tensor in expected.items()
+                if not found[key].view(torch.int32).equal(tensor.view(torch.int32))
+            ]
+            assert wrong == [], directory
+        loaded, report = BertModel.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not report["missing_keys"], report
+        with torch.no_grad():
+            assert loaded.eval()(TOKENS).pooler_output.equal(minilm(1)(TOKENS).pooler_output)
+
+
 def test_what_cannot_be_exported_as_a_whole_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="tokenizer must be a tokenizer or processor of transformers, not a"):
         sx.export_checkpoint(llama(), tmp_path / "out", tokenizer="gpt2")
