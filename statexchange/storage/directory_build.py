@@ -24,6 +24,10 @@ directory; write its files; commit.
   exchange (or after the old directory was set aside) the publisher compares the directory that it took from the
   name; if that is another one, it puts it back and fails. If the target was absent, the rename is exclusive.
 
+**The parent directory.** A publisher makes it, and its own parents, if they are missing. If it fails, it removes those
+that it has made and that are empty. Another publisher may have opened such a directory and made nothing there yet: it
+finds that its record cannot be made in it, makes the directory again, and begins anew.
+
 **After a failure.** `abandon` removes everything under the nonce. After a kill, the next publisher to this target finds
 the record:
 
@@ -106,6 +110,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 _BROKEN_RECORD_S = 60.0  # a record still incomplete after that was left by a process that died while writing it
 _STAT_BLOCK_BYTES = 512  # the unit of st_blocks on every file system
+_ATTEMPTS = 20  # to begin in a directory that other publishers make and remove meanwhile
 _EMPTYING_S = 3.0  # how long open files of other processes may keep a directory on NFS from being removed
 _OPEN_EXISTING = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _Identity = tuple[int, int, int]  # device, inode, mtime
@@ -438,24 +443,50 @@ class DirectoryBuild(Build):
         self._outputs: list[DirectoryFile] = []
         self._probes: list[str] = []
         self._unreserved = 0  # bytes of created files whose disk space is not reserved
-        self._lock: FileLock | None = None
-        self._dir_fd = self._old_fd = -1
-        self._own_identity: tuple[int, int] | None = None
-        self._old_identity: _Identity | None = None
-        self._is_published = self._has_ended = False
-        files.make_path(self._parent, 0o777)
-        warn_of_options(self._parent)
-        self._mount = mount_of(self._parent)
-        _check_mount(self._mount, self._parent)
-        self._parent_fd = files.open_directory(self._parent)
-        active_builds.add(self._nonce)
-        try:
-            self._begin(plan_digest, reuse=reuse, resume=resume)
-        except BaseException:
-            self.abandon()
-            raise
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            self._lock: FileLock | None = None
+            self._dir_fd = self._old_fd = -1
+            self._own_identity: tuple[int, int] | None = None
+            self._old_identity: _Identity | None = None
+            self._is_published = self._has_ended = False
+            try:
+                self._open_parent()
+            except (NotFoundError, StorageError):
+                if os.path.lexists(self._parent) or not attempts_left:
+                    raise
+                continue
+            active_builds.add(self._nonce)
+            try:
+                self._begin(plan_digest, reuse=reuse, resume=resume)
+            except BaseException as error:
+                was_removed = isinstance(error, StateExchangeError) and self._has_lost_parent()
+                self.abandon()
+                if not was_removed or not attempts_left:
+                    raise
+            else:
+                return
 
     # Beginning
+
+    def _open_parent(self) -> None:
+        """Open the parent directory; make it if it is missing."""
+        self._made = files.make_path(self._parent, 0o777)
+        try:
+            warn_of_options(self._parent)
+            self._mount = mount_of(self._parent)
+            _check_mount(self._mount, self._parent)
+            self._parent_fd = files.open_directory(self._parent)
+        except BaseException:
+            files.remove_made(self._made)
+            raise
+
+    def _has_lost_parent(self) -> bool:
+        """Whether the parent's path does not lead to the open directory any more."""
+        try:
+            with files.directory(self._parent) as fd:
+                return not os.path.samestat(os.fstat(fd), os.fstat(self._parent_fd))
+        except (NotFoundError, OSError):  # on NFS a removed directory is stale
+            return True
 
     def _begin(self, plan_digest: str, *, reuse: bool, resume: bool) -> None:
         self._acquire_lock()
@@ -893,6 +924,8 @@ class DirectoryBuild(Build):
                     # Before the release: after it the file may be another publisher's lock.
                     os.unlink(self._lock.lock_file)
                 self._lock.release()
+            if self._made and not self._is_published and not self._has_lost_parent():
+                files.remove_made(self._made)
             os.close(self._parent_fd)
 
     def _clear_own(self) -> None:

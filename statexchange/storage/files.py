@@ -16,7 +16,7 @@ import re
 import secrets
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from statexchange.errors import (
@@ -61,6 +61,7 @@ __all__ = [
     "read_small",
     "remove_directory",
     "remove_file",
+    "remove_made",
     "reserve",
     "stat_of",
     "sync_directory",
@@ -208,17 +209,36 @@ def make_directory(name: str, dir_fd: int, path: str, mode: int = 0o700) -> bool
     return True
 
 
-def make_path(path: str, mode: int = 0o700) -> None:
-    """Make the directory at an absolute path and its missing parents."""
+def make_path(path: str, mode: int = 0o700) -> list[str]:
+    """Make the directory at an absolute path and its missing parents; return those that were new, outermost first."""
     try:
         os.close(open_directory(path))
     except NotFoundError:
         parent, name = os.path.split(path)
         if not name:
             raise
-        make_path(parent, mode)
-        with directory(parent) as parent_fd:
-            make_directory(name, parent_fd, path, mode)
+        made = make_path(parent, mode)
+        try:
+            with directory(parent) as parent_fd:
+                if make_directory(name, parent_fd, path, mode):
+                    made.append(path)
+        except BaseException:
+            remove_made(made)
+            raise
+        return made
+    return []
+
+
+def remove_made(made: Sequence[str]) -> None:
+    """Remove the directories that `make_path` has made, innermost first, as far as they are empty."""
+    for path in reversed(made):
+        parent, name = os.path.split(path)
+        try:
+            with directory(parent) as parent_fd:
+                if not remove_directory(name, parent_fd, path):
+                    return
+        except (NotFoundError, StorageError):  # it stays: an empty directory does no harm
+            return
 
 
 def open_nearest(path: str) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -772,6 +773,65 @@ def test_a_job_killed_at_any_call_of_its_first_save_begins_again(
         step = 20 if found[0] else 10
         run_ranks(save_rows, 2, args=(str(path), step))
         assert entries(path) == [f"step-{n:09d}" for n in range(10, step + 1, 10)], number
+
+
+def first_save_fails(path: str, at: str, fault: str, background: bool) -> list[Any]:
+    """Save for the first time while a storage call of rank 1 fails or is its last one; then save again if all live."""
+    comm = sx.get_communicator()
+    is_due = comm.rank == 1
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal is_due
+        if event == "statexchange.storage" and is_due and args[0] == at:
+            is_due = False
+            if fault == "full":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            os.kill(os.getpid(), signal.SIGINT if fault == "interrupt" else signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    saves = sx.Checkpoints(path, layout=LAYOUT)
+    errors = (sx.StateExchangeError, KeyboardInterrupt)
+    with pytest.raises(errors) as caught:
+        if background:
+            saves.save(shard_of(10, comm.rank, comm.world_size), 10, background=True).result(30)
+        else:
+            saves.save(shard_of(10, comm.rank, comm.world_size), 10)
+    if fault == "full":
+        comm.barrier()
+        found = sorted(str(one.relative_to(path)) for one in Path(path).rglob("*")) if Path(path).exists() else None
+        comm.barrier()
+        return [type(caught.value).__name__, found, save_rows(path, 20)]
+    return [type(caught.value).__name__]
+
+
+FAILING = [
+    ("link", "full", False),
+    slow("create", "full", True),
+    slow("sync", "kill", False),
+    slow("link", "kill", True),
+    slow("create", "interrupt", False),
+]
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new directory", "the user's directory"])
+@pytest.mark.parametrize(("at", "fault", "background"), FAILING)
+def test_a_first_save_that_fails_removes_the_directory_that_it_made(
+    at: str, fault: str, background: bool, there: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "runs" / "saves"
+    if there:
+        path.mkdir(parents=True)
+    outcomes = run_ranks(
+        first_save_fails, 2, backend="gloo", args=(str(path), at, fault, background), allow_failure=True
+    )
+    if fault == "full":
+        assert outcomes.values == {rank: ["PeerError", [] if there else None, [20]] for rank in range(2)}, outcomes
+        assert entries(path) == ["step-000000020"]
+        return
+    assert outcomes[0].value == ["PeerError"], str(outcomes)
+    assert entries(tmp_path) == (["runs"] if there else [])
+    assert not there or entries(path) == []
+    assert run_ranks(save_rows, 2, args=(str(path), 20)) == [[20], [20]]
 
 
 def load_while_removed(path: str, step: int | None) -> tuple[int, float] | str:

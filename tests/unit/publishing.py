@@ -312,6 +312,23 @@ def sweep_races(
     raise AssertionError
 
 
+def sweep_removed_parents(place: Path, *, step: int) -> dict[str, Any]:
+    """Publish beside a publisher that has made the directory, and that fails and removes it at each event."""
+    number = 1 - step
+    while True:
+        number += step
+        own = place / str(number)
+        first = begin(own / "new" / "saves" / "first", 1)
+        act_at(number, first.abandon)
+        publish(own / "new" / "saves" / "out", 2)
+        if _armed:
+            _armed.clear()
+            first.abandon()
+            return {"points": (number - 1) // step}
+        _check(value_of(own / "new" / "saves" / "out") == 2, number)
+        _check(os.listdir(own / "new" / "saves") == ["out"], number, os.listdir(own / "new" / "saves"))
+
+
 # Sweeps over object stores
 
 

@@ -90,6 +90,41 @@ def test_publishing_and_overwriting_leave_only_the_target(place: Path) -> None:
     assert os.listdir(place / "deep" / "er") == ["out"]
 
 
+def test_a_publisher_that_fails_removes_the_directories_that_it_made_and_no_other(place: Path) -> None:
+    for number, kept in enumerate((None, "new", "new/saves/mine.txt", "new/mine.txt")):
+        own = place / str(number)
+        own.mkdir()
+        if kept == "new":
+            (own / kept).mkdir()  # before, by the user
+        with begin(own / "new/saves/out", 1) as publication:
+            build(publication, 1)
+            if kept not in (None, "new"):
+                (own / kept).write_text("mine")
+        found = sorted(str(path.relative_to(own)) for path in own.rglob("*"))
+        assert found == {None: [], "new": ["new"], "new/mine.txt": ["new", "new/mine.txt"]}.get(
+            kept, ["new", "new/saves", "new/saves/mine.txt"]
+        )
+
+
+def test_a_publisher_that_fails_removes_no_directory_that_replaced_the_one_that_it_made(place: Path) -> None:
+    with begin(place / "saves/out", 1) as publication:
+        build(publication, 1)
+        (place / "saves").rename(place / "moved")
+        (place / "saves").mkdir()
+    assert sorted(os.listdir(place)) == ["moved", "saves"]
+    assert os.listdir(place / "saves") == []
+
+
+def test_of_two_publishers_in_a_new_directory_the_one_that_made_it_may_fail(place: Path) -> None:
+    with begin(place / "saves/first", 1) as first, begin(place / "saves/out", 2) as second:
+        build(second, 2)
+        first.abandon()
+        assert (place / "saves").exists()
+        second.commit(publishing.facts_of(publishing.plan_of(2), 2))
+    assert value_of(place / "saves/out") == 2
+    assert os.listdir(place / "saves") == ["out"]
+
+
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
 def test_the_umask_is_honoured(place: Path, mask: int) -> None:
     old = os.umask(mask)
@@ -529,6 +564,14 @@ def test_a_first_publisher_killed_at_any_event_leaves_nothing_that_looks_finishe
     found = sweep("sweep_kills", sweep_path, before=False, step=step)
     assert found["points"] * step > 45
     assert found["absent"]
+
+
+@pytest.mark.parametrize("step", steps(6))
+def test_a_failing_publisher_that_removes_the_directory_at_any_event_stops_no_other(
+    sweep_path: Path, step: int
+) -> None:
+    found = sweep("sweep_removed_parents", sweep_path, step=step)
+    assert found["points"] * step > 45
 
 
 @pytest.mark.parametrize("step", steps(24))
