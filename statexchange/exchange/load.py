@@ -38,9 +38,10 @@ from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
+from statexchange.state.leaves import contains_state
 from statexchange.state.load_plan import LoadPlan, SavedTensor, merge_trees, plan_load, tree_from_names
 from statexchange.state.modules import is_module, module_items
-from statexchange.state.tree import flatten
+from statexchange.state.tree import flatten, walk
 from statexchange.storage.stored_values import decode_stored
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import check_writable, dtype_name, mark_changed, name_of_dtype, torch_dtype
@@ -121,14 +122,15 @@ def load_checkpoint(
         comm: the communicator; by default the current one.
         strict: raise an error for names of the state that the source lacks and for names of the source that no rank
             has, as torch does; else the report lists them, and it is an error only if the source has no tensor of the
-            state. Shapes and dtypes must be equal in any case.
+            state, or no entry of a state of plain values. Shapes and dtypes must be equal in any case.
         layout: rules for plain tensors of `state` that are parts of whole ones, as in `export_checkpoint`, by their
             dotted paths: ``{"*.up.weight": Shard(0)}``. Optimizer state of a parameter's shape follows the parameter's
             rule. A rule that renames (split, renumber) is for sources of tensors alone, such as a Hugging
             Face checkpoint, and not for what `save_checkpoint` has written.
         include: shell patterns, one or several, of the names in `state` to load, by their dotted paths:
             ``"model.encoder.*"``. All else stays as it is, is not read, and counts as neither missing nor unexpected.
-            An optimizer or another object with a state of its own is loaded whole if anything in it matches.
+            An optimizer or another object with a state of its own is loaded whole if anything in it matches. Patterns
+            that select nothing on any rank are an error.
         exclude: shell patterns, in the form of `include`, of the names in `state` to leave as they are: ``"random.*"``.
             An optimizer or another object with a state of its own is left whole if anything in it matches.
         rename: from the source's names to those in `state`: a function, or (regex, replacement) pairs, which are
@@ -154,7 +156,8 @@ def load_checkpoint(
     Raises:
         NotFoundError: there is no known checkpoint at `path`, or with `strict` a name is missing from it.
         InvalidArgumentError: with `strict` a name is unexpected; a shape or dtype differs; ranks passed different
-            paths or options; a layout rule does not fit a tensor, or matches none.
+            paths or options; a layout rule does not fit a tensor, or matches none; `include` and `exclude` leave
+            nothing to load.
         IncompleteError: a rank's file or a region of a tensor is missing.
         OverlapError: two ranks saved overlapping regions of a tensor.
         ReplicaError: ranks saved different values of a region or plain value.
@@ -281,6 +284,24 @@ class _OpenedSource:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _ComparedNames:
+    """A rank's unexpected names, and whether it would load nothing; ranks compare these records."""
+
+    unexpected: Sequence[str]
+    is_empty: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value that `from_json` reads."""
+        return {"unexpected": list(self.unexpected), "is_empty": self.is_empty}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> _ComparedNames:
+        """Return the record that `to_json` wrote; raise ValueError for anything else."""
+        unexpected, is_empty = records.fields(raw, "unexpected", "is_empty")
+        return cls(records.items(unexpected, records.text), records.flag(is_empty))
+
+
 class _Load:
     """One call of `load_checkpoint`; it may run twice."""
 
@@ -323,17 +344,19 @@ class _Load:
                 items = [_read_item(target, catalog) for target in _targets(plan, catalog, comm.rank)]
         if has_layout:
             plan, items = self._plan_with_layout(state, catalog, tree)
-        sent = comm.all_gather_object(plan.unexpected)
+        sent = comm.all_gather_object(_ComparedNames(plan.unexpected, plan.is_empty).to_json())
         with comm.phase("comparing the names"):
             by_rank = [
-                set(records.parsed(raw, lambda raw: records.items(raw, records.text), "unexpected names", rank))
-                for rank, raw in enumerate(sent)
+                records.parsed(raw, _ComparedNames.from_json, "unexpected names", rank) for rank, raw in enumerate(sent)
             ]
             # A name is unexpected only if it is so on every rank.
-            plan.unexpected = [name for name in plan.unexpected if all(name in names for names in by_rank)]
+            unexpected = [set(names.unexpected) for names in by_rank]
+            plan.unexpected = [name for name in plan.unexpected if all(name in names for names in unexpected)]
             plan.unexpected += self._without_rule
-            if options.strict or (plan.missing and not plan.targets):  # loading nothing is never intended
+            if options.strict or _loads_nothing(state, plan):
                 _check_names(plan, catalog)
+            if (options.include or options.exclude) and all(names.is_empty for names in by_rank):
+                raise InvalidArgumentError(_selects_nothing(options), path=source.path)
         if self._before_reading is not None:
             self._before_reading(items)
         readers = assign_readers(items, comm) if source.opened.store.is_remote else {}
@@ -521,10 +544,11 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPla
         saved = tree_from_names(state, catalog.has, filter(options.wants, catalog), texts, catalog.keeps, shape_of)
     else:
         saved = tree.tree
-    plan = plan_load(state, saved, lambda name, own, like: _tensor_to_fill(catalog, name, own, like))
+    left_out = frozenset() if tree is None else tree.left_out
+    stays = partial(_stays, options, left_out) if options.include or options.exclude else None
+    plan = plan_load(state, saved, lambda name, own, like: _tensor_to_fill(catalog, name, own, like), stays)
     if options.include or options.exclude:
         places = LivePlaces.of(state)
-        left_out = frozenset() if tree is None else tree.left_out
         plan.missing = [path for path in plan.missing if path not in left_out and places.may_want(path, options)]
     if tree is None:
         taken = {catalog.stored(one) for name, _, _ in plan.targets for one in catalog.names_of(name)}
@@ -534,6 +558,11 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPla
     for name in filter(refusals.__contains__, plan.missing):
         raise refusals[name]
     return plan
+
+
+def _stays(options: LoadOptions, left_out: frozenset[str], path: str, value: Any) -> bool:
+    """Whether the entry at `path` of a live mapping of plain values is not to be loaded, nor anything in it."""
+    return path in left_out or not any(options.wants(step.path) for step in walk(value, path=path) if step.is_leaf)
 
 
 def _shape_of(catalog: Catalog, name: str) -> tuple[int, ...] | None:
@@ -604,6 +633,18 @@ def _targets(plan: LoadPlan, catalog: Catalog, rank: int) -> list[_Target]:
     return found
 
 
+def _loads_nothing(state: Any, plan: LoadPlan) -> bool:
+    """Whether the source lacks all tensors of the state, or all values of a state of values alone."""
+    return bool(plan.missing) and not plan.targets and (plan.num_values == 0 or contains_state(state))
+
+
+def _selects_nothing(options: LoadOptions) -> str:
+    """Return the message for patterns that leave nothing to load on any rank."""
+    given = {"include": list(options.include), "exclude": list(options.exclude)}
+    patterns = " and ".join(f"{option}={names}" for option, names in given.items() if names)
+    return f"{patterns} selects no tensor and no value that both the source and the state have"
+
+
 def _check_names(plan: LoadPlan, catalog: Catalog) -> None:
     """Raise an error that lists all missing and unexpected names, as torch does."""
     if not plan.missing and not plan.unexpected:
@@ -613,8 +654,9 @@ def _check_names(plan: LoadPlan, catalog: Catalog) -> None:
         for what, names in (("missing in the source", plan.missing), ("not in the state", plan.unexpected))
         if names
     ]
-    advice = [_hint(plan, catalog), "strict=False loads what both have" if plan.targets else ""]
-    what = "the names differ" if plan.targets else "the source has no name of the state"
+    is_nothing = not plan.targets and not plan.num_values
+    advice = [_hint(plan, catalog), "" if is_nothing else "strict=False loads what both have"]
+    what = "the source has no name of the state" if is_nothing else "the names differ"
     text = "; ".join([what, *lists, *filter(None, advice)])
     kind = NotFoundError if plan.missing else InvalidArgumentError
     raise kind(text, path=catalog.source.path)

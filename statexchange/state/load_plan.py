@@ -113,18 +113,26 @@ class LoadPlan:
         callbacks: To be called, in order, once the tensors are read.
         missing: Paths of the live state that were not saved.
         unexpected: Saved paths that the live state does not have.
+        num_values: The number of plain values, and of mappings and lists of such values, that were saved.
     """
 
     targets: list[LoadTarget] = field(default_factory=list)
     callbacks: list[Callable[[], None]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    num_values: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is loaded."""
+        return not (self.targets or self.callbacks or self.num_values)
 
 
 Allocate = Callable[[str, Any, Any], Any]
+Stays = Callable[[str, Any], bool]
 
 
-def plan_load(state: Any, saved: Any, allocate: Allocate) -> LoadPlan:
+def plan_load(state: Any, saved: Any, allocate: Allocate, stays: Stays | None = None) -> LoadPlan:
     """Plan how `state` becomes the decoded tree `saved`. Not collective; nothing is changed yet.
 
     Args:
@@ -132,12 +140,14 @@ def plan_load(state: Any, saved: Any, allocate: Allocate) -> LoadPlan:
         saved: The tree, with a SavedTensor for each tensor.
         allocate: `allocate(name, own, like)` returns the tensor to fill: `own`, the live tensor in this place, if it
             fits; else a new one, with the device and strides of the parameter `like`.
+        stays: `stays(path, value)` returns whether this entry of a live mapping of plain values is kept although
+            `saved` does not have it; by default none is.
 
     Raises:
         InvalidArgumentError: Something cannot be changed in place, or was saved as another kind; names the path.
     """
     names = {key: name.in_state for key, name in parameter_names(modules_of(state)).items()}
-    planner = _Planner(allocate, names, _ShardedKeys.of(state, saved))
+    planner = _Planner(allocate, names, _ShardedKeys.of(state, saved), stays)
     if planner.visit(state, saved, "") is not state:
         raise InvalidArgumentError(
             f"the state is a {type(state).__name__}, which cannot be changed in place: give a mapping that holds it"
@@ -167,11 +177,14 @@ class _ShardedKeys:
 class _Planner:
     """Walks a live state and a saved tree together and writes the plan."""
 
-    def __init__(self, allocate: Allocate, names: Mapping[int, str], keys: _ShardedKeys) -> None:
+    def __init__(
+        self, allocate: Allocate, names: Mapping[int, str], keys: _ShardedKeys, stays: Stays | None = None
+    ) -> None:
         self.plan = LoadPlan()
         self._allocate = allocate
         self._names = names
         self._keys = keys
+        self._stays = stays
 
     def visit(self, live: Any, saved: Any, path: str) -> Any:
         """Plan one place of both trees; return `live` if it can be changed in place, else its replacement."""
@@ -189,15 +202,18 @@ class _Planner:
             self._expect(isinstance(saved, Mapping), f"the state of a {type(live).__name__}", saved, path)
             new = self._with_new_tensors(saved)
             self.plan.callbacks.append(lambda: live.load_state_dict(with_types_of(live.state_dict(), new)))
-        elif children(live) is not None and contains_state(live):
+        elif _has_names(live, path) or (children(live) is not None and contains_state(live)):
             return self._container(live, saved, path)
         else:
-            return self._value(live, self._with_new_tensors(saved))
+            self.plan.num_values += 1
+            return self._value(live, self._with_new_tensors(saved), path)
         return live
 
-    def _value(self, live: Any, new: Any) -> Any:
+    def _value(self, live: Any, new: Any, path: str) -> Any:
         """Return what replaces a value without state: `live` itself if it is equal, or if a callback refills it."""
         if isinstance(live, MutableMapping) and isinstance(new, Mapping):
+            if self._stays is not None:
+                new = _with_kept(live, new, path, self._stays)
             self.plan.callbacks.append(functools.partial(_refill, live, new))
             return live
         new = with_types_of(live, new)
@@ -379,6 +395,23 @@ def _check_like(own: Any, saved: Any, path: str) -> None:
         raise InvalidArgumentError(
             "the state's shape or dtype differs from the source's", name=_dotted(path), expected=expected, found=found
         )
+
+
+def _has_names(live: Any, path: str) -> bool:
+    """Whether this is the whole state, and a mapping whose keys are compared with the saved ones."""
+    return path == "" and isinstance(live, Mapping) and len(live) > 0
+
+
+def _with_kept(own: Mapping[Any, Any], new: Mapping[Any, Any], path: str, stays: Stays) -> dict[Any, Any]:
+    """Return the entries of `new`, and those of a live mapping that stay, also of mappings inside."""
+    entries = dict(new)
+    for key, value in own.items():
+        inner = f"{path}.{key}"
+        if key not in new and stays(_dotted(inner), value):
+            entries[key] = value
+        elif isinstance(value, Mapping) and isinstance(new.get(key), Mapping):
+            entries[key] = _with_kept(value, new[key], inner, stays)
+    return entries
 
 
 def _refill(own: MutableMapping[Any, Any], new: Mapping[Any, Any]) -> None:

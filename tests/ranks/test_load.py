@@ -729,6 +729,51 @@ def test_state_without_tensors_comes_back(tmp_path: Path) -> None:
     assert state == {"step": 7, "x": [1, 2]}
 
 
+def test_the_names_of_a_state_of_values_are_compared(tmp_path: Path) -> None:
+    sx.save_checkpoint({"step": 7, "model": nn.Linear(1, 1)}, tmp_path / "saved")
+    live = {"step": 0, "own": 5}
+    with pytest.raises(FileNotFoundError, match=r"1 missing in the source: own; 1 not in the state: model; strict=Fal"):
+        sx.load_checkpoint(live, tmp_path / "saved")
+    assert live == {"step": 0, "own": 5}
+    report = sx.load_checkpoint(live, tmp_path / "saved", strict=False)
+    assert (live, report.missing, report.unexpected) == ({"step": 7, "own": 5}, ("own",), ("model",))
+    with pytest.raises(FileNotFoundError, match="the source has no name of the state"):
+        sx.load_checkpoint({"own": 5}, tmp_path / "saved", strict=False)
+
+
+@pytest.mark.parametrize("options", [{"include": ["*.a", "step"]}, {"exclude": ["cfg.b", "*.deep.b", "x", "model.*"]}])
+@pytest.mark.parametrize("with_model", [True, False])
+def test_plain_values_that_are_not_selected_stay(options: dict[str, Any], with_model: bool, tmp_path: Path) -> None:
+    saved = {"step": 7, "cfg": {"a": 1, "b": 2, "deep": {"a": 3, "b": 4}}, "x": 5}
+    model = {"model": nn.Linear(1, 1)} if with_model else {}
+    sx.save_checkpoint({**saved, **model}, tmp_path / "saved")
+    live: dict[str, Any] = {"step": 0, "cfg": {"a": 0, "b": "own", "deep": {"a": 0, "b": "own"}}, "x": "own", **model}
+    inner = live["cfg"]
+    sx.load_checkpoint(live, tmp_path / "saved", **options)
+    assert live == {"step": 7, "cfg": {"a": 1, "b": "own", "deep": {"a": 3, "b": "own"}}, "x": "own", **model}
+    assert live["cfg"] is inner
+    sx.load_checkpoint(live, tmp_path / "saved")
+    assert live == {**saved, **model}
+
+
+def selects(folder: str) -> None:
+    live = {f"w{sx.get_rank()}": torch.zeros(2)}
+    for strict in (True, False):
+        with pytest.raises(sx.errors.InvalidArgumentError, match=r"include=\['other'\] selects no tensor and no value"):
+            sx.load_checkpoint(live, folder, include="other", strict=strict)
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"exclude=\['\*'\] selects no tensor and no value"):
+        sx.load_checkpoint(live, folder, exclude="*")
+    report = sx.load_checkpoint(live, folder, include="w1")  # one rank has it
+    assert report.num_tensors == sx.get_rank()
+
+
+@pytest.mark.parametrize("verb", ["save", "export"])
+def test_patterns_that_select_nothing_on_any_rank_are_an_error(verb: str, tmp_path: Path) -> None:
+    state = {"w0": torch.ones(2), "w1": torch.ones(2)}
+    (sx.save_checkpoint if verb == "save" else sx.export_checkpoint)(state, tmp_path / "out")
+    run_ranks(selects, 2, args=(str(tmp_path / "out"),))
+
+
 def saves_at_two_places(folder: str) -> None:
     rank = sx.get_rank()
     with pytest.raises(sx.errors.NotFoundError, match=r"rank 0 on .* has written in .*same shared directory.*rank 1"):
