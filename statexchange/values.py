@@ -72,18 +72,22 @@ def _type_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def encode(value: object, leaf: Leaf | None = None) -> str:
+def encode(value: object, leaf: Leaf | None = None, *, leaves_anywhere: bool = True) -> str:
     """Return `value` as JSON text. Not collective.
 
     Args:
         value: The value.
         leaf: `leaf(object, path)` returns the name under which the caller keeps an object, or None to have it encoded.
+        leaves_anywhere: Allow kept objects in sets, deques and the keys of mappings, too. Readers that put placeholders
+            in their place and replace these later, as in a tree, need False.
 
     Raises:
-        UnsupportedError: A type has no JSON text; names the path.
+        UnsupportedError: A type has no JSON text, or an object is kept where it may not be; names the path.
         InvalidArgumentError: The value contains itself or is nested too deeply; names the path.
     """
-    return json.dumps(_encode(value, "", _once(leaf), 0), allow_nan=False, separators=(",", ":"))
+    keep = _once(leaf)
+    inside = keep if leaves_anywhere else _refusing(keep)
+    return json.dumps(_encode(value, "", keep, inside, 0), allow_nan=False, separators=(",", ":"))
 
 
 def _once(leaf: Leaf | None) -> Leaf:
@@ -99,7 +103,21 @@ def _once(leaf: Leaf | None) -> Leaf:
     return keep
 
 
-def _encode(value: Any, path: str, leaf: Leaf, depth: int) -> Json:  # noqa: ANN401 (any value)
+def _refusing(leaf: Leaf) -> Leaf:
+    """Return a leaf for the items of sets and deques and for keys: it raises UnsupportedError if `leaf` keeps one."""
+
+    def refuse(value: object, path: str) -> None:
+        if leaf(value, path) is not None:
+            raise UnsupportedError(
+                f"a {type(value).__name__} cannot be an item of a set or deque, or a key, at {path[:80]}: put it into "
+                "a list, or into a mapping with text as keys"
+            )
+
+    return refuse
+
+
+def _encode(value: Any, path: str, leaf: Leaf, inside: Leaf, depth: int) -> Json:  # noqa: ANN401 (any value)
+    """Return `value` as JSON; `inside` is the leaf for the items of sets and deques and for keys."""
     if depth > MAX_DEPTH:
         raise InvalidArgumentError(f"value at {path[:80]}... is nested deeper than {MAX_DEPTH}, or contains itself")
     kept = leaf(value, path)
@@ -112,7 +130,10 @@ def _encode(value: Any, path: str, leaf: Leaf, depth: int) -> Json:  # noqa: ANN
         return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
 
     def inner(child: object, step: str) -> Json:
-        return _encode(child, path + step, leaf, depth + 1)
+        return _encode(child, path + step, leaf, inside, depth + 1)
+
+    def item_or_key(child: object, step: str) -> Json:
+        return _encode(child, path + step, inside, inside, depth + 1)
 
     if isinstance(value, enum.Enum):
         return _typed("enum", kind, value=inner(value.value, ".value"))
@@ -128,9 +149,9 @@ def _encode(value: Any, path: str, leaf: Leaf, depth: int) -> Json:  # noqa: ANN
     if isinstance(value, Mapping):
         if all(type(key) is str for key in value) and _TAG not in value:
             return {key: inner(item, f".{key}") for key, item in value.items()}
-        pairs = [[inner(key, f"<key {key!r}>"), inner(item, f"[{key!r}]")] for key, item in value.items()]
+        pairs = [[item_or_key(key, f"<key {key!r}>"), inner(item, f"[{key!r}]")] for key, item in value.items()]
         return {_TAG: "dict", "value": pairs}
-    tagged = _tagged(value, inner)
+    tagged = _tagged(value, item_or_key)
     if tagged is not None:
         return tagged
     where = path or "the top"
@@ -212,29 +233,31 @@ def _typed(tag: str, cls: type, value: Json) -> dict[str, Any]:
 def types_of(value: object) -> dict[str, type]:
     """Return the dataclass, namedtuple and Enum types in `value` by qualified name, for `decode`."""
     found: dict[str, type] = {}
-    _collect(value, found, set())
+    _collect(value, found)
     return found
 
 
-def _collect(value: object, found: dict[str, type], seen: set[int]) -> None:
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    children: Iterable[object] = ()
-    if isinstance(value, enum.Enum):
-        found[_type_name(type(value))] = type(value)
-        children = [value.value]
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        found[_type_name(type(value))] = type(value)
-        children = [getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)]
-    elif isinstance(value, Mapping):
-        children = [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        if hasattr(value, "_fields"):
+def _collect(value: object, found: dict[str, type]) -> None:
+    waiting, seen = [value], {id(value)}
+    while waiting:  # a state may be nested deeper than Python recurses: the walks that follow refuse it
+        value = waiting.pop()
+        children: Iterable[object] = ()
+        if isinstance(value, enum.Enum):
             found[_type_name(type(value))] = type(value)
-        children = value
-    for child in children:
-        _collect(child, found, seen)
+            children = [value.value]
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            found[_type_name(type(value))] = type(value)
+            children = [getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        elif isinstance(value, Mapping):
+            children = [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            if hasattr(value, "_fields"):
+                found[_type_name(type(value))] = type(value)
+            children = value
+        for child in children:
+            if id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
 
 
 def decode(

@@ -98,7 +98,7 @@ class _Writer:
 
     def write(self, state: Any) -> list[Any]:
         """Return the text, the leaf specs and the names of the types in `state`."""
-        text = values.encode(state, self._keep)
+        text = values.encode(state, self._keep, leaves_anywhere=False)
         return [text, [spec.to_json() for spec in self._leaf_specs], list(values.types_of(state))]
 
     def _keep(self, value: Any, path: str) -> str | None:

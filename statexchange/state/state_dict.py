@@ -44,7 +44,7 @@ def encode_state(state: Any) -> tuple[str, dict[str, Any]]:
     for _, module in modules:
         check_module(module)
     names = {key: name.in_state for key, name in parameter_names(modules).items()}
-    return values.encode(_plain(state, "", _Context(names)), keep), tensors
+    return values.encode(_plain(state, "", _Context(names)), keep, leaves_anywhere=False), tensors
 
 
 def modules_of(state: Any) -> list[tuple[str, Any]]:

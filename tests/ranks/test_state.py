@@ -112,6 +112,22 @@ def test_a_list_that_contains_itself_and_two_tensors_of_one_name_are_refused(tmp
         sx.save_checkpoint({"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}, tmp_path / "saved")
 
 
+@pytest.mark.parametrize("source", ["saved", "exported"])
+def test_a_state_that_is_too_deep_or_contains_itself_cannot_be_loaded(source: str, tmp_path: Path) -> None:
+    sx.save_checkpoint({"w": torch.ones(1)}, tmp_path / "saved")
+    sx.export_checkpoint({"w": torch.ones(1)}, tmp_path / "exported")
+    weight = torch.zeros(1)
+    deep: dict[str, Any] = {"w": weight}
+    for _ in range(3000):
+        deep = {"x": deep}
+    loop: dict[str, Any] = {"w": weight}
+    loop["x"] = loop
+    for state in (deep, loop):
+        with pytest.raises(sx.errors.InvalidArgumentError, match=r"nested deeper than 100|contains itself"):
+            sx.load_checkpoint({**state, "w": weight}, tmp_path / source, strict=False)
+    assert weight.tolist() == [0]
+
+
 def test_an_export_of_no_tensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing to export: no rank's state has a tensor"):
         sx.export_checkpoint({}, tmp_path / "out")
@@ -268,8 +284,11 @@ def test_plain_values_come_back_with_their_types(tmp_path: Path) -> None:
         (DataLoader([1, 2]), r"DataLoader as JSON, at \.a: use torchdata's StatefulDataLoader"),
         (object(), r"object as JSON, at \.a: give plain values, tensors, or a dataclass of them"),
         (np.longdouble(1), r"longdouble as JSON, at \.a"),
+        (collections.deque([torch.ones(1)]), r"a Tensor cannot be an item of a set or deque, or a key, at \.a\[0\]"),
+        ({torch.ones(1): 1}, r"a mapping at a has a Tensor as a key: use text, numbers or enums"),
+        ([{torch.ones(1)}], r"a Tensor cannot be an item of a set or deque, or a key, at \.a\[0\]<item"),
     ],
-    ids=["generator", "data loader", "object", "longdouble"],
+    ids=["generator", "data loader", "object", "longdouble", "deque", "key", "set"],
 )
 def test_other_values_are_refused_with_what_to_write(value: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(sx.StateExchangeError, match=message):

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from statexchange.errors import UnsupportedError
 from statexchange.values import decode, encode, register_config, types_of
 
 
@@ -214,6 +215,27 @@ def test_leaves_are_kept_by_name_and_two_of_one_name_are_refused() -> None:
         decode(encode(value, keep))
     with pytest.raises(ValueError, match="malformed"):
         decode(encode(value, keep), leaf={}.__getitem__)
+
+
+@pytest.mark.parametrize("wrap", [deque, lambda items: set(items), frozenset, lambda items: {(1, items[0]): 2}])
+def test_where_kept_objects_may_be(wrap: Any) -> None:
+    kept = object()
+
+    def keep(value: object, path: str) -> str | None:
+        return "x" if value is kept else None
+
+    value = {"a": [wrap([kept])]}
+    assert decode(encode(value, keep), leaf=lambda _: kept) == value
+    with pytest.raises(UnsupportedError, match=r"a object cannot be an item of a set or deque, or a key, at \.a\[0\]"):
+        encode(value, keep, leaves_anywhere=False)
+    assert encode({"a": [kept]}, keep, leaves_anywhere=False) == encode({"a": [kept]}, keep)
+
+
+def test_types_of_a_value_that_is_deeper_than_python_recurses() -> None:
+    deep: Any = Color.RED
+    for _ in range(5000):
+        deep = [deep]
+    assert list(types_of(deep).values()) == [Color]
 
 
 HOSTILE = [
