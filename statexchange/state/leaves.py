@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from statexchange.errors import UnsupportedError
 from statexchange.state.megatron import sharded_kind
 from statexchange.state.modules import is_module
 from statexchange.state.optimizers import is_optimizer
 from statexchange.state.tree import contains
 from statexchange.tensors import is_tensor
 
-__all__ = ["contains_state", "is_leaf", "is_stateful"]
+__all__ = ["check_no_state_in", "contains_state", "is_leaf", "is_stateful"]
 
 
 def is_stateful(value: Any) -> bool:
@@ -37,3 +39,15 @@ def is_leaf(value: Any) -> bool:
 def contains_state(value: Any) -> bool:
     """Whether `value` is, or contains, a tensor or an object with a state, to be filled in place. Not collective."""
     return contains(value, lambda item: is_leaf(item) and not isinstance(item, enum.Enum))
+
+
+def check_no_state_in(value: Any, path: str) -> None:
+    """Raise UnsupportedError if `value` is a set or deque that holds a tensor or an object with a state.
+
+    Not collective. Walks do not enter sets and deques, so what lies in them would be left out.
+    """
+    if not isinstance(value, set | frozenset | deque):
+        return
+    if any(contains_state(item) for item in value if not isinstance(item, int | float | str)):
+        kind = type(value).__name__
+        raise UnsupportedError(f"a {kind} here holds tensors, which cannot be filled in it: give a list", name=path)

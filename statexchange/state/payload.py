@@ -20,6 +20,7 @@ import torch
 
 from statexchange import values
 from statexchange.errors import UnsupportedError
+from statexchange.state.leaves import check_no_state_in
 from statexchange.state.optimizers import (
     hyperparameters,
     is_optimizer,
@@ -119,6 +120,7 @@ class _Writer:
             return _LeafSpec.of(tensor)
         if value_kind(value) is not None or _is_container(value):
             return None
+        check_no_state_in(value, path)
         return _LeafSpec("object")
 
 

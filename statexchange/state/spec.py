@@ -13,7 +13,7 @@ from torch import nn
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
-from statexchange.state.leaves import is_leaf, is_stateful
+from statexchange.state.leaves import check_no_state_in, is_leaf, is_stateful
 from statexchange.state.modules import check_module, is_extra_state, is_plain_entry, model_items
 from statexchange.state.optimizers import check_optimizer, is_optimizer
 from statexchange.state.tree import nodes
@@ -115,6 +115,7 @@ class StateSpec:
         elif isinstance(leaf, Generator | MappingView):
             raise InvalidArgumentError(f"a {type(leaf).__name__} cannot be filled in place: give a list", name=path)
         else:
+            check_no_state_in(leaf, path)
             self.entries.append((path, _OBJECT))
 
     def add_module(self, path: str, module: nn.Module, *, buffers: bool) -> None:

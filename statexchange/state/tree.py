@@ -232,7 +232,7 @@ def with_types_of(own: Any, decoded: Any) -> Any:
         for key, item in decoded.items():
             mapping[key] = with_types_of(own.get(key), item)
         return mapping
-    if isinstance(own, list | tuple) and isinstance(decoded, list | tuple) and not hasattr(decoded, "_fields"):
+    if isinstance(own, list | tuple) and type(decoded) in (list, tuple):  # others, as torch.Size, have their type
         items = []
         for i, item in enumerate(decoded):
             items.append(with_types_of(own[i] if i < len(own) else None, item))

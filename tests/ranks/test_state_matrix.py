@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import copy
+import datetime as dt
+import enum
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +22,37 @@ import statexchange as sx
 from statexchange.testing import run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs" / "state.md"
-OPTIMIZERS = [
-    kind
-    for name, kind in sorted(vars(torch.optim).items())
-    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-]
+LR = torch.optim.lr_scheduler
+
+
+def classes(module: Any, base: type) -> list[type]:
+    """Return the public classes of a module that are derived from `base`."""
+    found = [kind for name, kind in sorted(vars(module).items()) if name[0] != "_" and isinstance(kind, type)]
+    return [kind for kind in found if issubclass(kind, base) and kind is not base]
+
+
+OPTIMIZERS = classes(torch.optim, torch.optim.Optimizer)
+OPTIONS: dict[str, dict[str, Any]] = {  # with more state than by default
+    "Adam with a tensor as lr, amsgrad": {"lr": torch.tensor(0.25), "amsgrad": True},
+    "RMSprop with momentum, centered": {"momentum": 0.9, "centered": True},
+    "SGD with momentum": {"momentum": 0.9},
+}
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer, int], Any]] = {
+    kind.__name__: lambda optimizer, seed, kind=kind: kind(optimizer) for kind in classes(LR, LR.LRScheduler)
+} | {
+    "ChainedScheduler": lambda o, seed: LR.ChainedScheduler([LR.ConstantLR(o), LR.ExponentialLR(o, 0.5)]),
+    "CosineAnnealingLR": lambda o, seed: LR.CosineAnnealingLR(o, 10),
+    "CosineAnnealingWarmRestarts": lambda o, seed: LR.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": lambda o, seed: LR.CyclicLR(o, 0.1, 1.0, step_size_up=2, cycle_momentum=False),
+    "ExponentialLR": lambda o, seed: LR.ExponentialLR(o, 0.5),
+    "LambdaLR": lambda o, seed: LR.LambdaLR(o, lambda epoch: 0.5**epoch),
+    "MultiStepLR": lambda o, seed: LR.MultiStepLR(o, [1, seed + 1]),
+    "MultiplicativeLR": lambda o, seed: LR.MultiplicativeLR(o, lambda epoch: 0.5),
+    "OneCycleLR": lambda o, seed: LR.OneCycleLR(o, 1.0, total_steps=10),
+    "SequentialLR": lambda o, seed: LR.SequentialLR(o, [LR.ConstantLR(o), LR.StepLR(o, 2)], [2]),
+    "StepLR": lambda o, seed: LR.StepLR(o, 2),
+    "SWALR": lambda o, seed: torch.optim.swa_utils.SWALR(o, 0.05),
+}
 
 
 class Net(nn.Module):
@@ -42,12 +70,13 @@ class Net(nn.Module):
         return result
 
 
-def trained(seed: int, kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
+def trained(seed: int, kind: type[torch.optim.Optimizer], **options: Any) -> dict[str, Any]:
     """A model and its optimizer after `seed` steps."""
     torch.manual_seed(seed)
     model: nn.Module = nn.Embedding(4, 3, sparse=True) if kind is torch.optim.SparseAdam else Net(seed)
     weights = [p for p in model.parameters() if p.dim() == 2]
-    optimizer: Any = kind(weights if kind.__name__ == "Muon" else model.parameters(), lr=0.01 * seed)  # type: ignore[call-arg]
+    parameters: Any = weights if kind.__name__ == "Muon" else model.parameters()
+    optimizer: Any = kind(parameters, **{"lr": 0.01 * seed, **copy.deepcopy(options)})
     for step in range(seed):
         inputs = torch.tensor([1, 2]) if kind is torch.optim.SparseAdam else torch.full((2, 3), step + 1.0)
 
@@ -63,15 +92,7 @@ def trained(seed: int, kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
 
 def scheduler(seed: int, kind: str) -> Any:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    lr_scheduler = torch.optim.lr_scheduler
-    one = {
-        "MultiStepLR": lambda: lr_scheduler.MultiStepLR(optimizer, [1, seed + 1]),
-        "OneCycleLR": lambda: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10),
-        "ReduceLROnPlateau": lambda: lr_scheduler.ReduceLROnPlateau(optimizer),
-        "SequentialLR": lambda: lr_scheduler.SequentialLR(
-            optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 2)], [2]
-        ),
-    }[kind]()
+    one = SCHEDULERS[kind](optimizer, seed)
     optimizer.step()
     for _ in range(seed):
         one.step(*([0.5] if kind == "ReduceLROnPlateau" else []))
@@ -104,6 +125,32 @@ class Point(NamedTuple):
 class Job:
     model: nn.Module
     step: int
+
+
+@dataclass(frozen=True)
+class FrozenJob:
+    tensor: torch.Tensor
+    step: int
+
+
+class Colour(enum.Enum):
+    RED = 2
+    BLUE = 3
+
+
+def values(seed: int) -> dict[str, Any]:
+    return {
+        "numpy": np.float32(seed),
+        "complex": complex(seed, 1),
+        "dtype": (torch.float16, torch.bfloat16)[seed % 2],
+        "size": torch.Size([seed]),
+        "enum": Colour(seed),
+        "tuple": (seed, (None, float("inf"))),
+    }
+
+
+def other_values(seed: int) -> dict[str, Any]:
+    return {"bytes": b"x" * seed, "path": Path("a") / str(seed), "date": dt.date(2026, 1, seed), "set": {seed, 7}}
 
 
 def quantized(seed: int) -> torch.Tensor:
@@ -147,22 +194,34 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "module, quantized dynamically": dynamic,
     **{f"optimizer {kind.__name__}": lambda seed, kind=kind: trained(seed, kind) for kind in OPTIMIZERS},
     **{
-        f"scheduler {kind}": lambda seed, kind=kind: scheduler(seed, kind)
-        for kind in ("MultiStepLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR")
+        f"optimizer {name}": lambda seed, name=name: trained(
+            seed, vars(torch.optim)[name.partition(" ")[0]], **OPTIONS[name]
+        )
+        for name in OPTIONS
     },
+    **{f"scheduler {kind}": lambda seed, kind=kind: scheduler(seed, kind) for kind in SCHEDULERS},
     "GradScaler": scaler,
     "data loader with a state": Loader,
     "RNG state of torch": lambda seed: torch.Generator().manual_seed(seed).get_state(),
     "RNG state of numpy": lambda seed: np.random.RandomState(seed).get_state(),
+    "RNG state of numpy's Generator": lambda seed: np.random.default_rng(seed).bit_generator.state,
     "RNG state of random": lambda seed: random.Random(seed).getstate(),
     "dataclass with a module": lambda seed: Job(Net(seed), seed),
+    "frozen dataclass with a tensor": lambda seed: FrozenJob(torch.full((2,), float(seed)), seed),
     "namedtuple with a tensor": lambda seed: Point(torch.full((2,), float(seed)), seed),
     "OrderedDict of tensors": lambda seed: collections.OrderedDict(b=torch.full((2,), float(seed)), a=torch.ones(1)),
     "Counter": lambda seed: collections.Counter("x" * seed),
+    "defaultdict of tensors": lambda seed: collections.defaultdict(list, a=torch.full((2,), float(seed))),
+    "list of tensors": lambda seed: [torch.full((2,), float(seed)), torch.ones(1)],
+    "deque of numbers": lambda seed: collections.deque([seed, 1], maxlen=3),
+    "deque of tensors": lambda seed: collections.deque([torch.full((2,), float(seed))]),
     "number, text, None": lambda seed: {"a": seed, "b": str(seed), "c": None},
+    "numpy scalar, complex, dtype, size, enum": values,
+    "bytes, path, date, set": other_values,
     "numpy array": array,
     "two names for one tensor, and a view of it": aliased,
     "strided tensor": lambda seed: torch.full((4, 4), float(seed))[::2, ::2].t(),
+    "expanded tensor": lambda seed: torch.full((1,), float(seed)).expand(3),
     "tensor of a subclass": lambda seed: torch.full((2,), float(seed)).as_subclass(Labelled),
     "bfloat16, float8, complex64, bool tensors": lambda seed: {
         str(dtype)[6:]: torch.full((2,), float(seed)).to(dtype)
@@ -177,7 +236,7 @@ ALIKE = {
     kind
     for kind in KINDS
     if kind.startswith(("optimizer ", "scheduler "))
-    and kind not in ("optimizer AdamW", "optimizer LBFGS", "scheduler MultiStepLR")
+    and kind not in ("optimizer AdamW", "optimizer LBFGS", "optimizer SGD with momentum", "scheduler MultiStepLR")
 }
 
 
@@ -232,22 +291,24 @@ def gathers(make: Callable[[int], Any], path: str) -> list[Any]:
         bare = getattr(live, "_orig_mod", getattr(live, "module", live))
         bare.load_state_dict(found[1])
         return [content(live)]
-    if isinstance(live, Mapping):
-        return [content(type(live)(found[1]))]
+    if isinstance(live, MutableMapping):
+        live.clear()
+        live.update(found[1])
+        return [content(live)]
     if "x" not in found[1]:  # an object with several tensors, whose names begin with its own
         return [{name.removeprefix("x."): tensor for name, tensor in found[1].items()}]
     return [content(found[1]["x"])]
 
 
-def exports(make: Callable[[int], Any], path: str) -> list[Any]:
-    given, live = [make(2), make(2)], [make(3), make(3)]
+def exports(make: Callable[[int], Any], path: str, after: int = 2) -> list[Any]:
+    given, live = [make(2), make(2)], [make(3) for _ in range(after)]
+    run_ranks(lambda: sx.export_checkpoint(flat(given[sx.get_rank()]), path) and None, 2)
 
     def ranks() -> Any:
-        sx.export_checkpoint(flat(given[sx.get_rank()]), path)
         sx.load_checkpoint(flat(live[sx.get_rank()]), path)
         return content(live[sx.get_rank()])
 
-    return run_ranks(ranks, 2)
+    return run_ranks(ranks, after)
 
 
 def saves(make: Callable[[int], Any], path: str, after: int = 2) -> list[Any]:
@@ -265,8 +326,10 @@ TRIPS: dict[str, Callable[[Callable[[int], Any], str], list[Any]]] = {
     "synchronize": synchronizes,
     "gather": gathers,
     "export, load": exports,
+    "export, load on 3": lambda make, path: exports(make, path, 3),
     "save, load": saves,
-    "save, load on 1 rank": lambda make, path: saves(make, path, 1),
+    "save, load on 1": lambda make, path: saves(make, path, 1),
+    "save, load on 3": lambda make, path: saves(make, path, 3),
 }
 
 
@@ -282,6 +345,8 @@ def outcome(kind: str, trip: str, path: str) -> str:
     plain = all(equal(one, wanted.as_subclass(torch.Tensor)) for one in found if isinstance(wanted, torch.Tensor))
     if plain and isinstance(wanted, torch.Tensor):
         return "same, as a plain tensor"
+    if trip == "synchronize" and all(equal(one, content(KINDS[kind](3))) for _, one in wrong):
+        return "each rank's own"
     rank, one = wrong[0]
     return f"rank {rank} has {one}, not {wanted}"
 

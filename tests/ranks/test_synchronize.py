@@ -3,7 +3,7 @@
 import enum
 import functools
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -598,6 +598,22 @@ def test_an_object_in_the_state_of_an_optimizer_is_not_replaced() -> None:
     assert set(outcomes.errors.values()) == {"UnsupportedError"}
     assert "an object at helper that cannot be sent" in outcomes.messages[0]
     assert outcomes.messages[0] == outcomes.messages[1]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [deque, lambda items: set(items)], ids=["deque", "set"])
+def test_tensors_in_a_set_or_deque_are_refused_by_name(make: Any) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    held = make([torch.ones(2)])
+    with pytest.raises(
+        sx.errors.UnsupportedError, match=f"a {type(held).__name__} here holds tensors.*give a list.*'a'"
+    ):
+        synchronize({"a": held})
+    with pytest.raises(sx.errors.UnsupportedError, match=f"a {type(held).__name__} here holds tensors"):
+        optimizer.param_groups[0]["held"] = held
+        synchronize([optimizer])
+    plain = make([here()[0]])
+    assert synchronize({"a": plain})["a"] is plain
 
 
 @pytest.mark.ranks(2)
