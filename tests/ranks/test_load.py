@@ -488,6 +488,23 @@ def test_a_sharded_job_resumes_on_another_number_of_ranks(after: int, tmp_path: 
     assert all(rank == before[0] for rank in found)
 
 
+def loads_before_backward(folder: str) -> None:
+    mesh = mesh_of([sx.get_world_size()])
+    for of_local in (False, True):
+        weight = nn.Parameter(placed(torch.ones(4, 2), mesh, "0"))
+        used = weight.to_local() if of_local else weight
+        loss = (used * used).sum()
+        sx.load_checkpoint({"w": weight}, folder)
+        with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("world_size", [1, slow(2)])
+def test_a_load_increments_the_version_of_a_shard(world_size: int, tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(4, 2)}, tmp_path / "model.safetensors")
+    run_ranks(loads_before_backward, world_size, backend="gloo", args=(str(tmp_path),), timeout_s=120)
+
+
 def casts_into_shards(folder: str) -> None:
     """Load a model of float32 into one of bfloat16, and into one whose shards are columns."""
     from torch.distributed.tensor import Shard, distribute_module, distribute_tensor, init_device_mesh
