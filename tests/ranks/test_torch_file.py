@@ -395,6 +395,7 @@ def test_a_nested_axis_and_a_mesh_that_claims_too_much() -> None:
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "qtensor"),
         (lambda: torch.ones(2, device="meta"), "meta"),
         (lambda: torch.ones(2, dtype=torch.complex64).conj(), "conjugated"),
+        (lambda: torch.zeros(2, dtype=torch.uint8).view(torch.bits8), "dtype bits8 is not supported"),
     ],
 )
 def test_tensors_that_have_no_plain_bytes_are_refused_by_name(tmp_path: Path, value: Any, match: str) -> None:
