@@ -189,7 +189,7 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
             raise UnsupportedError("trials of a hyperparameter search would share the steps of their saves")
         if resume_from_checkpoint is not True:
             return super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
-        found: dict[str, Any] = {"trainer": {}}
+        found: dict[str, Any] = {}  # an empty state takes what the save has
         report = self.saves.load(found, include="trainer.*", replicas="root")  # each rank measured its own times
         if report is None:
             return super().train(None, None, ignore_keys_for_eval)
