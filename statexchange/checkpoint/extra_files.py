@@ -29,7 +29,7 @@ from statexchange.tensors import LONG_NAMES
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
-    from statexchange.sharding.plan import Plan
+    from statexchange.sharding.plan import Plan, TensorPlan
 
 __all__ = [
     "ADAPTER_CONFIG",
@@ -40,7 +40,7 @@ __all__ = [
     "notes_on_empty_directories",
     "notes_on_foreign_names",
     "notes_on_missing_files",
-    "notes_on_other_layers",
+    "notes_on_other_sizes",
     "own_files",
 ]
 
@@ -50,6 +50,9 @@ _VERL_DIRECTORY = "huggingface"
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _ADAPTER_PREFIX = "base_model.model."  # of all names in an adapter that PEFT saves
 _TRANSFORMERS_NAMES = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
+# Tensors of a model whose last dim is the hidden size, with their number of dims.
+_EMBEDDING = "model.embed_tokens.weight"
+_SIZES = {_EMBEDDING: 2, "model.norm.weight": 1, "model.layers.0.input_layernorm.weight": 1}
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versions
 # Files of a directory that do not belong to a model: weights, indexes, manifests, hidden files and what a training job
@@ -178,28 +181,58 @@ def notes_on_foreign_names(plan: Plan) -> tuple[str, ...]:
     return (f"transformers does not know these names: {option} writes the names and values that it knows",)
 
 
-def notes_on_other_layers(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
-    """Return a note if config.json has another number of layers than the tensors, all of the model's.
+def notes_on_other_sizes(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Return a note if config.json has another number of layers or other sizes than the tensors, all of the model's.
 
-    transformers would give layers that are missing random values, or leave out those that it does not expect.
+    transformers would give layers that are missing random values, leave out those that it does not expect, and refuse
+    tensors of other shapes. Only sizes with which no model can be loaded count: the embedding may well have more rows
+    than the vocabulary has entries, for padding.
     """
-    names = [tensor.name for file in plan.files for tensor in file.tensors]
-    found = len({match[1] for match in map(_LAYER.match, names) if match is not None})
+    tensors = {tensor.name: tensor for file in plan.files for tensor in file.tensors}
+    found = len({match[1] for match in map(_LAYER.match, tensors) if match is not None})
     try:
         config = parse_json(extra.get(CONFIG, b"{}"), CONFIG, Budget(CONFIG))
     except CorruptError:
         return ()
     if not found or not isinstance(config, dict):
         return ()
+    different = []
     number = config.get("num_hidden_layers")
     further = config.get("num_nextn_predict_layers", 0)  # which predict further tokens, and are not counted
-    if type(number) is not int or type(further) is not int or number <= found <= number + further:
+    if type(number) is int and type(further) is int and not number <= found <= number + further:
+        layers = f"{found} layer{'s' * (found != 1)}"
+        different.append(
+            f"num_hidden_layers is {number} in {CONFIG}, and the tensors are those of {layers} of model.layers"
+        )
+    different += _other_sizes(tensors, config)
+    if not different:
         return ()
-    text = (
-        f"num_hidden_layers is {number} in {CONFIG}, and the tensors are those of {found} layer{'s' * (found != 1)} of "
-        "model.layers: is this the config of this model? Give it by files_from (--files-from)"
-    )
-    return (text,)
+    return (f"{'; '.join(different)}: is this the config of this model? Give it by files_from (--files-from)",)
+
+
+def _other_sizes(tensors: Mapping[str, TensorPlan], config: Mapping[str, object]) -> list[str]:
+    """Return how the embedding and the norms of a model contradict the sizes in its config.
+
+    An embedding may have other columns than the layers have, so the hidden size is compared with all of these.
+    """
+    vocab_size, hidden_size = config.get("vocab_size"), config.get("hidden_size")
+    # Packed weights have other shapes, and so may a tensor that is no matrix or no vector.
+    plain = {name: one.shape for name, one in tensors.items() if name in _SIZES and one.dtype in FLOATS}
+    shapes = {name: shape for name, shape in plain.items() if len(shape) == _SIZES[name]}
+    different = []
+    if _EMBEDDING in shapes and type(vocab_size) is int and shapes[_EMBEDDING][0] < vocab_size:
+        rows = _counted(shapes[_EMBEDDING][0], "row")
+        different.append(f"vocab_size is {vocab_size} in {CONFIG}, and {_EMBEDDING} has only {rows}")
+    sizes = {shape[-1] for shape in shapes.values()}
+    if type(hidden_size) is int and len(sizes) == 1 and hidden_size not in sizes:
+        name = next(filter(shapes.__contains__, _SIZES))
+        size = _counted(shapes[name][-1], "column" if name == _EMBEDDING else "element")
+        different.append(f"hidden_size is {hidden_size} in {CONFIG}, and {name} has {size}")
+    return different
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _with_dtype(config: bytes, plan: Plan) -> bytes:

@@ -28,7 +28,7 @@ from statexchange.checkpoint.extra_files import (
     notes_on_empty_directories,
     notes_on_foreign_names,
     notes_on_missing_files,
-    notes_on_other_layers,
+    notes_on_other_sizes,
     own_files,
 )
 from statexchange.checkpoint.index import BoxProvenance
@@ -301,7 +301,7 @@ def merge_checkpoint(
         notes += notes_on_missing_files(plan, extra) if has_model else ()
         notes += notes_on_foreign_names(plan) if has_model and conversion is None else ()
         selects = bool(options.include or options.exclude)
-        notes += notes_on_other_layers(plan, extra) if has_model and not selects else ()
+        notes += notes_on_other_sizes(plan, extra) if has_model and not selects else ()
         target = target_path(path)
         reused: tuple[str, ...] = ()
         _check_apart(checkpoint, target)
