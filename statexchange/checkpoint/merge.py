@@ -46,7 +46,7 @@ from statexchange.errors import (
     excerpt,
     without_secrets,
 )
-from statexchange.formats import rank_files
+from statexchange.formats import directories, rank_files
 from statexchange.formats.converted import (
     Converted,
     check_model_configs,
@@ -68,6 +68,7 @@ from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
 from statexchange.storage.location import location
 from statexchange.storage.opened_path import OpenedPath, read_option_file
+from statexchange.storage.store import resolve_path
 from statexchange.tensors import element_shape
 from statexchange.units import format_transfer
 
@@ -348,11 +349,11 @@ def merge_checkpoint(
 
 
 def _with_directory(error: StateExchangeError, checkpoint: Source) -> StateExchangeError:
-    """Return the error; if a region is missing in one rank's file, with the directory of all ranks' files."""
+    """Return the error; if a region is missing, with what is known about the files that may have it."""
     opened = checkpoint.opened
     of = part_of(opened.file, opened.store) if opened.file is not None else ""
     if not of or not isinstance(error, IncompleteError):
-        return error
+        return checkpoint.explained(error)
     text = f"this file alone is {of}: give their directory, {opened.store.path}; {error.message}"
     return IncompleteError(text, name=error.name, rank=error.rank, path=error.path)
 
@@ -404,7 +405,7 @@ def _open(
         source = open_with(path, partial(_read_plain, weights=weights), strict=True, section=section)
     if section == MODEL_OF_PARTS and source.sections and all(one.name != "model" for one in source.sections):
         source.close()
-        raise no_section(source, "model")
+        raise directories.error_without_model(resolve_path(path, "a source")) or no_section(source, "model")
     if options.layout is None:
         return source, {}
     return rank_files.apply_layout(source, options.new_layout())

@@ -10,6 +10,7 @@ from statexchange.errors import CorruptError, ReplicaError, UnsafeError
 from statexchange.exchange.placing import parameter_names
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.sharding.options import LoadOptions, renamed
+from statexchange.sharding.plan import HolderLabel
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.state.modules import is_module
@@ -28,6 +29,7 @@ class _SavedPart:
     rank: int
     tensor: SourceTensor
     path: str
+    label: HolderLabel
 
 
 class Catalog:
@@ -56,7 +58,9 @@ class Catalog:
                 if old_names.setdefault(new, old) != old:
                     text = f"rename gives one name to both {old_names[new]!r} and {old!r}"
                     raise UnsafeError(text, name=new, path=source.path)
-                self._parts.setdefault(new, []).append(_SavedPart(shard_file.rank, tensor, shard_file.path))
+                self._parts.setdefault(new, []).append(
+                    _SavedPart(shard_file.rank, tensor, shard_file.path, source.label_of(shard_file))
+                )
         if source.manifest is not None:
             self._add_aliases(source.manifest.get("aliases", {}))
 
@@ -146,6 +150,15 @@ class Catalog:
                     text = _differing(f"different values for region {box}", name, first_rank, part.rank)
                     raise ReplicaError(text, name=name, rank=part.rank, path=part.path)
         return boxes
+
+    def holders_of(self, name: str) -> dict[Box, list[HolderLabel]]:
+        """Return what messages call the holders of each box that is not empty."""
+        holders: dict[Box, list[HolderLabel]] = {}
+        for part in self._parts_to_read(name):
+            for box in part.tensor.shard.boxes:
+                if box.numel:
+                    holders.setdefault(box, []).append(part.label)
+        return holders
 
     def check_values(self, saved: Any, conflicts: Mapping[tuple[Any, ...], tuple[int, int]]) -> None:
         """Raise ReplicaError for values in the saved tree that ranks saved differently, if they are to be equal.

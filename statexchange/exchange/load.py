@@ -699,7 +699,8 @@ def _read_item(target: _Target, catalog: Catalog) -> ReadItem:
         )
     boxes = catalog.boxes_of(target.name)
     try:
-        prove_cover(target.name, stored.global_shape, {box: [rank] for box, (_, rank) in boxes.items()})
+        prove_cover(target.name, stored.global_shape, catalog.holders_of(target.name))
     except (CorruptError, IncompleteError) as error:
-        raise error.located(name=target.name, path=catalog.source.path) from error
+        explained = catalog.source.explained(error)
+        raise explained.located(name=target.name, path=catalog.source.path) from error
     return ReadItem(target.name, local, {box: byte_range for box, (byte_range, _) in boxes.items()}, stored.dtype)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Literal
@@ -25,6 +25,7 @@ from statexchange.errors import (
     ReplacedError,
     StateExchangeError,
     excerpt,
+    without_secrets,
 )
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import (
@@ -39,11 +40,11 @@ from statexchange.formats.source import (
     merged_metadata,
 )
 from statexchange.storage.claim import CLAIM_NAME
-from statexchange.storage.opened_path import OpenedPath
+from statexchange.storage.opened_path import OpenedPath, open_path
 from statexchange.storage.store import FilteredStore, Store
 from statexchange.storage.workspace import is_rank_file
 
-__all__ = ["check_none_below", "matches", "read"]
+__all__ = ["check_none_below", "error_without_model", "matches", "read"]
 
 _Reader = Literal["dcp", "huggingface", "torch_file"]
 _MAX_SHOWN = 8
@@ -114,7 +115,10 @@ _ACCELERATE_OPTIMIZER = (
     _stored(r"optimizer(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin", "torch_file"),
 )
 _WORLD = r"_world_size_(?P<ranks>[0-9]{1,9})_rank_(?P<rank>[0-9]{1,9})\.pt"
+_EXTRA_STATE = re.compile(rf"extra_state{_WORLD}")
 _VERL_FILES = "huggingface"
+_TORCH_CHECKPOINTING: FormatName = "torch_checkpointing"
+_RANK_OF_ITEM = re.compile(r".+_(?P<rank>[0-9]{1,9})\.pt")
 _FRAMEWORKS = (
     _Framework(
         "trainer",
@@ -152,7 +156,7 @@ _FRAMEWORKS = (
                 ),
             ),
             ("optimizer", (_stored(rf"(?P<of>optim){_WORLD}", "torch_file"),)),
-            ("other", (_stored(rf"extra_state{_WORLD}", "torch_file"),)),
+            ("other", (_Stored(_EXTRA_STATE, "torch_file"),)),
         ),
         _VERL_FILES,
     ),
@@ -166,7 +170,7 @@ _FRAMEWORKS = (
         None,
     ),
     _Framework(
-        "torch_checkpointing",
+        _TORCH_CHECKPOINTING,
         (re.compile(r"metadata\.pkl"),),
         (
             ("model", (_stored(r"(?P<of>model)_(?P<rank>[0-9]{1,9})\.pt", "torch_file"),)),
@@ -341,6 +345,7 @@ class _Directory:
             notes=self._notes(),
             parts=tuple(parts),
             step=self._step(),
+            absent_files=self._absent({section: f"{section}." for section, _ in self._chosen if section is not None}),
         )
 
     def read_section(self, section: str, *, strict: bool) -> Source:
@@ -388,6 +393,7 @@ class _Directory:
             sections=(),
             small_files=self._small_files(),
             step=self._step(),
+            absent_files=self._absent({section: ""}),
         )
 
     def _selected(
@@ -476,6 +482,34 @@ class _Directory:
         begin, end = match.span("rank")
         path = self._store.path_of(f"{match.string[:begin]}{missing}{match.string[end:]}")
         return [IncompleteError("the file of this rank is missing", rank=missing, path=path)]
+
+    def _absent(self, prefixes: Mapping[str, str]) -> dict[str, str]:
+        """Return, by the prefixes of sections, a sentence about ranks of which other sections alone have files.
+
+        A rank may well have no part of a section, so this is no error by itself.
+        """
+        if self._framework.kind != _TORCH_CHECKPOINTING:
+            return {}
+        witnesses: dict[int, str] = {}
+        for name in self._store.non_directories:
+            match = _RANK_OF_ITEM.fullmatch(name)
+            if match is not None:
+                witnesses.setdefault(int(match["rank"]), name)
+        found = {}
+        for section, parts in self._chosen:
+            pattern = parts[0].stored.pattern
+            if section is None or section not in prefixes or "rank" not in pattern.groupindex:
+                continue
+            matches = [match for part in parts for match in map(pattern.fullmatch, part.names) if match is not None]
+            ranks = {int(match["rank"]) for match in matches}
+            absent = sorted(witnesses.keys() - ranks)
+            if absent:
+                begin, end = matches[0].span("rank")
+                name = matches[0].string
+                files = _listed([f"{name[:begin]}{rank}{name[end:]}" for rank in absent])
+                text = f"there is no {files}, though {witnesses[absent[-1]]} shows a rank {absent[-1]}"
+                found[prefixes[section]] = text
+        return found
 
     def _step(self) -> int | None:
         """Return the training step that Trainer's state has; None without one, or if it cannot be read.
@@ -596,6 +630,56 @@ def _joined(kind: FormatName, opened: OpenedPath, sources: Sequence[Source]) -> 
     )
 
 
+def error_without_model(path: str) -> InvalidArgumentError | None:
+    """Return the error for a directory that is one part of a framework's directory, and not its model; else None.
+
+    It names the directory to give instead, if the parent of this one has the model.
+
+    Args:
+        path: the absolute path or URL of a directory that was asked for its model, and has none.
+    """
+    parent, _, name = path.rstrip("/").rpartition("/")
+    try:
+        with open_path(path) as opened:
+            if opened.file is not None:
+                return None
+            weights = [name for name in opened.names if name.endswith(_WEIGHTS)]
+            extra_states = weights if all(map(_EXTRA_STATE.fullmatch, weights)) else []
+        found = _part_in(parent, name, is_extra_state=bool(extra_states))
+    except StateExchangeError:
+        return None
+    if found:
+        shown = without_secrets(parent)
+        text = f"this is only the part {found} of the directory {shown}: give that one; to read this part alone, "
+    elif extra_states:
+        text = (
+            f"only verl's files of random states and schedulers are here ({_listed(extra_states)}), not those of its "
+            "model, model_world_size_W_rank_R.pt: copy them, too; to read these alone, "
+        )
+        found = repr("other")
+    else:
+        return None
+    return InvalidArgumentError(f"{text}choose {found} with section (--section)", path=without_secrets(path))
+
+
+def _part_in(parent: str, name: str, *, is_extra_state: bool) -> str:
+    """Return the section of a directory in a parent that is a framework's, and has a model; "" for any other."""
+    with open_path(parent) as opened:
+        framework = _framework_of(opened.store) if opened.file is None else None
+        if framework is None:
+            return ""
+        chosen = _chosen(framework, opened.store)
+        if all(section not in ("model", None) for section, _ in chosen):
+            return ""
+        if is_extra_state:
+            return "'other'" if framework.kind == "verl" else ""
+        for section, parts in chosen:
+            is_directory = any(part.stored.is_directory and name in part.names for part in parts)
+            if is_directory and section not in ("model", None):
+                return repr(section)
+    return ""
+
+
 _CHECKPOINT = re.compile(r"(?:checkpoint|global_step|step|epoch|iter)[-_=]?([0-9]{1,18})", re.IGNORECASE)
 _CKPT = ".ckpt"  # of Lightning's files and directories
 _NO_MODEL = ("training_args.bin",)  # Trainer writes it beside its checkpoints, too
@@ -610,7 +694,8 @@ def check_none_below(opened: OpenedPath) -> None:
     if steps:
         names = sorted(steps, key=lambda name: int(steps[name][1]))
         newest = store.path_of(names[-1])
-        text = f"this directory contains {_counted(names)}: name one of them, such as the newest, {newest}"
+        advice = "give that one" if len(names) == 1 else "name one of them, such as the newest"
+        text = f"this directory contains {_counted(names)}: {advice}, {newest}"
         raise InvalidArgumentError(text, path=opened.path)
     roles = [name for name in store.directories if name in _VERL_ROLES]
     if len(roles) > 1:
@@ -618,7 +703,8 @@ def check_none_below(opened: OpenedPath) -> None:
         raise InvalidArgumentError(text, path=opened.path)
     names = [name for name, kind in store.listing.items() if name.endswith(_CKPT) and kind != "other"]
     if names:
-        text = f"this directory contains {_counted(names)}: name one of them, as {store.path_of(names[0])}"
+        advice = "give that one," if len(names) == 1 else "name one of them, as"
+        text = f"this directory contains {_counted(names)}: {advice} {store.path_of(names[0])}"
         raise InvalidArgumentError(text, path=opened.path)
 
 

@@ -43,6 +43,10 @@ _FILES: tuple[tuple[re.Pattern[str], StateFile], ...] = (
         re.compile(r"optim_world_size_[0-9]+_rank_[0-9]+\.pt"),
         StateFile("optimizer", "a rank's part of the state of an optimizer"),
     ),
+    (
+        re.compile(r"extra_state_world_size_[0-9]+_rank_[0-9]+\.pt"),
+        StateFile("other", "a rank's random states and scheduler"),
+    ),
     (re.compile(r"scheduler(_[0-9]+)?\.(pt|bin)"), StateFile("scheduler", "the state of a learning rate's scheduler")),
     (
         re.compile(r"rng_state(_[0-9]+)?\.pth|random_states_[0-9]+\.pkl"),

@@ -141,6 +141,10 @@ def open_with(
         return read_with_retry(path, read_once)
     except NotFoundError as error:
         raise _absent_step(path) or error from None
+    except InvalidArgumentError as error:
+        if section not in (None, "model"):
+            raise
+        raise directories.error_without_model(path) or error from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from statexchange.errors import (
     UnsupportedError,
     excerpt,
 )
-from statexchange.sharding.plan import RankShards, prove_cover
+from statexchange.sharding.plan import HolderLabel, RankShards, prove_cover
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, is_inside
 from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
@@ -246,6 +246,11 @@ class ShardFile:
         return self.file.path
 
     @property
+    def name(self) -> str:
+        """The file's name, without its directory."""
+        return self.file.path.rpartition("/")[2]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the file."""
         return self.file.size
@@ -281,6 +286,8 @@ class Source:
             `strict` raises it.
         parts: the parts of a framework's directory.
         small_files: the directory with the model's config and tokenizer, where the format knows it.
+        absent_files: by the beginning of names, a sentence about files that these tensors may be in, and that are
+            absent, for the error of a region that no file has.
         padding: by tensor, the boxes that only fill up a buffer: their bytes may be anything.
     """
 
@@ -308,6 +315,7 @@ class Source:
     refusal: UnsupportedError | None = None
     parts: tuple[Part, ...] = ()
     small_files: Store | None = None
+    absent_files: Mapping[str, str] = field(default_factory=dict)
     padding: Mapping[str, frozenset[Box]] = field(default_factory=dict)
 
     @property
@@ -339,12 +347,25 @@ class Source:
         """Bytes of all files."""
         return sum(shard_file.nbytes for shard_file in self.files)
 
+    def label_of(self, shard_file: ShardFile) -> HolderLabel:
+        """Return what error messages call a file: its rank, or its name if it is no rank's."""
+        return shard_file.rank if self.has_ranks else shard_file.name
+
+    def explained(self, error: StateExchangeError) -> StateExchangeError:
+        """Return the error of a region that no file has with what `absent_files` says; any other error unchanged."""
+        if not isinstance(error, IncompleteError):
+            return error
+        text = next((text for prefix, text in self.absent_files.items() if (error.name or "").startswith(prefix)), "")
+        if not text:
+            return error
+        return IncompleteError(f"{error.message}; {text}", name=error.name, rank=error.rank, path=error.path)
+
     def rank_shards(self) -> list[RankShards]:
         """Return each rank's shards for the merge plan."""
         rank_shards = []
         for shard_file in self.files:
             shards = [tensor.shard for tensor in shard_file.tensors.values()]
-            rank_shards.append(RankShards(shard_file.rank, shards, shard_file.aliases))
+            rank_shards.append(RankShards(shard_file.rank, shards, shard_file.aliases, self.label_of(shard_file)))
         return rank_shards
 
     def uncovered(self) -> tuple[StateExchangeError, ...]:
@@ -361,15 +382,15 @@ class Source:
             for _, tensor in self.shards()
             if [box.shape for box in tensor.shard.boxes] != [tensor.shard.global_shape]
         }
-        boxes: dict[str, dict[Box, list[int]]] = {name: {} for name in shapes}
+        boxes: dict[str, dict[Box, list[HolderLabel]]] = {name: {} for name in shapes}
         for shard_file, tensor in self.shards() if shapes else ():
             for box in tensor.shard.boxes if tensor.shard.name in boxes else ():
-                boxes[tensor.shard.name].setdefault(box, []).append(shard_file.rank)
+                boxes[tensor.shard.name].setdefault(box, []).append(self.label_of(shard_file))
         for name, shape in shapes.items():
             try:
-                prove_cover(name, shape, {box: ranks for box, ranks in boxes[name].items() if box.numel})
+                prove_cover(name, shape, {box: holders for box, holders in boxes[name].items() if box.numel})
             except (CorruptError, IncompleteError) as error:
-                return (error.located(path=self.path),)
+                return (self.explained(error).located(path=self.path),)
         return ()
 
     def shards(self) -> Iterator[tuple[ShardFile, SourceTensor]]:
@@ -405,8 +426,9 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    _boxes: Mapping[Box, tuple[ByteRange, int]]  # each stored box with its byte range and rank
+    _boxes: Mapping[Box, tuple[ByteRange, HolderLabel]]  # each stored box with its byte range and its file
     _conflicts: Mapping[str, StateExchangeError]  # by the names of tensors that cannot be read
+    _source: Source
 
     @property
     def nbytes(self) -> int:
@@ -493,7 +515,10 @@ class StoredTensor:
 
     def _check_cover(self) -> None:
         if self._boxes.keys() != {full_box(self.shape)}:
-            prove_cover(self.name, self.shape, {box: [rank] for box, (_, rank) in self._boxes.items()})
+            try:
+                prove_cover(self.name, self.shape, {box: [holder] for box, (_, holder) in self._boxes.items()})
+            except IncompleteError as error:
+                raise self._source.explained(error) from None
 
 
 def _box_of(box: object, name: str) -> Box:
@@ -524,20 +549,20 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         self._source = source
         self._tensors: dict[str, StoredTensor] = {}
         conflicts: dict[str, StateExchangeError] = {}
-        boxes: dict[str, dict[Box, tuple[ByteRange, int]]] = {}
+        boxes: dict[str, dict[Box, tuple[ByteRange, HolderLabel]]] = {}
         for shard_file, tensor in source.shards():
             shard = tensor.shard
             stored = self._tensors.get(shard.name)
             if stored is None:
                 boxes[shard.name] = {}
-                stored = StoredTensor(shard.name, shard.dtype, shard.global_shape, boxes[shard.name], conflicts)
+                stored = StoredTensor(shard.name, shard.dtype, shard.global_shape, boxes[shard.name], conflicts, source)
                 self._tensors[shard.name] = stored
             elif (stored.dtype, stored.shape) != (shard.dtype, shard.global_shape):
                 raise CorruptError("two files disagree on dtype or shape", name=shard.name, path=shard_file.path)
             elif source.kind == "huggingface" and boxes[shard.name].keys() & set(shard.boxes):
                 raise CorruptError("two files have a tensor of this name", name=shard.name, path=shard_file.path)
             for box, byte_range in zip(shard.boxes, tensor.byte_ranges, strict=True):
-                first, _ = boxes[shard.name].setdefault(box, (byte_range, shard_file.rank))
+                first, _ = boxes[shard.name].setdefault(box, (byte_range, source.label_of(shard_file)))
                 if None not in (first.digest, byte_range.digest) and first.digest != byte_range.digest:
                     text = f"two ranks hold different values for region {box}: open one rank's file"
                     conflicts[shard.name] = ReplicaError(
@@ -547,7 +572,7 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
             if unreadable.unsupported is not None:
                 name = unreadable.name
                 conflicts.setdefault(name, unreadable.unsupported)
-                stored = StoredTensor(name, unreadable.dtype or "?", unreadable.shape or (), {}, conflicts)
+                stored = StoredTensor(name, unreadable.dtype or "?", unreadable.shape or (), {}, conflicts, source)
                 self._tensors.setdefault(name, stored)
 
     def __getitem__(self, name: str) -> StoredTensor:

@@ -15,7 +15,7 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.formats.sections import sections_of
-from statexchange.sharding.plan import prove_cover
+from statexchange.sharding.plan import HolderLabel, prove_cover
 from statexchange.sharding.shards import Box, full_box, intersect
 from statexchange.tensors import ITEMSIZE, PACKED, element_shape
 
@@ -128,8 +128,21 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
         for box, stored in zip(tensor.shard.boxes, tensor.byte_ranges, strict=True):
             copies.setdefault(box, []).append((shard_file, stored))
     problems = list(_differing_copies(name, copies))
-    stored_boxes = {box: [file.rank for file, _ in of_box] for box, of_box in copies.items() if box.numel}
-    gaps, overlaps = _flaws(name, shard.global_shape, stored_boxes, problems, is_part=is_part)
+    labels: dict[Box, list[HolderLabel]] = {}
+    ranks: dict[Box, list[int]] = {}
+    for box, of_box in copies.items():
+        if box.numel:
+            labels[box] = [source.label_of(file) for file, _ in of_box]
+            ranks[box] = [file.rank for file, _ in of_box]
+    gaps: list[Box] = []
+    overlaps: list[Overlap] = []
+    try:
+        prove_cover(name, shard.global_shape, labels)
+    except (IncompleteError, OverlapError, UnsupportedError) as error:
+        if not (is_part and isinstance(error, IncompleteError)):
+            problems.append(source.explained(error))
+        if len(ranks) <= _MAX_LISTED_BOXES:
+            gaps, overlaps = _gaps(shard.global_shape, ranks), list(_overlaps(ranks))
     prefix = f"{source.opened.store.path.rstrip('/')}/"
     regions = []
     for box, of_box in copies.items():
@@ -198,21 +211,6 @@ def _differing_copies(name: str, copies: dict[Box, list[tuple[ShardFile, ByteRan
             ranks = [file.rank for file, stored in of_box if stored.digest != of_box[0][1].digest]
             text = f"ranks {ranks} and rank {of_box[0][0].rank} hold different values for region {box}"
             yield ReplicaError(text, name=name, rank=ranks[0], path=of_box[0][0].path)
-
-
-def _flaws(
-    name: str, shape: tuple[int, ...], boxes: dict[Box, list[int]], problems: list[StateExchangeError], *, is_part: bool
-) -> tuple[list[Box], list[Overlap]]:
-    """Return the gaps and overlaps of boxes, given with their ranks; add their first error to `problems`."""
-    try:
-        prove_cover(name, shape, boxes)
-    except (IncompleteError, OverlapError, UnsupportedError) as error:
-        if not (is_part and isinstance(error, IncompleteError)):
-            problems.append(error)
-        if len(boxes) > _MAX_LISTED_BOXES:
-            return [], []
-        return _gaps(shape, boxes), list(_overlaps(boxes))
-    return [], []
 
 
 def _gaps(shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Box]:

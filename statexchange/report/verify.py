@@ -7,7 +7,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from statexchange.errors import InvalidArgumentError, ReplacedError, ReplicaError, StateExchangeError, without_secrets
+from statexchange.errors import (
+    IncompleteError,
+    InvalidArgumentError,
+    ReplacedError,
+    ReplicaError,
+    StateExchangeError,
+    without_secrets,
+)
 from statexchange.formats.registry import open_source
 from statexchange.formats.sealed_files import check_sealed_file, sealed_files
 from statexchange.formats.source import Source, SourceTensor
@@ -216,8 +223,14 @@ class _Check:
     def _prove_cover(self, name: str, numbers: list[int]) -> None:
         """Prove the cover of one tensor, which is in the files with these numbers, and compare its replicas."""
         shard_files = [self._source.files[number] for number in numbers]
-        rank_shards = [RankShards(shard_file.rank, [shard_file.tensors[name].shard]) for shard_file in shard_files]
-        plan = plan_merge(rank_shards, ExportOptions())
+        rank_shards = []
+        for shard_file in shard_files:
+            label = self._source.label_of(shard_file)
+            rank_shards.append(RankShards(shard_file.rank, [shard_file.tensors[name].shard], label=label))
+        try:
+            plan = plan_merge(rank_shards, ExportOptions())
+        except IncompleteError as error:
+            raise self._source.explained(error) from None
         for tensor in plan.files[0].tensors:
             self._compare_replicas(tensor, numbers)
 

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TypeAlias
@@ -26,6 +26,7 @@ from statexchange.errors import (
     UnsafeError,
     UnsupportedError,
     did_you_mean,
+    excerpt,
 )
 from statexchange.processes import collector_paused
 from statexchange.sharding.layout_advice import layout_advice, rule_for_dim
@@ -36,6 +37,7 @@ from statexchange.tensors import ITEMSIZE, PACKED
 
 __all__ = [
     "FilePlan",
+    "HolderLabel",
     "Piece",
     "Plan",
     "RankShards",
@@ -46,10 +48,14 @@ __all__ = [
 
 _MAX_CUT_DIMS = 12
 _MANY_BOXES = 1000
+_MAX_FILES, _MAX_NAME = 8, 100  # files in a message, and characters of a name
 _FEW_RANKS = 16  # the largest mesh for which the pieces of equal specs are cached
 _MAX_CORNERS = 1 << 22  # corners that are counted at once; a box that is cut along n dims has 2**n
 _MAX_VISITS = 64  # how often, on average, a box may be looked at per dim while boxes are divided into slabs
 
+
+HolderLabel: TypeAlias = int | str
+"""What error messages call a holder: its rank, or the name of a file that is no rank's."""
 
 _TensorShards: TypeAlias = list[tuple[int, Shard]] | ShardingSpec
 """The shards of one tensor with their holders, or the spec from which they follow."""
@@ -60,14 +66,16 @@ class RankShards:
     """The shards of one holder.
 
     Attributes:
-        rank: the rank in error messages.
+        rank: the rank, or the number of a file that is no rank's.
         shards: its shards. A `ShardingSpec`, given by any one holder, covers all holders.
         aliases: names of tied tensors, with the names under which they are kept.
+        label: the rank or, for a file that is no rank's, its name: for error messages. None for the rank.
     """
 
     rank: int
     shards: Sequence[Shard | ShardingSpec]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    label: HolderLabel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,8 +418,10 @@ def _plan_tensor(
                 owners.setdefault(box, []).append((holder, index))
     at = _first_flaw(first.name, first.global_shape, owners)
     if at is not None:
-        ranks_of_box = {box: [rank_shards[holder].rank for holder, _ in copies] for box, copies in owners.items()}
-        raise _flaw_error(first.name, first.global_shape, ranks_of_box, at)
+        holders_of_box: dict[Box, list[HolderLabel]] = {}
+        for box, copies in owners.items():
+            holders_of_box[box] = [_label_of(rank_shards[holder]) for holder, _ in copies]
+        raise _flaw_error(first.name, first.global_shape, holders_of_box, at)
     pieces = tuple(_piece(box, copies, options, load, ITEMSIZE[dtype]) for box, copies in _in_order(owners))
     return TensorPlan(name, first.name, dtype, first.global_shape, 0, pieces)
 
@@ -435,8 +445,12 @@ def _piece(box: Box, copies: list[tuple[int, int]], options: ExportOptions, load
     return Piece(box, *writer, tuple(copy for copy in copies if copy != writer))
 
 
-def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[int]]) -> None:
-    """Raise unless the non-empty `boxes` (mapped to their ranks) cover a tensor of `shape` exactly once."""
+def _label_of(rank_shards: RankShards) -> HolderLabel:
+    return rank_shards.rank if rank_shards.label is None else rank_shards.label
+
+
+def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[HolderLabel]]) -> None:
+    """Raise unless the non-empty `boxes` (mapped to their holders) cover a tensor of `shape` exactly once."""
     at = _first_flaw(name, shape, boxes)
     if at is not None:
         raise _flaw_error(name, shape, boxes, at)
@@ -460,24 +474,43 @@ def _first_flaw(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> tupl
 
 
 def _flaw_error(
-    name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[int]], at: tuple[int, ...]
+    name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[HolderLabel]], at: tuple[int, ...]
 ) -> StateExchangeError:
-    """Return the error for an element that no box covers, or several; `boxes` are mapped to their ranks."""
+    """Return the error for an element that no box covers, or several; `boxes` are mapped to their holders."""
     element = Box(at, (1,) * len(at))
     covering = [box for box in boxes if intersect(box, element) is not None]
     if not covering:
-        holders = sorted({rank for ranks in boxes.values() for rank in ranks})
+        holders = {holder for of_box in boxes.values() for holder in of_box}
         region = _free_region(at, shape, boxes)
-        problem = f"no rank holds region {region} of shape {shape}; ranks {holders} hold the rest"
-        return IncompleteError(problem, name=name)
+        return IncompleteError(_gap_text(f"region {region} of shape {shape}", holders), name=name)
     first, second = covering[:2]
     ends = tuple(map(min, first.ends, second.ends))
+    owner, other = boxes[first][0], boxes[second][0]
     return OverlapError(
-        f"region {region_text(at, ends)} is claimed twice: as {first} by rank {boxes[first][0]} "
-        f"and as {second} by rank {boxes[second][0]}",
+        f"region {region_text(at, ends)} is claimed twice: as {first} by {_holder_text(owner)} "
+        f"and as {second} by {_holder_text(other)}",
         name=name,
-        rank=boxes[second][0],
+        rank=other if isinstance(other, int) else None,
     )
+
+
+def _gap_text(region: str, holders: Collection[HolderLabel]) -> str:
+    """Return the text of a region that no holder has, with the holders of the others."""
+    ranks = sorted(holder for holder in holders if isinstance(holder, int))
+    files = sorted(holder for holder in holders if isinstance(holder, str))
+    if not holders:
+        return f"nothing holds {region}"
+    if files:
+        shown = ", ".join(excerpt(file, _MAX_NAME)[1:-1] for file in files[:_MAX_FILES])
+        hidden = len(files) - _MAX_FILES
+        if hidden > 0:
+            shown += f" and {hidden:,} more"
+        return f"no file holds {region}; {shown} hold{'s' * (len(files) == 1)} the rest"
+    return f"no rank holds {region}; ranks {ranks} hold the rest"
+
+
+def _holder_text(holder: HolderLabel) -> str:
+    return f"rank {holder}" if isinstance(holder, int) else excerpt(holder, _MAX_NAME)[1:-1]
 
 
 class _CoverProof:

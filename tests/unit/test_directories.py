@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.cli.main import main
-from statexchange.errors import InvalidArgumentError, UnsafeError
+from statexchange.errors import IncompleteError, InvalidArgumentError, UnsafeError
 from statexchange.formats.registry import open_source
 from statexchange.report.scan import scan
 
@@ -260,8 +261,8 @@ HALVES = [
     ("lightning/sharded/last.ckpt", ".metadata", 5, NO_METADATA),
     ("torchtitan/fused/checkpoint/step-3", "__1_0.distcp", 5, NO_RANK),
     ("torchtitan/fused/checkpoint/step-3", ".metadata", 5, NO_METADATA),
-    ("torch_checkpointing/state", "model_1.pt", 5, "no rank holds region [4:7, 0:6] of shape (7, 6)"),
-    ("deepspeed/zero3", "latest", 2, "contains 1 checkpoint (global_step2): name one of them, such as the newest"),
+    ("torch_checkpointing/state", "model_1.pt", 5, "no file holds region [4:7, 0:6] of shape (7, 6)"),
+    ("deepspeed/zero3", "latest", 2, "contains 1 checkpoint (global_step2): give that one, "),
 ]
 
 
@@ -278,6 +279,47 @@ def test_half_a_directory_is_neither_merged_nor_loaded(
     with pytest.raises(sx.StateExchangeError):
         sx.load_checkpoint({"rows": weight}, path)
     assert not weight.any()
+
+
+ABSENT = "there is no model_1.pt, though step_1.pt shows a rank 1"
+
+
+def test_an_absent_file_of_torch_checkpointing_is_named_where_a_region_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copied("torch_checkpointing/state", tmp_path)
+    for name in ("model_1.pt", "config_1.pt"):
+        (path / name).unlink()
+    text = f"no file holds region [4:7, 0:6] of shape (7, 6); model_0.pt holds the rest; {ABSENT} [tensor "
+    for arguments in (["merge", path, tmp_path / "out"], ["info", path], ["show", path, "model.rows"]):
+        code, out, err = run(capsys, *arguments)
+        assert (code, text in out + err) == (5, True), arguments
+    code, out, _ = run(capsys, "verify", path)
+    assert (code, out.count(ABSENT)) == (5, 2)
+    with pytest.raises(IncompleteError, match=ABSENT):
+        sx.load_checkpoint({"rows": torch.zeros(7, 6)}, path)
+    with sx.open_checkpoint(path) as checkpoint, pytest.raises(IncompleteError, match=ABSENT):
+        checkpoint["rows"].read()
+
+
+def test_several_absent_files_of_torch_checkpointing_are_listed(tmp_path: Path) -> None:
+    path = copied("torch_checkpointing/state", tmp_path)
+    (path / "model_1.pt").unlink()
+    shutil.copy(path / "step_0.pt", path / "step_2.pt")
+    text = "there is no model_1.pt, model_2.pt, though step_2.pt shows a rank 2"
+    with pytest.raises(IncompleteError, match=text):
+        merge_checkpoint(path, tmp_path / "out")
+
+
+def test_a_rank_of_torch_checkpointing_may_have_no_part_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copied("torch_checkpointing/state", tmp_path)
+    shutil.copy(path / "step_0.pt", path / "step_2.pt")
+    code, out, err = run(capsys, "merge", path, tmp_path / "out")
+    assert (code, "model_2" in out + err) == (0, False)
+    expected = load_file(DATA / "torch_checkpointing/expected.safetensors")
+    assert_equal(load_file(tmp_path / "out/model.safetensors"), expected)
 
 
 def test_a_directory_without_a_model_says_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -359,6 +401,60 @@ def test_a_published_checkpoint_with_such_names_is_one(tmp_path: Path) -> None:
     merge_checkpoint(DATA / "trainer/plain/checkpoint-2", tmp_path / "out", files_from={"trainer_state.json": "{}"})
     with open_source(tmp_path / "out") as source:
         assert source.kind == "huggingface"
+
+
+@pytest.mark.parametrize("directory", ["accelerate/sharded/state", "trainer/sharded/checkpoint-2"])
+@pytest.mark.parametrize("is_url", [False, True])
+def test_of_an_optimizers_directory_the_parent_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], directory: str, is_url: bool
+) -> None:
+    path: Path | str = DATA / directory
+    if is_url:
+        memory = fsspec.filesystem("memory")
+        memory.put(str(path), f"/{tmp_path.name}", recursive=True)
+        path = f"memory://{tmp_path.name}"
+    for options in ([], ["--section", "model"]):
+        code, _, err = run(capsys, "merge", f"{path}/optimizer_0", tmp_path / "out", *options)
+        text = (
+            f"this is only the part 'optimizer' of the directory {path}: give that one; to read this part alone, "
+            f"choose 'optimizer' with section (--section) [{path}/optimizer_0]"
+        )
+        assert (code, text in err) == (2, True)
+    merge_checkpoint(f"{path}/optimizer_0", tmp_path / "optimizer", section="optimizer")
+
+
+def test_an_optimizers_directory_without_a_model_beside_it_says_what_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copied("accelerate/sharded/state", tmp_path)
+    shutil.rmtree(path / "pytorch_model_fsdp_0")
+    code, _, err = run(capsys, "merge", path / "optimizer_0", tmp_path / "out")
+    assert (code, "there is no section 'model', only 'optimizer'" in err) == (2, True)
+
+
+def test_verls_extra_states_alone_name_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    actor = copied("verl/fsdp2/run/global_step_1/actor", tmp_path)
+    path = actor / "extra"
+    path.mkdir()
+    names = [f"extra_state_world_size_2_rank_{rank}.pt" for rank in range(2)]
+    for name in names:
+        (actor / name).rename(path / name)
+    code, _, err = run(capsys, "merge", path, tmp_path / "out")
+    text = f"this is only the part 'other' of the directory {actor}: give that one; to read this part alone, choose "
+    assert (code, text in err) == (2, True)
+    code, _, err = run(capsys, "merge", path / names[1], tmp_path / "out")
+    text = f"this file alone is a rank's random states and scheduler: give the directory of the checkpoint, {path}"
+    assert (code, text in err) == (2, True)
+    for file in actor.glob("model_*.pt"):
+        file.unlink()
+    code, _, err = run(capsys, "merge", path, tmp_path / "out")
+    text = f"only verl's files of random states and schedulers are here ({', '.join(names)}), not those of its model"
+    assert (code, text in err) == (2, True)
+    merge_checkpoint(path, tmp_path / "other", section="other")
+    (path / names[0]).rename(actor / names[0])
+    (path / names[1]).rename(actor / names[1])
+    code, _, err = run(capsys, "merge", actor, tmp_path / "out")
+    assert (code, "no file of a model is here, only of 'optimizer', 'other'" in err) == (2, True)
 
 
 def test_a_missing_section_is_named(tmp_path: Path) -> None:
@@ -470,7 +566,7 @@ def test_of_a_directory_of_lightnings_files_one_must_be_named(
     (tmp_path / "run").mkdir()
     shutil.copy(DATA / "lightning/full/last.ckpt", tmp_path / "run")
     code, _, err = run(capsys, "merge", tmp_path / "run", tmp_path / "again")
-    text = f"this directory contains 1 checkpoint (last.ckpt): name one of them, as {tmp_path}/run/last.ckpt"
+    text = f"this directory contains 1 checkpoint (last.ckpt): give that one, {tmp_path}/run/last.ckpt"
     assert (code, text in err) == (2, True)
 
 
@@ -495,6 +591,19 @@ def test_a_missing_rank_of_fsdp1_is_a_missing_region(tmp_path: Path, capsys: pyt
     (path / "rank1.pt").unlink()
     code, _, err = run(capsys, "merge", path, tmp_path / "out")
     assert (code, "block.linear" in err or "head" in err) == (5, True)
+
+
+def test_a_file_that_lacks_a_region_is_called_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = DATA / "torch/fsdp1/rank1.pt"
+    gap = "no file holds region [0:3, 0:3] of shape (5, 3); rank1.pt holds the rest [tensor 'block.linear.weight'"
+    for arguments in (["merge", path, tmp_path / "out"], ["show", path, "block.linear.weight"]):
+        code, _, err = run(capsys, *arguments)
+        assert (code, gap in err) == (5, True), arguments
+    code, out, _ = run(capsys, "verify", path)
+    nothing = "nothing holds region [0:1, 0:5] of shape (1, 5) [tensor 'head.weight']"
+    assert (code, gap in out, nothing in out) == (5, True, True)
+    with pytest.raises(IncompleteError, match=r"no file holds .*; rank1\.pt holds the rest"):
+        sx.load_checkpoint({"block": {"linear": {"weight": torch.zeros(5, 3)}}}, path)
 
 
 def test_flattened_parameters_are_named_and_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
