@@ -5,7 +5,7 @@ torchrun --nproc-per-node 2 tools/frameworks/torchtitan_write.py OUT [separate] 
 OUT/checkpoint/step-3 is the checkpoint: the whole state of a job, or with "model" the model alone.
 OUT/to_hf.safetensors has the tensors and OUT/config.json the config of the same model in transformers.
 
-pip install torch==2.13.0 spmd_types==0.2.3 torch_checkpointing==0.1.1 tyro wandb safetensors "datasets<4.8" torchdata
+pip install torch==2.13.0 spmd_types==0.2.3 torch_checkpointing==0.1.1 tyro wandb safetensors datasets torchdata
 pip install --no-deps torchtitan==0.3.0
 """
 
