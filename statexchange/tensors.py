@@ -46,6 +46,7 @@ __all__ = [
     "is_torch",
     "itemsize_of",
     "mark_changed",
+    "memory_span",
     "name_of_dtype",
     "nonfinite",
     "numpy_dtype",
@@ -487,6 +488,21 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor | None:
 
     # A single element counts as contiguous whatever its stride.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def memory_span(tensor: Any) -> tuple[str, int, int] | None:
+    """Return the device and the addresses of the first byte and after the last byte; None for a tensor of no memory."""
+    if is_array(tensor):
+        first = last = tensor.__array_interface__["data"][0]
+        for size, stride in zip(tensor.shape, tensor.strides, strict=True):
+            first += min(0, stride * (size - 1))
+            last += max(0, stride * (size - 1))
+        return ("cpu", first, last + tensor.itemsize) if tensor.size else None
+    first = tensor.data_ptr()
+    if not first or not tensor.numel():
+        return None
+    elements = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return str(tensor.device), first, first + elements * tensor.itemsize
 
 
 def same_memory(tensor: Any) -> tuple[Any, ...] | None:

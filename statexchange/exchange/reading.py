@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from statexchange.comm.communicator import Communicator
+from statexchange.exchange.shared_memory_check import check_shared_memory
 from statexchange.exchange.staging import Staging
 from statexchange.sharding import records
 from statexchange.sharding.shards import Box, intersect
@@ -93,13 +94,16 @@ def read_all(
     """Fill the live tensors; return the bytes that this rank has read.
 
     Not collective without `readers` (from `assign_readers`); otherwise all ranks that they name must call this.
-    Raise ReplacedError if a file may have changed since it was opened.
+    Raise ReplacedError if a file may have changed since it was opened, and ReplicaError if live tensors share memory
+    for which the source has different values.
     """
     tensors = _first_tensors(items) if readers else {}
+    filled = []
     received = {wanted for wanted, ranks in readers.items() if comm.rank in ranks[1:]}
     parts = []
     for item in items:
         for box, tensor in zip(item.local.shard.boxes, item.local.tensors, strict=True):
+            filled.append((item, box, tensor))
             wanted = WantedBox(item.name, box, item.local.shard.dtype) if received else None
             if wanted in received:
                 received.remove(wanted)  # only the first live tensor of a box receives it; any others read it
@@ -117,6 +121,7 @@ def read_all(
         elif comm.rank in others:
             comm.recv(tensors[wanted], reader)
             comm.progress()
+    check_shared_memory(filled, _Reading(comm, 0, None).fill)
     return reading.nbytes
 
 

@@ -1195,3 +1195,56 @@ def test_a_load_without_any_matching_name_suggests_a_rename(tmp_path: Path) -> N
             sx.load_checkpoint(model_of(2), tmp_path / "nested", strict=strict)
         with pytest.raises(FileNotFoundError, match=r'without "model": give state\["model"\] \['):
             sx.load_checkpoint({"model": model_of(2)}, tmp_path / "flat", strict=strict)
+
+
+# Live tensors that share memory
+
+
+def _saved(path: Path, **tensors: torch.Tensor) -> str:
+    save_file(tensors, path / "model.safetensors")
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor], ids=["numpy", "torch"])
+@pytest.mark.parametrize(
+    "views",
+    [
+        lambda base: (base, base),
+        lambda base: (base[:4], base[2:]),
+        lambda base: (base, base[::2]),
+        lambda base: (base.reshape(2, 3), base.reshape(2, 3).T),
+    ],
+    ids=["tied", "partly", "strided", "transposed"],
+)
+def test_live_tensors_that_share_memory_have_the_values_of_each_source(kind: Any, views: Any, tmp_path: Path) -> None:
+    a, b = (torch.as_tensor(view).clone().contiguous() for view in views(torch.arange(6.0)))
+    live = kind(np.zeros(6, np.float32))
+    first, second = views(live)
+    sx.load_checkpoint({"a": first, "b": second}, _saved(tmp_path, a=a, b=b))
+    assert live.tolist() == [0, 1, 2, 3, 4, 5]
+
+    for changed in ({"a": a + 1, "b": b}, {"a": a, "b": b + 1}):
+        with pytest.raises(sx.errors.ReplicaError, match=r"shares memory with '[ab]', for which the source has other"):
+            sx.load_checkpoint({"a": first, "b": second}, _saved(tmp_path, **changed))
+    sx.load_checkpoint({"a": first, "b": second}, _saved(tmp_path, a=a, b=b + 1), exclude="b")
+    assert torch.equal(torch.as_tensor(first), a)
+
+
+def test_tied_weights_that_a_checkpoint_has_with_other_values_are_refused_on_every_rank(tmp_path: Path) -> None:
+    path = _saved(tmp_path, embed=torch.ones(4, 2), head=torch.full((4, 2), 2.0))
+
+    def load() -> str:
+        tied = torch.zeros(4, 2)
+        with pytest.raises(sx.errors.ReplicaError) as raised:
+            sx.load_checkpoint({"embed": tied, "head": tied}, path)
+        return str(raised.value)
+
+    for text in run_ranks(load, 2):
+        assert "'embed'" in text
+        assert "'head'" in text
+
+
+def test_views_without_common_elements_may_interlock(tmp_path: Path) -> None:
+    live = torch.zeros(6)
+    sx.load_checkpoint({"a": live[::2], "b": live[1::2]}, _saved(tmp_path, a=torch.ones(3), b=torch.full((3,), 2.0)))
+    assert live.tolist() == [1, 2, 1, 2, 1, 2]

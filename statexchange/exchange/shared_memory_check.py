@@ -1,0 +1,101 @@
+"""After a load: check that live tensors which share memory have the values of all of their sources.
+
+Tied weights, and views of one buffer, are filled one after the other, so that the memory has the values of the last
+one. That is right only if the source has equal values for all of them. So tensors whose memory overlaps and that were
+filled from different stored bytes are read a second time, part by part, and compared with what the memory has now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from statexchange.errors import ReplicaError, excerpt
+from statexchange.sharding.shards import Box, full_box
+from statexchange.storage.regions import slices_within, to_global, windows
+from statexchange.tensors import is_array, memory_span, same_memory
+
+if TYPE_CHECKING:
+    from statexchange.exchange.reading import ReadItem
+
+__all__ = ["Part", "check_shared_memory"]
+
+Part: TypeAlias = "tuple[ReadItem, Box, Any]"
+"""A live tensor with the item of which it is a part, and the box that fills it."""
+
+_WINDOW_BYTES = 8 << 20
+
+
+def check_shared_memory(parts: Sequence[Part], fill: Callable[[ReadItem, Box, Any], None]) -> None:
+    """Raise ReplicaError if filled tensors share memory for which the source has different values. Not collective.
+
+    Args:
+        parts: the live tensors, which are filled.
+        fill: reads a box of an item into a tensor.
+    """
+    for group in _overlapping(parts):
+        first = group[0]
+        if all(_is_same(first, other) for other in group[1:]):
+            continue
+        for part in group:
+            if not _has_its_values(part, fill):
+                item = part[0]
+                names = sorted({other.name for other, *_ in group} - {item.name})
+                raise ReplicaError(
+                    f"it shares memory with {excerpt(names[0]) if names else 'another part of itself'}, for which the "
+                    "source has other values: exclude one of the two, or let each have its own memory",
+                    name=item.name,
+                )
+
+
+def _overlapping(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """Yield groups of parts whose memory, from the first to the last byte of each, overlaps."""
+    spans = []
+    for number, (*_, tensor) in enumerate(parts):
+        span = memory_span(tensor)
+        if span is not None:
+            spans.append((*span, number))
+    spans.sort()
+    group: list[Part] = []
+    device, group_end = "", 0
+    for where, begin, end, number in spans:
+        if where != device or begin >= group_end:
+            if len(group) > 1:
+                yield group
+            device, group, group_end = where, [], 0
+        group.append(parts[number])
+        group_end = max(group_end, end)
+    if len(group) > 1:
+        yield group
+
+
+def _is_same(a: Part, b: Part) -> bool:
+    """Whether two parts are the same memory, filled from the same stored bytes."""
+    (item, box, tensor), (other, other_box, other_tensor) = a, b
+    is_tied = same_memory(tensor) == same_memory(other_tensor)
+    return is_tied and box == other_box and item.stored == other.stored and item.boxes == other.boxes
+
+
+def _has_its_values(part: Part, fill: Callable[[ReadItem, Box, Any], None]) -> bool:
+    """Whether the memory has the bits that the source has for this part."""
+    item, box, tensor = part
+    live = tensor if is_array(tensor) else tensor.detach()
+    for window in windows(tuple(live.shape), live.itemsize, _WINDOW_BYTES):
+        found = live[slices_within(window, full_box(tuple(live.shape)))]
+        read = np.empty(window.shape, live.dtype) if is_array(live) else live.new_empty(window.shape)
+        fill(item, to_global(window, box), read)
+        if not _are_same_bits(found, read):
+            return False
+    return True
+
+
+def _are_same_bits(a: Any, b: Any) -> bool:
+    if is_array(a):
+        return bool(np.ascontiguousarray(a).tobytes() == b.tobytes())
+    import torch
+
+    if a.is_conj() or a.is_neg():  # filled through the view, so that the memory has other bits
+        return torch.equal(a.resolve_conj().resolve_neg(), b)
+    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
