@@ -29,6 +29,7 @@ from statexchange.exchange.converting import ChosenConversion, convert_for_load
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.reading import ReadItem, assign_readers, read_all
+from statexchange.exchange.shared_memory_check import check_shared_memory
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import Source
@@ -160,7 +161,8 @@ def load_checkpoint(
             nothing to load.
         IncompleteError: a rank's file or a region of a tensor is missing.
         OverlapError: two ranks saved overlapping regions of a tensor.
-        ReplicaError: ranks saved different values of a region or plain value.
+        ReplicaError: ranks saved different values of a region or plain value, or two live tensors share memory and the
+            source has different values for them; then the state has been changed.
         CorruptError: bytes differ from their digest, or files contradict each other.
         ReplacedError: the checkpoint was replaced during the load, twice.
         UnsafeError: `rename` gives two tensors one name.
@@ -364,6 +366,7 @@ class _Load:
             mark_changed(live for _, live, _ in plan.targets)
             mark_changed(part for item in items for part in item.local.tensors)
             read = read_all(items, readers, comm, self._on_progress)
+            check_shared_memory(items, comm)
             for callback in plan.callbacks:
                 callback()
         names = (tuple(plan.missing), tuple(plan.unexpected))

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from statexchange.comm.communicator import Communicator
-from statexchange.exchange.shared_memory_check import check_shared_memory
 from statexchange.exchange.staging import Staging
 from statexchange.sharding import records
 from statexchange.sharding.shards import Box, intersect
@@ -19,7 +18,7 @@ from statexchange.storage.regions import BoxDigest, read_part, to_global
 from statexchange.storage.store import StoredFile
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["ReadItem", "WantedBox", "assign_readers", "read_all"]
+__all__ = ["ReadItem", "WantedBox", "assign_readers", "read_all", "read_box"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +93,13 @@ def read_all(
     """Fill the live tensors; return the bytes that this rank has read.
 
     Not collective without `readers` (from `assign_readers`); otherwise all ranks that they name must call this.
-    Raise ReplacedError if a file may have changed since it was opened, and ReplicaError if live tensors share memory
-    for which the source has different values.
+    Raise ReplacedError if a file may have changed since it was opened.
     """
     tensors = _first_tensors(items) if readers else {}
-    filled = []
     received = {wanted for wanted, ranks in readers.items() if comm.rank in ranks[1:]}
     parts = []
     for item in items:
         for box, tensor in zip(item.local.shard.boxes, item.local.tensors, strict=True):
-            filled.append((item, box, tensor))
             wanted = WantedBox(item.name, box, item.local.shard.dtype) if received else None
             if wanted in received:
                 received.remove(wanted)  # only the first live tensor of a box receives it; any others read it
@@ -121,8 +117,12 @@ def read_all(
         elif comm.rank in others:
             comm.recv(tensors[wanted], reader)
             comm.progress()
-    check_shared_memory(filled, _Reading(comm, 0, None).fill)
     return reading.nbytes
+
+
+def read_box(item: ReadItem, target: Box, tensor: Any, comm: Communicator) -> None:
+    """Read the box `target` of an item into `tensor`. Not collective."""
+    _Reading(comm, 0, None).fill(item, target, tensor)
 
 
 def _nbytes_of(part: tuple[ReadItem, Box, Any]) -> int:

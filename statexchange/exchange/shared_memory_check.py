@@ -7,40 +7,42 @@ filled from different stored bytes are read a second time, part by part, and com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from statexchange.comm.communicator import Communicator
 from statexchange.errors import ReplicaError, excerpt
+from statexchange.exchange.reading import ReadItem, read_box
 from statexchange.sharding.shards import Box, full_box
 from statexchange.storage.regions import slices_within, to_global, windows
 from statexchange.tensors import is_array, memory_span, same_memory
 
-if TYPE_CHECKING:
-    from statexchange.exchange.reading import ReadItem
+__all__ = ["check_shared_memory"]
 
-__all__ = ["Part", "check_shared_memory"]
-
-Part: TypeAlias = "tuple[ReadItem, Box, Any]"
+_Part: TypeAlias = tuple[ReadItem, Box, Any]
 """A live tensor with the item of which it is a part, and the box that fills it."""
 
 _WINDOW_BYTES = 8 << 20
 
 
-def check_shared_memory(parts: Sequence[Part], fill: Callable[[ReadItem, Box, Any], None]) -> None:
-    """Raise ReplicaError if filled tensors share memory for which the source has different values. Not collective.
+def check_shared_memory(items: Sequence[ReadItem], comm: Communicator) -> None:
+    """Raise ReplicaError if live tensors share memory for which the source has different values.
 
-    Args:
-        parts: the live tensors, which are filled.
-        fill: reads a box of an item into a tensor.
+    Not collective. The tensors are filled; `comm` is told of progress.
     """
+    parts = [
+        (item, box, tensor)
+        for item in items
+        for box, tensor in zip(item.local.shard.boxes, item.local.tensors, strict=True)
+    ]
     for group in _overlapping(parts):
         first = group[0]
         if all(_is_same(first, other) for other in group[1:]):
             continue
         for part in group:
-            if not _has_its_values(part, fill):
+            if not _has_its_values(part, comm):
                 item = part[0]
                 names = sorted({other.name for other, *_ in group} - {item.name})
                 raise ReplicaError(
@@ -50,7 +52,7 @@ def check_shared_memory(parts: Sequence[Part], fill: Callable[[ReadItem, Box, An
                 )
 
 
-def _overlapping(parts: Sequence[Part]) -> Iterator[list[Part]]:
+def _overlapping(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
     """Yield groups of parts whose memory, from the first to the last byte of each, overlaps."""
     spans = []
     for number, (*_, tensor) in enumerate(parts):
@@ -58,7 +60,7 @@ def _overlapping(parts: Sequence[Part]) -> Iterator[list[Part]]:
         if span is not None:
             spans.append((*span, number))
     spans.sort()
-    group: list[Part] = []
+    group: list[_Part] = []
     device, group_end = "", 0
     for where, begin, end, number in spans:
         if where != device or begin >= group_end:
@@ -71,21 +73,21 @@ def _overlapping(parts: Sequence[Part]) -> Iterator[list[Part]]:
         yield group
 
 
-def _is_same(a: Part, b: Part) -> bool:
+def _is_same(a: _Part, b: _Part) -> bool:
     """Whether two parts are the same memory, filled from the same stored bytes."""
     (item, box, tensor), (other, other_box, other_tensor) = a, b
     is_tied = same_memory(tensor) == same_memory(other_tensor)
     return is_tied and box == other_box and item.stored == other.stored and item.boxes == other.boxes
 
 
-def _has_its_values(part: Part, fill: Callable[[ReadItem, Box, Any], None]) -> bool:
+def _has_its_values(part: _Part, comm: Communicator) -> bool:
     """Whether the memory has the bits that the source has for this part."""
     item, box, tensor = part
     live = tensor if is_array(tensor) else tensor.detach()
     for window in windows(tuple(live.shape), live.itemsize, _WINDOW_BYTES):
         found = live[slices_within(window, full_box(tuple(live.shape)))]
         read = np.empty(window.shape, live.dtype) if is_array(live) else live.new_empty(window.shape)
-        fill(item, to_global(window, box), read)
+        read_box(item, to_global(window, box), read, comm)
         if not _are_same_bits(found, read):
             return False
     return True
