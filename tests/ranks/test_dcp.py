@@ -209,10 +209,10 @@ def test_torchs_hugging_face_shards_are_shards(tmp_path: Path) -> None:
         assert {n: t.read().tobytes() for n, t in shards.items()} == {n: t.read().tobytes() for n, t in whole.items()}
     first = min(holder.path for holder in source.files if "rows" in holder.tensors)
     os.unlink(first)
-    with pytest.raises(IncompleteError, match="no rank holds") as caught:
+    with pytest.raises(IncompleteError, match="no file holds") as caught:
         merge_checkpoint(tmp_path / "hf", tmp_path / "other")
     assert caught.value.path == str(tmp_path / "hf")
-    assert ["no rank holds" in str(problem) for problem in summarize(tmp_path / "hf").problems] == [True]
+    assert ["no file holds" in str(problem) for problem in summarize(tmp_path / "hf").problems] == [True]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_runs_that_divide_a_tensor_cover_it_exactly_once(shape: tuple[int, ...],
         boxes |= {box: [rank] for box in boxes_of_run(shape, begin, end)}
     prove_cover("w", shape, boxes)
     last = list(boxes)[-1]
-    with pytest.raises(IncompleteError, match="no rank holds region"):
+    with pytest.raises(IncompleteError, match=r"(no rank|nothing) holds region"):
         prove_cover("w", shape, {box: ranks for box, ranks in boxes.items() if box != last})
 
 

@@ -293,4 +293,4 @@ def test_of_one_ranks_file_alone_a_merge_names_the_directory(
     path = DATA / file
     code, said = run(capsys, "merge", path, tmp_path / "out")
     assert (code, "this file alone is one" in said) == (5, True), said
-    assert f"give their directory, {path.parent}; no rank holds region" in said
+    assert f"give their directory, {path.parent}; no file holds region" in said
