@@ -41,6 +41,19 @@ def test_every_code_has_a_check(code):
     assert any(code in line.replace(",", " ").split() for line in listed())
 
 
+@pytest.mark.parametrize("command", ["list", "mounts"])
+def test_a_reader_that_has_gone_is_no_error(command):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "tools/nfs_lab", command],
+        cwd=HOME, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}, stdout=writing, stderr=subprocess.PIPE,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_check_names_are_unique():
     names = [line.split()[0] for line in listed()]
     assert len(names) == len(set(names))

@@ -113,15 +113,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _list(_: argparse.Namespace) -> int:
-    for case in cases():
-        print(f"{case.name:56} {case.check.covers:7} {case.check.summary}")
+    _write("".join(f"{case.name:56} {case.check.covers:7} {case.check.summary}\n" for case in cases()))
     return OK
 
 
 def _mounts(_: argparse.Namespace) -> int:
-    for name, (source, options) in MOUNTS.items():
-        print(f"/run/m/{name:9} {source:28} {options}")
+    _write("".join(f"/run/m/{name:9} {source:28} {options}\n" for name, (source, options) in MOUNTS.items()))
     return OK
+
+
+def _write(text: str) -> None:
+    """Write text to stdout; drop the rest without an error if its reader has gone, as `head` does."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # so that the flush at exit does not fail, too
+        os.close(nowhere)
 
 
 def _up(options: argparse.Namespace) -> int:
@@ -151,7 +160,7 @@ def _running_lab(options: argparse.Namespace) -> Lab:
 def _on(options: argparse.Namespace) -> int:
     lab = _running_lab(options)
     status, output = lab.wait(options.host, lab.start(options.host, " ".join(options.words)), options.timeout)
-    sys.stdout.write(output)
+    _write(output)
     return status
 
 
