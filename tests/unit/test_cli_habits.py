@@ -432,14 +432,19 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 def whole_sources(root: Path) -> list[Path]:
-    """Return each path below the test data that is opened as one checkpoint, with its archives unpacked."""
+    """Return each path below a copy of the test data that is opened as one checkpoint, with its archives unpacked.
+
+    A copy, as workspaces in which others may write are refused, and git gives directories the modes of the umask.
+    """
     found = []
+    shutil.copytree(DATA, root / "data")
+    for path in root.rglob("*"):
+        path.chmod(0o700 if path.is_dir() else 0o600)
     for archive in sorted(DATA.rglob("*.tar.xz")):
         target = root / archive.name.removesuffix(".tar.xz")
         with tarfile.open(archive) as packed:
             packed.extractall(target)
-    paths = [path for top in (DATA, root) for path in top.rglob("*") if path.is_dir() or path.suffix == ".safetensors"]
-    for path in sorted(paths):
+    for path in sorted(path for path in root.rglob("*") if path.is_dir() or path.suffix == ".safetensors"):
         with contextlib.suppress(sx.StateExchangeError):
             sx.open_checkpoint(path).close()
             found.append(path)
