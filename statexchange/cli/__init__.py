@@ -1,1 +1,1 @@
-"""The command line: commands, output and exit codes. Each command imports a package only when it runs."""
+"""The command line: commands, output and exit codes. Each command imports what it needs only when it runs."""

@@ -135,7 +135,7 @@ class Output:
         return sys.stdout.isatty() and self.width < _WIDE_COLUMNS
 
     def fitted(self, text: str, room: int) -> str:
-        """Return a text that leaves `room` columns of a narrow terminal: its middle is left out if it is longer."""
+        """Return `text`, without its middle if it would leave fewer than `room` columns of a narrow terminal free."""
         return shortened(text, max(_LEAST_TEXT, self.width - room)) if self._is_narrow else text
 
     def table(
@@ -166,7 +166,7 @@ class Output:
             self._write(sys.stderr, _printable_lines(text))
 
     def log(self, text: str) -> None:
-        """Write a message to stderr if that is a log: not a pipe, whose reader expects messages that matter."""
+        """Write a message to stderr, unless that is a pipe: its reader expects only messages that matter."""
         if not _is_pipe(sys.stderr):
             self.message(text)
 

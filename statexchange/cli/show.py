@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 _NARROWING = Narrowing(drop=("BYTES",), shorten={"FILE": 20, "RANKS": 12, "REGION": 24}, cut=("FILE", "RANKS"))
 _CORNER = (4, 6)  # rows and columns of the default slice
 _BAR = 40
-# What a terminal shows at most: regions of a tensor, items of a container, and characters of a value, of which one that
-# is longer leaves its first ones.
+# What a terminal shows at most: regions of a tensor, items of a container, characters of a value. Of a longer value it
+# shows the first _CUT_VALUE characters.
 _MAX_ROWS, _MAX_ITEMS, _MAX_VALUE, _CUT_VALUE = 32, 100, 300, 60
 _ALL = "a pipe or --json has all"
 _ABSENT = "(no such key)"

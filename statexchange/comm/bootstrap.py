@@ -234,8 +234,8 @@ def _report_no_shared_memory(topology: Topology, prefer: str) -> None:
     hosts = sorted(set(topology.hosts))
     if prefer == "shm":
         raise UnsupportedError(
-            f"the ranks, on {', '.join(hosts)}, cannot share memory: they need one host, and one /proc, "
-            "or one /dev/shm with room for some MiB of each rank"
+            f"the ranks, on {', '.join(hosts)}, cannot share memory: they must run on one host and "
+            "see one /proc, or one /dev/shm with room for a few MiB of each rank"
         )
     if len(topology.leaders) == 1 and topology.rank == 0:
         _log.warning(
@@ -253,7 +253,8 @@ def launchers_local_rank(bootstrap: Backend | Communicator) -> int | None:
 def _topology(infos: Sequence[_RankInfo], rank: int) -> Topology:
     """Return the topology, with the launcher's local ranks if these are 0, 1, ... on each host.
 
-    They may differ from rank order, as with Open MPI 5, and are used so that `init` does not change a local rank.
+    They may differ from rank order, as with Open MPI 5. They are used so that a rank has the same local rank before and
+    after `init`.
     """
     identities = list(dict.fromkeys(info.host_identity for info in infos))
     nodes = tuple(identities.index(info.host_identity) for info in infos)

@@ -57,7 +57,9 @@ def _target(given: FlatTensor[TensorT], out: TensorT | None) -> FlatTensor[Tenso
         return given
     target = FlatTensor(out, given.data.device.type, written=True)
     if target.text != given.text:
-        raise InvalidArgumentError("out is not like the tensor", expected=given.text, found=target.text)
+        raise InvalidArgumentError(
+            "out must have the dtype and shape of the tensor", expected=given.text, found=target.text
+        )
     return target
 
 

@@ -1205,7 +1205,7 @@ class Communicator:
         """The communicator of the same ranks that reduces among all of them in one step, whatever their hosts.
 
         Not collective. It is this communicator itself, unless that is hierarchical. Both share everything, also
-        failures and the order of calls. All ranks must make a call on the same one.
+        failures and the order of calls. All ranks must make a call on the same one of the two.
         """
         if self._flat is None:
             is_flat = self._route.hierarchy is None

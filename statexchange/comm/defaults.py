@@ -48,7 +48,7 @@ _of_process: Communicator | None = None
 def default() -> Communicator | None:
     """Return what `use` has set in this thread, else what `init` has made for the process. Not collective.
 
-    A world of one from before a fork counts as none.
+    In a forked child the parent's world of one counts as none.
     """
     try:
         comm = _default.get()

@@ -3,7 +3,7 @@
 A fork copies every object, and with it descriptors of the parent's sockets and mappings of its shared memory. A child
 that used them would take part as if it were its parent. So whatever connects a process with other ranks is registered
 here when it is made, and `disown` is called on it in each child, before any other code runs there: it cuts the object
-off. So no call has to compare process ids.
+off, and no call has to compare process ids.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def _joined_store(host: str, port: int, rank: int, world_size: int, deadline: fl
         except StateExchangeError:  # of which a StallError is an OSError
             raise
         except (OSError, LostServerError) as error:
-            reason = error  # of an earlier rendezvous, or of one that was given up: another server may follow
+            reason = error  # a server of an earlier rendezvous, or of one that was given up: another may follow
         if time.monotonic() > deadline:
             if has_joined:
                 raise tcp_store.left_error([0], where, timeout_s)

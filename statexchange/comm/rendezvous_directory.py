@@ -103,7 +103,7 @@ def _open_directory(path: Path) -> tuple[int, int]:
             os.mkdir(path.name, 0o700, dir_fd=parent)
             num_made += 1
         except FileExistsError:
-            # Another rank has made it; one of this rendezvous, if it lies in a directory that this call made.
+            # Another rank has made it meanwhile. If this call made the parent, it is a rank of this rendezvous.
             num_made += bool(num_made)
         return os.open(path.name, _DIRECTORY, dir_fd=parent), num_made
     finally:

@@ -1,8 +1,8 @@
-"""A location: a local path or an fsspec URL, and everything that is done differently at the two.
+"""A location: a local path or an fsspec URL, with every operation that differs between the two.
 
-`location` looks at the text of a path once. A `LocalLocation` is built and removed by directory_build.py, under hidden
-names beside it. A `RemoteLocation` is built and removed by object_build.py, under its final name and with a claim.
-build.py has the interface of both and what it guarantees.
+`location` decides by the text of a path, once. A `LocalLocation` is built and removed by directory_build.py, under
+hidden names beside it. A `RemoteLocation` is built and removed by object_build.py, under its final name and with a
+claim. build.py defines the interface of both builds, and what they guarantee.
 
 Modules for writers, and those that need fsspec, are imported at the first call that needs them.
 """
@@ -97,7 +97,7 @@ class Location(ABC):
 
     @abstractmethod
     def open(self) -> tuple[Store, str | None]:
-        """Open and pin the directory; of a file open its directory and return its name, too.
+        """Open and pin the directory. If it is a file, open its directory, and return the name of the file, too.
 
         Raises:
             NotFoundError: there is nothing here.
@@ -106,9 +106,9 @@ class Location(ABC):
 
     @abstractmethod
     def check_can_be_made(self, absence: NotFoundError) -> None:
-        """Raise NotFoundError if the first build in this directory could not make it, and nothing is here.
+        """Raise NotFoundError if nothing is here and the first build in this directory could not make it.
 
-        Then the path is wrong, or a disk is not mounted.
+        The path is then wrong, or a disk is not mounted.
 
         Args:
             absence: the error that says that nothing is here.
@@ -118,7 +118,7 @@ class Location(ABC):
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> None:
-        """Write a small file into this directory, which exists; TargetExistsError if the name does."""
+        """Write a small file into this directory, which must exist; TargetExistsError if the name exists, too."""
 
     @abstractmethod
     def open_build(
@@ -136,7 +136,7 @@ class Location(ABC):
         Args:
             plan_digest: 32 hex digits; with `reuse`, equal digests must mean equal bytes of all output files.
             names: names of all files; `commit` writes the last one.
-            check: called with the directory that is here before it is replaced; None if it may not be replaced.
+            check: called with the existing directory before that is replaced; None if none may be replaced.
             reuse: keep the output files that a killed publisher of the same plan had finished.
             resume: treat every other publisher to this target as dead; without it a publisher's death must be proved.
             is_own: in an object store, whether an object that neither a manifest nor a claim lists may be removed.
@@ -174,13 +174,13 @@ class Location(ABC):
     def remove(self, manifest: str, check: ReplaceCheck, *, waits: bool = True) -> None:
         """Remove the published directory that is here.
 
-        No reader opens a part of it; one that has opened it before may fail, with an error that it was removed.
+        No reader opens a part of it. A reader that has opened it before may fail; its error says that it was removed.
 
         Args:
             manifest: the name of the file that commits it.
             check: as for `open_build`.
-            waits: at a URL, if another host's process has begun to remove it, watch that one's claim for 60 s to see
-                whether it still runs.
+            waits: at a URL: if a process of another host has begun to remove it, watch that process's claim for 60 s,
+                to see whether it still runs.
 
         Raises:
             NotFoundError: there is no such directory.
@@ -190,7 +190,7 @@ class Location(ABC):
 
     @abstractmethod
     def unfinished(self, manifest: str) -> list[UnfinishedBuild]:
-        """Return the builds and removals of this directory that have not ended, or were killed.
+        """Return the builds and removals of this directory that are under way, or were killed.
 
         Raises:
             StorageError: the directory cannot be read.
@@ -208,21 +208,21 @@ class Location(ABC):
     def clear(
         self, manifest: str, is_own: OwnCheck, *, watch: ClaimWatch | None = None, waits: bool = False
     ) -> str | None:
-        """Remove what processes that have provably ended left of builds and removals of this directory.
+        """Remove the remains of builds and removals of this directory whose processes have provably ended.
 
         Args:
             manifest: the name of the file that commits it.
             is_own: as for `open_build`.
-            watch: what this process has seen of claims; one that has not changed for 60 s is a dead process's.
+            watch: this process's record of claims; a claim that has not changed for 60 s counts as a dead process's.
             waits: watch the claim of another host's process for 60 s.
 
         Returns:
-            The nonce of what was removed at a URL; else None.
+            At a URL the nonce of the claim that was removed; None if there was none, and for a local directory.
         """
 
     @abstractmethod
     def claim_watch(self) -> ClaimWatch | None:
-        """Return a new record of the claims that this process sees; None where builds have none."""
+        """Return a new record of the claims that this process sees; None where builds have no claims."""
 
 
 class LocalLocation(Location):
@@ -299,7 +299,7 @@ class LocalLocation(Location):
         check_directory(self.path, check, nbytes, resume=resume)
 
     def join_build(self, key: str, manifest: str) -> BuildMember:
-        """Join the build whose hidden name `key` tells."""
+        """Join the build whose hidden name follows from `key`."""
         from statexchange.storage.directory_build import DirectoryMember
 
         return DirectoryMember(self.path, key)
@@ -329,7 +329,7 @@ class LocalLocation(Location):
     def clear(
         self, manifest: str, is_own: OwnCheck, *, watch: ClaimWatch | None = None, waits: bool = False
     ) -> str | None:
-        """Remove what is under hidden names, unless its process may still run. What is not ours is named in a log."""
+        """Remove what is under hidden names, unless its process may still run; log a warning about what is not ours."""
         from statexchange.storage.directory_build import DirectoryRemoval
 
         builds = self.unfinished(manifest)
@@ -339,8 +339,8 @@ class LocalLocation(Location):
             DirectoryRemoval(self.path, check=lambda _: []).abandon()
         except TargetExistsError:  # a process that runs is publishing here
             pass
-        except UnsafeError as error:  # of another user, or not a directory: no reason to fail for other directories
-            _log.warning("what a killed save or removal left is not removed: %s", error)
+        except UnsafeError as error:  # another user's, or not a directory: other directories can still be cleared
+            _log.warning("the remains of a killed save or removal are not removed: %s", error)
         return None
 
     def claim_watch(self) -> ClaimWatch | None:
@@ -368,7 +368,7 @@ class RemoteLocation(Location):
         """The URL without trailing slashes; InvalidArgumentError if it has nothing but a scheme."""
         if not self.path.partition("://")[2].strip("/"):
             scheme = self.path.partition(":")[0]
-            text = f"{excerpt(self.path)} names no bucket or directory: give more of the URL, as {scheme}://bucket"
+            text = f"{excerpt(self.path)} names no bucket or directory: give the whole URL, such as {scheme}://bucket"
             raise InvalidArgumentError(text)
         return self.path.rstrip("/")
 

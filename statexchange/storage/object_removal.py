@@ -96,7 +96,7 @@ def clear_objects(
     try:
         present = objects.read_claim()
     except CorruptError as error:  # no reason to fail for other directories
-        _log.warning("what a killed save or removal left is not removed: %s", error)
+        _log.warning("the remains of a killed save or removal are not removed: %s", error)
         return None
     except TargetExistsError:  # it is renewed again and again
         return None

@@ -1,4 +1,4 @@
-"""Ranks for tests, ours and other people's: `run_ranks` in code, ``@pytest.mark.ranks`` with the plugin."""
+"""Ranks for tests of this package and of others: `run_ranks` in code, ``@pytest.mark.ranks`` with the plugin."""
 
 from statexchange.testing.ranks import RankFailure, RankOutcome, RankOutcomes, report, run_ranks
 

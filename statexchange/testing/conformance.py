@@ -1,6 +1,6 @@
 """The conformance suite of communicators, for our backends and for those of other packages.
 
-To check a `Backend` (`all_gather_bytes`, `new_group`, `send` and `recv` will do), call on each of its ranks
+To check a `Backend` (one with only `all_gather_bytes`, `new_group`, `send` and `recv` will do), call on each rank
 
     comm = conformance.communicator_of(MyBackend(...))
     conformance.run(comm)

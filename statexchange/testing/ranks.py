@@ -157,11 +157,11 @@ def run_ranks(
         on_message: called with (rank, value) for each `report`.
         allow_failure: return the outcomes instead of raising. After a failure the other ranks get all of `timeout_s`,
             and not two seconds, to end by themselves.
-        reuse: let the processes serve several calls with `reuse`, until this process ends. It saves the launch, seconds
-            under mpiexec. Communicators, process groups, environment, working directory and torch's seed are restored
-            in between; a world in which anything failed, or a rank left a thread, a child process, a socket or other
-            state behind, is not used again. The call does not wait for the ranks to exit, so there are no exit codes.
-            `fn` must not depend on a new process, nor change variables of modules.
+        reuse: let the processes serve several calls with `reuse`, until this process ends. It saves the launch, which
+            takes seconds under mpiexec. Communicators, process groups, environment, working directory and torch's seed
+            are restored in between; a world in which anything failed, or a rank left a thread, a child process, a
+            socket or other state behind, is not used again. The call does not wait for the ranks to exit, so there are
+            no exit codes. `fn` must not depend on a new process, nor change variables of modules.
 
     Returns:
         The results in rank order, or with `allow_failure` the outcomes.

@@ -94,12 +94,15 @@ class Algorithm(abc.ABC):
         return comm.flat if self.hierarchical is False else comm
 
     def is_due(self, step: int) -> bool:  # noqa: ARG002 (for subclasses)
-        """Whether ranks communicate in this step, counted from 0 since the algorithm was switched to."""
+        """Whether ranks communicate in this step; steps count from 0 at the switch to this algorithm."""
         return True
 
     @abc.abstractmethod
     def settings(self, run: Run) -> AlgorithmOptions:
-        """Return the options of a BucketReducer that synchronises so, with `run` as state. Not collective."""
+        """Return the options of a BucketReducer that synchronises by this algorithm, with `run` as its state.
+
+        Not collective.
+        """
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class DistributedDataContainer(Dataset[Any]):
         return found
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch at its first sample; the present epoch just continues. Not collective; all ranks must call."""
+        """Begin an epoch at its first sample, unless it is the present one. Not collective, but all ranks must call."""
         if epoch != self._epoch:
             self._begin(epoch)
             self._shared[0] = epoch
@@ -185,7 +185,8 @@ class DistributedDataContainer(Dataset[Any]):
         the state's.
 
         Raises:
-            InvalidArgumentError: It is the state of other data, or with another `uneven` or `shuffle`, or no state.
+            InvalidArgumentError: The state belongs to other data, has another `uneven` or `shuffle`, or is none of this
+                class.
         """
         if not isinstance(state, Mapping) or state.keys() != self.state_dict().keys():
             raise InvalidArgumentError("this is no state of a DistributedDataContainer")

@@ -132,7 +132,7 @@ def specs_of(named: Mapping[str, torch.Tensor]) -> list[ParameterSpec]:
 
 
 def compare_specs(comm: Communicator, specs: Sequence[ParameterSpec], about: str) -> bytes:
-    """Return a digest of `specs` and of the text `about`, which are equal on all ranks. Collective.
+    """Return a digest of `specs` and of the text `about`, which must be equal on all ranks. Collective.
 
     Raises:
         MismatchError: They differ. All ranks raise it; it names the lowest rank that differs from rank 0, and the first

@@ -132,8 +132,7 @@ class CoalescingReducer(Reducer):
 
     Collective in all its methods except `discard`. If a tensor would make the cache exceed `cache_bytes`, the cache is
     sent first; a tensor that exceeds `cache_bytes` by itself is sent at once, alone. The rule is that of Flashlight's
-    CoalescingReducer. A reducer that is dropped before `finalize` leaves tensors as they
-    are and logs a warning.
+    CoalescingReducer. A reducer that is dropped before `finalize` leaves tensors as they are and logs a warning.
 
     Args:
         comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.

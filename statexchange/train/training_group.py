@@ -64,7 +64,7 @@ class TrainingGroup:
             self._is_due = True
 
     def interrupt(self) -> None:
-        """Do not count the time from the last forward to the next as a step, as something else happens in it."""
+        """Do not count the time from the last forward to the next as a step: something else happens in between."""
         self._last_forward_s = None
 
     def set_step_times(self, step_s: Sequence[float]) -> None:

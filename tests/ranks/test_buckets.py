@@ -1017,7 +1017,7 @@ def test_gradients_made_by_hand_are_added() -> None:
         params["p0"].grad = torch.full((1,), 1.0 + comm.rank, dtype=torch.float64)
         reducer.add(params["p0"])
         reducer.finalize()
-        with pytest.raises(InvalidArgumentError, match="none of its parameters"):
+        with pytest.raises(InvalidArgumentError, match="no parameter of this reducer"):
             reducer.add(torch.ones(1))
         with pytest.raises(InvalidArgumentError, match="it has none"):
             reducer.add(params["p1"])

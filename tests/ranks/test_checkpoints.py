@@ -128,7 +128,7 @@ def test_a_path_that_no_save_could_make_is_not_taken_for_a_new_job(path: str, te
 
 @pytest.mark.parametrize("url", ["memory://", "s3:///"])
 def test_a_url_without_a_bucket_is_refused(url: str) -> None:
-    with pytest.raises(sx.errors.InvalidArgumentError, match="names no bucket or directory: give more of the URL, as "):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="names no bucket or directory: give the whole URL"):
         sx.Checkpoints(url)
 
 

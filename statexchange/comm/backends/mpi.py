@@ -233,7 +233,7 @@ class MPIBackend(Backend):
             raise StallError(text, missing=tuple(missing), rank=missing[0] if missing else None) from None
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
-        """Whether MPI has a type for `dtype`. Not min and max of floats: with NaN they depend on the order of ranks."""
+        """Whether MPI has a type for `dtype`. False for min and max of floats: with NaN they depend on rank order."""
         name = _name_of(dtype)
         return name in _INTS or (name in _FLOATS and op in ("sum", "prod"))
 

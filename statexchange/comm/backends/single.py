@@ -32,5 +32,5 @@ class SingleBackend(Backend):
         return self
 
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:  # noqa: ARG002
-        """Leave the tensor but for `finish`."""
+        """Apply `finish`: with one rank the tensor is its own reduction."""
         finish(tensor)

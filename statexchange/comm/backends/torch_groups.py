@@ -126,8 +126,8 @@ def _start(backend: str, store: Any, rank: int, world_size: int, timeout_s: floa
     start = functools.partial(
         dist.init_process_group, backend, store=store, rank=rank, world_size=world_size, timeout=limit
     )
-    # Here torch's deadline, which the group keeps for its collectives, comes before ours: torch does not make a group
-    # that we have given up.
+    # Here torch's deadline, which the group keeps for its collectives, comes before ours, so that torch does not make a
+    # group that we have given up.
     _in_another_thread(start, Wait(timeout_s + GRACE_S, operation))
     group = default_group()
     assert group is not None

@@ -7,7 +7,7 @@ Behind them lies memory for the mailboxes of all pairs of ranks (mailbox.py). Th
     _ARRIVED          4 * the number of the last barrier at which it has arrived + its phase there (outcome.py)
     _LEFT             0, or how it has left: _GONE_QUIETLY, or _GONE_WITH_ERROR, with the error in its third slot
     _PROGRESS         how often it has reported that bytes move
-    _REQUESTED        the number of a barrier to which it requests all ranks, as it has a failure to report there
+    _REQUESTED        the number of a barrier at which it requests all ranks, as it has a failure to report there
     _FINGERPRINT, _LOCATION   of its current call, two of each, by the parity of the barrier's number
 
 A barrier (`sync`): a rank writes its arrival, then waits until it has read those of all. `enter` and `all_gather_bytes`

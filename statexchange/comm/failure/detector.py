@@ -88,7 +88,7 @@ class GroupView:
     departed: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Ranks that sent a goodbye: the number of the last collective of each, and the cause."""
     requested_op: int = 0
-    """The latest collective to which a rank has requested all ranks."""
+    """The latest collective at which a rank has requested all ranks."""
     progress_count: int = 0
     """The number of reports that bytes move."""
     updated: float = field(default_factory=time.monotonic)

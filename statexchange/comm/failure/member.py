@@ -1,7 +1,7 @@
 """A member of failure detection between hosts: any rank but 0. detector.py describes the protocol.
 
-A member connects again when its connection is lost; it also tries whether it could when the coordinator is silent. What
-the attempt shows:
+A member connects again when its connection is lost. When the coordinator is silent, it tries to make a second
+connection, only to find out whether the host answers. What an attempt shows:
 
 * A lost connection and then a refused attempt, or any two of these without a status in between: nothing listens there
   any more. The member reports rank 0 as dead, 0.4 s later.

@@ -64,8 +64,8 @@ class Arrival:
 
         Args:
             buckets: The buckets of the plan.
-            recheck: Look for gradients that became None after they had arrived. Needed before buckets are filled:
-                filling finds them, too.
+            recheck: Look for gradients that became None after they had arrived. Needed only if buckets are not filled
+                yet, as filling finds them, too.
             has_weight: A rank without weight reports that nothing arrived.
         """
         if recheck:

@@ -66,7 +66,7 @@ class GradientHooks:
         self._views.clear()
 
     def forget_backward(self) -> None:
-        """Treat the next gradient as the first of a backward, as one that raised has not reported its end."""
+        """Treat the next gradient as the first of a backward: a backward that raised does not report its end."""
         self._in_backward = False
 
     def _gradient_accumulated(self, index: int) -> None:

@@ -17,10 +17,10 @@ A round, on every rank:
    parameters take part in the same collectives. Steps 4 to 6 are in `gradient_averager`.
 5. All ranks exchange one message (`rounds`): the plan's digest, the step, the weight, and what arrived. Different plans
    or steps are a MismatchError on all.
-6. Gradients that arrived late, for a bucket in flight, are reduced and added. Gradients in no bucket get one, in root's
-   order of arrival; in the first round that is everything. Sparse gradients get none and are gathered. Gradients that
-   arrived on no rank become None. If a parameter in the plan is frozen on all ranks, so that its bucket would never be
-   full, the plan is emptied and the next round makes a new one.
+6. Gradients that arrived late, for a bucket in flight, are reduced and added. Dense gradients without a bucket get one,
+   in rank 0's order of arrival; in the first round, unless `buckets` is given, these are all. Sparse gradients get none
+   and are gathered. Gradients that arrived on no rank become None. If a parameter in the plan is frozen on all ranks,
+   so that its bucket would never be full, the plan is emptied and the next round makes a new one.
 
 With `delay_reduce` step 3 does not happen and step 5 comes before step 4: the sum of weights has to be known before
 gradients are multiplied by their share of it.
@@ -338,7 +338,7 @@ class BucketReducer(Reducer):
         """
         index = self._index.get(id(tensor))
         if index is None or not self._options.averages_gradients or tensor.grad is None:
-            why = "it has none" if index is not None else "it is none of its parameters"
+            why = "it has none" if index is not None else "it is no parameter of this reducer"
             raise InvalidArgumentError(f"a tensor of shape {list(tensor.shape)} has no gradient to reduce here: {why}")
         self._gradient_accumulated(index)
 
@@ -392,8 +392,8 @@ class BucketReducer(Reducer):
 
         Args:
             weight: This rank's weight: the result is the sum of weight times gradient, divided by the sum of weights.
-                A rank of weight 0 counts as if nothing had arrived there; if all have it there is no gradient. Weights
-                other than 1 need `delay_reduce`.
+                A rank of weight 0 counts as if nothing had arrived there. If all ranks have weight 0, every gradient
+                becomes None. Weights other than 1 need `delay_reduce`.
             step: A number that is compared between ranks that are not `done`; None compares the number of rounds.
             done: Take part with weight 0, without gradients of this rank.
 
