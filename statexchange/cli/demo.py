@@ -103,15 +103,16 @@ class _DemoProgress:
 
 
 def _show(output: Output, report: DemoReport, bars: list[str], picture: str | None) -> None:
-    output.line(f"{report.parameters:,} parameters, trained on {_ranks(report.first_world_size, report.first_mesh)},")
-    output.line(f"killed, and resumed on {_ranks(report.world_size, report.mesh)}")
+    first_ranks = _ranks_text(report.first_world_size, report.first_mesh)
+    output.line(f"{report.parameters:,} parameters, trained on {first_ranks},")
+    output.line(f"killed, and resumed on {_ranks_text(report.world_size, report.mesh)}")
     _show_loss(output, report)
     _show_checks(output, report)
     _section(output, "which rank supplied which bytes", bars)
     _show_files(output, report, picture)
 
 
-def _ranks(world_size: int, mesh: tuple[int, int]) -> str:
+def _ranks_text(world_size: int, mesh: tuple[int, int]) -> str:
     return f"{world_size} ranks ({mesh[0]} data parallel x {mesh[1]} tensor parallel)"
 
 

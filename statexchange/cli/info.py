@@ -162,11 +162,11 @@ def _fields(summary: Summary) -> list[tuple[str, str]]:
         ("path", summary.path),
         ("tensors", f"{summary.num_tensors:,}"),
         ("parameters", f"{summary.num_parameters:,}{_of_section(summary)}"),
-        ("bytes", _exact(summary.nbytes)),
+        ("bytes", _exact_bytes(summary.nbytes)),
         ("dtypes", dtypes or "none"),
     ]
     if summary.num_files:
-        fields.append(("files", f"{summary.num_files:,}, {_exact(summary.file_nbytes)}"))
+        fields.append(("files", f"{summary.num_files:,}, {_exact_bytes(summary.file_nbytes)}"))
     if summary.kind == "save":
         fields += _fields_of_save(summary)
     elif summary.run is not None:
@@ -250,7 +250,7 @@ def _summarize_saves(output: Output, path: str) -> int:
             ("saves", f"{len(report.saves):,}: steps {steps_text(row.step for row in report.saves)}"),
             ("newest", f"step {newest.step}{saved}, {newest.state}"),
         ]
-    fields.append(("bytes", _exact(report.nbytes)))
+    fields.append(("bytes", _exact_bytes(report.nbytes)))
     if broken:
         fields.append(("broken", _listed(broken)))
     if report.unfinished:
@@ -281,5 +281,5 @@ def _saves_record(report: SavesReport) -> Row:
     }
 
 
-def _exact(nbytes: int) -> str:
+def _exact_bytes(nbytes: int) -> str:
     return f"{format_bytes(nbytes)} ({nbytes:,} bytes)"

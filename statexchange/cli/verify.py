@@ -125,18 +125,18 @@ def _finding_alone(output: Output, error: StateExchangeError) -> int:
 
 def _show(output: Output, report: VerifyReport, checks: Sequence[str], seconds: float) -> None:
     read = f"{format_bytes(report.nbytes)} read in {format_seconds(seconds)}"
-    output.line(f"{report.path}: {report.kind}, {_tensors(report)}, {read}")
+    output.line(f"{report.path}: {report.kind}, {_tensors_text(report)}, {read}")
     lines = _lines(report)
     for line in lines:
         output.line(line)
     if report.hub is not None:
         _show_hub(output, report.hub)
     if report.num_unproven:
-        output.warning(f"no digest is known of {_unproven(report)} bytes cannot be checked")
+        output.warning(f"no digest is known of {_unproven_text(report)} bytes cannot be checked")
     if checks and report.num_boxes and not report.values:
         output.line(f"values: nothing found by {', '.join(checks)}")
     if lines:
-        output.line(_count(len(lines)))
+        output.line(_findings_text(len(lines)))
     elif not report.num_boxes:
         output.line("ok, but there is no tensor in it, and so nothing to check")
     elif not report.num_unproven:
@@ -147,13 +147,13 @@ def _show(output: Output, report: VerifyReport, checks: Sequence[str], seconds: 
         output.line("structure ok: every element is there exactly once; bytes not checked, no digest is known")
 
 
-def _tensors(report: VerifyReport) -> str:
+def _tensors_text(report: VerifyReport) -> str:
     """Return the number of tensors, and of the regions in which they are stored."""
     tensors = "1 tensor" if report.num_tensors == 1 else f"{report.num_tensors:,} tensors"
     return tensors if report.num_boxes == report.num_tensors else f"{tensors} in {report.num_boxes:,} regions"
 
 
-def _unproven(report: VerifyReport) -> str:
+def _unproven_text(report: VerifyReport) -> str:
     """Return the number of tensors, or of regions where these are parts of tensors, whose digests are not known."""
     kind = "tensor" if report.num_boxes == report.num_tensors else "region"
     return f"1 {kind}: its" if report.num_unproven == 1 else f"{report.num_unproven:,} {kind}s: their"
@@ -168,7 +168,7 @@ def _show_hub(output: Output, hub: HubComparison) -> None:
     output.line(f"{len(hub.equal):,} {are_equal} of the download; {len(hub.not_covered):,} not covered")
 
 
-def _count(num: int) -> str:
+def _findings_text(num: int) -> str:
     return "1 finding" if num == 1 else f"{num:,} findings"
 
 
@@ -202,7 +202,7 @@ def _show_save(output: Output, verdict: SaveVerdict, seconds: float) -> None:
     if verdict.report is not None:
         read = format_transfer(verdict.report.num_tensors, verdict.report.nbytes, seconds)
         lines = _lines(verdict.report)
-    output.line(f"step {verdict.step}: {read}: {_count(len(lines)) if lines else 'ok'}")
+    output.line(f"step {verdict.step}: {read}: {_findings_text(len(lines)) if lines else 'ok'}")
     for line in lines:
         output.line(line)
 

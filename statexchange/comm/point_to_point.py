@@ -20,7 +20,7 @@ from statexchange.tensors import TensorT
 
 __all__ = ["recv", "send"]
 
-_HEADER, _ANSWER, _DATA = 0, 1, 2  # tags
+_OFFER, _ANSWER, _DATA = 0, 1, 2  # tags
 _NOTE_BYTES = 320
 
 
@@ -69,7 +69,7 @@ def _transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: boo
 
 def _send_note_first(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
     """Send the sender's note and receive the receiver's; return that if it differs, else None."""
-    backend.send(_note(text, note), peer, _HEADER, wait)
+    backend.send(_note(text, note), peer, _OFFER, wait)
     answer = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
     backend.recv(answer, peer, _ANSWER, wait)
     return _text_if_different(text, answer)
@@ -78,7 +78,7 @@ def _send_note_first(backend: Backend, peer: int, text: str, note: str, wait: Wa
 def _receive_note_first(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
     """Receive the sender's note and send the receiver's; return the sender's if it differs, else None."""
     offer = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
-    backend.recv(offer, peer, _HEADER, wait)
+    backend.recv(offer, peer, _OFFER, wait)
     backend.send(_note(text, note), peer, _ANSWER, wait)
     return _text_if_different(text, offer)
 

@@ -453,7 +453,7 @@ class Session:
             # Name the public calls, which the user has made, and not their steps.
             for account in accounts:
                 account["text"] = account["public"] or account["text"]
-        lines = [_line(rank, account, has_several_callers) for rank, account in enumerate(accounts)]
+        lines = [_call_text(rank, account, has_several_callers) for rank, account in enumerate(accounts)]
         hint = ""
         if has_several_callers:
             hint = ". Several threads use this communicator: give each its own, from duplicate()"
@@ -581,7 +581,7 @@ class Route:
         return self.session.collective(call, backend, body, async_op)
 
 
-def _line(rank: int, account: Mapping[str, Any], by_caller: bool) -> str:
+def _call_text(rank: int, account: Mapping[str, Any], by_caller: bool) -> str:
     """Return what a rank was about to do, for a message; with its thread, if that matters."""
     thread = "autograd's threads" if account["caller"] == AUTOGRAD else f"its thread {account['caller']}"
     if account["thread"]:

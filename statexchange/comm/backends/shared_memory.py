@@ -130,8 +130,8 @@ class SharedMemoryBackend(Backend):
         self._small_views.clear()
         self._windows = ([], [])
         self._attached.clear()
-        for box in self._mailboxes.values():
-            box.close()
+        for mailbox in self._mailboxes.values():
+            mailbox.close()
 
     # Where memory lies
 
