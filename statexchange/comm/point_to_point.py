@@ -20,7 +20,7 @@ from statexchange.tensors import TensorT
 
 __all__ = ["recv", "send"]
 
-_OFFER, _ANSWER, _DATA = 0, 1, 2  # tags
+_OFFER, _ANSWER, _DATA = 0, 1, 2  # tags: of the sender's note, the receiver's note, and the data
 _NOTE_BYTES = 320
 
 
