@@ -487,7 +487,7 @@ def in_job(jobs: ForkedJobs, path: str, steps: list[int]) -> None:
     assert jobs.run(path, steps) is not None
 
 
-@pytest.mark.parametrize("every", [24, slow(1)], ids=["some", "all"])
+@pytest.mark.parametrize("every", [12, slow(1)], ids=["some", "all"])
 @pytest.mark.timeout(900)
 def test_a_job_killed_at_any_event_goes_on_from_the_newest_whole_save(
     every: int, jobs: ForkedJobs, sweep_path: Path

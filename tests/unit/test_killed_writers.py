@@ -156,7 +156,7 @@ def test_killed_at_every_call(start: Callable[[bool], Writers], trip: str, tmp_p
 # A save
 
 
-EVERY = pytest.mark.parametrize("step", [15, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+EVERY = pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 
 
 @EVERY

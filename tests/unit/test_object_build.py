@@ -208,7 +208,7 @@ def steps(every: int) -> list[Any]:
     return [every, pytest.param(1, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("step", steps(12))
+@pytest.mark.parametrize("step", steps(6))
 @pytest.mark.parametrize("before", [False, True])
 def test_after_a_kill_at_any_event_the_next_publisher_succeeds(sweep_path: Path, before: bool, step: int) -> None:
     found = sweep("sweep_object_kills", sweep_path, base=f"disk://{sweep_path}", before=before, step=step)

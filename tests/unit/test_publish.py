@@ -547,7 +547,7 @@ def steps(every: int) -> list[Any]:
     return [every, pytest.param(1, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("step", steps(24))
+@pytest.mark.parametrize("step", steps(12))
 @pytest.mark.parametrize("exchange", [True, False])
 def test_after_a_kill_at_any_event_the_old_or_the_new_is_there_and_the_next_publisher_cleans_up(
     sweep_path: Path, exchange: bool, step: int
