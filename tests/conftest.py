@@ -21,6 +21,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from bytecode import compile_imports
 from filelock import FileLock
 from hypothesis import settings
 from programs import require_mounts, require_mpi
@@ -42,6 +43,7 @@ os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     for _folder in ("statexchange", "tests"):
         compileall.compile_dir(Path(__file__).parents[1] / _folder, rx=re.compile(r"/test_[^/]*$"), quiet=2)
+    compile_imports()
 settings.register_profile("statexchange", deadline=None)  # on a busy machine any example may take seconds
 settings.load_profile("statexchange")
 
