@@ -18,7 +18,7 @@ import statexchange
 HOME = os.fspath(Path(statexchange.__file__).parents[1])
 
 
-@pytest.mark.parametrize("options", [["--cases", "4", "--quick"], slow(["--cases", "100"])], ids=["few", "many"])
+@pytest.mark.parametrize("options", [["--cases", "3", "--quick"], slow(["--cases", "100"])], ids=["few", "many"])
 def test_every_changed_source_has_a_named_outcome(tmp_path: Path, options: list[str]) -> None:
     command = [sys.executable, str(Path(__file__).parent), "--seed", "14", "--findings", str(tmp_path), *options]
     environment = {**os.environ, "PYTHONPATH": HOME, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -266,7 +266,7 @@ def far_from(hosts: TwoHosts) -> dict[int, tuple[int, ...]]:
     return {rank: tuple(r for r in ranks if hosts.host_of(r) != hosts.host_of(rank)) for rank in ranks}
 
 
-@pytest.mark.parametrize("verb", by_default(CALLS, 0))
+@pytest.mark.parametrize("verb", by_default(CALLS))
 def test_a_host_that_is_cut_off_is_named_on_both_sides(verb: str) -> None:
     with two_hosts(2, 2) as hosts:
         hosts.start(call_on_go, verb, TIMEOUT_S)

@@ -126,6 +126,7 @@ def test_result_names_a_killed_rank(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_end_of_the_interpreter_waits_for_the_export(tmp_path: Path) -> None:
     script = """
 import sys, time, torch

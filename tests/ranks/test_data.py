@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sweeps import slow
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import statexchange as sx
@@ -268,7 +269,7 @@ def test_a_state_loaded_after_workers_began_is_an_error() -> None:
     assert torch.cat(list(DataLoader(container, num_workers=1))).tolist() == [2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("how", ["pickle", "deepcopy", "spawn"])
+@pytest.mark.parametrize("how", [slow("pickle"), slow("deepcopy"), "spawn"])
 def test_copies_are_independent_and_reach_their_workers(how: str) -> None:
     container = DistributedDataContainer(list(range(9)), shuffle=True)
     container.set_epoch(4)

@@ -607,7 +607,7 @@ def reduces(url: str) -> list[Any]:
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(4, 0, 0, 0, 0) == 0
     drop_ptrace(libc)
-    with pytest.raises(sx.errors.UnsupportedError, match="room for some MiB of each rank"):
+    with pytest.raises(sx.errors.UnsupportedError, match="room for a few MiB of each rank"):
         init_by_hand(url, "shm")
     comm = init_by_hand(url)
     return [comm.backend, float(comm.all_reduce(torch.ones(3_000_000))[-1]), len(logged), os.listdir("/dev/shm")]

@@ -119,7 +119,7 @@ def notes_in(content: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize(
     ("others", "first", "every"),
-    [(True, 3, 9), slow(True, 1, 1), slow(False, 1, 1)],
+    [(True, 3, 15), slow(True, 1, 1), slow(False, 1, 1)],
     ids=["some", "beside others", "alone"],
 )
 @pytest.mark.timeout(900)

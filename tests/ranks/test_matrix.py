@@ -437,7 +437,7 @@ def fills(backend: str, directory: str) -> dict[str, str]:
 
 
 WORLDS = [(backend, n) for backend in LAUNCHED_AS for n in (2, 3) if (backend, n) != ("hierarchical", 2)]
-WORLDS = by_default(WORLDS, WORLDS.index(("shm", 2)))
+WORLDS = by_default(WORLDS)
 
 
 @pytest.mark.parametrize(("backend", "world_size"), WORLDS)

@@ -83,7 +83,10 @@ def run_here() -> list[object]:
     return [slow(page) if page in SLOW else page for page in found]
 
 
-@pytest.mark.parametrize("page", run_here())
+LONG = ("docs/how-to/inspecting.md", "docs/how-to/workspaces.md", "docs/reference/cli.md")
+
+
+@pytest.mark.parametrize("page", [slow(page) if page in LONG else page for page in run_here()])
 def test_the_blocks_of_a_page_print_what_it_shows(page: str, tmp_path: Path) -> None:
     printed = ""
     for marker, text in page_blocks(page):

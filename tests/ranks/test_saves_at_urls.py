@@ -124,6 +124,7 @@ def test_steps_are_listed_kept_and_deleted(store: Any, caplog: pytest.LogCapture
         saves.delete(50)
 
 
+@pytest.mark.slow
 def test_a_save_that_is_removed_at_any_request_of_a_load(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The load is of that save or of the one before it, as in a directory."""
     url, requests, stop_at = "memory://bucket/saves", 0, 0

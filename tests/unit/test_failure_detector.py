@@ -439,6 +439,7 @@ print(json.dumps(detector.missing_ranks()), flush=True)
         assert members.lines([rank for rank in range(3) if rank != victim]) == [[victim]] * 2
 
 
+@pytest.mark.slow
 def test_processes_exit_cleanly_after_many_detectors_even_if_one_stays_open() -> None:
     with job((0, 0, 1), "", cycles=20) as members:
         for process in members.processes:

@@ -202,6 +202,7 @@ def test_a_cover_of_a_shape_too_large_to_number_its_corners_is_proved(monkeypatc
         prove_cover("w", shape, diagonal)
 
 
+@pytest.mark.slow
 def test_many_boxes_along_many_dims_are_split_before_their_corners_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -159,7 +159,7 @@ def screen(written: str) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("name", by_default(LONG, 1, 3, 6))
+@pytest.mark.parametrize("name", by_default(LONG, 3, 6))
 def test_progress_is_shown_where_a_person_looks(name: str, root: Path) -> None:
     arguments, pattern = LONG[name]
     runs = {case: Run(arguments, root, case) for case in CASES}
