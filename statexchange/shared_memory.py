@@ -67,7 +67,7 @@ class Arena:
         """Create an arena of at least `nbytes` (> 0) zeros.
 
         Raises:
-            StorageError: There is too little memory, or shared memory cannot be created.
+            StorageError: there is too little memory, or shared memory cannot be created.
         """
         nbytes = -(-nbytes // _PAGE) * _PAGE
         ident = secrets.token_hex(16)
@@ -188,7 +188,7 @@ def attach(address: dict[str, Any]) -> Attached:
     """Map the arena at `address`.
 
     Raises:
-        StorageError: Its process has ended or cannot be seen, or the path leads to other memory.
+        StorageError: its process has ended or cannot be seen, or the path leads to other memory.
     """
     path = address["path"] or f"/proc/{int(address['pid'])}/fd/{int(address['fd'])}"
     try:

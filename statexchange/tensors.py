@@ -347,7 +347,7 @@ def dtype_name(tensor: Any, name: str) -> str:
     """Return the safetensors name of a tensor's dtype; refuse tensors without plain bytes.
 
     Raises:
-        UnsupportedError: The dtype is unknown, or the tensor is sparse, meta, masked or quantised, or its storage was
+        UnsupportedError: the dtype is unknown, or the tensor is sparse, meta, masked or quantised, or its storage was
             freed; names the tensor.
     """
     if type(tensor).__module__.startswith("torch.distributed._shard"):

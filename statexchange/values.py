@@ -76,14 +76,14 @@ def encode(value: object, leaf: Leaf | None = None, *, leaves_anywhere: bool = T
     """Return `value` as JSON text. Not collective.
 
     Args:
-        value: The value.
+        value: the value.
         leaf: `leaf(object, path)` returns the name under which the caller keeps an object, or None to have it encoded.
-        leaves_anywhere: Allow kept objects in sets, deques and the keys of mappings, too. Readers that put placeholders
+        leaves_anywhere: allow kept objects in sets, deques and the keys of mappings, too. Readers that put placeholders
             in their place and replace these later, as in a tree, need False.
 
     Raises:
         UnsupportedError: A type has no JSON text, or an object is kept where it may not be; names the path.
-        InvalidArgumentError: The value contains itself or is nested too deeply; names the path.
+        InvalidArgumentError: the value contains itself or is nested too deeply; names the path.
     """
     keep = _once(leaf)
     inside = keep if leaves_anywhere else _refusing(keep)
@@ -275,10 +275,10 @@ def decode(
     tuple).
 
     Args:
-        text: The text.
-        types: Types that may be built, by qualified name.
+        text: the text.
+        types: types that may be built, by qualified name.
         leaf: `leaf(name)` returns the object that `encode`'s leaf kept under a name.
-        parse: The parser. Text from a file goes through `stored_values.decode_stored`, which passes a strict parser.
+        parse: the parser. Text from a file goes through `stored_values.decode_stored`, which passes a strict parser.
 
     Raises:
         ValueError: `encode` cannot have written the text.
@@ -294,8 +294,8 @@ def to_plain(text: str | bytes, *, parse: Callable[[str | bytes], Any] = json.lo
     text becomes its `repr`. A tuple stays a tuple. No type is built, and neither numpy nor torch is imported.
 
     Args:
-        text: The text.
-        parse: The parser, as in `decode`.
+        text: the text.
+        parse: the parser, as in `decode`.
 
     Raises:
         ValueError: `encode` cannot have written the text.

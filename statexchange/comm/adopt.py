@@ -117,14 +117,14 @@ def from_process_group(group: ProcessGroup, *, timeout_s: float | None = None) -
 
     Args:
         group: A ProcessGroup of torch.distributed.
-        timeout_s: The limit of a wait for peers, in seconds without progress.
+        timeout_s: the limit of a wait for peers, in seconds without progress.
 
     Returns:
         The communicator, the same each time.
 
     Raises:
-        StallError: Some ranks did not call in time; `missing` lists them.
-        ForkedError: This process was forked from a rank, to which the group belongs.
+        StallError: some ranks did not call in time; `missing` lists them.
+        ForkedError: this process was forked from a rank, to which the group belongs.
 
     Example:
         >>> import torch.distributed as dist
@@ -155,16 +155,16 @@ def from_mpi(mpi_comm: MPI.Comm, *, timeout_s: float | None = None) -> Communica
     Collective over it, the first time. Blocks until all its ranks have called.
 
     Args:
-        mpi_comm: An mpi4py communicator. Its own messages are not touched.
-        timeout_s: The limit of a wait for peers, in seconds without progress.
+        mpi_comm: an mpi4py communicator. Its own messages are not touched.
+        timeout_s: the limit of a wait for peers, in seconds without progress.
 
     Returns:
         The communicator, the same each time.
 
     Raises:
         MissingExtraError: mpi4py or an MPI library is not installed.
-        StallError: Some ranks did not call in time; `missing` lists them.
-        ForkedError: This process was forked from a rank, to which `mpi_comm` belongs.
+        StallError: some ranks did not call in time; `missing` lists them.
+        ForkedError: this process was forked from a rank, to which `mpi_comm` belongs.
 
     Example:
         >>> from mpi4py import MPI  # doctest: +SKIP

@@ -58,8 +58,8 @@ class ArenaExchange:
         """Recycle lent arenas, and drop mappings, that no rank needs. Not collective.
 
         Args:
-            referenced: The arenas to which any rank still refers.
-            owned: The arenas that any rank owns; a mapping of another one is of no use any more.
+            referenced: the arenas to which any rank still refers.
+            owned: the arenas that any rank owns; a mapping of another one is of no use any more.
         """
         for arena in list(self._lent):
             if arena.ident not in referenced:

@@ -52,8 +52,8 @@ def public_call(name: str, site: str | None = None) -> Iterator[None]:
     So errors of ranks that are in different calls name the public calls. Of nested blocks the outermost one counts.
 
     Args:
-        name: The public call.
-        site: The file and line of the call, if the block runs in another thread.
+        name: the public call.
+        site: the file and line of the call, if the block runs in another thread.
 
     Yields:
         Nothing.

@@ -88,8 +88,8 @@ class Communicator:
     reducer keeps in shared memory, are shared with such a child: its parent sees what it writes there.
 
     Attributes:
-        run: An identity that all its ranks share and no other job has.
-        arenas: Shared memory in which its ranks exchange data.
+        run: an identity that all its ranks share and no other job has.
+        arenas: shared memory in which its ranks exchange data.
 
     Example:
         >>> comm = sx.init("single")
@@ -107,10 +107,10 @@ class Communicator:
         """Make a communicator of a session; users call `init`, `from_process_group` or `from_mpi`.
 
         Args:
-            session: This rank's part in the group.
-            run: An identity that all its ranks share and no other job has.
-            form: Makes the communicators of groups.
-            flat_side_of: The hierarchical one with which this shares all but the route of its tensors.
+            session: this rank's part in the group.
+            run: an identity that all its ranks share and no other job has.
+            form: makes the communicators of groups.
+            flat_side_of: the hierarchical one with which this shares all but the route of its tensors.
         """
         self._session = session
         self._form = form
@@ -133,7 +133,7 @@ class Communicator:
         """Set the device that the property `device` returns. Not collective.
 
         Args:
-            device: The name of a torch device.
+            device: the name of a torch device.
 
         Example:
             >>> comm = sx.init("single")
@@ -216,7 +216,7 @@ class Communicator:
         """Raise ForkedError in a child that was forked from the rank. Not collective.
 
         Raises:
-            ForkedError: This process is such a child.
+            ForkedError: this process is such a child.
 
         Example:
             >>> sx.init("single").raise_if_inherited()
@@ -232,8 +232,8 @@ class Communicator:
         """Raise what every later call raises, if this has been closed or has failed. Not collective.
 
         Raises:
-            NotInitializedError: It has been closed.
-            StateExchangeError: The error with which it has failed.
+            NotInitializedError: it has been closed.
+            StateExchangeError: the error with which it has failed.
 
         Example:
             >>> comm = sx.init("single")
@@ -264,16 +264,16 @@ class Communicator:
         Collective. Blocks until all ranks have called.
 
         Args:
-            payload: The bytes of this rank, of any length.
-            root: The only rank that gets the payloads; the others get [].
-            timeout_s: How long to wait; None is this communicator's `timeout_s`, inf is no deadline.
-            operation: The purpose of this call, for errors.
+            payload: the bytes of this rank, of any length.
+            root: the only rank that gets the payloads; the others get [].
+            timeout_s: how long to wait; None is this communicator's `timeout_s`, inf is no deadline.
+            operation: the purpose of this call, for errors.
 
         Returns:
             One entry for each rank.
 
         Raises:
-            MismatchError: The ranks are in different calls.
+            MismatchError: the ranks are in different calls.
             StallError: A rank did not call in time.
             PeerError: A rank has failed or left.
 
@@ -311,7 +311,7 @@ class Communicator:
         For hooks: which thread runs them differs from rank to rank. Other threads keep their number.
 
         Args:
-            caller: The number of the thread for which the hooks run.
+            caller: the number of the thread for which the hooks run.
 
         Returns:
             A context manager.
@@ -339,17 +339,17 @@ class Communicator:
         communicator stays usable, because all ranks raise together.
 
         Args:
-            error: The error of this rank, if it has failed.
+            error: the error of this rank, if it has failed.
             phase: A description of what the ranks have done, for errors.
-            timeout_s: How long to wait; None is this communicator's `timeout_s`, inf is no deadline.
+            timeout_s: how long to wait; None is this communicator's `timeout_s`, inf is no deadline.
             note: A JSON value that is sent to the other ranks.
 
         Returns:
             The notes of all ranks, in rank order.
 
         Raises:
-            StateExchangeError: An error of this package that a rank has passed, with the rank where it happened.
-            PeerError: Any other error that a rank has passed, with that rank, its phase and the cause.
+            StateExchangeError: an error of this package that a rank has passed, with the rank where it happened.
+            PeerError: any other error that a rank has passed, with that rank, its phase and the cause.
 
         Example:
             >>> sx.init("single").agree(note={"loss": 0.5})
@@ -382,13 +382,13 @@ class Communicator:
 
         Args:
             name: A description of the block, for errors.
-            timeout_s: How long to wait for the other ranks at its end.
+            timeout_s: how long to wait for the other ranks at its end.
 
         Yields:
             Nothing.
 
         Raises:
-            StateExchangeError: As `agree`.
+            StateExchangeError: as `agree`.
 
         Example:
             >>> comm = sx.init("single")
@@ -420,13 +420,13 @@ class Communicator:
         Collective only on error: a rank whose block succeeds does not communicate here, and raises in its next call.
 
         Args:
-            call: The name of the public call, for errors.
+            call: the name of the public call, for errors.
 
         Yields:
             Nothing.
 
         Raises:
-            InvalidArgumentError: The block raised TypeError, ValueError or AttributeError; others keep their type.
+            InvalidArgumentError: the block raised TypeError, ValueError or AttributeError; others keep their type.
 
         Example:
             >>> comm = sx.init("single")
@@ -446,7 +446,7 @@ class Communicator:
         """Report that bytes move: ranks that wait for this one extend their deadlines. Not collective.
 
         Raises:
-            AbandonedError: Another rank has failed: join the next collective, which raises its error.
+            AbandonedError: another rank has failed: join the next collective, which raises its error.
 
         Example:
             >>> comm = sx.init("single")
@@ -466,12 +466,12 @@ class Communicator:
         Collective. Blocks until all ranks have called.
 
         Args:
-            timeout_s: How long to wait; None is this communicator's `timeout_s`, inf is no deadline.
+            timeout_s: how long to wait; None is this communicator's `timeout_s`, inf is no deadline.
             tag: A name that must be the same on all ranks.
 
         Raises:
-            StallError: Some ranks did not call in time; `missing` lists them.
-            MismatchError: The ranks are in different calls.
+            StallError: some ranks did not call in time; `missing` lists them.
+            MismatchError: the ranks are in different calls.
             PeerError: A rank has failed or left.
 
         Example:
@@ -492,7 +492,7 @@ class Communicator:
 
         Args:
             obj: A JSON value, see `values`.
-            root: The rank that gets the values.
+            root: the rank that gets the values.
 
         Returns:
             One value for each rank on `root`, [] elsewhere.
@@ -534,14 +534,14 @@ class Communicator:
         Collective.
 
         Args:
-            obj: On `root`, a JSON value. Elsewhere None, or a value with the dataclasses that the result will have.
-            root: The rank whose value it is.
+            obj: on `root`, a JSON value. Elsewhere None, or a value with the dataclasses that the result will have.
+            root: the rank whose value it is.
 
         Returns:
             The value.
 
         Raises:
-            InvalidArgumentError: The value cannot be encoded, or `root` is no rank.
+            InvalidArgumentError: the value cannot be encoded, or `root` is no rank.
 
         Example:
             >>> sx.init("single").broadcast_object({"seed": 1})
@@ -607,17 +607,17 @@ class Communicator:
         Args:
             tensor: A torch tensor or numpy array, of one shape and dtype on all ranks.
             op: "sum", "avg", "min", "max", "prod" or a torch ReduceOp.
-            out: The tensor to write the result to, instead of `tensor`.
+            out: the tensor to write the result to, instead of `tensor`.
             scale: A factor for the result.
-            async_op: Return at once.
+            async_op: return at once.
 
         Returns:
             `tensor` or `out`; with `async_op` a Work whose `wait` returns it.
 
         Raises:
-            UnsupportedError: The dtype cannot be reduced by `op`. It is a TypeError.
-            NumericOverflowError: The result does not fit into an integer dtype.
-            MismatchError: The ranks are in different calls.
+            UnsupportedError: the dtype cannot be reduced by `op`. It is a TypeError.
+            NumericOverflowError: the result does not fit into an integer dtype.
+            MismatchError: the ranks are in different calls.
 
         Example:
             >>> comm = sx.init("single")
@@ -671,19 +671,19 @@ class Communicator:
         Collective. Nothing is sent for an empty list.
 
         Args:
-            tensors: Tensors or arrays, none of them twice.
-            op: As in `all_reduce`.
+            tensors: tensors or arrays, none of them twice.
+            op: as in `all_reduce`.
             scale: A factor for the results.
-            contiguous: Send those of one dtype and device together.
-            async_op: Return at once.
+            contiguous: send those of one dtype and device together.
+            async_op: return at once.
 
         Returns:
             The list; with `async_op` a Work whose `wait` returns it.
 
         Raises:
-            UnsupportedError: As `all_reduce`.
-            NumericOverflowError: As `all_reduce`.
-            MismatchError: As `all_reduce`.
+            UnsupportedError: as `all_reduce`.
+            NumericOverflowError: as `all_reduce`.
+            MismatchError: as `all_reduce`.
 
         Example:
             >>> comm = sx.init("single")
@@ -733,19 +733,19 @@ class Communicator:
         Collective. `tensor` and `out` of the other ranks stay as they are.
 
         Args:
-            tensor: As in `all_reduce`.
-            op: As in `all_reduce`.
-            root: The rank that gets the result.
-            out: The tensor to write the result to, instead of `tensor`.
-            async_op: Return at once.
+            tensor: as in `all_reduce`.
+            op: as in `all_reduce`.
+            root: the rank that gets the result.
+            out: the tensor to write the result to, instead of `tensor`.
+            async_op: return at once.
 
         Returns:
             On `root`, `tensor` or `out`; elsewhere `tensor`; with `async_op` a Work whose `wait` returns it.
 
         Raises:
-            UnsupportedError: As `all_reduce`.
-            NumericOverflowError: As `all_reduce`.
-            MismatchError: As `all_reduce`.
+            UnsupportedError: as `all_reduce`.
+            NumericOverflowError: as `all_reduce`.
+            MismatchError: as `all_reduce`.
 
         Example:
             >>> comm = sx.init("single")
@@ -762,14 +762,14 @@ class Communicator:
         hierarchy, as on one host or over `flat`, each rank leads itself alone.
 
         Args:
-            tensor: Of a floating dtype; its sum must not overflow.
-            between: Called on each leader with a `Leaders` and the host's sum, to be changed in place: one-dimensional,
+            tensor: of a floating dtype; its sum must not overflow.
+            between: called on each leader with a `Leaders` and the host's sum, to be changed in place: one-dimensional,
                 on the backend's device.
-            operation: The purpose of this call, for errors.
+            operation: the purpose of this call, for errors.
 
         Raises:
             InvalidArgumentError: `tensor` is not of a floating dtype.
-            MismatchError: The ranks are in different calls.
+            MismatchError: the ranks are in different calls.
 
         Example:
             >>> comm = sx.init("single")
@@ -800,16 +800,16 @@ class Communicator:
         Collective.
 
         Args:
-            tensor: Of one shape and dtype on all ranks.
-            root: The rank whose tensor it is.
-            out: Where the result goes instead of `tensor`, on `root` too.
-            async_op: Return at once.
+            tensor: of one shape and dtype on all ranks.
+            root: the rank whose tensor it is.
+            out: where the result goes instead of `tensor`, on `root` too.
+            async_op: return at once.
 
         Returns:
             `tensor` or `out`; with `async_op` a Work whose `wait` returns it.
 
         Raises:
-            MismatchError: The ranks are in different calls.
+            MismatchError: the ranks are in different calls.
 
         Example:
             >>> sx.init("single").broadcast(torch.arange(3))
@@ -830,14 +830,14 @@ class Communicator:
         Collective.
 
         Args:
-            tensor: Of one shape and dtype on all ranks.
-            async_op: Return at once.
+            tensor: of one shape and dtype on all ranks.
+            async_op: return at once.
 
         Returns:
             A list of new tensors in rank order; with `async_op` a Work whose `wait` returns it.
 
         Raises:
-            MismatchError: The ranks are in different calls.
+            MismatchError: the ranks are in different calls.
 
         Example:
             >>> sx.init("single").all_gather(torch.tensor([7]))
@@ -862,15 +862,15 @@ class Communicator:
         Collective.
 
         Args:
-            tensor: Of one shape and dtype on all ranks.
-            root: The rank that gets the tensors.
-            async_op: Return at once.
+            tensor: of one shape and dtype on all ranks.
+            root: the rank that gets the tensors.
+            async_op: return at once.
 
         Returns:
             A list of new tensors in rank order on `root`, [] elsewhere; with `async_op` a Work whose `wait` returns it.
 
         Raises:
-            MismatchError: The ranks are in different calls.
+            MismatchError: the ranks are in different calls.
 
         Example:
             >>> sx.init("single").gather(np.arange(2))
@@ -899,16 +899,16 @@ class Communicator:
         Collective.
 
         Args:
-            tensors: On `root`, one for each rank, of any shapes and dtypes; elsewhere None.
-            root: The rank that has the tensors.
-            async_op: Return at once.
+            tensors: on `root`, one for each rank, of any shapes and dtypes; elsewhere None.
+            root: the rank that has the tensors.
+            async_op: return at once.
 
         Returns:
             A new tensor; with `async_op` a Work whose `wait` returns it.
 
         Raises:
-            InvalidArgumentError: There is not one tensor for each rank.
-            MismatchError: The ranks are in different calls.
+            InvalidArgumentError: there is not one tensor for each rank.
+            MismatchError: the ranks are in different calls.
 
         Example:
             >>> sx.init("single").scatter([torch.tensor([5])])
@@ -936,17 +936,17 @@ class Communicator:
         Collective.
 
         Args:
-            tensor: As in `all_reduce`; its dimension 0 is divided into `world_size` equal parts.
-            op: As in `all_reduce`.
-            async_op: Return at once.
+            tensor: as in `all_reduce`; its dimension 0 is divided into `world_size` equal parts.
+            op: as in `all_reduce`.
+            async_op: return at once.
 
         Returns:
             A new tensor; with `async_op` a Work whose `wait` returns it.
 
         Raises:
-            InvalidArgumentError: Dimension 0 is not a multiple of `world_size`.
-            UnsupportedError: As `all_reduce`.
-            MismatchError: The ranks are in different calls.
+            InvalidArgumentError: dimension 0 is not a multiple of `world_size`.
+            UnsupportedError: as `all_reduce`.
+            MismatchError: the ranks are in different calls.
 
         Example:
             >>> sx.init("single").reduce_scatter(torch.ones(2, 2))
@@ -968,15 +968,15 @@ class Communicator:
         Collective.
 
         Args:
-            tensors: One for each rank; shapes and dtypes may differ.
-            async_op: Return at once.
+            tensors: one for each rank; shapes and dtypes may differ.
+            async_op: return at once.
 
         Returns:
             A list of new tensors in rank order; with `async_op` a Work whose `wait` returns it.
 
         Raises:
-            InvalidArgumentError: There is not one tensor for each rank.
-            MismatchError: The ranks are in different calls.
+            InvalidArgumentError: there is not one tensor for each rank.
+            MismatchError: the ranks are in different calls.
 
         Example:
             >>> sx.init("single").all_to_all([torch.tensor([1, 2])])
@@ -997,17 +997,17 @@ class Communicator:
         Not collective. Blocks until the receiver is there. Tensors for one rank arrive in the order of the calls.
 
         Args:
-            tensor: What is sent.
-            dst: Another rank.
-            async_op: Return at once.
+            tensor: what is sent.
+            dst: another rank.
+            async_op: return at once.
 
         Returns:
             `tensor`; with `async_op` a Work whose `wait` returns it.
 
         Raises:
             InvalidArgumentError: `dst` is this rank or no rank.
-            MismatchError: The receiver expects another shape or dtype; it raises the same.
-            PeerError: The receiver has failed or left.
+            MismatchError: the receiver expects another shape or dtype; it raises the same.
+            PeerError: the receiver has failed or left.
 
         Example:
             >>> comm = sx.init("single")
@@ -1030,17 +1030,17 @@ class Communicator:
         Not collective. Blocks until it has arrived.
 
         Args:
-            tensor: The tensor to write to.
-            src: Another rank.
-            async_op: Return at once.
+            tensor: the tensor to write to.
+            src: another rank.
+            async_op: return at once.
 
         Returns:
             `tensor`; with `async_op` a Work whose `wait` returns it.
 
         Raises:
             InvalidArgumentError: `src` is this rank or no rank.
-            MismatchError: The sender has another shape or dtype; it raises the same.
-            PeerError: The sender has failed or left.
+            MismatchError: the sender has another shape or dtype; it raises the same.
+            PeerError: the sender has failed or left.
 
         Example:
             >>> comm = sx.init("single")
@@ -1057,7 +1057,7 @@ class Communicator:
         Not collective. Blocks until then; what is computed afterwards sees the results.
 
         Raises:
-            StateExchangeError: The first error of work for which `wait` was not called.
+            StateExchangeError: the first error of work for which `wait` was not called.
 
         Example:
             >>> comm = sx.init("single")
@@ -1075,15 +1075,15 @@ class Communicator:
         Collective, with equal arguments. Its memory is used again once nothing refers to it.
 
         Args:
-            shape: Its shape.
-            dtype: Its dtype.
+            shape: its shape.
+            dtype: its dtype.
 
         Returns:
             A new tensor, in memory that the ranks of a host share where they can.
 
         Raises:
             InvalidArgumentError: `shape` is not a shape, or `dtype` not a torch dtype.
-            MismatchError: The ranks are in different calls.
+            MismatchError: the ranks are in different calls.
 
         Example:
             >>> sx.init("single").empty((2, 3), torch.float32).shape
@@ -1100,15 +1100,15 @@ class Communicator:
         Collective over `ranks` only: other ranks need not call.
 
         Args:
-            ranks: Ranks of this communicator, this one among them.
+            ranks: ranks of this communicator, this one among them.
 
         Returns:
             A communicator in which `ranks[i]` has rank i.
 
         Raises:
-            InvalidArgumentError: Ranks repeat, do not exist or lack this one.
-            MismatchError: Its ranks give different orders.
-            StallError: Some ranks did not call in time; `missing` lists them.
+            InvalidArgumentError: ranks repeat, do not exist or lack this one.
+            MismatchError: its ranks give different orders.
+            StallError: some ranks did not call in time; `missing` lists them.
 
         Example:
             >>> comm = sx.init("single")
@@ -1133,8 +1133,8 @@ class Communicator:
         Collective over all ranks.
 
         Args:
-            color: Which group this rank joins; None joins none.
-            key: Ranks of a group are ordered by `key`, then by rank.
+            color: which group this rank joins; None joins none.
+            key: ranks of a group are ordered by `key`, then by rank.
 
         Returns:
             The communicator of this rank's group; None for None.
@@ -1168,7 +1168,7 @@ class Communicator:
             A communicator of its own.
 
         Raises:
-            StallError: Some ranks did not call in time; `missing` lists them.
+            StallError: some ranks did not call in time; `missing` lists them.
 
         Example:
             >>> comm = sx.init("single")
@@ -1219,7 +1219,7 @@ class Communicator:
         this does nothing, as the child is not a rank.
 
         Args:
-            error: Why this rank leaves; the cause that the others report.
+            error: why this rank leaves; the cause that the others report.
 
         Example:
             >>> comm = sx.init("single")
@@ -1248,7 +1248,7 @@ class Communicator:
         """Raise InvalidArgumentError unless `root` is a rank of this communicator. Not collective.
 
         Args:
-            root: An argument of a caller.
+            root: an argument of a caller.
 
         Raises:
             InvalidArgumentError: `root` is not a rank.

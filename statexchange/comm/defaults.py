@@ -72,7 +72,7 @@ def use(comm: Communicator | None) -> Iterator[Communicator | None]:
     """Make `comm` the default inside a block, for this thread. With None, `init` makes a new one there. Not collective.
 
     Args:
-        comm: The default inside the block.
+        comm: the default inside the block.
 
     Yields:
         `comm`.
@@ -104,9 +104,9 @@ def as_communicator(comm: CommLike | None = None) -> Communicator:
         The communicator, the same each time.
 
     Raises:
-        NotInitializedError: There is no default, but a launcher has started several ranks.
+        NotInitializedError: there is no default, but a launcher has started several ranks.
         InvalidArgumentError: `comm` is none of these.
-        ForkedError: This process was forked from a rank, to which the communicator belongs.
+        ForkedError: this process was forked from a rank, to which the communicator belongs.
 
     Example:
         >>> from statexchange.comm.defaults import as_communicator
@@ -161,7 +161,7 @@ def members(ranks: Sequence[int], group: CommLike | None = None) -> Communicator
     Collective over them only: other ranks need not call.
 
     Args:
-        ranks: World ranks, this one among them.
+        ranks: world ranks, this one among them.
         group: A Communicator, DeviceMesh or MPI communicator whose ranks `ranks` counts. None counts those of the
             default world, and so does a torch ProcessGroup: torch's own functions take world ranks with any group.
 
@@ -169,7 +169,7 @@ def members(ranks: Sequence[int], group: CommLike | None = None) -> Communicator
         The communicator, the same each time.
 
     Raises:
-        InvalidArgumentError: Ranks repeat, do not exist or lack this one.
+        InvalidArgumentError: ranks repeat, do not exist or lack this one.
     """
     torch_group = torch_default_group()
     if group is not None and not (torch_group is not None and isinstance(group, type(torch_group))):
@@ -211,7 +211,7 @@ def get_communicator() -> Communicator:
         The communicator, the same each time.
 
     Raises:
-        NotInitializedError: There is none, but a launcher has started several ranks.
+        NotInitializedError: there is none, but a launcher has started several ranks.
 
     Example:
         >>> comm = sx.init("single")
@@ -275,7 +275,7 @@ def get_local_rank() -> int:
         The launcher's local rank, before and after `init`; without a launcher, 0 before `init`.
 
     Raises:
-        NotInitializedError: Before `init`, under a launcher of several ranks that does not give local ranks.
+        NotInitializedError: before `init`, under a launcher of several ranks that does not give local ranks.
 
     Example:
         >>> comm = sx.init("single")

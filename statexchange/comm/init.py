@@ -68,34 +68,34 @@ def init(
     there, unless `backend` is "single" or a `rendezvous` is given.
 
     Args:
-        backend: How tensors of CPUs move, and how the ranks find each other.
+        backend: how tensors of CPUs move, and how the ranks find each other.
             "auto" adopts torch.distributed if it runs, else follows torchrun, Open MPI, MPICH or Slurm, in this order,
             else makes a world of one; tensors then go through shared memory where ranks share a host.
             "shm" requires shared memory. "gloo", "nccl" and "mpi" use that transport alone, "single" a world of one.
             "gloo" and "nccl" initialise torch.distributed's default group if need be, the others never do. Under MPI
             torch is not needed: without it values, barriers and groups work, and collectives on tensors and arrays
             raise MissingExtraError.
-        rank: This rank, with `rendezvous`.
-        world_size: The number of ranks, with `rendezvous`.
-        rendezvous: The place at which ranks without a launcher find each other: "file:///directory" or
+        rank: this rank, with `rendezvous`.
+        world_size: the number of ranks, with `rendezvous`.
+        rendezvous: the place at which ranks without a launcher find each other: "file:///directory" or
             "tcp://host:port". In a directory, which may lie on NFS, rank 0 publishes the address of the store that it
             serves: the loopback address if all ranks share a host, else that of the interface GLOO_SOCKET_IFNAME, else
             that of its host's name. No file remains there.
-        devices: The device on which this rank computes. None assigns the GPUs to the ranks of a host in turn, a list
+        devices: the device on which this rank computes. None assigns the GPUs to the ranks of a host in turn, a list
             names the device of each `local_rank`, False is the CPU.
-        timeout_s: The limit of a wait for peers, in seconds without progress.
+        timeout_s: the limit of a wait for peers, in seconds without progress.
         check: "off" trusts that ranks make the same calls: on several hosts this saves a small message per call.
 
     Returns:
         The communicator.
 
     Raises:
-        InvalidArgumentError: An argument is wrong, or two do not go together.
-        NotInitializedError: The ranks cannot reach each other by the launcher or `rendezvous`.
-        MissingExtraError: What `backend` needs is not installed.
-        UnsupportedError: The hosts of the ranks cannot provide `backend`.
-        ForkedError: This process was forked from a rank.
-        StallError: Some ranks did not call in time; `missing` lists them.
+        InvalidArgumentError: an argument is wrong, or two do not go together.
+        NotInitializedError: the ranks cannot reach each other by the launcher or `rendezvous`.
+        MissingExtraError: what `backend` needs is not installed.
+        UnsupportedError: the hosts of the ranks cannot provide `backend`.
+        ForkedError: this process was forked from a rank.
+        StallError: some ranks did not call in time; `missing` lists them.
 
     Example:
         >>> comm = sx.init("single")

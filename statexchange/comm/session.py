@@ -87,14 +87,14 @@ class Session:
     """The state of one rank in its group.
 
     Attributes:
-        backend: Moves tensors of CPUs.
-        device_backend: Moves tensors of GPUs; None if nothing does.
-        page: Carries messages on one host.
-        transport: Carries messages where there is no page; groups are made from it.
-        monitor: Reports which ranks have failed.
-        device: The name of the device on which this rank computes.
-        dead: The error that every call raises once the group has failed or this rank has closed it.
-        shared_error: The error that all ranks have raised together in their last call; see the top of this file.
+        backend: moves tensors of CPUs.
+        device_backend: moves tensors of GPUs; None if nothing does.
+        page: carries messages on one host.
+        transport: carries messages where there is no page; groups are made from it.
+        monitor: reports which ranks have failed.
+        device: the name of the device on which this rank computes.
+        dead: the error that every call raises once the group has failed or this rank has closed it.
+        shared_error: the error that all ranks have raised together in their last call; see the top of this file.
     """
 
     def __init__(

@@ -39,10 +39,10 @@ class Wait:
     """A wait for peers.
 
     Args:
-        timeout_s: The deadline, in seconds without progress.
+        timeout_s: the deadline, in seconds without progress.
         operation: A description of the awaited call, for errors.
-        monitor: Reports failures; by default the monitor of the enclosing `monitored` block.
-        enter: The function that `enter` calls.
+        monitor: reports failures; by default the monitor of the enclosing `monitored` block.
+        enter: the function that `enter` calls.
     """
 
     __slots__ = (

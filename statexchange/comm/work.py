@@ -48,8 +48,8 @@ class Work(Generic[T]):
 
         Args:
             operation: A description of the work, for errors.
-            broken_off: Called by `wait` to raise the cause of an AbandonedError.
-            queue: Where the work was submitted; it is informed of the error that `wait` raises.
+            broken_off: called by `wait` to raise the cause of an AbandonedError.
+            queue: where the work was submitted; it is informed of the error that `wait` raises.
         """
         self.operation = operation
         self.skipped_for: BaseException | None = None
@@ -82,14 +82,14 @@ class Work(Generic[T]):
         Not collective. Blocks until the work is done.
 
         Args:
-            timeout_s: How long to wait, in seconds; 0 does not wait. None waits without a limit.
+            timeout_s: how long to wait, in seconds; 0 does not wait. None waits without a limit.
 
         Returns:
             The result of the collective.
 
         Raises:
-            StallError: The work is not done in time; it continues.
-            StateExchangeError: The error with which the work failed.
+            StallError: the work is not done in time; it continues.
+            StateExchangeError: the error with which the work failed.
 
         Example:
             >>> comm = sx.init("single")
@@ -118,7 +118,7 @@ class Work(Generic[T]):
         """End unfinished work, in a forked child, where its thread does not exist. Not collective.
 
         Args:
-            error: What `wait` raises.
+            error: what `wait` raises.
         """
         if not self.is_completed():
             self._error = error
@@ -129,7 +129,7 @@ class Work(Generic[T]):
         """Do the work in this thread. Not collective.
 
         Args:
-            body: Computes the result; what it raises is raised by `wait`.
+            body: computes the result; what it raises is raised by `wait`.
         """
         try:
             self._result = body()

@@ -26,7 +26,7 @@ def choose_conversion(convert: Convert, read: Callable[[str], object]) -> Conver
         read: returns the JSON value of a file, given its path.
 
     Raises:
-        InvalidArgumentError: There is no such conversion, or a file has none.
+        InvalidArgumentError: there is no such conversion, or a file has none.
     """
     if isinstance(convert, Mapping):
         return ConversionRules.parse(convert, "the conversion")

@@ -74,7 +74,7 @@ class Numbers:
         configs: configs of the model, which have to agree.
 
     Raises:
-        InvalidArgumentError: The caller gave a number that the conversion does not use.
+        InvalidArgumentError: the caller gave a number that the conversion does not use.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Numbers:
         """Check what is known before any tensor is.
 
         Raises:
-            InvalidArgumentError: Two configs have different values of a number that the caller has not given.
+            InvalidArgumentError: two configs have different values of a number that the caller has not given.
             UnsupportedError: A number shows that the conversion is not for this model.
         """
         for name, rule in self._rules.items():
@@ -166,7 +166,7 @@ class Numbers:
 
         Raises:
             UnknownNumberError: A number in it is not known; the message says how to give it.
-            InvalidArgumentError: It is 0, which no count or ratio is.
+            InvalidArgumentError: it is 0, which no count or ratio is.
         """
         value = self._evaluated(expression)
         if value is None:
@@ -183,8 +183,8 @@ class Numbers:
         """Return the factors of a dim of `size` of tensor `name`; one unknown number follows from the size.
 
         Raises:
-            UnknownNumberError: Two numbers are unknown.
-            InvalidArgumentError: The product of the factors is not `size`.
+            UnknownNumberError: two numbers are unknown.
+            InvalidArgumentError: the product of the factors is not `size`.
         """
         values = [self._evaluated(expression) for expression in expressions]
         unknown = [number for number, value in enumerate(values) if value is None]

@@ -116,10 +116,10 @@ def plan_conversion(
         The plan.
 
     Raises:
-        InvalidArgumentError: No name has a rule; a number is not known; a tensor does not fit its rule.
-        UnsafeError: Some names have no rule, or two rules give one name.
+        InvalidArgumentError: no name has a rule; a number is not known; a tensor does not fit its rule.
+        UnsafeError: some names have no rule, or two rules give one name.
         IncompleteError: A tensor that a rule needs together with others is missing.
-        UnsupportedError: Tensors of different dtypes would become one.
+        UnsupportedError: tensors of different dtypes would become one.
     """
     numbers = Numbers(conversion.numbers, given, configs)
     return _Planner(conversion, tensors, numbers).plan()

@@ -118,7 +118,7 @@ class Rule:
         """Return the rule for the other direction; None for one that drops tensors.
 
         Raises:
-            InvalidArgumentError: An operation has no inverse.
+            InvalidArgumentError: an operation has no inverse.
         """
         if not self.targets:
             return None
@@ -193,7 +193,7 @@ class ConversionRules:
             name: how the user calls it.
 
         Raises:
-            InvalidArgumentError: It is not a conversion; the message says why.
+            InvalidArgumentError: it is not a conversion; the message says why.
         """
         if not isinstance(raw, Mapping) or not {"rules"} <= raw.keys() <= _KEYS:
             text = "is not a conversion, which has 'rules' and may have 'numbers', 'about', 'model_type' and 'config'"

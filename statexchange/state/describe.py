@@ -32,12 +32,12 @@ class LocalTensor:
     """One named tensor on this rank.
 
     Attributes:
-        shard: The name, dtype, global shape and this rank's boxes.
-        tensors: The memory of each box.
-        part: Set for a plain tensor with a layout rule. The shard's boxes are then relative to this rank's tensor:
+        shard: the name, dtype, global shape and this rank's boxes.
+        tensors: the memory of each box.
+        part: set for a plain tensor with a layout rule. The shard's boxes are then relative to this rank's tensor:
             offsets in the whole tensor follow only from the parts of all ranks.
-        placement: Set for a tensor on a mesh of all ranks, if `local_boxes` computes this rank's boxes from it.
-        reduce: How to combine copies that differ, "max" or "min".
+        placement: set for a tensor on a mesh of all ranks, if `local_boxes` computes this rank's boxes from it.
+        reduce: how to combine copies that differ, "max" or "min".
     """
 
     shard: Shard
@@ -57,10 +57,10 @@ class Description:
     """All tensors of a state on this rank.
 
     Attributes:
-        tensors: The tensors by name, in the order of the state.
-        aliases: The name that is kept for each other name of a tied tensor.
-        unused: Layout patterns that match nothing on this rank.
-        sources: The name in the state of each tensor that a layout rule has renamed.
+        tensors: the tensors by name, in the order of the state.
+        aliases: the name that is kept for each other name of a tied tensor.
+        unused: layout patterns that match nothing on this rank.
+        sources: the name in the state of each tensor that a layout rule has renamed.
     """
 
     tensors: Mapping[str, LocalTensor]
@@ -80,13 +80,13 @@ def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Descrip
     """Describe a module, a mapping of names to tensors, or a list of such (pipeline parts). Not collective.
 
     Args:
-        state: The state.
-        layout: Rules for plain tensors that are parts of larger ones.
-        rank: This rank, for layouts that give boxes by rank.
+        state: the state.
+        layout: rules for plain tensors that are parts of larger ones.
+        rank: this rank, for layouts that give boxes by rank.
 
     Raises:
         UnsupportedError: A tensor is sparse, quantised, meta, or has a Partial placement; the error names it.
-        InvalidArgumentError: Two parts of the state use one name, or an entry is no tensor.
+        InvalidArgumentError: two parts of the state use one name, or an entry is no tensor.
     """
     tensors: dict[str, LocalTensor] = {}
     aliases: dict[str, str] = {}

@@ -50,7 +50,7 @@ def merge_trees(trees: Mapping[int, Any]) -> tuple[Any, dict[tuple[Any, ...], tu
     """Merge the trees that ranks saved: keep what any rank has, and the first rank's value where two differ.
 
     Args:
-        trees: The tree of each rank.
+        trees: the tree of each rank.
 
     Returns:
         The tree; and by the keys that lead to each conflict, two ranks that saved different values there.
@@ -109,11 +109,11 @@ class LoadPlan:
     """The steps that turn a live state into the saved one.
 
     Attributes:
-        targets: The tensors to be read.
-        callbacks: To be called, in order, once the tensors are read.
-        missing: Paths of the live state that were not saved.
-        unexpected: Saved paths that the live state does not have.
-        num_values: The number of plain values, and of mappings and lists of such values, that were saved.
+        targets: the tensors to be read.
+        callbacks: to be called, in order, once the tensors are read.
+        missing: paths of the live state that were not saved.
+        unexpected: saved paths that the live state does not have.
+        num_values: the number of plain values, and of mappings and lists of such values, that were saved.
     """
 
     targets: list[LoadTarget] = field(default_factory=list)
@@ -136,15 +136,15 @@ def plan_load(state: Any, saved: Any, allocate: Allocate, stays: Stays | None = 
     """Plan how `state` becomes the decoded tree `saved`. Not collective; nothing is changed yet.
 
     Args:
-        state: The live state.
-        saved: The tree, with a SavedTensor for each tensor.
+        state: the live state.
+        saved: the tree, with a SavedTensor for each tensor.
         allocate: `allocate(name, own, like)` returns the tensor to fill: `own`, the live tensor in this place, if it
             fits; else a new one, with the device and strides of the parameter `like`.
         stays: `stays(path, value)` returns whether this entry of a live mapping of plain values is kept although
             `saved` does not have it; by default none is.
 
     Raises:
-        InvalidArgumentError: Something cannot be changed in place, or was saved as another kind; names the path.
+        InvalidArgumentError: something cannot be changed in place, or was saved as another kind; names the path.
     """
     names = {key: name.in_state for key, name in parameter_names(modules_of(state)).items()}
     planner = _Planner(allocate, names, _ShardedKeys.of(state, saved), stays)
@@ -455,15 +455,15 @@ def tree_from_names(
     groups; these must then have the sizes of the live ones.
 
     Args:
-        state: The live state.
-        has: Whether the source has a tensor of a name.
-        listed: The names of all tensors; an optimizer's are found among them.
-        texts: Plain values by name, as JSON text of `values`. A hyperparameter that is not among them stays as it is.
+        state: the live state.
+        has: whether the source has a tensor of a name.
+        listed: the names of all tensors; an optimizer's are found among them.
+        texts: plain values by name, as JSON text of `values`. A hyperparameter that is not among them stays as it is.
         keeps: `keeps(path, value)` returns whether an entry of a mapping is to be loaded.
-        shape_of: Returns the global shape of a tensor, by which numbered parameters are checked; None for no check.
+        shape_of: returns the global shape of a tensor, by which numbered parameters are checked; None for no check.
 
     Raises:
-        InvalidArgumentError: The state has a value that is no tensor, and the source has no text for it; or an
+        InvalidArgumentError: the state has a value that is no tensor, and the source has no text for it; or an
             optimizer's parameters are numbered, and do not fit the live ones.
     """
     known = parameter_names(modules_of(state))

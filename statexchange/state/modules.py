@@ -36,11 +36,11 @@ def module_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
     The count of an AveragedModel is included: with a count of 0 its next update would replace the average by the model.
 
     Args:
-        module: The module.
-        keep_vars: Return the parameters themselves, not detached tensors.
+        module: the module.
+        keep_vars: return the parameters themselves, not detached tensors.
 
     Raises:
-        InvalidArgumentError: Two names are equal without the wrappers.
+        InvalidArgumentError: two names are equal without the wrappers.
     """
     items = model_items(module, keep_vars=keep_vars)
     for layer in layers(module):

@@ -73,8 +73,8 @@ def state_of_optimizer(optimizer: Any, path: str) -> OptimizerState:
     """Return an optimizer's state without calling the hooks of its `state_dict`. Not collective.
 
     Raises:
-        InvalidArgumentError: There is state of a tensor that is in no group; the error names `path`.
-        UnsupportedError: The optimizer shards its state itself; the error names `path`.
+        InvalidArgumentError: there is state of a tensor that is in no group; the error names `path`.
+        UnsupportedError: the optimizer shards its state itself; the error names `path`.
     """
     check_optimizer(optimizer, path)
     numbers: dict[Any, int] = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
@@ -115,10 +115,10 @@ def set_optimizer(
     Groups and each parameter's state stay the same dicts: LR schedulers and others may refer to them.
 
     Args:
-        optimizer: The optimizer.
-        groups: The hyperparameters of each group; None leaves a group as it is.
-        state: The state by key.
-        dropped: Keys whose state is removed.
+        optimizer: the optimizer.
+        groups: the hyperparameters of each group; None leaves a group as it is.
+        state: the state by key.
+        dropped: keys whose state is removed.
     """
     for group, new in zip(optimizer.param_groups, groups, strict=True):
         if new is not None:

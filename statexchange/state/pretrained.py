@@ -57,7 +57,7 @@ def adapter_state(state: Any) -> dict[str, Any]:
     Not collective. Sharded parameters stay sharded.
 
     Raises:
-        UnsupportedError: Several adapters are active.
+        UnsupportedError: several adapters are active.
     """
     import peft
 
@@ -97,8 +97,8 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
     """Return the files that a tokenizer or processor of transformers writes, by name. Not collective.
 
     Raises:
-        InvalidArgumentError: The object has no `save_pretrained`.
-        UnsupportedError: It writes a subdirectory, and a checkpoint directory has none.
+        InvalidArgumentError: the object has no `save_pretrained`.
+        UnsupportedError: it writes a subdirectory, and a checkpoint directory has none.
     """
     if not hasattr(tokenizer, "save_pretrained") or is_module(tokenizer):
         kind = type(tokenizer).__name__

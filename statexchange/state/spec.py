@@ -55,9 +55,9 @@ class StateSpec:
 
     Attributes:
         entries: (path, text) of everything, in an order that all ranks share. Ranks whose trees match have equal ones.
-        tensors: The dense tensors by path; tied ones once.
-        values: The plain values by path.
-        stateful: The optimizers and other objects with a state, by path.
+        tensors: the dense tensors by path; tied ones once.
+        values: the plain values by path.
+        stateful: the optimizers and other objects with a state, by path.
     """
 
     def __init__(self, *, written: bool) -> None:
@@ -202,8 +202,8 @@ def dense_tensor(given: Any, path: str, *, written: bool) -> TensorLike:
     """Return the dense memory of a tensor or array, detached; of a replicated DTensor this rank's copy.
 
     Raises:
-        UnsupportedError: It has no dense memory; the error names `path`.
-        InvalidArgumentError: It is to be `written` and cannot be; the error names `path`.
+        UnsupportedError: it has no dense memory; the error names `path`.
+        InvalidArgumentError: it is to be `written` and cannot be; the error names `path`.
     """
     if is_array(given):
         check_dense(given, path)

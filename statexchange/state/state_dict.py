@@ -29,7 +29,7 @@ def encode_state(state: Any) -> tuple[str, dict[str, Any]]:
 
     Raises:
         UnsupportedError: A value has no JSON text, or a module is FSDP1's; the error names the path.
-        InvalidArgumentError: The state contains itself, or two tensors have one name.
+        InvalidArgumentError: the state contains itself, or two tensors have one name.
     """
     tensors: dict[str, Any] = {}
 

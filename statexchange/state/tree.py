@@ -48,11 +48,11 @@ def nodes(tree: Any, is_leaf: IsLeaf | None = None) -> Iterator[Node]:
     The entries of a mapping come in the order of their keys' texts, in whatever order they were inserted.
 
     Args:
-        tree: The tree.
+        tree: the tree.
         is_leaf: `is_leaf(value)` returns whether a container counts as a leaf; by default none does.
 
     Raises:
-        InvalidArgumentError: The tree contains itself, or is nested deeper than 100; it names the path.
+        InvalidArgumentError: the tree contains itself, or is nested deeper than 100; it names the path.
         UnsupportedError: A key has no JSON text (see `values`), or two look alike; it names the path.
     """
     return _nodes(tree, "", is_leaf, {})
@@ -80,13 +80,13 @@ def walk(
     Paths read as names: ``model.layers[0].my weight``.
 
     Args:
-        tree: The tree.
+        tree: the tree.
         enters: `enters(path, value)` returns whether a container's children are visited; by default all are.
-        path: The path of `tree` itself.
-        keys: The keys that lead to `tree`.
+        path: the path of `tree` itself.
+        keys: the keys that lead to `tree`.
 
     Raises:
-        InvalidArgumentError: The tree contains itself, or is nested deeper than 100.
+        InvalidArgumentError: the tree contains itself, or is nested deeper than 100.
     """
     inside = children(tree) if enters is None or enters(path, tree) else None
     yield WalkStep(path, keys, tree, inside is None)

@@ -30,15 +30,15 @@ class AlgorithmOptimizer(DistributedOptimizer):
     steps. Parameters that the module ignores are stepped with this rank's own gradients.
 
     Args:
-        optimizer: Any torch optimizer.
-        module: The module whose parameters the optimizer has.
-        algorithm: How ranks synchronise.
+        optimizer: any torch optimizer.
+        module: the module whose parameters the optimizer has.
+        algorithm: how ranks synchronise.
         comm: A communicator.
-        ignored: Returns the names of parameters that stay this rank's own.
-        is_alone: Whether this is the module's only optimizer.
-        after_step: Called at the end of each step.
-        bucket_bytes: As for BucketReducer.
-        settings: Options of DistributedOptimizer and BucketReducer.
+        ignored: returns the names of parameters that stay this rank's own.
+        is_alone: whether this is the module's only optimizer.
+        after_step: called at the end of each step.
+        bucket_bytes: as for BucketReducer.
+        settings: options of DistributedOptimizer and BucketReducer.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
         Collective.
 
         Raises:
-            InvalidArgumentError: Several optimizers train the module.
+            InvalidArgumentError: several optimizers train the module.
         """
         with self._comm.checking("join"):
             if not self._is_alone:
@@ -162,7 +162,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
         """Average every floating tensor of the inner optimizer's state over all ranks. Collective.
 
         Raises:
-            MismatchError: Ranks have state of different parameters.
+            MismatchError: ranks have state of different parameters.
         """
         state = nn.Module()
         for name, parameter in self._named().items():

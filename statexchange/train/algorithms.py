@@ -66,7 +66,7 @@ class Algorithm(abc.ABC):
     host.
 
     Args:
-        hierarchical: Whether a communicator of several hosts reduces within each host first and then between hosts;
+        hierarchical: whether a communicator of several hosts reduces within each host first and then between hosts;
             with False all ranks are treated alike. None begins with True where the communicator has a hierarchy, and
             lets the tuner choose. A communicator has no hierarchy on one host, or with one rank on each host. Over
             several hosts with a single transport (`init("gloo")`) it has none either, and True is an
@@ -176,7 +176,7 @@ class QuantizedAllReduce(Algorithm):
     without quantisation.
 
     Args:
-        error_feedback: Add the quantisation error of one step to the next step's gradient.
+        error_feedback: add the quantisation error of one step to the next step's gradient.
 
     Example:
         >>> import statexchange as sx
@@ -304,17 +304,17 @@ class Decentralized(Algorithm):
     for "ring", or 2 B for two hosts.
 
     Args:
-        peers: The ranks, of n, with which a rank averages.
+        peers: the ranks, of n, with which a rank averages.
 
             * "all": all ranks; with an interval this is local SGD.
             * "shift_one": one peer, another each time. In the s-th communication, counted from 0, by Bagua's formula:
               rank r < n/2 has peer (s + r) mod (n/2) + n/2, any other has (r - n/2 - s) mod (n/2). For odd n the
               formula takes n + 1; the rank whose peer would be rank n, which does not exist, keeps its weights.
             * "ring": the left and the right neighbour; two ranks average with each other.
-        interval: The number of steps from one communication to the next.
+        interval: the number of steps from one communication to the next.
 
     Raises:
-        InvalidArgumentError: There are no such peers, or `interval` is no positive number.
+        InvalidArgumentError: there are no such peers, or `interval` is no positive number.
 
     Example:
         >>> import statexchange as sx

@@ -34,7 +34,7 @@ def average_gradients(module: Source, comm: CommLike | None = None) -> None:
         comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
-        MismatchError: Parameters differ between ranks; the first that differs is named.
+        MismatchError: parameters differ between ranks; the first that differs is named.
         UnsupportedError: A parameter is lazy, a meta tensor, or a DTensor that is not replicated.
 
     Example:

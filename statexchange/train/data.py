@@ -41,10 +41,10 @@ def part_of(num_samples: int, world_size: int, rank: int, uneven: Uneven = "shor
     All parts are contiguous and in rank order.
 
     Args:
-        num_samples: The number n of samples.
-        world_size: The number w of ranks.
-        rank: The rank.
-        uneven: What happens where w does not divide n.
+        num_samples: the number n of samples.
+        world_size: the number w of ranks.
+        rank: the rank.
+        uneven: what happens where w does not divide n.
 
             * "short" gives each rank ceil(n / w) samples until there are no more, so that the last ranks may have
               fewer, or none;
@@ -81,10 +81,10 @@ class DistributedDataContainer(Dataset[Any]):
         data: A dataset with a length and numbered samples. Or a tuple or mapping of such (arrays, tensors, lists; also
             nested), all of one length: its samples are tuples or dicts of one sample of each.
         comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
-        uneven: What happens where the ranks do not divide the samples: "short", "pad", "drop" or "balanced"; see
+        uneven: what happens where the ranks do not divide the samples: "short", "pad", "drop" or "balanced"; see
             `part_of`.
-        shuffle: Cut a random order into parts, instead of the order of `data`. It depends on `seed` and the epoch.
-        seed: The same on all ranks.
+        shuffle: cut a random order into parts, instead of the order of `data`. It depends on `seed` and the epoch.
+        seed: the same on all ranks.
 
     Raises:
         InvalidArgumentError: `data` has no length or no numbered samples, or its fields differ in length.
@@ -156,7 +156,7 @@ class DistributedDataContainer(Dataset[Any]):
         """Count this rank's next `num_samples` samples as consumed, for `state_dict`. Not collective.
 
         Raises:
-            InvalidArgumentError: The part has fewer samples left.
+            InvalidArgumentError: the part has fewer samples left.
         """
         if not 0 <= num_samples <= len(self._part) - self._consumed:
             raise InvalidArgumentError(
@@ -185,7 +185,7 @@ class DistributedDataContainer(Dataset[Any]):
         the state's.
 
         Raises:
-            InvalidArgumentError: The state belongs to other data, has another `uneven` or `shuffle`, or is none of this
+            InvalidArgumentError: the state belongs to other data, has another `uneven` or `shuffle`, or is none of this
                 class.
         """
         if not isinstance(state, Mapping) or state.keys() != self.state_dict().keys():
@@ -208,9 +208,9 @@ class DistributedDataContainer(Dataset[Any]):
         """Find this rank's samples of an epoch.
 
         Args:
-            epoch: The epoch.
-            history: For each earlier run of the epoch, its number of ranks and what each of them consumed.
-            consumed: What this rank has consumed in this run.
+            epoch: the epoch.
+            history: for each earlier run of the epoch, its number of ranks and what each of them consumed.
+            consumed: what this rank has consumed in this run.
         """
         self._epoch = epoch
         self._history = list(history)

@@ -43,7 +43,7 @@ class DistributedModule(nn.Module):
     `_ddp_params_and_buffers_to_ignore` has the same effect.
 
     Args:
-        module: The module.
+        module: the module.
         comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
@@ -129,14 +129,14 @@ class DistributedModule(nn.Module):
         diverge, it is averaged too.
 
         Args:
-            algorithm: An Algorithm, or the name of one.
+            algorithm: an Algorithm, or the name of one.
 
         Returns:
             This module.
 
         Raises:
-            MismatchError: Ranks chose different algorithms.
-            InvalidArgumentError: There is no such algorithm, or this module has no optimizer.
+            MismatchError: ranks chose different algorithms.
+            InvalidArgumentError: there is no such algorithm, or this module has no optimizer.
         """
         optimizers = self._group.optimizers
         with self._comm.phase(_PHASE):
@@ -161,11 +161,11 @@ class DistributedModule(nn.Module):
         """Wrap the optimizers of this module, for `data_parallel`. Collective.
 
         Args:
-            optimizers: One or more optimizers that share no parameter.
-            algorithm: How they synchronise.
-            tune_every: The number of forwards between two runs of the tuner; None for no runs but the caller's.
-            bucket_bytes: As for BucketReducer.
-            settings: Options of DistributedOptimizer and BucketReducer.
+            optimizers: one or more optimizers that share no parameter.
+            algorithm: how they synchronise.
+            tune_every: the number of forwards between two runs of the tuner; None for no runs but the caller's.
+            bucket_bytes: as for BucketReducer.
+            settings: options of DistributedOptimizer and BucketReducer.
 
         Returns:
             The wrapped optimizers.
@@ -277,28 +277,28 @@ def data_parallel(
     ``synchronize(optimizer)`` before. The shape of the call is that of Bagua's `bagua_init`.
 
     Args:
-        module: The module.
-        optimizer: An optimizer, or a list of optimizers that share no parameter. Each averages and steps its own
+        module: the module.
+        optimizer: an optimizer, or a list of optimizers that share no parameter. Each averages and steps its own
             parameters, so one may step more often than another; all ranks step them in the same order.
-        algorithm: An Algorithm, or "allreduce", "sg-allreduce", "quantize" or "decentralize". `switch_to` of the
+        algorithm: an Algorithm, or "allreduce", "sg-allreduce", "quantize" or "decentralize". `switch_to` of the
             returned module takes another one later.
         comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
-        root: The rank whose parameters and buffers all ranks begin with.
-        broadcast_buffers: Whether buffers become root's, too; otherwise they stay each rank's own until `switch_to`
+        root: the rank whose parameters and buffers all ranks begin with.
+        broadcast_buffers: whether buffers become root's, too; otherwise they stay each rank's own until `switch_to`
             averages them.
-        bucket_bytes: The size of buckets, as for BucketReducer.
-        autotune: Let the tuner choose bucket size and hierarchy after each `tune_every`-th forward in train mode, at
+        bucket_bytes: the size of buckets, as for BucketReducer.
+        autotune: let the tuner choose bucket size and hierarchy after each `tune_every`-th forward in train mode, at
             the end of its step. All ranks must then make equally many forwards. Not for use with `join` or several
             optimizers.
-        tune_every: See `autotune`.
-        settings: Options of DistributedOptimizer (`accumulate`, `weight`) and of BucketReducer.
+        tune_every: see `autotune`.
+        settings: options of DistributedOptimizer (`accumulate`, `weight`) and of BucketReducer.
 
     Returns:
         The wrapped module, and the wrapped optimizer or a list of them.
 
     Raises:
-        InvalidArgumentError: An argument is invalid.
-        MismatchError: Ranks chose different algorithms, or their modules differ.
+        InvalidArgumentError: an argument is invalid.
+        MismatchError: ranks chose different algorithms, or their modules differ.
 
     Example:
         >>> import torch

@@ -46,20 +46,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
     averaged, so that all ranks decide alike. The idea is that of Lux.jl's DistributedOptimizer.
 
     Args:
-        optimizer: Any torch optimizer. If it was constructed with named parameters, messages use the names.
+        optimizer: any torch optimizer. If it was constructed with named parameters, messages use the names.
         comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
-        module: The module, or list of modules, that has the optimizer's parameters; messages use its names.
+        module: the module, or list of modules, that has the optimizer's parameters; messages use its names.
         reducer: A BucketReducer of all parameters, made by the caller.
-        accumulate: Average after every `accumulate`-th backward; gradients are sums over these.
+        accumulate: average after every `accumulate`-th backward; gradients are sums over these.
         weight: A function that returns this rank's weight when gradients are averaged, for the true mean over tokens:
             the sum of weight times gradient, divided by the sum of weights. Nothing is sent during backward then.
-        settings: Options of the BucketReducer that is made if `reducer` is None. With `delay_reduce` backward leaves
+        settings: options of the BucketReducer that is made if `reducer` is None. With `delay_reduce` backward leaves
             gradients as they are, and `finalize` or `step` averages them; both take a `weight` then. Call `finalize`
             before you clip.
 
     Raises:
-        InvalidArgumentError: The optimizer has parameters that `module` or `reducer` lacks, or an option is invalid.
-        MismatchError: Parameters or options differ between ranks.
+        InvalidArgumentError: the optimizer has parameters that `module` or `reducer` lacks, or an option is invalid.
+        MismatchError: parameters or options differ between ranks.
 
     Example:
         >>> import torch
@@ -202,11 +202,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Collective, unless they have been. Blocks until all ranks have called.
 
         Args:
-            weight: This rank's weight; needs `delay_reduce`. See the class.
+            weight: this rank's weight; needs `delay_reduce`. See the class.
 
         Raises:
-            InvalidArgumentError: Inside `no_sync`, or with a weight for gradients that are averages already.
-            MismatchError: Ranks are in different steps.
+            InvalidArgumentError: inside `no_sync`, or with a weight for gradients that are averages already.
+            MismatchError: ranks are in different steps.
         """
         self._reducer.raise_if_closed()
         if self._no_sync_depth:
@@ -229,15 +229,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Collective.
 
         Args:
-            closure: Evaluates the loss and calls backward, as for the inner optimizer.
-            weight: This rank's weight; needs `delay_reduce`. See the class.
+            closure: evaluates the loss and calls backward, as for the inner optimizer.
+            weight: this rank's weight; needs `delay_reduce`. See the class.
 
         Returns:
             The inner optimizer's result; the loss of a closure is averaged over ranks.
 
         Raises:
-            InvalidArgumentError: Inside `no_sync`.
-            MismatchError: Ranks are in different steps.
+            InvalidArgumentError: inside `no_sync`.
+            MismatchError: ranks are in different steps.
         """
         if self._no_sync_depth:
             raise InvalidArgumentError("step() inside no_sync() would step with this rank's gradients: leave the block")

@@ -101,7 +101,7 @@ def local_part(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return a tensor itself, or this rank's copy of a replicated DTensor. Not collective.
 
     Raises:
-        UnsupportedError: The DTensor has another placement.
+        UnsupportedError: the DTensor has another placement.
     """
     if not is_dtensor(tensor):
         return tensor
@@ -135,7 +135,7 @@ def compare_specs(comm: Communicator, specs: Sequence[ParameterSpec], about: str
     """Return a digest of `specs` and of the text `about`, which must be equal on all ranks. Collective.
 
     Raises:
-        MismatchError: They differ. All ranks raise it; it names the lowest rank that differs from rank 0, and the first
+        MismatchError: they differ. All ranks raise it; it names the lowest rank that differs from rank 0, and the first
             parameter where it does.
     """
     text = json.dumps([about, [[spec.name, str(spec), spec.device] for spec in specs]]).encode()

@@ -80,7 +80,7 @@ class InlineReducer(Reducer):
 
     Args:
         comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
-        scale: Multiplies the sum over ranks; None averages.
+        scale: multiplies the sum over ranks; None averages.
 
     Raises:
         InvalidArgumentError: `scale` is no number.
@@ -136,10 +136,10 @@ class CoalescingReducer(Reducer):
 
     Args:
         comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
-        scale: Multiplies the sum over ranks; None averages.
-        async_op: Return while tensors that were sent are still being reduced.
-        contiguous: Send the cached tensors of one dtype and device as one message.
-        cache_bytes: The size of the cache.
+        scale: multiplies the sum over ranks; None averages.
+        async_op: return while tensors that were sent are still being reduced.
+        contiguous: send the cached tensors of one dtype and device as one message.
+        cache_bytes: the size of the cache.
 
     Raises:
         InvalidArgumentError: `scale` is no number, or `cache_bytes` is negative.

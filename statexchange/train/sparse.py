@@ -53,12 +53,12 @@ def average_sparse(
     Half precision is summed in float32.
 
     Args:
-        comm: The communicator.
-        like: The parameter.
-        grad: This rank's gradient, or None.
-        shapes: The sizes of each rank's gradient, None where it has none; `same_sparse_dims` must hold for them.
-        share: Multiplies this rank's values.
-        scale: Multiplies the sum over ranks; None averages.
+        comm: the communicator.
+        like: the parameter.
+        grad: this rank's gradient, or None.
+        shapes: the sizes of each rank's gradient, None where it has none; `same_sparse_dims` must hold for them.
+        share: multiplies this rank's values.
+        scale: multiplies the sum over ranks; None averages.
     """
     counts = [0 if shape is None else shape.num_entries for shape in shapes]
     most = max(counts)

@@ -52,7 +52,7 @@ def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
     beyond the tree: at most 64 MiB at a time.
 
     Args:
-        tree: Any nesting of mappings (keys in any order), lists, tuples, namedtuples and dataclasses that holds
+        tree: any nesting of mappings (keys in any order), lists, tuples, namedtuples and dataclasses that holds
 
             * torch tensors (also non-contiguous or requiring grad) and numpy arrays: the same objects are filled with
               root's data;
@@ -65,16 +65,16 @@ def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
             * objects with `state_dict` and `load_state_dict`, such as LR schedulers: likewise.
 
             Any other object stays each rank's own. So do devices, paths, bytes and functions.
-        root: The rank whose values all ranks take.
+        root: the rank whose values all ranks take.
         comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Returns:
         The tree: the same object unless it is a plain value or an immutable container that changed.
 
     Raises:
-        MismatchError: Trees differ in paths, kinds, shapes or dtypes, or ranks passed different roots. It shows both
+        MismatchError: trees differ in paths, kinds, shapes or dtypes, or ranks passed different roots. It shows both
             sides at the first path that differs; nothing has changed.
-        UnsupportedError: Something cannot be synchronised, such as a sharded DTensor (replicated ones are filled), a
+        UnsupportedError: something cannot be synchronised, such as a sharded DTensor (replicated ones are filled), a
             sparse, quantised or meta tensor, or an array of objects; it names the path.
         InvalidArgumentError: A lazy parameter, a generator or a cycle; it names the path.
 
@@ -107,13 +107,13 @@ def broadcast_parameters(
     `_ddp_params_and_buffers_to_ignore` are left out. The name is Bagua's.
 
     Args:
-        module: The module.
-        broadcast_buffers: Whether buffers become root's, too.
-        root: The rank whose tensors all ranks take.
+        module: the module.
+        broadcast_buffers: whether buffers become root's, too.
+        root: the rank whose tensors all ranks take.
         comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
-        MismatchError: Modules differ between ranks; nothing has changed.
+        MismatchError: modules differ between ranks; nothing has changed.
         InvalidArgumentError: `module` is no module.
 
     Example:
@@ -138,11 +138,11 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
     in torch's `_ddp_params_and_buffers_to_ignore` are left out. The name is Bagua's.
 
     Args:
-        module: The module.
+        module: the module.
         comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
-        MismatchError: Modules differ between ranks; nothing has changed.
+        MismatchError: modules differ between ranks; nothing has changed.
         UnsupportedError: A tensor is float8, or cannot be synchronised.
         InvalidArgumentError: `module` is no module.
 

@@ -94,7 +94,7 @@ class Backend(ABC):
         """Return a new backend over `ranks` of this one, in that order. Collective over those ranks only.
 
         Raises:
-            StallError: Ranks have not called within `timeout_s`; `missing` has them, by their ranks in this backend.
+            StallError: ranks have not called within `timeout_s`; `missing` has them, by their ranks in this backend.
                 A group that can be made without the others does not wait for them.
         """
 

@@ -433,10 +433,10 @@ class SharedMemoryBackend(Backend):
         """Send every rank's bytes through its own windows.
 
         Args:
-            ours: The bytes that this rank sends, if any.
-            longest: The largest number of bytes that any rank sends, equal on all ranks.
-            reads: What this rank receives: the rank that sends, where in its bytes to begin, and the target.
-            wait: The wait of the collective.
+            ours: the bytes that this rank sends, if any.
+            longest: the largest number of bytes that any rank sends, equal on all ranks.
+            reads: what this rank receives: the rank that sends, where in its bytes to begin, and the target.
+            wait: the wait of the collective.
         """
         for at in range(0, longest, _WINDOW_BYTES):
             staging = self._window(torch.uint8, wait)

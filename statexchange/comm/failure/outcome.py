@@ -49,10 +49,10 @@ def next_phase(own: int, lowest: int, highest: int, gives_up: bool) -> int:
     """Return the phase of a rank that is HERE, SEEN or CLOSING after it has read those of the others. Not collective.
 
     Args:
-        own: Its phase. A rank that may pass by a single reading begins with SEEN.
-        lowest: The earliest phase of the others; less than HERE is ABSENT.
-        highest: The latest phase of the others; more than PASSED is PASSED.
-        gives_up: Whether its wait is over, by a deadline or an interrupt.
+        own: its phase. A rank that may pass by a single reading begins with SEEN.
+        lowest: the earliest phase of the others; less than HERE is ABSENT.
+        highest: the latest phase of the others; more than PASSED is PASSED.
+        gives_up: whether its wait is over, by a deadline or an interrupt.
 
     Returns:
         A phase; UNKNOWN if the rank has to raise without knowing what the others do.

@@ -34,8 +34,8 @@ def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: fl
 
     Args:
         bootstrap: A backend over which the ranks exchange bytes.
-        topology: Which rank is on which host.
-        timeout_s: How long to wait for the other ranks.
+        topology: which rank is on which host.
+        timeout_s: how long to wait for the other ranks.
 
     Returns:
         The detector of this rank, started; None, on all ranks, if some cannot reach rank 0, with a warning.

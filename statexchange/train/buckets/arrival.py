@@ -63,8 +63,8 @@ class Arrival:
         Sparse gradients in no bucket are coalesced, so that the number of their entries is final.
 
         Args:
-            buckets: The buckets of the plan.
-            recheck: Look for gradients that became None after they had arrived. Needed only if buckets are not filled
+            buckets: the buckets of the plan.
+            recheck: look for gradients that became None after they had arrived. Needed only if buckets are not filled
                 yet, as filling finds them, too.
             has_weight: A rank without weight reports that nothing arrived.
         """

@@ -94,26 +94,26 @@ class BucketReducer(Reducer):
     Args:
         module_or_params: A module, parameters with or without names, or a list of modules.
         comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
-        bucket_bytes: Buckets come as near to this size as their parameters allow.
-        align_bytes: The size of a bucket is a multiple of it; a power of two, 8 or more.
-        chunking: Make the size a multiple of 32 bytes times the number of ranks, for a `communicate` that cuts a bucket
+        bucket_bytes: buckets come as near to this size as their parameters allow.
+        align_bytes: the size of a bucket is a multiple of it; a power of two, 8 or more.
+        chunking: make the size a multiple of 32 bytes times the number of ranks, for a `communicate` that cuts a bucket
             into one part for each rank.
-        fusion: Make gradients views of their bucket, so that nothing is copied back. A gradient that the caller keeps
+        fusion: make gradients views of their bucket, so that nothing is copied back. A gradient that the caller keeps
             is overwritten in the next step. False copies averages into the tensors that backward made.
-        delay_reduce: Send nothing before `finalize`. Needed for weights.
+        delay_reduce: send nothing before `finalize`. Needed for weights.
         bucket_type: "gradient"; or "weight", which averages the parameters themselves at `finalize`, unseen by
             autograd; or "parameter", the same, but backward through a graph that needs the old values raises.
-        buckets: Lists of names or of parameters that are to share a bucket. Others are placed as they arrive.
-        scale: Multiplies the sum over ranks; None averages.
-        overlap: Send buckets during backward, in another thread. With None each rank does so unless buckets
+        buckets: lists of names or of parameters that are to share a bucket. Others are placed as they arrive.
+        scale: multiplies the sum over ranks; None averages.
+        overlap: send buckets during backward, in another thread. With None each rank does so unless buckets
             are reduced through shared memory and there are fewer than two cores a rank: then that thread would only
             take time from backward.
         communicate: A function that turns a flat bucket, in place, into what all ranks should have; None is the
             all-reduce. It may return a Work. All ranks call it in the order of the plan.
 
     Raises:
-        InvalidArgumentError: An option is invalid, or a parameter belongs to another reducer.
-        MismatchError: Parameters or options differ between ranks; the first parameter that differs is named.
+        InvalidArgumentError: an option is invalid, or a parameter belongs to another reducer.
+        MismatchError: parameters or options differ between ranks; the first parameter that differs is named.
         UnsupportedError: A parameter is lazy, a meta tensor, or a DTensor that is not replicated.
 
     Example:
@@ -183,11 +183,11 @@ class BucketReducer(Reducer):
         Collective.
 
         Args:
-            module_or_params: The new parameters; None keeps the present ones.
-            changes: Arguments of the constructor that change.
+            module_or_params: the new parameters; None keeps the present ones.
+            changes: arguments of the constructor that change.
 
         Raises:
-            InvalidArgumentError: Buckets are in flight, or an option is unknown or invalid.
+            InvalidArgumentError: buckets are in flight, or an option is unknown or invalid.
         """
         with self._comm.checking("reset"):
             if any(bucket.in_flight for bucket in self._plan.buckets):
@@ -361,8 +361,8 @@ class BucketReducer(Reducer):
         Collective. Blocks until all ranks have called and all buckets are reduced.
 
         Raises:
-            MismatchError: Ranks are in different steps or reduce different parameters.
-            PeerError: Another rank has failed.
+            MismatchError: ranks are in different steps or reduce different parameters.
+            PeerError: another rank has failed.
         """
         self.raise_if_closed()
         self.reduce()
@@ -391,18 +391,18 @@ class BucketReducer(Reducer):
         Collective. For callers that average more than once in a step, or between ranks of different weights.
 
         Args:
-            weight: This rank's weight: the result is the sum of weight times gradient, divided by the sum of weights.
+            weight: this rank's weight: the result is the sum of weight times gradient, divided by the sum of weights.
                 A rank of weight 0 counts as if nothing had arrived there. If all ranks have weight 0, every gradient
                 becomes None. Weights other than 1 need `delay_reduce`.
             step: A number that is compared between ranks that are not `done`; None compares the number of rounds.
-            done: Take part with weight 0, without gradients of this rank.
+            done: take part with weight 0, without gradients of this rank.
 
         Returns:
             The ranks that are not done.
 
         Raises:
-            InvalidArgumentError: The weight is invalid, or these options allow none.
-            MismatchError: Ranks are in different steps or reduce different parameters.
+            InvalidArgumentError: the weight is invalid, or these options allow none.
+            MismatchError: ranks are in different steps or reduce different parameters.
         """
         self._hooks.forget_backward()
         self._sender.caller = self._comm.caller

@@ -107,7 +107,7 @@ class RoundSummary:
         """Return the summary of every rank's message.
 
         Raises:
-            MismatchError: Ranks have different plans, or ranks that are not done are in different steps.
+            MismatchError: ranks have different plans, or ranks that are not done are in different steps.
         """
         headers = [RoundHeader.from_bytes(message) for message in messages]
         if any(header.plan_digest != plan_digest for header in headers):
@@ -154,7 +154,7 @@ def exchange_reports(comm: Communicator, header: RoundHeader, report: ArrivalRep
     """Compare plans and steps with all ranks; return the reports of all. Collective.
 
     Raises:
-        MismatchError: Plans or steps differ.
+        MismatchError: plans or steps differ.
     """
     messages = comm.all_gather_bytes(header.to_bytes() + report.to_bytes(), operation=PHASE)
     return RoundSummary.of(messages, len(report.states), header.plan_digest)
