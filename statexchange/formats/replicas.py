@@ -20,8 +20,8 @@ def check_tensor_copies(source: Source, tensor: TensorPlan, advice: str) -> None
         return source.files[holder].tensors[tensor.source].digest_of(index)
 
     def error(tensor: TensorPlan, box: Box, holder: int, other: int) -> ReplicaError:
-        ranks = source.files[holder].rank, source.files[other].rank
-        return replica_error(tensor.source, box, *ranks, advice, path=source.files[other].path)
+        labels = source.label_of(source.files[holder]), source.label_of(source.files[other])
+        return replica_error(tensor.source, box, *labels, advice, path=source.files[other].path)
 
     for piece in tensor.pieces:
         check_copies(tensor, piece, digest_of, error)

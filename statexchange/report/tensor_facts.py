@@ -15,7 +15,7 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.formats.sections import sections_of
-from statexchange.sharding.plan import HolderLabel, prove_cover
+from statexchange.sharding.plan import HolderLabel, holders_text, prove_cover
 from statexchange.sharding.shards import Box, full_box, intersect
 from statexchange.tensors import ITEMSIZE, PACKED, element_shape
 
@@ -127,7 +127,7 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
     for shard_file, tensor in found:
         for box, stored in zip(tensor.shard.boxes, tensor.byte_ranges, strict=True):
             copies.setdefault(box, []).append((shard_file, stored))
-    problems = list(_differing_copies(name, copies))
+    problems = list(_differing_copies(source, name, copies))
     labels: dict[Box, list[HolderLabel]] = {}
     ranks: dict[Box, list[int]] = {}
     for box, of_box in copies.items():
@@ -203,14 +203,21 @@ def _refuse_unreadable(source: Source, name: str) -> None:
         raise IncompleteError("its file is missing or broken", name=name, path=unreadable.path)
 
 
-def _differing_copies(name: str, copies: dict[Box, list[tuple[ShardFile, ByteRange]]]) -> Iterator[StateExchangeError]:
+def _differing_copies(
+    source: Source, name: str, copies: dict[Box, list[tuple[ShardFile, ByteRange]]]
+) -> Iterator[StateExchangeError]:
     """Yield an error for each region whose copies have different digests."""
     for box, of_box in copies.items():
         digests = Counter(stored.digest for _, stored in of_box if stored.digest is not None)
         if len(digests) > 1:
-            ranks = [file.rank for file, stored in of_box if stored.digest != of_box[0][1].digest]
-            text = f"ranks {ranks} and rank {of_box[0][0].rank} hold different values for region {box}"
-            yield ReplicaError(text, name=name, rank=ranks[0], path=of_box[0][0].path)
+            first, expected = of_box[0]
+            others = [file for file, stored in of_box if stored.digest != expected.digest]
+            if source.has_ranks:
+                holders = f"ranks {[file.rank for file in others]} and rank {first.rank}"
+            else:
+                holders = holders_text(others[0].name, first.name)
+            text = f"{holders} hold different values for region {box}"
+            yield ReplicaError(text, name=name, rank=others[0].rank, path=first.path)
 
 
 def _gaps(shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Box]:

@@ -21,7 +21,7 @@ from statexchange.formats.source import Source, SourceTensor
 from statexchange.report.hub_metadata import HubComparison, compare_with_hub
 from statexchange.report.value_checks import CHECKS, FileTails, TensorChecks, ValueFinding
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.plan import RankShards, TensorPlan, plan_merge, prove_cover
+from statexchange.sharding.plan import RankShards, TensorPlan, holders_text, plan_merge, prove_cover
 from statexchange.storage.regions import BoxDigest, blocks, to_global
 
 __all__ = ["VerifyReport", "verify"]
@@ -240,10 +240,10 @@ class _Check:
             for holder, index in piece.replicas:
                 found = self._digest(numbers[holder], tensor.source, index)
                 if expected is not None and found is not None and expected != found:
-                    rank = self._source.files[numbers[piece.holder]].rank
-                    other = self._source.files[numbers[holder]].rank
-                    text = f"ranks {rank} and {other} hold different values for region {piece.box}"
-                    self.findings.append(ReplicaError(text, name=tensor.source, rank=other))
+                    first, other = (self._source.files[numbers[at]] for at in (piece.holder, holder))
+                    holders = holders_text(self._source.label_of(first), self._source.label_of(other))
+                    text = f"{holders} hold different values for region {piece.box}"
+                    self.findings.append(ReplicaError(text, name=tensor.source, rank=other.rank))
 
     def _digest(self, number: int, name: str, index: int) -> str | None:
         """Return the digest of a box; None if it could not be read, which is another finding."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from statexchange.errors import ReplicaError
-from statexchange.sharding.plan import Piece, TensorPlan
+from statexchange.sharding.plan import HolderLabel, Piece, TensorPlan, holders_text
 from statexchange.sharding.shards import Box
 
 __all__ = ["check_copies", "replica_error"]
@@ -33,7 +33,10 @@ def check_copies(
             raise error(tensor, piece.box, piece.holder, holder)
 
 
-def replica_error(name: str, box: Box, rank: int, other: int, advice: str, path: str | None = None) -> ReplicaError:
-    """Return the error for two ranks, or one rank's two copies, with different values of a box."""
-    holders = f"ranks {rank} and {other} hold" if rank != other else f"two copies of rank {rank} have"
-    return ReplicaError(f"{holders} different values for region {box}: {advice}", name=name, rank=other, path=path)
+def replica_error(
+    name: str, box: Box, holder: HolderLabel, other: HolderLabel, advice: str, path: str | None = None
+) -> ReplicaError:
+    """Return the error for two holders, or one rank's two copies, with different values of a box."""
+    holders = f"{holders_text(holder, other)} hold" if holder != other else f"two copies of rank {holder} have"
+    rank = other if isinstance(other, int) else None
+    return ReplicaError(f"{holders} different values for region {box}: {advice}", name=name, rank=rank, path=path)

@@ -42,6 +42,7 @@ __all__ = [
     "Plan",
     "RankShards",
     "TensorPlan",
+    "holders_text",
     "plan_merge",
     "prove_cover",
 ]
@@ -403,9 +404,9 @@ def _plan_tensor(
                 if field_name == "global_shape" and _is_whole(first) and _is_whole(shard):
                     rules = layout_advice([first.global_shape, shard.global_shape], rule_for_dim(first.name))
                     hint = f"; if each holds a part, give a layout: {rules}" if rules else ""
-                ranks = f"ranks {rank_shards[first_holder].rank} and {rank_shards[holder].rank}"
+                holders = holders_text(_label_of(rank_shards[first_holder]), _label_of(rank_shards[holder]))
                 raise CorruptError(
-                    f"{ranks} disagree on the {field_name}{hint}",
+                    f"{holders} disagree on the {field_name}{hint}",
                     name=first.name,
                     rank=rank_shards[holder].rank,
                     expected=expected,
@@ -507,6 +508,13 @@ def _gap_text(region: str, holders: Collection[HolderLabel]) -> str:
             shown += f" and {hidden:,} more"
         return f"no file holds {region}; {shown} hold{'s' * (len(files) == 1)} the rest"
     return f"no rank holds {region}; ranks {ranks} hold the rest"
+
+
+def holders_text(first: HolderLabel, second: HolderLabel) -> str:
+    """Return what error messages call two holders: ``ranks 0 and 1``, or the names of their files."""
+    if isinstance(first, int) and isinstance(second, int):
+        return f"ranks {first} and {second}"
+    return f"{_holder_text(first)} and {_holder_text(second)}"
 
 
 def _holder_text(holder: HolderLabel) -> str:

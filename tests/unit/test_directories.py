@@ -665,3 +665,20 @@ class Outer:
     @staticmethod
     def made() -> Any:
         return Outer.Called()
+
+
+def test_files_that_are_no_ranks_are_named_where_they_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "part-a.pt")
+    torch.save({"w": torch.zeros(3)}, tmp_path / "part-b.pt")
+    for words in (["merge", tmp_path, tmp_path / "out"], ["diff", tmp_path, tmp_path]):
+        with pytest.raises(SystemExit):
+            main(list(map(str, words)))
+        said = capsys.readouterr().err
+        assert "hold different values for region [0:3]" in said, words
+        assert "part-a.pt" in said.partition("hold different")[0], said
+        assert "ranks" not in said.partition("hold different")[0], said
+    torch.save({"w": torch.ones(3).double()}, tmp_path / "part-b.pt")
+    with pytest.raises(sx.errors.CorruptError, match=r"part-a\.pt and part-b\.pt disagree on the dtype"):
+        sx.merge_checkpoint(tmp_path, tmp_path / "out")
