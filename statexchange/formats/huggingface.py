@@ -30,7 +30,7 @@ from statexchange.sharding.shards import (
     Box,
     Shard,
     c_contiguous,
-    full_box,
+    is_inside,
     linear_offset,
     shape_from_json,
     sizes_from_json,
@@ -280,11 +280,11 @@ def _shard_file(number: int, file: StoredFile, header: Header, published: Mappin
 
 
 def _published(shard: Shard, stored: ByteRange, records: Sequence[Any]) -> SourceTensor:
-    """Return a published tensor with the digests of the boxes that its manifest lists."""
+    """Return a published tensor with the digests of the boxes in its manifest, which `_check_record` has checked."""
     shape, itemsize = shard.global_shape, ITEMSIZE[shard.dtype]
-    boxes = {Box.from_json([offsets, sizes]): digest for offsets, sizes, digest, _ in records}
-    if list(boxes) == [full_box(shape)]:
-        return SourceTensor(shard, (replace(stored, digest=boxes[full_box(shape)]),))
+    boxes = {Box(tuple(offsets), tuple(sizes)): digest for offsets, sizes, digest, _ in records}
+    if len(boxes) == 1 and shard.boxes[0] in boxes:  # one box, that of the whole tensor
+        return SourceTensor(shard, (ByteRange(stored.file, stored.begin, stored.nbytes, boxes[shard.boxes[0]]),))
     if not all(c_contiguous(box, shape) for box in boxes):
         return SourceTensor(shard, (replace(stored, parts=tuple(boxes.items())),))
     pieces = [
@@ -374,7 +374,9 @@ def _check_record(record: Any) -> None:
     itemsize_of(record["dtype"])
     shape = shape_from_json(record["shape"])
     for offsets, sizes, digest, rank in record["boxes"]:
-        Shard("", record["dtype"], shape, (Box.from_json([offsets, sizes]),))
+        box = Box.from_json([offsets, sizes])
+        if not is_inside(box, shape):
+            raise ValueError(f"box {box} lies outside of shape {shape}")
         if not isinstance(digest, str) or type(rank) is not int or rank < 0:
             raise ValueError(f"not a box: {excerpt([digest, rank])}")
     if not isinstance(record["file"], str):
