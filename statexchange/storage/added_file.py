@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from typing import TYPE_CHECKING
 
 from statexchange.errors import ReplacedError
-from statexchange.storage.atomic import is_abandoned, write_new
+from statexchange.storage.atomic import remove_abandoned, write_new
 from statexchange.storage.files import check_writable
 from statexchange.storage.local import LocalStore
 
@@ -60,8 +58,5 @@ class AddedFile:
             raise ReplacedError("replaced while it was read", path=self._store.path)
         path = self._store.path_of(self._name)
         with self._store.descriptor() as fd:
-            for name in os.listdir(fd):
-                if is_abandoned(name):
-                    with contextlib.suppress(OSError):  # it does no harm
-                        os.unlink(name, dir_fd=fd)
+            remove_abandoned(fd)
             write_new(fd, self._name, [data], nbytes=len(data), path=path, mode=_MODE, overwrite=overwrite)

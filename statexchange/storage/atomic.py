@@ -62,6 +62,7 @@ __all__ = [
     "is_abandoned",
     "is_temporary",
     "new_nonce",
+    "remove_abandoned",
     "rename_new",
     "write_new",
 ]
@@ -88,6 +89,14 @@ def is_abandoned(name: str) -> bool:
     match = _TEMPORARY.fullmatch(name)
     owner = Owner.from_name(match[1]) if match is not None and match[1] else None
     return owner is not None and owner.is_dead
+
+
+def remove_abandoned(dir_fd: int) -> None:
+    """Remove the temporary files in a directory whose writers have provably ended."""
+    for name in os.listdir(dir_fd):
+        if is_abandoned(name):
+            with contextlib.suppress(OSError):  # it does no harm
+                os.unlink(name, dir_fd=dir_fd)
 
 
 def write_new(

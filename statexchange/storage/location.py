@@ -9,6 +9,7 @@ Modules for writers, and those that need fsspec, are imported at the first call 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -24,7 +25,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.storage import files
-from statexchange.storage.atomic import write_new
+from statexchange.storage.atomic import remove_abandoned, write_new
 from statexchange.storage.local import local_path, open_local
 
 if TYPE_CHECKING:
@@ -205,6 +206,10 @@ class Location(ABC):
         """
 
     @abstractmethod
+    def remove_abandoned(self) -> None:
+        """Remove the temporary files in this directory that killed processes have left; there are none at a URL."""
+
+    @abstractmethod
     def clear(
         self, manifest: str, is_own: OwnCheck, *, watch: ClaimWatch | None = None, waits: bool = False
     ) -> str | None:
@@ -325,6 +330,11 @@ class LocalLocation(Location):
         except OSError as error:
             raise StorageError.of(error, "list directory", path=self.path) from error
         return sorted({name for name in map(files.hidden_target, entries) if name is not None})
+
+    def remove_abandoned(self) -> None:
+        """Remove the temporary files of processes that have ended, if there is a directory."""
+        with contextlib.suppress(NotFoundError), files.directory(self.path) as dir_fd:
+            remove_abandoned(dir_fd)
 
     def clear(
         self, manifest: str, is_own: OwnCheck, *, watch: ClaimWatch | None = None, waits: bool = False
@@ -451,6 +461,9 @@ class RemoteLocation(Location):
             return [] if file is not None else [name for name in store.directories if name not in without]
         finally:
             store.close()
+
+    def remove_abandoned(self) -> None:
+        """Do nothing."""
 
     def clear(
         self, manifest: str, is_own: OwnCheck, *, watch: ClaimWatch | None = None, waits: bool = False

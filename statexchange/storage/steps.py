@@ -29,7 +29,7 @@ from statexchange.errors import (
     TargetExistsError,
     excerpt,
 )
-from statexchange.storage.atomic import new_nonce
+from statexchange.storage.atomic import is_temporary, new_nonce
 from statexchange.storage.claim import CLAIM_NAME
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.location import Location, location
@@ -284,7 +284,8 @@ def make_identity(path: str) -> str:
 def check_only_saves(path: str) -> None:
     """Raise InvalidArgumentError if a directory without a save has other content than unfinished saves.
 
-    Not collective. A directory that does not exist is accepted. So are saves: they were published meanwhile.
+    Not collective. A directory that does not exist is accepted. So are saves: they were published meanwhile; and files
+    that a process was killed in writing.
     """
     try:
         with open_path(path) as opened:
@@ -296,7 +297,7 @@ def check_only_saves(path: str) -> None:
             names = store.listing.keys() - {IDENTITY, *map(step_name, [*list_steps(store), *unfinished])}
     except NotFoundError:
         return
-    others = sorted(name for name in names if _HIDDEN.fullmatch(name) is None)
+    others = sorted(name for name in names if _HIDDEN.fullmatch(name) is None and not is_temporary(name))
     if others and step_of(others[0]) is not None:
         text = (
             f"this directory has no saves, but {others[0]!r}, which is not the directory of a save, or has lost its "
@@ -372,6 +373,7 @@ def clear_leftovers(
         The nonces of what was removed at a URL.
     """
     at = location(path)
+    at.remove_abandoned()
     cleared = [
         at.child(step_name(step)).clear(MANIFEST, is_stray, watch=watch, waits=waits)
         for step in _unfinished_steps(at, without)

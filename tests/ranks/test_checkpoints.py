@@ -28,6 +28,7 @@ from sweeps import slow, some
 from warm_python import warm_python
 
 import statexchange as sx
+from statexchange.processes import Owner
 from statexchange.report.saves import list_saves
 from statexchange.testing import run_ranks
 
@@ -99,6 +100,19 @@ def test_other_content_is_not_taken_for_no_save(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(sx.errors.StateExchangeError, match="file"):
         sx.Checkpoints(tmp_path / "file").load(state_of(0))
+
+
+def test_a_file_that_a_process_was_killed_in_writing_is_no_content_and_removed(tmp_path: Path) -> None:
+    owner = "from statexchange.processes import Owner; print(Owner.current().to_name())"
+    ended = subprocess.run([sys.executable, "-c", owner], capture_output=True, text=True, check=True).stdout.strip()
+    mine = f".tmp-{'1' * 16}.{Owner.current().to_name()}"
+    for name in (f".tmp-{'0' * 16}.{ended}", mine):
+        (tmp_path / name).write_bytes(b"half")
+    saves = sx.Checkpoints(tmp_path)
+    state = state_of(0)
+    saves.load(state)  # there is no save yet
+    saves.save(state, 1)
+    assert sorted(os.listdir(tmp_path)) == [mine, "step-000000001"]
 
 
 @pytest.mark.parametrize(
