@@ -98,6 +98,5 @@ def _are_same_bits(a: Any, b: Any) -> bool:
         return bool(np.ascontiguousarray(a).tobytes() == b.tobytes())
     import torch
 
-    if a.is_conj() or a.is_neg():  # filled through the view, so that the memory has other bits
-        return torch.equal(a.resolve_conj().resolve_neg(), b)
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    plain = a.resolve_conj().resolve_neg()  # such a view was filled through it, so that the memory has other bits
+    return torch.equal(plain.contiguous().reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -1248,3 +1248,18 @@ def test_views_without_common_elements_may_interlock(tmp_path: Path) -> None:
     live = torch.zeros(6)
     sx.load_checkpoint({"a": live[::2], "b": live[1::2]}, _saved(tmp_path, a=torch.ones(3), b=torch.full((3,), 2.0)))
     assert live.tolist() == [1, 2, 1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("is_negative", [False, True], ids=["conjugated", "negative"])
+def test_nan_and_the_sign_of_zero_are_compared_in_views_that_negate_too(is_negative: bool, tmp_path: Path) -> None:
+    values = torch.tensor([float("nan"), -0.0, 1.0])
+    if not is_negative:
+        values = torch.complex(values, values.flip(0))
+    live = torch.zeros(3, dtype=torch.complex64).conj()
+    view = live.imag if is_negative else live
+    assert view.is_neg() == is_negative
+    sx.load_checkpoint({"a": view, "b": view}, _saved(tmp_path, a=values, b=values.clone()))
+    assert torch.equal(view.resolve_conj().resolve_neg().view(torch.int32), values.view(torch.int32))
+
+    with pytest.raises(sx.errors.ReplicaError, match="shares memory"):
+        sx.load_checkpoint({"a": view, "b": view}, _saved(tmp_path, a=values, b=values + 0))  # -0.0 + 0 is 0.0
