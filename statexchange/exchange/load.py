@@ -356,7 +356,7 @@ class _Load:
             plan.unexpected = [name for name in plan.unexpected if all(name in names for names in unexpected)]
             plan.unexpected += self._without_rule
             if options.strict or _loads_nothing(state, plan):
-                _check_names(plan, catalog)
+                _check_names(state, plan, catalog)
             if (options.include or options.exclude) and all(names.is_empty for names in by_rank):
                 raise InvalidArgumentError(_selects_nothing(options), path=source.path)
         if self._before_reading is not None:
@@ -648,7 +648,7 @@ def _selects_nothing(options: LoadOptions) -> str:
     return f"{patterns} selects no tensor and no value that both the source and the state have"
 
 
-def _check_names(plan: LoadPlan, catalog: Catalog) -> None:
+def _check_names(state: Any, plan: LoadPlan, catalog: Catalog) -> None:
     """Raise an error that lists all missing and unexpected names, as torch does."""
     if not plan.missing and not plan.unexpected:
         return
@@ -657,9 +657,13 @@ def _check_names(plan: LoadPlan, catalog: Catalog) -> None:
         for what, names in (("missing in the source", plan.missing), ("not in the state", plan.unexpected))
         if names
     ]
-    is_nothing = not plan.targets and not plan.num_values
-    advice = [_hint(plan, catalog), "" if is_nothing else "strict=False loads what both have"]
-    what = "the source has no name of the state" if is_nothing else "the names differ"
+    if not plan.targets and not plan.num_values:
+        what, general = "the source has no name of the state", ""
+    elif _loads_nothing(state, plan):  # an error without `strict`, too
+        what, general = "the source has no tensor of the state", ""
+    else:
+        what, general = "the names differ", "strict=False loads what both have"
+    advice = [_hint(plan, catalog), general]
     text = "; ".join([what, *lists, *filter(None, advice)])
     kind = NotFoundError if plan.missing else InvalidArgumentError
     raise kind(text, path=catalog.source.path)

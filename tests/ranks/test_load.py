@@ -758,6 +758,13 @@ def test_the_names_of_a_state_of_values_are_compared(tmp_path: Path) -> None:
         sx.load_checkpoint({"own": 5}, tmp_path / "saved", strict=False)
 
 
+def test_strict_is_not_advised_where_it_changes_nothing(tmp_path: Path) -> None:
+    sx.save_checkpoint({"step": 7}, tmp_path / "saved")
+    for strict in (True, False):
+        with pytest.raises(FileNotFoundError, match=r"no tensor of the state; 1 missing in the source: w \["):
+            sx.load_checkpoint({"w": torch.zeros(2), "step": 0}, tmp_path / "saved", strict=strict)
+
+
 @pytest.mark.parametrize("options", [{"include": ["*.a", "step"]}, {"exclude": ["cfg.b", "*.deep.b", "x", "model.*"]}])
 @pytest.mark.parametrize("with_model", [True, False])
 def test_plain_values_that_are_not_selected_stay(options: dict[str, Any], with_model: bool, tmp_path: Path) -> None:
