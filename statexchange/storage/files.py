@@ -82,7 +82,7 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 NAME_MAX = 255  # bytes of a file's name
 # The longest ending of a hidden name; directory_build.py lists these names.
 _MAX_ENDING = len(f".{'0' * 32}.{'0' * 16}.partial")
-_HIDDEN = re.compile(r"\.(.+?)(?:\.[0-9a-f]{32})?\.[0-9a-f]{16}\.(?:partial|owner|replaced|discarded)")
+_HIDDEN = re.compile(r"\.(.+?)(?:(?:\.[0-9a-f]{32})?\.[0-9a-f]{16}\.(?:partial|owner|replaced|discarded)|\.lock)")
 _MAX_CHUNK = 1 << 30  # Linux moves at most 2 GiB in one call
 
 

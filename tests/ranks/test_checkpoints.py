@@ -106,7 +106,7 @@ def test_a_file_that_a_process_was_killed_in_writing_is_no_content_and_removed(t
     owner = "from statexchange.processes import Owner; print(Owner.current().to_name())"
     ended = subprocess.run([sys.executable, "-c", owner], capture_output=True, text=True, check=True).stdout.strip()
     mine = f".tmp-{'1' * 16}.{Owner.current().to_name()}"
-    for name in (f".tmp-{'0' * 16}.{ended}", mine):
+    for name in (f".tmp-{'0' * 16}.{ended}", ".step-000000007.lock", mine):
         (tmp_path / name).write_bytes(b"half")
     saves = sx.Checkpoints(tmp_path)
     state = state_of(0)
