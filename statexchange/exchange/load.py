@@ -39,7 +39,6 @@ from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
-from statexchange.state.leaves import contains_state
 from statexchange.state.load_plan import LoadPlan, SavedTensor, merge_trees, plan_load, tree_from_names
 from statexchange.state.modules import is_module, module_items
 from statexchange.state.tree import flatten, walk
@@ -355,8 +354,8 @@ class _Load:
             unexpected = [set(names.unexpected) for names in by_rank]
             plan.unexpected = [name for name in plan.unexpected if all(name in names for names in unexpected)]
             plan.unexpected += self._without_rule
-            if options.strict or _loads_nothing(state, plan):
-                _check_names(state, plan, catalog)
+            if options.strict or _loads_nothing(plan):
+                _check_names(plan, catalog)
             if (options.include or options.exclude) and all(names.is_empty for names in by_rank):
                 raise InvalidArgumentError(_selects_nothing(options), path=source.path)
         if self._before_reading is not None:
@@ -636,9 +635,10 @@ def _targets(plan: LoadPlan, catalog: Catalog, rank: int) -> list[_Target]:
     return found
 
 
-def _loads_nothing(state: Any, plan: LoadPlan) -> bool:
-    """Whether the source lacks all tensors of the state, or all values of a state of values alone."""
-    return bool(plan.missing) and not plan.targets and (plan.num_values == 0 or contains_state(state))
+def _loads_nothing(plan: LoadPlan) -> bool:
+    """Whether the source lacks all tensors of the state, or all that a state without tensors has."""
+    lacks_state = not plan.stateful.isdisjoint(plan.missing)
+    return bool(plan.missing) and not plan.targets and (lacks_state or plan.is_empty)
 
 
 def _selects_nothing(options: LoadOptions) -> str:
@@ -648,7 +648,7 @@ def _selects_nothing(options: LoadOptions) -> str:
     return f"{patterns} selects no tensor and no value that both the source and the state have"
 
 
-def _check_names(state: Any, plan: LoadPlan, catalog: Catalog) -> None:
+def _check_names(plan: LoadPlan, catalog: Catalog) -> None:
     """Raise an error that lists all missing and unexpected names, as torch does."""
     if not plan.missing and not plan.unexpected:
         return
@@ -659,7 +659,7 @@ def _check_names(state: Any, plan: LoadPlan, catalog: Catalog) -> None:
     ]
     if not plan.targets and not plan.num_values:
         what, general = "the source has no name of the state", ""
-    elif _loads_nothing(state, plan):  # an error without `strict`, too
+    elif _loads_nothing(plan):  # an error without `strict`, too
         what, general = "the source has no tensor of the state", ""
     else:
         what, general = "the names differ", "strict=False loads what both have"

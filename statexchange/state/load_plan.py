@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -112,6 +112,7 @@ class LoadPlan:
         targets: the tensors to be read.
         callbacks: to be called, in order, once the tensors are read.
         missing: paths of the live state that were not saved.
+        stateful: those paths among them that are of tensors or of objects with a state.
         unexpected: saved paths that the live state does not have.
         num_values: the number of plain values, and of mappings and lists of such values, that were saved.
     """
@@ -119,6 +120,7 @@ class LoadPlan:
     targets: list[LoadTarget] = field(default_factory=list)
     callbacks: list[Callable[[], None]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    stateful: set[str] = field(default_factory=set)
     unexpected: list[str] = field(default_factory=list)
     num_values: int = 0
 
@@ -225,7 +227,7 @@ class _Planner:
         if kind == "tensor" and live.key in self._keys.saved:
             self.plan.targets.append(LoadTarget(live.key, MegatronTensor(live), live.key))
         elif kind == "tensor":
-            self.plan.missing.append(live.key)
+            self._add_missing([live.key])
         elif kind == "factory":
             built = live.build()
             parts = [(inner, part) for inner, part in leaves(built) if sharded_kind(part) == "tensor"]
@@ -252,7 +254,7 @@ class _Planner:
                 if new is not value:
                     changed[key] = new
             elif not is_object or value.data is not None:  # an object without data needs no saved one
-                self.plan.missing.append(_dotted(inner))
+                self._add_missing([_dotted(inner)], stateful=contains_state(value))
         unmatched = [key for key, value in entries.items() if key not in items and not self._is_matched_by_key(value)]
         self._add_unexpected(path, unmatched)
         if changed and is_mutable(live):
@@ -287,8 +289,10 @@ class _Planner:
         self.plan.unexpected += dict.fromkeys(leaf.name for leaf in found if leaf.name not in known)
         return True
 
-    def _add_missing(self, path: str, names: Iterable[Any]) -> None:
-        self.plan.missing += [_dotted(f"{path}.{name}") for name in names]
+    def _add_missing(self, paths: Sequence[str], *, stateful: bool = True) -> None:
+        self.plan.missing += paths
+        if stateful:
+            self.plan.stateful.update(paths)
 
     def _add_unexpected(self, path: str, names: Iterable[Any]) -> None:
         self.plan.unexpected += [_dotted(f"{path}.{name}") for name in names]
@@ -302,9 +306,9 @@ class _Planner:
             if name in saved:
                 self.visit(tensor, saved[name], f"{path}.{name}")
             elif id(tensor) not in loaded:  # a tied tensor is loaded under any of its names
-                self._add_missing(path, [name])
+                self._add_missing([_dotted(f"{path}.{name}")])
         extra = {name: self._with_new_tensors(saved[name]) for name in rest if name in saved}
-        self._add_missing(path, [name for name in rest if name not in saved])
+        self._add_missing([_dotted(f"{path}.{name}") for name in rest if name not in saved], stateful=False)
         for name, new in extra.items():
             _check_like(rest[name], new, f"{path}.{name}")
         if extra:
@@ -330,7 +334,7 @@ class _Planner:
                 }
             elif str(name) not in groups:  # state of the optimizer, not of a parameter
                 states[name] = self._with_new_tensors(entries)
-        self._add_missing(path, [name for name in parameters if name not in groups])
+        self._add_missing([_dotted(f"{path}.{name}") for name in parameters if name not in groups])
         others = [key for key in saved if key not in ("state", "param_groups")]
         self._add_unexpected(path, [*(name for name in groups if name not in parameters), *others])
         stateless = [param for name, param in parameters.items() if name in groups and name not in saved["state"]]

@@ -1270,3 +1270,22 @@ def test_nan_and_the_sign_of_zero_are_compared_in_views_that_negate_too(is_negat
 
     with pytest.raises(sx.errors.ReplicaError, match="shares memory"):
         sx.load_checkpoint({"a": view, "b": view}, _saved(tmp_path, a=values, b=values + 0))  # -0.0 + 0 is 0.0
+
+
+def test_without_strict_a_plain_value_may_be_missing_beside_any_state(tmp_path: Path) -> None:
+    def scheduler() -> torch.optim.lr_scheduler.StepLR:
+        return torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), step_size=3)
+
+    saved = scheduler()
+    saved.last_epoch = 5
+    sx.save_checkpoint({"sched": saved, "step": 2, "w": torch.ones(2)}, tmp_path / "saved")
+    live: dict[str, Any] = {"sched": scheduler(), "step": 0, "new": 1}
+    sx.load_checkpoint(live, tmp_path / "saved", strict=False)
+    assert (live["sched"].last_epoch, live["step"], live["new"]) == (5, 2, 1)
+
+    live = {"w": torch.zeros(2), "step": 0, "new": 1}
+    sx.load_checkpoint(live, tmp_path / "saved", include=["step", "new"], strict=False)
+    assert (live["w"].tolist(), live["step"], live["new"]) == ([0, 0], 2, 1)
+
+    with pytest.raises(sx.errors.NotFoundError, match=r"the source has no tensor of the state; 1 missing .*: v"):
+        sx.load_checkpoint({"v": torch.zeros(2), "step": 0}, tmp_path / "saved", strict=False)
