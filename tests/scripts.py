@@ -32,6 +32,13 @@ def with_mpiexec(ranks: int) -> tuple[str, ...]:
     return ("mpiexec", "-n", str(ranks), sys.executable)
 
 
+def run_lab(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a lab of tools/ with its output captured."""
+    command = [sys.executable, f"tools/{name}", *arguments]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, cwd=HOME, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
 class Block(NamedTuple):
     """A fenced block of a page, with the comment before it, which names what a test does with it."""
 

@@ -200,10 +200,8 @@ def notes_on_other_sizes(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, .
     number = config.get("num_hidden_layers")
     further = config.get("num_nextn_predict_layers", 0)  # which predict further tokens, and are not counted
     if type(number) is int and type(further) is int and not number <= found <= number + further:
-        layers = f"{found} layer{'s' * (found != 1)}"
-        different.append(
-            f"num_hidden_layers is {number} in {CONFIG}, and the tensors are those of {layers} of model.layers"
-        )
+        layers = f"{_counted(found, 'layer')} of model.layers"
+        different.append(f"num_hidden_layers is {number} in {CONFIG}, and the tensors are those of {layers}")
     different += _other_sizes(tensors, config)
     if not different:
         return ()

@@ -385,7 +385,7 @@ class RemoteLocation(Location):
     @property
     def canonical(self) -> str:
         """The URL without secrets."""
-        return without_secrets(self.path)
+        return self.shown
 
     @property
     def parent(self) -> str:

@@ -43,7 +43,6 @@ from statexchange.errors import (
     TargetExistsError,
     UnsafeError,
     excerpt,
-    without_secrets,
 )
 from statexchange.processes import Owner
 from statexchange.settings import check_timeout
@@ -374,14 +373,13 @@ class Workspace:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._resolved_path = resolve_path(path, "a workspace")
-        self._location = location(self._resolved_path)
+        self._location = location(resolve_path(path, "a workspace"))
         self.path = self._location.directory
-        self._in_memory = self._resolved_path.startswith("shm://")
+        self._in_memory = self._location.path.startswith("shm://")
         self._durable: bool | None = None
 
     def __repr__(self) -> str:
-        return f"Workspace({without_secrets(self._resolved_path)!r})"
+        return f"Workspace({self._location.shown!r})"
 
     def write(
         self,

@@ -4,18 +4,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
+from functools import partial
 
 import pytest
+from scripts import HOME, run_lab
 
-HOME = Path(__file__).parents[2]
 CANNOT_RUN = 77
 
 
-def lab(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/nfs_lab", *arguments]
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment}
-    return subprocess.run(command, cwd=HOME, env=env, capture_output=True, text=True, timeout=60, check=False)
+lab = partial(run_lab, "nfs_lab")
 
 
 def listed() -> list[str]:
