@@ -44,7 +44,7 @@ def register_config(cls: type) -> type:
     unless the reader gives the type: nothing is imported by the name in a file.
 
     Args:
-        cls: A dataclass, a namedtuple or an Enum.
+        cls: a dataclass, a namedtuple or an Enum.
 
     Returns:
         `cls`.
@@ -82,7 +82,7 @@ def encode(value: object, leaf: Leaf | None = None, *, leaves_anywhere: bool = T
             in their place and replace these later, as in a tree, need False.
 
     Raises:
-        UnsupportedError: A type has no JSON text, or an object is kept where it may not be; names the path.
+        UnsupportedError: a type has no JSON text, or an object is kept where it may not be; names the path.
         InvalidArgumentError: the value contains itself or is nested too deeply; names the path.
     """
     keep = _once(leaf)

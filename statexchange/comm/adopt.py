@@ -116,7 +116,7 @@ def from_process_group(group: ProcessGroup, *, timeout_s: float | None = None) -
     Collective over the group, the first time. Blocks until all its ranks have called.
 
     Args:
-        group: A ProcessGroup of torch.distributed.
+        group: a ProcessGroup of torch.distributed.
         timeout_s: the limit of a wait for peers, in seconds without progress.
 
     Returns:

@@ -274,8 +274,8 @@ class Communicator:
 
         Raises:
             MismatchError: the ranks are in different calls.
-            StallError: A rank did not call in time.
-            PeerError: A rank has failed or left.
+            StallError: a rank did not call in time.
+            PeerError: a rank has failed or left.
 
         Example:
             >>> sx.init("single").all_gather_bytes(b"shape")
@@ -340,9 +340,9 @@ class Communicator:
 
         Args:
             error: the error of this rank, if it has failed.
-            phase: A description of what the ranks have done, for errors.
+            phase: a description of what the ranks have done, for errors.
             timeout_s: how long to wait; None is this communicator's `timeout_s`, inf is no deadline.
-            note: A JSON value that is sent to the other ranks.
+            note: a JSON value that is sent to the other ranks.
 
         Returns:
             The notes of all ranks, in rank order.
@@ -381,7 +381,7 @@ class Communicator:
         PeerError.
 
         Args:
-            name: A description of the block, for errors.
+            name: a description of the block, for errors.
             timeout_s: how long to wait for the other ranks at its end.
 
         Yields:
@@ -467,12 +467,12 @@ class Communicator:
 
         Args:
             timeout_s: how long to wait; None is this communicator's `timeout_s`, inf is no deadline.
-            tag: A name that must be the same on all ranks.
+            tag: a name that must be the same on all ranks.
 
         Raises:
             StallError: some ranks did not call in time; `missing` lists them.
             MismatchError: the ranks are in different calls.
-            PeerError: A rank has failed or left.
+            PeerError: a rank has failed or left.
 
         Example:
             >>> sx.init("single").barrier(tag="before the epoch")
@@ -491,14 +491,14 @@ class Communicator:
         Collective. A value that cannot be encoded on one rank is an error on all.
 
         Args:
-            obj: A JSON value, see `values`.
+            obj: a JSON value, see `values`.
             root: the rank that gets the values.
 
         Returns:
             One value for each rank on `root`, [] elsewhere.
 
         Raises:
-            InvalidArgumentError: A value cannot be encoded, or `root` is no rank.
+            InvalidArgumentError: a value cannot be encoded, or `root` is no rank.
 
         Example:
             >>> sx.init("single").gather_object((1, "a"))
@@ -514,13 +514,13 @@ class Communicator:
         Collective. A value that cannot be encoded on one rank is an error on all.
 
         Args:
-            obj: A JSON value, see `values`.
+            obj: a JSON value, see `values`.
 
         Returns:
             One value for each rank.
 
         Raises:
-            InvalidArgumentError: A value cannot be encoded.
+            InvalidArgumentError: a value cannot be encoded.
 
         Example:
             >>> sx.init("single").all_gather_object("host a")
@@ -605,10 +605,10 @@ class Communicator:
         of integers, reductions of float8, and "min" and "max" of complex numbers are refused before anything is sent.
 
         Args:
-            tensor: A torch tensor or numpy array, of one shape and dtype on all ranks.
+            tensor: a torch tensor or numpy array, of one shape and dtype on all ranks.
             op: "sum", "avg", "min", "max", "prod" or a torch ReduceOp.
             out: the tensor to write the result to, instead of `tensor`.
-            scale: A factor for the result.
+            scale: a factor for the result.
             async_op: return at once.
 
         Returns:
@@ -673,7 +673,7 @@ class Communicator:
         Args:
             tensors: tensors or arrays, none of them twice.
             op: as in `all_reduce`.
-            scale: A factor for the results.
+            scale: a factor for the results.
             contiguous: send those of one dtype and device together.
             async_op: return at once.
 

@@ -97,7 +97,7 @@ def as_communicator(comm: CommLike | None = None) -> Communicator:
     Collective over the group of `comm` if it is adopted here for the first time; else not collective.
 
     Args:
-        comm: A Communicator, torch ProcessGroup, DeviceMesh or mpi4py communicator; None is the default, see the top
+        comm: a Communicator, torch ProcessGroup, DeviceMesh or mpi4py communicator; None is the default, see the top
             of this module.
 
     Returns:
@@ -162,7 +162,7 @@ def members(ranks: Sequence[int], group: CommLike | None = None) -> Communicator
 
     Args:
         ranks: world ranks, this one among them.
-        group: A Communicator, DeviceMesh or MPI communicator whose ranks `ranks` counts. None counts those of the
+        group: a Communicator, DeviceMesh or MPI communicator whose ranks `ranks` counts. None counts those of the
             default world, and so does a torch ProcessGroup: torch's own functions take world ranks with any group.
 
     Returns:

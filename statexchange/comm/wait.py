@@ -40,7 +40,7 @@ class Wait:
 
     Args:
         timeout_s: the deadline, in seconds without progress.
-        operation: A description of the awaited call, for errors.
+        operation: a description of the awaited call, for errors.
         monitor: reports failures; by default the monitor of the enclosing `monitored` block.
         enter: the function that `enter` calls.
     """
@@ -79,7 +79,7 @@ class Wait:
         called it before. Raises DifferentCallsError, on all ranks, if their calls differ.
 
         Args:
-            location: A number for the other ranks, such as the location of a tensor in shared memory.
+            location: a number for the other ranks, such as the location of a tensor in shared memory.
 
         Returns:
             The locations of all ranks, in rank order; () where ranks are not compared.

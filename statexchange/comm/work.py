@@ -47,7 +47,7 @@ class Work(Generic[T]):
         """Make work that has not begun.
 
         Args:
-            operation: A description of the work, for errors.
+            operation: a description of the work, for errors.
             broken_off: called by `wait` to raise the cause of an AbandonedError.
             queue: where the work was submitted; it is informed of the error that `wait` raises.
         """

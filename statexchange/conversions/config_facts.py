@@ -82,7 +82,7 @@ def check_configs(
         given: numbers that the caller gave, with which `written` must agree.
 
     Raises:
-        InvalidArgumentError: A config contradicts the tensors, or `written` a number.
+        InvalidArgumentError: a config contradicts the tensors, or `written` a number.
     """
     for config in configs:
         is_of_type = config.values.get(_MODEL_TYPE) == model_type

@@ -22,7 +22,7 @@ class NamePattern:
     """A pattern of names, such as ``layers.{layer}.norm.weight``.
 
     Raises:
-        InvalidArgumentError: A placeholder is malformed or occurs twice.
+        InvalidArgumentError: a placeholder is malformed or occurs twice.
     """
 
     text: str

@@ -95,7 +95,7 @@ class Numbers:
 
         Raises:
             InvalidArgumentError: two configs have different values of a number that the caller has not given.
-            UnsupportedError: A number shows that the conversion is not for this model.
+            UnsupportedError: a number shows that the conversion is not for this model.
         """
         for name, rule in self._rules.items():
             if name not in self._given:
@@ -165,7 +165,7 @@ class Numbers:
         """Return the value of an expression.
 
         Raises:
-            UnknownNumberError: A number in it is not known; the message says how to give it.
+            UnknownNumberError: a number in it is not known; the message says how to give it.
             InvalidArgumentError: it is 0, which no count or ratio is.
         """
         value = self._evaluated(expression)

@@ -118,7 +118,7 @@ def plan_conversion(
     Raises:
         InvalidArgumentError: no name has a rule; a number is not known; a tensor does not fit its rule.
         UnsafeError: some names have no rule, or two rules give one name.
-        IncompleteError: A tensor that a rule needs together with others is missing.
+        IncompleteError: a tensor that a rule needs together with others is missing.
         UnsupportedError: tensors of different dtypes would become one.
     """
     numbers = Numbers(conversion.numbers, given, configs)

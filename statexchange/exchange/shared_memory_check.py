@@ -30,7 +30,11 @@ _WINDOW_BYTES = 8 << 20
 def check_shared_memory(items: Sequence[ReadItem], comm: Communicator) -> None:
     """Raise ReplicaError if live tensors share memory for which the source has different values.
 
-    Not collective. The tensors are filled; `comm` is told of progress.
+    Not collective.
+
+    Args:
+        items: the items, whose tensors are filled.
+        comm: the communicator to which progress is reported.
     """
     parts = [
         (item, box, tensor)

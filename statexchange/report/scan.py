@@ -86,7 +86,7 @@ class ScanRow:
 def scan(path: str | os.PathLike[str], *, on_directory: Callable[[str], None] | None = None) -> Iterator[ScanRow]:
     """Yield a row for each checkpoint in a directory or below it, in the order of their paths.
 
-    Not collective. Hidden directories are left out. Reads headers only: whether the bytes are right, `verify` tells.
+    Not collective. Hidden directories are left out. Reads headers only: `verify` checks the bytes.
 
     Args:
         path: a directory or an fsspec URL.

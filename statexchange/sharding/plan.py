@@ -56,7 +56,7 @@ _MAX_VISITS = 64  # how often, on average, a box may be looked at per dim while 
 
 
 HolderLabel: TypeAlias = int | str
-"""What error messages call a holder: its rank, or the name of a file that is no rank's."""
+"""The name of a holder in error messages: its rank, or the name of a file that is no rank's."""
 
 _TensorShards: TypeAlias = list[tuple[int, Shard]] | ShardingSpec
 """The shards of one tensor with their holders, or the spec from which they follow."""

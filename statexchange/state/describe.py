@@ -85,7 +85,7 @@ def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Descrip
         rank: this rank, for layouts that give boxes by rank.
 
     Raises:
-        UnsupportedError: A tensor is sparse, quantised, meta, or has a Partial placement; the error names it.
+        UnsupportedError: a tensor is sparse, quantised, meta, or has a Partial placement; the error names it.
         InvalidArgumentError: two parts of the state use one name, or an entry is no tensor.
     """
     tensors: dict[str, LocalTensor] = {}
@@ -120,7 +120,7 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
     sharded state dicts are left out: extra state, and what Megatron-Core itself does not save.
 
     Raises:
-        InvalidArgumentError: A name is no text, or a value is no tensor; the error names it.
+        InvalidArgumentError: a name is no text, or a value is no tensor; the error names it.
     """
     sharded: dict[str, MegatronTensor] = {}
     for name, value in _items(state):

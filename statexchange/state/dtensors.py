@@ -26,7 +26,7 @@ def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]],
     follow from the placement: then one record describes the boxes of all ranks.
 
     Raises:
-        UnsupportedError: A placement is Partial, or a mesh lists ranks out of order; the error names the tensor.
+        UnsupportedError: a placement is Partial, or a mesh lists ranks out of order; the error names the tensor.
     """
     if getattr(tensor, "device_mesh", None) is None:
         from torch.distributed.checkpoint.metadata import MetadataIndex

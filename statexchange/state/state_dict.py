@@ -28,7 +28,7 @@ def encode_state(state: Any) -> tuple[str, dict[str, Any]]:
     """Return the JSON text of `state`, and the tensors to which it refers by their dotted paths. Not collective.
 
     Raises:
-        UnsupportedError: A value has no JSON text, or a module is FSDP1's; the error names the path.
+        UnsupportedError: a value has no JSON text, or a module is FSDP1's; the error names the path.
         InvalidArgumentError: the state contains itself, or two tensors have one name.
     """
     tensors: dict[str, Any] = {}

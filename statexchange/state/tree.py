@@ -53,7 +53,7 @@ def nodes(tree: Any, is_leaf: IsLeaf | None = None) -> Iterator[Node]:
 
     Raises:
         InvalidArgumentError: the tree contains itself, or is nested deeper than 100; it names the path.
-        UnsupportedError: A key has no JSON text (see `values`), or two look alike; it names the path.
+        UnsupportedError: a key has no JSON text (see `values`), or two look alike; it names the path.
     """
     return _nodes(tree, "", is_leaf, {})
 
@@ -114,7 +114,7 @@ def rebuild(tree: Any, leaves: Mapping[str, Any], is_leaf: IsLeaf | None = None)
     something new are replaced by new ones of their type. All else stays the same object.
 
     Raises:
-        InvalidArgumentError: A path in `leaves` is no leaf of `tree`; nothing has changed.
+        InvalidArgumentError: a path in `leaves` is no leaf of `tree`; nothing has changed.
     """
     unknown = leaves.keys() - {path for path, _ in flatten(tree, is_leaf)}
     if unknown:

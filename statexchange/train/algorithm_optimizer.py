@@ -33,7 +33,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
         optimizer: any torch optimizer.
         module: the module whose parameters the optimizer has.
         algorithm: how ranks synchronise.
-        comm: A communicator.
+        comm: a communicator.
         ignored: returns the names of parameters that stay this rank's own.
         is_alone: whether this is the module's only optimizer.
         after_step: called at the end of each step.

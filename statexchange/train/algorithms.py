@@ -84,7 +84,7 @@ class Algorithm(abc.ABC):
         """Return the flat or hierarchical communicator. Not collective.
 
         Raises:
-            InvalidArgumentError: A hierarchy is asked for, and `comm` has none.
+            InvalidArgumentError: a hierarchy is asked for, and `comm` has none.
         """
         if self.hierarchical and comm.flat is comm and 1 < comm.num_nodes < comm.world_size:
             raise InvalidArgumentError(

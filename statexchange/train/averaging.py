@@ -30,12 +30,12 @@ def average_gradients(module: Source, comm: CommLike | None = None) -> None:
     backward.
 
     Args:
-        module: A module, or parameters with or without names, or a list of modules.
-        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
+        module: a module, or parameters with or without names, or a list of modules.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
         MismatchError: parameters differ between ranks; the first that differs is named.
-        UnsupportedError: A parameter is lazy, a meta tensor, or a DTensor that is not replicated.
+        UnsupportedError: a parameter is lazy, a meta tensor, or a DTensor that is not replicated.
 
     Example:
         >>> import torch

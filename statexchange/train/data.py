@@ -78,9 +78,9 @@ class DistributedDataContainer(Dataset[Any]):
     again, in their old order and by the same rule, without padding; what "drop" left out comes at the end.
 
     Args:
-        data: A dataset with a length and numbered samples. Or a tuple or mapping of such (arrays, tensors, lists; also
+        data: a dataset with a length and numbered samples. Or a tuple or mapping of such (arrays, tensors, lists; also
             nested), all of one length: its samples are tuples or dicts of one sample of each.
-        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         uneven: what happens where the ranks do not divide the samples: "short", "pad", "drop" or "balanced"; see
             `part_of`.
         shuffle: cut a random order into parts, instead of the order of `data`. It depends on `seed` and the epoch.

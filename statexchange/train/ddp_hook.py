@@ -40,7 +40,7 @@ def as_comm_hook(reducer: Reducer | CommLike | None = None) -> Hook:
     calls.
 
     Args:
-        reducer: A Communicator, ProcessGroup, DeviceMesh or MPI communicator, by default the current one: buckets are
+        reducer: a Communicator, ProcessGroup, DeviceMesh or MPI communicator, by default the current one: buckets are
             averaged while backward goes on. Or a Reducer: every bucket goes through its `add` and `finalize`, and
             backward waits.
 

@@ -44,7 +44,7 @@ class DistributedModule(nn.Module):
 
     Args:
         module: the module.
-        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
         InvalidArgumentError: `statexchange_ignore` has a name that the module does not have.
@@ -282,7 +282,7 @@ def data_parallel(
             parameters, so one may step more often than another; all ranks step them in the same order.
         algorithm: an Algorithm, or "allreduce", "sg-allreduce", "quantize" or "decentralize". `switch_to` of the
             returned module takes another one later.
-        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         root: the rank whose parameters and buffers all ranks begin with.
         broadcast_buffers: whether buffers become root's, too; otherwise they stay each rank's own until `switch_to`
             averages them.

@@ -47,11 +47,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: any torch optimizer. If it was constructed with named parameters, messages use the names.
-        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         module: the module, or list of modules, that has the optimizer's parameters; messages use its names.
-        reducer: A BucketReducer of all parameters, made by the caller.
+        reducer: a BucketReducer of all parameters, made by the caller.
         accumulate: average after every `accumulate`-th backward; gradients are sums over these.
-        weight: A function that returns this rank's weight when gradients are averaged, for the true mean over tokens:
+        weight: a function that returns this rank's weight when gradients are averaged, for the true mean over tokens:
             the sum of weight times gradient, divided by the sum of weights. Nothing is sent during backward then.
         settings: options of the BucketReducer that is made if `reducer` is None. With `delay_reduce` backward leaves
             gradients as they are, and `finalize` or `step` averages them; both take a `weight` then. Call `finalize`

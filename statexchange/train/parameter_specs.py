@@ -59,7 +59,7 @@ def named_parameters(source: Source) -> dict[str, torch.Tensor]:
     """Return the parameters in `source` that can have a gradient, by name; tied ones once. Not collective.
 
     Args:
-        source: A module, a mapping from names, parameters or (name, parameter) pairs, or a list of modules, whose
+        source: a module, a mapping from names, parameters or (name, parameter) pairs, or a list of modules, whose
             parameters get names that begin with the number of the module.
 
     Raises:
@@ -113,8 +113,8 @@ def specs_of(named: Mapping[str, torch.Tensor]) -> list[ParameterSpec]:
     """Return the specs of parameters. Not collective.
 
     Raises:
-        UnsupportedError: A parameter is lazy, a meta tensor, or a DTensor that is not replicated.
-        InvalidArgumentError: A tensor is no leaf of the graph.
+        UnsupportedError: a parameter is lazy, a meta tensor, or a DTensor that is not replicated.
+        InvalidArgumentError: a tensor is no leaf of the graph.
     """
     devices: dict[torch.device, str] = {}
     specs = []

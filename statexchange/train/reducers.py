@@ -44,7 +44,7 @@ class Reducer(ABC):
         """Reduce `tensor` in place, before `finalize` returns. Collective.
 
         Args:
-            tensor: A tensor of the same shape and dtype on all ranks.
+            tensor: a tensor of the same shape and dtype on all ranks.
         """
 
     @abstractmethod
@@ -79,7 +79,7 @@ class InlineReducer(Reducer):
     Not collective to construct; `add` is collective. It works like Flashlight's InlineReducer.
 
     Args:
-        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         scale: multiplies the sum over ranks; None averages.
 
     Raises:
@@ -135,7 +135,7 @@ class CoalescingReducer(Reducer):
     CoalescingReducer. A reducer that is dropped before `finalize` leaves tensors as they are and logs a warning.
 
     Args:
-        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         scale: multiplies the sum over ranks; None averages.
         async_op: return while tensors that were sent are still being reduced.
         contiguous: send the cached tensors of one dtype and device as one message.

@@ -66,7 +66,7 @@ def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
 
             Any other object stays each rank's own. So do devices, paths, bytes and functions.
         root: the rank whose values all ranks take.
-        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Returns:
         The tree: the same object unless it is a plain value or an immutable container that changed.
@@ -76,7 +76,7 @@ def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
             sides at the first path that differs; nothing has changed.
         UnsupportedError: something cannot be synchronised, such as a sharded DTensor (replicated ones are filled), a
             sparse, quantised or meta tensor, or an array of objects; it names the path.
-        InvalidArgumentError: A lazy parameter, a generator or a cycle; it names the path.
+        InvalidArgumentError: a lazy parameter, a generator or a cycle; it names the path.
 
     Example:
         >>> import torch
@@ -110,7 +110,7 @@ def broadcast_parameters(
         module: the module.
         broadcast_buffers: whether buffers become root's, too.
         root: the rank whose tensors all ranks take.
-        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
         MismatchError: modules differ between ranks; nothing has changed.
@@ -139,11 +139,11 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
 
     Args:
         module: the module.
-        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
         MismatchError: modules differ between ranks; nothing has changed.
-        UnsupportedError: A tensor is float8, or cannot be synchronised.
+        UnsupportedError: a tensor is float8, or cannot be synchronised.
         InvalidArgumentError: `module` is no module.
 
     Example:

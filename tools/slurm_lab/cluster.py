@@ -43,7 +43,7 @@ SlurmdLogFile={workdir}/slurmd-%n.log
 {nodes}
 PartitionName=lab Nodes={hosts} Default=YES MaxTime=INFINITE State=UP
 """
-# A host waits for "go on", which it is told once its end of the veth cable exists.
+# A host waits for "go on", which is written to it once its end of the veth cable exists.
 HOST = """
 set -e
 hostname "$1"

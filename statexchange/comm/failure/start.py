@@ -33,7 +33,7 @@ def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: fl
     Collective. Blocks until all ranks have called.
 
     Args:
-        bootstrap: A backend over which the ranks exchange bytes.
+        bootstrap: a backend over which the ranks exchange bytes.
         topology: which rank is on which host.
         timeout_s: how long to wait for the other ranks.
 
@@ -41,7 +41,7 @@ def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: fl
         The detector of this rank, started; None, on all ranks, if some cannot reach rank 0, with a warning.
 
     Raises:
-        StallError: A rank did not call in time.
+        StallError: a rank did not call in time.
     """
     wait = Wait(timeout_s, "the formation of the communicator")
     listener: socket.socket | None = None

@@ -66,7 +66,7 @@ class Arrival:
             buckets: the buckets of the plan.
             recheck: look for gradients that became None after they had arrived. Needed only if buckets are not filled
                 yet, as filling finds them, too.
-            has_weight: A rank without weight reports that nothing arrived.
+            has_weight: a rank without weight reports that nothing arrived.
         """
         if recheck:
             self.mark_missing([view for view in self._views if view.param.grad is None])

@@ -171,7 +171,7 @@ def explicit_names(
     """Return the names in the caller's own buckets. Not collective.
 
     Raises:
-        InvalidArgumentError: A bucket has an unknown parameter or mixes dtypes or devices, or a parameter lies in two.
+        InvalidArgumentError: a bucket has an unknown parameter or mixes dtypes or devices, or a parameter lies in two.
     """
     by_name = {spec.name: spec for spec in specs}
     by_identity = {id(view.param): view.name for view in views}

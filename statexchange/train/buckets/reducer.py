@@ -92,8 +92,8 @@ class BucketReducer(Reducer):
     (https://github.com/BaguaSys/bagua).
 
     Args:
-        module_or_params: A module, parameters with or without names, or a list of modules.
-        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
+        module_or_params: a module, parameters with or without names, or a list of modules.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         bucket_bytes: buckets come as near to this size as their parameters allow.
         align_bytes: the size of a bucket is a multiple of it; a power of two, 8 or more.
         chunking: make the size a multiple of 32 bytes times the number of ranks, for a `communicate` that cuts a bucket
@@ -108,13 +108,13 @@ class BucketReducer(Reducer):
         overlap: send buckets during backward, in another thread. With None each rank does so unless buckets
             are reduced through shared memory and there are fewer than two cores a rank: then that thread would only
             take time from backward.
-        communicate: A function that turns a flat bucket, in place, into what all ranks should have; None is the
+        communicate: a function that turns a flat bucket, in place, into what all ranks should have; None is the
             all-reduce. It may return a Work. All ranks call it in the order of the plan.
 
     Raises:
         InvalidArgumentError: an option is invalid, or a parameter belongs to another reducer.
         MismatchError: parameters or options differ between ranks; the first parameter that differs is named.
-        UnsupportedError: A parameter is lazy, a meta tensor, or a DTensor that is not replicated.
+        UnsupportedError: a parameter is lazy, a meta tensor, or a DTensor that is not replicated.
 
     Example:
         >>> import torch
@@ -394,7 +394,7 @@ class BucketReducer(Reducer):
             weight: this rank's weight: the result is the sum of weight times gradient, divided by the sum of weights.
                 A rank of weight 0 counts as if nothing had arrived there. If all ranks have weight 0, every gradient
                 becomes None. Weights other than 1 need `delay_reduce`.
-            step: A number that is compared between ranks that are not `done`; None compares the number of rounds.
+            step: a number that is compared between ranks that are not `done`; None compares the number of rounds.
             done: take part with weight 0, without gradients of this rank.
 
         Returns:
