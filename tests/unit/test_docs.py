@@ -89,3 +89,11 @@ def test_each_error_in_a_public_docstring_has_a_reason() -> None:
                 entries = re.findall(r"^    (\S.*)", section.partition("\n\n")[0], re.MULTILINE)
                 wrong += [f"{name}: {entry}" for entry in entries if not re.match(r"[\w., ]+: ", entry)]
     assert wrong == []
+
+
+def test_prose_has_lines_of_at_most_120_characters() -> None:
+    root = DOCS.parent
+    for page in (*DOCS.rglob("*.md"), root / "README.md", root / "CONTRIBUTING.md", root / "CHANGELOG.md"):
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        lines = [line for line in text.splitlines() if not line.startswith(("|", "![", "    "))]
+        assert [line for line in lines if len(line) > 120] == [], page.name
