@@ -29,12 +29,12 @@ from statexchange.errors import (
 )
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import (
-    FormatName,
     Part,
     Section,
     SectionName,
     ShardFile,
     Source,
+    SourceKind,
     SourceTensor,
     UnreadableTensor,
     merged_metadata,
@@ -87,7 +87,7 @@ class _Framework:
         small_files: the subdirectory with config and tokenizer; "" for the directory itself, None if it has none.
     """
 
-    kind: FormatName
+    kind: SourceKind
     marks: tuple[re.Pattern[str], ...]
     parts: tuple[tuple[SectionName | None, tuple[_Stored, ...]], ...]
     small_files: str | None = ""
@@ -117,7 +117,7 @@ _ACCELERATE_OPTIMIZER = (
 _WORLD = r"_world_size_(?P<ranks>[0-9]{1,9})_rank_(?P<rank>[0-9]{1,9})\.pt"
 _EXTRA_STATE = re.compile(rf"extra_state{_WORLD}")
 _VERL_FILES = "huggingface"
-_TORCH_CHECKPOINTING: FormatName = "torch_checkpointing"
+_TORCH_CHECKPOINTING: SourceKind = "torch_checkpointing"
 _RANK_OF_ITEM = re.compile(r".+_(?P<rank>[0-9]{1,9})\.pt")
 _FRAMEWORKS = (
     _Framework(
@@ -600,7 +600,7 @@ def _renamed(source: Source, new_name: Callable[[str], str]) -> Source:
     )
 
 
-def _joined(kind: FormatName, opened: OpenedPath, sources: Sequence[Source]) -> Source:
+def _joined(kind: SourceKind, opened: OpenedPath, sources: Sequence[Source]) -> Source:
     """Return sources of different names as one; they may share files."""
     files: dict[tuple[int, str], ShardFile] = {}
     others: dict[str, str] = {}

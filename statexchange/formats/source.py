@@ -36,13 +36,13 @@ __all__ = [
     "KINDS_WITH_RANKS",
     "TORCHAO_NAMES",
     "WEIGHTS",
-    "FormatName",
     "OpenCheckpoint",
     "Part",
     "Section",
     "SectionName",
     "ShardFile",
     "Source",
+    "SourceKind",
     "SourceTensor",
     "StoredTensor",
     "UnreadableTensor",
@@ -56,7 +56,7 @@ __all__ = [
 _MAX_LISTED, _MAX_NAME = 8, 100
 _MAX_SHOWN = 1000  # tensors in the table of a checkpoint
 TORCHAO_NAMES = "tensor_names"  # torchao's key of the metadata with a list of all weights (formats/packed.py)
-FormatName = Literal[
+SourceKind = Literal[
     "save",
     "workspace",
     "huggingface",
@@ -291,7 +291,7 @@ class Source:
         padding: by tensor, the boxes that only fill up a buffer: their bytes may be anything.
     """
 
-    kind: FormatName
+    kind: SourceKind
     opened: OpenedPath
     files: tuple[ShardFile, ...]
     run: str | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from statexchange.formats import sealed_files
 from statexchange.formats.registry import open_source
-from statexchange.formats.source import KINDS_WITH_RANKS, FormatName, Source
+from statexchange.formats.source import KINDS_WITH_RANKS, Source, SourceKind
 from statexchange.sharding.shards import Box, full_box
 from statexchange.tensors import ITEMSIZE
 
@@ -115,7 +115,7 @@ def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
     if manifest is not None:
         tensors = list(_published_tensors(manifest))
         merged = manifest.get("source")
-        has_ranks = merged in KINDS_WITH_RANKS or merged not in get_args(FormatName)
+        has_ranks = merged in KINDS_WITH_RANKS or merged not in get_args(SourceKind)
     else:
         tensors = list(_stored_tensors(source))
         has_ranks = source.has_ranks

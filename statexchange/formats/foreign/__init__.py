@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
 from statexchange.formats.foreign.starts import is_gguf, is_map_of_text, is_npy, is_npz
 from statexchange.formats.huggingface import check_numbers
-from statexchange.formats.source import FormatName, ShardFile, Source, UnreadableTensor
+from statexchange.formats.source import ShardFile, Source, SourceKind, UnreadableTensor
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import Store
 
@@ -28,11 +28,11 @@ _NUMBER = re.compile(r"[0-9]{5}-of-[0-9]{5}")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")  # a directory that has such files, too, is read as theirs
 
 
-class _Kind(NamedTuple):
-    """A kind of file, or of directory.
+class _Format(NamedTuple):
+    """A format of files, or of directories.
 
     Attributes:
-        name: its name.
+        kind: the `kind` of its sources.
         suffix: of a file's name; "" for a directory.
         begins: tests the first bytes of a file; None for a directory.
         entries: names of files of which a directory has one.
@@ -41,7 +41,7 @@ class _Kind(NamedTuple):
         tool: which tool reads it.
     """
 
-    name: FormatName
+    kind: SourceKind
     suffix: str
     begins: Callable[[bytes], bool] | None
     entries: tuple[str, ...]
@@ -51,22 +51,22 @@ class _Kind(NamedTuple):
 
 
 _FILES = (
-    _Kind(
+    _Format(
         "gguf", ".gguf", is_gguf, (), "gguf",
         "GGUF, the format of llama.cpp",
         "llama.cpp and ollama run it; transformers' from_pretrained(directory, gguf_file=NAME) loads it, and "
         "save_pretrained then writes safetensors",
     ),
-    _Kind(
+    _Format(
         "npy", ".npy", is_npy, (), "numpy_files",
         "an array of numpy", "numpy.load reads it; safetensors.numpy.save_file writes what can be read here",
     ),
-    _Kind(
+    _Format(
         "npz", ".npz", is_npz, (), "numpy_files",
         "a zip of numpy's arrays",
         "numpy.load reads it; safetensors.numpy.save_file(dict(numpy.load(NAME)), ...) writes what can be read here",
     ),
-    _Kind(
+    _Format(
         "msgpack", ".msgpack", is_map_of_text, (), "msgpack",
         "msgpack of Flax",
         "flax.serialization.msgpack_restore reads it; transformers 4's from_pretrained(directory, from_flax=True) "
@@ -74,13 +74,13 @@ _FILES = (
     ),
 )  # fmt: skip
 _DIRECTORIES = (
-    _Kind(
+    _Format(
         "orbax", "", None, ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"), "directories",
         "a checkpoint of Orbax, for JAX",
         "orbax.checkpoint.StandardCheckpointer().restore(path) reads it; safetensors.flax.save_file writes what can be "
         "read here",
     ),
-    _Kind(
+    _Format(
         "zarr", "", None, ("zarr.json", ".zarray", ".zgroup", ".zmetadata"), "directories",
         "arrays of zarr", "zarr.open(path) reads them; safetensors.numpy.save_file writes what can be read here",
     ),
@@ -89,46 +89,46 @@ _DIRECTORIES = (
 
 def matches(opened: OpenedPath) -> bool:
     """Whether a path is of one of these kinds, by its listing, or by a file's suffix or first bytes."""
-    return _kind_of(opened) is not None
+    return _format_of(opened) is not None
 
 
-def _kind_of(opened: OpenedPath) -> _Kind | None:
+def _format_of(opened: OpenedPath) -> _Format | None:
     if opened.file is not None:
-        return _kind_of_file(opened.store, opened.file)
+        return _format_of_file(opened.store, opened.file)
     if any(name.endswith(_TORCH_SUFFIXES) for name in opened.store.files):
         return None
-    for kind in _DIRECTORIES:
-        if any(name in opened.store.listing for name in kind.entries):
-            return kind
-    return next((kind for kind in _FILES if _names_of(kind, opened.store.non_directories)), None)
+    for format_ in _DIRECTORIES:
+        if any(name in opened.store.listing for name in format_.entries):
+            return format_
+    return next((format_ for format_ in _FILES if _names_of(format_, opened.store.non_directories)), None)
 
 
-def _kind_of_file(store: Store, name: str) -> _Kind | None:
-    for kind in _FILES:
-        if name.endswith(kind.suffix):
-            return kind
+def _format_of_file(store: Store, name: str) -> _Format | None:
+    for format_ in _FILES:
+        if name.endswith(format_.suffix):
+            return format_
     file = store.open(name)
     start = bytearray(min(_START_BYTES, file.size))
     file.read_into(memoryview(start), 0)
-    return next((kind for kind in _FILES if kind.begins is not None and kind.begins(bytes(start))), None)
+    return next((format_ for format_ in _FILES if format_.begins is not None and format_.begins(bytes(start))), None)
 
 
-def _names_of(kind: _Kind, names: Sequence[str]) -> list[str]:
-    return [name for name in names if name.endswith(kind.suffix)]
+def _names_of(format_: _Format, names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.endswith(format_.suffix)]
 
 
 def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     """Return the source at a path. Its tensors are unreadable, and its `refusal` says why."""
-    kind = _kind_of(opened)
-    assert kind is not None  # it matches
-    refusal = UnsupportedError(f"{kind.title}: only shown here, not read. {kind.tool}", path=opened.path)
-    show = import_module(f"statexchange.formats.foreign.{kind.module}").read
-    if kind in _DIRECTORIES:
-        return _source(opened, kind.name, refusal, *_read_directory(show, opened.store), strict=strict)
-    names = [opened.file] if opened.file is not None else _names_of(kind, opened.store.non_directories)
+    format_ = _format_of(opened)
+    assert format_ is not None  # it matches
+    refusal = UnsupportedError(f"{format_.title}: only shown here, not read. {format_.tool}", path=opened.path)
+    show = import_module(f"statexchange.formats.foreign.{format_.module}").read
+    if format_ in _DIRECTORIES:
+        return _source(opened, format_.kind, refusal, *_read_directory(show, opened.store), strict=strict)
+    names = [opened.file] if opened.file is not None else _names_of(format_, opened.store.non_directories)
     problems = check_numbers(names, opened.store) if len(names) > 1 else []
     if len(names) > 1 and not _are_one_set(names):
-        text = f"this directory contains {len(names)} files of {kind.name}, name one of them: {', '.join(names[:8])}"
+        text = f"this directory contains {len(names)} files of {format_.kind}, name one of them: {', '.join(names[:8])}"
         raise InvalidArgumentError(text, path=opened.path)
     contents = []
     shard_files = []
@@ -139,7 +139,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             shard_files.append(ShardFile(number, file, {}))
         except StateExchangeError as error:
             problems.append(error)
-    return _source(opened, kind.name, refusal, contents, problems, shard_files, strict=strict)
+    return _source(opened, format_.kind, refusal, contents, problems, shard_files, strict=strict)
 
 
 def _are_one_set(names: Sequence[str]) -> bool:
@@ -158,7 +158,7 @@ def _read_directory(
 
 def _source(
     opened: OpenedPath,
-    name: FormatName,
+    kind: SourceKind,
     refusal: UnsupportedError,
     contents: Sequence[Contents],
     problems: Sequence[StateExchangeError],
@@ -176,7 +176,7 @@ def _source(
         others |= part.others
         notes += part.notes
     return Source(
-        name,
+        kind,
         opened,
         tuple(shard_files),
         others=others,
