@@ -206,7 +206,7 @@ def _converted_file(
     for name, tensor in shard_file.tensors.items():
         fills = plan.fills[name]
         if not all(fill.patch.is_identity for fill in fills):
-            tensor = _joined(tensor)  # noqa: PLW2901 (the tensor as it is read)
+            tensor = _with_joined_boxes(tensor)  # noqa: PLW2901 (the tensor as it is read)
         for fill in fills:
             if not fill.patch.box.numel:
                 outputs.setdefault(fill.target, _Boxes(plan.tensors[fill.target]))
@@ -231,7 +231,7 @@ def _converted_file(
     return replace(shard_file, tensors=tensors, aliases=aliases)
 
 
-def _joined(tensor: SourceTensor) -> SourceTensor:
+def _with_joined_boxes(tensor: SourceTensor) -> SourceTensor:
     """Return a tensor with boxes joined that follow one another in the file and in the tensor.
 
     The digests of the boxes become those of the joined box's parts. If boxes were not joined, a permutation that mixes

@@ -291,7 +291,7 @@ class _DcpFileReader:
                 self._entry(file, entry, parts)
             except _REFUSALS as error:
                 raise error.located(rank=self._rank, name=entry.name, path=self._path) from None
-        return ShardFile(self._rank, file, {name: self._joined(name, boxes) for name, boxes in parts.items()})
+        return ShardFile(self._rank, file, {name: self._source_tensor(name, boxes) for name, boxes in parts.items()})
 
     def _read_safetensors(self, file: StoredFile, entries: list[_StoredEntry]) -> ShardFile:
         """Return the tensors of a file that torch wrote with SerializationFormat.SAFETENSORS.
@@ -316,7 +316,7 @@ class _DcpFileReader:
                 parts[entry.name] = [(box, ByteRange(file, found.begin, found.nbytes))]
             except _REFUSALS as error:
                 raise error.located(rank=self._rank, name=entry.name, path=self._path) from None
-        return ShardFile(self._rank, file, {name: self._joined(name, boxes) for name, boxes in parts.items()})
+        return ShardFile(self._rank, file, {name: self._source_tensor(name, boxes) for name, boxes in parts.items()})
 
     def _entry(self, file: StoredFile, entry: _StoredEntry, parts: dict[str, list[tuple[Box, ByteRange]]]) -> None:
         archive = Archive(file, entry.begin, entry.length)
@@ -368,7 +368,7 @@ class _DcpFileReader:
             refusal = UnsupportedError(text, rank=self._rank, name=name, path=self._path)
             self.unsupported.append(UnreadableTensor(name, None, None, self._path, refusal))
 
-    def _joined(self, name: str, parts: list[tuple[Box, ByteRange]]) -> SourceTensor:
+    def _source_tensor(self, name: str, parts: list[tuple[Box, ByteRange]]) -> SourceTensor:
         """Return a tensor with all its boxes in this file."""
         tensor = self._tensors[name]
         try:

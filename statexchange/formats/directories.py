@@ -260,7 +260,7 @@ def _chosen(framework: _Framework, store: Store) -> list[tuple[SectionName | Non
     chosen = []
     for section, ways in framework.parts:
         for stored in ways:
-            found = _parts(stored, store)
+            found = _found_parts(stored, store)
             if found:
                 chosen.append((section, found))
                 break
@@ -280,7 +280,7 @@ class _FoundPart:
         return self.names[0].partition(".")[0]
 
 
-def _parts(stored: _Stored, store: Store) -> list[_FoundPart]:
+def _found_parts(stored: _Stored, store: Store) -> list[_FoundPart]:
     names: dict[str, list[str]] = {}
     for name in store.directories if stored.is_directory else store.non_directories:
         match = stored.pattern.fullmatch(name)
@@ -337,7 +337,9 @@ class _Directory:
         sections = []
         for name, of_name in sources.items():
             sections.append(Section(name, f"{name}.", frozenset().union(*map(_names_of, of_name))))
-        joined = _joined(self._framework.kind, self._opened, [one for of_name in sources.values() for one in of_name])
+        joined = _one_source(
+            self._framework.kind, self._opened, [one for of_name in sources.values() for one in of_name]
+        )
         return replace(
             joined,
             sections=tuple(sections),
@@ -417,7 +419,7 @@ class _Directory:
     def _several(self, found: Sequence[_FoundPart], sources: Sequence[Source]) -> Source:
         """Return several parts of one section as one source, with names that begin with those of the parts."""
         pairs = zip(found, sources, strict=True)
-        return _joined(
+        return _one_source(
             self._framework.kind, self._opened, [_renamed(source, f"{part.stem}.".__add__) for part, source in pairs]
         )
 
@@ -600,7 +602,7 @@ def _renamed(source: Source, new_name: Callable[[str], str]) -> Source:
     )
 
 
-def _joined(kind: SourceKind, opened: OpenedPath, sources: Sequence[Source]) -> Source:
+def _one_source(kind: SourceKind, opened: OpenedPath, sources: Sequence[Source]) -> Source:
     """Return sources of different names as one; they may share files."""
     files: dict[tuple[int, str], ShardFile] = {}
     others: dict[str, str] = {}

@@ -260,7 +260,7 @@ def _shard_file(number: int, file: StoredFile, header: Header, published: Mappin
 
     A part's global shape ends with this part for now; `_whole` replaces it when all parts are known.
     """
-    parts = _parts(header, file)
+    parts = _offsets_of_parts(header, file)
     tensors = {}
     for name, entry in header.entries.items():
         box = Box(parts.get(name, (0,) * len(entry.shape)), entry.shape)
@@ -294,7 +294,7 @@ def _published(shard: Shard, stored: ByteRange, records: Sequence[Any]) -> Sourc
     return SourceTensor(replace(shard, boxes=tuple(boxes)), tuple(pieces))
 
 
-def _parts(header: Header, file: StoredFile) -> dict[str, tuple[int, ...]]:
+def _offsets_of_parts(header: Header, file: StoredFile) -> dict[str, tuple[int, ...]]:
     """Return the offsets of each tensor's part from the metadata of torch's writer."""
     text = header.metadata.get(TORCH_SHARDING_KEY)
     records = parse_json(text, file.path, file.budget) if text is not None else {}

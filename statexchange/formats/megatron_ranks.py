@@ -336,7 +336,7 @@ class _Reader:
                 name = _EMBEDDING
             self._section_of[name] = "model"
             try:
-                placed = self._placed(found, name, rank, shapes)
+                placed = self._part_of_whole(found, name, rank, shapes)
             except UnsupportedError as error:
                 located = error.located(rank=rank.number, name=name, path=rank.file.shard_file.path)
                 shard = found.tensor.shard
@@ -400,7 +400,7 @@ class _Reader:
                 name = f"{name[: expert.start()]}{expert[1]}{int(expert[2]) + before}{name[expert.end() :]}"
         return name
 
-    def _placed(
+    def _part_of_whole(
         self, found: _ModelTensor, name: str, rank: _Rank, shapes: dict[tuple[int, str], tuple[int, ...]]
     ) -> SourceTensor:
         """Return a tensor of the model as a part of the whole one."""

@@ -116,7 +116,7 @@ def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]
     reductions: dict[str, str] = {}
     for shard_file in source.files:
         for name, tensor in shard_file.tensors.items():
-            for part in _parts(shard_file, tensor, names[shard_file.rank][name], layout, reductions):
+            for part in _parts_in(shard_file, tensor, names[shard_file.rank][name], layout, reductions):
                 if shard_file.rank in parts.setdefault(part.name, {}):
                     raise InvalidArgumentError(
                         "the layout gives this name to two tensors of one rank",
@@ -157,7 +157,7 @@ def _check_other_ranks(source: Source, layout: Layout) -> None:
         raise IncompleteError(f"{text}: {advice}", rank=absent, path=source.path)
 
 
-def _parts(
+def _parts_in(
     shard_file: ShardFile, tensor: SourceTensor, name: str, layout: Layout, reductions: dict[str, str]
 ) -> list[Part]:
     shard = tensor.shard

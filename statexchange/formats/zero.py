@@ -77,7 +77,7 @@ def runs_of_partitions(
             end = at + math.prod(shape)
             if end > total:
                 break
-            for rank, begin_in_rank, part in _parts(at, end, partition):
+            for rank, begin_in_rank, part in _parts_of_run(at, end, partition):
                 runs[rank].append(FlatRun(name, part.start - at, part.stop - at, group, begin_in_rank))
             at = end + padding
         # The vector is padded to a multiple of `alignment`; the last rank's part is saved without some of this padding.
@@ -89,7 +89,7 @@ def runs_of_partitions(
     return runs
 
 
-def _parts(begin: int, end: int, partition: int) -> Iterator[tuple[int, int, range]]:
+def _parts_of_run(begin: int, end: int, partition: int) -> Iterator[tuple[int, int, range]]:
     """Yield (rank, position in its partition, elements of the vector) for each part of a run of the vector."""
     while begin < end:
         rank, at = divmod(begin, partition)
