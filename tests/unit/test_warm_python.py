@@ -140,3 +140,16 @@ def test_in_other_surroundings_it_is_a_new_interpreter(changed: list[str], is_wa
     require(changed[0])
     done = subprocess.run([*changed, warm_python(), "-c", LOADED], capture_output=True, text=True)
     assert done.stdout == f"{is_warm}\n"
+
+
+@pytest.mark.parametrize(("option", "is_warm"), [("-B", True), ("-u", True), ("-O", False)])
+def test_options_that_a_fork_takes_over(option: str, is_warm: bool) -> None:
+    """Show that -B is one: multiprocessing gives it to its fork server where no bytecode is written, as in workers."""
+    done = subprocess.run([warm_python(), option, "-c", LOADED], capture_output=True, text=True)
+    assert done.stdout == f"{is_warm}\n"
+
+
+def test_a_warm_command_line_has_no_torch() -> None:
+    program = "import sys; print('statexchange.cli.info' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run([warm_python("commands"), "-c", program], capture_output=True, text=True)
+    assert done.stdout == "True False\n"
