@@ -77,6 +77,16 @@ def warm_command(launcher: Sequence[str], text: str) -> tuple[list[str | Path], 
     return [BIN / launcher[0], *(python if word == sys.executable else word for word in launcher[1:])], dict(os.environ)
 
 
+def warm_program(*words: object, kind: str = "torch") -> tuple[list[str | Path], dict[str, str]]:
+    """Return the command and the environment of a script, or of `-m` and a module, of which all processes are forked.
+
+    These are the program, what it starts by `sys.executable` or by the command beside that, and its ranks.
+    """
+    python = warm_python(kind)
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    return [python, HOME / "tests/warm_program.py", python, *map(str, words)], environment
+
+
 def run_script(
     launcher: Sequence[str], name: str, text: str, folder: Path, *arguments: str | Path, is_warm: bool = True
 ) -> subprocess.CompletedProcess[str]:

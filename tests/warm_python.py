@@ -60,6 +60,7 @@ MODULES = {
 _COMMAND_LINE = tuple(
     f"statexchange.{part}." for part in ("checkpoint", "cli", "conversions", "formats", "report", "sharding", "storage")
 )
+_SCRIPTS = ("statexchange", "accelerate")  # which stand beside the program, as beside `sys.executable`
 _READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TORCH_LOGS")
 _NOT_AT_START = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHON_EXEC")
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
@@ -152,7 +153,10 @@ def _start_server(folder: Path, kind: str) -> None:
     (folder / "client.py").write_text(_CLIENT)
     program = folder / "python"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{folder}/client.py" "{folder}/socket" "$@"\n')
-    program.chmod(0o700)
+    for name in _SCRIPTS:
+        (folder / name).write_text(f'#!/bin/sh\nexec "{program}" "{Path(sys.executable).parent / name}" "$@"\n')
+    for path in (program, *map(folder.joinpath, _SCRIPTS)):
+        path.chmod(0o700)
     command = [sys.executable, __file__, str(folder), kind]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True) as server:
         assert server.stdout is not None
