@@ -189,7 +189,7 @@ def run_bench(bench: str, *arguments: str) -> str:
         slow("memory_copy.py", ["--megabytes", "16", "--rounds", "1"]),
         slow("gather.py", ["--megabytes", "16", "--rounds", "1"]),
         slow("collectives.py", ["--ranks", "2", "--largest", "1", "--rounds", "1"]),
-        slow("training.py", ["--rounds", "1"]),
+        slow("training.py", ["--rounds", "1", "--quick"]),
         slow("losses.py", ["--steps", "2"]),
         slow("merge.py", ["--megabytes", "8", "--rounds", "1", "--dirs", "/dev/shm"]),
         slow("scan.py", ["--directories", "20", "--rounds", "1"]),

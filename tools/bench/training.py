@@ -49,15 +49,17 @@ def small() -> tuple[torch.nn.Module, torch.Tensor]:
     return torch.nn.Sequential(*layers), torch.randn(4, 92)
 
 
-def transformer() -> tuple[torch.nn.Module, torch.Tensor]:
-    """Return 8 transformer layers of width 512: 25 million parameters."""
+def transformer(layers: int = 8) -> tuple[torch.nn.Module, torch.Tensor]:
+    """Return transformer layers of width 512: 8 of them have 25 million parameters."""
     import torch
 
     layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
-    return torch.nn.TransformerEncoder(layer, 8, enable_nested_tensor=False), torch.randn(1, 16, 512)
+    return torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False), torch.randn(1, 16, 512)
 
 
-MODELS = {"200 tensors, 3.4 MB": small, "transformer, 25 M": transformer}
+Builds = Mapping[str, Callable[[], tuple["torch.nn.Module", "torch.Tensor"]]]
+MODELS: Builds = {"200 tensors, 3.4 MB": small, "transformer, 25 M": transformer}
+QUICK: Builds = {**MODELS, "transformer, 25 M": partial(transformer, 1)}
 
 
 def step(model: torch.nn.Module, data: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -122,14 +124,14 @@ def nothing_hook(_, bucket):  # type: ignore[no-untyped-def]
     return future
 
 
-def rank_main(rounds: int) -> dict[str, dict[str, float]]:
+def rank_main(rounds: int, quick: bool) -> dict[str, dict[str, float]]:
     """Return for each model the median seconds of each way, on this rank."""
     import torch
     from mpi4py import MPI
 
     torch.set_num_threads(1)
     found = {}
-    for name, build in MODELS.items():
+    for name, build in (QUICK if quick else MODELS).items():
         ways = steps(build)
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(rounds + 3):  # the first three warm up
@@ -220,6 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="one layer of the transformer, not 8: to try this program")
     parser.add_argument("--memory", action="store_true", help="also measure the memory of each way")
     parser.add_argument("--svg", type=Path, help="where to draw the bars of the first number of ranks")
     options = parser.parse_args()
@@ -228,7 +231,7 @@ def main() -> None:
     by_ranks = {}
     for ranks in options.ranks:
         machine = machine_text()
-        found = run_ranks(ranks_work, ranks, backend="mpi", args=(options.rounds,), timeout_s=1200)[0]
+        found = run_ranks(ranks_work, ranks, backend="mpi", args=(options.rounds, options.quick), timeout_s=1200)[0]
         by_ranks[ranks] = found
         print(f"{ranks} ranks, {machine}, median of {options.rounds} rounds\n")
         show(found)
