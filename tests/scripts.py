@@ -111,14 +111,14 @@ def run_script(
     return done
 
 
-def shell(command: str, folder: Path, *, is_warm: bool = False) -> subprocess.CompletedProcess[str]:
+def shell(command: str, folder: Path, *, warm: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command line of a page in `folder`, with the programs of this environment; fail unless it succeeds.
 
-    With `is_warm` its `python` and the ranks of its `torchrun` are forked; see `warm_python`.
+    With `warm` its `python`, its `statexchange` and the ranks of its `torchrun` are forked; see `warm_python`.
     """
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "80"}
-    if is_warm:
-        python = warm_python()
+    if warm is not None:
+        python = warm_python(warm)
         environment |= {"PATH": f"{os.path.dirname(python)}{os.pathsep}{environment['PATH']}", "PYTHON_EXEC": python}
     started = ["bash", "-o", "pipefail", "-c", command]
     done = subprocess.run(started, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
@@ -126,14 +126,14 @@ def shell(command: str, folder: Path, *, is_warm: bool = False) -> subprocess.Co
     return done
 
 
-def run_commands(text: str, folder: Path) -> None:
+def run_commands(text: str, folder: Path, *, is_warm: bool = True) -> None:
     """Run the lines of a console block that begin with "$ "; what stands below one must be what it prints.
 
-    Three dots in what is printed stand for anything.
+    Three dots in what is printed stand for anything. With `is_warm` false, the commands are new interpreters.
     """
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         command, _, expected = part.partition("\n")
-        printed = shell(command, folder).stdout
+        printed = shell(command, folder, warm="commands" if is_warm else None).stdout
         if expected:
             pattern = ".*?".join(re.escape(piece) for piece in expected.split("..."))
             assert re.fullmatch(pattern, printed, re.DOTALL), (command, printed)

@@ -53,7 +53,7 @@ from filelock import FileLock
 
 _TORCH = ("torch.distributed.fsdp", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "statexchange")
 MODULES = {
-    "commands": ("numpy", "xxhash", "filelock", "click"),
+    "commands": ("numpy", "xxhash", "filelock", "click", "fsspec.implementations.local"),
     "torch": _TORCH,
     "transformers": (*_TORCH, "transformers.trainer", "transformers.models.llama.modeling_llama", "peft"),
 }

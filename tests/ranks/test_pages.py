@@ -96,7 +96,7 @@ def test_the_blocks_of_a_page_print_what_it_shows(page: str, tmp_path: Path) -> 
         elif kind == "runs":
             script = next(word for word in argument.split() if word.endswith(".py"))
             (tmp_path / script).write_text(text)
-            printed = shell(argument, tmp_path, is_warm="import torch" in text).stdout
+            printed = shell(argument, tmp_path, warm="torch" if "import torch" in text else "commands").stdout
         elif kind == "prints":
             assert printed == text
         elif kind == "console":

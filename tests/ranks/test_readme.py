@@ -54,7 +54,7 @@ SEEDS = {
 
 
 @pytest.fixture(scope="module", params=[True, slow(False)], ids=["warm", "new interpreters"])
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, bool]:
     """The script of the README, run as it says: on two ranks, which are killed, then on three."""
     is_warm: bool = request.param
     folder = tmp_path_factory.mktemp("readme")
@@ -73,17 +73,17 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     assert killed.returncode != 0
     assert "exitcode  : -9" in killed.stderr
     assert sx.Checkpoints(folder / "saves").steps() == [10, 20]
-    return folder, run_script(with_torchrun(3), "train.py", text, folder, is_warm=is_warm).stdout
+    return folder, run_script(with_torchrun(3), "train.py", text, folder, is_warm=is_warm).stdout, is_warm
 
 
-def test_the_script_prints_what_the_readme_shows(trained: tuple[Path, str]) -> None:
+def test_the_script_prints_what_the_readme_shows(trained: tuple[Path, str, bool]) -> None:
     lines = page_block("output: torchrun").splitlines()
     assert [trained[1].count(line) for line in lines] == [3] * len(lines)  # ranks may write into each other's lines
     assert len(trained[1].replace("\n", "")) == 3 * sum(map(len, lines))
 
 
-def test_the_commands_work_on_what_it_left(trained: tuple[Path, str]) -> None:
-    run_commands(page_block("commands"), trained[0])
+def test_the_commands_work_on_what_it_left(trained: tuple[Path, str, bool]) -> None:
+    run_commands(page_block("commands"), trained[0], is_warm=trained[2])
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_the_script_runs_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_layout_block_runs_under_mpiexec(tmp_path: Path) -> None:
-    run_script(with_mpiexec(2), "layout.py", page_block("block: layout.py"), tmp_path)
+    run_script(with_mpiexec(2), "layout.py", page_block("block: layout.py"), tmp_path, is_warm=False)
     cut = sx.open_checkpoint(tmp_path / "cut")
     assert cut["up.weight"].read().tolist() == [[0.0] * 4] * 3 + [[1.0] * 4] * 4
 
@@ -130,16 +130,18 @@ def test_the_tutorials_job_resumes_on_another_number_of_ranks_and_its_save_is_me
 
 
 @pytest.mark.parametrize(
-    ("example", "launcher"),
+    ("example", "launcher", "is_warm"),
     [
-        slow("torchrun_fsdp2.py", with_torchrun(4)),
-        slow("mpiexec_tensor_parallel.py", with_mpiexec(4)),
-        slow("alone.py", ALONE),
+        slow("torchrun_fsdp2.py", with_torchrun(4), True),
+        slow("mpiexec_tensor_parallel.py", with_mpiexec(4), True),
+        slow("alone.py", ALONE, False),
     ],
 )
-def test_the_examples_train_export_and_compare(example: str, launcher: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_examples_train_export_and_compare(
+    example: str, launcher: tuple[str, ...], is_warm: bool, tmp_path: Path
+) -> None:
     script = (HOME / "tools/examples" / example).read_text()
-    done = run_script(launcher, example, script, tmp_path, tmp_path / "out", is_warm=False)
+    done = run_script(launcher, example, script, tmp_path, tmp_path / "out", is_warm=is_warm)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert losses[0] > 5
     assert losses[1] < 1

@@ -21,4 +21,4 @@ def test_an_export_is_signed_and_a_changed_file_is_found(tmp_path: Path, monkeyp
     assert done.returncode == 0, done.stderr
     run_script(["python"], "to_sign.py", page_block("block: to_sign.py"), tmp_path, is_warm=False)
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
-    run_commands(page_block("commands: sign"), tmp_path)
+    run_commands(page_block("commands: sign"), tmp_path, is_warm=False)

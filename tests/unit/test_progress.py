@@ -10,7 +10,6 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
 import termios
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import click
 import numpy as np
 import pytest
 from sweeps import by_default
+from warm_python import warm_python
 
 import statexchange as sx
 from statexchange.cli.main import cli
@@ -118,7 +118,7 @@ class Run:
             error = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._case = case
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN, speed, *words, *more],
+            [warm_python("commands"), "-c", RUN, speed, *words, *more],
             stdout=subprocess.DEVNULL,
             stderr=error,
             env={**kept, "PYTHONPATH": HOME},
