@@ -58,7 +58,8 @@ MODULES = {
     "transformers": (*_TORCH, "transformers.trainer", "transformers.models.llama.modeling_llama", "peft"),
 }
 _COMMAND_LINE = tuple(
-    f"statexchange.{part}." for part in ("checkpoint", "cli", "conversions", "formats", "report", "sharding", "storage")
+    f"statexchange.{part}."
+    for part in ("checkpoint", "cli", "conversions", "exchange", "formats", "report", "sharding", "storage")
 )
 _SCRIPTS = ("statexchange", "accelerate")  # which stand beside the program, as beside `sys.executable`
 _READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TORCH_LOGS")

@@ -16,6 +16,8 @@ import pytest
 from json_schemas import validator
 from programs import require_mounts
 from safetensors.numpy import save_file
+from scripts import warm_program
+from warm_python import warm_python
 
 import statexchange
 from statexchange import demo
@@ -41,8 +43,8 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def shell(*arguments: object, **more: str) -> Ran:
-    """Run the command line as a process; return exit code, stdout and stderr."""
-    command = [sys.executable, "-m", "statexchange", *map(str, arguments)]
+    """Run the command line as a process, a fork of a warm Python; return exit code, stdout and stderr."""
+    command = [warm_python("commands"), "-m", "statexchange", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(**more), timeout=60)
     return done.returncode, done.stdout, done.stderr
 
@@ -839,14 +841,16 @@ def test_demo_without_torch_names_the_command_that_installs_it() -> None:
 
 @pytest.mark.slow
 def test_demo_runs_and_prints_json(tmp_path: Path) -> None:
-    code, out, err = shell("demo", "-n", "2", "--steps", "2", "--keep", tmp_path / "kept", "--json")
-    assert code == 0, err
-    validator("demo.json").validate(json.loads(out))
-    data = json.loads(out)["data"]
+    words = ("demo", "-n", "2", "--steps", "2", "--keep", tmp_path / "kept", "--json")
+    command, environ = warm_program("-m", "statexchange", *words)
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60)
+    assert done.returncode == 0, done.stderr
+    validator("demo.json").validate(json.loads(done.stdout))
+    data = json.loads(done.stdout)["data"]
     assert data["tensors_equal"] == data["tensors_total"] > 0
     assert data["path"] == os.fspath(tmp_path / "kept" / "merged")
     assert Path(data["picture"]).read_text().startswith("<svg ")
-    assert "step 1/2  loss " in err
+    assert "step 1/2  loss " in done.stderr
 
 
 def fake_report(path: str | None, mismatches: tuple[str, ...]) -> demo.DemoReport:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from warm_python import warm_python
 
 import statexchange as sx
 from statexchange.cli.main import main
@@ -124,7 +125,7 @@ def tree(root: Path) -> dict[str, bytes]:
 # Processes that stop in the middle of a save or a removal
 
 PAUSED = """
-import sys, time
+import os, sys, time
 import numpy as np
 import statexchange as sx
 
@@ -132,7 +133,7 @@ path, step, doing, event, ending = sys.argv[1:]
 
 def pause(name, arguments):
     if name == "statexchange.storage" and arguments[0] == event and str(arguments[1]).endswith(ending):
-        print("paused", flush=True)
+        print(os.getpid(), flush=True)
         time.sleep(600)
 
 saves = sx.Checkpoints(path, keep=None)
@@ -149,16 +150,17 @@ class Paused:
 
     def __init__(self, saved: Path, step: int, doing: str) -> None:
         event, ending = ("create", "save.json") if doing == "save" else ("unlink", "save.json")
-        command = [sys.executable, "-c", PAUSED, os.fspath(saved), str(step), doing, event, ending]
+        command = [warm_python("commands"), "-c", PAUSED, os.fspath(saved), str(step), doing, event, ending]
         kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env={**kept, "PYTHONPATH": HOME}, cwd=saved.parent
         )
         assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "paused\n"
+        self.pid = int(self.process.stdout.readline())  # the process itself is a fork
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+        if self.process.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
         self.process.wait()
 
 
@@ -367,7 +369,7 @@ def test_an_unfinished_save_is_listed_and_is_no_finding(
     assert (code, err) == (0, "")
     assert (step, when, ranks, metrics) == ("500", "-", "-", "-")
     assert int(nbytes) > 800
-    assert re.fullmatch(rf"being saved by {saver.process.pid} on \S+", state)
+    assert re.fullmatch(rf"being saved by {saver.pid} on \S+", state)
 
     saver.kill()
     code, out, _ = call("ls", saved)
@@ -395,7 +397,7 @@ def test_an_unfinished_removal_is_no_save_any_more(
     code, out, _ = call("ls", saved)
     rows = [line.split("\t") for line in out.splitlines()[1:]]
     assert (code, [row[0] for row in rows]) == (0, ["200", "300", "400", "100"])
-    assert re.fullmatch(rf"being removed by {remover.process.pid} on \S+", rows[-1][-1])
+    assert re.fullmatch(rf"being removed by {remover.pid} on \S+", rows[-1][-1])
     remover.kill()
     _, out, _ = call("ls", saved)
     assert out.splitlines()[-1].split("\t")[-1] == "killed removal"
@@ -708,7 +710,7 @@ def test_prune_leaves_what_a_process_may_still_write(
     before = hidden_in(saved)
     code, out, _ = call("prune", saved, "--keep", "1")
     assert (code, hidden_in(saved), steps_in(saved)) == (0, before, [400])
-    assert re.search(rf"^500\t\d+\tnot removed\tunfinished save, process {saver.process.pid} on \S+ runs$", out, re.M)
+    assert re.search(rf"^500\t\d+\tnot removed\tunfinished save, process {saver.pid} on \S+ runs$", out, re.M)
     saver.kill()
     move_owner_to_another_host(saved)
     before = hidden_in(saved)

@@ -178,7 +178,7 @@ def test_hostile_texts_are_text_in_pictures(
 
 def unsafe(text: str, allowed: str) -> set[str]:
     """The characters of an output that a terminal obeys, or does not show."""
-    return {one for one in text if unicodedata.category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - set(allowed)
+    return {one for one in set(text) if unicodedata.category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - set(allowed)
 
 
 def text_parameters() -> list[tuple[str, int | str]]:
