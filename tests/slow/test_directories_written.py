@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from scripts import warm_command
 
 from statexchange.checkpoint.merge import merge_checkpoint
 
@@ -47,9 +47,12 @@ def test_what_a_framework_writes_is_merged_bit_by_bit(
         pytest.skip(f"no framework: {missing[0]}: tools/frameworks/{framework}_write.py says what it needs")
     out = tmp_path / "out"
     out.mkdir()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(SCRIPTS / f"{framework}_write.py"), str(out), *filter(None, [kind])]
-    done = subprocess.run([*launcher, *script], cwd=tmp_path, capture_output=True, text=True, timeout=220, check=False)
+    script = SCRIPTS / f"{framework}_write.py"
+    command, environ = warm_command(("torchrun", "--standalone", "--nproc-per-node", "2"), script.read_text())
+    done = subprocess.run(
+        [*command, script, out, *filter(None, [kind])],
+        cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=220, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     merge_checkpoint(out / directory, tmp_path / "merged")
     found, wanted = load_file(tmp_path / "merged/model.safetensors"), load_file(out / f"{expected}.safetensors")
