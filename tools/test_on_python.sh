@@ -5,7 +5,8 @@
 #   tools/test_on_python.sh 3.10 lowest             # with the lowest versions that pyproject.toml claims
 #   tools/test_on_python.sh 3.10 lowest torch       # and with torch, whose wheels for CUDA take some gigabytes
 #
-# The interpreter is looked up on PATH and among pyenv's. Exit status 77: it is not installed on this machine.
+# The interpreter, which has pip, is looked up on PATH and among pyenv's. Exit status 77: it is not installed on this
+# machine. $WHEEL names a wheel of this checkout to install; without it one is built.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=$1 pins=${2:-} extra=${3:-}
@@ -14,14 +15,18 @@ python=$(command -v "python$version" || true)
 [ -n "$python" ] || { echo "Python $version is not on this machine" >&2; exit 77; }
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-"$python" -m venv "$work/venv"
+"$python" -m venv --without-pip "$work/venv" # to install pip there takes 5 s
 constraints=tools/constraints.txt
 if [ "$pins" = lowest ]; then
     constraints=$work/lowest.txt # "click>=8.1" becomes "click==8.1"
     sed -n '/^dependencies/,/^]/p; /^torch = /p; /^mpi = /p' pyproject.toml | grep -o '"[A-Za-z0-9_-]*>=[0-9.]*"' | tr -d '"' | sed 's/>=/==/' >"$constraints"
 fi
 # pyproject.toml claims no lowest versions of the tools that only tests need, so they are not pinned.
-"$work/venv/bin/pip" install -q -c "$constraints" ".${extra:+[$extra]}" pytest pytest-timeout pytest-xdist hypothesis tomli
+# Bytecode: pip would compile all of numpy and pygments; tests write that of what they import, but none of the package.
+unset PYTHONDONTWRITEBYTECODE
+"$python" -m pip --python "$work/venv/bin/python" install -q --no-compile -c "$constraints" \
+    "${WHEEL:-.}${extra:+[$extra]}" pytest pytest-timeout pytest-xdist hypothesis tomli
+"$work/venv/bin/python" -m compileall -q "$work"/venv/lib/python*/site-packages/statexchange
 tests=(
     tests/unit/test_cgroups.py tests/unit/test_dependencies.py tests/unit/test_docs.py tests/unit/test_errors.py
     tests/unit/test_pictures.py tests/unit/test_regions.py tests/unit/test_version_0_1.py tests/unit/test_workspace.py

@@ -3,56 +3,23 @@
 from __future__ import annotations
 
 import email
-import os
 import re
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+from environments import CONSTRAINTS, Built, install, new_environment, run_outside, run_pip
+from scripts import HOME
 
 import statexchange
 
-HOME = Path(__file__).parents[2]
-CONSTRAINTS = HOME / "tools" / "constraints.txt"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def run(*command: object, folder: Path) -> str:
-    """Run a command without this checkout on its path, and return its output."""
-    environment = {name: text for name, text in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
-    done = subprocess.run(
-        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def environment(folder: Path, *requirements: object) -> Path:
-    """Return the folder of programs of a new environment in which `requirements` are installed."""
-    run(sys.executable, "-m", "venv", folder, folder=folder.parent)
-    run(folder / "bin/pip", "install", "-q", "-c", CONSTRAINTS, *requirements, folder=folder.parent)
-    return folder / "bin"
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with the sdist, and with the wheel that was built from it."""
-    folder = tmp_path_factory.mktemp("built")
-    programs = environment(folder / "tools", "build")
-    run(programs / "python", "-m", "build", "--outdir", folder / "dist", HOME, folder=folder)
-    return folder / "dist"
-
-
-def wheel_in(built: Path) -> Path:
-    (wheel,) = built.glob("*.whl")
-    return wheel
-
-
-def test_the_wheel_works_in_an_empty_environment_without_torch(built: Path, tmp_path: Path) -> None:
-    programs = environment(tmp_path / "venv", wheel_in(built))
+def test_the_wheel_works_in_an_empty_environment_without_torch(built: Built, tmp_path: Path) -> None:
+    programs = new_environment(tmp_path / "venv")
+    install(programs, "-c", CONSTRAINTS, built.wheel)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     script = (
@@ -62,18 +29,20 @@ def test_the_wheel_works_in_an_empty_environment_without_torch(built: Path, tmp_
         "statexchange.export_checkpoint({'a': numpy.ones((2, 3), numpy.float32)}, 'out')\n"
         "print(statexchange.__version__, statexchange.__file__)\n"
     )
-    version, path = run(programs / "python", "-c", script, folder=elsewhere).split()
+    version, path = run_outside(programs / "python", "-c", script, folder=elsewhere).split()
     assert version == statexchange.__version__
     assert Path(path).is_relative_to(tmp_path / "venv")
-    assert version in run(programs / "statexchange", "--version", folder=elsewhere)
-    assert re.search(r"^tensors +1$", run(programs / "statexchange", "info", "out", folder=elsewhere), re.MULTILINE)
-    run(programs / "statexchange", "verify", "out", folder=elsewhere)
-    assert "torch" not in run(programs / "pip", "list", folder=elsewhere)
-    run(programs / "pip", "check", folder=elsewhere)
+    assert version in run_outside(programs / "statexchange", "--version", folder=elsewhere)
+    assert re.search(
+        r"^tensors +1$", run_outside(programs / "statexchange", "info", "out", folder=elsewhere), re.MULTILINE
+    )
+    run_outside(programs / "statexchange", "verify", "out", folder=elsewhere)
+    assert "torch" not in run_pip(programs, "list")
+    run_pip(programs, "check")
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
-    names = set(zipfile.ZipFile(wheel_in(built)).namelist())
+def test_the_wheel_holds_the_package_and_nothing_else(built: Built) -> None:
+    names = set(zipfile.ZipFile(built.wheel).namelist())
     ours = {name for name in names if ".dist-info/" not in name}
     package = [
         path for path in (HOME / "statexchange").rglob("*") if path.is_file() and "__pycache__" not in path.parts
@@ -83,8 +52,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
-def test_the_metadata_has_no_broken_link(built: Path) -> None:
-    wheel = zipfile.ZipFile(wheel_in(built))
+def test_the_metadata_has_no_broken_link(built: Built) -> None:
+    wheel = zipfile.ZipFile(built.wheel)
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     metadata = email.message_from_string(wheel.read(name).decode())
     text = metadata.get_payload()
@@ -96,9 +65,8 @@ def test_the_metadata_has_no_broken_link(built: Path) -> None:
     assert "![" not in text
 
 
-def test_links_of_the_readme_resolve_in_the_sdist(built: Path) -> None:
-    (path,) = built.glob("*.tar.gz")
-    with tarfile.open(path) as archive:
+def test_links_of_the_readme_resolve_in_the_sdist(built: Built) -> None:
+    with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     links = set(re.findall(r"\]\(([^)#]+)", (HOME / "README.md").read_text(encoding="utf-8")))
     assert links - names == set()

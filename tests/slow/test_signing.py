@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from environments import new_environment, run_pip
 from scripts import page_block, run_commands, run_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_an_export_is_signed_and_a_changed_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    programs = tmp_path / "venv" / "bin"
-    install = page_block("commands: install model_signing").removeprefix("$ pip ").split()
-    done = subprocess.run([programs / "pip", *install, "-q"], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
+    programs = new_environment(tmp_path / "venv")
+    run_pip(programs, *page_block("commands: install model_signing").removeprefix("$ pip ").split(), "-q")
     run_script(["python"], "to_sign.py", page_block("block: to_sign.py"), tmp_path, is_warm=False)
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
     run_commands(page_block("commands: sign"), tmp_path, is_warm=False)

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from environments import Built
 
 HOME = Path(__file__).parents[2]
 NOT_HERE = 77
@@ -19,11 +20,11 @@ RUNS = [
 
 @pytest.mark.timeout(850)
 @pytest.mark.parametrize("arguments", RUNS, ids=" ".join)
-def test_on_another_python(arguments: tuple[str, ...]) -> None:
+def test_on_another_python(arguments: tuple[str, ...], built: Built) -> None:
     done = subprocess.run(
         ["bash", "tools/test_on_python.sh", *arguments],
         cwd=HOME,
-        env={**os.environ, "PYTEST_ADDOPTS": ""},
+        env={**os.environ, "WHEEL": str(built.wheel), "PYTEST_ADDOPTS": "-n 0"},  # workers would import all anew
         capture_output=True,
         text=True,
         timeout=840,
