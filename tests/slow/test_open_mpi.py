@@ -13,7 +13,7 @@ HOME = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(850)
 def test_ranks_of_open_mpi_agree_on_local_ranks_and_move_values() -> None:
-    wanted = "local_rank_is or (test_comm and mpi-2)"
+    wanted = "launcher_counts or (test_comm and mpi-2)"
     done = subprocess.run(
         ["bash", "tools/test_on_open_mpi.sh", "-k", wanted, "-p", "no:cacheprovider"],
         cwd=HOME,
