@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -484,10 +485,6 @@ def jobs() -> Iterator[ForkedJobs]:
         yield started
 
 
-def in_job(jobs: ForkedJobs, path: str, steps: list[int]) -> None:
-    assert jobs.run(path, steps) is not None
-
-
 @pytest.mark.parametrize("every", [12, slow(1)], ids=["some", "all"])
 @pytest.mark.timeout(900)
 def test_a_job_killed_at_any_event_goes_on_from_the_newest_whole_save(
@@ -495,7 +492,8 @@ def test_a_job_killed_at_any_event_goes_on_from_the_newest_whole_save(
 ) -> None:
     use_object_stores()
     trace = f"disk://{sweep_path}/trace"
-    in_job(jobs, trace, [10, 20, 30])
+    assert jobs.run(trace, [10, 20, 30]) is not None
+    shutil.copytree(sweep_path / "trace", sweep_path / "before")
     calls = jobs.run(trace, [40])  # saves, and removes step 10
     assert calls is not None
     assert {"claim", "create", "put", "renew", "remove object", "list"} <= set(calls)
@@ -503,7 +501,7 @@ def test_a_job_killed_at_any_event_goes_on_from_the_newest_whole_save(
     found = []
     for number in some(range(1, len(calls) + 1), every):
         url = f"disk://{sweep_path}/{number}"
-        in_job(jobs, url, [10, 20, 30])
+        shutil.copytree(sweep_path / "before", sweep_path / str(number))
         if jobs.run(url, [40], kill_at=number) is not None:  # the ranks made fewer calls than those that were counted
             assert number > len(calls) - 10, number
         for world_size in (3, 1):
