@@ -118,6 +118,9 @@ HARD_FLOATS = [
     [0.1, 0.2, 0.3],
     [1e-3, -1e-3, 1e-7],
 ]
+# Random values recur after so many elements, so references are computed for these only. A prime: a result of another
+# window or of another part of a tensor is wrong.
+PERIOD = 4099
 # By operation, since an element that does not fit is an error for the whole tensor.
 HARD_INTS = {
     "sum": [["max", 1, "-1"], ["min", "max", 1], ["half", "half", "-half"], [0, 0, 0], ["-1", 1, 3]],
@@ -144,19 +147,32 @@ def elements(op: str, dtype: str) -> dict[str, int]:
     return {"small": 97, "medium": (1 << 16) // itemsize + 11, "large": (1 << 20) // itemsize + 1003}
 
 
-def inputs(op: str, dtype: str, n: int, world_size: int) -> list[torch.Tensor]:
-    """Return each rank's values:
+class Inputs(NamedTuple):
+    """Each rank's values of one period, and `at`: for each element its place in the period, on every rank."""
 
-    the difficult columns at the beginning, middle and end, and random values between them.
-    """
-    if op in MOVES:
-        return [bits(rank, n, dtype) for rank in range(world_size)]
-    parts = [random_values(rank, n, dtype).clone() for rank in range(world_size)]
+    periods: list[torch.Tensor]
+    at: torch.Tensor
+
+    def of(self, rank: int) -> torch.Tensor:
+        """Return the tensor of a rank."""
+        return self.periods[rank][self.at]
+
+
+def inputs(op: str, dtype: str, n: int, world_size: int) -> Inputs:
+    """Return each rank's values: the difficult columns at the beginning, middle and end, and random values between."""
     columns = torch.tensor(difficult_columns(op, dtype, world_size), dtype=wide(dtype)).to(torch_dtype(dtype))
-    for at in (0, n // 2, n - len(columns)) if n > 3 * len(columns) else (0,):
-        for rank, part in enumerate(parts):
-            part[at : at + len(columns)] = columns[:, rank]
-    return parts
+    columns = columns[:n]
+    periods = [torch.cat([columns[:, rank], random_values(rank, PERIOD, dtype)]) for rank in range(world_size)]
+    return Inputs(periods, places(n, len(columns)))
+
+
+@lru_cache(maxsize=16)
+def places(n: int, num_columns: int) -> torch.Tensor:
+    """Return for each of `n` elements its place in a period, which begins with the difficult columns."""
+    at = num_columns + torch.arange(n) % PERIOD
+    for begin in (0, n // 2, n - num_columns) if n > 3 * num_columns else (0,):
+        at[begin : begin + num_columns] = torch.arange(num_columns)
+    return at
 
 
 def difficult_columns(op: str, dtype: str, world_size: int) -> list[list[Any]]:
@@ -187,12 +203,16 @@ def wide(dtype: str) -> torch.dtype:
     return torch.float64 if dtype in FLOATS or dtype.startswith("float8") else torch.int64
 
 
-@lru_cache(maxsize=16)
 def bits(rank: int, n: int, dtype: str) -> torch.Tensor:
     """Return random bits, NaNs of all kinds among them."""
-    generator = torch.Generator().manual_seed(rank)
-    data = torch.randint(0, 256, (n * torch_dtype(dtype).itemsize,), dtype=torch.uint8, generator=generator)
+    data = random_bytes(rank)[: n * torch_dtype(dtype).itemsize]
     return data > 127 if dtype == "bool" else data.view(torch_dtype(dtype))
+
+
+@lru_cache(maxsize=4)
+def random_bytes(rank: int) -> torch.Tensor:
+    """Return as many bytes as the largest tensor that is moved has, and more."""
+    return torch.randint(0, 256, (1 << 21,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
 
 
 @lru_cache(maxsize=16)
@@ -215,33 +235,37 @@ def random_values(rank: int, n: int, dtype: str) -> torch.Tensor:
 class Expected:
     """The reference for the inputs of all ranks, and the tolerance."""
 
-    def __init__(self, op: str, parts: list[torch.Tensor], dtype: str) -> None:
+    def __init__(self, op: str, given: Inputs, dtype: str) -> None:
         self.op = op
-        self.parts = parts
+        self.given = given
         self.dtype = dtype
-        self.value = reference(op, parts, dtype)
-        self.rounded = self.value.to(torch_dtype(dtype))
+        self.value = reference(op, given.periods, dtype)
+        self.rounded = self.value.to(torch_dtype(dtype))[given.at]
 
     def wrong(self, found: torch.Tensor, where: slice = slice(None)) -> str | None:
         """Describe what is wrong with a result, of all or of some elements; None if nothing is."""
-        if found.dtype != self.rounded.dtype:
+        rounded = self.rounded[where]
+        if found.dtype != rounded.dtype:
             return f"{found.dtype} came out"
-        if torch.equal(found, self.rounded[where]):
-            return None
-        expected, parts = self.value[where], [part[where] for part in self.parts]
-        slack = margin(self.op, parts, self.dtype)
+        if found.shape != rounded.shape:
+            return f"{list(found.shape)} came out"
+        others = (found != rounded).nonzero().flatten()  # NaNs, for example
+        at = self.given.at[where][others]
+        found, expected = found[others], self.value[at]
+        operands = [period[at] for period in self.given.periods]
+        slack = margin(self.op, operands, self.dtype)
         if self.dtype in COMPLEX:
             bad = [outside(getattr(found, c), getattr(expected, c), slack, self.dtype) for c in ("real", "imag")]
-            at = bad[0] | bad[1]
+            is_wrong = bad[0] | bad[1]
         elif self.dtype in FLOATS:
-            at = outside(found, expected, slack, self.dtype)
+            is_wrong = outside(found, expected, slack, self.dtype)
         else:
-            at = found.to(torch.int64) != expected
-        if not at.any():
+            is_wrong = found.to(torch.int64) != expected
+        if not is_wrong.any():
             return None
-        i = int(at.nonzero()[0])
-        operands = [part[i].item() for part in parts]
-        return f"{operands} at {i} gave {found[i].item()!r}, not {expected[i].item()!r}"
+        i = int(is_wrong.nonzero()[0])
+        values = [operand[i].item() for operand in operands]
+        return f"{values} at {int(others[i])} gave {found[i].item()!r}, not {expected[i].item()!r}"
 
 
 def reference(op: str, parts: list[torch.Tensor], dtype: str) -> torch.Tensor:
@@ -287,12 +311,13 @@ def outside(found: torch.Tensor, expected: torch.Tensor, slack: torch.Tensor, dt
 def tries(comm: sx.comm.Communicator, op: str, dtype: str) -> Iterator[str]:
     """Return what is wrong with a cell."""
     for size, n in elements(op, dtype).items():
-        parts = inputs(op, dtype, n, comm.world_size)
         if op in MOVES:
+            parts = [bits(rank, n, dtype) for rank in range(comm.world_size)]
             yield from (f"{size}: {text}" for text in moves(comm, op, parts))
         else:
+            given = inputs(op, dtype, n, comm.world_size)
             verbs = ("all_reduce",) if size == "large" and dtype not in ("float32", "int8", "float16") else VERBS
-            yield from (f"{size}: {text}" for text in reductions(comm, op, parts, dtype, verbs))
+            yield from (f"{size}: {text}" for text in reductions(comm, op, given, dtype, verbs))
     if op in TOO_MUCH and dtype in INTS:
         for n in elements(op, dtype).values():
             yield from overflows(comm, op, dtype, n, TOO_MUCH[op])
@@ -300,18 +325,17 @@ def tries(comm: sx.comm.Communicator, op: str, dtype: str) -> Iterator[str]:
             yield from overflows(comm, op, dtype, 97, SLY[op])
 
 
-def reductions(
-    comm: sx.comm.Communicator, op: str, parts: list[torch.Tensor], dtype: str, verbs: tuple[str, ...]
-) -> Iterator[str]:
+def reductions(comm: sx.comm.Communicator, op: str, given: Inputs, dtype: str, verbs: tuple[str, ...]) -> Iterator[str]:
     """Return what is wrong with the results of several operations, or with their arguments afterwards."""
-    expected, ours = Expected(op, parts, dtype), parts[comm.rank].clone()
+    expected, before = Expected(op, given, dtype), given.of(comm.rank)
+    ours = before.clone()
     n, last = len(ours) // comm.world_size, comm.world_size - 1
     for verb in verbs:
         where = slice(None)
         if verb == "all_reduce":
             found = comm.all_reduce(ours, op, out=torch.zeros_like(ours))
         elif verb == "reduce":
-            out = parts[comm.rank].clone()
+            out = before.clone()
             comm.reduce(ours, op, root=last, out=out)
             if comm.rank != last and not same_bits(out, ours):
                 yield "reduce changed the out of another rank than root"
@@ -323,7 +347,7 @@ def reductions(
             found, short = comm.all_reduce_multiple([ours.clone(), ours[:5].clone()], op)
             yield from prefixed(verb, expected.wrong(short, slice(5)))
         yield from prefixed(verb, None if found is None else expected.wrong(found, where))
-    if not same_bits(ours, parts[comm.rank]):
+    if not same_bits(ours, before):
         yield "what was given has changed"
 
 
@@ -513,7 +537,7 @@ def test_any_shape_layout_and_dtype_is_reduced_as_numpy_would(call: dict[str, An
             return "an argument has changed"
         return expected.wrong(torch.as_tensor(found).reshape(-1))
 
-    expected = Expected(op, parts, dtype)
+    expected = Expected(op, Inputs(parts, torch.arange(len(parts[0]))), dtype)
     assert run_ranks(reduces, n) == [None] * n
 
 
