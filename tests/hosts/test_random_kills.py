@@ -120,11 +120,12 @@ def wait_for_saves(hosts: TwoHosts, number: int) -> None:
     hosts.wait_until(lambda outcomes: any(len(outcome.reports) > number for outcome in outcomes))
 
 
+ONE_HOST, TWO_HOSTS = [(1, 0), (2, 0), (3, 0)], [(1, 1), (2, 1), (1, 2)]
+LONG = [pytest.param(worlds, 100, marks=pytest.mark.long) for worlds in (ONE_HOST, TWO_HOSTS)]
+
+
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kills", [1, slow(10), pytest.param(100, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "worlds", [slow([(1, 0), (2, 0), (3, 0)]), [(1, 1), (2, 1), (1, 2)]], ids=["one host", "two hosts"]
-)
+@pytest.mark.parametrize(("worlds", "kills"), [(TWO_HOSTS, 1), slow(ONE_HOST, 10), slow(TWO_HOSTS, 10), *LONG], ids=str)
 def test_each_start_goes_on_from_the_newest_whole_state(
     worlds: list[tuple[int, int]], kills: int, tmp_path: Path
 ) -> None:
