@@ -83,9 +83,9 @@ def by_hosts() -> list[Any]:
             assert ours.eq(n * (n + 1) // 2 if comm.rank == root else comm.rank + 1).all()
             assert comm.broadcast(torch.full((size,), comm.rank), root=root).eq(root).all()
     for size in (1, 5, 300_001):
-        assert [part.tolist() for part in comm.all_gather(torch.full((size,), comm.rank))] == [
-            [r] * size for r in range(n)
-        ]
+        gathered = comm.all_gather(torch.full((size,), comm.rank))
+        assert len(gathered) == n
+        assert all(torch.equal(part, torch.full((size,), r)) for r, part in enumerate(gathered))
     node, leaders = comm.node, comm.leaders
     on_node = node.all_reduce(torch.ones(3)).tolist() if node.world_size > 1 else [1.0] * 3
     between = leaders.all_gather_object(comm.rank) if leaders is not None else None
