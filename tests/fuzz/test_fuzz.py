@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from mutate import mutated_json, mutated_pickle
 from pickled import pairs
 from sweeps import slow
+from warm_python import warm_python
 
 import statexchange
 
@@ -20,8 +20,8 @@ HOME = os.fspath(Path(statexchange.__file__).parents[1])
 
 @pytest.mark.parametrize("options", [["--cases", "3", "--quick"], slow(["--cases", "100"])], ids=["few", "many"])
 def test_every_changed_source_has_a_named_outcome(tmp_path: Path, options: list[str]) -> None:
-    command = [sys.executable, str(Path(__file__).parent), "--seed", "14", "--findings", str(tmp_path), *options]
-    environment = {**os.environ, "PYTHONPATH": HOME, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [warm_python(), str(Path(__file__).with_name("__main__.py")), "--seed", "14", "--findings", str(tmp_path), *options]
+    environment = {**os.environ, "PYTHONPATH": HOME}
     done = subprocess.run(command, capture_output=True, text=True, timeout=230, env=environment, check=False)
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
     assert "\n0 findings in " in done.stdout
