@@ -20,7 +20,8 @@ HOME = os.fspath(Path(statexchange.__file__).parents[1])
 
 @pytest.mark.parametrize("options", [["--cases", "3", "--quick"], slow(["--cases", "100"])], ids=["few", "many"])
 def test_every_changed_source_has_a_named_outcome(tmp_path: Path, options: list[str]) -> None:
-    command = [warm_python(), str(Path(__file__).with_name("__main__.py")), "--seed", "14", "--findings", str(tmp_path), *options]
+    program = Path(__file__).with_name("__main__.py")
+    command = [warm_python(), program, "--seed", "14", "--findings", tmp_path, *options]
     environment = {**os.environ, "PYTHONPATH": HOME}
     done = subprocess.run(command, capture_output=True, text=True, timeout=230, env=environment, check=False)
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"

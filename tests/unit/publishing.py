@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
+import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +185,55 @@ def _in_new_namespace(work: Callable[[], object]) -> str:
     return in_child(work)
 
 
+class Peer:
+    """A process that makes calls for this one, one after another, and ends with it.
+
+    A call in a process of its own each would take three times as long: for the fork, and for a client of the store.
+    """
+
+    def __init__(self, *, new_namespace: bool = False) -> None:
+        self._line, line = multiprocessing.Pipe()
+        if os.fork():
+            line.close()
+            return
+        try:
+            self._line.close()
+            if new_namespace and _in_new_namespace(lambda: _serve(line)) == "no namespace":
+                _serve(line, "no namespace")
+            elif not new_namespace:
+                _serve(line)
+        finally:
+            os._exit(0)
+
+    def run(self, work: Callable[..., object], *arguments: Any, **options: Any) -> str:
+        """Make a call of a function of a module; return its outcome, as `in_child` does."""
+        return self._call(work, arguments, options)[0]
+
+    def result(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of a call, which must succeed."""
+        outcome, result = self._call(work, arguments, {})
+        _check(outcome == "ok", outcome)
+        return result
+
+    def _call(self, work: Callable[..., object], arguments: Any, options: Any) -> tuple[str, Any]:
+        self._line.send((work, arguments, options))
+        outcome, result = self._line.recv()
+        return outcome, result
+
+
+def _serve(line: Any, refusal: str | None = None) -> None:
+    """Make the calls of a peer; with `refusal` only answer that."""
+    while True:
+        try:
+            work, arguments, options = line.recv()
+        except EOFError:
+            return
+        results: list[Any] = []
+        _armed.clear()
+        outcome = refusal or _outcome(lambda: results.append(work(*arguments, **options)))  # noqa: B023
+        line.send((outcome, results[0] if results else None))
+
+
 def _points(place: Path, first: int, step: int) -> Iterator[tuple[int, Path]]:
     number = first
     while True:
@@ -220,18 +273,13 @@ def sweep_kills(place: Path, *, before: bool, step: int, reuse: bool = False) ->
         else:
             states["absent"] += 1
         if before or out.exists():
-            _check(in_child(lambda: publish(out, 4, overwrite=False)) == "TargetExistsError", number)  # noqa: B023
+            _check(_outcome(lambda: publish(out, 4, overwrite=False)) == "TargetExistsError", number)  # noqa: B023
             _check(value_at(out) in (1, 2), number)
         if reuse:
-
-            def go_on() -> None:
-                (own / "kept").write_text(str(len(publish(out, 2, reuse=True))))  # noqa: B023
-
-            _check(in_child(go_on) == "ok", number)
-            states[f"{(own / 'kept').read_text()} kept"] += 1
-            _check((value_of(out), sorted(os.listdir(own))) == (2, ["kept", "out"]), number, os.listdir(own))
+            states[f"{len(publish(out, 2, reuse=True))} kept"] += 1
+            _check((value_of(out), os.listdir(own)) == (2, ["out"]), number, os.listdir(own))
         else:
-            _check(in_child(lambda: publish(out, 3)) == "ok", number)  # noqa: B023
+            publish(out, 3)
             _check((value_of(out), os.listdir(own)) == (3, ["out"]), number, os.listdir(own))
     raise AssertionError
 
@@ -280,26 +328,28 @@ def sweep_races(
     """
     write, read = WRITERS[what]
     states: Counter[str] = Counter()
+    peer = Peer(new_namespace=elsewhere)
     for number, own in _points(place, 1, step):
         out = own / "out"
         if before:
             write(out, 1)
 
+        others: list[str] = []
+
         def second() -> None:
             if elsewhere:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(own / ".out.lock")  # noqa: B023
-            outcome = in_child(lambda: write(out, 3, overwrite=overwrite), new_namespace=elsewhere)  # noqa: B023
-            (own / "second").write_text(outcome)  # noqa: B023
+            others.append(peer.run(write, out, 3, overwrite=overwrite))  # noqa: B023
 
         def first() -> None:
             act_at(number, second)  # noqa: B023
             write(out, 2, overwrite=overwrite)  # noqa: B023
 
-        outcome = in_child(first)
+        outcome = _outcome(first)
         if outcome == "untouched":
             return {"points": (number - 1) // step, **states}
-        other = (own / "second").read_text()
+        (other,) = others
         if other == "no namespace":
             return {"skip": "this process may not make pid namespaces"}
         states[f"{outcome}/{other}"] += 1
@@ -308,7 +358,7 @@ def sweep_races(
             _check((outcome, other).count("ok") == 1, number, outcome, other)
         allowed = {2} if other != "ok" else {3} if outcome != "ok" else {2, 3}
         _check(read(out) in allowed, number, outcome, other, read(out))
-        _check(sorted(os.listdir(own)) == ["out", "second"], number, outcome, other, os.listdir(own))
+        _check(os.listdir(own) == ["out"], number, outcome, other, os.listdir(own))
     raise AssertionError
 
 
@@ -365,6 +415,25 @@ def use_object_stores(*, take_over_s: float = 0.4, renew_s: float = 0.1) -> None
     ObjectBuild.take_over_s, ObjectBuild.renew_s = take_over_s, renew_s
 
 
+def import_s3() -> None:
+    """Import what a client of S3 needs, and keep what it reads from files, so that forked processes find it.
+
+    Half of the processor time of a publication to S3 goes into that otherwise.
+    """
+    import botocore.session
+    import s3fs  # noqa: F401 (fsspec imports it at the first s3:// otherwise)
+    from botocore.loaders import JSONFileLoader, Loader
+
+    load = cache(JSONFileLoader().load_file)
+
+    class LoadOnce(JSONFileLoader):
+        def load_file(self, file_path: str) -> Any:
+            return load(file_path)
+
+    Loader.FILE_LOADER_CLASS = LoadOnce
+    botocore.session.get_session().create_client("s3")
+
+
 def names_at(url: str) -> list[str]:
     """Names of the objects below a URL."""
     system, path = fsspec.core.url_to_fs(url)
@@ -373,17 +442,6 @@ def names_at(url: str) -> list[str]:
         return sorted(name.rstrip("/").rpartition("/")[2] for name in system.ls(path, detail=False))
     except FileNotFoundError:
         return []
-
-
-def answer(work: Callable[[], Any]) -> Any:
-    """Return what `work` returns in a forked process, so that this one starts no threads of file systems."""
-    receive, send = os.pipe()
-    outcome = in_child(lambda: os.write(send, json.dumps(work()).encode()))
-    os.close(send)
-    with open(receive) as pipe:
-        text = pipe.read()
-    _check(outcome == "ok", outcome)
-    return json.loads(text)
 
 
 def state_of(url: str) -> str:
@@ -401,13 +459,16 @@ def state_of(url: str) -> str:
 def sweep_object_kills(place: Path, *, base: str, before: bool, step: int, first: int = 1) -> dict[str, Any]:
     """Run `sweep_kills` at a URL."""
     use_object_stores()
+    if base.startswith("s3:"):
+        import_s3()
     states: Counter[str] = Counter()
+    peer = Peer()
     number = first - step
     while True:
         number += step
         out = f"{base}/{number}/out"
         if before:
-            _check(in_child(lambda: publish(out, 1)) == "ok")  # noqa: B023
+            _check(peer.run(publish, out, 1) == "ok")
 
         def work() -> None:
             act_at(number, lambda: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B023
@@ -417,15 +478,15 @@ def sweep_object_kills(place: Path, *, base: str, before: bool, step: int, first
         if outcome == "untouched":
             return {"points": -(-(number - first) // step), **states}
         _check(outcome == "killed", number, outcome)
-        state = answer(lambda: state_of(out))  # noqa: B023
+        state = peer.result(state_of, out)
         states[state] += 1
         _check(state in ("1", "1 claimed", "2", "2 claimed", "being written", "absent"), number, state)
         overwrite = state[0] in "12" or number % 2 == 0
         if overwrite and state[0] in "12":
-            _check(in_child(lambda: publish(out, 4, overwrite=False)) == "TargetExistsError", number)  # noqa: B023
-            _check(answer(lambda: state_of(out)) == state[0], number)  # noqa: B023
-        _check(in_child(lambda: publish(out, 3, overwrite=overwrite)) == "ok", number)  # noqa: B023
-        _check(answer(lambda: state_of(out)) == "3", number)  # noqa: B023
+            _check(peer.run(publish, out, 4, overwrite=False) == "TargetExistsError", number)
+            _check(peer.result(state_of, out) == state[0], number)
+        _check(peer.run(publish, out, 3, overwrite=overwrite) == "ok", number)
+        _check(peer.result(state_of, out) == "3", number)
 
 
 def sweep_object_races(
@@ -441,54 +502,62 @@ def sweep_object_races(
 ) -> dict[str, Any]:
     """Run `sweep_races` at a URL. With `elsewhere` the first is taken for dead after a while, and then continues."""
     use_object_stores()
+    if base.startswith("s3:"):
+        import_s3()
     states: Counter[str] = Counter()
+    other = Peer()
+    _second[:] = [Peer(new_namespace=elsewhere)]
+    first_one = Peer()  # the only one that knows the second
     number = first - step
     while True:
         number += step
         out = f"{base}/{number}/out"
         if before:
-            _check(in_child(lambda: publish(out, 1)) == "ok")  # noqa: B023
-        started, start = os.pipe()
-        ended, end = os.pipe()
-
-        def second() -> None:
-            os.read(started, 1)  # noqa: B023
-            publish(out, 3, overwrite=overwrite)  # noqa: B023
-
-        helper = os.fork()
-        if not helper:
-            os.close(start)
-            os.write(end, in_child(second, new_namespace=elsewhere).encode())
-            os._exit(0)
-        os.close(end)
-
-        def overtake() -> None:
-            os.write(start, b"x")  # noqa: B023
-            outcome = os.read(ended, 100).decode()  # noqa: B023
-            (place / "second").write_text(outcome)
-
-        def first_one() -> None:
-            act_at(number, overtake, only)  # noqa: B023
-            publish(out, 2, overwrite=overwrite)  # noqa: B023
-
-        outcome = in_child(first_one)
-        for fd in (start, started, ended):
-            os.close(fd)
-        os.waitpid(helper, 0)
+            _check(other.run(publish, out, 1) == "ok")
+        outcome, second = first_one.result(publish_overtaken, out, number, only, overwrite)
         if outcome == "untouched":
             return {"points": -(-(number - first) // step), **states}
-        other = (place / "second").read_text()
-        if other == "no namespace":
+        if second == "no namespace":
             return {"skip": "this process may not make pid namespaces"}
-        states[f"{outcome}/{other}"] += 1
-        _check({outcome, other} <= {"ok", "TargetExistsError"} and "ok" in (outcome, other), number, outcome, other)
+        states[f"{outcome}/{second}"] += 1
+        _check({outcome, second} <= {"ok", "TargetExistsError"} and "ok" in (outcome, second), number, outcome, second)
         if not overwrite:
-            _check((outcome, other).count("ok") == 1, number, outcome, other)
-        allowed = {"2"} if other != "ok" else {"3"} if outcome != "ok" else {"2", "3"}
-        state = answer(lambda: state_of(out))  # noqa: B023
-        _check(state in allowed, number, outcome, other, state)
+            _check((outcome, second).count("ok") == 1, number, outcome, second)
+        allowed = {"2"} if second != "ok" else {"3"} if outcome != "ok" else {"2", "3"}
+        state = other.result(state_of, out)
+        _check(state in allowed, number, outcome, second, state)
+
+
+_second: list[Peer] = []
+
+
+def publish_overtaken(out: str, number: int, only: str | None, overwrite: bool) -> tuple[str, str | None]:
+    """Publish, and let the second publisher publish at an event; return the outcomes of both."""
+    seconds: list[str] = []
+
+    def overtake() -> None:
+        seconds.append(_second[0].run(publish, out, 3, overwrite=overwrite))
+
+    act_at(number, overtake, only)
+    outcome = _outcome(lambda: publish(out, 2, overwrite=overwrite))
+    _armed.clear()  # if the event has not come
+    return outcome, seconds[0] if seconds else None
+
+
+def warm_up() -> None:
+    """Publish and read once, so that forked processes find what that imports.
+
+    They also leave the objects of before the fork out of each collection of garbage.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for what, (write, read) in WRITERS.items():
+            write(Path(folder, what), 1)
+            read(Path(folder, what))
+    gc.collect()
+    gc.freeze()
 
 
 def main(name: str, place: str, options: str) -> None:
     """Run a sweep, and print its counts as JSON."""
+    warm_up()
     print(json.dumps(globals()[name](Path(place), **json.loads(options))))
