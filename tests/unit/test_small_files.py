@@ -17,11 +17,14 @@ OK, USAGE, CORRUPT, INCOMPLETE, UNSAFE = 0, 2, 4, 5, 7
 
 # One child for each command, forked after the imports. Its exit code is that of `wait`: a signal's number is negative.
 COMMANDS = """
-import json, os, resource, sys
+import gc, importlib, json, os, pkgutil, resource, sys
 from statexchange.cli.main import main
-import statexchange.cli.info, statexchange.cli.merge, statexchange.cli.verify, statexchange.checkpoint.merge
-import statexchange.formats.dcp, statexchange.formats.torch_file, statexchange.formats.workspace
-import statexchange.report.summary, statexchange.report.verify
+
+for package in ("cli", "checkpoint", "formats", "report", "storage"):
+    for module in pkgutil.iter_modules(importlib.import_module(f"statexchange.{package}").__path__):
+        importlib.import_module(f"statexchange.{package}.{module.name}")
+gc.collect()
+gc.freeze()  # a collection in a child leaves these objects alone
 
 memory, cpu = map(int, sys.argv[1:])
 codes = []
