@@ -500,6 +500,10 @@ def _open_path(path: str) -> tuple[LocalStore, str | None]:
             raise UnsafeError("refused: not a regular file", path=path)
         shown = path
         if attributes is None:
+            target = _link_target(name, parent_fd)
+            if target is not None:  # what it leads to is absent, or is being replaced
+                descriptors.close()
+                return _open_target(path, os.path.join(parent, target))
             hidden_name = replacement_of(name, parent_fd)
             if hidden_name is None:
                 raise NotFoundError("no such path", path=path)
@@ -516,6 +520,22 @@ def _open_path(path: str) -> tuple[LocalStore, str | None]:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise NotFoundError("no such path", path=path) from None
         raise read_error(error, "open", path) from error
+
+
+def _link_target(name: str, dir_fd: int) -> str | None:
+    """Return what a symbolic link says; None for anything else."""
+    try:
+        return os.readlink(name, dir_fd=dir_fd)
+    except OSError:
+        return None
+
+
+def _open_target(path: str, target: str) -> tuple[LocalStore, str | None]:
+    """Open what the link at `path` leads to."""
+    try:
+        return _open_path(target)
+    except NotFoundError:
+        raise NotFoundError(f"this link leads to {target}, which does not exist", path=path) from None
 
 
 def replacement_of(name: str, dir_fd: int) -> str | None:

@@ -73,6 +73,21 @@ def test_a_broken_link_is_a_missing_file(kind: str, tmp_path: Path) -> None:
     assert [type(finding) for finding in verify(tmp_path).findings] == [sx.errors.IncompleteError]
 
 
+@pytest.mark.parametrize("target", ["gone", "gone/below"])
+def test_a_link_to_nothing_is_named_with_what_it_says_and_not_waited_for(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(seconds: float) -> None:
+        raise AssertionError(f"it waits {seconds} s for a link to nothing")
+
+    monkeypatch.setattr("time.sleep", fail)
+    (tmp_path / "latest").symlink_to("newest")
+    (tmp_path / "newest").symlink_to(target)
+    with pytest.raises(sx.errors.NotFoundError, match=r"leads to .*newest, which does not exist") as caught:
+        sx.open_checkpoint(tmp_path / "latest")
+    assert caught.value.path == str(tmp_path / "latest")
+
+
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))

@@ -360,12 +360,17 @@ def test_between_the_two_renames_of_a_replacement_the_new_checkpoint_is_read(tmp
     export(tmp_path / "new", 2.0)
     os.rename(tmp_path / "out", tmp_path / f".out.{NONCE}.replaced")
     os.rename(tmp_path / "new", tmp_path / f".out.{PLAN}.{NONCE}.partial")
-    with sx.open_checkpoint(tmp_path / "out") as found:
-        assert np.unique(found["t0"].read()).tolist() == [2.0]
-    assert not verify(tmp_path / "out").findings
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "latest").symlink_to("newest")
+    (tmp_path / "links" / "newest").symlink_to("../out")
+    for path in (tmp_path / "out", tmp_path / "links" / "latest"):
+        with sx.open_checkpoint(path) as found:
+            assert np.unique(found["t0"].read()).tolist() == [2.0]
+        assert not verify(path).findings
     os.rename(tmp_path / f".out.{PLAN}.{NONCE}.partial", tmp_path / f".out.{PLAN}.{'f' * 16}.partial")
-    with pytest.raises(NotFoundError):  # of another publisher that has not finished it
-        sx.open_checkpoint(tmp_path / "out")
+    for path in (tmp_path / "out", tmp_path / "links" / "latest"):
+        with pytest.raises(NotFoundError):  # of another publisher that has not finished it
+            sx.open_checkpoint(path)
 
 
 def test_a_partial_directory_alone_is_not_read(tmp_path: Path) -> None:
