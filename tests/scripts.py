@@ -11,8 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from programs import require_mpi
 from warm_python import warm_python
+
+from statexchange.cli.main import main
 
 BIN = Path(sys.executable).parent
 HOME = Path(__file__).parent.parent
@@ -137,3 +140,17 @@ def run_commands(text: str, folder: Path, *, is_warm: bool = True) -> None:
         if expected:
             pattern = ".*?".join(re.escape(piece) for piece in expected.split("..."))
             assert re.fullmatch(pattern, printed, re.DOTALL), (command, printed)
+
+
+def exit_code_of(*arguments: object) -> int:
+    """Run a command line of `statexchange` in this process; return its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def run_main(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Run a command line of `statexchange` in this process; return its exit code, stdout and stderr."""
+    code = exit_code_of(*arguments)
+    return code, *capsys.readouterr()

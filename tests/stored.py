@@ -1,10 +1,12 @@
-"""Open files of a test for reading as the package opens them."""
+"""Read files of a test as the package does, and write tensor files that no library would write."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from statexchange.storage.opened_path import open_path
@@ -14,13 +16,28 @@ from statexchange.storage.tensorfile import Header, read_header
 
 @contextlib.contextmanager
 def stored_file(path: str | Path) -> Iterator[StoredFile]:
-    """Open the file at `path` and return it."""
+    """Open the file at `path`."""
     with open_path(os.fspath(path)) as place:
         assert place.file is not None
         yield place.store.open(place.file)
 
 
 def header_of(path: str | Path, *, whole: bool = True) -> Header:
-    """The header of the tensor file at `path`."""
+    """Return the header of the tensor file at `path`."""
     with stored_file(path) as file:
         return read_header(file, whole=whole)
+
+
+def write_raw(path: Path, tensors: Mapping[str, tuple[str, list[int], bytes]], *, align_bytes: int = 1) -> int:
+    """Write a safetensors file of any dtypes and names; return where its data begins, a multiple of `align_bytes`.
+
+    Tensors are given as (dtype, shape, bytes).
+    """
+    entries, begin = {}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + len(data)]}
+        begin += len(data)
+    text = json.dumps(entries).encode()
+    text += b" " * (-(len(text) + 8) % align_bytes)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors.values()))
+    return 8 + len(text)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from zero_files import assert_same, check_written, merged, said
+from zero_files import assert_same, check_written, merged, reported
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "frameworks" / "deepspeed_write.py"
 
@@ -39,4 +39,4 @@ def test_a_checkpoint_that_deepspeed_has_written_just_now(kind: str, ranks: int,
     assert done.returncode == 0, done.stderr[-4000:]
     check_written(tmp_path / "written", kind, tmp_path)
     if kind == "zero3":
-        assert_same(merged(tmp_path / "written/universal", tmp_path), said(tmp_path / "written", kind, "oracle"))
+        assert_same(merged(tmp_path / "written/universal", tmp_path), reported(tmp_path / "written", kind, "oracle"))

@@ -1,17 +1,20 @@
+"""`--svg` of info, ls and show: what a picture contains, and which paths it does not replace."""
+
 import json
 import os
 import stat
-import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
+from scripts import run_main
+from stored import write_raw
 from whole_checkpoints import KINDS
 
 import statexchange as sx
-from statexchange.cli.main import main
 from statexchange.formats.registry import open_source
 from statexchange.report.supply import supply_of
 from statexchange.report.tensor_facts import tensor_facts
@@ -23,14 +26,7 @@ Call = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(list(map(str, arguments)))
-        captured = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, captured.out, captured.err
-
-    return run
+    return partial(run_main, capsys)
 
 
 @pytest.fixture
@@ -41,16 +37,12 @@ def published(tmp_path: Path) -> Path:
 
 
 def write_safetensors(path: Path, tensors: dict[str, int]) -> None:
-    entries, begin = {}, 0
-    for name, size in tensors.items():
-        entries[name] = {"dtype": "U8", "shape": [size], "data_offsets": [begin, begin + size]}
-        begin += size
-    text = json.dumps(entries).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(begin))
+    """Write a file of U8 vectors of zeros, by name and size."""
+    write_raw(path, {name: ("U8", [size], bytes(size)) for name, size in tensors.items()})
 
 
 def titles(path: Path) -> set[str]:
-    """Return the names that a picture shows below the mouse."""
+    """Return the names in the tooltips of a picture."""
     root = ET.parse(path).getroot()
     return {(title.text or "").split("\n")[0] for title in root.iter(f"{SVG}title")}
 
@@ -177,6 +169,7 @@ def test_a_picture_that_cannot_be_written_is_an_error_and_leaves_nothing(
         code, _, err = call("ls", published, "--svg", target)
         assert code == 2
         assert "local file" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["published"]
 
 
 @pytest.mark.parametrize("command", ["info", "ls"])

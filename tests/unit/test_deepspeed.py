@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from scripts import page_block, run_commands
-from zero_files import assert_same, check_written, merged, said, write_zero
+from scripts import page_block, run_commands, run_main
+from zero_files import assert_same, check_written, merged, reported, write_zero
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
-from statexchange.cli.main import main
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -55,8 +56,8 @@ def test_a_checkpoint_has_what_deepspeed_says(kind: str, tmp_path: Path) -> None
     check_written(SAMPLES, kind, tmp_path)
 
 
-def test_a_step_and_a_universal_checkpoint_have_the_same(tmp_path: Path) -> None:
-    expected = said(SAMPLES, "zero3", "oracle")
+def test_a_step_and_a_universal_checkpoint_have_the_same_tensors(tmp_path: Path) -> None:
+    expected = reported(SAMPLES, "zero3", "oracle")
     assert_same(merged(SAMPLES / "zero3/global_step2", tmp_path), expected)
     assert_same(merged(SAMPLES / "universal", tmp_path), expected)
     with open_checkpoint(SAMPLES / "universal") as universal, open_checkpoint(SAMPLES / "zero3") as divided:
@@ -75,7 +76,7 @@ def test_master_weights_in_the_dtype_of_the_training_are_its_weights(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["zero0", "experts"])
-def test_where_fp32_weights_have_no_names_it_is_said(kind: str, tmp_path: Path) -> None:
+def test_a_merge_notes_that_fp32_weights_have_no_names(kind: str, tmp_path: Path) -> None:
     report = merge_checkpoint(SAMPLES / kind, tmp_path / "out")
     assert report.notes[0].startswith("these are the weights of the training, not the fp32 master weights: ")
     refused(UnsupportedError, r'cannot be read here: .*weights="model"', copy_of(kind, tmp_path), weights="master")
@@ -96,22 +97,18 @@ def test_info_shows_sections_and_ranks() -> None:
 
 
 def test_the_command_line_takes_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(*arguments: str) -> tuple[object, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(list(arguments))
-        return ended.value.code, *capsys.readouterr()
-
-    source, out = str(SAMPLES / "zero1"), tmp_path / "out"
-    code, _, _ = run("merge", source, str(out), "--weights", "model")
+    run = partial(run_main, capsys)
+    source, out = SAMPLES / "zero1", tmp_path / "out"
+    code, _, _ = run("merge", source, out, "--weights", "model")
     assert code == 0
     assert load_file(out / "model.safetensors")["up.weight"].dtype == torch.bfloat16
-    code, _, text = run("merge", str(SAMPLES / "zero3"), str(tmp_path / "x"), "--weights", "model")
+    code, _, text = run("merge", SAMPLES / "zero3", tmp_path / "x", "--weights", "model")
     assert code == 7
     assert "--weights master --dtype bfloat16" in text
-    assert run("diff", source, str(out), "--weights", "model")[0] == 0
-    assert run("diff", str(out), source, "--weights", "model")[0] == 0
-    assert run("diff", source, str(out))[0] == 1
-    code, _, text = run("diff", str(out), str(out), "--weights", "model")
+    assert run("diff", source, out, "--weights", "model")[0] == 0
+    assert run("diff", out, source, "--weights", "model")[0] == 0
+    assert run("diff", source, out)[0] == 1
+    code, _, text = run("diff", out, out, "--weights", "model")
     assert (code, "is for checkpoints of DeepSpeed alone" in text) == (2, True)
     code, shown, _ = run("info", source)
     assert code == 0
@@ -146,7 +143,8 @@ def test_a_config_with_another_number_of_layers_is_named(
     notes = merge_checkpoint(path, tmp_path / "out", files_from=tmp_path / "config.json").notes
     found = [note for note in notes if "num_hidden_layers" in note]
     text = f"num_hidden_layers is {other} in config.json, and the tensors are those of 1 layer of model.layers: "
-    assert [note.startswith(text) for note in found] == [True] * (other is not None)
+    assert len(found) == (0 if other is None else 1)
+    assert all(note.startswith(text) for note in found)
     part = merge_checkpoint(path, tmp_path / "part", files_from=tmp_path / "config.json", include="*.layers.0.*")
     assert not [note for note in part.notes if "num_hidden_layers" in note]
 
@@ -156,7 +154,11 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     run_commands(page_block("commands: deepspeed"), tmp_path)
     assert_same(
         {name: tensor.float() for name, tensor in load_file(tmp_path / "merged/model.safetensors").items()},
-        {name: tensor.float() for name, tensor in said(SAMPLES, "zero3", "oracle").items() if name != "head.weight"},
+        {
+            name: tensor.float()
+            for name, tensor in reported(SAMPLES, "zero3", "oracle").items()
+            if name != "head.weight"
+        },
     )
 
 
@@ -219,15 +221,13 @@ def test_a_save_is_loaded_into_a_module(tmp_path: Path) -> None:
 
 
 def test_a_merge_streams_in_bounded_memory(tmp_path: Path) -> None:
-    import tracemalloc
-
     write_zero(tmp_path / "run", 3, [{f"w{i}": torch.full((1000, 4000), float(i)) for i in range(4)}], 2)
     merge_checkpoint(tmp_path / "run", tmp_path / "first")
     tracemalloc.start()
     merge_checkpoint(tmp_path / "run", tmp_path / "second")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 32 << 20  # a half of the 64 MB of weights, of which each rank has a half
+    assert peak < 32 << 20  # the part of the 64 MB of weights that one rank has
 
 
 # --- what may be wrong ---
@@ -255,7 +255,7 @@ def test_the_models_file_of_a_rank_of_zero_3_is_missing(tmp_path: Path) -> None:
     assert refused(IncompleteError, "the file that describes the model is missing", path).rank == 0
 
 
-def test_the_models_states_alone(tmp_path: Path) -> None:
+def test_model_states_without_optimizer_states(tmp_path: Path) -> None:
     for kind, advice in (("zero3", "optimizer's states"), ("zero2", "--weights model")):
         path = copy_of(kind, tmp_path)
         for file in path.glob("global_step2/*optim_states.pt"):
@@ -274,7 +274,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     merge_checkpoint(path, tmp_path / "of the model", weights="model")
 
 
-def test_latest_that_names_nothing(tmp_path: Path) -> None:
+def test_a_latest_file_that_names_an_absent_step(tmp_path: Path) -> None:
     path = copy_of("zero1", tmp_path)
     (path / "latest").write_text("global_step9")
     error = refused(IncompleteError, "'global_step9', which is not here; give one of the others: global_step2", path)
@@ -308,20 +308,32 @@ WRONG: dict[str, tuple[int, str, str, Any, str]] = {
     "other partitions": (2, "rank_1_mp_rank_00_optim", "partition_count", [3], "number of partitions is not that of"),
     "another stage": (3, "rank_1_mp_rank_00_optim", "zero_stage", 2, "not what DeepSpeed writes"),
     "a short partition": (
-        *(2, "rank_0_mp_rank_00_optim", "single_partition_of_fp32_groups", [torch.ones(3)]),
+        2,
+        "rank_0_mp_rank_00_optim",
+        "single_partition_of_fp32_groups",
+        [torch.ones(3)],
         "group 0 differs in size from rank 0's",
     ),
     "no group": (2, "rank_1_mp_rank_00_optim", "single_partition_of_fp32_groups", [], "number of groups is not that"),
     "a larger shape": (
-        *(2, "mp_rank_00_model", "param_shapes", [{"a.weight": torch.Size([70, 3])}]),
+        2,
+        "mp_rank_00_model",
+        "param_shapes",
+        [{"a.weight": torch.Size([70, 3])}],
         "do not have as many elements as its parameters",
     ),
     "a larger shape in ZeRO-3": (
-        *(3, "rank_0_mp_rank_00_model", "param_shapes", [{"a.weight": torch.Size([70, 3])}]),
+        3,
+        "rank_0_mp_rank_00_model",
+        "param_shapes",
+        [{"a.weight": torch.Size([70, 3])}],
         "do not have as many elements as 1 parameters on 2 ranks",
     ),
     "paddings of another group": (
-        *(2, "rank_0_mp_rank_00_optim", "param_alignment_paddings", [[0, 0]]),
+        2,
+        "rank_0_mp_rank_00_optim",
+        "param_alignment_paddings",
+        [[0, 0]],
         "3 parameters, but 2 paddings",
     ),
     "a matrix": (2, "rank_1_mp_rank_00_optim", "single_partition_of_fp32_groups", [torch.ones(2, 8)], "of a flat one"),
@@ -364,7 +376,7 @@ def test_files_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
     assert refused(CorruptError, "files of two saves are mixed", tmp_path / "run").rank == 1
 
 
-def test_a_file_that_says_that_parameters_lie_elsewhere(tmp_path: Path) -> None:
+def test_shapes_that_contradict_param_slice_mappings_are_refused(tmp_path: Path) -> None:
     path = copy_of("zero1", tmp_path)
     (model,) = path.glob("global_step2/mp_rank_00_model_states.pt")
     state = torch.load(model)
@@ -412,7 +424,7 @@ def test_what_a_client_saved_does_not_become_the_model(tmp_path: Path) -> None:
         assert {"client.model.w", "mine"} < set(checkpoint)
 
 
-def test_a_scalar_of_no_elements_is_kept(tmp_path: Path) -> None:
+def test_a_frozen_tensor_without_elements_is_kept(tmp_path: Path) -> None:
     frozen = {"nothing": torch.empty(0, 4), "w": torch.full((3,), math.pi)}
     for stage in (2, 3):
         write_zero(tmp_path / f"run{stage}", stage, [{"v": torch.ones(2)}], 2, frozen=frozen)

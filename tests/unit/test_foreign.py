@@ -13,32 +13,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scripts import run_main
 
 import statexchange as sx
-from statexchange.cli.main import main
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
 from statexchange.report.summary import Summary, summarize
 
 SAMPLES = Path(__file__).parents[1] / "data" / "foreign"
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code, *capsys.readouterr()
-
-
 def rows(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, tuple[str, list[int], int]]:
-    code, out, _ = run(capsys, "ls", path, "--json")
+    code, out, _ = run_main(capsys, "ls", path, "--json")
     assert code == 0
-    tensors = json.loads(out)["tensors"] if "tensors" in json.loads(out) else json.loads(out)["data"]["tensors"]
-    return {row["name"]: (row["dtype"], row["shape"], row["nbytes"]) for row in tensors}
+    return {row["name"]: (row["dtype"], row["shape"], row["nbytes"]) for row in json.loads(out)["data"]["tensors"]}
 
 
 PLAIN = {"layer.weight": ("F32", [2, 32], 256), "layer.bias": ("I64", [3], 24)}
-# File, kind, a word of the tool that reads it, and the tensors.
+# By file or directory: its kind, a word of the tool that reads it, and its tensors.
 KINDS: dict[str, tuple[str, str, dict[str, tuple[str, list[int], int]]]] = {
     "model.gguf": (
         "gguf",
@@ -81,12 +72,12 @@ KINDS: dict[str, tuple[str, str, dict[str, tuple[str, list[int], int]]]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_it_is_is_shown_and_its_tensors_are_refused(
+def test_a_foreign_format_is_shown_and_its_tensors_are_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kind, tool, tensors = KINDS[name]
     path = SAMPLES / name
-    code, out, _ = run(capsys, "info", path)
+    code, out, _ = run_main(capsys, "info", path)
     assert code == 0
     assert f"kind        {kind}\n" in out
     assert f"tensors     {len(tensors)}\n" in out
@@ -96,7 +87,7 @@ def test_what_it_is_is_shown_and_its_tensors_are_refused(
     assert "digests     not known" in out
     assert rows(capsys, path) == tensors
     for arguments in (("merge", path, tmp_path / "out"), ("verify", path)):
-        code, _, err = run(capsys, *arguments)
+        code, _, err = run_main(capsys, *arguments)
         assert code == 7
         assert "only shown here" in err
         assert tool in err
@@ -107,15 +98,15 @@ def test_what_it_is_is_shown_and_its_tensors_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def others(path: Path) -> dict[str, str]:
+def other_entries(path: Path) -> dict[str, str]:
     return summarize(path).others
 
 
 def test_entries_that_are_not_tensors_are_described() -> None:
-    assert others(SAMPLES / "model.gguf")["general.architecture"] == "'llama'"
-    assert others(SAMPLES / "model.gguf")["tokenizer.ggml.tokens"] == "4 of text"
-    assert others(SAMPLES / "flax_model.msgpack") == {"step": "7", "rate": "a scalar of F32", "name": "'tiny'"}
-    assert others(SAMPLES / "orbax") == {"state.step": "scalar"}
+    assert other_entries(SAMPLES / "model.gguf")["general.architecture"] == "'llama'"
+    assert other_entries(SAMPLES / "model.gguf")["tokenizer.ggml.tokens"] == "4 of text"
+    assert other_entries(SAMPLES / "flax_model.msgpack") == {"step": "7", "rate": "a scalar of F32", "name": "'tiny'"}
+    assert other_entries(SAMPLES / "orbax") == {"state.step": "scalar"}
     assert "dtypes, and shapes of sharded arrays, lie in OCDBT files" in summarize(SAMPLES / "orbax").notes[1]
 
 
@@ -141,10 +132,10 @@ def test_a_cut_file_is_corrupt_wherever_it_is_cut(
     for end in [*range(0, len(data) - 1, step), len(data) - 1]:
         summary = shown(tmp_path / name, data[:end])
         assert [type(problem) for problem in summary.problems] == [CorruptError], end
-    code, _, err = run(capsys, "info", tmp_path / name)
+    code, _, err = run_main(capsys, "info", tmp_path / name)
     assert code == 4
     assert str(tmp_path / name) in err
-    assert run(capsys, "merge", tmp_path / name, tmp_path / "out")[0] == 4
+    assert run_main(capsys, "merge", tmp_path / name, tmp_path / "out")[0] == 4
 
 
 def test_broken_json_of_a_directory_is_corrupt(tmp_path: Path) -> None:
@@ -202,7 +193,7 @@ def test_a_new_dtype_of_gguf_hides_nothing(tmp_path: Path, capsys: pytest.Captur
     assert rows(capsys, path) == {"new": ("type 77", [32], None), "w": ("F32", [2], 8)}
 
 
-def test_a_big_endian_or_first_gguf_is_refused_by_version(tmp_path: Path) -> None:
+def test_a_big_endian_gguf_and_other_versions_are_refused_by_version(tmp_path: Path) -> None:
     for version in (1, 3 << 24, 4):
         (problem,) = shown(tmp_path / "x.gguf", gguf([], [], version=version)).problems
         assert isinstance(problem, UnsupportedError)
@@ -314,7 +305,7 @@ def test_a_directory_of_several_models_asks_for_one(tmp_path: Path) -> None:
         summarize(tmp_path)
 
 
-def test_safetensors_beside_it_are_what_is_read(tmp_path: Path) -> None:
+def test_safetensors_beside_a_foreign_file_are_read(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     save_file({"w": np.ones(2, "f4")}, tmp_path / "model.safetensors")
@@ -336,14 +327,16 @@ def test_a_directory_of_orbax_steps_asks_for_one(tmp_path: Path) -> None:
         sx.open_checkpoint(tmp_path)
 
 
-def test_a_sharded_orbax_array_has_no_shape_that_is_a_shards(tmp_path: Path) -> None:
+def test_the_shape_of_a_sharded_orbax_array_is_unknown(tmp_path: Path) -> None:
     shutil.copytree(SAMPLES / "orbax", tmp_path / "x")
     (tmp_path / "x/state/_sharding").write_text("{}")
     assert summarize(tmp_path / "x").num_parameters == 0
 
 
 @pytest.mark.parametrize("break_it", [lambda p: p.write_bytes(b"\0" * 100), lambda p: p.write_bytes(b"")])
-def test_a_suffix_promises_the_kind(break_it: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_a_file_with_the_suffix_of_a_format_but_other_content_is_corrupt(
+    break_it: Callable[[Path], Any], tmp_path: Path
+) -> None:
     for name in ("x.gguf", "x.npy", "x.npz", "x.msgpack"):
         break_it(tmp_path / name)
         (problem,) = summarize(tmp_path / name).problems

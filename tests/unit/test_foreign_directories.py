@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-
-from statexchange.cli.main import main
+from scripts import run_main
 
 DATA = Path(__file__).parents[1] / "data"
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 4976698672\n"
@@ -41,18 +40,21 @@ FOREIGN: dict[str, tuple[Files, int, str]] = {
     "a config": ({"config.json": "{}"}, 3, "there are no files of weights beside config.json: copy them, too"),
     "a tokenizer": (
         {"tokenizer.json": "{}", "tokenizer_config.json": "{}"},
-        *(3, "there are no files of weights beside tokenizer.json, tokenizer_config.json: copy them, too"),
+        3,
+        "there are no files of weights beside tokenizer.json, tokenizer_config.json: copy them, too",
     ),
     "a PEFT config": ({"adapter_config.json": "{}"}, 3, "no files of weights beside adapter_config.json"),
     "Trainer's state": ({"trainer_state.json": "{}"}, 3, "no files of weights beside trainer_state.json"),
     "a download": ({"config.json": "{}", "model.safetensors.incomplete": b"x"}, 3, "is not finished (.incomplete)"),
     "an index outside": (
         {"model.safetensors.index.json": index("../secret.safetensors")},
-        *(4, "a tensor is listed in '../secret.safetensors', which is not a plain file name"),
+        4,
+        "a tensor is listed in '../secret.safetensors', which is not a plain file name",
     ),
     "an index alone": (
         {"model.safetensors.index.json": index("model-00001-of-00001.safetensors")},
-        *(5, "a file of this checkpoint is missing"),
+        5,
+        "a file of this checkpoint is missing",
     ),
     "Git LFS": ({"model.safetensors": LFS}, 4, "this is a pointer of Git LFS, not the file itself"),
     "Git LFS, torch": ({"pytorch_model.bin": LFS}, 4, "this is a pointer of Git LFS, not the file itself"),
@@ -79,7 +81,8 @@ FOREIGN: dict[str, tuple[Files, int, str]] = {
     "latest alone": ({"latest": "global_step5"}, 5, "'global_step5', which is not here; no other is here"),
     "DeepSpeed's name": (
         {"mp_rank_00_model_states.pt": torch_file({"w": torch.ones(2)})},
-        *(4, "it has no entry 'module'; if another program wrote it, give this file alone"),
+        4,
+        "it has no entry 'module'; if another program wrote it, give this file alone",
     ),
     "Megatron's run": (
         {"latest_checkpointed_iteration.txt": "7"},
@@ -88,21 +91,21 @@ FOREIGN: dict[str, tuple[Files, int, str]] = {
     ),
     "Megatron's common.pt": (
         {"common.pt": torch_file({"iteration": 3})},
-        *(5, "Megatron writes this file beside .metadata and .distcp files, which are missing: copy them, too"),
+        5,
+        "Megatron writes this file beside .metadata and .distcp files, which are missing: copy them, too",
     ),
     "Lightning's meta.pt": (
         {"meta.pt": (DATA / "lightning/sharded/last.ckpt/meta.pt").read_bytes()},
-        *(5, "Lightning writes this file beside .metadata and .distcp files, which are missing: copy them, too"),
+        5,
+        "Lightning writes this file beside .metadata and .distcp files, which are missing: copy them, too",
     ),
 }
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
     """Return the exit code and all output of a command."""
-    with pytest.raises(SystemExit) as ended:
-        main(list(map(str, arguments)))
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, "".join(capsys.readouterr())
+    code, out, err = run_main(capsys, *arguments)
+    return code, out + err
 
 
 def write(path: Path, files: Files) -> Path:
@@ -122,14 +125,14 @@ def test_each_command_says_what_it_is_and_what_to_do(
     files, code, text = FOREIGN[kind]
     path = write(tmp_path / "x", files)
     for arguments in (["info", path], ["verify", path], ["merge", path, tmp_path / "out"]):
-        found, said = run(capsys, *arguments)
-        assert (found, text in said) == (code, True), said
+        found, printed = run(capsys, *arguments)
+        assert (found, text in printed) == (code, True), printed
     assert not (tmp_path / "out").exists()
-    found, said = run(capsys, "scan", path)
-    unfinished = kind == "a download"
-    assert found == (0 if code == 3 else 1), said
-    assert ("UNFINISHED DOWNLOAD" in said) == unfinished
-    assert "WHOLE" not in said
+    found, printed = run(capsys, "scan", path)
+    is_unfinished = kind == "a download"
+    assert found == (0 if code == 3 else 1), printed
+    assert ("UNFINISHED DOWNLOAD" in printed) == is_unfinished
+    assert "WHOLE" not in printed
 
 
 def test_a_file_with_deepspeeds_name_of_another_program_is_read_alone(
@@ -165,17 +168,17 @@ def test_a_file_that_is_not_the_model_is_named_and_not_merged_as_one(
 ) -> None:
     text, section = STATE_FILES[name]
     file = DATA / name
-    told = f"this file alone is {text.format(file.parent)}"
+    message = f"this file alone is {text.format(file.parent)}"
     for options in ([], ["--exclude", "x"], ["--section", "model"]):
-        code, said = run(capsys, "merge", file, tmp_path / "out", *options)
-        assert (code, told in said) == (2, True), said
-    code, said = run(capsys, "info", file)
-    assert (code, told in said) == (0, True), said
+        code, printed = run(capsys, "merge", file, tmp_path / "out", *options)
+        assert (code, message in printed) == (2, True), printed
+    code, printed = run(capsys, "info", file)
+    assert (code, message in printed) == (0, True), printed
     assert not (tmp_path / "out").exists()
     if section:
         assert run(capsys, "merge", file, tmp_path / "out", "--section", section)[0] == 0
-        code, said = run(capsys, "merge", file.parent, tmp_path / "all", "--section", section)
-        assert (code, "this file alone" in said) == (0, False), said
+        code, printed = run(capsys, "merge", file.parent, tmp_path / "all", "--section", section)
+        assert (code, "this file alone" in printed) == (0, False), printed
 
 
 def test_state_files_beside_a_model_are_not_merged_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,27 +186,29 @@ def test_state_files_beside_a_model_are_not_merged_with_it(tmp_path: Path, capsy
     path = write(tmp_path / "x", {"pytorch_model.bin": torch_file({"w": torch.ones(2)})})
     for name in ("rng_state.pth", "optimizer.pt"):
         shutil.copy(DATA / TRAINER / name, path)
-    code, said = run(capsys, "merge", path, tmp_path / "out")
-    assert (code, "merged 1 tensor" in said, "not 'optimizer', 'rng'" in said) == (0, True, True), said
+    code, printed = run(capsys, "merge", path, tmp_path / "out")
+    assert (code, "merged 1 tensor" in printed, "not 'optimizer', 'rng'" in printed) == (0, True, True), printed
     (path / "pytorch_model.bin").unlink()
     for options in ([], ["--exclude", "x"]):
-        code, said = run(capsys, "merge", path, tmp_path / "other", *options)
-        assert (code, "there is no section 'model'" in said) == (2, True), said
+        code, printed = run(capsys, "merge", path, tmp_path / "other", *options)
+        assert (code, "there is no section 'model'" in printed) == (2, True), printed
 
 
-def test_of_an_adapter_without_its_config_peft_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_without_its_config_is_merged_with_a_note_about_peft(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path / "x", {"adapter_model.safetensors": lambda path: save_file(ADAPTER, path)})
-    code, said = run(capsys, "merge", path, tmp_path / "out")
-    assert (code, "no adapter_config.json: PEFT will not load this directory" in said) == (0, True)
+    code, printed = run(capsys, "merge", path, tmp_path / "out")
+    assert (code, "no adapter_config.json: PEFT will not load this directory" in printed) == (0, True)
     (path / "adapter_config.json").write_text("{}")
-    code, said = run(capsys, "merge", path, tmp_path / "again")
-    assert (code, "will not load" in said) == (0, False)
+    code, printed = run(capsys, "merge", path, tmp_path / "again")
+    assert (code, "will not load" in printed) == (0, False)
 
 
-def test_verify_does_not_praise_what_has_no_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_does_not_call_a_file_without_tensors_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "x", {"state.pt": torch_file({"step": 3})})
-    code, said = run(capsys, "verify", path)
-    assert (code, "there is no tensor in it" in said, "every" in said) == (0, True, False)
+    code, printed = run(capsys, "verify", path)
+    assert (code, "there is no tensor in it" in printed, "every" in printed) == (0, True, False)
 
 
 def test_a_lone_side_file_can_be_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -227,14 +232,14 @@ def test_a_lone_side_file_can_be_shown(capsys: pytest.CaptureFixture[str], tmp_p
         ),
     ],
 )
-def test_of_two_kinds_in_a_directory_the_one_that_is_not_read_is_named(
+def test_the_kind_that_is_not_read_beside_another_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], other: str, kind: str, text: str
 ) -> None:
     path = Path(shutil.copytree(DATA / other, tmp_path / "x"))
     tensors(path / "model.safetensors")
     for arguments in (["info", path], ["merge", path, tmp_path / "out"]):
-        code, said = run(capsys, *arguments)
-        assert (code, text in said) == (0, True), said
+        code, printed = run(capsys, *arguments)
+        assert (code, text in printed) == (0, True), printed
     assert f"kind        {kind}\n" in run(capsys, "info", path)[1]
 
 
@@ -244,8 +249,8 @@ def test_a_directory_inside_a_universal_checkpoint_is_not_merged_as_a_model(
 ) -> None:
     step = DATA / "deepspeed/universal/global_step2"
     for arguments in (["info", step / part], ["verify", step / part], ["merge", step / part, tmp_path / "out"]):
-        code, said = run(capsys, *arguments)
-        assert (code, f"of DeepSpeed: give the directory of its step, {step} " in said) == (2, True), said
+        code, printed = run(capsys, *arguments)
+        assert (code, f"of DeepSpeed: give the directory of its step, {step} " in printed) == (2, True), printed
     assert not (tmp_path / "out").exists()
 
 
@@ -254,17 +259,18 @@ def test_verls_step_without_the_models_files_has_no_model(tmp_path: Path, capsys
     for file in path.glob("model_*"):
         file.unlink()
     for arguments, expected in ((["info", path], 5), (["verify", path], 5), (["merge", path, tmp_path / "out"], 2)):
-        code, said = run(capsys, *arguments)
-        assert (code, "no file of a model is here, only of 'optimizer', 'other'" in said) == (expected, True), said
+        code, printed = run(capsys, *arguments)
+        text = "no file of a model is here, only of 'optimizer', 'other'"
+        assert (code, text in printed) == (expected, True), printed
 
 
 def test_verls_steps_are_named_if_the_newest_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(shutil.copytree(DATA / "verl/fsdp2/run", tmp_path / "x"))
     (path / "latest_checkpointed_iteration.txt").write_text("9")
     for arguments in (["info", path], ["verify", path], ["merge", path, tmp_path / "out"]):
-        code, said = run(capsys, *arguments)
+        code, printed = run(capsys, *arguments)
         expected = "names global_step_9, which is missing; there are: global_step_1. To read one of these, give its"
-        assert (code, expected in said) == (5, True), said
+        assert (code, expected in printed) == (5, True), printed
     assert run(capsys, "scan", path)[0] in (0, 1)
 
 
@@ -280,17 +286,17 @@ def test_deepspeeds_files_beside_a_dcp_and_gguf_beside_weights_are_named(
         (trainer, "not read: model.gguf"),
     ):
         for arguments in (["info", path], ["merge", path, tmp_path / f"{path.name}.out"]):
-            code, said = run(capsys, *arguments)
-            assert (code, text in said) == (0, True), said
+            code, printed = run(capsys, *arguments)
+            assert (code, text in printed) == (0, True), printed
 
 
 @pytest.mark.parametrize(
     "file", ["verl/fsdp2/run/global_step_1/actor/model_world_size_2_rank_0.pt", "torch/fsdp1/rank1.pt"]
 )
-def test_of_one_ranks_file_alone_a_merge_names_the_directory(
+def test_merging_one_ranks_file_alone_names_the_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
     path = DATA / file
-    code, said = run(capsys, "merge", path, tmp_path / "out")
-    assert (code, "this file alone is one" in said) == (5, True), said
-    assert f"give their directory, {path.parent}; no file holds region" in said
+    code, printed = run(capsys, "merge", path, tmp_path / "out")
+    assert (code, "this file alone is one" in printed) == (5, True), printed
+    assert f"give their directory, {path.parent}; no file holds region" in printed

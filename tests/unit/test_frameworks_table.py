@@ -22,7 +22,7 @@ DATA = TESTS / "data"
 
 
 class Row(NamedTuple):
-    """A row's sample, the files of the command's options, and tests: FILE::FUNCTION, or FILE::FUNCTION[CASE]."""
+    """A row's sample, its tests (FILE::FUNCTION or FILE::FUNCTION[CASE]), and the config.json for its command."""
 
     sample: str
     tests: tuple[str, ...]
@@ -44,7 +44,7 @@ FRAMEWORKS = {
         (
             "unit/test_directories.py::test_the_model_is_merged_bit_by_bit[accelerate/full/state]",
             "unit/test_directories.py::test_the_model_is_merged_bit_by_bit[accelerate/sharded/state]",
-            "unit/test_directories.py::test_of_several_models_one_must_be_named",
+            "unit/test_directories.py::test_one_of_several_models_must_be_named",
             "unit/test_logits.py::test_a_model_of_transformers[accelerate]",
             "slow/test_directories_written.py::test_what_a_framework_writes_is_merged_bit_by_bit[accelerate]",
         ),
@@ -53,7 +53,7 @@ FRAMEWORKS = {
         "verl/fsdp2/run/global_step_1/actor",
         (
             "unit/test_directories.py::test_the_model_is_merged_bit_by_bit[verl/fsdp2/run]",
-            "unit/test_directories.py::test_the_base_model_of_a_lora_model_by_the_line_that_a_note_shows",
+            "unit/test_directories.py::test_the_options_that_a_note_shows_merge_the_base_model_of_a_lora_model",
             "unit/test_logits.py::test_verl",
             "slow/test_directories_written.py::test_what_a_framework_writes_is_merged_bit_by_bit[verl]",
         ),
@@ -96,7 +96,7 @@ FRAMEWORKS = {
             "unit/test_deepspeed.py::test_a_checkpoint_has_what_deepspeed_says[zero1]",
             "unit/test_deepspeed.py::test_a_checkpoint_has_what_deepspeed_says[zero3]",
             "unit/test_deepspeed.py::test_a_checkpoint_has_what_deepspeed_says[pipeline]",
-            "unit/test_deepspeed.py::test_a_step_and_a_universal_checkpoint_have_the_same",
+            "unit/test_deepspeed.py::test_a_step_and_a_universal_checkpoint_have_the_same_tensors",
             "unit/test_logits.py::test_deepspeed[llama1]",
             "unit/test_logits.py::test_deepspeed[llama3]",
             "unit/test_logits.py::test_deepspeed[universal_llama3]",
@@ -160,7 +160,7 @@ FRAMEWORKS = {
         ),
     ),
 }
-# The kinds of test_foreign.py that show a row's.
+# By row of the table of kinds that are only shown: its samples, each of which is in test_foreign.py.
 SHOWN = {
     "gguf": ("model.gguf",),
     "npy, npz": ("array.npy", "arrays.npz"),
@@ -171,7 +171,7 @@ SHOWN = {
 
 
 def table(head: str) -> dict[str, list[str]]:
-    """Return the other cells of the rows of the table whose first head is this, by the text of the first cell."""
+    """Return the rows of the table whose first heading is `head`: the other cells, by the text of the first."""
     lines = iter(page_text("docs/formats.md").splitlines())
     next(line for line in lines if line.startswith(f"| {head} |"))
     next(lines)

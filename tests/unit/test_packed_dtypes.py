@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from stored import write_raw
 
 import statexchange as sx
 from statexchange.errors import CorruptError, UnsupportedError
@@ -32,16 +33,6 @@ def pairs(*shape: int, begin: int = 0) -> torch.Tensor:
 def content(tensor: torch.Tensor) -> list[Any]:
     found: list[Any] = tensor.contiguous().view(torch.uint8).tolist()
     return found
-
-
-def write_raw(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
-    """Write a file with any dtypes, in this order."""
-    entries, data = {}, b""
-    for name, (dtype, shape, part) in tensors.items():
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(part)]}
-        data += part
-    text = json.dumps(entries).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
 def header(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-import json
+"""Pictures of which rank or file supplied which bytes: SVG, and bars and maps of text."""
+
 import os
-import struct
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from stored import write_raw
 
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import NotFoundError
@@ -139,7 +140,7 @@ def test_the_picture_has_no_links_and_has_a_text_for_screen_readers(quarters: Pa
     assert root.get("role") == "img"
     assert root.findtext(f"{SVG}title") == "Which rank supplied which bytes of ws"
     assert "rank 2: 45 bytes" in root.findtext(f"{SVG}desc", "")
-    assert svg.count("http") == 1, "the name space is the only address"
+    assert svg.count("http") == 1, "the XML namespace is the only address"
     assert {text.text for text in root.iter(f"{SVG}text") if text.get("class") == "r"} >= {"0", "1", "2", "3"}
 
 
@@ -197,9 +198,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
 
 def test_without_ranks_files_are_shown(tmp_path: Path) -> None:
     for number in (1, 2):
-        text = json.dumps({f"t{number}": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}).encode()
-        path = tmp_path / f"model-{number}.safetensors"
-        path.write_bytes(struct.pack("<Q", len(text)) + text + b"abc")
+        write_raw(tmp_path / f"model-{number}.safetensors", {f"t{number}": ("U8", [3], b"abc")})
     svg = picture(tmp_path)
     assert "Which file supplied which bytes" in svg
     assert list(legend(svg).values()) == [f"{n}: model-{n + 1}.safetensors · 3 B · 50.0%" for n in (0, 1)]
@@ -277,12 +276,12 @@ def test_boxes_that_make_too_many_cells_are_summed_by_rank(tmp_path: Path) -> No
     assert time.process_time() - began < 5
 
 
-def one(source: Path, name: str) -> str:
+def svg_of_tensor(source: Path, name: str) -> str:
     return tensor_picture(supply_of(source), name)
 
 
 def test_one_tensor_is_drawn_to_scale_with_a_list_of_its_regions(quarters: Path) -> None:
-    svg = one(quarters, "matrix")
+    svg = svg_of_tensor(quarters, "matrix")
     found = shares(drawn(svg)["matrix"])
     assert [pytest.approx(share, rel=1e-3) for share in found.values()] == [18 / 80, 6 / 80, 42 / 80, 14 / 80]
     written = [text.text for text in ET.fromstring(svg).iter(f"{SVG}text")]
@@ -296,14 +295,14 @@ def test_one_tensor_is_drawn_to_scale_with_a_list_of_its_regions(quarters: Path)
         *("rank 2", "[3:10,0:6]", "42 B"),
         *("rank 3", "[3:10,6:8]", "14 B"),
     ]
-    assert "U8 [] · 1 B · 1 region" in one(quarters, "scalar")
+    assert "U8 [] · 1 B · 1 region" in svg_of_tensor(quarters, "scalar")
     with pytest.raises(NotFoundError, match="no such tensor"):
-        one(quarters, "matri")
+        svg_of_tensor(quarters, "matri")
 
 
 def test_one_tensor_of_many_ranks_has_a_bar_as_legend_and_a_short_list(tmp_path: Path) -> None:
     ranks = [[("w", (50, 2), (rank, 0), (1, 2))] for rank in range(40)]
-    svg = one(write_workspace(tmp_path / "ws", ranks), "w")
+    svg = svg_of_tensor(write_workspace(tmp_path / "ws", ranks), "w")
     assert "ranks 0 (dark) to 39 (light)" in svg
     assert "and 20 more" in svg
     assert "not supplied · 20 B · 20.0%" in svg

@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from scripts import exit_code_of
 
-import statexchange
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.checkpoint.seal import seal_checkpoint
-from statexchange.cli.main import main
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -64,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
     return write_files(tmp_path / "model")
 
 
-def facts(folder: Path) -> dict[str, Any]:
+def files_and_attributes(folder: Path) -> dict[str, Any]:
     """Return content, modification time, mode and inode of each file but the manifest."""
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -75,17 +74,11 @@ def facts(folder: Path) -> dict[str, Any]:
     return found
 
 
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return int(str(ended.value.code))
-
-
 def test_nothing_but_the_manifest_is_new(folder: Path) -> None:
-    before, listed = facts(folder), set(os.listdir(folder))
+    before, listed = files_and_attributes(folder), set(os.listdir(folder))
     assert verify(folder).num_unproven == 4
     report = seal_checkpoint(folder)
-    assert facts(folder) == before
+    assert files_and_attributes(folder) == before
     assert set(os.listdir(folder)) == listed | {MANIFEST}
     assert (report.num_tensors, report.num_files, report.dry_run) == (4, 5, False)
     checked = verify(folder)
@@ -213,7 +206,7 @@ def test_a_broken_manifest_is_replaced_if_asked(folder: Path) -> None:
 
 def test_a_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     listed = set(os.listdir(folder))
-    assert run("seal", folder, "--dry-run") == 0
+    assert exit_code_of("seal", folder, "--dry-run") == 0
     assert capsys.readouterr().out.startswith("would write ")
     assert set(os.listdir(folder)) == listed
 
@@ -375,15 +368,15 @@ def test_objects_in_a_store(tmp_path: Path) -> None:
 def test_other_ranks_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert run("seal", folder) == 7
+    assert exit_code_of("seal", folder) == 7
     assert MANIFEST not in os.listdir(folder)
 
 
 def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("seal", folder, "--json") == 0
+    assert exit_code_of("seal", folder, "--json") == 0
     data = json.loads(capsys.readouterr().out)["data"]
     assert (data["num_tensors"], data["num_files"], data["dry_run"]) == (4, 5, False)
-    assert run("seal", folder, "--json") == 7
+    assert exit_code_of("seal", folder, "--json") == 7
     assert json.loads(capsys.readouterr().out)["code"] == "UNSAFE"
 
 
@@ -416,7 +409,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
         "sys.addaudithook(hook)\n"
         "main(['seal', sys.argv[1]])"
     )
-    environment = {**os.environ, "PYTHONPATH": os.fspath(Path(statexchange.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": os.fspath(Path(sx.__file__).parents[1])}
     command = [sys.executable, "-c", program, str(path)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True

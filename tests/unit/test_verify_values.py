@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,12 +16,13 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
+from scripts import exit_code_of
+from stored import write_raw
 
 import statexchange as sx
-from statexchange.cli.main import main
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, NotFoundError
 from statexchange.report.value_checks import CHECKS, ValueFinding
-from statexchange.report.verify import VerifyReport, verify
+from statexchange.report.verify import verify
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
@@ -36,31 +36,21 @@ def noise(*shape: int, dtype: Any = np.float32) -> Array:
     return (np.random.default_rng(0).random(shape) + 1).astype(dtype)
 
 
-def found(path: Path, *, checks: Any = CHECKS) -> list[tuple[str, str]]:
-    return [(finding.check, finding.name) for finding in verify(path, checks=checks).values]
+def findings_of(path: Path) -> list[tuple[str, str]]:
+    """Return the check and the tensor of each finding."""
+    return [(finding.check, finding.name) for finding in verify(path, checks=CHECKS).values]
 
 
-def found_in(tmp_path: Path, **tensors: Array) -> list[tuple[str, str]]:
+def findings_in_tensors(tmp_path: Path, **tensors: Array) -> list[tuple[str, str]]:
+    """Write the tensors, with dots for `__` in their names; return the check and the tensor of each finding."""
     path = tmp_path / "model.safetensors"
     save_file({name.replace("__", "."): array for name, array in tensors.items()}, path)
-    return found(path)
+    return findings_of(path)
 
 
 def the_finding(path: Path) -> ValueFinding:
     (finding,) = verify(path, checks=CHECKS).values
     return finding
-
-
-def raw_file(path: Path, tensors: Mapping[str, tuple[str, list[int], bytes]], *, begins_at: int = 0) -> int:
-    """Write a safetensors file whose data begins at a multiple of `begins_at`; return where it begins."""
-    entries, begin = {}, 0
-    for name, (dtype, shape, data) in tensors.items():
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + len(data)]}
-        begin += len(data)
-    text = json.dumps(entries).encode()
-    text += b" " * (-(len(text) + 8) % (begins_at or 8))
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors.values()))
-    return 8 + len(text)
 
 
 def written(kind: str, folder: Path, state: dict[str, torch.Tensor]) -> Path:
@@ -91,7 +81,7 @@ KINDS = ("safetensors", "published", "save", "torch.save", "dcp")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_checkpoint_is_looked_at(kind: str, tmp_path: Path) -> None:
+def test_the_values_of_every_kind_of_checkpoint_are_checked(kind: str, tmp_path: Path) -> None:
     state = {name: torch.from_numpy(noise(8, 1024)) for name in ("nan", "inf", "zeros", "constant", "lost", "good")}
     state["nan"][3, 5] = state["nan"][7, 1] = float("nan")
     state["inf"][2, 9] = -float("inf")
@@ -153,10 +143,11 @@ NAMES = {"float16": "F16", "float32": "F32", "float64": "F64", "complex64": "C64
 }
 
 
-def found_of(tmp_path: Path, values: Array, name: str = "w") -> list[tuple[str, tuple[int, ...], int]]:
+def findings_in_array(tmp_path: Path, values: Array) -> list[tuple[str, tuple[int, ...], int]]:
+    """Write one array; return the check, the first index and the count of each finding."""
     path = tmp_path / "model.safetensors"
     dtype = NAMES[values.dtype.name]
-    raw_file(path, {name: (dtype, list(values.shape), values.tobytes())})
+    write_raw(path, {"w": (dtype, list(values.shape), values.tobytes())})
     return [(one.check, one.first, one.count) for one in verify(path, checks=CHECKS).values]
 
 
@@ -164,9 +155,9 @@ def found_of(tmp_path: Path, values: Array, name: str = "w") -> list[tuple[str, 
 def test_every_float_dtype_has_nan(dtype: Any, tmp_path: Path) -> None:
     values = noise(4, 8).astype(dtype)
     values[0, 0] = values[0, 0] * 2 if dtype is not ml_dtypes.float8_e8m0fnu else 2  # not all equal
-    assert found_of(tmp_path, values) == []
+    assert findings_in_array(tmp_path, values) == []
     values[2, 3] = values[3, 7] = np.nan
-    assert found_of(tmp_path, values) == [("nan", (2, 3), 2)]
+    assert findings_in_array(tmp_path, values) == [("nan", (2, 3), 2)]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.__name__)
@@ -174,50 +165,50 @@ def test_every_float_dtype_has_nan(dtype: Any, tmp_path: Path) -> None:
 def test_dtypes_with_infinity(dtype: Any, sign: int, tmp_path: Path) -> None:
     values = noise(4, 8).astype(dtype)
     values[1, 1] = values[1, 2] = sign * np.inf
-    assert found_of(tmp_path, values) == [("inf", (1, 1), 2)]
+    assert findings_in_array(tmp_path, values) == [("inf", (1, 1), 2)]
 
 
 def test_a_complex_number_is_nan_or_infinite_by_its_parts(tmp_path: Path) -> None:
     values = noise(4, 8, dtype=np.complex64)
     values[1, 1] = complex(np.nan, np.inf)
     values[2, 2] = complex(0, -np.inf)
-    assert found_of(tmp_path, values) == [("nan", (1, 1), 1), ("inf", (2, 2), 1)]
+    assert findings_in_array(tmp_path, values) == [("nan", (1, 1), 1), ("inf", (2, 2), 1)]
 
 
 @pytest.mark.parametrize("dtype", FLOATS + NAN_ONLY[:3], ids=lambda dtype: dtype.__name__)
 def test_zeros_of_every_float_dtype(dtype: Any, tmp_path: Path) -> None:
     values = np.zeros((4, 8), dtype)
-    assert found_of(tmp_path, values) == [("all-zero", (0, 0), 32)]
+    assert findings_in_array(tmp_path, values) == [("all-zero", (0, 0), 32)]
     if not dtype.__name__.endswith("fnuz"):
         values[1] = -0.0
-        assert found_of(tmp_path, values) == [("all-zero", (0, 0), 32)]
+        assert findings_in_array(tmp_path, values) == [("all-zero", (0, 0), 32)]
     values[3, 7] = 1
-    assert found_of(tmp_path, values) == []
+    assert findings_in_array(tmp_path, values) == []
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("F4", 32), ("F6_E2M3", 48), ("F6_E3M2", 48)])
 def test_packed_dtypes_have_zeros_and_constants_and_no_nan(dtype: str, size: int, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     shape = [4, 16]
-    raw_file(path, {"w": (dtype, shape, bytes(range(200, 200 + size)))})
-    assert found(path) == []
-    raw_file(path, {"w": (dtype, shape, b"\xff" * size)})
-    assert found(path) == [("all-equal", "w")]
-    raw_file(path, {"w": (dtype, shape, bytes(size))})
+    write_raw(path, {"w": (dtype, shape, bytes(range(200, 200 + size)))})
+    assert findings_of(path) == []
+    write_raw(path, {"w": (dtype, shape, b"\xff" * size)})
+    assert findings_of(path) == [("all-equal", "w")]
+    write_raw(path, {"w": (dtype, shape, bytes(size))})
     finding = the_finding(path)
     assert (finding.check, finding.count, finding.region) == ("all-zero", 64, Box((0, 0), (4, 16)))
 
 
 def test_packed_groups_that_are_equal_are_not_equal_elements(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    raw_file(path, {"w": ("F4", [4, 16], b"\x12" * 32)})
-    assert found(path) == []
+    write_raw(path, {"w": ("F4", [4, 16], b"\x12" * 32)})
+    assert findings_of(path) == []
 
 
 def test_what_may_be_zero_or_constant(tmp_path: Path) -> None:
     zeros, ones = np.zeros((64, 64), np.float32), np.ones(64, np.float32)
     assert (
-        found_in(
+        findings_in_tensors(
             tmp_path,
             layer__bias=np.zeros(64, np.float32),
             bn__running_mean=np.zeros(64, np.float32),
@@ -244,8 +235,8 @@ def test_what_may_be_zero_or_constant(tmp_path: Path) -> None:
     )
 
 
-def test_what_may_not(tmp_path: Path) -> None:
-    assert found_in(
+def test_what_may_not_be_zero_constant_or_nan(tmp_path: Path) -> None:
+    assert findings_in_tensors(
         tmp_path,
         a__weight=np.zeros(64, np.float32),
         b__weight=np.full(64, 3, np.float32),
@@ -265,12 +256,12 @@ class TestZeroRuns:
     def test_a_tail_of_less_than_a_page_says_nothing(self, tmp_path: Path) -> None:
         values = noise(64, 64)
         values.reshape(-1)[-1023:] = 0
-        assert found_in(tmp_path, w=values) == []
+        assert findings_in_tensors(tmp_path, w=values) == []
 
     def test_a_tail_of_a_page(self, tmp_path: Path) -> None:
         values = noise(64, 64)
         values.reshape(-1)[-1024:] = 0
-        assert found_in(tmp_path, w=values) == [("zero-tail", "w")]
+        assert findings_in_tensors(tmp_path, w=values) == [("zero-tail", "w")]
 
     def test_a_file_that_was_truncated_and_extended(self, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
@@ -278,7 +269,7 @@ class TestZeroRuns:
         size = path.stat().st_size
         os.truncate(path, size - 6000)
         os.truncate(path, size)
-        assert found(path) == [("zero-tail", "b.weight")]
+        assert findings_of(path) == [("zero-tail", "b.weight")]
         assert the_finding(path).count == 1500
 
     @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight", "o.state.w.exp_avg", "wte.weight"])
@@ -287,16 +278,16 @@ class TestZeroRuns:
         values = noise(64, 1024)
         values[-3:] = 0
         values[10:13] = 0
-        raw_file(path, {name: ("F32", [64, 1024], values.tobytes())}, begins_at=PAGE)
-        assert found(path) == []
+        write_raw(path, {name: ("F32", [64, 1024], values.tobytes())}, align_bytes=PAGE)
+        assert findings_of(path) == []
         values[-4, 512:] = 0  # a part of a row
-        raw_file(path, {name: ("F32", [64, 1024], values.tobytes())}, begins_at=PAGE)
-        assert found(path) == [("zero-tail", name)]
+        write_raw(path, {name: ("F32", [64, 1024], values.tobytes())}, align_bytes=PAGE)
+        assert findings_of(path) == [("zero-tail", name)]
 
     @pytest.mark.parametrize("num_pages", [1, 3])
     def test_a_page_that_did_not_arrive(self, num_pages: int, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
-        begin = raw_file(path, {"w": ("F32", [2048, 1024], noise(2048, 1024).tobytes())})
+        begin = write_raw(path, {"w": ("F32", [2048, 1024], noise(2048, 1024).tobytes())})
         hole = (begin // PAGE + 20) * PAGE
         with path.open("r+b") as file:
             file.seek(hole)
@@ -308,7 +299,7 @@ class TestZeroRuns:
 
     def test_pages_across_the_windows_of_a_read(self, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
-        begin = raw_file(path, {"w": ("F32", [2048, 1024], noise(2048, 1024).tobytes())})
+        begin = write_raw(path, {"w": ("F32", [2048, 1024], noise(2048, 1024).tobytes())})
         with path.open("r+b") as file:
             file.seek(((2 << 20) + begin) // PAGE * PAGE - PAGE)
             file.write(bytes(3 * PAGE))
@@ -319,15 +310,15 @@ class TestZeroRuns:
         values = noise(64, 1024)
         values[5, 3:] = 0
         values[6, :900] = 0
-        assert found_in(tmp_path, w=values) == []
+        assert findings_in_tensors(tmp_path, w=values) == []
 
     def test_a_tail_goes_on_in_the_next_tensors_if_it_begins_a_page(self, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
         tensors = {"a": ("F32", [1536], noise(1536).tobytes()), "b.bias": ("F32", [768], noise(768).tobytes())}
-        begin = raw_file(path, tensors, begins_at=PAGE)
+        begin = write_raw(path, tensors, align_bytes=PAGE)
         os.truncate(path, begin + PAGE + 4)
         os.truncate(path, begin + 6144 + 3072)
-        assert found(path) == []
+        assert findings_of(path) == []
         os.truncate(path, begin + PAGE)
         os.truncate(path, begin + 6144 + 3072)
         finding = the_finding(path)
@@ -338,11 +329,11 @@ class TestZeroRuns:
         path = tmp_path / "model.safetensors"
         values = np.arange(1, 4097, dtype=np.int32)
         values[-1300:] = 0
-        raw_file(path, {"tokens": ("I32", [4096], values.tobytes())}, begins_at=PAGE)
-        assert found(path) == []
+        write_raw(path, {"tokens": ("I32", [4096], values.tobytes())}, align_bytes=PAGE)
+        assert findings_of(path) == []
         values[-2048:] = 0
-        raw_file(path, {"tokens": ("I32", [4096], values.tobytes())}, begins_at=PAGE)
-        assert found(path) == [("zero-tail", "tokens")]
+        write_raw(path, {"tokens": ("I32", [4096], values.tobytes())}, align_bytes=PAGE)
+        assert findings_of(path) == [("zero-tail", "tokens")]
 
 
 class TestCommand:
@@ -355,9 +346,9 @@ class TestCommand:
 
     def test_findings_are_exit_code_1(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = self.bad(tmp_path)
-        assert run("verify", path) == 0
+        assert exit_code_of("verify", path) == 0
         assert "bytes not checked" in capsys.readouterr().out
-        assert run("verify", path, "--values") == 1
+        assert exit_code_of("verify", path, "--values") == 1
         lines = capsys.readouterr().out.splitlines()
         assert lines[1].startswith("FINDINGS    nan: 1 of 4,096 elements is NaN, the first at [1,2] [tensor 'w', ")
         assert lines[2].startswith("FINDINGS    all-zero: all 64 elements are zero [tensor 'z', ")
@@ -365,26 +356,28 @@ class TestCommand:
 
     def test_checks_are_left_out(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = self.bad(tmp_path)
-        assert run("verify", path, "--values", "--without", "nan") == 1
+        assert exit_code_of("verify", path, "--values", "--without", "nan") == 1
         assert "nan:" not in capsys.readouterr().out
-        assert run("verify", path, "--values", "--without", "nan", "--without", "all-zero") == 0
+        assert exit_code_of("verify", path, "--values", "--without", "nan", "--without", "all-zero") == 0
         out = capsys.readouterr().out
         assert "values: nothing found by inf, zero-tail, zero-pages, all-equal" in out
 
-    def test_arguments_that_mean_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_arguments_that_check_nothing_are_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = self.bad(tmp_path)
-        assert run("verify", path, "--without", "nan") == 2
+        assert exit_code_of("verify", path, "--without", "nan") == 2
         assert "give --values, too" in capsys.readouterr().err
-        assert run("verify", path, "--values", *(word for check in CHECKS for word in ("--without", check))) == 2
-        assert run("verify", path, "--values", "--without", "nonsense") == 2
+        assert (
+            exit_code_of("verify", path, "--values", *(word for check in CHECKS for word in ("--without", check))) == 2
+        )
+        assert exit_code_of("verify", path, "--values", "--without", "nonsense") == 2
         with pytest.raises(InvalidArgumentError, match="there is no check 'nonsense'"):
             verify(path, checks=["nonsense"])
 
     def test_json(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert run("verify", self.bad(tmp_path), "--values", "--json") == 1
-        said = json.loads(capsys.readouterr().out)
-        assert (said["ok"], said["code"]) == (False, "FINDINGS")
-        first = said["data"]["findings"][0]
+        assert exit_code_of("verify", self.bad(tmp_path), "--values", "--json") == 1
+        shown = json.loads(capsys.readouterr().out)
+        assert (shown["ok"], shown["code"]) == (False, "FINDINGS")
+        first = shown["data"]["findings"][0]
         assert (first["code"], first["check"], first["name"], first["first"], first["count"]) == (
             "FINDINGS",
             "nan",
@@ -400,31 +393,25 @@ class TestCommand:
         with (tmp_path / "out" / "model.safetensors").open("r+b") as file:
             file.seek(-8, os.SEEK_END)
             file.write(b"\1")
-        assert run("verify", tmp_path / "out", "--values") == 4
+        assert exit_code_of("verify", tmp_path / "out", "--values") == 4
 
     def test_saves_of_a_job(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         written("saves", tmp_path, {"w": torch.zeros(64, 64)})
-        assert run("verify", tmp_path / "checkpoint") == 0
+        assert exit_code_of("verify", tmp_path / "checkpoint") == 0
         capsys.readouterr()
-        assert run("verify", tmp_path / "checkpoint", "--values") == 1
+        assert exit_code_of("verify", tmp_path / "checkpoint", "--values") == 1
         out = capsys.readouterr().out
         assert "all-zero: all 4,096 elements are zero [tensor 'w', rank 0, " in out
         assert "1 of 1 saves are whole" in out
-        assert run("verify", tmp_path / "checkpoint", "--against", tmp_path) == 2
+        assert exit_code_of("verify", tmp_path / "checkpoint", "--against", tmp_path) == 2
 
     def test_a_hostile_name_is_escaped(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         values = np.zeros((8, 8), np.float32)
-        raw_file(tmp_path / "m.safetensors", {"\u202ew": ("F32", [8, 8], values.tobytes())})
-        assert run("verify", tmp_path / "m.safetensors", "--values") == 1
+        write_raw(tmp_path / "m.safetensors", {"\u202ew": ("F32", [8, 8], values.tobytes())})
+        assert exit_code_of("verify", tmp_path / "m.safetensors", "--values") == 1
         out = capsys.readouterr().out
         assert "\u202e" not in out
         assert "\\u202ew" in out
-
-
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return int(str(ended.value.code))
 
 
 COMMIT = "11c5a3d5811f50298f278a704980280950aedb10"
@@ -457,22 +444,18 @@ class TestAgainst:
         files = {"model.safetensors": data, "config.json": b"{}\n", "empty.txt": b"", "onnx/model.onnx": b"onnx"}
         return downloaded(tmp_path / "repo", files, lfs=lambda name: name.endswith(("safetensors", "onnx")))
 
-    @staticmethod
-    def compared(path: Path, against: Path) -> VerifyReport:
-        return verify(path, against=against)
-
     def test_a_download_as_it_was(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        report = self.compared(repo, repo)
+        report = verify(repo, against=repo)
         assert report.findings == ()
         assert report.num_unproven == 0
         assert report.hub is not None
         assert report.hub.equal == ("config.json", "empty.txt", "model.safetensors", "onnx/model.onnx")
         assert report.hub.not_covered == ()
         assert report.hub.commits == (COMMIT,)
-        assert run("verify", repo, "--against", repo) == 0
-        said = capsys.readouterr()
-        assert "4 files have the hashes of the download; 0 not covered" in said.out
-        assert said.err == ""
+        assert exit_code_of("verify", repo, "--against", repo) == 0
+        shown = capsys.readouterr()
+        assert "4 files have the hashes of the download; 0 not covered" in shown.out
+        assert shown.err == ""
 
     def test_a_copy_and_the_folder_itself(self, repo: Path, tmp_path: Path) -> None:
         copy = tmp_path / "copy"
@@ -481,19 +464,19 @@ class TestAgainst:
             (copy / name).write_bytes((repo / name).read_bytes())
         (copy / "onnx").mkdir()
         (copy / "onnx" / "model.onnx").write_bytes(b"onnx")
-        assert self.compared(copy, repo / ".cache" / "huggingface" / "download").findings == ()
+        assert verify(copy, against=repo / ".cache" / "huggingface" / "download").findings == ()
 
     def test_a_file_that_differs(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (repo / "config.json").write_bytes(b"{ \n")
         with (repo / "model.safetensors").open("r+b") as file:
             file.seek(-4, os.SEEK_END)
             file.write(b"\0\0\0\1")
-        findings = self.compared(repo, repo).findings
+        findings = verify(repo, against=repo).findings
         assert {(type(one), Path(str(one.path)).name) for one in findings} == {
             (CorruptError, "config.json"),
             (CorruptError, "model.safetensors"),
         }
-        assert run("verify", repo, "--against", repo) == 4
+        assert exit_code_of("verify", repo, "--against", repo) == 4
         assert "the SHA-256 differs from that of the download" in capsys.readouterr().out
 
     def test_a_file_that_is_missing_or_not_covered(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -501,17 +484,17 @@ class TestAgainst:
         (repo / "onnx" / "mine.onnx").write_bytes(b"mine")
         record = repo / ".cache" / "huggingface" / "download" / "empty.txt.metadata"
         record.write_text(f"{COMMIT}\nno-hash-of-this-kind\n1.0\n")
-        report = self.compared(repo, repo)
+        report = verify(repo, against=repo)
         (missing,) = report.findings
         assert isinstance(missing, IncompleteError)
         assert str(missing.path).endswith("onnx/model.onnx")
         assert report.hub is not None
         assert report.hub.not_covered == ("empty.txt", "onnx/mine.onnx")
-        assert run("verify", repo, "--against", repo) == 5
+        assert exit_code_of("verify", repo, "--against", repo) == 5
         assert "NOT COVERED  the metadata of the download has no hash of onnx/mine.onnx" in capsys.readouterr().out
 
     def test_one_file(self, repo: Path) -> None:
-        report = self.compared(repo / "model.safetensors", repo)
+        report = verify(repo / "model.safetensors", against=repo)
         assert (report.findings, report.num_unproven) == ((), 0)
         assert report.hub is not None
         assert report.hub.equal == ("model.safetensors",)
@@ -519,14 +502,14 @@ class TestAgainst:
     @pytest.mark.parametrize("text", ["", "x\n", f"{COMMIT}\n", f"{COMMIT}\nabc\nnever\n", "\x00" * 9000])
     def test_broken_metadata(self, text: str, repo: Path) -> None:
         (repo / ".cache" / "huggingface" / "download" / "config.json.metadata").write_text(text)
-        (finding,) = self.compared(repo, repo).findings
+        (finding,) = verify(repo, against=repo).findings
         assert isinstance(finding, CorruptError)
         assert str(finding.path).endswith("config.json.metadata")
 
     def test_two_commits(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
         record = repo / ".cache" / "huggingface" / "download" / "config.json.metadata"
         record.write_text(record.read_text().replace(COMMIT, "2" * 40))
-        assert run("verify", repo, "--against", repo) == 0
+        assert exit_code_of("verify", repo, "--against", repo) == 0
         assert "from 2 commits" in capsys.readouterr().err
 
     def test_no_metadata(self, repo: Path, tmp_path: Path) -> None:
@@ -534,14 +517,14 @@ class TestAgainst:
             (tmp_path / folder).mkdir(parents=True)
             (tmp_path / folder / ".metadata").write_bytes(b"of torch DCP")
             with pytest.raises(NotFoundError, match="no metadata of a download"):
-                self.compared(repo, tmp_path)
+                verify(repo, against=tmp_path)
         with pytest.raises(NotFoundError):
-            self.compared(repo, tmp_path / "nowhere")
+            verify(repo, against=tmp_path / "nowhere")
         with pytest.raises(InvalidArgumentError):
-            self.compared(repo, repo / "config.json")
+            verify(repo, against=repo / "config.json")
 
     def test_json_says_what_was_compared(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert run("verify", repo, "--against", repo, "--json") == 0
-        said = json.loads(capsys.readouterr().out)["data"]["against"]
-        assert said["equal"] == ["config.json", "empty.txt", "model.safetensors", "onnx/model.onnx"]
-        assert said["commits"] == [COMMIT]
+        assert exit_code_of("verify", repo, "--against", repo, "--json") == 0
+        shown = json.loads(capsys.readouterr().out)["data"]["against"]
+        assert shown["equal"] == ["config.json", "empty.txt", "model.safetensors", "onnx/model.onnx"]
+        assert shown["commits"] == [COMMIT]

@@ -18,14 +18,14 @@ from statexchange.formats.registry import open_checkpoint
 State = Mapping[str, torch.Tensor]
 
 
-def said(folder: Path, kind: str, what: str) -> dict[str, torch.Tensor]:
-    """The tensors of one prefix that DeepSpeed reports of a checkpoint of tools/frameworks/deepspeed_write.py."""
+def reported(folder: Path, kind: str, what: str) -> dict[str, torch.Tensor]:
+    """Return what DeepSpeed itself read of a checkpoint of tools/frameworks/deepspeed_write.py, under one prefix."""
     tensors = load_file(folder / f"{kind}.safetensors")
     return {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{what}.")}
 
 
 def merged(path: Path, tmp_path: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """The merge of a checkpoint, with tied tensors under all their names."""
+    """Merge a checkpoint; return its tensors, tied ones under all their names."""
     out = tmp_path / "merged"
     shutil.rmtree(out, ignore_errors=True)
     report = merge_checkpoint(path, out, **options)
@@ -41,12 +41,12 @@ def assert_same(found: State, expected: State) -> None:
 
 
 def check_written(folder: Path, kind: str, tmp_path: Path) -> None:
-    """Compare a checkpoint of deepspeed_write.py with what DeepSpeed says is in it."""
-    oracle, model = said(folder, kind, "oracle"), said(folder, kind, "model")
-    master, moments = said(folder, kind, "master"), said(folder, kind, "exp_avg")
+    """Compare a checkpoint of deepspeed_write.py with what DeepSpeed reports of it."""
+    oracle, model = reported(folder, kind, "oracle"), reported(folder, kind, "model")
+    master, moments = reported(folder, kind, "master"), reported(folder, kind, "exp_avg")
     if kind in ("zero1", "zero2", "zero3"):
         found = merged(folder / kind, tmp_path)
-        if kind == "zero1":  # of which zero_to_fp32 leaves out the frozen parameters
+        if kind == "zero1":  # zero_to_fp32 leaves out the frozen parameters of these
             oracle["norm.bias"] = model["norm.bias"]
         assert_same(found, oracle)
         assert found["norm.bias"].dtype == torch.bfloat16
@@ -80,7 +80,7 @@ def write_zero(
 ) -> Path:
     """Write a checkpoint of these groups of fp32 parameters; return its step's directory.
 
-    Each parameter's first moment, exp_avg, is its negative. What pads the flat buffers is NaN.
+    Each parameter's first moment, exp_avg, is its negative. The padding of the flat buffers is NaN.
 
     Args:
         path: the directory of the checkpoint.
@@ -148,18 +148,18 @@ def _of_stage_3(groups: Sequence[State], rank: int, world_size: int) -> dict[str
 
 
 def _of_stage_2(groups: Sequence[State], rank: int, world_size: int, paddings: bool) -> dict[str, Any]:
-    padded, lean, ends = [], [], []
+    padded, unpadded, paddings_at_end = [], [], []
     for group in groups:
         vector = torch.cat([torch.cat([tensor.flatten(), _nans(int(paddings))]) for tensor in group.values()])
-        ends.append(-len(vector) % (2 * world_size))
-        vector = torch.cat([vector, _nans(ends[-1])])
+        paddings_at_end.append(-len(vector) % (2 * world_size))
+        vector = torch.cat([vector, _nans(paddings_at_end[-1])])
         size = len(vector) // world_size
         padded.append(vector[rank * size : (rank + 1) * size].clone())
-        lean.append(padded[-1][: size - ends[-1]] if rank == world_size - 1 else padded[-1])
+        unpadded.append(padded[-1][: size - paddings_at_end[-1]] if rank == world_size - 1 else padded[-1])
     state = {
         "partition_count": [world_size] * len(groups),
-        "single_partition_of_fp32_groups": lean,
-        "group_paddings": ends if rank == world_size - 1 else [0] * len(groups),
+        "single_partition_of_fp32_groups": unpadded,
+        "group_paddings": paddings_at_end if rank == world_size - 1 else [0] * len(groups),
         "base_optimizer_state": _moments(padded),
     }
     if paddings:
