@@ -32,7 +32,7 @@ for name in sys.argv[1:]:
 
 def compile_imports() -> None:
     """Import the packages once in processes that write bytecode, unless pip has compiled them."""
-    found = importlib.util.find_spec("peft")  # which nothing imports before tests do
+    found = importlib.util.find_spec("peft")  # nothing imports it before the tests do
     if found is None or found.origin is None or os.path.exists(importlib.util.cache_from_source(found.origin)):
         return
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}

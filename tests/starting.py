@@ -9,10 +9,8 @@ from statexchange.comm import bootstrap
 from statexchange.comm.failure import page_setup
 
 LAUNCHED_AS = {"threads": "threads", "shm": "processes", "gloo": "gloo", "mpi": "mpi", "hierarchical": "processes"}
-HOSTS = {
-    3: "aba",
-    4: "abbb",
-}  # simulated hosts of 3 or 4 ranks: of unequal size, not in rank order
+# The simulated host of each rank, by world size: hosts have unequal sizes, and ranks are not in their order.
+HOSTS = {3: "aba", 4: "abbb"}
 
 
 def start(backend: str, directory: str, hosts: str | None = None) -> sx.comm.Communicator:

@@ -14,7 +14,15 @@ from statexchange.errors import InvalidArgumentError, MismatchError  # noqa: E40
 from statexchange.train.buckets.arrival import Arrival  # noqa: E402
 from statexchange.train.buckets.hooks import GradientHooks  # noqa: E402
 from statexchange.train.buckets.plan import BucketMemory, BucketPlan  # noqa: E402
-from statexchange.train.buckets.rounds import ArrivalReport, RoundHeader, RoundSummary  # noqa: E402
+from statexchange.train.buckets.rounds import (  # noqa: E402
+    DENSE,
+    FROZEN,
+    LATE,
+    SPARSE,
+    ArrivalReport,
+    RoundHeader,
+    RoundSummary,
+)
 from statexchange.train.buckets.views import BucketView, copy_gradients, publish_gradients  # noqa: E402
 from statexchange.train.parameter_specs import specs_of  # noqa: E402
 from statexchange.train.sparse import SparseShape  # noqa: E402
@@ -129,10 +137,10 @@ def test_a_report_has_what_arrived_late_frozen_or_without_a_bucket() -> None:
     for index in (2, 0):
         arrival.record(views[index], counts=True)
     report = arrival.report(plan.buckets, recheck=False, has_weight=True)
-    assert list(report.states) == [1 | 4, 0, 2, 8]
+    assert list(report.states) == [DENSE | LATE, 0, SPARSE, FROZEN]
     assert (report.order, report.sparse) == ([2], {2: SparseShape(1, 1)})
     arrival.end_step()
-    assert list(arrival.report([], recheck=False, has_weight=True).states) == [0, 0, 0, 8]
+    assert list(arrival.report([], recheck=False, has_weight=True).states) == [0, 0, 0, FROZEN]
 
 
 def test_a_gradient_that_was_dropped_or_has_no_weight_has_not_arrived() -> None:

@@ -64,7 +64,7 @@ V1 = "cgroup cgroup rw,memory"
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_least_room_of_all_ancestors_counts_without_file_pages(version: int, tmp_path: Path) -> None:
+def test_the_least_headroom_of_all_ancestors_counts_without_file_pages(version: int, tmp_path: Path) -> None:
     top = tmp_path / "sys"
     group(top / "job", version, 900 * MIB, 800 * MIB, file=500 * MIB, shmem=100 * MIB)  # 900 - (800 - 400)
     group(top / "job" / "step", version, 610 * MIB, 100 * MIB)  # 510
@@ -96,7 +96,7 @@ def test_in_a_container_the_mount_is_its_own_cgroup(root: str, path: str, tmp_pa
 
 
 @pytest.mark.parametrize("content", ["", "max\n", "soon\n"])
-def test_without_a_limit_the_room_is_unknown(content: str, tmp_path: Path) -> None:
+def test_without_a_limit_the_headroom_is_unknown(content: str, tmp_path: Path) -> None:
     (tmp_path / "sys" / "job").mkdir(parents=True)
     (tmp_path / "sys" / "job" / "memory.max").write_text(content)
     assert memory_headroom(proc(tmp_path, "0::/job/gone\n", ("/", "sys", V2))) is None

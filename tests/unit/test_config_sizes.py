@@ -1,4 +1,4 @@
-"""A merge names a config.json whose sizes are not those of the tensors, and no other."""
+"""A merge has a note about a config.json whose sizes are not those of the tensors, and about no other."""
 
 import json
 from pathlib import Path

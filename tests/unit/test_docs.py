@@ -67,9 +67,9 @@ def test_the_reference_lists_every_public_name(package: str) -> None:
 
 
 def public(home: ModuleType) -> set[str]:
-    """Return the public names of a package:
+    """Return the names that a package's page of the reference must list.
 
-    without packages, which have pages of their own; of errors only the classes.
+    Packages have pages of their own; of `errors`, only the classes are listed.
     """
     names = {name for name in home.__all__ if not hasattr(getattr(home, name), "__path__") and name != "errors"}
     if home is errors:

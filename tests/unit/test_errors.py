@@ -41,7 +41,7 @@ def example(name: str) -> StateExchangeError:
     return cls("it broke", **about)
 
 
-def facts(error: StateExchangeError) -> tuple[object, ...]:
+def attributes_of(error: StateExchangeError) -> tuple[object, ...]:
     return type(error), str(error), error.args, {k: v for k, v in vars(error).items() if k != "args"}
 
 
@@ -50,8 +50,8 @@ def test_every_error_survives_pickle_and_record(name: str) -> None:
     error = example(name)
     assert issubclass(type(error), BUILTINS[name])
     assert type(error).code in CODES
-    assert facts(pickle.loads(pickle.dumps(error))) == facts(error)
-    assert facts(from_record(json.loads(json.dumps(to_record(error, 2, "saving"))))) == facts(error)
+    assert attributes_of(pickle.loads(pickle.dumps(error))) == attributes_of(error)
+    assert attributes_of(from_record(json.loads(json.dumps(to_record(error, 2, "saving"))))) == attributes_of(error)
 
 
 def test_every_public_error_is_in_the_table() -> None:
@@ -91,7 +91,7 @@ def test_attributes_that_are_not_json_become_text() -> None:
 
 
 class BrokenPartError(CorruptError):
-    """A foreign subclass with a constructor of its own."""
+    """A subclass outside the package, with another constructor."""
 
     def __init__(self, part: set[int]) -> None:
         super().__init__(f"part {part} is broken", rank=7)
@@ -154,7 +154,7 @@ def test_an_excerpt_is_the_beginning_of_the_repr(value: object, limit: int) -> N
         assert excerpt(value, limit) == repr(value)[:limit]
 
 
-def test_an_excerpt_takes_little_of_whatever_value() -> None:
+def test_an_excerpt_of_a_huge_value_is_cheap() -> None:
     shared: object = 1
     for _ in range(100_000):  # deeper than repr can recurse, and of 2**100_000 values
         shared = [shared, shared]

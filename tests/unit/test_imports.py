@@ -13,8 +13,8 @@ import statexchange
 PACKAGE = Path(statexchange.__file__).parent
 BOTTOM = {"cgroups", "errors", "lazy", "processes", "settings", "tensors", "units", "values"}
 
-# A package or top module, and those that it may import besides itself.
-LAWS = {
+# By package or top module: those that it may import besides itself.
+MAY_IMPORT = {
     "cgroups": BOTTOM,
     "errors": BOTTOM,
     "lazy": BOTTOM,
@@ -75,8 +75,8 @@ LAWS = {
         "statexchange",
     },
 }
-LAWS["demo"] |= {"demo_model"}
-LAWS["demo_model"] = LAWS["demo"]
+MAY_IMPORT["demo"] |= {"demo_model"}
+MAY_IMPORT["demo_model"] = MAY_IMPORT["demo"]
 TORCH_FREE = {
     "cgroups",
     "errors",
@@ -123,7 +123,7 @@ def imports() -> dict[str, set[str]]:
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{name} imports relatively"
                 joined = {f"{node.module}.{alias.name}" for alias in node.names}
-                found[name] |= {j if j in modules else str(node.module) for j in joined}
+                found[name] |= {target if target in modules else str(node.module) for target in joined}
     return found
 
 
@@ -132,16 +132,16 @@ def ours() -> dict[str, set[str]]:
 
 
 def test_every_package_has_a_rule() -> None:
-    assert {package_of(name) for name in imports()} <= LAWS.keys() | {"statexchange", "__main__"}
+    assert {package_of(name) for name in imports()} <= MAY_IMPORT.keys() | {"statexchange", "__main__"}
 
 
-@pytest.mark.parametrize("package", sorted(LAWS))
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
 def test_a_package_imports_only_what_it_may(package: str) -> None:
     wrong = [
         (name, target)
         for name, targets in ours().items()
         for target in targets
-        if package_of(name) == package and package_of(target) not in LAWS[package] | {package}
+        if package_of(name) == package and package_of(target) not in MAY_IMPORT[package] | {package}
     ]
     assert not wrong
 
@@ -176,7 +176,7 @@ def test_torch_free_packages_never_import_torch(package: str) -> None:
     assert not wrong
 
 
-def test_packages_that_load_together_without_torch_do_not_load_it() -> None:
+def test_importing_the_torch_free_packages_and_the_cli_does_not_load_torch() -> None:
     names = [n for n in imports() if package_of(n) in TORCH_FREE | {"cli", "tensors"}]
     code = f"import sys\nfor name in {names!r}: __import__(name)\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -200,7 +200,7 @@ def test_only_settings_reads_the_environment() -> None:
     assert not readers
 
 
-def test_no_whole_repr_is_made_to_be_truncated() -> None:
+def test_no_f_string_truncates_a_whole_repr() -> None:
     """``{value!r:.100}`` makes the whole repr of `value`, and then truncates it: `errors.excerpt` does not."""
     found = [
         (str(path.relative_to(PACKAGE)), node.lineno)

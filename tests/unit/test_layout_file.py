@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from statexchange.sharding.rules import Layout
 State = dict[str, torch.Tensor]
 
 
-def ranks(path: Path, *states: State, name: str = "rank{}.safetensors") -> Path:
-    """One plain safetensors file per rank."""
+def write_ranks(path: Path, *states: State, name: str = "rank{}.safetensors") -> Path:
+    """Write a plain safetensors file for each rank."""
     path.mkdir()
     for rank, state in enumerate(states):
         save_file({key: value.contiguous() for key, value in state.items()}, path / name.format(rank))
@@ -36,7 +35,7 @@ def ranks(path: Path, *states: State, name: str = "rank{}.safetensors") -> Path:
 
 
 def merged(path: Path, layout: Any, *states: State, **options: Any) -> State:
-    merge_checkpoint(ranks(path / "in", *states), path / "out", layout=layout, **options)
+    merge_checkpoint(write_ranks(path / "in", *states), path / "out", layout=layout, **options)
     return load_file(path / "out" / "model.safetensors")
 
 
@@ -46,7 +45,7 @@ def equal(one: State, other: State) -> bool:
 
 
 def refuse(error: type[StateExchangeError], match: str, path: Path, layout: Any, *states: State) -> StateExchangeError:
-    source = ranks(path / "in", *states)
+    source = write_ranks(path / "in", *states)
     with pytest.raises(error, match=match) as caught:
         merge_checkpoint(source, path / "out", layout=layout)
     assert not (path / "out").exists()
@@ -63,9 +62,9 @@ def test_dims_replicas_and_uneven_parts(tmp_path: Path) -> None:
     assert equal(merged(tmp_path, layout, *states), {"a.w": w, "a.v": v, "norm": torch.ones(3)})
 
 
-def test_a_file_and_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_reads_a_layout_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     w = torch.arange(40.0).reshape(4, 10)
-    source = ranks(tmp_path / "in", *[{"w": part} for part in w.split(5, dim=1)])
+    source = write_ranks(tmp_path / "in", *[{"w": part} for part in w.split(5, dim=1)])
     layout = tmp_path / "layout.json"
     layout.write_text(json.dumps({"rules": {"w": {"dim": 1}}}))
     with pytest.raises(SystemExit) as ended:
@@ -204,14 +203,8 @@ def test_the_documented_example_is_valid() -> None:
         Layout.parse({**axes, "rules": {"w": json.loads(rule.replace(", ...]}", "]}"))}})
 
 
-TP_MODULES: dict[str, Callable[[], torch.nn.Module]] = {
-    "embedding_rowwise": lambda: torch.nn.Embedding(12, 8),
-    "embedding_colwise": lambda: torch.nn.Embedding(12, 8),
-}
-
-
 class Experts(torch.nn.Module):
-    """Stacked weights as transformers' mixtures of experts have them."""
+    """Stacked weights, as in transformers' mixtures of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,8 +228,10 @@ def test_keywords_cut_as_the_styles_of_transformers_do(two_ranks: Any) -> None:
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     for word in sorted(ALL_PARALLEL_STYLES):
-        modules = [TP_MODULES.get(word, lambda: torch.nn.Linear(8, 12))(), Experts()]
-        for module in modules if not word.startswith("embedding") else modules[:1]:
+        modules: list[torch.nn.Module] = [torch.nn.Linear(8, 12), Experts()]
+        if word.startswith("embedding"):
+            modules = [torch.nn.Embedding(12, 8)]
+        for module in modules:
             layout = Layout.parse({"layer": word})
             for name, value in list(module.named_parameters()):
                 ALL_PARALLEL_STYLES[word].shard_param(module, name, two_ranks)
@@ -256,7 +251,7 @@ def test_keywords_cut_as_the_styles_of_transformers_do(two_ranks: Any) -> None:
 
 
 def test_a_models_own_tp_plan_is_a_layout(tmp_path: Path) -> None:
-    """A tiny Llama cut by hand as its plan says, and back."""
+    """Cut a tiny Llama by hand as its plan says, and merge it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -361,26 +356,26 @@ def test_a_layout_complements_the_offsets_of_torchs_writer(tmp_path: Path) -> No
     w, v = torch.arange(8.0), torch.arange(6.0)
     (tmp_path / "in").mkdir()
     for rank in range(2):
-        facts = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [4 * rank]}}), "DCP_VERSION": "1.0"}
+        metadata = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [4 * rank]}}), "DCP_VERSION": "1.0"}
         name = f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
-        save_file({"w": w[4 * rank :][:4].clone(), "v": v[3 * rank :][:3].clone()}, tmp_path / "in" / name, facts)
+        save_file({"w": w[4 * rank :][:4].clone(), "v": v[3 * rank :][:3].clone()}, tmp_path / "in" / name, metadata)
     merge_checkpoint(tmp_path / "in", tmp_path / "out", layout={"v": {"dim": 0}})
     assert equal(load_file(tmp_path / "out" / "model.safetensors"), {"w": w, "v": v})
 
 
 def test_files_are_ranks_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    path = ranks(tmp_path / "in", *[{"w": torch.tensor([r])} for r in range(12)], name="model-tp{}.safetensors")
+    path = write_ranks(tmp_path / "in", *[{"w": torch.tensor([r])} for r in range(12)], name="model-tp{}.safetensors")
     merge_checkpoint(path, tmp_path / "out", layout={"w": {"dim": 0}})
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == list(range(12))
     (path / "model-tp7.safetensors").unlink()
     with pytest.raises(IncompleteError, match="number 7 is missing"):
         merge_checkpoint(path, tmp_path / "new", layout={"w": {"dim": 0}})
-    few = ranks(tmp_path / "few", {"w": torch.ones(1)}, name="x-0000{}-of-00003.safetensors")
+    few = write_ranks(tmp_path / "few", {"w": torch.ones(1)}, name="x-0000{}-of-00003.safetensors")
     with pytest.raises(IncompleteError, match="should be 3 files, but there are 1"):
         merge_checkpoint(few, tmp_path / "new", layout={"w": {"dim": 0}})
 
 
-two = [{"w": torch.zeros(2, 4)}, {"w": torch.ones(2, 4)}]
+TWO_RANKS = [{"w": torch.zeros(2, 4)}, {"w": torch.ones(2, 4)}]
 WRONG: list[tuple[Any, str]] = [
     ({"w": {"dim": 0, "axes": "tp"}}, "'w' has the unknown key 'axes'"),
     ({"mesh": {"tp": 2}, "rule": {}}, "unknown key 'rule'"),
@@ -416,12 +411,12 @@ WRONG: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("layout", "match"), WRONG)
 def test_a_layout_that_does_not_fit_the_files_is_refused(tmp_path: Path, layout: Any, match: str) -> None:
-    refuse(InvalidArgumentError, match, tmp_path, layout, *two)
+    refuse(InvalidArgumentError, match, tmp_path, layout, *TWO_RANKS)
 
 
 def test_a_mesh_shows_which_rank_is_missing(tmp_path: Path) -> None:
     layout = {"mesh": {"tp": 3}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
-    error = refuse(IncompleteError, r"mesh \(tp 3\) has 3 ranks, but there are 2: copy", tmp_path, layout, *two)
+    error = refuse(IncompleteError, r"mesh \(tp 3\) has 3 ranks, but there are 2: copy", tmp_path, layout, *TWO_RANKS)
     assert (error.rank, error.path) == (2, str(tmp_path / "in"))
 
 
@@ -440,7 +435,7 @@ def test_the_file_of_one_rank_alone_is_not_merged_by_a_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], names: list[str], text: str
 ) -> None:
     for name in names:
-        (save_file if name.endswith(".safetensors") else torch.save)(two[0], tmp_path / name)
+        (save_file if name.endswith(".safetensors") else torch.save)(TWO_RANKS[0], tmp_path / name)
     file = tmp_path / names[0]
     with pytest.raises(IncompleteError, match=f"this file alone is .*{text}.* give their directory, {tmp_path}"):
         merge_checkpoint(file, tmp_path / "out", layout={"w": {"dim": 0}})
@@ -452,10 +447,11 @@ def test_the_file_of_one_rank_alone_is_not_merged_by_a_layout(
 
 
 def test_the_file_of_the_only_rank_is_merged_by_a_layout(tmp_path: Path) -> None:
-    for name in ("rank-0.safetensors", "rank-00000-of-00001.safetensors", "tensors.safetensors"):
-        (tmp_path / name[:8]).mkdir(exist_ok=True)
-        save_file(two[0], tmp_path / name[:8] / name)
-        merge_checkpoint(tmp_path / name[:8] / name, tmp_path / "out", layout={"w": {"dim": 0}}, overwrite=True)
+    for number, name in enumerate(("rank-0.safetensors", "rank-00000-of-00001.safetensors", "tensors.safetensors")):
+        file = tmp_path / f"alone{number}" / name
+        file.parent.mkdir()
+        save_file(TWO_RANKS[0], file)
+        merge_checkpoint(file, tmp_path / "out", layout={"w": {"dim": 0}}, overwrite=True)
 
 
 @pytest.mark.parametrize(
@@ -467,7 +463,7 @@ def test_the_file_of_the_only_rank_is_merged_by_a_layout(tmp_path: Path) -> None
         ([(2, 3, 2), (2, 4, 2)], r'give a layout: \{"w": \{"dim": 1\}\}'),
     ],
 )
-def test_a_layout_is_suggested_where_shapes_settle_it(tmp_path: Path, shapes: list[tuple[int, ...]], text: str) -> None:
+def test_a_layout_is_suggested_where_shapes_allow_few(tmp_path: Path, shapes: list[tuple[int, ...]], text: str) -> None:
     states = [{"w": torch.full(shape, float(rank))} for rank, shape in enumerate(shapes)]
     with pytest.raises((ReplicaError, CorruptError), match=text):
         merge_ranks(tmp_path, states)
@@ -510,7 +506,7 @@ def test_a_part_that_no_rank_holds_is_incomplete(tmp_path: Path) -> None:
 
 def test_errors_without_a_layout_print_a_rule(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    error = refuse(ReplicaError, r'--layout\): \{"w": \{"dim": 0\}\}', tmp_path / "a", {}, *two)
+    error = refuse(ReplicaError, r'--layout\): \{"w": \{"dim": 0\}\}', tmp_path / "a", {}, *TWO_RANKS)
     assert (error.name, error.rank) == ("w", 1)
     (tmp_path / "b").mkdir()
     states = [{"w": torch.zeros(2)}, {"w": torch.zeros(3)}]

@@ -69,7 +69,7 @@ RANK_FILE = "model_optim_rng.pt"
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change what a file of torch.save has. Classes of Megatron in it are lost."""
+    """Apply `change` to the content of a file of torch.save. Objects of Megatron's classes in it become text."""
     state = torch.load(path, weights_only=False, pickle_module=WithoutMegatron)
     change(state)
     torch.save(state, path)
@@ -77,10 +77,6 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 class WithoutMegatron:
     """A pickle module that reads Megatron's classes as text."""
-
-    import pickle
-
-    load, dump = pickle.load, pickle.dump
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
@@ -161,10 +157,10 @@ def boxes_of_bucket(run: Path, group: int, key: str) -> dict[tuple[int, int], tu
         (3, (800, 32), False),
     ],
 )
-def test_gaps_between_parameters_are_no_state_whose_values_are_checked(
+def test_values_in_gaps_between_parameters_are_not_checked(
     torch_dist: Path, group: int, box: tuple[int, int], is_state: bool
 ) -> None:
-    """Megatron writes memory there that nothing has set: some of the sample's is NaN."""
+    """Megatron writes uninitialised memory there: some of the sample's is NaN."""
     assert verify(torch_dist, checks=CHECKS).values == ()
     path, begin = boxes_of_bucket(torch_dist, group, "exp_avg")[box]
     with open(path, "r+b") as file:
@@ -375,7 +371,7 @@ def test_a_file_without_the_runs_arguments_is_named(legacy: Path) -> None:
         open_source(legacy)
 
 
-def test_a_parameter_of_an_unknown_name_is_refused_unless_it_is_left_out(legacy: Path, tmp_path: Path) -> None:
+def test_a_parameter_of_an_unknown_name_is_refused_unless_it_is_excluded(legacy: Path, tmp_path: Path) -> None:
     for path in legacy.rglob(RANK_FILE):
         rewrite(path, lambda state: state["model"].update({"decoder.layers.0.mixer.weight": torch.ones(4, 4)}))
     with pytest.raises(UnsupportedError, match=r"not known how.*decoder\.layers\.0\.mixer\.weight"):
@@ -413,7 +409,7 @@ def test_one_rank_alone_is_read_only_if_the_run_had_no_other(samples: dict[str, 
         assert merged(path, tmp_path / path.name / "out").keys() == {"decoder.layers.0.mlp.linear_fc1.weight"}
 
 
-def test_a_file_of_this_name_of_another_program_is_a_file_of_torch_save(tmp_path: Path) -> None:
+def test_another_programs_model_optim_rng_is_read_as_a_file_of_torch_save(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / RANK_FILE)
     assert merged(tmp_path / RANK_FILE, tmp_path / "out").keys() == {"w"}
 
@@ -467,7 +463,7 @@ def test_grouped_experts_are_numbered_and_divided(tmp_path: Path) -> None:
         ({"expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2}, "linear_fc2.weight0"),
     ],
 )
-def test_experts_that_may_lie_in_any_way_are_refused(tmp_path: Path, arguments: dict[str, int], name: str) -> None:
+def test_experts_whose_division_is_unknown_are_refused(tmp_path: Path, arguments: dict[str, int], name: str) -> None:
     for rank in range(2):
         tensor = f"{rank:02d}" if "tensor_model_parallel_size" in arguments else f"00_{rank:03d}"
         directory = tmp_path / ITERATION / f"mp_rank_{tensor}"
@@ -494,7 +490,7 @@ DIVISIONS = {
 
 
 @pytest.mark.parametrize("case", DIVISIONS, ids=lambda case: case[0])
-def test_names_tell_how_parameters_are_divided(case: tuple[str, tuple[int, ...], tuple[int, ...] | None]) -> None:
+def test_parameters_are_divided_as_their_names_show(case: tuple[str, tuple[int, ...], tuple[int, ...] | None]) -> None:
     division = division_of(*case)
     assert (division.dim, division.blocks) == DIVISIONS[case]
 

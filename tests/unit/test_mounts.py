@@ -1,4 +1,7 @@
-"""File systems of a server: mount options that break promises are named, and files that are gone there."""
+"""Network file systems: mount options that weaken locks or caches, stale files, and errors of close.
+
+H1, H2, H4 and H5 are the checks of tools/nfs_lab that do the same on a real server.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def mount(path: Path, kind: str, options: str, monkeypatch: pytest.MonkeyPatch) 
         ("ext4", "rw,nolock", []),
     ],
 )
-def test_options_that_break_promises_are_named_once(
+def test_options_that_weaken_locks_or_caches_are_named_once(
     kind: str,
     options: str,
     named: list[str],
@@ -57,7 +60,7 @@ def test_options_that_break_promises_are_named_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """H5."""
+    """H5: locks that are only local, and no consistency between close and open."""
     mount(checkpoint.parent, kind, options, monkeypatch)
     with caplog.at_level(logging.WARNING, "statexchange"):
         for number in range(3):
@@ -130,7 +133,7 @@ def test_a_file_that_is_gone_on_its_server_is_named_and_no_descriptor_leaks(
     assert set(raised) == {(errno.ESTALE, True)}
 
 
-class ClientOfAServer:
+class NfsClient:
     """Looks up names as an NFS client: a name that was absent stays absent until its directory is opened anew."""
 
     def __init__(self, root: Path) -> None:
@@ -185,7 +188,7 @@ def test_a_reader_that_looked_before_the_writer_finds_what_was_written(
     """H1: full paths are looked up through what the client knows, and an absent name stayed so for 30 s."""
     mount = tmp_path / "mount"
     mount.joinpath(before).mkdir(parents=True)
-    client, path = ClientOfAServer(mount), mount / "job/deep"
+    client, path = NfsClient(mount), mount / "job/deep"
     with client.mounted(monkeypatch):
         for name in ("out", "ws", "out/statexchange.json"):
             with pytest.raises(FileNotFoundError):

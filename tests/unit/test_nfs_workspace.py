@@ -1,4 +1,4 @@
-"""NFSWorkspace: it calls no collective, returns None for nothing that is missing, and overwrites nothing."""
+"""NFSWorkspace: each rank writes and reads on its own; what is missing is an error, and earlier rounds stay."""
 
 import os
 import time
@@ -53,8 +53,11 @@ def test_rounds_are_counted_and_two_stay(tmp_path: Path) -> None:
 
 
 def test_files_are_private(tmp_path: Path) -> None:
-    os.umask(0o022)
-    sx.NFSWorkspace(tmp_path / "ws").write_configs_and_weights({}, {"w": torch.ones(1)})
+    old = os.umask(0o022)
+    try:
+        sx.NFSWorkspace(tmp_path / "ws").write_configs_and_weights({}, {"w": torch.ones(1)})
+    finally:
+        os.umask(old)
     for path in (tmp_path / "ws").rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
 
@@ -67,7 +70,7 @@ def test_with_several_runs_a_run_must_be_chosen(tmp_path: Path) -> None:
     assert sx.NFSWorkspace(tmp_path / "ws", run="two").read_configs_and_weights_from_rank(0)[0] == "two"
 
 
-def late(path: str) -> list[object]:
+def writes_late(path: str) -> list[object]:
     comm = sx.get_communicator()
     workspace = sx.NFSWorkspace(path)
     if comm.rank == 1:
@@ -82,18 +85,18 @@ def late(path: str) -> list[object]:
 
 
 def test_a_reader_waits_for_a_rank_that_is_late(tmp_path: Path) -> None:
-    found = run_ranks(late, 3, backend="gloo", args=(str(tmp_path / "ws"),))[0]
+    found = run_ranks(writes_late, 3, backend="gloo", args=(str(tmp_path / "ws"),))[0]
     assert found == [[{"rank": r}, r] for r in range(3)]
 
 
-def no_identity(path: str) -> None:
+def has_no_identity(path: str) -> None:
     with pytest.raises(ValueError, match=r"gives this job no identity.*pass run="):
         sx.NFSWorkspace(path).write_configs_and_weights({}, {})
     sx.NFSWorkspace(path, run="mine").write_configs_and_weights({}, {})
 
 
 def test_a_launcher_without_an_identity_is_not_trusted(tmp_path: Path) -> None:
-    run_ranks(no_identity, 2, backend="processes", args=(str(tmp_path / "ws"),))
+    run_ranks(has_no_identity, 2, backend="processes", args=(str(tmp_path / "ws"),))
     assert len(list((tmp_path / "ws/mine").rglob("*.safetensors"))) == 2
 
 

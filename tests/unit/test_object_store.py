@@ -129,7 +129,7 @@ def test_a_truncated_object_is_detected(store: Any, tmp_path: Path) -> None:
 def test_an_object_that_is_removed_while_it_is_read_is_not_an_absent_path(
     name: str, store: Any, tmp_path: Path
 ) -> None:
-    """A publisher that overwrites removes the objects first: who resumes must not take this for "nothing was saved"."""
+    """A publisher that overwrites first removes the objects; a job that resumes must not find "nothing was saved"."""
     sx.export_checkpoint(TENSORS, tmp_path / "local")
     url = put(store, tmp_path / "local", "model")
     with sx.open_checkpoint(url) as checkpoint:

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from programs import require_root
 from safetensors.torch import save_file
 
 import statexchange as sx
@@ -25,6 +27,8 @@ from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
 from statexchange.storage.opened_path import open_path
 from statexchange.storage.workspace import Receipt, Workspace
+
+NOBODY = 65534
 
 
 def publish(path: Path, value: float) -> None:
@@ -158,7 +162,7 @@ print(json.dumps([sorted(values), replaced]))
 
 @pytest.mark.parametrize("how", ["files", "directory"])
 def test_a_file_that_is_opened_again_is_the_one_that_was_opened(how: str, tmp_path: Path) -> None:
-    """A3, where a checkpoint has more files than descriptors are kept open."""
+    """Files are closed and opened again where a checkpoint has more of them than descriptors are kept open."""
     path = tmp_path / "many"
     if how == "files":
         path.mkdir()
@@ -194,13 +198,20 @@ def test_a_closed_file_is_not_opened_again(tmp_path: Path) -> None:
         opened["a"].read()
 
 
-def test_a_directory_whose_name_is_no_run_is_not_opened(tmp_path: Path) -> None:
-    """lost+found, which only root may look at."""
-    if os.geteuid():
-        pytest.skip("not root")
-    sx.NFSWorkspace(tmp_path / "ws", run="job").write_configs_and_weights(None, {"a": np.ones(2)})
-    (tmp_path / "ws" / "lost+found").mkdir(mode=0o700)
-    assert summarize(tmp_path / "ws").num_tensors == 1
+def test_a_directory_whose_name_is_no_run_is_not_opened() -> None:
+    """lost+found, which only root may open; the reader is another user."""
+    require_root()
+    with tempfile.TemporaryDirectory() as folder:
+        workspace = Path(folder) / "ws"
+        sx.NFSWorkspace(workspace, run="job").write_configs_and_weights(None, {"a": np.ones(2)})
+        for path in (Path(folder), workspace, *workspace.rglob("*")):
+            os.chown(path, NOBODY, -1)
+        (workspace / "lost+found").mkdir(mode=0o700)
+        os.seteuid(NOBODY)
+        try:
+            assert summarize(workspace).num_tensors == 1
+        finally:
+            os.seteuid(0)
 
 
 SWEEPING = """
@@ -251,9 +262,9 @@ def test_a_round_of_a_writer_that_ended_before_it_was_committed_is_swept(tmp_pat
     assert not Path(path, "job").exists()
 
 
-Taker = Callable[[Any], Any]
+Call = Callable[[Any], Any]
 STATE = {"w": np.ones(3)}
-TAKERS: dict[str, Taker] = {
+CALLS: dict[str, Call] = {
     "export": lambda path: sx.export_checkpoint(STATE, path),
     "export in the background": lambda path: sx.export_checkpoint(STATE, path, background=True).result(30),
     "files_from": lambda path: sx.export_checkpoint(STATE, "out", files_from=[path]),
@@ -274,7 +285,7 @@ TAKERS: dict[str, Taker] = {
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory to work in, that holds a checkpoint and a home."""
+    """Return a checkpoint in the current directory, which also has the user's home."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
@@ -285,32 +296,32 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("taker", "path"),
+    ("call", "path"),
     [
-        (taker, path)
-        for taker in TAKERS
+        (call, path)
+        for call in CALLS
         for path in (b"path", "nu\0ll", "file:///nu%00ll", 7, "")
-        if (taker, path) != ("NFSWorkspace", "")  # the current directory is the checkpoint
+        if (call, path) != ("NFSWorkspace", "")  # the current directory is the checkpoint
     ],
 )
-def test_every_call_refuses_what_is_no_path(taker: str, path: Any, checkpoint: Path) -> None:
+def test_every_call_refuses_what_is_no_path(call: str, path: Any, checkpoint: Path) -> None:
     with pytest.raises(sx.errors.InvalidArgumentError, match=r"path|map name patterns") as caught:
-        TAKERS[taker](path)
+        CALLS[call](path)
     assert sorted(os.listdir()) == ["checkpoint", "home"], caught.value
 
 
-@pytest.mark.parametrize("taker", ["export", "export in the background", "save", "save in the background", "merge to"])
-def test_a_tilde_is_the_home_directory_of_what_is_written(taker: str, checkpoint: Path) -> None:
-    report = TAKERS[taker]("~/out")
+@pytest.mark.parametrize("call", ["export", "export in the background", "save", "save in the background", "merge to"])
+def test_a_tilde_is_the_home_directory_of_what_is_written(call: str, checkpoint: Path) -> None:
+    report = CALLS[call]("~/out")
     assert report.path == str(checkpoint.parent / "home/out")
     assert sorted(os.listdir()) == ["checkpoint", "home"]
     assert sx.open_checkpoint(Path("~/out"))["w"].read().tolist() == [1, 1, 1]
-    name = "save.json" if taker.startswith("save") else "model.safetensors"
+    name = "save.json" if call.startswith("save") else "model.safetensors"
     assert (checkpoint.parent / "home/out" / name).exists()
 
 
 @pytest.mark.parametrize("make", [Workspace, sx.NFSWorkspace])
-def test_a_tilde_is_the_home_directory_of_a_workspace(make: Taker, checkpoint: Path) -> None:
+def test_a_tilde_is_the_home_directory_of_a_workspace(make: Call, checkpoint: Path) -> None:
     made = make("~/saved")
     if isinstance(made, sx.NFSWorkspace):
         made.write_configs_and_weights(None, STATE)
@@ -319,11 +330,11 @@ def test_a_tilde_is_the_home_directory_of_a_workspace(make: Taker, checkpoint: P
     assert sorted(os.listdir()) == ["checkpoint", "home"]
 
 
-@pytest.mark.parametrize("taker", ["files_from", "load", "merge from", "open", "summarize", "verify", "layout"])
-def test_errors_show_the_absolute_path(taker: str, checkpoint: Path) -> None:
+@pytest.mark.parametrize("call", ["files_from", "load", "merge from", "open", "summarize", "verify", "layout"])
+def test_errors_show_the_absolute_path(call: str, checkpoint: Path) -> None:
     for path, meant in (("no/where", checkpoint.parent / "no/where"), ("~/x", checkpoint.parent / "home/x")):
         with pytest.raises(sx.errors.NotFoundError, match="no such path") as caught:
-            TAKERS[taker](path)
+            CALLS[call](path)
         assert caught.value.path == str(meant)
 
 

@@ -150,7 +150,7 @@ def test_a_cast_leaves_what_packed_weights_need(tmp_path: Path) -> None:
     assert changed == {"norm.scale", "zero"}
 
 
-def test_a_live_tensor_of_several_tensors_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_live_tensor_that_is_made_of_several_is_refused(tmp_path: Path) -> None:
     """torch's example of such a class; torchao's are of this kind."""
     from torch.testing._internal.two_tensor import TwoTensor
 

@@ -88,7 +88,7 @@ def plan_one(
 
 
 @given(meshes())
-def test_every_piece_of_a_plan_is_a_part_of_a_box_of_its_holder(
+def test_every_piece_of_a_plan_is_a_box_of_its_holder_and_of_all_replicas(
     mesh: tuple[tuple[int, ...], list[list[Box]]],
 ) -> None:
     shape, boxes_by_holder = mesh
@@ -126,15 +126,15 @@ def corruptions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Box]]]:
 
 
 @pytest.fixture(params=["few boxes", "many boxes"], scope="module")
-def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Return each of the two ways to prove a cover."""
+def proof(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Use each of the two algorithms that prove a cover."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "many boxes":
             patch.setattr("statexchange.sharding.plan._MANY_BOXES", 1)
         yield
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("proof")
 @given(corruptions())
 @example(((4, 4), [[Box((0, 0), (2, 4))], [Box((1, 0), (3, 4))]]))
 def test_corrupted_boxes_get_the_verdict_of_the_reference(case: tuple[tuple[int, ...], list[list[Box]]]) -> None:
@@ -193,7 +193,7 @@ def test_a_cover_of_very_unequal_boxes_is_proved_fast() -> None:
         prove_cover("w", (n, n), long)
 
 
-def test_a_cover_of_a_shape_too_large_to_number_its_corners_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gap_is_found_in_a_shape_too_large_to_number_its_corners(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("statexchange.sharding.plan._MANY_BOXES", 1)
     n = 40_000
     shape = (n,) * 4
@@ -213,7 +213,7 @@ def test_many_boxes_along_many_dims_are_split_before_their_corners_are_counted(
     del boxes[Box(missing, ones)]
     with pytest.raises(IncompleteError, match=re.escape(f"no rank holds region {region}")):
         prove_cover("w", shape, boxes)
-    boxes[Box((0, 1, *(1,) * 10), ones)] = [0]
+    boxes[Box(missing, ones)] = [0]
     boxes[Box((1, 1, *(1,) * 10), ones)] = [1]
     boxes[Box((1, 0, *(1,) * 10), (1, 2, *(1,) * 10))] = [2]
     with pytest.raises(OverlapError, match=r"claimed twice: .* by rank 0 and .* by rank 2"):
@@ -321,14 +321,14 @@ def test_sizes(text: int | str, nbytes: int) -> None:
     assert ExportOptions(max_shard_size=text).max_shard_bytes == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 i", "5XB", "1e9", "5GBs", "nan", "٣GB"[1:] + "x"])
+@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 i", "5XB", "1e9", "5GBs", "nan", "GBx", "٣GB"])
 def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="is not a size"):
         ExportOptions(max_shard_size=text)
 
 
 @pytest.mark.parametrize("size", [0, -5])
-def test_a_file_must_hold_something(size: int) -> None:
+def test_a_size_must_be_positive(size: int) -> None:
     with pytest.raises(InvalidArgumentError, match="must be positive"):
         ExportOptions(max_shard_size=size)
 
@@ -431,7 +431,7 @@ def test_tensors_lie_in_a_file_where_safetensors_puts_them(
 
 
 @given(meshes())
-def test_the_plan_digest_depends_on_the_output_only(mesh: tuple[tuple[int, ...], list[list[Box]]]) -> None:
+def test_the_plan_digest_changes_with_the_output(mesh: tuple[tuple[int, ...], list[list[Box]]]) -> None:
     shape, boxes_by_holder = mesh
     assume(shape)
 

@@ -17,8 +17,7 @@ import torch
 import statexchange as sx
 from statexchange.errors import InvalidArgumentError, StateExchangeError
 
-PACKAGE = Path(sx.__file__).parent
-# A finder that hides torch, for an interpreter of its own.
+# Hides torch from a new interpreter.
 WITHOUT_TORCH = """
 import sys
 class NoTorch:
@@ -37,7 +36,7 @@ def test_at_most_28_names_are_at_the_top() -> None:
 @pytest.mark.parametrize(
     "package", ["statexchange", "statexchange.comm", "statexchange.train", "statexchange.integrations"]
 )
-def test_each_public_name_exists_and_stands_in_the_stub(package: str) -> None:
+def test_each_public_name_exists_and_is_in_the_stub(package: str) -> None:
     module = importlib.import_module(package)
     stub = ast.parse((Path(str(module.__file__)).parent / "__init__.pyi").read_text())
     listed = {

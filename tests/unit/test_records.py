@@ -1,10 +1,10 @@
-"""Records that ranks send each other about state: they round-trip, and changed ones are read or refused."""
+"""Records that ranks send each other about state: they round-trip; one that was changed is valid or refused."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -47,14 +47,14 @@ PLAN = WritePlan(
 
 def metadata() -> RankMetadata:
     described = describe(STATE, Layout.parse(LAYOUT))
-    spread = Placement((2, 1), (DimSplit(0), None))
+    placement = Placement((2, 1), (DimSplit(0), None))
     found = RankMetadata.of(described, {"dtype": "None"}).to_json()
-    found["placements"] = [spread.to_json()]
+    found["placements"] = [placement.to_json()]
     found["shards"].append({"name": "mesh", "dtype": "F32", "shape": [4, 2], "placement": 0})
     return RankMetadata.from_json(json.loads(json.dumps(found)))
 
 
-FACTS = (
+TENSORS_METADATA = (
     _TensorMetadata("w", "F32", (2, 3), "parameter", requires_grad=True, alias=None, offset=0),
     _TensorMetadata("tied", "F32", (2, 3), "parameter", requires_grad=True, alias="w", offset=64),
 )
@@ -62,7 +62,7 @@ CASES: list[tuple[Any, Callable[[Any], Any]]] = [
     (metadata(), RankMetadata.from_json),
     (PLAN, lambda raw: WritePlan.from_json(raw, 2)),
     (BoxReceipts((BoxReceipt(0, 1, 0, "aa"), BoxReceipt(1, 0, 2, "bb"))), BoxReceipts.from_json),
-    (_RankMessage(FACTS, {"id": "a"}, ["x"]), _RankMessage.from_json),
+    (_RankMessage(TENSORS_METADATA, {"id": "a"}, ["x"]), _RankMessage.from_json),
     (WantedBox("w", Box((0,), (2,)), "F32"), WantedBox.from_json),
     (
         ExportReport("/p", (("a", 1),), 1, 1, {"b": "a"}, 0.5, {"write": 0.1}, {"write": 1}, (1, 0)),
@@ -84,7 +84,12 @@ def sent(record: Any) -> Any:
 def places(raw: Any) -> Iterator[tuple[Any, ...]]:
     """Return every place in a JSON value, as the keys that lead to it."""
     yield ()
-    for key, item in raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ():
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(raw, dict):
+        items = raw.items()
+    elif isinstance(raw, list):
+        items = enumerate(raw)
+    for key, item in items:
         for rest in places(item):
             yield (key, *rest)
 

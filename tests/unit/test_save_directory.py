@@ -49,20 +49,20 @@ def value_of(path: Path) -> float:
     return float(state["step"])
 
 
-def saves(path: str, value: float, world_size: int) -> None:
+def save_one_rank(path: str, value: float) -> None:
     rank = sx.get_rank()
     own = {f"own{rank}": np.full((5,), value + rank, np.float32)}
     sx.save_checkpoint({"same": np.full((3,), value, np.float32), **own, "step": int(value)}, path, overwrite=True)
 
 
 def save_ranks(path: Path, value: float = 1.0, world_size: int = RANKS) -> Path:
-    run_ranks(saves, world_size, args=(str(path), value, world_size))
+    run_ranks(save_one_rank, world_size, args=(str(path), value))
     return path
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two saves, by two ranks each."""
+    """Return a directory with two saves, by two ranks each."""
     folder = tmp_path_factory.mktemp("kept")
     save_ranks(folder / "one", 1.0)
     save_ranks(folder / "two", 2.0)
@@ -71,7 +71,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(kept: Path, tmp_path: Path) -> Path:
-    """A copy of the first."""
+    """Return a copy of the first of the two saves, for tests that damage it."""
     shutil.copytree(kept / "one", tmp_path / "saved")
     return tmp_path / "saved"
 
@@ -83,7 +83,7 @@ def state_of_ranks() -> dict[str, Any]:
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "load": lambda path: sx.load_checkpoint(state_of_ranks(), path),
-    "open": lambda path: sx.open_checkpoint(path),
+    "open": sx.open_checkpoint,
     "merge": lambda path: sx.merge_checkpoint(path, path.parent / "merged"),
 }
 
@@ -259,7 +259,7 @@ def stopped(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_of_two_savers_to_one_path_the_second_is_refused_by_name(
+def test_the_second_of_two_savers_to_one_path_is_refused_by_name(
     stopped: Callable[..., subprocess.Popen[str]], overwrite: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "saved"

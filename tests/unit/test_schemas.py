@@ -1,4 +1,4 @@
-"""Every JSON output is as the schemas in docs/schemas say, and every schema is that of an output."""
+"""Every JSON output is valid by its schema in docs/schemas, and every schema is used by an output."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROWS = {
 
 
 def references(value: Any, file: str) -> set[str]:
-    """Every definition that a schema refers to, each with its file."""
+    """Return every definition that a schema refers to, with its file."""
     found: set[str] = set()
     if isinstance(value, dict):
         if isinstance(value.get("$ref"), str):
@@ -55,7 +55,7 @@ def references(value: Any, file: str) -> set[str]:
 
 
 def objects(value: Any, where: str) -> list[tuple[str, dict[str, Any]]]:
-    """Every schema of an object with properties, each with its place."""
+    """Return every schema of an object with properties, with its place."""
     found: list[tuple[str, dict[str, Any]]] = []
     if isinstance(value, dict):
         if isinstance(value.get("properties"), dict) and value.get("type") == "object":
@@ -79,7 +79,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(shards, home / "missing")
     (home / "missing/model-00002-of-00003.safetensors").unlink()
     shutil.copytree(home / "saves", home / "broken_saves")
-    (home / "broken_saves/step-000000010/rank-00001.safetensors").unlink(missing_ok=True)
+    (home / "broken_saves/step-000000010/rank-00001-of-00003.safetensors").unlink()
     for file in sorted((home / "broken_saves/step-000000020").glob("rank-*.safetensors"))[:1]:
         file.write_bytes(file.read_bytes()[:-100])
     shutil.copytree(home / "saves", home / "unfinished_saves")

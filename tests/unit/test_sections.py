@@ -1,4 +1,4 @@
-"""Sections: what of a job's state is the model, told only where it is certain."""
+"""Sections of a job's state: the model is chosen only where it is certain which part that is."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""Records of tensors on meshes, compared element by element with torch's own chunks and with explicit boxes."""
+"""Sharding specs of tensors on meshes, compared element by element with torch's own chunks and with explicit boxes."""
 
 import json
 import math
+import tracemalloc
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from statexchange.errors import CorruptError, IncompleteError
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.placements import DimSplit
+from statexchange.sharding.placements import DimSplit, local_boxes
 from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge
 from statexchange.sharding.sharding_spec import Placement, ShardingSpec, coordinate_of, covers_exactly
 from statexchange.sharding.shards import Box, Shard, full_box
@@ -74,14 +75,13 @@ def test_every_element_comes_once_and_from_ranks_that_have_it(case: tuple[tuple[
         assert numbers == sorted(elements[rank].reshape(-1).tolist())
     offsets = [piece.box.offsets for piece in tensor.pieces]
     assert offsets == sorted(offsets)
+    # The pieces are a lazy sequence.
     assert list(tensor.pieces) == [tensor.pieces[index] for index in range(len(tensor.pieces))]
     assert list(tensor.pieces[1:]) == list(tensor.pieces)[1:]
 
 
 @given(placements())
-def test_a_record_gives_the_plan_of_its_boxes(case: tuple[tuple[int, ...], Placement]) -> None:
-    from statexchange.sharding.placements import local_boxes
-
+def test_a_sharding_spec_gives_the_plan_of_its_boxes(case: tuple[tuple[int, ...], Placement]) -> None:
     shape, placement = case
     assume(math.prod(shape))
     rank_shards = []
@@ -94,8 +94,8 @@ def test_a_record_gives_the_plan_of_its_boxes(case: tuple[tuple[int, ...], Place
 
 def test_replicas_supply_tensors_in_turn() -> None:
     mesh = Placement((4, 2), (None, DimSplit(0)))
-    spread = [ShardingSpec(f"w{i}", "F32", (8, 2), mesh) for i in range(8)]
-    plan = plan_merge([RankShards(0, spread), *(RankShards(rank, ()) for rank in range(1, 8))])
+    specs = [ShardingSpec(f"w{i}", "F32", (8, 2), mesh) for i in range(8)]
+    plan = plan_merge([RankShards(0, specs), *(RankShards(rank, ()) for rank in range(1, 8))])
     suppliers = [piece.holder for tensor in plan.files[0].tensors for piece in tensor.pieces]
     assert sorted(suppliers) == sorted([*range(8)] * 2)
 
@@ -133,7 +133,7 @@ def test_a_rank_with_an_empty_part_does_not_count_for_ties() -> None:
 
 
 @given(placements(), st.integers(0, 63))
-def test_a_record_round_trips_through_json(case: tuple[tuple[int, ...], Placement], rank: int) -> None:
+def test_a_placement_round_trips_through_json(case: tuple[tuple[int, ...], Placement], rank: int) -> None:
     shape, placement = case
     assume(rank < math.prod(placement.mesh_shape))
     assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
@@ -162,17 +162,15 @@ def test_runs_that_leave_a_gap_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 def test_a_plan_does_not_grow_with_the_number_of_ranks() -> None:
-    from tracemalloc import get_traced_memory, start, stop
-
     sizes = []
     for ranks in (64, 1024):
-        spread = [
+        specs = [
             ShardingSpec(f"layers.{i}.w", "BF16", (4096, 64), Placement((ranks,), (DimSplit(0),))) for i in range(2000)
         ]
-        rank_shards = [RankShards(rank, spread if rank == 0 else ()) for rank in range(ranks)]
-        start()
+        rank_shards = [RankShards(rank, specs if rank == 0 else ()) for rank in range(ranks)]
+        tracemalloc.start()
         plan = plan_merge(rank_shards)
-        sizes.append(get_traced_memory()[0])
-        stop()
+        sizes.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
         assert sum(len(tensor.pieces) for file in plan.files for tensor in file.tensors) == 2000 * ranks
     assert sizes[1] < 1.3 * sizes[0]

@@ -128,7 +128,8 @@ def test_a_file_at_an_address_must_be_the_announced_one(tmp_path: Path) -> None:
     other.close()
 
 
-def test_too_little_room_is_an_error_that_names_the_size(tmp_path: Path) -> None:
+def test_too_little_space_is_an_error_that_names_the_size() -> None:
+    require_mounts()
     program = """
 from statexchange.errors import StorageError
 small = Arena.create(1 << 20, "file")
@@ -140,7 +141,6 @@ print(len(os.listdir("/dev/shm")))
 small.close()
 print(os.listdir("/dev/shm"))
 """
-    require_mounts()
     program = "import os\nfrom statexchange.shared_memory import *\n" + program
     script = 'mount -t tmpfs -o size=4m tmpfs /dev/shm && "$1" -c "$2"'
     done = subprocess.run(
@@ -232,7 +232,7 @@ sys.stdin.readline()
 
 
 def start_owner(*prefix: str) -> tuple[subprocess.Popen[str], list[str]]:
-    """A process that holds three files in /dev/shm, and their names."""
+    """Start a process that holds three files in /dev/shm; return it and their names."""
     command = [*prefix, sys.executable, "-c", OWNER]
     owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
@@ -255,14 +255,14 @@ def test_files_of_killed_processes_are_swept_and_those_of_living_ones_are_not() 
     assert len({*left, *kept}) == 6
     kill(killed)
     own = Arena.create(PAGE, "file")
-    assert {*left, *kept} < set(arena_names())
+    assert {*left, *kept} < arena_names()
     sweep()
-    assert set(arena_names()) & {*left, *kept} == set(kept)
+    assert arena_names() & {*left, *kept} == set(kept)
     assert Path(own.address["path"]).exists()
     own.close()
     kill(living)
     sweep()
-    assert not set(arena_names()) & set(kept)
+    assert not arena_names() & set(kept)
 
 
 INITIALISED = """
@@ -281,7 +281,7 @@ print(os.listdir("/dev/shm"))
 
 @pytest.mark.usefixtures("mounts")
 def test_init_sweeps_what_killed_processes_have_left() -> None:
-    """C11, in a /dev/shm of its own, as other tests' processes sweep, too."""
+    """In a new /dev/shm, since processes of other tests sweep the shared one."""
     command = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
     run = ["unshare", "-m", "sh", "-c", command, "sh", sys.executable, "-c", INITIALISED, OWNER]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60)
@@ -295,7 +295,7 @@ def test_a_pid_that_another_process_has_now_does_not_protect_a_file() -> None:
     name = re.sub(r"\.[0-9a-f]+\.[0-9a-f]+$", f".{os.getpid():x}.1", left[0])
     os.rename(f"/dev/shm/{left[0]}", f"/dev/shm/{name}")
     sweep()
-    assert not set(arena_names()) & {name, *left}
+    assert not arena_names() & {name, *left}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="other users and namespaces need root")
@@ -308,7 +308,7 @@ def test_files_of_another_user_or_pid_namespace_are_left_alone() -> None:
     apart, theirs = start_owner("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
     kill(apart)
     sweep()
-    assert {*left, *theirs} <= set(arena_names())
+    assert {*left, *theirs} <= arena_names()
     remove([*left, *theirs])
 
 

@@ -1,4 +1,4 @@
-"""Sources: recognised by content, read from headers alone, with only what the files really hold."""
+"""Sources: recognised by content, and read from headers alone, which must agree with the files."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from statexchange.storage.workspace import Receipt, Workspace
 
 
 def fill(path: Path, run: str = "job", ranks: int = 3, world_size: int = 3, number: int = 1) -> list[Receipt]:
-    """Rows of `w`, one to a rank."""
+    """Write a round of a workspace, in which each rank has one row of `w`."""
     data = [memoryview(bytes([r] * 4)) for r in range(ranks)]
     tensors = [[ShardData(Shard("w", "U8", (world_size, 4), (Box((r, 0), (1, 4)),)), data[r])] for r in range(ranks)]
     return [
@@ -140,20 +140,20 @@ def test_broken_files_are_named_in_problems_or_errors(tmp_path: Path) -> None:
     assert [p.path for p in open_source(tmp_path, strict=False).problems] == [str(path)]
 
 
-def tensor_fact(**change: Any) -> dict[str, Any]:
-    fact = {"dtype": "U8", "global_shape": [1, 4], "boxes": [[[0, 0], [1, 4]]], "digests": ["x"]}
-    return {"tensors": {"w": fact | change}}
+def tensor_metadata(**change: Any) -> dict[str, Any]:
+    entry = {"dtype": "U8", "global_shape": [1, 4], "boxes": [[[0, 0], [1, 4]]], "digests": ["x"]}
+    return {"tensors": {"w": entry | change}}
 
 
-BROKEN_FACTS: list[tuple[dict[str, Any], str]] = [
+BROKEN_METADATA: list[tuple[dict[str, Any], str]] = [
     ({"tensors": {}}, "list different tensors"),
     ({"tensors": {"w": []}}, "broken metadata"),
-    (tensor_fact(boxes=[[[0, 0], [1, 3]]]), "does not fit"),
-    (tensor_fact(dtype="F32", boxes=[[[0, 0], [1, 1]]]), "does not fit"),
-    (tensor_fact(boxes=[[[1, 0], [1, 4]]]), "outside"),
-    (tensor_fact(boxes=[[[-1, 0], [1, 4]]]), "broken metadata"),
-    (tensor_fact(dtype=[]), "unknown dtype"),
-    (tensor_fact(digests=[]), "does not fit"),
+    (tensor_metadata(boxes=[[[0, 0], [1, 3]]]), "does not fit"),
+    (tensor_metadata(dtype="F32", boxes=[[[0, 0], [1, 1]]]), "does not fit"),
+    (tensor_metadata(boxes=[[[1, 0], [1, 4]]]), "outside"),
+    (tensor_metadata(boxes=[[[-1, 0], [1, 4]]]), "broken metadata"),
+    (tensor_metadata(dtype=[]), "unknown dtype"),
+    (tensor_metadata(digests=[]), "does not fit"),
     ({"schema": 2}, "another version"),
     ({"config": {}}, "not text"),
     ({"aliases": [1]}, "broken aliases"),
@@ -163,14 +163,14 @@ BROKEN_FACTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "match"), BROKEN_FACTS)
-def test_facts_that_contradict_the_file_are_refused(tmp_path: Path, change: dict[str, Any], match: str) -> None:
+@pytest.mark.parametrize(("change", "match"), BROKEN_METADATA)
+def test_metadata_that_contradicts_the_file_is_refused(tmp_path: Path, change: dict[str, Any], match: str) -> None:
     (receipt,) = fill(tmp_path, ranks=1, world_size=1)
     path = tmp_path / receipt.relative
     data = path.read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    facts = json.loads(header["__metadata__"]["statexchange"])
-    header["__metadata__"]["statexchange"] = json.dumps({**facts, **change})
+    metadata = json.loads(header["__metadata__"]["statexchange"])
+    header["__metadata__"]["statexchange"] = json.dumps({**metadata, **change})
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[-4:])
     with pytest.raises(CorruptError, match=match) as caught:
@@ -197,7 +197,7 @@ def test_a_published_directory_is_read_by_its_manifest(published: Path) -> None:
     source = open_source(published)
     assert (source.kind, len(source.files), source.problems) == ("huggingface", 2, ())
     assert all(byte_range.digest for _, tensor in source.shards() for byte_range in tensor.byte_ranges)
-    (published / "stranger.safetensors").write_bytes(b"no checkpoint at all")
+    (published / "unlisted.safetensors").write_bytes(b"no checkpoint at all")
     assert len(open_source(published).files) == 2
 
 

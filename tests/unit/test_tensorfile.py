@@ -1,6 +1,7 @@
 """The tensor file: byte for byte what safetensors writes; any other file is refused."""
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -28,17 +29,16 @@ def content(tensor: torch.Tensor) -> memoryview:
     return memoryview(bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist()))
 
 
-def held(name: str, tensor: torch.Tensor, global_shape: tuple[int, ...] | None = None, *boxes: Box) -> ShardData:
+def shard(name: str, tensor: torch.Tensor, global_shape: tuple[int, ...] | None = None, *boxes: Box) -> ShardData:
     dtype = next(name for name, dtype in DTYPES.items() if dtype == tensor.dtype)
     shape = tuple(tensor.shape) if global_shape is None else global_shape
     return ShardData(Shard(name, dtype, shape, boxes or (full_box(shape),)), content(tensor))
 
 
-def write(path: Path, *tensors: ShardData, facts: dict[str, Any] | None = None) -> Path:
+def write(path: Path, *tensors: ShardData, metadata: dict[str, Any] | None = None) -> Path:
     with files.directory(str(path.parent)) as dir_fd:
-        assert (
-            write_tensor_file(dir_fd, path.name, str(path), tensors, facts or {}, durable=False) == path.stat().st_size
-        )
+        nbytes = write_tensor_file(dir_fd, path.name, str(path), tensors, metadata or {}, durable=False)
+    assert nbytes == path.stat().st_size
     return path
 
 
@@ -57,7 +57,7 @@ def example_tensors() -> dict[str, torch.Tensor]:
 
 def test_the_bytes_are_those_of_save_file(tmp_path: Path) -> None:
     tensors = {k: v for k, v in example_tensors().items() if v.dtype != torch.complex128}
-    ours = write(tmp_path / "ours", *(held(k, v) for k, v in tensors.items()), facts={"schema": 1})
+    ours = write(tmp_path / "ours", *(shard(k, v) for k, v in tensors.items()), metadata={"schema": 1})
     with safe_open(ours, "pt") as opened:
         metadata = opened.metadata()
     save_file(tensors, tmp_path / "theirs", metadata)
@@ -85,7 +85,7 @@ def test_a_header_alone_is_byte_identical(tmp_path: Path, names: list[str]) -> N
 
 def test_complex128_is_kept_as_pairs(tmp_path: Path) -> None:
     value = torch.tensor([1 + 2j, -0.5j], dtype=torch.complex128)
-    back = load_file(write(tmp_path / "x", held("c", value)))
+    back = load_file(write(tmp_path / "x", shard("c", value)))
     assert torch.equal(torch.view_as_complex(back["c"]), value)
 
 
@@ -95,8 +95,8 @@ def test_torchs_own_reader_merges_our_shards(tmp_path: Path) -> None:
 
     value = torch.arange(24.0).reshape(4, 6)
     for rank, (low, high) in enumerate([(0, 2), (2, 6)]):
-        part = held("w", value[:, low:high], (4, 6), Box((0, low), (4, high - low)))
-        write(tmp_path / f"part{rank}.safetensors", part, held("bias", torch.ones(3)))
+        part = shard("w", value[:, low:high], (4, 6), Box((0, low), (4, high - low)))
+        write(tmp_path / f"part{rank}.safetensors", part, shard("bias", torch.ones(3)))
     state = {"w": torch.zeros(4, 6), "bias": torch.zeros(3)}
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
     assert torch.equal(state["w"], value)
@@ -105,14 +105,14 @@ def test_torchs_own_reader_merges_our_shards(tmp_path: Path) -> None:
 
 def test_a_digest_does_not_depend_on_how_its_bytes_are_split(tmp_path: Path) -> None:
     value = torch.arange(6.0)
-    several = held("w", value, (4, 4), Box((0, 0), (2, 2)), Box((3, 0), (1, 2)))
+    several = shard("w", value, (4, 4), Box((0, 0), (2, 2)), Box((3, 0), (1, 2)))
     boxes = [content(value[:4]), content(value[4:])]
     split = ShardData(several.shard, lambda box: (boxes[box][at : at + 3] for at in range(0, len(boxes[box]), 3)))
     for one in (several, split):
         path = write(tmp_path / f"{one is split}", one)
-        facts = header_of(str(path)).workspace_metadata("x", Budget("x"))
-        assert facts is not None
-        assert facts["tensors"]["w"]["digests"] == [digest(box) for box in boxes]
+        metadata = header_of(str(path)).workspace_metadata("x", Budget("x"))
+        assert metadata is not None
+        assert metadata["tensors"]["w"]["digests"] == [digest(box) for box in boxes]
         assert load_file(path)["w"].tolist() == value.tolist()
     assert digest(b"") == "99aa06d3014798d86001c324468d497f"
 
@@ -129,13 +129,13 @@ def test_a_digest_does_not_depend_on_how_its_bytes_are_split(tmp_path: Path) -> 
 )
 def test_a_harmful_name_is_never_written(tmp_path: Path, name: str, why: str) -> None:
     with pytest.raises(UnsafeError, match=f"cannot be written under the name .*: {why}.*; rename the tensor"):
-        write(tmp_path / "x", held(name, torch.ones(1)))
+        write(tmp_path / "x", shard(name, torch.ones(1)))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="two tensors") as caught:
-        write(tmp_path / "x", held("w", torch.ones(1)), held("w", torch.ones(1)))
+        write(tmp_path / "x", shard("w", torch.ones(1)), shard("w", torch.ones(1)))
     assert caught.value.name == "w"
     assert list(tmp_path.iterdir()) == []
 
@@ -237,8 +237,8 @@ def test_a_huge_claimed_size_allocates_nothing(tmp_path: Path, claim: int) -> No
 
 
 def small_file(path: Path) -> bytes:
-    tensors = [held("a", torch.ones(2)), held("b", torch.tensor(3, dtype=torch.int8)), held("c", torch.empty(0, 4))]
-    return write(path, *tensors, facts={"schema": 1}).read_bytes()
+    tensors = [shard("a", torch.ones(2)), shard("b", torch.tensor(3, dtype=torch.int8)), shard("c", torch.empty(0, 4))]
+    return write(path, *tensors, metadata={"schema": 1}).read_bytes()
 
 
 def test_a_file_cut_off_anywhere_is_corrupt(tmp_path: Path) -> None:
@@ -295,8 +295,6 @@ def test_a_mutated_file_is_read_or_refused_and_nothing_else(tmp_path: Path, chan
 
 
 def test_other_than_regular_files_are_refused_at_once(tmp_path: Path) -> None:
-    import os
-
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/null")):
         with pytest.raises(UnsafeError, match="not a regular file"):

@@ -199,7 +199,7 @@ TREES = st.recursive(
 def test_any_tree_is_rebuilt_with_every_leaf_in_its_place(tree: Any) -> None:
     leaves = flatten(tree)
     assert len(dict(leaves)) == len(leaves)
-    marks = {path: (object(),)[0] for path, _ in leaves}
+    marks = {path: object() for path, _ in leaves}
     kinds = [(node.path, node.container) for node in nodes(tree)]
     marked = rebuild(tree, marks)
     assert dict(flatten(marked)) == marks

@@ -1,3 +1,5 @@
+"""The treemap of parameters: areas in proportion, colours by module, readable labels, a bounded size."""
+
 from collections.abc import Iterator
 from math import prod
 from random import Random
@@ -44,7 +46,7 @@ def texts(root: ET.Element) -> list[str]:
 
 
 def overlap(a: Rectangle, b: Rectangle) -> bool:
-    slack = 0.01  # of the digits in the file
+    slack = 0.01  # the numbers in the file are rounded
     return all(a[i] + slack < b[i] + b[i + 2] and b[i] + slack < a[i] + a[i + 2] for i in (0, 1))
 
 
