@@ -1,4 +1,4 @@
-"""Jobs of tests that are killed at one of their storage calls: each is a fork of a process that has imported all."""
+"""Jobs that a test kills at one of their storage calls; each is forked from a process that has imported everything."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from warm_python import import_for_forks, warm_python
 def serve(work: Callable[..., object], counts: Callable[[str], bool] = lambda path: True) -> None:
     """Run `work` in a forked process for each line of stdin, and print its exit code and its storage calls.
 
-    A line has the number of the call at which to kill the process (0 for none), then the arguments. Only calls whose
-    path `counts` are numbered.
+    A line has the number of the call at which to kill the process (0 for none), then the arguments. Only calls with
+    a path for which `counts` returns True are numbered.
     """
     import_for_forks()
     for line in sys.stdin:
@@ -63,7 +63,7 @@ class ForkedJobs:
 
     Args:
         program: the code that imports what jobs need and ends with a call of `serve`.
-        wrapper: words before the command.
+        wrapper: words before the command, such as strace with its options.
     """
 
     def __init__(self, program: str, wrapper: Sequence[str] = ()) -> None:

@@ -52,12 +52,12 @@ def buckets(wrong: bool, **settings: Any) -> Any:
     return sx.train.BucketReducer(net(), **(settings if wrong else {}))
 
 
-def added(reducer: Any, tensor: Any) -> None:
+def add(reducer: Any, tensor: Any) -> None:
     reducer.add(tensor)
     reducer.finalize()
 
 
-def entered(block: contextlib.AbstractContextManager[Any]) -> None:
+def enter(block: contextlib.AbstractContextManager[Any]) -> None:
     with block:
         pass
 
@@ -109,13 +109,13 @@ CALLS: dict[str, Call] = {
     "tune_every": lambda w: parallel(w, tune_every="x"),
     "an unknown setting of data_parallel": lambda w: parallel(w, message_size=1),
     "weight of data_parallel": lambda w: parallel(w, weight=5),
-    "add": lambda w: added(sx.train.CoalescingReducer(), 5 if w else ones()),
-    "add at once": lambda w: added(sx.train.InlineReducer(), 5 if w else ones()),
-    "root of gather_state": lambda w: entered(sx.gather_state(net(), root="x" if w else 0)),
-    "workspace": lambda w: entered(sx.gather_state(net(), workspace=5 if w else None)),
-    "workspace_path": lambda w: entered(sx.get_tensors_parallel(ones(), [0, 1], None, 5 if w else None)),
-    "tensor": lambda w: entered(sx.get_tensors_parallel(None if w else ones(), [0, 1])),
-    "config": lambda w: entered(sx.get_configs_parallel({"a": object()} if w else 1, [0, 1])),
+    "add": lambda w: add(sx.train.CoalescingReducer(), 5 if w else ones()),
+    "add at once": lambda w: add(sx.train.InlineReducer(), 5 if w else ones()),
+    "root of gather_state": lambda w: enter(sx.gather_state(net(), root="x" if w else 0)),
+    "workspace": lambda w: enter(sx.gather_state(net(), workspace=5 if w else None)),
+    "workspace_path": lambda w: enter(sx.get_tensors_parallel(ones(), [0, 1], None, 5 if w else None)),
+    "tensor": lambda w: enter(sx.get_tensors_parallel(None if w else ones(), [0, 1])),
+    "config": lambda w: enter(sx.get_configs_parallel({"a": object()} if w else 1, [0, 1])),
 }
 
 
@@ -133,15 +133,15 @@ def test_a_wrong_argument_is_no_failure_of_a_peer(name: str, wrong_on: str) -> N
     assert one == other
 
 
-@pytest.mark.parametrize("name", ["out", "filename_pattern", "url", "source"])
+@pytest.mark.parametrize("name", ["path of export", "filename_pattern", "path of save", "path of load"])
 def test_a_wrong_argument_about_files_is_no_failure_of_a_peer(name: str, tmp_path: Path) -> None:
     def work() -> None:
         with pytest.raises((InvalidArgumentError, UnsupportedError)):
-            if name == "out":
+            if name == "path of export":
                 sx.export_checkpoint(net(), 5)  # type: ignore[arg-type]
             elif name == "filename_pattern":
                 sx.export_checkpoint(net(), tmp_path / "out", filename_pattern=5)  # type: ignore[arg-type]
-            elif name == "url":
+            elif name == "path of save":
                 sx.save_checkpoint({"a": ones()}, 5)  # type: ignore[arg-type]
             else:
                 sx.load_checkpoint(net(), 5)  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def test_arguments_of_init_are_checked_before_anything_begins(arguments: dict[st
 def test_absent_ranks_are_refused() -> None:
     for ranks in (5, None, [0, "1"], [0, 0.5]):
         with pytest.raises(InvalidArgumentError, match="ranks are a sequence of integers"):
-            entered(sx.get_tensors_parallel(ones(), ranks))  # type: ignore[arg-type]
+            enter(sx.get_tensors_parallel(ones(), ranks))  # type: ignore[arg-type]
 
 
 def test_pythons_own_error_is_kept_as_the_cause() -> None:

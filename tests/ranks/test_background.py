@@ -163,8 +163,8 @@ def stalls_and_continues(out: str) -> Any:
         while not failed.exists():
             time.sleep(0.01)
 
-    slow: dict[str, Any] = {"on_progress": wait} if comm.rank == 0 else {}
-    first = sx.export_checkpoint(state, f"{out}-1", comm=comm, stall_timeout_s=0.5, background=True, **slow)
+    options: dict[str, Any] = {"on_progress": wait} if comm.rank == 0 else {}
+    first = sx.export_checkpoint(state, f"{out}-1", comm=comm, stall_timeout_s=0.5, background=True, **options)
     if comm.rank == 1:
         while not first.done():
             time.sleep(0.01)
@@ -218,7 +218,7 @@ def test_a_failure_without_a_call_of_result_is_raised_by_the_next_export(backend
     assert found == [["out-3"]] * 2
 
 
-UNHEARD = """
+WITHOUT_RESULT = """
 import sys, torch
 import statexchange as sx
 future = sx.export_checkpoint({"w": torch.ones(2)}, sys.argv[1], include="nothing", background=True)
@@ -230,7 +230,7 @@ if sys.argv[2] == "asks":
 
 @pytest.mark.parametrize("how", ["drops", "asks"])
 def test_a_failure_without_a_call_of_result_is_logged_at_once_and_at_exit(how: str, tmp_path: Path) -> None:
-    run = [warm_python(), "-c", UNHEARD, tmp_path / "out", how]
+    run = [warm_python(), "-c", WITHOUT_RESULT, tmp_path / "out", how]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     at_once, *at_the_end = done.stderr.splitlines()

@@ -20,10 +20,6 @@ ROUNDS = 100
 TRANSPORTS = [("gloo", "auto"), ("gloo", "gloo"), slow("mpi", "mpi")]
 
 
-def start(backend: str) -> Communicator:
-    return sx.init() if backend == "auto" else sx.init(backend)
-
-
 def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
     """Run each body in a thread of its own, started in this order; return what they return or raise."""
     found: list[Any] = [None] * len(bodies)
@@ -55,7 +51,7 @@ def sums(comm: Communicator, value: float, wrong: list[float]) -> str:
 
 
 def two_threads(backend: str) -> list[Any]:
-    comm = start(backend)
+    comm = sx.init(backend)
     wrong: list[float] = []
     ends = in_threads(lambda: sums(comm, 1.0, wrong), lambda: sums(comm, 1000.0, wrong))
     return [wrong, ends]
@@ -70,7 +66,7 @@ def test_two_threads_never_get_each_others_results(ranks_backend: str, backend: 
 
 def from_one_thread(backend: str) -> list[Any]:
     """Call from one thread: the first of rank 0, the second thread of that name on rank 1, rank 2's main thread."""
-    comm = start(backend)
+    comm = sx.init(backend)
     stop = threading.Event()
     idle = threading.Thread(target=stop.wait, name="worker")
     idle.start()
@@ -95,8 +91,8 @@ def test_a_single_caller_may_be_any_thread_of_each_rank(ranks_backend: str, back
 
 
 def out_of_order(backend: str) -> list[str]:
-    """Two callers in different orders on the ranks, with equal shapes and from one line."""
-    comm = start(backend)
+    """Call from two threads in another order on each rank, with equal shapes and from one line."""
+    comm = sx.init(backend)
     turns = [threading.Event(), threading.Event()]
     turns[0].set()
 
@@ -110,20 +106,19 @@ def out_of_order(backend: str) -> list[str]:
             turns[1].set()
         return "nothing"
 
-    def calls(turn: int) -> Callable[[], str]:
-        return lambda: reduce_at(turn)
-
     known = in_threads(lambda: comm.caller), in_threads(lambda: comm.caller)
     assert known == ([0], [1])
-    steps = [threading.Event() for _ in range(2)]
+    first_is_known = threading.Event()
 
     def counted(number: int, turn: int) -> Callable[[], str]:
+        """Return the body of the caller 2 + `number`, which reduces at its turn."""
+
         def body() -> str:
             if number:
-                steps[0].wait(20)
+                first_is_known.wait(20)
             assert comm.caller == 2 + number
-            steps[0].set()
-            return calls(turn)()
+            first_is_known.set()
+            return reduce_at(turn)
 
         return body
 
@@ -145,7 +140,7 @@ def test_callers_in_different_orders_are_a_mismatch_that_names_both(ranks_backen
 
 def with_a_reducer(backend: str) -> list[Any]:
     """One thread trains; another one reduces tensors of the size of its bucket."""
-    comm = start(backend)
+    comm = sx.init(backend)
     module = torch.nn.Linear(8, 1, bias=False)
     reducer = sx.train.BucketReducer(module, comm, overlap=True)
     wrong: list[float] = []

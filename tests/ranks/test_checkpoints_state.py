@@ -56,7 +56,7 @@ class Job:
 
 
 def goes_on(folder: str) -> None:
-    """A new job that has loaded the save draws and learns what the first one does after it."""
+    """Check that a new job that has loaded the save draws and learns what the first one does after it."""
     rank = sx.get_rank()
     saves, first = sx.Checkpoints(folder), Job(rank)
     first.steps(3)
@@ -72,14 +72,13 @@ def goes_on(folder: str) -> None:
 
 
 def loads_on_another_number(folder: str) -> None:
-    """The message names the entry and the line; exclude leaves this rank's own, and "root" takes rank 0's."""
+    """The error names the entry and the option. `exclude` keeps this rank's state, replicas="root" loads rank 0's."""
     rank = sx.get_rank()
     saves, job = sx.Checkpoints(folder), Job(rank)
     before = job.random.state_dict()
     with pytest.raises(sx.errors.ReplicaError) as caught:
         saves.load(job.state())
-    told = r"ranks 0 and 1 saved different values of 'random.python'"
-    assert told in str(caught.value)
+    assert "ranks 0 and 1 saved different values of 'random.python'" in str(caught.value)
     assert re.search(
         r"pass exclude=(\['random.python', .*'\]|'random.\*') to leave the state as it is", str(caught.value)
     )
@@ -172,7 +171,7 @@ def test_a_stateful_data_loader_goes_on_where_its_rank_was(apart: int, tmp_path:
 
 @pytest.mark.parametrize("replicas", ["equal", "root"])
 def test_plain_values_that_ranks_saved_differently_are_named(replicas: Any, tmp_path: Path) -> None:
-    """Not those of which only some ranks have one, nor NaN, nor those that a rename or an include leaves out."""
+    """Except entries that only some ranks have, NaN, and those that a rename or an include leaves out."""
 
     def saves() -> None:
         rank = sx.get_rank()

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from scripts import run_main
 from sweeps import slow
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
-from statexchange.cli.main import main
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -143,9 +143,7 @@ def test_fsdp2_over_tensor_parallel_merges_to_the_full_tensors(tmp_path: Path) -
     merge_checkpoint(tmp_path / "dcp", tmp_path / "out", section="all")
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
     source = open_source(tmp_path / "dcp")
-    assert source.others[
-        "optimizer.param_groups.0.lr" if False else next(n for n in source.others if n.endswith(".lr"))
-    ]
+    assert next(text for name, text in source.others.items() if name.endswith(".lr")) == "float 0.01"
     assert any(name.startswith("optimizer.state.") for name in load_file(tmp_path / "out/model.safetensors"))
 
 
@@ -218,7 +216,7 @@ def test_torchs_hugging_face_shards_are_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["[]", '{"w":[]}', '{"w":{}}', '{"w":{"saved_offsets":[0]}}', '{"w":{"saved_offsets":[-1,0]}}', "x"]
 )
-def test_broken_sharding_facts_are_corrupt(tmp_path: Path, text: str) -> None:
+def test_broken_sharding_metadata_is_corrupt(tmp_path: Path, text: str) -> None:
     save_file({"w": numbers(2, 2)}, tmp_path / "x.safetensors", {"DCP_SHARDING_INFO": text})
     with pytest.raises(CorruptError) as caught:
         open_source(tmp_path / "x.safetensors")
@@ -244,7 +242,7 @@ def rewrite(saved: Path, change: Any) -> None:
 
 
 def refused(saved: Path, kind: type[StateExchangeError], match: str) -> StateExchangeError:
-    """Return the error that reading, merging and verifying all raise; nothing is published."""
+    """Return the error that a merge raises; nothing is published."""
     with pytest.raises(kind, match=match) as caught:
         merge_checkpoint(saved, saved.parent / "never")
     assert not (saved.parent / "never").exists()
@@ -284,23 +282,16 @@ def test_what_is_saved_in_the_background_is_read(tmp_path: Path, recwarn: pytest
     assert load_file(tmp_path / "out/model.safetensors")["w"].equal(state["w"])
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, str]:
-    """Exit code, stdout and stderr of a command."""
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    return ended.value.code, *capsys.readouterr()
-
-
 def test_the_command_line_shows_it(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "info", str(saved), "--json")
+    code, out, _ = run_main(capsys, "info", str(saved), "--json")
     info = json.loads(out)["data"]
     assert (code, info["kind"], info["num_tensors"], info["ranks"]) == (0, "dcp", 2, [0])
     assert info["others"] == {"lr": "float 0.5"}
-    assert "1: lr (float 0.5)" in run(capsys, "info", str(saved))[1]
-    assert "[40,50]" in run(capsys, "ls", str(saved))[1]
-    assert run(capsys, "verify", str(saved))[0] == 0
+    assert "1: lr (float 0.5)" in run_main(capsys, "info", str(saved))[1]
+    assert "[40,50]" in run_main(capsys, "ls", str(saved))[1]
+    assert run_main(capsys, "verify", str(saved))[0] == 0
     os.unlink(saved / "__0_0.distcp")
-    code, _, err = run(capsys, "info", str(saved))
+    code, _, err = run_main(capsys, "info", str(saved))
     assert (code, "__0_0.distcp" in err) == (5, True)
 
 
@@ -320,8 +311,8 @@ def test_a_truncated_file_is_named(saved: Path, left: int) -> None:
     assert error.name is not None
 
 
-def test_a_file_with_bytes_changed_in_its_zip_is_refused_or_has_other_values(saved: Path) -> None:
-    """Whatever byte is changed, the reader raises a StateExchangeError or returns a source."""
+def test_a_file_with_any_changed_byte_is_opened_if_not_strict(saved: Path) -> None:
+    """Errors become problems of the source."""
     path = saved / "__0_0.distcp"
     data = path.read_bytes()
     for at in range(0, len(data), 29):
@@ -329,7 +320,7 @@ def test_a_file_with_bytes_changed_in_its_zip_is_refused_or_has_other_values(sav
         assert open_source(saved, strict=False).kind == "dcp"
 
 
-def test_metadata_with_changed_bytes_is_an_error_or_a_source(saved: Path) -> None:
+def test_metadata_with_any_changed_byte_is_opened_or_refused(saved: Path) -> None:
     data = (saved / ".metadata").read_bytes()
     for at in range(len(data)):
         (saved / ".metadata").write_bytes(data[:at] + bytes([data[at] ^ 0x15]) + data[at + 1 :])
@@ -434,7 +425,7 @@ def test_a_tensor_of_an_unknown_dtype_does_not_hide_others(saved: Path) -> None:
 
 
 class Unknown:
-    """A class of ours."""
+    """A class that no reader knows."""
 
 
 @pytest.mark.parametrize(

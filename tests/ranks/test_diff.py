@@ -60,7 +60,7 @@ def test_a_sharded_save_equals_its_merge_and_its_export(tmp_path: Path) -> None:
     )
 
 
-def test_equal_digests_settle_without_reading(tmp_path: Path) -> None:
+def test_tensors_of_equal_digests_are_not_read(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(100, 50), "b": torch.arange(10)}
     a, b = published(tmp_path / "a", tensors), published(tmp_path / "b", tensors)
     report = sx.diff_checkpoints(a, b)
@@ -72,7 +72,7 @@ def test_equal_digests_settle_without_reading(tmp_path: Path) -> None:
     assert 0 < report.nbytes < 1000
 
 
-def test_names_shapes_and_dtypes_are_told_apart(tmp_path: Path) -> None:
+def test_differences_of_names_shapes_and_dtypes_are_distinguished(tmp_path: Path) -> None:
     a = {
         "same": torch.ones(3),
         "gone": torch.ones(1),
@@ -185,11 +185,11 @@ def test_norms_are_right_at_any_scale(dtype: torch.dtype, scale_b: float, scale:
     cosine = np.dot(left, right) / np.linalg.norm(left) / np.linalg.norm(right)
     assert values.cosine == pytest.approx(cosine, abs=1e-6)
     assert -1 <= values.cosine <= 1
-    if scale_b == 1:  # nearly the same direction: what is left to 1 is known to 6 digits, too
+    if scale_b == 1:  # nearly the same direction: the difference to 1 is precise, too
         assert 1 - values.cosine == pytest.approx(1 - cosine, rel=1e-5)
 
 
-def test_a_change_of_scale_does_not_turn_a_tensor(tmp_path: Path) -> None:
+def test_a_change_of_scale_keeps_the_cosine(tmp_path: Path) -> None:
     a, _ = large_pair(torch.float32)
     save_file({"w": a}, tmp_path / "a.safetensors")
     save_file({"w": a / 2**20}, tmp_path / "b.safetensors")
@@ -198,7 +198,7 @@ def test_a_change_of_scale_does_not_turn_a_tensor(tmp_path: Path) -> None:
     assert values.cosine == pytest.approx(1, abs=1e-6)
 
 
-def test_bits_that_values_do_not_tell_apart_differ_in_a_large_tensor(tmp_path: Path) -> None:
+def test_bits_of_equal_values_differ_in_a_large_tensor(tmp_path: Path) -> None:
     a, _ = large_pair(torch.float32)
     a[5] = 0
     a[3, 7] = math.nan
@@ -327,7 +327,7 @@ def test_without_a_tensor_there_is_nothing_to_compare(tmp_path: Path) -> None:
             sx.diff_checkpoints(a, tmp_path / "a.pt", section="optimizer")
 
 
-def test_a_broken_byte_is_found_and_said(tmp_path: Path) -> None:
+def test_a_broken_byte_is_an_error(tmp_path: Path) -> None:
     path = published(tmp_path / "a", {"w": torch.randn(1000)})
     other = tmp_path / "b.safetensors"
     save_file(load_file(path / "model.safetensors"), other)

@@ -117,7 +117,7 @@ def test_ddp_works_after_a_mismatch_in_its_backward() -> None:
         assert same == [True] * 4
 
 
-# Hooks of ours
+# Hooks of this package
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:
@@ -177,8 +177,9 @@ def test_a_mismatch_in_one_bucket_ends_the_following_ones_at_once(tmp_path: Path
     assert "(bucket 0: " in found[0][1]
 
 
-def queued_works(comm: Any) -> list[Any]:
+def queues_works(backend: str, directory: str) -> list[Any]:
     """After a failed work, works that were begun before its error was raised fail, too."""
+    comm = start(backend, directory)
     first, second = torch.ones(3 + comm.rank), torch.ones(3)
     works = [comm.all_reduce(first, async_op=True), comm.all_reduce(second, async_op=True)]
     with pytest.raises(MismatchError) as early:
@@ -196,10 +197,6 @@ def queued_works(comm: Any) -> list[Any]:
     comm.all_reduce(second)
     comm.wait_all()  # the error has been raised, so later works succeed
     return [found, second.tolist()]
-
-
-def queues_works(backend: str, directory: str) -> list[Any]:
-    return queued_works(start(backend, directory))
 
 
 @pytest.mark.parametrize("backend", ["threads", slow("shm"), "gloo"])
@@ -319,15 +316,15 @@ def test_a_rank_that_waits_for_a_failed_one_raises_its_cause_and_operation(
 # Groups that are being made
 
 
-def dies_in_the_making(backend: str, directory: str, where: str) -> list[Any]:
+def dies_while_groups_are_made(backend: str, directory: str, where: str) -> list[Any]:
     comm = start(backend, directory)
     if comm.rank == 1:
-        place = torch_groups if where == "await_ranks" else dist
+        module = torch_groups if where == "await_ranks" else dist
 
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(place, where, die)
+        setattr(module, where, die)
     with pytest.raises(PeerError) as caught:
         sx.export_checkpoint({"w": torch.ones(3)}, f"{directory}/out", background=True)
     with pytest.raises(PeerError):
@@ -341,7 +338,7 @@ def test_a_rank_that_dies_while_the_first_async_call_makes_its_communicator_is_n
 ) -> None:
     """The error comes long before the default deadline of 300 s."""
     args = ("gloo", str(tmp_path), where)
-    outcomes = run_ranks(dies_in_the_making, 3, backend="gloo", args=args, timeout_s=120, allow_failure=True)
+    outcomes = run_ranks(dies_while_groups_are_made, 3, backend="gloo", args=args, timeout_s=120, allow_failure=True)
     for rank in (0, 2):
         assert outcomes[rank].state == "ok", outcomes
         assert outcomes[rank].exit_code == 0  # although torch's constructor may still wait in a thread

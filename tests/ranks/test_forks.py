@@ -19,7 +19,6 @@ import statexchange as sx
 from statexchange.comm import defaults
 from statexchange.testing import run_ranks
 
-BACKENDS = ("gloo", "mpi")
 CHILD_S = 20
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 on: fork beside threads
 
@@ -50,12 +49,8 @@ def raised_by(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def start(backend: str) -> Any:
-    return sx.init() if backend == "auto" else sx.init(backend)
-
-
 def entries(comm: Any, made: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """Return every call that uses a communicator."""
+    """Return every call that uses a communicator, or an object of `made` that was made with it."""
     one = torch.ones(4)
     each = [torch.ones(2)] * comm.world_size
     other = (comm.rank + 1) % comm.world_size
@@ -80,7 +75,7 @@ def entries(comm: Any, made: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         "wait_all": comm.wait_all,
         "work": lambda: made["work"].wait(),
         "empty": lambda: comm.empty((4,), torch.float32),
-        "exchange": lambda: comm.all_gather_bytes(b""),
+        "all_gather_bytes": lambda: comm.all_gather_bytes(b""),
         "agree": comm.agree,
         "phase": phase,
         "progress": comm.progress,
@@ -89,9 +84,9 @@ def entries(comm: Any, made: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         "gather_object": lambda: comm.gather_object(1),
         "all_gather_object": lambda: comm.all_gather_object(1),
         "broadcast_object": lambda: comm.broadcast_object(1),
-        "subset": lambda: comm.new_group([comm.rank]),
-        "a known subset": lambda: comm.new_group(list(reversed(range(comm.world_size)))),
-        "in a subset": lambda: made["subset"].barrier(),
+        "new_group": lambda: comm.new_group([comm.rank]),
+        "a known group": lambda: comm.new_group(list(reversed(range(comm.world_size)))),
+        "in a group": lambda: made["group"].barrier(),
         "split": lambda: comm.split(0),
         "duplicate": comm.duplicate,
         "node": lambda: comm.node,
@@ -110,21 +105,21 @@ def entries(comm: Any, made: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
 def tries(backend: str) -> list[Any]:
     """Fork on rank 1 while the other ranks wait in the first call that the child tries."""
-    comm = start(backend)
+    comm = sx.init(backend)
     module = torch.nn.Linear(2, 2)
-    groups = {
-        "subset": comm.new_group(list(reversed(range(comm.world_size)))),
+    made = {
+        "group": comm.new_group(list(reversed(range(comm.world_size)))),
         "reducer": sx.train.BucketReducer(module, comm),
         "inline": sx.train.InlineReducer(comm),
     }
     value = torch.full((4,), float(comm.rank + 1))
     if comm.rank == 1:
-        groups["work"] = comm.all_reduce(value, async_op=True)
-        found = in_child(lambda: {name: raised_by(call) for name, call in entries(comm, groups).items()})
+        made["work"] = comm.all_reduce(value, async_op=True)
+        found = in_child(lambda: {name: raised_by(call) for name, call in entries(comm, made).items()})
         known = in_child(lambda: [sx.get_rank(), sx.get_world_size(), sx.is_initialized(), comm.rank])
         found["shutdown"] = in_child(lambda: [raised_by(comm.close), raised_by(sx.shutdown), raised_by(sx.init)])
         comm.barrier(tag="the child has ended")
-        groups["work"].wait()
+        made["work"].wait()
     else:
         comm.all_reduce(value)
         found, known = {}, []

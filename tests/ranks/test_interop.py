@@ -17,7 +17,7 @@ from statexchange.testing import run_ranks
 
 NAMES = ("llama", "tied", "mixtral")
 EXPORTS = ("fsdp", "fsdp-files", "tp", "tp-files")
-SEVERAL = 4000  # bytes in a file
+MAX_SHARD_BYTES = 4000  # so that an export has several files
 
 
 def sharded(name: str, seed: int, mesh: Any = None) -> Any:
@@ -57,7 +57,7 @@ def writes(out: str) -> None:
         options = {"files_from": f"{place}/config"}
         model = sharded(name, 1)
         sx.export_checkpoint(model, f"{place}/fsdp", **options)
-        sx.export_checkpoint(model, f"{place}/fsdp-files", max_shard_size=SEVERAL, **options)
+        sx.export_checkpoint(model, f"{place}/fsdp-files", max_shard_size=MAX_SHARD_BYTES, **options)
         dcp.save({"model": model.state_dict(), "step": 3}, checkpoint_id=f"{place}/dcp")
         writer = dcp.HuggingFaceStorageWriter(f"{place}/hf", save_distributed=True)
         dcp.save(untied_names(model.state_dict(), name), storage_writer=writer)
@@ -68,14 +68,14 @@ def writes(out: str) -> None:
             assert wrong(other.state_dict(), name) == []
         model = tensor_parallel(f"{place}/expected")
         sx.export_checkpoint(model, f"{place}/tp", **options)
-        sx.export_checkpoint(model, f"{place}/tp-files", max_shard_size=SEVERAL, **options)
+        sx.export_checkpoint(model, f"{place}/tp-files", max_shard_size=MAX_SHARD_BYTES, **options)
     torch.distributed.barrier()
 
 
 def untied_names(state: Any, name: str) -> dict[str, Any]:
-    """Drop the second name of tied tensors:
+    """Drop the second name of tied tensors.
 
-    torch's reader needs every name, and its writer refuses names of one tensor.
+    torch's reader needs all names that it is given, and its writer refuses two names of one tensor.
     """
     return {n: t for n, t in state.items() if name != "tied" or n != "lm_head.weight"}
 
@@ -137,7 +137,9 @@ def test_an_export_is_what_safetensors_writes_and_reads(written: Path, tmp_path:
 def test_torchs_reader_loads_exports_and_merges(
     written: Path, tmp_path: Path, name: str, recwarn: pytest.WarningsRecorder
 ) -> None:
-    sx.merge_checkpoint(written / name / "dcp", tmp_path / "merged", rename=[(r"^model\.", "")], max_shard_size=SEVERAL)
+    sx.merge_checkpoint(
+        written / name / "dcp", tmp_path / "merged", rename=[(r"^model\.", "")], max_shard_size=MAX_SHARD_BYTES
+    )
     for source in (*(written / name / export for export in EXPORTS), tmp_path / "merged"):
         state = untied_names(build(name, 2).state_dict(), name)
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(source)), no_dist=True)

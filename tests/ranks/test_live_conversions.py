@@ -36,7 +36,7 @@ def hf_state(kind: str = "fused") -> State:
 
 
 def titan_state(path: Path) -> State:
-    """The whole tensors of the sample, by torchtitan's names."""
+    """Return the whole tensors of the sample, by torchtitan's names."""
     sx.merge_checkpoint(TORCHTITAN / "fused" / "checkpoint" / "step-3", path)
     return exported(path)
 
@@ -229,7 +229,7 @@ def test_names_without_a_rule_are_refused_or_unexpected(tmp_path: Path) -> None:
         sx.load_checkpoint(state, tmp_path / "s.safetensors")
 
 
-def test_arrays_are_loaded_through_a_turned_and_cut_tensor(tmp_path: Path) -> None:
+def test_arrays_are_loaded_from_a_tensor_that_is_transposed_and_split(tmp_path: Path) -> None:
     rows = np.arange(12, dtype="f4").reshape(3, 4)
     save_file({"w": torch.from_numpy(rows)}, tmp_path / "s.safetensors")
     values = [{"transpose": {"order": [1, 0]}}, {"split": {"sizes": [1, 1], "groups": 2}}]

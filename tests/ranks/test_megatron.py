@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import statexchange as sx
+from statexchange.testing import run_ranks
 
 
 @dataclass
@@ -198,8 +199,6 @@ def test_a_saved_state_is_loaded_on_another_mesh(tmp_path: Path) -> None:
 
 
 def test_fewer_ranks_have_more_layers_each(tmp_path: Path) -> None:
-    from statexchange.testing import run_ranks
-
     run_ranks(saves, 4, backend="threads", args=(str(tmp_path / "saved"),))
     fresh = rank_state(whole(1), 0, 1, 1)
     sx.load_checkpoint({"model": fresh}, tmp_path / "saved")

@@ -114,20 +114,20 @@ def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def distributed(whole: torch.Tensor, where: Any, known: dict[str, Any]) -> Any:
+def distributed(whole: torch.Tensor, where: Any, mesh_cache: dict[str, Any]) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
 
     shape, kinds = where
-    if str(shape) not in known:
-        known[str(shape)] = init_device_mesh("cpu", tuple(shape))
+    if str(shape) not in mesh_cache:
+        mesh_cache[str(shape)] = init_device_mesh("cpu", tuple(shape))
     placements: list[Any] = []
     for kind in kinds:
         dim, _, factor = kind.partition("/")
         cut = _StridedShard(int(dim), split_factor=int(factor)) if factor else None
         placements.append(Replicate() if kind == "r" else cut or Shard(int(dim)))
-    return distribute_tensor(whole, known[str(shape)], placements, src_data_rank=None)
+    return distribute_tensor(whole, mesh_cache[str(shape)], placements, src_data_rank=None)
 
 
 def part_of(whole: torch.Tensor, case: Any, rank: int, world_size: int) -> tuple[torch.Tensor, Any]:
@@ -154,7 +154,7 @@ def part_of(whole: torch.Tensor, case: Any, rank: int, world_size: int) -> tuple
     }
 
 
-def joins(backend: str, folder: str) -> sx.comm.Communicator:
+def initialized(backend: str, folder: str) -> sx.comm.Communicator:
     """Return a communicator of this kind; DTensors use torch's own group over Gloo."""
     comm = start(backend, folder)
     if not dist.is_initialized():
@@ -164,22 +164,22 @@ def joins(backend: str, folder: str) -> sx.comm.Communicator:
     return comm
 
 
-def proves(backend: str, folder: str, placed: list[Any], plain: list[Any], models: list[Any]) -> None:
+def checks_all(backend: str, folder: str, placed: list[Any], plain: list[Any], models: list[Any]) -> None:
     torch.set_num_threads(1)
-    comm = joins(backend, folder)
-    proves_placed(folder, placed, plain, comm)
-    proves_wrapped(folder, models, comm)
+    comm = initialized(backend, folder)
+    checks_placed(folder, placed, plain, comm)
+    checks_wrapped(folder, models, comm)
     leaves(backend, comm)
 
 
-def proves_placed(folder: str, placed: list[Any], plain: list[Any], comm: sx.comm.Communicator) -> None:
-    known: dict[str, Any] = {}
+def checks_placed(folder: str, placed: list[Any], plain: list[Any], comm: sx.comm.Communicator) -> None:
+    mesh_cache: dict[str, Any] = {}
     state, live, wholes, layout = {}, {}, {}, {}
     for number, case in enumerate(placed):
         name = f"placed{number}"
         wholes[name] = numbers(case["shape"], case["dtype"], number)
-        state[name] = distributed(wholes[name], case["before"], known)
-        live[name] = distributed(torch.zeros_like(wholes[name]), case["after"], known)
+        state[name] = distributed(wholes[name], case["before"], mesh_cache)
+        live[name] = distributed(torch.zeros_like(wholes[name]), case["after"], mesh_cache)
         if wholes[name].dtype in CARRIED:
             assert bits(state[name].full_tensor()) == bits(wholes[name]), case
     sx.save_checkpoint(state, f"{folder}/saved", comm=comm)
@@ -205,7 +205,7 @@ def proves_placed(folder: str, placed: list[Any], plain: list[Any], comm: sx.com
         for tensor in into.values():
             (tensor.to_local() if hasattr(tensor, "to_local") else tensor).zero_()
         sx.load_checkpoint(into, source, comm=comm)
-        wrong = [name for name, tensor in into.items() if not is_filled(tensor, wholes[name], cases[name], known)]
+        wrong = [name for name, tensor in into.items() if not is_filled(tensor, wholes[name], cases[name], mesh_cache)]
         assert [(source, cases[name]) for name in wrong] == []
 
 
@@ -232,7 +232,7 @@ def local_bits(model: nn.Module) -> dict[str, Any]:
     return {name: bits(t.to_local() if hasattr(t, "to_local") else t) for name, t in model.state_dict().items()}
 
 
-def proves_wrapped(folder: str, cases: list[Any], comm: sx.comm.Communicator) -> None:
+def checks_wrapped(folder: str, cases: list[Any], comm: sx.comm.Communicator) -> None:
     for number, case in enumerate(cases):
         out = f"{folder}/model{number}"
         sx.export_checkpoint(wrapped(layers(case["sizes"], 1), case["before"]), out, comm=comm)
@@ -244,10 +244,10 @@ def proves_wrapped(folder: str, cases: list[Any], comm: sx.comm.Communicator) ->
         assert local_bits(live) == local_bits(wrapped(layers(case["sizes"], 1), case["after"])), case
 
 
-def is_filled(tensor: Any, whole: torch.Tensor, case: Any, known: dict[str, Any]) -> bool:
+def is_filled(tensor: Any, whole: torch.Tensor, case: Any, mesh_cache: dict[str, Any]) -> bool:
     if not hasattr(tensor, "placements"):
         return bits(tensor) == bits(whole)
-    same = bits(tensor.to_local()) == bits(distributed(whole, case["after"], known).to_local())
+    same = bits(tensor.to_local()) == bits(distributed(whole, case["after"], mesh_cache).to_local())
     return same and (whole.dtype not in CARRIED or bits(tensor.full_tensor()) == bits(whole))
 
 
@@ -274,4 +274,4 @@ def test_any_placement_and_any_rule_is_exported_and_loaded_bit_by_bit(
         drawn(wrapped_cases(world_size), 2),
     ]
     launched_as = "mpi" if backend == "mpi" else "gloo"
-    run_ranks(proves, world_size, backend=launched_as, args=(backend, str(tmp_path), *cases), timeout_s=120)
+    run_ranks(checks_all, world_size, backend=launched_as, args=(backend, str(tmp_path), *cases), timeout_s=120)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from programs import require_mpi
 from starting import LAUNCHED_AS, start
 from sweeps import slow
 from torch import nn
@@ -18,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 import statexchange as sx
 from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError, UnsupportedError
 from statexchange.testing import run_ranks
-from statexchange.testing.worlds import mpi_missing
 from statexchange.train.averaging import average_gradients
 from statexchange.train.buckets.reducer import BucketReducer
 from statexchange.train.ddp_hook import as_comm_hook
@@ -38,15 +38,15 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> t
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def same(module: Any) -> Any:
-    """Fill `module` with values that do not depend on when it was made."""
+def filled(module: Any) -> Any:
+    """Fill the parameters with the same values in every process and thread; return the module."""
     for i, parameter in enumerate(module.parameters()):
         parameter.data.copy_(numbers(*parameter.shape, seed=i) / 2)
     return module
 
 
 def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    return same(nn.Sequential(nn.Linear(4, 8, dtype=dtype), nn.Tanh(), nn.Linear(8, 3, dtype=dtype)))
+    return filled(nn.Sequential(nn.Linear(4, 8, dtype=dtype), nn.Tanh(), nn.Linear(8, 3, dtype=dtype)))
 
 
 def state_of(module: nn.Module) -> list[Any]:
@@ -100,7 +100,7 @@ def test_ranks_equal_one_process_that_adds_in_their_order(world_size: int, name:
     assert run_ranks(work, world_size) == [state_of(module)] * world_size
 
 
-def whole(n: int, rank: int, step: int) -> torch.Tensor:
+def whole_numbers(n: int, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(31 * step + rank)
     return torch.randint(-3, 4, (n, 4), generator=generator).double()
 
@@ -112,7 +112,7 @@ def test_ranks_equal_one_process_on_the_concatenated_batch(world_size: int) -> N
     def squares(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return (module(x) ** 2).sum()
 
-    def start() -> nn.Linear:
+    def linear_of_ones() -> nn.Linear:
         module = nn.Linear(4, 2, dtype=torch.float64)
         nn.init.ones_(module.weight)
         nn.init.ones_(module.bias)
@@ -120,28 +120,25 @@ def test_ranks_equal_one_process_on_the_concatenated_batch(world_size: int) -> N
 
     def work() -> list[Any]:
         comm = sx.get_communicator()
-        module = start()
+        module = linear_of_ones()
         optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=2**-8), comm, scale=1.0)
         for step in range(3):
             optimizer.zero_grad()
-            squares(module, whole(8, comm.rank, step)).backward()
+            squares(module, whole_numbers(8, comm.rank, step)).backward()
             optimizer.step()
         return state_of(module)
 
-    module = start()
+    module = linear_of_ones()
     optimizer = torch.optim.SGD(module.parameters(), lr=2**-8)
     for step in range(3):
         optimizer.zero_grad()
-        squares(module, torch.cat([whole(8, rank, step) for rank in range(world_size)])).backward()
+        squares(module, torch.cat([whole_numbers(8, rank, step) for rank in range(world_size)])).backward()
         optimizer.step()
     assert run_ranks(work, world_size) == [state_of(module)] * world_size
 
 
 def test_lux_distributed_optimizer() -> None:
-    """Zeros, Adam 1e-3, gradients of ones:
-
-    equal to the plain optimizer, with its state and hyperparameters; and synchronize.
-    """
+    """Adam from zeros with gradients of ones equals the plain optimizer, as do its state and hyperparameters."""
 
     def run(wrap: Callable[[Optimizer], Optimizer], scale: float) -> tuple[list[Any], Optimizer]:
         params = [nn.Parameter(torch.zeros(4, dtype=torch.float64)) for _ in "ab"]
@@ -168,7 +165,7 @@ def test_baguas_net_is_bit_equal_on_all_ranks_after_ten_steps() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         layers = [nn.Linear(2, 10, bias=False), nn.Linear(10, 50), nn.Linear(50, 4, bias=False)]
-        module = same(nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2], nn.Softmax(dim=1)))
+        module = filled(nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2], nn.Softmax(dim=1)))
         optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.01), comm)
         for step in range(10):
             data = numbers(4, 2, seed=step + 50 * comm.rank, dtype=torch.float32)
@@ -713,7 +710,7 @@ def test_uneven_inputs_are_joined(batches: tuple[int, ...], settings: dict[str, 
 def test_buffers_of_the_module_are_joined_too() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
-        module = same(nn.Sequential(nn.Linear(4, 3, dtype=torch.float64), nn.BatchNorm1d(3, dtype=torch.float64)))
+        module = filled(nn.Sequential(nn.Linear(4, 3, dtype=torch.float64), nn.BatchNorm1d(3, dtype=torch.float64)))
         optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), comm, module=module)
         train_joined(optimizer, module, comm.rank, 1 + 2 * comm.rank)
         return state_of(module)
@@ -743,8 +740,8 @@ def test_a_generator_and_a_discriminator() -> None:
     """The generator's backward also makes gradients for the discriminator, which must not count."""
 
     def train(wrap: Callable[[Optimizer], Any], ranks: list[int], no_sync: bool) -> list[Any]:
-        generator = same(nn.Linear(4, 3, dtype=torch.float64))
-        discriminator = same(nn.Linear(3, 1, dtype=torch.float64))
+        generator = filled(nn.Linear(4, 3, dtype=torch.float64))
+        discriminator = filled(nn.Linear(3, 1, dtype=torch.float64))
         for_g = wrap(torch.optim.Adam(generator.parameters(), lr=0.05))
         for_d = wrap(torch.optim.Adam(discriminator.parameters(), lr=0.05))
 
@@ -904,7 +901,7 @@ def test_average_gradients_of_a_module_that_differs_or_has_nothing() -> None:
 
 
 def small_net() -> nn.Sequential:
-    return same(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
+    return filled(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
 
 
 def ddp_with_our_hooks() -> list[bool]:
@@ -950,7 +947,7 @@ class Everything(nn.Module):
         self.decode.weight = nn.Parameter(torch.empty(4, 6))
         self.head = nn.Linear(6, 4, bias=False)
         self.head.weight = self.decode.weight
-        same(self)
+        filled(self)
         self.frozen.requires_grad_(False)
 
     def forward(self, x: torch.Tensor, extra: bool) -> torch.Tensor:
@@ -1006,7 +1003,7 @@ def test_it_equals_ddp_after_fifty_steps() -> None:
 
 def with_dtensors() -> list[Any]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
     comm = sx.get_communicator()
     mesh = init_device_mesh("cpu", (2,))
@@ -1032,7 +1029,6 @@ def with_dtensors() -> list[Any]:
             refuse()
         except UnsupportedError as error:
             found.append([error.name, "Shard(dim=0)" in str(error)])
-    assert Replicate().is_replicate()
     return found
 
 
@@ -1055,7 +1051,7 @@ class Wide(nn.Module):
         self.second = nn.Linear(300, 300, dtype=torch.float64)
         self.turns = nn.Linear(300, 3, dtype=torch.float64)
         self.last = nn.Linear(300, 3, dtype=torch.bfloat16)
-        for parameter in same(self).parameters():
+        for parameter in filled(self).parameters():
             parameter.data.mul_(0.1)
 
     def loss(self, rank: int, step: int, world_size: int) -> torch.Tensor:
@@ -1087,8 +1083,8 @@ def trains_over(backend: str, directory: str) -> list[Any]:
 
 @pytest.mark.parametrize("backend", [slow("gloo"), "shm", "mpi", slow("hierarchical")])
 def test_it_trains_over_every_backend(backend: str, tmp_path: Path) -> None:
-    if backend == "mpi" and (missing := mpi_missing()):
-        pytest.skip(missing)
+    if backend == "mpi":
+        require_mpi()
     world_size = 3 if backend == "hierarchical" else 2
     args = (backend, str(tmp_path))
     found = run_ranks(trains_over, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=120, reuse=True)

@@ -230,12 +230,12 @@ def test_any_dense_tensor_gets_roots_values_in_place(limits: tuple[int, int], mo
 
 
 def test_memory_around_a_view_is_not_touched() -> None:
-    def ranks() -> list[float]:
+    def body() -> list[float]:
         base = torch.full((4, 4), float(here()[0]))
         synchronize(base[1:3, 1:3])
         return base.flatten().tolist()
 
-    _, other = run_ranks(ranks, 2)
+    _, other = run_ranks(body, 2)
     assert [i for i, value in enumerate(other) if value == 0] == [5, 6, 9, 10]
 
 
@@ -413,12 +413,12 @@ def test_averages_are_cut_into_windows_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("verb", [broadcast_parameters, allreduce_parameters])
 def test_another_type_than_a_module_is_an_error_on_all_ranks(verb: Callable[..., None]) -> None:
-    def ranks() -> str:
+    def body() -> str:
         with pytest.raises(sx.errors.InvalidArgumentError) as caught:
             verb(None if here()[0] == 1 else nn.Linear(1, 1))
         return str(caught.value)
 
-    messages = run_ranks(ranks, 2)
+    messages = run_ranks(body, 2)
     assert messages == ["expected a module, not NoneType [rank 1]"] * 2
 
 
@@ -573,19 +573,19 @@ def test_a_tensor_that_two_parameters_states_share_is_not_filled_twice() -> None
 
 
 def test_state_of_a_type_that_a_rank_does_not_know_is_an_error_on_all() -> None:
-    def ranks() -> None:
+    def body() -> None:
         optimizer = sgd((1,))
         if here()[0] == 0:
             optimizer.param_groups[0]["mode"] = Mode.FAST
         synchronize({"x": optimizer})
 
-    errors = raised_on_all(ranks)
+    errors = raised_on_all(body)
     assert "test_synchronize.Mode, which this rank does not know: give it to register_config" in str(errors[0])
     assert [error.name for error in errors] == ["x", "x"]
 
 
 def test_an_object_in_the_state_of_an_optimizer_is_not_replaced() -> None:
-    def ranks(both: bool) -> bool:
+    def body(both: bool) -> bool:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
         own = object()
         if both or here()[0] == 0:
@@ -593,8 +593,8 @@ def test_an_object_in_the_state_of_an_optimizer_is_not_replaced() -> None:
         synchronize([optimizer])
         return optimizer.param_groups[0]["helper"] is own
 
-    assert run_ranks(ranks, 2, args=(True,)) == [True, True]
-    outcomes = run_ranks(ranks, 2, args=(False,), allow_failure=True)
+    assert run_ranks(body, 2, args=(True,)) == [True, True]
+    outcomes = run_ranks(body, 2, args=(False,), allow_failure=True)
     assert set(outcomes.errors.values()) == {"UnsupportedError"}
     assert "an object at helper that cannot be sent" in outcomes.messages[0]
     assert outcomes.messages[0] == outcomes.messages[1]
@@ -693,7 +693,7 @@ def test_different_trees_are_one_error_on_all_ranks(case: str, odd: int) -> None
         first, second, theirs, ours = second, first, ours, theirs
     marks = [torch.full((2,), float(rank)) for rank in range(3)]
 
-    def ranks() -> list[Any]:
+    def body() -> list[Any]:
         comm = sx.get_communicator()
         tree = second if comm.rank == max(odd, 1) or (odd == 0 and comm.rank != 0) else first
         with pytest.raises(sx.errors.MismatchError) as caught:
@@ -701,7 +701,7 @@ def test_different_trees_are_one_error_on_all_ranks(case: str, odd: int) -> None
         comm.barrier()
         return [str(caught.value), caught.value.rank, caught.value.name, caught.value.expected, caught.value.found]
 
-    found = run_ranks(ranks, 3)
+    found = run_ranks(body, 3)
     assert found[0] == found[1] == found[2]
     message, rank, name, expected, got = found[0]
     assert rank == max(odd, 1)
@@ -731,11 +731,11 @@ def test_a_root_that_does_not_exist_is_an_error_on_all_ranks() -> None:
 
 
 def test_parameters_that_differ_are_named_by_broadcast_and_allreduce_parameters() -> None:
-    def ranks(verb: Callable[..., None]) -> None:
+    def body(verb: Callable[..., None]) -> None:
         verb(nn.Sequential(nn.Linear(2, 3 + here()[0])))
 
     for verb in (broadcast_parameters, allreduce_parameters):
-        outcomes = run_ranks(ranks, 2, args=(verb,), allow_failure=True)
+        outcomes = run_ranks(body, 2, args=(verb,), allow_failure=True)
         assert set(outcomes.errors.values()) == {"MismatchError"}
         assert "expected float32[3] (rank 0), found float32[4] (rank 1) [tensor '0.bias', rank 1]" in str(outcomes)
 
@@ -801,14 +801,16 @@ def stale() -> torch.optim.Optimizer:
     return optimizer
 
 
-def raised_on_all(ranks: Callable[[], Any], world_size: int = 2) -> list[Exception]:
+def raised_on_all(body: Callable[[], Any]) -> list[Exception]:
+    """Return the error of each of two ranks; the communicator must still work after it."""
+
     def caught() -> Exception:
         with pytest.raises(sx.StateExchangeError) as found:
-            ranks()
+            body()
         sx.get_communicator().barrier()
         return found.value
 
-    return run_ranks(caught, world_size)
+    return run_ranks(caught, 2)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -840,14 +842,14 @@ def inference() -> torch.Tensor:
 def test_read_only_memory_is_allowed_on_root_only(case: str) -> None:
     make, words = UNWRITABLE[case]
 
-    def ranks(bad: int) -> Any:
+    def body(bad: int) -> Any:
         tensor = make()
         mine = tensor if here()[0] == bad else np.array(tensor) if case == "read-only" else torch.zeros(3)
         return synchronize({"x": mine})["x"].tolist()
 
-    first, second = run_ranks(ranks, 2, args=(0,))
+    first, second = run_ranks(body, 2, args=(0,))
     assert first == second == make().tolist()
-    errors = raised_on_all(lambda: ranks(1))
+    errors = raised_on_all(lambda: body(1))
     assert words in str(errors[0])
     assert [error.rank for error in errors] == [1, 1]
     assert errors[0].name == "x"
@@ -860,23 +862,23 @@ def test_an_enum_that_a_rank_does_not_know_is_an_error_on_all() -> None:
 
 
 def test_a_rank_that_fails_before_the_call_does_not_let_the_others_wait() -> None:
-    def ranks() -> None:
+    def body() -> None:
         if here()[0] == 1:
             raise RuntimeError("lost")
         synchronize(torch.ones(3))
 
-    outcomes = run_ranks(ranks, 3, allow_failure=True, timeout_s=10)
+    outcomes = run_ranks(body, 3, allow_failure=True, timeout_s=10)
     assert outcomes.errors == {0: "PeerError", 1: "RuntimeError", 2: "PeerError"}
 
 
 def test_ranks_in_different_calls_raise() -> None:
-    def ranks() -> None:
+    def body() -> None:
         if here()[0] == 1:
             broadcast_parameters(nn.Linear(1, 1))
         else:
             synchronize(torch.ones(3))
 
-    outcomes = run_ranks(ranks, 2, allow_failure=True, timeout_s=10)
+    outcomes = run_ranks(body, 2, allow_failure=True, timeout_s=10)
     assert set(outcomes.errors.values()) == {"MismatchError"}
 
 

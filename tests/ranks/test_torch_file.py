@@ -588,8 +588,8 @@ class Arguments:
     """An unknown class."""
 
 
-class RankShards:
-    """An unknown class that holds a tensor."""
+class HoldsTensors:
+    """An unknown class whose objects hold tensors."""
 
     def __init__(self, *values: Any) -> None:
         self.values = {"deep": [values]}
@@ -635,12 +635,12 @@ def test_objects_of_unknown_classes_are_named_and_tensors_are_read(
 @pytest.mark.parametrize(
     "value",
     [
-        lambda: RankShards(torch.ones(1)),
+        lambda: HoldsTensors(torch.ones(1)),
         lambda: {Arguments(): torch.ones(1)},
         lambda: {torch.ones(1): 1},
-        lambda: RankShards(torch.nn.Parameter(torch.ones(1))),
-        lambda: RankShards(torch.ones(1).untyped_storage()),
-        lambda: [Arguments(), RankShards(torch.ones(1))],
+        lambda: HoldsTensors(torch.nn.Parameter(torch.ones(1))),
+        lambda: HoldsTensors(torch.ones(1).untyped_storage()),
+        lambda: [Arguments(), HoldsTensors(torch.ones(1))],
         lambda: {torch.ones(1)},
         lambda: collections.deque([torch.ones(1)]),
     ],
@@ -655,7 +655,7 @@ def test_tensors_in_unknown_objects_are_refused_by_name(tmp_path: Path, value: A
 
 
 def test_a_tensor_that_two_objects_share_is_found_in_both(tmp_path: Path) -> None:
-    shared = RankShards(torch.ones(1))
+    shared = HoldsTensors(torch.ones(1))
     torch.save({"a": shared, "b": [shared, Arguments()], "c": Arguments()}, tmp_path / "x.pt")
     source = open_source(tmp_path / "x.pt")
     assert (list(source.unsupported), list(source.others)) == (["a", "b"], ["c"])

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from programs import require_mpi
 from starting import LAUNCHED_AS, start
 from sweeps import by_default
 from torch import nn
 
 import statexchange as sx
 from statexchange.testing import run_ranks
-from statexchange.testing.worlds import mpi_missing
 
 
 def model_of(seed: int) -> nn.Module:
@@ -151,7 +151,7 @@ def run_all(backend: str, directory: str) -> list[str]:
 
 @pytest.mark.parametrize("backend", by_default(LAUNCHED_AS, *map(list(LAUNCHED_AS).index, ("shm", "gloo"))))
 def test_the_training_layer(backend: str, tmp_path: Path) -> None:
-    if backend == "mpi" and (missing := mpi_missing()):
-        pytest.skip(missing)
+    if backend == "mpi":
+        require_mpi()
     found = run_ranks(run_all, 3, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)), timeout_s=120)
     assert found == [[backend]] * 3
