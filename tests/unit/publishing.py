@@ -48,7 +48,7 @@ def plan_of(value: int) -> Plan:
     return plan_merge([RankShards(0, shards)], ExportOptions(max_shard_size=NBYTES))
 
 
-def facts_of(plan: Plan, value: int) -> dict[str, list[BoxProvenance]]:
+def provenance_of(plan: Plan, value: int) -> dict[str, list[BoxProvenance]]:
     known = digest(bytes([value]) * NBYTES)
     return {tensor.name: [BoxProvenance(0, known)] for file in plan.files for tensor in file.tensors}
 
@@ -74,7 +74,7 @@ def publish(path: Any, value: int, *, overwrite: bool = True, **options: Any) ->
     with begin(path, value, overwrite=overwrite, **options) as publication:
         finished = sorted(publication.finished)
         build(publication, value)
-        publication.commit(facts_of(plan_of(value), value))
+        publication.commit(provenance_of(plan_of(value), value))
     return finished
 
 
@@ -118,9 +118,9 @@ WRITERS: dict[str, tuple[Callable[..., object], Callable[[Path], int]]] = {
 }
 """By what is written: a function that publishes it, full of a value, and one that returns the value that it reads."""
 
-_armed: list[tuple[int, Callable[[], None]]] = []
-_count = 0
-_only: str | None = None
+_armed: list[tuple[int, Callable[[], None]]] = []  # the number of an event and what to call then, until it is called
+_count = 0  # of the events since `act_at`
+_only: str | None = None  # the step whose events count; None: all
 
 
 def _hook(event: str, arguments: Any) -> None:
@@ -235,6 +235,7 @@ def _serve(line: Any, refusal: str | None = None) -> None:
 
 
 def _points(place: Path, first: int, step: int) -> Iterator[tuple[int, Path]]:
+    """Yield the number of each event at which to act, and an empty directory."""
     number = first
     while True:
         own = place / str(number)
@@ -321,9 +322,9 @@ def sweep_interrupts(place: Path, *, before: bool, step: int) -> dict[str, Any]:
 def sweep_races(
     place: Path, *, before: bool, overwrite: bool, elsewhere: bool, step: int, what: str = "checkpoint"
 ) -> dict[str, Any]:
-    """Run a second publisher to its end at each event of the first:
+    """Run a second publisher to its end at each event of the first.
 
-    exactly one wins, or one follows the other. With `elsewhere` the second runs as on another host: it cannot see
+    Exactly one wins, or one follows the other. With `elsewhere` the second runs as on another host: it cannot see
     whether the first runs, and shares no lock.
     """
     write, read = WRITERS[what]
@@ -363,7 +364,7 @@ def sweep_races(
 
 
 def sweep_removed_parents(place: Path, *, step: int) -> dict[str, Any]:
-    """Publish beside a publisher that has made the directory, and that fails and removes it at each event."""
+    """At each event of a publication, let another one fail that made the parent directories, and remove them."""
     number = 1 - step
     while True:
         number += step
@@ -435,7 +436,7 @@ def import_s3() -> None:
 
 
 def names_at(url: str) -> list[str]:
-    """Names of the objects below a URL."""
+    """Return the names of the objects below a URL."""
     system, path = fsspec.core.url_to_fs(url)
     system.invalidate_cache()
     try:

@@ -14,7 +14,7 @@ import fsspec
 import publishing
 import pytest
 import torch
-from publishing import begin, build, facts_of, names_at, plan_of, publish, state_of
+from publishing import begin, build, names_at, plan_of, provenance_of, publish, state_of
 from safetensors.torch import save_file
 from sweeps import slow
 from warm_python import warm_python
@@ -119,7 +119,7 @@ def test_during_a_replacement_the_claim_names_the_publisher(store: Any) -> None:
             assert str(claim_of(place.store)).startswith(f"process {os.getpid()} on ")
         with pytest.raises(TargetExistsError, match=rf"process {os.getpid()} on .* is publishing to this target"):
             publish("memory://out", 3)
-        publication.commit(facts_of(plan_of(2), 2))
+        publication.commit(provenance_of(plan_of(2), 2))
     assert (state_of("memory://out"), names_at("memory://out")) == ("2", WHOLE)
     with open_path("memory://out") as place:
         assert claim_of(place.store) is None

@@ -15,7 +15,7 @@ from typing import Any
 
 import publishing
 import pytest
-from publishing import begin, build, facts_of, plan_of, publish, value_at, value_of
+from publishing import begin, build, plan_of, provenance_of, publish, value_at, value_of
 from sweeps import EVERY, slow, some
 from test_workspace import in_pairs, strace, system_calls
 
@@ -120,7 +120,7 @@ def test_of_two_publishers_in_a_new_directory_the_one_that_made_it_may_fail(plac
         build(second, 2)
         first.abandon()
         assert (place / "saves").exists()
-        second.commit(publishing.facts_of(publishing.plan_of(2), 2))
+        second.commit(publishing.provenance_of(publishing.plan_of(2), 2))
     assert value_of(place / "saves/out") == 2
     assert os.listdir(place / "saves") == ["out"]
 
@@ -204,7 +204,7 @@ def test_a_second_publisher_is_refused_while_the_first_works(place: Path) -> Non
         assert unchanged(place) == before
         with pytest.raises(TargetExistsError, match=rf"process {os.getpid()} on .* is publishing to this target"):
             publish(place / "out", 2)
-        publication.commit(facts_of(plan_of(1), 1))
+        publication.commit(provenance_of(plan_of(1), 1))
     assert value_of(place / "out") == 1
     assert os.listdir(place) == ["out"]
 
@@ -216,7 +216,7 @@ def test_a_target_that_appears_meanwhile_is_not_lost(place: Path) -> None:
             (place / "out").mkdir()
             (place / "out" / "precious").write_text("mine")
             with pytest.raises((TargetExistsError, UnsafeError)):
-                publication.commit(facts_of(plan_of(1), 1))
+                publication.commit(provenance_of(plan_of(1), 1))
         assert unchanged(place) == {"out": b"", "out/precious": b"mine"}
         shutil.rmtree(place / "out")
 
@@ -628,7 +628,7 @@ def test_every_name_that_a_file_system_accepts_works(place: Path, name: str) -> 
             publish(place / name, value)
             assert value_of(place / name) == value
         build(other, 3)
-        other.commit(facts_of(plan_of(3), 3))
+        other.commit(provenance_of(plan_of(3), 3))
     assert value_of(place / twin) == 3
     assert sorted(os.listdir(place)) == sorted([name, twin])
 
