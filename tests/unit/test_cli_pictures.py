@@ -212,12 +212,22 @@ def test_hostile_names_are_text(call: Call, tmp_path: Path) -> None:
         assert '</title><script>alert("1")</script>?' in titles(picture)
 
 
+# The kinds of which files are drawn: they have neither ranks nor a manifest, and their tensors are read.
+DRAWN_BY_FILE = {
+    "huggingface", "huggingface shards", "huggingface without index", "torch file", "torch shards",
+    "torch shards without index", "FSDP1", "rank files of torch", "rank files", "Trainer", "Trainer with FSDP",
+    "accelerate", "verl", "Lightning", "torch_checkpointing",
+}  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_region_is_supplied_by_the_file_that_has_it(kind: str, tmp_path: Path) -> None:
     KINDS[kind].build(tmp_path / "made")
     with open_source(tmp_path / "made" / (KINDS[kind].row or ""), strict=False) as source:
-        if source.refusal is not None or source.has_ranks or source.manifest is not None:
+        is_drawn_by_file = source.refusal is None and not source.has_ranks and source.manifest is None
+        assert is_drawn_by_file == (kind in DRAWN_BY_FILE)
+        if not is_drawn_by_file:
             return
         supply = supply_of(source)
         for tensor in supply.tensors:
