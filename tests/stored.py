@@ -1,4 +1,4 @@
-"""Read files of a test as the package does, and write tensor files that no library would write."""
+"""Read files of a test as the package does, write tensor files that no library would write, compare tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from statexchange.storage.opened_path import open_path
 from statexchange.storage.store import StoredFile
@@ -41,3 +42,11 @@ def write_raw(path: Path, tensors: Mapping[str, tuple[str, list[int], bytes]], *
     text += b" " * (-(len(text) + 8) % align_bytes)
     path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors.values()))
     return 8 + len(text)
+
+
+def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Assert that names, dtypes, shapes and values of torch tensors are equal."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert found[name].equal(tensor), name

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stored import assert_same
 
 import statexchange as sx
 from statexchange.testing import run_ranks
@@ -145,11 +146,6 @@ def values_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: item.data for name, item in state.items() if not isinstance(item, ShardedObject)}
 
 
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    same = [one[n].dtype == other[n].dtype and torch.equal(one[n], other[n]) for n in one.keys() & other.keys()]
-    return one.keys() == other.keys() and all(same)
-
-
 MESHES = [(1, 4), (2, 2), (2, 1), (1, 2), (1, 1)]
 
 
@@ -160,11 +156,11 @@ def test_a_sharded_state_dict_is_exported_by_its_keys_and_loaded_in_place(tmp_pa
         out = tmp_path / f"out{number}"
         state = rank_state(whole(0), comm.rank, tp, pp)
         sx.export_checkpoint({"model": state, "unused": LocalNonpersistentObject(object())}, out)
-        assert equal(load_file(out / "model.safetensors"), whole(0))
+        assert_same(load_file(out / "model.safetensors"), whole(0))
         fresh = rank_state(whole(1), comm.rank, tp, pp)
         parts = values_of(fresh)
         sx.load_checkpoint(fresh, out)
-        assert equal(parts, values_of(state))
+        assert_same(parts, values_of(state))
         comm.barrier()
 
 
@@ -182,8 +178,8 @@ def test_a_saved_state_is_loaded_on_another_mesh(tmp_path: Path) -> None:
 
     def check(state: dict[str, Any], seed: int, tp: int, pp: int) -> None:
         expected = job(seed, tp, pp)
-        assert equal(values_of(state["model"]), values_of(expected["model"]))
-        assert equal(values_of(state["optimizer"]["state"]), values_of(expected["optimizer"]["state"]))
+        assert_same(values_of(state["model"]), values_of(expected["model"]))
+        assert_same(values_of(state["optimizer"]["state"]), values_of(expected["optimizer"]["state"]))
         assert state["optimizer"]["param_groups"][0]["lr"] == seed / 10
         assert state["optimizer"]["param_groups"][0]["params"].unwrap() == [comm.rank]
         assert state["iteration"] == seed
@@ -195,14 +191,14 @@ def test_a_saved_state_is_loaded_on_another_mesh(tmp_path: Path) -> None:
         sx.load_checkpoint(fresh, tmp_path / "saved")
         check(fresh, 3, tp, pp)
     sx.merge_checkpoint(tmp_path / "saved", tmp_path / f"merged{comm.rank}", exclude="optimizer.*")
-    assert equal(load_file(tmp_path / f"merged{comm.rank}" / "model.safetensors"), whole(3))
+    assert_same(load_file(tmp_path / f"merged{comm.rank}" / "model.safetensors"), whole(3))
 
 
 def test_fewer_ranks_have_more_layers_each(tmp_path: Path) -> None:
     run_ranks(saves, 4, backend="threads", args=(str(tmp_path / "saved"),))
     fresh = rank_state(whole(1), 0, 1, 1)
     sx.load_checkpoint({"model": fresh}, tmp_path / "saved")
-    assert equal(values_of(fresh), values_of(rank_state(whole(0), 0, 1, 1)))
+    assert_same(values_of(fresh), values_of(rank_state(whole(0), 0, 1, 1)))
 
 
 def saves(folder: str) -> None:
@@ -298,7 +294,7 @@ def test_a_snapshot_is_exported_while_training_goes_on(tmp_path: Path) -> None:
     for part in values_of(state).values():
         part.zero_()
     future.result()
-    assert equal(load_file(tmp_path / "out/model.safetensors"), whole(0))
+    assert_same(load_file(tmp_path / "out/model.safetensors"), whole(0))
 
 
 def test_virtual_stages_and_plain_tensors_beside(tmp_path: Path) -> None:
@@ -307,7 +303,7 @@ def test_virtual_stages_and_plain_tensors_beside(tmp_path: Path) -> None:
     sx.export_checkpoint([*chunks, beside], tmp_path / "out")
     found = load_file(tmp_path / "out/model.safetensors")
     expected = {"l": torch.tensor([[0.0, 0.0], [1.0, 1.0]])}
-    assert equal(found, {**expected, "part.more.seed": torch.ones(1), "plain": torch.ones(2)})
+    assert_same(found, {**expected, "part.more.seed": torch.ones(1), "plain": torch.ones(2)})
 
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [

@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from zero_files import assert_same, check_written, merged, reported
+from stored import assert_same
+from zero_files import check_written, merged, reported
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "frameworks" / "deepspeed_write.py"
 

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from scripts import page_block, run_commands, run_main
-from zero_files import assert_same, check_written, merged, reported, write_zero
+from stored import assert_same
+from zero_files import check_written, merged, reported, write_zero
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scripts import run_main
+from stored import assert_same
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
@@ -61,13 +62,6 @@ def tensors_of(sample: Sample) -> dict[str, torch.Tensor]:
     return load_file(sample.expected)
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
-
-
 def copied(path: str, tmp_path: Path) -> Path:
     return Path(shutil.copytree(DATA / path, tmp_path / "copy"))
 
@@ -75,7 +69,7 @@ def copied(path: str, tmp_path: Path) -> Path:
 @BY_PATH
 def test_the_model_is_merged_bit_by_bit(tmp_path: Path, sample: Sample) -> None:
     report = merge_checkpoint(DATA / sample.path, tmp_path / "out")
-    assert_equal(load_file(tmp_path / "out/model.safetensors"), tensors_of(sample))
+    assert_same(load_file(tmp_path / "out/model.safetensors"), tensors_of(sample))
     assert report.notes[0].startswith(f"only the section 'model' of this {sample.kind} directory is read, not '")
 
 
@@ -112,17 +106,17 @@ def test_a_model_is_loaded_and_opened(sample: Sample) -> None:
         }
     state = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     sx.load_checkpoint(state, DATA / sample.path)
-    assert_equal(state, expected)
+    assert_same(state, expected)
     nested = {"model": {name: torch.zeros_like(tensor) for name, tensor in expected.items()}}
     sx.load_checkpoint(nested, DATA / sample.path, strict=False)
-    assert_equal(nested["model"], expected)
+    assert_same(nested["model"], expected)
 
 
 @pytest.mark.parametrize("path", ["trainer/sharded/checkpoint-2", "accelerate/full/state"])
 def test_a_bare_module_is_loaded(path: str) -> None:
     module = tiny_model()
     sx.load_checkpoint(module, DATA / path)
-    assert_equal(module.state_dict(), load_file(DATA.joinpath(path).parent / "expected.safetensors"))
+    assert_same(module.state_dict(), load_file(DATA.joinpath(path).parent / "expected.safetensors"))
 
 
 def tiny_model() -> torch.nn.Module:
@@ -152,7 +146,7 @@ def test_an_optimizer_of_trainer_is_loaded_as_torch_loads_it() -> None:
     assert found["state"].keys() == wanted["state"].keys() == {0, 1, 2, 3}
     for number, entries in wanted["state"].items():
         assert torch.equal(found["state"][number]["momentum_buffer"], entries["momentum_buffer"])
-    assert_equal(module.state_dict(), load_file(path.parent / "expected.safetensors"))
+    assert_same(module.state_dict(), load_file(path.parent / "expected.safetensors"))
 
 
 def test_an_optimizer_with_other_groups_or_another_order_is_refused() -> None:
@@ -183,7 +177,7 @@ def test_a_job_s_file_is_loaded_with_its_optimizer_and_its_numbers(tmp_path: Pat
     assert found["param_groups"] == wanted["param_groups"]
     for number, entries in wanted["state"].items():
         assert all(torch.equal(found["state"][number][key], entry) for key, entry in entries.items())
-    assert_equal(other.state_dict(), module.state_dict())
+    assert_same(other.state_dict(), module.state_dict())
 
 
 @BY_PATH
@@ -198,7 +192,7 @@ def test_a_refused_file_of_another_section_does_not_stop_a_merge_of_the_model(
     assert f"refused: the pickle uses posix.system, which is not known to be harmless [{side}]" in err
     assert f"{side.name} (cannot be read)" in out
     assert run_main(capsys, "merge", path, tmp_path / "out")[0] == 0
-    assert_equal(load_file(tmp_path / "out/model.safetensors"), tensors_of(sample))
+    assert_same(load_file(tmp_path / "out/model.safetensors"), tensors_of(sample))
     code, _, err = run_main(capsys, "merge", path, tmp_path / "all", "--section", "all")
     assert (code, str(side) in err) == (7, True)
     assert not (tmp_path / "all").exists()
@@ -309,7 +303,7 @@ def test_a_rank_of_torch_checkpointing_may_have_no_part_of_the_model(
     code, out, err = run_main(capsys, "merge", path, tmp_path / "out")
     assert (code, "model_2" in out + err) == (0, False)
     expected = load_file(DATA / "torch_checkpointing/expected.safetensors")
-    assert_equal(load_file(tmp_path / "out/model.safetensors"), expected)
+    assert_same(load_file(tmp_path / "out/model.safetensors"), expected)
 
 
 def test_a_directory_without_a_model_says_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -545,9 +539,9 @@ def test_lightning_consolidated_in_one_file(tmp_path: Path, file: str) -> None:
     path = DATA / "lightning" / file
     merge_checkpoint(path, tmp_path / "out")
     found = load_file(tmp_path / "out/model.safetensors")
-    assert_equal(found, load_file(path.parent / "expected.safetensors"))
+    assert_same(found, load_file(path.parent / "expected.safetensors"))
     if file == "fsdp1/full.ckpt":  # what Lightning itself made of the sharded one
-        assert_equal(found, torch.load(path, weights_only=False)["state_dict"])
+        assert_same(found, torch.load(path, weights_only=False)["state_dict"])
 
 
 def test_one_file_of_a_directory_of_lightnings_files_must_be_named(
@@ -573,7 +567,7 @@ def test_torchtitan_parent_names_its_steps(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize("name", ["fsdp1", "dcp_safetensors"])
 def test_what_torch_alone_saves_is_merged_bit_by_bit(tmp_path: Path, name: str) -> None:
     merge_checkpoint(DATA / "torch" / name, tmp_path / "out")
-    assert_equal(load_file(tmp_path / "out/model.safetensors"), load_file(DATA / f"torch/{name}.safetensors"))
+    assert_same(load_file(tmp_path / "out/model.safetensors"), load_file(DATA / f"torch/{name}.safetensors"))
 
 
 def test_a_missing_rank_of_fsdp1_is_a_missing_region(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

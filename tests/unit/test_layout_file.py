@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from stored import assert_same
 
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.cli.main import main
@@ -39,11 +40,6 @@ def merged(path: Path, layout: Any, *states: State, **options: Any) -> State:
     return load_file(path / "out" / "model.safetensors")
 
 
-def equal(one: State, other: State) -> bool:
-    same = {n: one[n].dtype == other[n].dtype and torch.equal(one[n], other[n]) for n in one.keys() & other.keys()}
-    return one.keys() == other.keys() and all(same.values())
-
-
 def refuse(error: type[StateExchangeError], match: str, path: Path, layout: Any, *states: State) -> StateExchangeError:
     source = write_ranks(path / "in", *states)
     with pytest.raises(error, match=match) as caught:
@@ -59,7 +55,7 @@ def test_dims_replicas_and_uneven_parts(tmp_path: Path) -> None:
         {"a.w": w[3:], "a.v": v[:, 1:], "norm": torch.ones(3)},
     ]
     layout = {"*.w": {"dim": 0}, "a.*": {"dim": -1}, "norm": "replicate"}
-    assert equal(merged(tmp_path, layout, *states), {"a.w": w, "a.v": v, "norm": torch.ones(3)})
+    assert_same(merged(tmp_path, layout, *states), {"a.w": w, "a.v": v, "norm": torch.ones(3)})
 
 
 def test_the_command_line_reads_a_layout_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +92,7 @@ def test_a_mesh_of_pipeline_tensor_and_expert_parallel_ranks(tmp_path: Path) -> 
     expected = {"layers.0.experts.up": layers[0], "layers.1.experts.up": layers[1]}
     expected |= {"embed": embedding, "norm": torch.arange(3)}
     layout = {"mesh": {"pp": 2, "ep": 2, "tp": 2}, "rules": rules}
-    assert equal(merged(tmp_path, layout, *states), expected)
+    assert_same(merged(tmp_path, layout, *states), expected)
 
 
 def test_a_mesh_that_version_0_1_called_a_grid(tmp_path: Path) -> None:
@@ -136,7 +132,7 @@ def test_a_fused_tensor_becomes_several(tmp_path: Path) -> None:
     }
     expected = {f"l.{name}.weight": block for name, block in blocks.items()}
     expected |= {"gate.weight": torch.zeros(2, 2), "up.weight": torch.ones(2, 2)}
-    assert equal(merged(tmp_path, layout, *states), expected)
+    assert_same(merged(tmp_path, layout, *states), expected)
 
 
 def test_interleaved_groups_of_heads(tmp_path: Path) -> None:
@@ -146,7 +142,7 @@ def test_interleaved_groups_of_heads(tmp_path: Path) -> None:
     rule = {"dim": 0, "split": {"linear_qkv": {"q_proj": 6, "k_proj": 2, "v_proj": 2}}, "interleaved": True}
     states = [{"linear_qkv.weight": part} for part in fused.chunk(2)]
     expected = {f"{name}_proj.weight": part.reshape(-1, 5) for name, part in (("q", q), ("k", k), ("v", v))}
-    assert equal(merged(tmp_path, {"linear_qkv.*": rule}, *states), expected)
+    assert_same(merged(tmp_path, {"linear_qkv.*": rule}, *states), expected)
 
 
 def test_experts_and_layers_are_renumbered_over_the_ranks(tmp_path: Path) -> None:
@@ -165,7 +161,7 @@ def test_experts_and_layers_are_renumbered_over_the_ranks(tmp_path: Path) -> Non
                 states.append(state)
     renumber = [{"renumber": "layers", "axis": "pp"}, {"renumber": "experts", "axis": "ep"}]
     layout = {"mesh": mesh, "rules": {"*.w": [*renumber, {"dim": 1, "axis": "tp"}]}}
-    assert equal(merged(tmp_path, layout, *states), expected)
+    assert_same(merged(tmp_path, layout, *states), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn])
@@ -269,7 +265,7 @@ def test_a_models_own_tp_plan_is_a_layout(tmp_path: Path) -> None:
         cut = dim is not None and not (word == "rowwise" and name.endswith("bias"))
         for rank in range(2):
             states[rank][name] = value.chunk(2, dim)[rank] if cut else value
-    assert equal(merged(tmp_path, plan, *states), dict(model.state_dict()))
+    assert_same(merged(tmp_path, plan, *states), dict(model.state_dict()))
 
 
 def test_a_tp_plan_may_name_tensors_that_the_files_lack(tmp_path: Path) -> None:
@@ -322,7 +318,7 @@ def cut_by_rules(draw: st.DrawFn) -> tuple[Any, State, list[State]]:
 @given(cut_by_rules())
 def test_random_layouts_restore_the_whole_tensors(tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
     layout, whole, states = case
-    assert equal(merged(tmp_path_factory.mktemp("rules", numbered=True), layout, *states), whole)
+    assert_same(merged(tmp_path_factory.mktemp("rules", numbered=True), layout, *states), whole)
 
 
 def test_a_layout_applies_to_plain_tensors_of_workspaces_only(tmp_path: Path) -> None:
@@ -349,7 +345,7 @@ def test_a_layout_applies_to_files_of_torch_save(tmp_path: Path) -> None:
     merge_checkpoint(tmp_path / "in", tmp_path / "out", layout=layout)
     parts = whole.transpose(1, 2).split(2, 2)
     expected = {"a": torch.cat([parts[0], parts[2]], 2), "b": torch.cat([parts[1], parts[3]], 2)}
-    assert equal(load_file(tmp_path / "out" / "model.safetensors"), expected)
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), expected)
 
 
 def test_a_layout_complements_the_offsets_of_torchs_writer(tmp_path: Path) -> None:
@@ -360,7 +356,7 @@ def test_a_layout_complements_the_offsets_of_torchs_writer(tmp_path: Path) -> No
         name = f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
         save_file({"w": w[4 * rank :][:4].clone(), "v": v[3 * rank :][:3].clone()}, tmp_path / "in" / name, metadata)
     merge_checkpoint(tmp_path / "in", tmp_path / "out", layout={"v": {"dim": 0}})
-    assert equal(load_file(tmp_path / "out" / "model.safetensors"), {"w": w, "v": v})
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), {"w": w, "v": v})
 
 
 def test_files_are_ranks_in_the_order_of_their_numbers(tmp_path: Path) -> None:

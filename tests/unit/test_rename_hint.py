@@ -6,13 +6,12 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from scripts import run_main
 
 import statexchange as sx
-from statexchange.cli.main import main
 from statexchange.report.rename_hint import suggest_rename
 
 PARTS = [f"layers.{n}.{part}.weight" for n in range(12) for part in ("q", "k", "norm")]
@@ -33,10 +32,10 @@ def write(path: Path, prefix: str, names: list[str], more: list[str]) -> None:
     )
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[Any, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["diff", *map(str, arguments)])
-    return ended.value.code, capsys.readouterr().err
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    """Run `diff`; return its exit code and stderr."""
+    code, _, err = run_main(capsys, "diff", *arguments)
+    return code, err
 
 
 @pytest.mark.parametrize(("a", "b"), PREFIXES)
@@ -50,9 +49,8 @@ def test_the_rename_that_is_named_matches_all(
     assert (code, match is not None) == (1, True), err
     assert match is not None
     assert run(capsys, tmp_path / "a", tmp_path / "b", *shlex.split(match[1])) == (0, "")
-    with pytest.raises(SystemExit):
-        main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--json"])
-    assert json.loads(capsys.readouterr().out)["data"]["notes"][-1] in err
+    _, out, _ = run_main(capsys, "diff", tmp_path / "a", tmp_path / "b", "--json")
+    assert json.loads(out)["data"]["notes"][-1] in err
 
 
 def test_names_that_match_already_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from stored import assert_same
 
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.formats.registry import open_checkpoint
@@ -31,13 +32,6 @@ def merged(path: Path, tmp_path: Path, **options: Any) -> dict[str, torch.Tensor
     report = merge_checkpoint(path, out, **options)
     state = load_file(out / "model.safetensors")
     return state | {alias: state[name] for alias, name in report.aliases.items()}
-
-
-def assert_same(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(found[name], tensor), name
 
 
 def check_written(folder: Path, kind: str, tmp_path: Path) -> None:
