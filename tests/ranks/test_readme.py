@@ -243,6 +243,7 @@ def test_the_benches_without_a_table_on_their_page_run(bench: str, arguments: li
 
 
 def test_the_readme_has_both_commands() -> None:
-    start, pinned = "    python3 -m venv .venv && .venv/bin/pip install", "-c tools/constraints.txt"
-    assert f'{start} {pinned} ".[torch]" && .venv/bin/statexchange demo\n' in page_text("README.md")
-    assert f'{start} --no-compile {pinned} ".[test]" && .venv/bin/pytest\n' in page_text("README.md")
+    pip, pinned = "&& .venv/bin/pip install", "-c tools/constraints.txt"
+    demo = f'python3 -m venv .venv {pip} {pinned} ".[torch]" && .venv/bin/statexchange demo'
+    tests = f'python3 -m venv --upgrade-deps .venv {pip} --no-compile {pinned} ".[test]" && .venv/bin/pytest'
+    assert f"\n\n    {demo}\n    {tests}\n\n" in page_text("README.md")
