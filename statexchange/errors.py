@@ -43,6 +43,7 @@ __all__ = [
     "remedy",
     "secrets_of",
     "to_record",
+    "type_text",
     "without_secrets",
 ]
 
@@ -84,6 +85,13 @@ def excerpt(value: object, limit: int = 100) -> str:
         else:
             shown += repr(item)
     return shown[:limit]
+
+
+def type_text(value: object) -> str:
+    """Return the name of a value's type with its article, such as "an int", for a message."""
+    name = type(value).__name__
+    is_vowel = name[0] in "aeioAEIO" or name[:2] in ("un", "Un")
+    return f"{'an' if is_vowel else 'a'} {name}"
 
 
 def _pieces(container: Any, limit: int) -> list[tuple[bool, Any]]:

@@ -24,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, ClassVar, TypeAlias, cast
 
-from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt
+from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
 
 __all__ = ["MAX_DEPTH", "decode", "encode", "has_text", "is_number", "register_config", "to_plain", "types_of"]
 
@@ -109,7 +109,7 @@ def _refusing(leaf: Leaf) -> Leaf:
     def refuse(value: object, path: str) -> None:
         if leaf(value, path) is not None:
             raise UnsupportedError(
-                f"a {type(value).__name__} cannot be an item of a set or deque, or a key, at {path[:80]}: put it into "
+                f"{type_text(value)} cannot be an item of a set or deque, or a key, at {path[:80]}: put it into "
                 "a list, or into a mapping with text as keys"
             )
 

@@ -19,6 +19,7 @@ from statexchange.errors import (
     UnsafeError,
     UnsupportedError,
     excerpt,
+    type_text,
 )
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, read_pickle
 from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor
@@ -165,7 +166,7 @@ def _parsed(
     unsupported: dict[str, UnreadableTensor] = {}
     for name, record in metadata.state["state_dict_metadata"].items():
         if type(name) is not str:
-            raise ValueError(f"a {type(name).__name__} as a name")
+            raise ValueError(f"{type_text(name)} as a name")
         if record.name == "BytesStorageMetadata":
             others.add(name)
         else:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from statexchange.errors import CorruptError, StateExchangeError, UnsupportedError, excerpt
+from statexchange.errors import CorruptError, StateExchangeError, UnsupportedError, excerpt, type_text
 from statexchange.formats.part_names import OPTIMIZER_FILE
 from statexchange.formats.pickles import OpaqueObject, read_pickle
 from statexchange.formats.source import ShardFile, SourceTensor, UnreadableTensor
@@ -168,7 +168,7 @@ class DeepSpeedFile:
     def named(self, value: Any) -> dict[str, Any]:
         """Return a dict with the entries whose keys are text; raise ValueError for anything but a dict."""
         if type(value) is not dict:
-            raise ValueError(f"a {type(value).__name__} in the place of a dict")
+            raise ValueError(f"{type_text(value)} in the place of a dict")
         self._budget.spend(_STEPS_PER_NAME * len(value))
         return {key: entry for key, entry in value.items() if type(key) is str}
 

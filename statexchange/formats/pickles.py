@@ -25,7 +25,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from statexchange.errors import CorruptError, StateExchangeError, UnsafeError, excerpt
+from statexchange.errors import CorruptError, StateExchangeError, UnsafeError, excerpt, type_text
 from statexchange.storage.budget import Budget
 from statexchange.storage.tensorfile import wrong_kind_of_bytes
 from statexchange.tensors import DTYPE_NAMES
@@ -571,7 +571,7 @@ def _call(machine: _Machine) -> None:
     """REDUCE: push an OpaqueObject instead of calling."""
     args, callee = machine.stack.pop(), machine.stack.pop()
     if type(callee) is not GlobalRef or type(args) is not tuple:
-        raise UnsafeError(f"refused: the pickle calls a {type(callee).__name__}", path=machine.path)
+        raise UnsafeError(f"refused: the pickle calls {type_text(callee)}", path=machine.path)
     if callee.name in machine.functions:
         raise machine.unsafe(callee.name)
     machine.call_arguments.append(args)
@@ -603,7 +603,7 @@ def _build(machine: _Machine) -> None:
     if type(target) is OpaqueObject:
         target.state = state
     elif type(target) is not dict:
-        raise UnsafeError(f"refused: the pickle sets attributes of a {type(target).__name__}", path=machine.path)
+        raise UnsafeError(f"refused: the pickle sets attributes of {type_text(target)}", path=machine.path)
 
 
 _Operation = Callable[[_Machine], None]

@@ -60,7 +60,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, product
 from typing import Any
 
-from statexchange.errors import IncompleteError, InvalidArgumentError, excerpt
+from statexchange.errors import IncompleteError, InvalidArgumentError, excerpt, type_text
 from statexchange.sharding import records
 from statexchange.sharding.layout_advice import layout_advice, rule_for_dim
 from statexchange.sharding.shards import Box, full_box, is_inside, shape_from_json, sizes_from_json
@@ -260,7 +260,7 @@ class Layout:
     def parse(cls, raw: Any) -> Layout:
         """Return the layout described at the top of this module; raise InvalidArgumentError for anything else."""
         if not isinstance(raw, Mapping):
-            raise InvalidArgumentError(f"layout must map name patterns to rules, not be a {type(raw).__name__}")
+            raise InvalidArgumentError(f"layout must map name patterns to rules, not be {type_text(raw)}")
         if "grid" in raw and "mesh" in raw:
             raise InvalidArgumentError("layout has 'mesh' and 'grid', its old name: remove 'grid'")
         axes_key = "grid" if "grid" in raw else "mesh"  # as in layouts of version 0.1

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
+from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
 from statexchange.sharding.rules import Layout, Part, Rule
 from statexchange.sharding.sharding_spec import Placement
 from statexchange.sharding.shards import Shard, full_box
@@ -138,7 +138,7 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
                 yield path, leaf
             elif kind is None:
                 raise InvalidArgumentError(
-                    f"state[{path!r}] is a {type(leaf).__name__}, not a tensor: pass a module or one flat mapping; "
+                    f"state[{path!r}] is {type_text(leaf)}, not a tensor: pass a module or one flat mapping; "
                     "save_checkpoint takes nested state"
                 )
     yield from sharded.items()
@@ -154,7 +154,7 @@ def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
         elif not is_plain_entry(name, value):
             raise UnsupportedError(
-                f"the module has a {type(value).__name__} in the place of a tensor, which may hold its weights, as "
+                f"the module has {type_text(value)} in the place of a tensor, which may hold its weights, as "
                 "quantized modules do: give the model before it was quantized",
                 name=name,
             )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, type_text
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
 from statexchange.state.megatron import Kind, MegatronTensor, holds_sharded, leaves, sharded_kind
 from statexchange.state.modules import is_module, live_items, load_extra_state
@@ -152,7 +152,7 @@ def plan_load(state: Any, saved: Any, allocate: Allocate, stays: Stays | None = 
     planner = _Planner(allocate, names, _ShardedKeys.of(state, saved), stays)
     if planner.visit(state, saved, "") is not state:
         raise InvalidArgumentError(
-            f"the state is a {type(state).__name__}, which cannot be changed in place: give a mapping that holds it"
+            f"the state is {type_text(state)}, which cannot be changed in place: give a mapping that holds it"
         )
     return planner.plan
 
@@ -201,7 +201,7 @@ class _Planner:
         elif is_optimizer(live):
             self._optimizer(live, saved, path)
         elif is_stateful(live):
-            self._expect(isinstance(saved, Mapping), f"the state of a {type(live).__name__}", saved, path)
+            self._expect(isinstance(saved, Mapping), f"the state of {type_text(live)}", saved, path)
             new = self._with_new_tensors(saved)
             self.plan.callbacks.append(lambda: live.load_state_dict(with_types_of(live.state_dict(), new)))
         elif _has_names(live, path) or (children(live) is not None and contains_state(live)):
@@ -375,7 +375,7 @@ class _Planner:
     def _expect(self, holds: bool, wanted: str, saved: Any, path: str) -> None:
         if holds:
             return
-        found = f"a {type(saved).__name__}"
+        found = f"{type_text(saved)}"
         if isinstance(saved, SavedTensor):
             found = "a tensor"
         elif isinstance(saved, list | tuple):
@@ -501,7 +501,7 @@ class _NamesTree:
             return [self.build(part, prefix) for part in state]
         if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
             return self._mapping(state, prefix)
-        what = f"is a {type(state).__name__}, but this source holds tensors only"
+        what = f"is {type_text(state)}, but this source holds tensors only"
         if not prefix:
             raise InvalidArgumentError(f"the state {what}: give modules, optimizers or mappings of tensors")
         raise InvalidArgumentError(

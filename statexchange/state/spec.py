@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
+from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
 from statexchange.state.leaves import check_no_state_in, is_leaf, is_stateful
 from statexchange.state.modules import check_module, is_extra_state, is_plain_entry, model_items
 from statexchange.state.optimizers import check_optimizer, is_optimizer
@@ -107,13 +107,13 @@ class StateSpec:
         elif is_optimizer(leaf):
             self._add_optimizer(path, leaf)
         elif is_stateful(leaf):
-            self.entries.append((path, f"the state of a {type(leaf).__name__}"))
+            self.entries.append((path, f"the state of {type_text(leaf)}"))
             self.stateful[path] = leaf
         elif value_kind(leaf) is not None:
             self.entries.append((path, _VALUE))
             self.values[path] = leaf
         elif isinstance(leaf, Generator | MappingView):
-            raise InvalidArgumentError(f"a {type(leaf).__name__} cannot be filled in place: give a list", name=path)
+            raise InvalidArgumentError(f"{type_text(leaf)} cannot be filled in place: give a list", name=path)
         else:
             check_no_state_in(leaf, path)
             self.entries.append((path, _OBJECT))
@@ -161,7 +161,7 @@ def _check_entries(module: nn.Module, path: str) -> None:
             continue
         if is_tensor(value) or not is_plain_entry(name, value):
             raise UnsupportedError(
-                f"the module's state dict has a {type(value).__name__} here that is no parameter or buffer, as those "
+                f"the module's state dict has {type_text(value)} here that is no parameter or buffer, as those "
                 "of quantized modules: it cannot be changed in place",
                 name=f"{path}.{name}" if path else name,
             )

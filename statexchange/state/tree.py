@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 
 __all__ = [
     "Node",
@@ -189,7 +189,7 @@ def _step(key: Any, path: str) -> str:
         return f".{key}" if key.isidentifier() else f"[{key!r}]"
     if not values.has_text(key):
         raise UnsupportedError(
-            f"a mapping at {path or 'the top'} has a {type(key).__name__} as a key: use text, numbers or enums"
+            f"a mapping at {path or 'the top'} has {type_text(key)} as a key: use text, numbers or enums"
         )
     return f"[{key!r}]"
 

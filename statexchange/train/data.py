@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator, get_rank, get_world_size
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, type_text
 
 __all__ = ["DistributedDataContainer", "part_of"]
 
@@ -294,13 +294,11 @@ def _lengths(data: Data, path: str) -> Iterator[tuple[str, int]]:
             yield from _lengths(field, f"{path}[{key!r}]")
         return
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-        raise InvalidArgumentError(
-            f"{path} is a {type(data).__name__} and has no numbered samples: give a list of them"
-        )
+        raise InvalidArgumentError(f"{path} is {type_text(data)} and has no numbered samples: give a list of them")
     try:
         yield path, len(data)
     except TypeError as error:
-        raise InvalidArgumentError(f"{path} is a {type(data).__name__} and has no length") from error
+        raise InvalidArgumentError(f"{path} is {type_text(data)} and has no length") from error
 
 
 def _item(data: Data, sample: int) -> Any:  # noqa: ANN401 (a sample of the caller's)

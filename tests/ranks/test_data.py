@@ -157,7 +157,7 @@ class Endless(IterableDataset[int]):
     [
         ((np.ones(3), np.ones(4)), r"differ in length: data\[0\] 3, data\[1\] 4"),
         ({"x": [1, 2], "y": {"z": [1]}}, r"data\['x'\] 2, data\['y'\]\['z'\] 1"),
-        ((1, 2, 3), r"data\[0\] is a int and has no numbered samples: give a list"),
+        ((1, 2, 3), r"data\[0\] is an int and has no numbered samples: give a list"),
         ((), "no fields"),
         ({}, "no fields"),
         (Endless(), "Endless and has no numbered samples"),

@@ -214,13 +214,14 @@ def test_state_that_was_not_saved_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r'under "model": give \{"model": state\}'):
         sx.load_checkpoint(model_of(2), tmp_path / "ckpt")
     with pytest.raises(
-        sx.errors.InvalidArgumentError, match=r"state\.step was saved as something else.*expected a tensor, found a int"
+        sx.errors.InvalidArgumentError,
+        match=r"state\.step was saved as something else.*expected a tensor, found an int",
     ):
         sx.load_checkpoint({"model": model_of(2), "step": torch.zeros(1)}, tmp_path / "ckpt")
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     state = {"a": torch.zeros(2), "step": 7}
     with pytest.raises(
-        ValueError, match=r"'step' is a int, but this source holds tensors only: leave it out .*include="
+        ValueError, match=r"'step' is an int, but this source holds tensors only: leave it out .*include="
     ):
         sx.load_checkpoint(state, tmp_path / "model.safetensors")
     assert sx.load_checkpoint(state, tmp_path / "model.safetensors", include="a").num_tensors == 1

@@ -322,7 +322,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         r"differ in global_shape: expected \(2,\), found \(4,\).*'k'",
     ),
     ([sharded("k", torch.ones(2), (0, 1, 2))], sx.errors.IncompleteError, r"no rank holds region \[0:2\].*'k'"),
-    ({"w": sharded("k", torch.ones(2)), "step": 3}, ValueError, r"state\['a\.step'\] is a int, not a tensor"),
+    ({"w": sharded("k", torch.ones(2)), "step": 3}, ValueError, r"state\['a\.step'\] is an int, not a tensor"),
 ]
 
 

@@ -226,7 +226,7 @@ def test_where_kept_objects_may_be(wrap: Any) -> None:
 
     value = {"a": [wrap([kept])]}
     assert decode(encode(value, keep), leaf=lambda _: kept) == value
-    with pytest.raises(UnsupportedError, match=r"a object cannot be an item of a set or deque, or a key, at \.a\[0\]"):
+    with pytest.raises(UnsupportedError, match=r"an object cannot be an item of a set or deque, or a key, at \.a\[0\]"):
         encode(value, keep, leaves_anywhere=False)
     assert encode({"a": [kept]}, keep, leaves_anywhere=False) == encode({"a": [kept]}, keep)
 
