@@ -362,7 +362,7 @@ class _Machine:
         elif kind in (str, bytes):
             self.budget.spend(0, len(key))
         elif kind not in _KEY_TYPES:
-            raise UnsafeError(f"refused: a {kind.__name__} as a key", path=self.path)
+            raise UnsafeError(f"refused: {type_text(key)} as a key", path=self.path)
         if kind in (tuple, float) or (kind is int and not -_HASH_PRIME < key < _HASH_PRIME):
             self.check_hash(key)
 

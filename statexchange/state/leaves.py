@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from statexchange.errors import UnsupportedError
+from statexchange.errors import UnsupportedError, type_text
 from statexchange.state.megatron import sharded_kind
 from statexchange.state.modules import is_module
 from statexchange.state.optimizers import is_optimizer
@@ -49,5 +49,5 @@ def check_no_state_in(value: Any, path: str) -> None:
     if not isinstance(value, set | frozenset | deque):
         return
     if any(contains_state(item) for item in value if not isinstance(item, int | float | str)):
-        kind = type(value).__name__
-        raise UnsupportedError(f"a {kind} here holds tensors, which cannot be filled in it: give a list", name=path)
+        text = f"{type_text(value)} here holds tensors, which cannot be filled in it: give a list"
+        raise UnsupportedError(text, name=path)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from typing import Any
 
-from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.state.modules import is_module, layers
 
 __all__ = ["adapter_state", "is_adapter_model", "model_config", "model_files", "tokenizer_files"]
@@ -101,8 +101,8 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
         UnsupportedError: it writes a subdirectory, and a checkpoint directory has none.
     """
     if not hasattr(tokenizer, "save_pretrained") or is_module(tokenizer):
-        kind = type(tokenizer).__name__
-        raise InvalidArgumentError(f"tokenizer must be a tokenizer or processor of transformers, not a {kind}")
+        found = type_text(tokenizer)
+        raise InvalidArgumentError(f"tokenizer must be a tokenizer or processor of transformers, not {found}")
     return _saved_files(tokenizer)
 
 
