@@ -72,6 +72,8 @@ _MOST_FILES = 250  # which one message can carry
 _FREE_FILE = 500  # a server has no file descriptor from here on
 _START_S = 100
 _PR_SET_PDEATHSIG = 1
+_HUGE_PAGE = 2 << 20
+_MADV_COLLAPSE = 25
 
 # What the client does, without site-packages and with few imports: those of json, signal and socket would take as long
 # as all else.
@@ -441,6 +443,26 @@ def import_for_forks(names: Sequence[str] = (), own: tuple[str, ...] = ("statexc
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    use_huge_pages()
+
+
+def use_huge_pages() -> None:
+    """Move the memory of this process to huge pages, of which a fork copies one entry of the page table, not 512.
+
+    To fork a process that has imported torch, and to end the new one, takes a third of the processor time then. Where
+    the kernel has no huge pages nothing changes.
+    """
+    libc = ctypes.CDLL(None)
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        mappings = [line.split() for line in file]
+    for mapping in mappings:
+        addresses, access, inode = mapping[0], mapping[1], mapping[4]
+        if access == "rw-p" and inode == "0" and mapping[5:] != ["[stack]"]:
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            begin = -(-begin // _HUGE_PAGE) * _HUGE_PAGE
+            nbytes = (end - begin) // _HUGE_PAGE * _HUGE_PAGE
+            if nbytes > 0:
+                libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), _MADV_COLLAPSE)
 
 
 def _serve(folder: str, kind: str) -> None:
