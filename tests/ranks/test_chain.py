@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from state_content import OPTIMIZERS, content, equal
 from sweeps import slow
-from test_state_matrix import OPTIMIZERS, content, equal
 from torch import nn
 
 import statexchange as sx

@@ -9,13 +9,14 @@ import enum
 import random
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from state_content import OPTIMIZERS, classes, content, equal
 from torch import nn
 
 import statexchange as sx
@@ -25,13 +26,6 @@ DOCS = Path(__file__).parents[2] / "docs" / "state.md"
 LR = torch.optim.lr_scheduler
 
 
-def classes(module: Any, base: type) -> list[type]:
-    """Return the public classes of a module that are derived from `base`."""
-    found = [kind for name, kind in sorted(vars(module).items()) if name[0] != "_" and isinstance(kind, type)]
-    return [kind for kind in found if issubclass(kind, base) and kind is not base]
-
-
-OPTIMIZERS = classes(torch.optim, torch.optim.Optimizer)
 OPTIONS: dict[str, dict[str, Any]] = {  # with more state than by default
     "Adam with a tensor as lr, amsgrad": {"lr": torch.tensor(0.25), "amsgrad": True},
     "RMSprop with momentum, centered": {"momentum": 0.9, "centered": True},
@@ -238,31 +232,6 @@ ALIKE = {
     if kind.startswith(("optimizer ", "scheduler "))
     and kind not in ("optimizer AdamW", "optimizer LBFGS", "optimizer SGD with momentum", "scheduler MultiStepLR")
 }
-
-
-def content(value: Any) -> Any:
-    """Return a value as nested containers of tensors and plain values, for comparison."""
-    if isinstance(value, nn.Module | torch.optim.Optimizer) or hasattr(value, "load_state_dict"):
-        return content(value.state_dict())
-    if is_dataclass(value):
-        return {field.name: content(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): content(item) for key, item in value.items()} | {"type": type(value).__name__}
-    if isinstance(value, list | tuple):
-        return [type(value).__name__, *map(content, value)]
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
-    if isinstance(one, list):
-        return isinstance(other, list) and len(one) == len(other) and all(map(equal, one, other))
-    if isinstance(one, torch.Tensor):
-        return type(one) is type(other) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return type(one) is type(other) and one.dtype == other.dtype and bool((one == other).all())
-    return type(one) is type(other) and bool(one == other or one != one)
 
 
 # Each operation moves the state of seed 2 into that of seed 3, on 2 ranks unless named otherwise. States are made
