@@ -1,0 +1,35 @@
+"""The logits of models of transformers, and of merged checkpoints that transformers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from statexchange.cli.main import main
+
+TOKENS = torch.arange(8).reshape(1, 8)
+
+
+def logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    """Return the logits of a model; it is in eval mode from then on."""
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=tokens).logits
+    return found
+
+
+def merged_logits(folder: Path, source: Path, *options: str) -> torch.Tensor:
+    """Return the logits of the Llama that transformers loads from `statexchange merge SOURCE FOLDER/out`.
+
+    Raises AssertionError unless the directory has exactly the tensors of the model.
+    """
+    from transformers import LlamaForCausalLM
+
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", str(source), str(folder / "out"), *options])
+    assert ended.value.code == 0, f"the exit code is {ended.value.code}"
+    loaded, report = LlamaForCausalLM.from_pretrained(folder / "out", output_loading_info=True)
+    assert not any(report.values()), report
+    return logits(loaded)
