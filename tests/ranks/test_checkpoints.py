@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoint_jobs import LAYOUT, load_rows, save_rows, save_steps, shard_of, state_of, value_in
 from forked_jobs import ForkedJobs
-from programs import require_mounts
 from scripts import HOME, warm_command
 from sweeps import slow, some
 from warm_python import warm_python
@@ -31,20 +31,6 @@ import statexchange as sx
 from statexchange.processes import Owner
 from statexchange.report.saves import list_saves
 from statexchange.testing import run_ranks
-
-
-def state_of(value: float, step: int = 0) -> dict[str, Any]:
-    return {"model": {"w": torch.full((4, 3), value), "b": torch.full((3,), value)}, "step": step}
-
-
-def value_in(state: dict[str, Any]) -> float:
-    (value,) = {float(v) for tensor in state["model"].values() for v in tensor.unique()}
-    return value
-
-
-def save_steps(saves: sx.Checkpoints, *steps: int, **options: Any) -> None:
-    for step in steps:
-        saves.save(state_of(step, step), step, **options)
 
 
 def entries(path: Path) -> list[str]:
@@ -394,7 +380,6 @@ def test_metrics_are_numbers_and_the_best_one_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("mounts")
 def test_a_full_disk_leaves_the_saves_that_were_there(tmp_path: Path) -> None:
-    require_mounts()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
     try:
         saves = sx.Checkpoints(tmp_path / "saves", keep=1)
@@ -568,34 +553,6 @@ def test_too_little_time_before_the_kill_is_said_once(tmp_path: Path, caplog: py
 # Several ranks
 
 
-def shard_of(value: float, rank: int, world_size: int) -> dict[str, Any]:
-    """This rank's rows of a tensor whose row r is all value + r."""
-    rows = torch.arange(12).tensor_split(world_size)[rank]
-    return {"w": (value + rows)[:, None].expand(-1, 3).clone(), "step": int(value)}
-
-
-LAYOUT = {"w": {"dim": 0}}
-
-
-def save_rows(path: str, *steps: int) -> list[int]:
-    comm = sx.get_communicator()
-    saves = sx.Checkpoints(path, layout=LAYOUT)
-    for step in steps:
-        saves.save(shard_of(step, comm.rank, comm.world_size), step)
-    return saves.steps()
-
-
-def load_rows(path: str) -> int | None:
-    comm = sx.get_communicator()
-    state = shard_of(0, comm.rank, comm.world_size)
-    report = sx.Checkpoints(path, layout=LAYOUT).load(state)
-    if report is None:
-        return None
-    assert torch.equal(state["w"], shard_of(state["step"], comm.rank, comm.world_size)["w"])
-    assert report.step == state["step"]
-    return report.step
-
-
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
 def test_another_number_of_ranks_goes_on(backend: str, tmp_path: Path) -> None:
     path = str(tmp_path)
@@ -723,7 +680,7 @@ def test_a_preempted_job_saves_and_goes_on(launcher: tuple[str, ...], tmp_path: 
 JOBS = """
 import torch
 from statexchange.testing import run_ranks
-from test_checkpoints import load_rows, save_rows
+from checkpoint_jobs import load_rows, save_rows
 
 def job(path, steps):  # its two ranks are threads, so that a kill ends both
     if steps:

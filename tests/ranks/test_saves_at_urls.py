@@ -18,11 +18,11 @@ import numpy as np
 import publishing
 import pytest
 import torch
+from checkpoint_jobs import LAYOUT, load_rows, save_rows, save_steps, shard_of, state_of, value_in
 from forked_jobs import ForkedJobs
 from publishing import names_at, use_object_stores
 from safetensors.torch import load_file
 from sweeps import slow, some
-from test_checkpoints import LAYOUT, load_rows, save_rows, save_steps, shard_of, state_of, value_in
 
 import statexchange as sx
 from statexchange.processes import Owner
@@ -466,7 +466,7 @@ JOBS = """
 import torch
 from publishing import use_object_stores
 from statexchange.testing import run_ranks
-from test_checkpoints import load_rows, save_rows
+from checkpoint_jobs import load_rows, save_rows
 
 def job(path, steps):  # its two ranks are threads, so that a kill ends both
     use_object_stores(take_over_s=60, renew_s=15)

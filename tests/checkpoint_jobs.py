@@ -1,0 +1,55 @@
+"""States that jobs save by step with `Checkpoints`, and the saves and loads of one process and of several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import statexchange as sx
+
+LAYOUT = {"w": {"dim": 0}}
+
+
+def state_of(value: float, step: int = 0) -> dict[str, Any]:
+    """Return a state whose tensors are filled with `value`."""
+    return {"model": {"w": torch.full((4, 3), value), "b": torch.full((3,), value)}, "step": step}
+
+
+def value_in(state: dict[str, Any]) -> float:
+    """Return the value that fills the tensors of a state of `state_of`."""
+    (value,) = {float(v) for tensor in state["model"].values() for v in tensor.unique()}
+    return value
+
+
+def save_steps(saves: sx.Checkpoints, *steps: int, **options: Any) -> None:
+    """Save for each step a state that is filled with its number."""
+    for step in steps:
+        saves.save(state_of(step, step), step, **options)
+
+
+def shard_of(value: float, rank: int, world_size: int) -> dict[str, Any]:
+    """Return a rank's rows of a tensor whose row r is filled with value + r."""
+    rows = torch.arange(12).tensor_split(world_size)[rank]
+    return {"w": (value + rows)[:, None].expand(-1, 3).clone(), "step": int(value)}
+
+
+def save_rows(path: str, *steps: int) -> list[int]:
+    """Save the rank's rows for each step; return the steps that are there then. For ranks only."""
+    comm = sx.get_communicator()
+    saves = sx.Checkpoints(path, layout=LAYOUT)
+    for step in steps:
+        saves.save(shard_of(step, comm.rank, comm.world_size), step)
+    return saves.steps()
+
+
+def load_rows(path: str) -> int | None:
+    """Load the rank's rows of the newest save and check them; return its step, None without a save. For ranks only."""
+    comm = sx.get_communicator()
+    state = shard_of(0, comm.rank, comm.world_size)
+    report = sx.Checkpoints(path, layout=LAYOUT).load(state)
+    if report is None:
+        return None
+    assert torch.equal(state["w"], shard_of(state["step"], comm.rank, comm.world_size)["w"])
+    assert report.step == state["step"]
+    return report.step
