@@ -37,11 +37,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from warm_python import end_interpreter, imported_packages, skip_destructors
 
 from statexchange.testing.worlds import _fork_server
+
+if TYPE_CHECKING:
+    from statexchange.comm.communicator import Communicator
 
 CABLE = "cable0"
 NAMES = ("anna", "bert")
@@ -246,11 +249,11 @@ class TwoHosts:
         """Return when all of `ranks` (default: all) have reported `word`; return the time of the last."""
         waited = [self._ranks[rank] for rank in (range(self.world_size) if ranks is None else ranks)]
         with self._reported:
-            come = self._reported.wait_for(
+            is_in_time = self._reported.wait_for(
                 lambda: all(rank.has_reported(word) or rank.outcome.state != "running" for rank in waited), timeout_s
             )
         silent = [rank.outcome.rank for rank in waited if not rank.has_reported(word)]
-        if silent or not come:
+        if silent or not is_in_time:
             raise AssertionError(f"ranks {silent} did not report {word!r}\n{self.describe(self.finish(1.0))}")
         return max(when for rank in waited for when, report in rank.outcome.reports if report == word)
 
@@ -262,8 +265,8 @@ class TwoHosts:
             return condition(outcomes) or all(outcome.state != "running" for outcome in outcomes)
 
         with self._reported:
-            come = self._reported.wait_for(is_over, timeout_s)
-        assert come, self.describe(self.finish(1.0))
+            is_in_time = self._reported.wait_for(is_over, timeout_s)
+        assert is_in_time, self.describe(self.finish(1.0))
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -321,7 +324,7 @@ class TwoHosts:
         return [outcome.value for outcome in outcomes]
 
     def describe(self, outcomes: Sequence[Outcome]) -> str:
-        """Return a text about the outcomes."""
+        """Return a text with the outcome of each rank and the end of its stderr."""
         lines = []
         for o in outcomes:
             lines.append(
@@ -348,6 +351,19 @@ def report(word: Any) -> None:
     _send("report", word)
 
 
+def init_on_two_hosts(timeout_s: float = 30.0) -> Communicator:
+    """Return the communicator of all ranks of both hosts. For ranks only."""
+    import torch
+
+    import statexchange as sx
+
+    torch.set_num_threads(1)
+    comm = sx.init("auto", timeout_s=timeout_s)
+    assert comm.backend in ("hierarchical", "gloo"), comm.backend  # gloo with one rank per host
+    assert comm.num_nodes == 2, comm.hosts
+    return comm
+
+
 def wait_for_go() -> None:
     """Wait until the test calls `go`. For ranks only."""
     assert _line is not None
@@ -360,7 +376,7 @@ def _send(kind: str, what: Any) -> None:
 
 
 def _serve(line: Connection, task: dict[str, Any]) -> None:
-    """One rank."""
+    """Run one rank, in a process of the fork server; it ends with this function."""
     global _line
     _line = line
     skip_destructors()
@@ -411,7 +427,7 @@ def _enter_host(task: dict[str, Any]) -> None:
     faulthandler.register(signal.SIGUSR1)
 
 
-def show() -> list[Any]:
-    """Return the namespaces and names that this rank sees, for a test of the hosts."""
+def seen_here() -> list[Any]:
+    """Return this rank, and the host name, device of /dev/shm and network cards that it sees."""
     cards = sorted(name for _, name in socket.if_nameindex())
     return [os.environ["RANK"], socket.gethostname(), os.stat("/dev/shm").st_dev, cards]

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from test_two_hosts import start
-from two_hosts import CABLE, missing, two_hosts
+from two_hosts import CABLE, init_on_two_hosts, two_hosts
 
 import statexchange as sx
 from statexchange.train.algorithms import (
@@ -13,8 +12,6 @@ from statexchange.train.algorithms import (
     QuantizedAllReduce,
     ScatterGatherAllReduce,
 )
-
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 NUMEL = 1 << 20
 BUCKET = 4 * NUMEL
@@ -41,7 +38,7 @@ def sent_bytes() -> int:
 
 def bytes_of_a_step() -> list[int]:
     """Return by algorithm the number of bytes that this host sends in one step."""
-    comm = start()
+    comm = init_on_two_hosts()
     found = []
     for algorithm, _ in FORMULAS:
         parameter = torch.nn.Parameter(torch.full((NUMEL,), 1.0 + comm.rank))

@@ -10,12 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sweeps import slow
-from two_hosts import missing, report, two_hosts
+from two_hosts import report, two_hosts
 
 import statexchange as sx
 from statexchange.report.verify import verify
-
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 def whole() -> dict[str, torch.Tensor]:
@@ -40,17 +38,18 @@ LAYOUT = {"rows": {"dim": 0}, "columns": {"dim": 1}}
 
 
 def exports(out: str, options: dict[str, Any]) -> Any:
+    """Export; return whether this rank sees the directory, its files and their sizes, and numbers of the report."""
     comm = sx.init("auto", timeout_s=20.0)
     state = parts(comm.rank, comm.world_size)
     sees = os.path.isdir(os.path.dirname(out))
     found = sx.export_checkpoint(state, out, layout=LAYOUT, **options)
-    ours = {}
+    files = {}
     if os.path.isdir(out):
-        ours = {p.name: p.stat().st_size for p in sorted(Path(out).iterdir())}
+        files = {p.name: p.stat().st_size for p in sorted(Path(out).iterdir())}
         if comm.rank == 0:
             check(out)
     sx.shutdown()
-    return [sees, ours, list(found.rank_nbytes), found.num_tensors]
+    return [sees, files, list(found.rank_nbytes), found.num_tensors]
 
 
 def check(out: str) -> None:
@@ -80,12 +79,12 @@ def test_export_to_a_directory_that_both_hosts_see(
 def test_export_to_a_directory_that_only_roots_host_sees(counts: tuple[int, int], options: dict[str, Any]) -> None:
     with two_hosts(*counts, fully=True) as hosts:
         found = hosts.run(exports, "/dev/shm/below/out", options)
-    for rank, (_, ours, _, tensors) in enumerate(found):
-        assert bool(ours) == (rank < counts[0])
+    for rank, (_, files, _, tensors) in enumerate(found):
+        assert bool(files) == (rank < counts[0])
         assert tensors == 5
 
 
-def reduces_and_counts_on(out: str) -> dict[str, list[float]]:
+def reduces_and_renumbers(out: str) -> dict[str, list[float]]:
     comm = sx.init("auto", timeout_s=20.0)
     state = {"scale": torch.tensor([1.0, -1.0]) * comm.rank, "experts.0.w": torch.full((2,), float(comm.rank))}
     layout = {"scale": {"reduce": "max"}, "experts.*": {"renumber": "experts"}}
@@ -98,7 +97,7 @@ def reduces_and_counts_on(out: str) -> dict[str, list[float]]:
 @pytest.mark.slow
 def test_copies_on_several_hosts_are_reduced_and_experts_renumbered() -> None:
     with two_hosts(2, 2, fully=True) as hosts:
-        found = hosts.run(reduces_and_counts_on, "/dev/shm/below/out")
+        found = hosts.run(reduces_and_renumbers, "/dev/shm/below/out")
     assert found[0] == {"scale": [3, 0], **{f"experts.{rank}.w": [rank, rank] for rank in range(4)}}
 
 

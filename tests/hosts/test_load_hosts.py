@@ -11,26 +11,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from sweeps import slow
-from two_hosts import missing, two_hosts
+from two_hosts import init_on_two_hosts, two_hosts
 
 import statexchange as sx
-
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 SIZES = {"rows": (7001, 30), "columns": (6, 5003), "few": (3, 2), "scalar": ()}
 CUTS = {"rows": 0, "columns": 1, "few": 0}
 
 
 def whole(name: str) -> torch.Tensor:
+    """Return a tensor of one of `SIZES`, whose values are all different."""
     return torch.arange(1.0 + torch.Size(SIZES[name]).numel())[1:].reshape(SIZES[name])
 
 
 def begin(folder: str) -> tuple[sx.comm.Communicator, Any]:
-    """Initialise a communicator of ours over both hosts, and a mesh of torch's for DTensors."""
+    """Return a communicator over both hosts, and torch's mesh of all ranks for DTensors."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    comm = sx.init("auto", timeout_s=50.0)
-    assert comm.num_nodes == 2
+    comm = init_on_two_hosts(50.0)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.world_size)
     return comm, init_device_mesh("cpu", (comm.world_size,))
 
@@ -85,8 +83,8 @@ def test_a_save_of_two_hosts_is_loaded_with_other_placements(tmp_path: Path) -> 
         assert hosts.run(loads, str(tmp_path), timeout_s=100) == [[[], 4]] * 4
 
 
-def one_host_sees(out: str, how: str) -> list[Any]:
-    """Load on two hosts: the second has no such directory, or another one of the same name."""
+def is_seen_by_one_host(out: str, how: str) -> list[Any]:
+    """Load and save on two hosts, whose second has no such directory or another of that name; return both errors."""
     comm = sx.init("auto", timeout_s=50.0)
     sx.export_checkpoint({"a": torch.ones(5)}, out)
     if how == "another" and comm.node_rank == 1 and comm.local_rank == 0:
@@ -108,7 +106,7 @@ def one_host_sees(out: str, how: str) -> list[Any]:
 @pytest.mark.parametrize("how", [slow("nothing"), "another"])
 def test_a_directory_that_one_host_does_not_see_is_an_error_that_names_it(how: str) -> None:
     with two_hosts(2, 2) as hosts:
-        found = hosts.run(one_host_sees, "/dev/shm/below/out", how, timeout_s=100)
+        found = hosts.run(is_seen_by_one_host, "/dev/shm/below/out", how, timeout_s=100)
     assert all(one == found[0] for one in found)
     for (kind, text), path in zip(found[0], ("/dev/shm/below/out", "/dev/shm/below"), strict=True):
         assert kind == "NotFoundError"

@@ -17,23 +17,22 @@ from typing import Any
 import pytest
 import torch
 from sweeps import slow
-from two_hosts import missing, report, two_hosts
+from two_hosts import report, two_hosts
 
 import statexchange as sx
-
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 ROWS, LAYOUT = 12, {"w": {"dim": 0}}
 
 
 def rows(comm: sx.comm.Communicator, value: float) -> torch.Tensor:
-    """This rank's rows of a tensor, of several windows each."""
+    """Return this rank's rows of a tensor, of several windows each."""
     size = ROWS // comm.world_size
     first = torch.arange(comm.rank * size, (comm.rank + 1) * size)
     return value + first[:, None] * torch.ones(300_000)
 
 
 def saves(path: str) -> list[str]:
+    """Save two steps; return the names of the files that this host keeps in memory."""
     comm = sx.init("auto", timeout_s=50.0)
     checkpoints = sx.Checkpoints(path, memory=True, layout=LAYOUT)
     for step in (1, 2):
@@ -45,7 +44,7 @@ def saves(path: str) -> list[str]:
 
 
 def loads(path: str, lost: str) -> list[Any]:
-    """Load after the hosts named in `lost` have lost their memory."""
+    """Load after the hosts named in `lost` have lost their memory; return the step, and whether it came from memory."""
     comm = sx.init("auto", timeout_s=50.0)
     if comm.hosts[comm.rank] in lost.split() and comm.local_rank == 0:
         shutil.rmtree(f"/dev/shm/statexchange-{os.getuid()}")
@@ -79,7 +78,7 @@ def test_without_the_memory_of_both_hosts_the_disk_is_read(tmp_path: Path) -> No
         assert hosts.run(loads, path, "anna bert", timeout_s=100) == [[2, False]] * 3
 
 
-# Kills
+# Kills of all ranks
 
 WORLDS = [(1, 1), (2, 1), (1, 2)]
 
@@ -122,7 +121,9 @@ def goes_on(path: str, trip: str, node: int, stop_at: int) -> list[Any]:
 @pytest.mark.parametrize("every", [slow(25), pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 @pytest.mark.parametrize("trip", ["save", "load"])
 @pytest.mark.parametrize("node", [0, 1])
-def test_all_ranks_are_killed_at_any_call(trip: str, node: int, every: int, tmp_path: Path) -> None:
+def test_a_job_whose_ranks_are_all_killed_at_any_call_goes_on_from_its_newest_save(
+    trip: str, node: int, every: int, tmp_path: Path
+) -> None:
     path = tmp_path / "saves"
     worlds = itertools.cycle(WORLDS)
     calls = []

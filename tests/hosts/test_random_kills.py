@@ -18,11 +18,9 @@ from typing import Any
 import pytest
 import torch
 from sweeps import slow
-from two_hosts import Outcome, TwoHosts, missing, report, two_hosts
+from two_hosts import Outcome, TwoHosts, report, two_hosts
 
 import statexchange as sx
-
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 ROWS, COLUMNS = 12, 50_000  # a save takes some milliseconds
 KEEP = 2
@@ -30,7 +28,7 @@ LAYOUT = {"w": {"dim": 0}}
 
 
 def rows(comm: sx.comm.Communicator, step: int) -> torch.Tensor:
-    """This rank's rows of the tensor of a step."""
+    """Return this rank's rows of the tensor of a step."""
     size = ROWS // comm.world_size
     first = torch.arange(comm.rank * size, (comm.rank + 1) * size)
     return 100.0 * step + first[:, None] * torch.ones(COLUMNS)

@@ -5,22 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from two_hosts import ADDRESSES, missing, two_hosts
+from two_hosts import ADDRESSES, two_hosts
 
 import statexchange as sx
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
-
-def by_hand(directory: str, timeout_s: float = 30.0) -> sx.comm.Communicator:
+def init_in(directory: str, timeout_s: float = 30.0) -> sx.comm.Communicator:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return sx.init(rendezvous=f"file://{directory}", rank=rank, world_size=size, timeout_s=timeout_s)
 
 
-def meets(directory: str) -> list[Any]:
+def joins(directory: str) -> list[Any]:
     import torch
 
-    comm = by_hand(directory)
+    comm = init_in(directory)
     found = [comm.backend, comm.num_nodes, comm.node_rank, float(comm.all_reduce(torch.ones(100_000))[-1])]
     sx.shutdown()
     return found
@@ -29,7 +27,7 @@ def meets(directory: str) -> list[Any]:
 def test_ranks_of_two_hosts_meet_in_a_directory(tmp_path: Path) -> None:
     with two_hosts(2, 2) as hosts:
         for _ in range(2):
-            found = hosts.run(meets, str(tmp_path / "new" / "meeting"))
+            found = hosts.run(joins, str(tmp_path / "new" / "meeting"))
             assert found == [["hierarchical", 2, int(rank > 1), 4.0] for rank in range(4)]
             assert list(tmp_path.iterdir()) == []
 
@@ -38,7 +36,7 @@ def cannot_reach(directory: str) -> str:
     if os.environ["RANK"] == "0":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # only ranks of the same host can connect to it there
     with pytest.raises(sx.errors.NotInitializedError) as caught:
-        by_hand(directory)
+        init_in(directory)
     return str(caught.value)
 
 
@@ -55,7 +53,7 @@ def has_no_interface(directory: str) -> str:
     if os.environ["RANK"] == "0":
         os.environ["GLOO_SOCKET_IFNAME"] = "absent0"
     with pytest.raises(sx.errors.NotInitializedError) as caught:
-        by_hand(directory)
+        init_in(directory)
     return str(caught.value)
 
 

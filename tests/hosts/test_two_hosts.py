@@ -10,24 +10,14 @@ from typing import Any
 import pytest
 import torch
 from sweeps import by_default, slow
-from two_hosts import NAMES, Outcome, TwoHosts, missing, report, show, two_hosts, wait_for_go
+from two_hosts import NAMES, Outcome, TwoHosts, init_on_two_hosts, report, seen_here, two_hosts, wait_for_go
 
 import statexchange as sx
 from statexchange.comm import bootstrap
 from statexchange.testing import conformance
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
-
 TIMEOUT_S = 3.0
 Act = Callable[[sx.comm.Communicator], Any]
-
-
-def start(timeout_s: float = 30.0) -> sx.comm.Communicator:
-    torch.set_num_threads(1)
-    comm = sx.init("auto", timeout_s=timeout_s)
-    assert comm.backend in ("hierarchical", "gloo"), comm.backend  # gloo with one rank per host
-    assert comm.num_nodes == 2
-    return comm
 
 
 # The hosts themselves
@@ -36,7 +26,7 @@ def start(timeout_s: float = 30.0) -> sx.comm.Communicator:
 def test_hosts_are_separate_and_leave_nothing() -> None:
     before = os.listdir("/proc/self/ns"), sorted(os.listdir("/sys/class/net")), os.stat("/dev/shm").st_dev
     with two_hosts(1, 2) as hosts:
-        seen = hosts.run(show)
+        seen = hosts.run(seen_here)
         assert [name for _, name, _, _ in seen] == ["anna", "bert", "bert"]
         devices = [device for _, _, device, _ in seen]
         assert devices[1] == devices[2]
@@ -51,8 +41,8 @@ def test_hosts_are_separate_and_leave_nothing() -> None:
 # What is computed
 
 
-def suite() -> str:
-    comm = start()
+def passes_the_suite() -> str:
+    comm = init_on_two_hosts()
     conformance.run(comm)
     sx.shutdown()
     return comm.backend
@@ -62,11 +52,12 @@ def suite() -> str:
 @pytest.mark.parametrize("counts", [(2, 2), (1, 3)], ids=str)
 def test_the_conformance_suite_passes(counts: tuple[int, int]) -> None:
     with two_hosts(*counts) as hosts:
-        assert hosts.run(suite, timeout_s=150) == ["hierarchical"] * 4
+        assert hosts.run(passes_the_suite, timeout_s=150) == ["hierarchical"] * 4
 
 
-def by_hosts() -> list[Any]:
-    comm = start()
+def reduces_and_moves() -> list[Any]:
+    """Check collectives of all ranks; return where this rank is, results of its host and leaders, and all hosts."""
+    comm = init_on_two_hosts()
     n = comm.world_size
     values = comm.rank * 1e4 + torch.arange(70_000) % 7
     found = comm.all_reduce(values.clone(), "avg")
@@ -99,7 +90,7 @@ def by_hosts() -> list[Any]:
 def test_sums_and_averages_are_over_ranks_not_hosts(counts: tuple[int, int]) -> None:
     n = sum(counts)
     with two_hosts(*counts, fully=True) as hosts:
-        for rank, (where, on_node, between, names) in enumerate(hosts.run(by_hosts)):
+        for rank, (where, on_node, between, names) in enumerate(hosts.run(reduces_and_moves)):
             node = int(rank >= counts[0])
             local = rank - node * counts[0]
             assert where == [node, local, counts[node], "shm" if counts[node] > 1 else "single"]
@@ -123,7 +114,7 @@ def call(comm: sx.comm.Communicator, verb: str) -> Any:
     return comm.barrier() if verb == "barrier" else comm.all_gather_object(comm.rank)
 
 
-def failure_of(comm: sx.comm.Communicator, verb: str) -> sx.StateExchangeError | None:
+def error_of(comm: sx.comm.Communicator, verb: str) -> sx.StateExchangeError | None:
     try:
         call(comm, verb)
     except sx.StateExchangeError as error:
@@ -133,17 +124,17 @@ def failure_of(comm: sx.comm.Communicator, verb: str) -> sx.StateExchangeError |
 
 def caught(comm: sx.comm.Communicator, verb: str) -> list[Any]:
     """Return the error that the call raised and the time; check that the next call raises the same."""
-    error = failure_of(comm, verb)
+    error = error_of(comm, verb)
     when = time.monotonic()
     assert error is not None, f"{verb} came to an end"
-    assert str(failure_of(comm, "barrier")) == str(error)
+    assert str(error_of(comm, "barrier")) == str(error)
     about = [getattr(error, name, None) for name in ("rank", "host", "missing")]
     return [when, type(error).__name__, *about, str(error)]
 
 
 def wait_for_victim(victim: int, verb: str, how: str = "", timeout_s: float = 30.0) -> Any:
     """Wait in a collective for `victim`, on all other ranks."""
-    comm = start()
+    comm = init_on_two_hosts()
     call(comm, verb)
     comm.barrier()
     comm._session.timeout_s = timeout_s
@@ -166,18 +157,18 @@ def wait_for_victim(victim: int, verb: str, how: str = "", timeout_s: float = 30
 
 def call_endlessly(timeout_s: float = 30.0) -> Any:
     """Call collectives without end on all ranks, until one raises."""
-    comm = start()
+    comm = init_on_two_hosts()
     comm.barrier()
     comm._session.timeout_s = timeout_s
     report("in")
-    while failure_of(comm, "big all_reduce") is None:
+    while error_of(comm, "big all_reduce") is None:
         pass
     return caught(comm, "barrier")
 
 
 def call_on_go(verb: str, timeout_s: float) -> Any:
     """Call a collective on all ranks as soon as the test calls `go`."""
-    comm = start()
+    comm = init_on_two_hosts()
     call(comm, verb)
     comm._session.timeout_s = timeout_s
     report("in")
@@ -186,12 +177,14 @@ def call_on_go(verb: str, timeout_s: float) -> Any:
 
 
 def others(outcomes: Sequence[Outcome], hosts: TwoHosts, victim: int) -> list[Outcome]:
+    """Return the outcomes of all ranks but `victim` (-1: of all), which must have ended as they should."""
     found = [outcome for outcome in outcomes if outcome.rank != victim]
     assert all(o.state == "ok" and o.exit_code == 0 for o in found), hosts.describe(outcomes)
     return found
 
 
 def expect_named(outcomes: Sequence[Outcome], hosts: TwoHosts, victim: int, since: float) -> None:
+    """Check that all other ranks have raised a PeerError that names `victim` and its host."""
     for outcome in others(outcomes, hosts, victim):
         when, kind, rank, host, _, text = outcome.value
         print(f"rank {outcome.rank} after {when - since:.2f} s: {text}")
@@ -248,9 +241,9 @@ def test_a_rank_that_exits_is_named(how: str, code: int) -> None:
 
 
 def expect_missing(outcomes: Sequence[Outcome], gone: dict[int, tuple[int, ...]], since: float) -> None:
-    """Check the errors of ranks in `gone`:
+    """Check that each rank has raised a StallError that names the ranks `gone` for it, or a PeerError for one of them.
 
-    a StallError that names the given missing ranks, or a PeerError that names one.
+    If it is not known whether those completed the call, the StallError is an OutcomeUnknownError.
     """
     for outcome in outcomes:
         when, kind, about, _, named, text = outcome.value
@@ -278,7 +271,7 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(verb: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "cut off"])
-def test_processes_exit_after_a_fault(how: str) -> None:
+def test_ranks_that_have_raised_exit_normally(how: str) -> None:
     with two_hosts(2, 2, fully=True) as hosts:
         hosts.start(call_endlessly, TIMEOUT_S)
         hosts.wait_for("in")
@@ -313,7 +306,7 @@ def test_a_short_interruption_of_the_cable_raises_no_error() -> None:
 
 
 def all_reduce_on_go() -> float:
-    comm = start()
+    comm = init_on_two_hosts()
     comm.barrier()
     report("in")
     wait_for_go()
@@ -343,7 +336,7 @@ DISAGREEMENTS: dict[str, tuple[Act, Act]] = {
 
 
 def disagree(odd: int) -> dict[str, Any]:
-    comm = start()
+    comm = init_on_two_hosts()
     found: dict[str, Any] = {}
     for what, (call, other) in DISAGREEMENTS.items():
         for act in (call, other):  # so that neither call is the first of its kind
