@@ -10,19 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from equality import assert_same
 from safetensors.torch import load_file
 from scripts import ALONE, page_block, run_script, warm_command, with_torchrun
 from sweeps import slow
+from tiny_models import llama_of_pages
 
 import statexchange as sx
-
-CONFIG = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
 
 # Put before the Trainer is made: kills rank 0 once, after a step that was not saved.
 KILLS = """
@@ -85,7 +79,7 @@ def test_a_killed_trainer_goes_on_as_if_it_had_not_been_killed(way: str, tmp_pat
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
         torch.manual_seed(0)
-        llama().save_pretrained(tmp_path / name / "start")
+        llama_of_pages().save_pretrained(tmp_path / name / "start")
     run_script(launcher, "fit_trainer.py", fitting(kills=False, replace=replace), tmp_path / "whole")
     script = fitting(kills=True, replace=replace)
     killed(launcher, "fit_trainer.py", script, tmp_path / "killed")
@@ -96,8 +90,7 @@ def test_a_killed_trainer_goes_on_as_if_it_had_not_been_killed(way: str, tmp_pat
     expected, found = trained(tmp_path / "whole"), trained(tmp_path / "killed")
     assert len(expected[0]) == 6
     assert found[0] == expected[0]
-    assert found[1].keys() == expected[1].keys()
-    assert [name for name in expected[1] if not found[1][name].equal(expected[1][name])] == []
+    assert_same(found[1], expected[1])
 
 
 @pytest.mark.slow
@@ -118,12 +111,6 @@ def test_an_option_that_no_export_has_is_refused_before_the_training() -> None:
     for wrong in ("dtpye", "state"):
         with pytest.raises(sx.errors.InvalidArgumentError, match=f"export_checkpoint has no option '{wrong}'"):
             sx.integrations.ExportCallback("exports", **{wrong: "bfloat16"})
-
-
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**CONFIG))
 
 
 def arguments(folder: Path, **given: Any) -> Any:
@@ -150,7 +137,7 @@ def test_a_trainers_metrics_keep_the_best_save_and_a_signal_ends_it(tmp_path: Pa
     args = arguments(tmp_path, max_steps=9, save_strategy="no", eval_strategy="steps", eval_steps=2)
     kept = {"keep": 1, "best": ("eval_loss", "min"), "on_signal": "SIGUSR1", "every_steps": 2, "agree_every": 2}
     with sx.Checkpoints(tmp_path / "saves", **kept) as saves:
-        model = llama()
+        model = llama_of_pages()
         trainer = sx.integrations.CheckpointsTrainer(
             model, args, train_dataset=rows(32), eval_dataset=rows(), saves=saves, callbacks=[Signal()], background=True
         )
@@ -174,12 +161,14 @@ def test_a_trainers_metrics_keep_the_best_save_and_a_signal_ends_it(tmp_path: Pa
 def test_a_trainer_refuses_what_its_saves_do_not_have(given: dict[str, Any], message: str, tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path / "saves")
     with pytest.raises(sx.errors.UnsupportedError, match=rf"CheckpointsTrainer cannot do this: .*{message}="):
-        sx.integrations.CheckpointsTrainer(llama(), arguments(tmp_path, **given), eval_dataset=rows(), saves=saves)
+        sx.integrations.CheckpointsTrainer(
+            llama_of_pages(), arguments(tmp_path, **given), eval_dataset=rows(), saves=saves
+        )
 
 
 def test_a_trainer_refuses_a_save_of_another_loop(tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path / "saves")
-    model = llama()
+    model = llama_of_pages()
     saves.save({"model": model}, 3)
     trainer = sx.integrations.CheckpointsTrainer(model, arguments(tmp_path), train_dataset=rows(), saves=saves)
     with pytest.raises(sx.errors.NotFoundError, match="CheckpointsTrainer did not make this save"):

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,77 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from equality import assert_same, bits_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_models import MODELS, State, build, llama, untied
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import statexchange as sx
 from statexchange.testing import run_ranks
 
-State = dict[str, torch.Tensor]
 FROM_MODEL = [(r"^model\.", "")]  # all writers below save {"model": ...}
-
-TINY = {
-    "vocab_size": 30,
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-
-
-def llama(*, tied: bool = False) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=tied))
-
-
-def tied_llama() -> Any:
-    return llama(tied=True)
-
-
-def mixtral() -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=4)).to(torch.bfloat16)
-
-
-def clip() -> Any:
-    """Return a model with position_ids in its state dict, as older transformers, and with a bool mask, as GPT-2."""
-    from transformers import CLIPConfig, CLIPModel
-
-    tower = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = {**tower, "vocab_size": 30, "max_position_embeddings": 7, "bos_token_id": 1, "eos_token_id": 2}
-    config = CLIPConfig(text_config=text, vision_config={**tower, "image_size": 8, "patch_size": 4}, projection_dim=6)
-    model = CLIPModel(config)
-    model.text_model.embeddings.register_buffer("position_ids", torch.arange(7)[None])
-    model.text_model.register_buffer("causal", torch.ones(7, 7, dtype=torch.bool).tril())
-    return model
-
-
-MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "tied": tied_llama, "mixtral": mixtral, "clip": clip}
-
-
-def build(name: str, seed: int = 1) -> Any:
-    torch.manual_seed(seed)
-    return MODELS[name]()
-
-
-def content(tensor: torch.Tensor) -> tuple[Any, ...]:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return tensor.dtype, tuple(tensor.shape), flat.numpy().tobytes()
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    assert found.keys() == expected.keys()
-    assert [n for n in expected if content(found[n]) != content(expected[n])] == []
-
-
-def untied(state: Any) -> State:
-    """Keep the first of tensors that share memory, as files do."""
-    first: dict[Any, str] = {}
-    return {n: t for n, t in state.items() if first.setdefault((t.data_ptr(), t.shape), n) == n}
 
 
 def assert_loads(out: Path, expected: Any) -> None:
@@ -97,7 +36,7 @@ def assert_loads(out: Path, expected: Any) -> None:
     )
 
 
-# --- FSDP2 on two ranks, saved by statexchange, torch DCP, and torch.save on each rank; transformers' own TP ---
+# FSDP2 on two ranks, saved by statexchange, torch DCP, and torch.save on each rank; transformers' own TP
 
 
 def write_sharded(out: str) -> None:
@@ -192,7 +131,7 @@ def test_clip_keeps_tensors_that_are_neither_sharded_nor_floating(written: Path,
 
 
 @pytest.mark.parametrize("name", ["llama", "tied", "mixtral"])
-def test_transformers_own_tensor_parallel_by_its_own_plan(written: Path, tmp_path: Path, name: str) -> None:
+def test_tensor_parallel_ranks_of_transformers_are_merged_by_its_plan(written: Path, tmp_path: Path, name: str) -> None:
     model = build(name)
     sx.merge_checkpoint(
         written / name / "tp",
@@ -205,7 +144,7 @@ def test_transformers_own_tensor_parallel_by_its_own_plan(written: Path, tmp_pat
     assert_loads(tmp_path / "out", model)
 
 
-# --- a mixture of experts, on ranks of its own ---
+# Mixtures of experts
 
 
 def write_ranks(path: Path, states: list[State]) -> Path:
@@ -235,7 +174,7 @@ def test_experts_of_expert_parallel_ranks_are_renumbered(written: Path, tmp_path
     assert_loads(tmp_path / "out", build("mixtral"))
 
 
-def test_stacked_experts_by_the_models_own_plan(tmp_path: Path) -> None:
+def test_stacked_experts_are_merged_by_the_models_own_ep_plan(tmp_path: Path) -> None:
     model = build("mixtral")
     whole = model.state_dict()
     states = [{n: t.chunk(2)[rank] if ".experts." in n else t for n, t in whole.items()} for rank in range(2)]
@@ -245,8 +184,8 @@ def test_stacked_experts_by_the_models_own_plan(tmp_path: Path) -> None:
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
 
 
-def test_stacked_experts_over_expert_and_tensor_ranks(tmp_path: Path) -> None:
-    """ep 2 x tp 2: the fused gate and up are each cut, the attention is cut by tp only, and the router is not cut."""
+def test_stacked_experts_over_expert_and_tensor_ranks_are_merged_to_the_whole_model(tmp_path: Path) -> None:
+    """ep 2 x tp 2: gate and up, which are fused, are each cut; attention is cut by tp alone, the router not at all."""
     model = build("mixtral")
     whole = model.state_dict()
     plan = {**{f"*.{p}_proj.weight": 0 for p in "qkv"}, "*.o_proj.weight": 1, "*.experts.down_proj": 2}
@@ -270,14 +209,11 @@ def test_stacked_experts_over_expert_and_tensor_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
 
 
-# --- float8 with scales ---
+# float8 with scales
 
 
 def quantized(state: State, inputs: dict[str, torch.Tensor], columns: slice = slice(None)) -> State:
-    """Return float8 weights with a scale per row, and the scale of the inputs that the rank saw:
-
-    of some columns only.
-    """
+    """Return float8 weights with a scale per row, and the scale of the inputs of which a rank saw `columns`."""
     found = dict(state)
     for name, seen in inputs.items():
         weight = state[f"{name}.weight"]
@@ -317,7 +253,7 @@ def test_float8_scales_that_differ_between_ranks_are_reduced(tmp_path: Path) -> 
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
 
 
-# --- wrapped: compiled, averaged ---
+# Wrapped models: compiled, averaged
 
 
 def saved_by(writer: str, state: Any, path: Path, recwarn: pytest.WarningsRecorder) -> Path:
@@ -361,7 +297,7 @@ def test_an_average_is_merged_whole_or_as_the_model(
     assert report.notes == ()
     save_file(state, tmp_path / "expected", {"format": "pt"})
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
-    assert content(load_file(tmp_path / "out/model.safetensors")["n_averaged"]) == content(torch.tensor(3))
+    assert bits_of(load_file(tmp_path / "out/model.safetensors")["n_averaged"]) == bits_of(torch.tensor(3))
     fresh = AveragedModel(build("llama", seed=2)).state_dict()
     sx.load_checkpoint(fresh, source)
     assert_same(fresh, state)
@@ -391,7 +327,7 @@ def test_an_average_continues_after_a_load(tmp_path: Path) -> None:
     assert load_file(tmp_path / "both/model.safetensors")["average.n_averaged"] == 1
 
 
-# --- beyond 4 GiB ---
+# More than 4 GiB
 
 
 def write_sparse(path: Path, shapes: dict[str, tuple[int, ...]], values: State) -> None:
@@ -406,7 +342,7 @@ def write_sparse(path: Path, shapes: dict[str, tuple[int, ...]], values: State) 
         begin = file.tell()
         file.truncate(begin + max(ends.values()))
         for name, value in values.items():
-            data = content(value)[2]
+            data = bits_of(value)[2]
             file.seek(begin + ends[name] - len(data))
             file.write(data)
 
@@ -422,10 +358,12 @@ def memory() -> Iterator[Path]:
         yield Path(directory)
 
 
-def test_tensors_beyond_4_gib(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both beyond it: where parts lie in the ranks' files, and where tensors begin in the output.
+def test_tensors_that_begin_beyond_4_gib_are_read_and_written(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts in the ranks' files and tensors in the output begin beyond 4 GiB.
 
-    All but a few bytes are zeros; a file system that keeps them as holes is what makes this fast, so here is one.
+    All but a few bytes are zeros: the test is fast because it reads holes, and its `os.pwrite` leaves zeros as holes.
     """
     write = os.pwrite
     zeros = bytes(2 << 20)

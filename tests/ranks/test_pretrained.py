@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from equality import assert_same
 from safetensors.torch import load_file, save_file
+from tiny_models import build
+from transformers_logits import TOKENS, logits
 
 import statexchange as sx
 from statexchange.cli.main import main
@@ -18,21 +21,12 @@ from statexchange.testing import run_ranks
 
 # PEFT uses a property that transformers 5 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
-TOKENS = torch.arange(6).reshape(1, 6)
-
-
-def llama(seed: int = 1) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=30, num_hidden_layers=2)).eval()
 
 
 def adapted() -> Any:
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    model = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.ones_(parameter)
@@ -47,12 +41,6 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")))
 
 
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(TOKENS).logits
-    return found
-
-
 def config(path: Path, name: str = "config.json") -> Any:
     return json.loads((path / name).read_text())
 
@@ -60,7 +48,7 @@ def config(path: Path, name: str = "config.json") -> Any:
 def test_a_model_is_exported_with_all_that_from_pretrained_needs(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = llama()
+    model = build("llama")
     sx.export_checkpoint(model, tmp_path / "out", tokenizer=tokenizer())
     model.save_pretrained(tmp_path / "expected")
     assert config(tmp_path / "out") == config(tmp_path / "expected")
@@ -72,13 +60,13 @@ def test_a_model_is_exported_with_all_that_from_pretrained_needs(tmp_path: Path)
 def test_the_config_has_the_dtype_that_was_written(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    sx.export_checkpoint(llama(), tmp_path / "out", dtype={"*norm*": "float32", "*": "bfloat16"})
+    sx.export_checkpoint(build("llama"), tmp_path / "out", dtype={"*norm*": "float32", "*": "bfloat16"})
     assert config(tmp_path / "out")["dtype"] == "bfloat16"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
 
 
 def test_given_files_take_precedence_over_the_models_own(tmp_path: Path) -> None:
-    sx.export_checkpoint(llama(), tmp_path / "out", files_from={"config.json": '{"model_type": "mine"}'})
+    sx.export_checkpoint(build("llama"), tmp_path / "out", files_from={"config.json": '{"model_type": "mine"}'})
     assert config(tmp_path / "out") == {"model_type": "mine"}
     assert (tmp_path / "out/generation_config.json").exists()
 
@@ -86,7 +74,7 @@ def test_given_files_take_precedence_over_the_models_own(tmp_path: Path) -> None
 def export_wrapped(out: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    model = llama()
+    model = build("llama")
     sx.export_checkpoint(torch.nn.parallel.DistributedDataParallel(model), f"{out}/ddp", rename=[("^module[.]", "")])
     compiled = torch.compile(model, backend="eager")  # another backend takes each rank five seconds to import
     sx.export_checkpoint(compiled, f"{out}/compiled", background=True).result()
@@ -106,8 +94,8 @@ def test_wrapped_and_sharded_models_bring_their_configs(tmp_path: Path) -> None:
     run_ranks(export_wrapped, 2, backend="gloo", args=(str(tmp_path),), timeout_s=120)
     for kind in ("ddp", "compiled", "fsdp"):
         assert config(tmp_path / kind)["architectures"] == ["LlamaForCausalLM"]
-        assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / kind)).equal(logits(llama()))
-    loaded = PeftModel.from_pretrained(llama(), tmp_path / "adapter").eval()
+        assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / kind)).equal(logits(build("llama")))
+    loaded = PeftModel.from_pretrained(build("llama"), tmp_path / "adapter").eval()
     assert logits(loaded).equal(logits(adapted()))
     adapted().save_pretrained(tmp_path / "expected")
     found, expected = (config(tmp_path / name, "adapter_config.json") for name in ("adapter", "expected"))
@@ -179,23 +167,16 @@ def test_a_pretrained_model_sharded_four_ways_has_the_same_bits(tmp_path: Path) 
     for name in MESHES:
         sx.merge_checkpoint(tmp_path / f"{name} saved", tmp_path / f"{name} merged")
         for directory in (tmp_path / name, tmp_path / f"{name} merged"):
-            found = load_file(directory / "model.safetensors")
-            assert found.keys() == expected.keys(), directory
-            wrong = [
-                key
-                for key, tensor in expected.items()
-                if not found[key].view(torch.int32).equal(tensor.view(torch.int32))
-            ]
-            assert wrong == [], directory
+            assert_same(load_file(directory / "model.safetensors"), expected)
         loaded, report = BertModel.from_pretrained(tmp_path / name, output_loading_info=True)
         assert not report["missing_keys"], report
         with torch.no_grad():
             assert loaded.eval()(TOKENS).pooler_output.equal(minilm(1)(TOKENS).pooler_output)
 
 
-def test_what_cannot_be_exported_as_a_whole_is_refused(tmp_path: Path) -> None:
+def test_a_wrong_tokenizer_and_several_active_adapters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="tokenizer must be a tokenizer or processor of transformers, not a"):
-        sx.export_checkpoint(llama(), tmp_path / "out", tokenizer="gpt2")
+        sx.export_checkpoint(build("llama"), tmp_path / "out", tokenizer="gpt2")
     model = adapted()
     model.add_adapter("second", model.peft_config["default"])
     model.base_model.set_adapter(["default", "second"])
@@ -209,7 +190,7 @@ def test_a_merge_takes_the_small_files_of_a_hugging_face_directory(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = llama()
+    model = build("llama")
     model.save_pretrained(tmp_path / "in", max_shard_size="5kB")
     tokenizer().save_pretrained(tmp_path / "in")
     sx.merge_checkpoint(tmp_path / "in", tmp_path / "same")

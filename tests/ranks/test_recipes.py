@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from equality import assert_same
 from safetensors.torch import load_file
 from scripts import ALONE, page_block, run_script, with_mpiexec, with_torchrun
 from sweeps import slow
+from tiny_models import llama_of_pages
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+from transformers_logits import logits
 
-CONFIG = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4}
 TOKENS = torch.arange(2 * 16).reshape(2, 16)
-
-State = dict[str, torch.Tensor]
 
 
 def run(
@@ -36,11 +36,6 @@ def run(
     run_script(launcher, f"{recipe}.py", script, folder)
 
 
-def assert_same(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    assert [n for n in expected if not found[n].equal(expected[n])] == []
-
-
 def whole_state(of: str, to: str) -> str:
     """Return lines of code that save what torch gathers of a sharded module."""
     return (
@@ -49,21 +44,10 @@ def whole_state(of: str, to: str) -> str:
     )
 
 
-def llama(num_hidden_layers: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**CONFIG, num_hidden_layers=num_hidden_layers))
-
-
 def from_pretrained(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path)
-
-
-def logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=tokens).logits
 
 
 # --- Hugging Face Trainer ---
@@ -73,7 +57,7 @@ def logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
 def test_the_callback_exports_what_trainer_saves(way: str, tmp_path: Path) -> None:
     """accelerate shards nothing on CPU, so transformers shards the model itself."""
     torch.manual_seed(0)
-    start = llama(2)
+    start = llama_of_pages(2)
     sharded = {
         "model = LlamaForCausalLM(config)": "from transformers.distributed import DistributedConfig\n"
         "model = LlamaForCausalLM.from_pretrained('start', distributed_config=DistributedConfig(fsdp_size=2))\n"
@@ -87,7 +71,7 @@ def test_the_callback_exports_what_trainer_saves(way: str, tmp_path: Path) -> No
         trainers = load_file(path / "model.safetensors")
         assert_same(load_file(path / "merged/model.safetensors"), trainers)
         loaded = from_pretrained(path / "merged")
-        assert logits(loaded).equal(logits(from_pretrained(path)))
+        assert logits(loaded, TOKENS).equal(logits(from_pretrained(path), TOKENS))
     first, last = (load_file(path / "merged/model.safetensors") for path in saved)
     assert not first["lm_head.weight"].equal(last["lm_head.weight"])
 
@@ -104,7 +88,7 @@ def test_a_pipeline_becomes_the_model_that_one_process_trains(tmp_path: Path) ->
     assert_same(load_file(tmp_path / "merged/model.safetensors"), stages[0] | stages[1])
 
     torch.manual_seed(0)
-    alone = llama(3)
+    alone = llama_of_pages(3)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     tokens = torch.randint(50, (4, 16))
     for _ in range(3):
@@ -113,7 +97,7 @@ def test_a_pipeline_becomes_the_model_that_one_process_trains(tmp_path: Path) ->
         optimizer.zero_grad()
     loaded = from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(loaded.state_dict(), alone.state_dict())
-    torch.testing.assert_close(logits(loaded), logits(alone))
+    torch.testing.assert_close(logits(loaded, TOKENS), logits(alone, TOKENS))
 
 
 # --- torchtitan's names ---
@@ -182,7 +166,7 @@ def test_a_model_with_torchtitans_names_becomes_transformers_own(tmp_path: Path)
     with torch.no_grad():
         expected = titan(TOKENS)
     loaded = from_pretrained(tmp_path / "hf").double()
-    torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=1e-5)  # its angles are float32
+    torch.testing.assert_close(logits(loaded, TOKENS), expected, rtol=1e-5, atol=1e-5)  # its angles are float32
     assert load_file(tmp_path / "hf/model.safetensors").keys() == loaded.state_dict().keys()
 
 
@@ -196,7 +180,7 @@ def test_peft_loads_the_adapter(tmp_path: Path) -> None:
 
     def base() -> Any:
         torch.manual_seed(0)
-        return llama(2)
+        return llama_of_pages(2)
 
     run("lora", tmp_path, look=whole_state("model.state_dict()", "whole.pt"))
     trained = get_peft_model(base(), LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
@@ -208,8 +192,8 @@ def test_peft_loads_the_adapter(tmp_path: Path) -> None:
     ]
     assert_same(load_file(tmp_path / "adapter/adapter_model.safetensors"), get_peft_model_state_dict(trained))
     loaded = PeftModel.from_pretrained(base(), tmp_path / "adapter")
-    assert logits(loaded).equal(logits(trained))
-    assert not logits(loaded).equal(logits(base()))
+    assert logits(loaded, TOKENS).equal(logits(trained, TOKENS))
+    assert not logits(loaded, TOKENS).equal(logits(base(), TOKENS))
 
 
 # --- averages ---
@@ -222,9 +206,9 @@ def test_an_average_is_exported_as_the_model(tmp_path: Path) -> None:
     average, model = (torch.load(tmp_path / f"{name}.pt") for name in ("average", "model"))
     assert_same(load_file(tmp_path / "averaged/model.safetensors"), average)
     assert not average["lm_head.weight"].equal(model["lm_head.weight"])
-    expected = llama(2)
+    expected = llama_of_pages(2)
     expected.load_state_dict(average)
-    assert logits(from_pretrained(tmp_path / "averaged")).equal(logits(expected))
+    assert logits(from_pretrained(tmp_path / "averaged"), TOKENS).equal(logits(expected, TOKENS))
 
 
 # --- TP x PP by hand ---
