@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import os
 
+from sweeps import slow
+
 import statexchange as sx
 from statexchange.comm import bootstrap
 from statexchange.comm.failure import page_setup
 
+THREADS_AND_PROCESSES = ("threads", "gloo")
+"""The backends of `run_ranks` that a test runs on which does not depend on the transport between processes."""
+AND_MPI = (*THREADS_AND_PROCESSES, slow("mpi"))
+"""The same and MPI, which is slow to start."""
 LAUNCHED_AS = {"threads": "threads", "shm": "processes", "gloo": "gloo", "mpi": "mpi", "hierarchical": "processes"}
 # The simulated host of each rank, by world size: hosts have unequal sizes, and ranks are not in their order.
 HOSTS = {3: "aba", 4: "abbb"}
+
+
+def launched_communicator(backend: str) -> sx.comm.Communicator:
+    """Return the communicator of a rank that `run_ranks` has launched on `backend`."""
+    return sx.init("mpi") if backend == "mpi" else sx.get_communicator()
 
 
 def start(backend: str, directory: str, hosts: str | None = None) -> sx.comm.Communicator:

@@ -15,23 +15,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from starting import AND_MPI, THREADS_AND_PROCESSES, launched_communicator
 from sweeps import slow
 from warm_python import warm_python
 
 import statexchange as sx
 from statexchange.testing import run_ranks
 
-BACKENDS = ("threads", "gloo", slow("mpi"))
 LAYOUT = {"weight": {"dim": 0}, "tied": {"dim": 1}}
-
-
-def start(backend: str) -> Any:
-    return sx.init("mpi") if backend == "mpi" else sx.get_communicator()
 
 
 def trains_during_an_export(backend: str, out: str) -> Any:
     """Change the weights and call collectives while the earlier state is exported."""
-    comm = start(backend)
+    comm = launched_communicator(backend)
     weight = torch.arange(300_000.0).reshape(3000, 100) + 1000 * comm.rank
     tied = weight.T
     state = {"weight": weight, "tied": tied, "norm": torch.ones(4), "array": np.arange(5), "none": torch.zeros(0, 2)}
@@ -54,7 +50,7 @@ def trains_during_an_export(backend: str, out: str) -> Any:
     return [report.path for report in reports]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", AND_MPI)
 @pytest.mark.parametrize("world_size", [slow(1), 3])
 def test_training_goes_on_during_an_export_of_the_earlier_state(backend: str, world_size: int, tmp_path: Path) -> None:
     found = run_ranks(
@@ -75,7 +71,7 @@ def test_options_are_those_of_export(tmp_path: Path) -> None:
 
 
 def meets_failures(backend: str, out: str) -> None:
-    comm = start(backend)
+    comm = launched_communicator(backend)
     os.makedirs(out, exist_ok=True)
     comm.barrier()
     state = {"w": torch.ones(3)}
@@ -98,7 +94,7 @@ def meets_failures(backend: str, out: str) -> None:
     comm.barrier()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", AND_MPI)
 def test_a_failure_is_raised_on_all_ranks_and_the_next_export_succeeds(backend: str, tmp_path: Path) -> None:
     run_ranks(meets_failures, 2, backend=backend, args=(backend, str(tmp_path / "out")), timeout_s=120)
     left = sorted(p.name for p in tmp_path.iterdir() if not p.name.endswith(".lock"))
@@ -211,7 +207,7 @@ def fails_without_result(out: str) -> list[Any]:
     return sorted(os.listdir(os.path.dirname(out)))
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.parametrize("backend", THREADS_AND_PROCESSES)
 def test_a_failure_without_a_call_of_result_is_raised_by_the_next_export(backend: str, tmp_path: Path) -> None:
     (tmp_path / "place").mkdir()
     found = run_ranks(fails_without_result, 2, backend=backend, args=(str(tmp_path / "place" / "out"),), timeout_s=120)

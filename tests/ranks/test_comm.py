@@ -17,6 +17,7 @@ import torch
 from programs import require_mpi
 from scripts import warm_command, with_mpiexec
 from shared_names import no_names_left
+from starting import AND_MPI, THREADS_AND_PROCESSES
 from sweeps import slow
 
 import statexchange as sx
@@ -24,10 +25,7 @@ from statexchange.comm.calls import call_site, public_call, step_text
 from statexchange.settings import detect_launch
 from statexchange.testing import run_ranks
 
-ALL = ("threads", "gloo", "mpi")
-MPI_SLOW = ("threads", "gloo", slow("mpi"))
 STARTING_S = 60.0  # four ranks import torch at once on two cores, with other tests running
-REAL = ("gloo", "mpi")
 
 
 def start() -> Any:
@@ -36,7 +34,7 @@ def start() -> Any:
     return sx.init() if "mpi4py" in sys.modules or under_mpi else sx.get_communicator()
 
 
-@pytest.mark.ranks(slow(1), 2, slow(4), backend=ALL, timeout_s=STARTING_S, reuse=True)
+@pytest.mark.ranks(slow(1), 2, slow(4), backend=("threads", "gloo", "mpi"), timeout_s=STARTING_S, reuse=True)
 def test_values_arrive_in_rank_order() -> None:
     comm = start()
     n = comm.world_size
@@ -48,7 +46,7 @@ def test_values_arrive_in_rank_order() -> None:
     comm.barrier()
 
 
-@pytest.mark.ranks(3, backend=MPI_SLOW, timeout_s=STARTING_S, reuse=True)
+@pytest.mark.ranks(3, backend=AND_MPI, timeout_s=STARTING_S, reuse=True)
 def test_long_and_short_messages_mix() -> None:
     comm = start()
     for size in (0, 10, 4000, 5000, 3_000_000, 100, 1_000_000):
@@ -57,7 +55,7 @@ def test_long_and_short_messages_mix() -> None:
         assert comm.all_gather_bytes(payload) == [bytes([r]) * sizes[r] for r in range(3)]
 
 
-@pytest.mark.ranks(4, backend=MPI_SLOW, timeout_s=STARTING_S)
+@pytest.mark.ranks(4, backend=AND_MPI, timeout_s=STARTING_S)
 def test_a_group_needs_only_its_members_and_keeps_their_order() -> None:
     comm = start()
     if comm.rank == 2:
@@ -71,7 +69,7 @@ def test_a_group_needs_only_its_members_and_keeps_their_order() -> None:
     assert comm.new_group([1, 0]) is pair
 
 
-@pytest.mark.ranks(3, backend=MPI_SLOW, timeout_s=STARTING_S, reuse=True)
+@pytest.mark.ranks(3, backend=AND_MPI, timeout_s=STARTING_S, reuse=True)
 def test_an_error_on_one_rank_is_raised_on_all_and_the_communicator_works_on() -> None:
     comm = start()
     with pytest.raises(sx.errors.PeerError) as caught, comm.phase("cooking"):
@@ -86,7 +84,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_the_communicator_works_on() -
     assert comm.all_gather_object(comm.rank) == [0, 1, 2]
 
 
-@pytest.mark.ranks(2, backend=ALL, reuse=True)
+@pytest.mark.ranks(2, backend=("threads", "gloo", "mpi"), reuse=True)
 def test_all_ranks_share_a_host_and_a_run() -> None:
     comm = start()
     assert (comm.local_rank, comm.local_world_size, comm.node_rank, comm.num_nodes) == (comm.rank, 2, 0, 1)
@@ -94,7 +92,7 @@ def test_all_ranks_share_a_host_and_a_run() -> None:
     assert len(set(comm.all_gather_object(comm.run))) == 1
 
 
-@pytest.mark.ranks(2, backend=ALL, reuse=True)
+@pytest.mark.ranks(2, backend=("threads", "gloo", "mpi"), reuse=True)
 def test_a_root_that_does_not_exist_is_refused() -> None:
     comm = start()
     with pytest.raises(ValueError, match="root 2 is not a rank"):
@@ -333,7 +331,7 @@ def test_twenty_starts_and_stops_leave_nothing(backend: str, tmp_path: Path) -> 
     assert done.stdout.count("done") == 2
 
 
-@pytest.mark.ranks(3, backend=MPI_SLOW, timeout_s=STARTING_S, reuse=True)
+@pytest.mark.ranks(3, backend=AND_MPI, timeout_s=STARTING_S, reuse=True)
 def test_a_value_that_cannot_be_encoded_is_an_error_on_every_rank() -> None:
     comm = start()
     for call in (comm.gather_object, comm.all_gather_object):
@@ -461,7 +459,7 @@ def is_interrupted(out: str) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.parametrize("backend", THREADS_AND_PROCESSES)
 def test_after_an_interrupt_the_error_names_the_cause(backend: str, tmp_path: Path) -> None:
     interrupted, other = run_ranks(is_interrupted, 2, backend=backend, args=(str(tmp_path / "out"),), timeout_s=120)
     closed = (

@@ -16,6 +16,7 @@ import pytest
 import torch
 from programs import require_mounts
 from safetensors.torch import load_file, save_file
+from starting import THREADS_AND_PROCESSES
 from sweeps import slow
 from torch import nn
 
@@ -24,8 +25,6 @@ from statexchange.checkpoint.publication import Publication
 from statexchange.formats.registry import open_source
 from statexchange.state.describe import describe
 from statexchange.testing import run_ranks
-
-BOTH = ("threads", "gloo")
 
 
 def part(
@@ -37,7 +36,7 @@ def part(
     return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
 
 
-@pytest.mark.ranks(1, 2, 3, backend=BOTH)
+@pytest.mark.ranks(1, 2, 3, backend=THREADS_AND_PROCESSES)
 def test_cut_tensors_and_replicas_become_the_file_that_save_file_writes(tmp_path: Path) -> None:
     comm = sx.get_communicator()
     cut = {
@@ -217,7 +216,7 @@ def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:
     assert sorted(load_file(tmp_path / "out/model.safetensors")) == ["0.bias", "0.weight"]
 
 
-@pytest.mark.ranks(2, backend=BOTH)
+@pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
 def test_pipeline_parts_have_different_names_on_each_rank(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     sx.export_checkpoint(
@@ -242,7 +241,7 @@ def expect(error: type[Exception], match: str, state: dict[str, torch.Tensor], o
     comm.barrier()
 
 
-@pytest.mark.ranks(2, backend=BOTH)
+@pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
 def test_rules_of_a_layout_file_apply_to_live_ranks(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     gate, up, down = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0))
@@ -269,7 +268,7 @@ def test_rules_of_a_layout_file_apply_to_live_ranks(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.ranks(2, backend=BOTH)
+@pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
 def test_every_refusal_names_its_reason_on_every_rank(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     out = tmp_path / "out"
@@ -305,7 +304,7 @@ def test_every_refusal_names_its_reason_on_every_rank(tmp_path: Path) -> None:
     assert torch.equal(load_file(out / "model.safetensors")["w"], torch.zeros(2, 2))
 
 
-@pytest.mark.ranks(2, backend=BOTH)
+@pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
 def test_an_existing_target_is_kept_without_overwrite(tmp_path: Path) -> None:
     comm = sx.get_communicator()
     out = tmp_path / "out"
@@ -394,7 +393,7 @@ def test_a_full_disk_is_one_clear_error_on_all_ranks(tmp_path: Path) -> None:
 # save_checkpoint
 
 
-@pytest.mark.ranks(1, 3, backend=BOTH)
+@pytest.mark.ranks(1, 3, backend=THREADS_AND_PROCESSES)
 def test_save_checkpoint_keeps_the_sharding_and_can_be_merged(tmp_path: Path) -> None:
     comm = sx.get_communicator()
     weight = part(comm.rank, comm.world_size, 7, 4, 0)

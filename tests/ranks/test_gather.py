@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 from shared_names import no_names_left
+from starting import THREADS_AND_PROCESSES
 
 import statexchange as sx
 from statexchange.testing import run_ranks
-
-BOTH = ("threads", "gloo")
 
 
 class Kind(enum.Enum):
@@ -88,7 +87,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(raw(one), raw(other))
 
 
-@pytest.mark.ranks(1, 3, backend=BOTH)
+@pytest.mark.ranks(1, 3, backend=THREADS_AND_PROCESSES)
 def test_every_kind_of_tensor_comes_back_bit_equal_from_every_rank(tmp_path: Path) -> None:
     comm = sx.get_communicator()
     for workspace in (None, tmp_path / "ws"):
@@ -106,7 +105,7 @@ def test_every_kind_of_tensor_comes_back_bit_equal_from_every_rank(tmp_path: Pat
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-@pytest.mark.ranks(3, backend=BOTH)
+@pytest.mark.ranks(3, backend=THREADS_AND_PROCESSES)
 def test_shapes_may_differ_and_the_first_entry_is_the_callers_own_tensor(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     mine = torch.full((2 + rank, 3), float(rank), dtype=torch.bfloat16)
@@ -120,7 +119,7 @@ def test_shapes_may_differ_and_the_first_entry_is_the_callers_own_tensor(tmp_pat
             assert [float(t[0, 0]) for t in tensors] == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.ranks(2, backend=BOTH)
+@pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
 @pytest.mark.parametrize("count", [0, 1, 39, 40, 1000])
 def test_any_number_of_tensors_in_a_config(count: int, tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
@@ -135,7 +134,7 @@ def test_any_number_of_tensors_in_a_config(count: int, tmp_path: Path) -> None:
                 )
 
 
-@pytest.mark.ranks(4, backend=BOTH)
+@pytest.mark.ranks(4, backend=THREADS_AND_PROCESSES)
 def test_none_keeps_its_place_and_entries_are_in_rank_order() -> None:
     rank = sx.get_communicator().rank
     for nobody in range(4):
@@ -147,7 +146,7 @@ def test_none_keeps_its_place_and_entries_are_in_rank_order() -> None:
         assert configs == ([None] * 4 if rank == 0 else [])
 
 
-@pytest.mark.ranks(1, 2, backend=BOTH)
+@pytest.mark.ranks(1, 2, backend=THREADS_AND_PROCESSES)
 def test_configs_of_any_structure_arrive_equal(tmp_path: Path) -> None:
     comm = sx.get_communicator()
     for path in (None, tmp_path / "ws"):
@@ -178,7 +177,7 @@ def test_a_dataclass_that_the_first_rank_cannot_build_is_a_mapping() -> None:
             assert configs[1] == Unknown(7)
 
 
-@pytest.mark.ranks(1, backend=BOTH)
+@pytest.mark.ranks(1, backend=THREADS_AND_PROCESSES)
 def test_one_rank_alone_works() -> None:
     tensor = torch.arange(3)
     with sx.get_tensors_parallel(tensor, [0]) as tensors:
@@ -208,7 +207,7 @@ def test_only_members_take_part_and_different_sets_work_at_once() -> None:
             assert [int(t) for t in tensors] == ([r * 100 + i for r in ranks] if rank == ranks[0] else [])
 
 
-@pytest.mark.ranks(2, backend=BOTH)
+@pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
 def test_a_kept_tensor_stays_valid_and_unchanged() -> None:
     rank = sx.get_communicator().rank
     kept = []
@@ -241,7 +240,7 @@ def test_a_state_is_closed_after_its_block() -> None:
             state["a"]
 
 
-@pytest.mark.ranks(2, backend=BOTH)
+@pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
 def test_numpy_arrays_come_back_as_numpy_arrays(tmp_path: Path) -> None:
     array = np.arange(12, dtype=np.int32).reshape(3, 4).T
     for path in (None, tmp_path / "ws"):
@@ -282,7 +281,7 @@ def test_a_caller_outside_of_ranks_is_refused() -> None:
             pass
 
 
-@pytest.mark.ranks(3, backend=BOTH)
+@pytest.mark.ranks(3, backend=THREADS_AND_PROCESSES)
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_exception_in_the_block_is_raised_on_every_member(who: int, tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
@@ -302,7 +301,7 @@ def test_an_exception_in_the_block_is_raised_on_every_member(who: int, tmp_path:
         assert len(states) in (0, 3)
 
 
-@pytest.mark.ranks(3, backend=BOTH)
+@pytest.mark.ranks(3, backend=THREADS_AND_PROCESSES)
 def test_a_value_that_cannot_be_sent_is_named_on_every_rank() -> None:
     rank = sx.get_communicator().rank
     bad = torch.ones(3).to_sparse() if rank == 1 else torch.ones(3)
@@ -429,7 +428,7 @@ def test_views_of_one_memory_that_differ_in_value_or_kind_stay_apart() -> None:
             assert type(found["data"]) is torch.Tensor
 
 
-@pytest.mark.ranks(2, backend=BOTH)
+@pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
 def test_ranks_stay_synchronised_after_many_errors() -> None:
     comm = sx.get_communicator()
     tensor = torch.ones(10)

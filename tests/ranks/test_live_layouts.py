@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
+from starting import THREADS_AND_PROCESSES
 from sweeps import slow
 from test_layout_file import cut_by_rules
 from torch import nn
@@ -21,7 +22,6 @@ from torch import nn
 import statexchange as sx
 from statexchange.testing import run_ranks
 
-BOTH = ("threads", "gloo")
 IMPORTING = threading.Lock()
 State = dict[str, torch.Tensor]
 
@@ -210,7 +210,7 @@ def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
     assert run_ranks(clean_names, 2, backend="gloo", args=(str(tmp_path / "out"),)) == [[], []]
 
 
-@pytest.mark.ranks(2, backend=BOTH)
+@pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
 def test_pipeline_stages_are_lists_of_modules(tmp_path: Path) -> None:
     """Interleaved stages: rank 0 has the first and third, rank 1 the others; the last one has a tied head."""
     comm = sx.get_communicator()
@@ -231,7 +231,7 @@ def test_pipeline_stages_are_lists_of_modules(tmp_path: Path) -> None:
 # Plain tensors and a layout
 
 
-@pytest.mark.ranks(2, backend=BOTH)
+@pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
 def test_plain_tensors_with_every_kind_of_rule(tmp_path: Path) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
@@ -358,7 +358,7 @@ def scales() -> list[State]:
     return states
 
 
-@pytest.mark.ranks(3, backend=BOTH)
+@pytest.mark.ranks(3, backend=THREADS_AND_PROCESSES)
 def test_copies_are_reduced_as_in_files(tmp_path: Path) -> None:
     for reduce in ("max", "min"):
         path = tmp_path / f"{reduce}"
@@ -380,7 +380,7 @@ def cut_scales() -> list[State]:
     ]
 
 
-@pytest.mark.ranks(4, backend=BOTH)
+@pytest.mark.ranks(4, backend=THREADS_AND_PROCESSES)
 def test_a_reduction_with_a_cut_and_a_cast(tmp_path: Path) -> None:
     cut = {"dim": 1, "axis": "tp"}
     layout = {"mesh": {"dp": 2, "tp": 2}, "rules": {"s": [cut, {"reduce": "max"}], "w": cut}}
@@ -390,7 +390,7 @@ def test_a_reduction_with_a_cut_and_a_cast(tmp_path: Path) -> None:
         alike(path, cut_scales, layout, **options)
 
 
-@pytest.mark.ranks(2, backend=BOTH)
+@pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
 def test_a_reduction_does_not_change_the_state_and_complex_numbers_are_refused(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     mine = torch.full((3,), float(rank))
@@ -440,7 +440,7 @@ def experts() -> list[State]:
     return states
 
 
-@pytest.mark.ranks(4, backend=BOTH)
+@pytest.mark.ranks(4, backend=THREADS_AND_PROCESSES)
 def test_experts_and_layers_are_renumbered_as_in_files(tmp_path: Path) -> None:
     layers, numbers = {"renumber": "layers", "axis": "pp"}, {"renumber": "experts", "axis": "ep"}
     split = {"dim": 0, "axis": [], "split": {"gate_up": {"gate": 1, "up": 1}}}
@@ -462,7 +462,7 @@ def test_experts_and_layers_are_renumbered_as_in_files(tmp_path: Path) -> None:
     assert exported(tmp_path / "later").keys() >= {"layers.2.experts.4.up", "layers.0.amax"}
 
 
-@pytest.mark.ranks(2, backend=BOTH)
+@pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
 def test_names_that_cannot_be_renumbered_are_refused(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     layout = {"*.w": {"renumber": "experts"}}

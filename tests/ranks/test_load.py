@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from starting import LAUNCHED_AS, start
+from starting import AND_MPI, LAUNCHED_AS, THREADS_AND_PROCESSES, launched_communicator, start
 from sweeps import slow
 from torch import nn
 
@@ -531,14 +531,14 @@ def test_a_sharded_model_of_another_dtype_is_filled(world_size: int, tmp_path: P
 
 
 def does_not_fit(backend: str, folder: str) -> None:
-    comm = sx.init("mpi") if backend == "mpi" else sx.get_communicator()
+    comm = launched_communicator(backend)
     live = {"a": torch.zeros(2 + comm.rank)}
     with pytest.raises(ValueError, match=r"shape differs.*expected \(2,\), found \(3,\).*rank 1"):
         sx.load_checkpoint(live, folder)
     assert not live["a"].any()
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo", slow("mpi")])
+@pytest.mark.parametrize("backend", AND_MPI)
 def test_an_error_of_one_rank_is_raised_on_all(backend: str, tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     run_ranks(does_not_fit, 2, backend=backend, args=(backend, str(tmp_path)))
@@ -672,7 +672,7 @@ def opens_another(backend: str, directory: str, folder: str) -> None:
     assert state["w"].tolist() == [1.0] * 3
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.parametrize("backend", THREADS_AND_PROCESSES)
 def test_ranks_that_open_different_checkpoints_get_an_error(backend: str, tmp_path: Path) -> None:
     for value, name in ((1.0, "one"), (2.0, "two")):
         sx.export_checkpoint({"w": torch.full((3,), value)}, tmp_path / name)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from starting import AND_MPI, THREADS_AND_PROCESSES, launched_communicator
 from sweeps import slow
 from warm_python import warm_python
 
@@ -21,17 +22,12 @@ import statexchange as sx
 from statexchange.report.verify import verify
 from statexchange.testing import run_ranks
 
-BACKENDS = ("threads", "gloo", slow("mpi"))
 PARTS = {"weight": {"dim": 0}}
-
-
-def start(backend: str) -> Any:
-    return sx.init("mpi") if backend == "mpi" else sx.get_communicator()
 
 
 def goes_on(backend: str, folder: str) -> list[Any]:
     """The weights change and collectives run while what was there is saved."""
-    comm = start(backend)
+    comm = launched_communicator(backend)
     weight = torch.arange(300_000.0).reshape(3000, 100) + 1000 * comm.rank
     array = np.arange(5)
     values = {"seen": [1]}
@@ -60,7 +56,7 @@ def goes_on(backend: str, folder: str) -> list[Any]:
     return sorted(os.listdir(folder))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", AND_MPI)
 def test_training_goes_on_while_what_was_there_is_saved(backend: str, tmp_path: Path) -> None:
     found = run_ranks(goes_on, 2, backend=backend, args=(backend, str(tmp_path)), timeout_s=120)
     assert found == [[f"saved-{turn}" for turn in range(3)]] * 2
@@ -164,7 +160,7 @@ def fails_unheard(folder: str) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.parametrize("backend", THREADS_AND_PROCESSES)
 def test_a_failure_that_nobody_has_asked_for_is_raised_by_the_next_save(backend: str, tmp_path: Path) -> None:
     (tmp_path / "exists").mkdir()
     found = run_ranks(fails_unheard, 2, backend=backend, args=(str(tmp_path),), timeout_s=120)
