@@ -1,32 +1,17 @@
-"""Conversions beside the frameworks themselves: torchtitan's `to_hf`, and the logits of Megatron-Core's own model."""
+"""Conversions give what the frameworks themselves do: torchtitan's `to_hf`, and Megatron-Core's model its logits."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from equality import assert_same
+from framework_scripts import run_framework_script
+from safetensors.torch import load_file
 
 from statexchange.checkpoint.merge import merge_checkpoint
-
-SCRIPTS = Path(__file__).parents[2] / "tools" / "frameworks"
-
-
-def run(*command: str | Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
-def torchrun(ranks: int, *command: str | Path) -> None:
-    run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command)
 
 
 @pytest.mark.slow
@@ -40,12 +25,10 @@ def torchrun(ranks: int, *command: str | Path) -> None:
 )
 def test_torchtitans_checkpoint_becomes_what_its_to_hf_gives(ranks: int, flags: list[str], tmp_path: Path) -> None:
     written = tmp_path / "written"
-    torchrun(ranks, SCRIPTS / "torchtitan_write.py", written, *flags)
+    run_framework_script("torchtitan_write.py", written, *flags, ranks=ranks)
     config = [written / "config.json"]
     merge_checkpoint(written / "checkpoint" / "step-3", tmp_path / "hf", convert="torchtitan:llama3", files_from=config)
-    found, expected = load_file(tmp_path / "hf" / "model.safetensors"), load_file(written / "to_hf.safetensors")
-    assert found.keys() == expected.keys()
-    assert [name for name in found if found[name].tobytes() != expected[name].tobytes()] == []
+    assert_same(load_file(tmp_path / "hf" / "model.safetensors"), load_file(written / "to_hf.safetensors"))
 
 
 @pytest.mark.slow
@@ -69,8 +52,8 @@ def test_megatrons_model_and_the_converted_one_have_equal_logits(
     from transformers import LlamaForCausalLM
 
     written = tmp_path / "written"
-    torchrun(ranks, SCRIPTS / "megatron_write.py", written, *geometry.split(), *model.split())
-    run(SCRIPTS / "megatron_logits.py", written, *model.split())
+    run_framework_script("megatron_write.py", written, *geometry.split(), *model.split(), ranks=ranks)
+    run_framework_script("megatron_logits.py", written, *model.split())
     expected = np.load(written / "logits.npy")
     for kind in ("torch_dist", "legacy"):
         options = {"convert": "megatron:gpt", "files_from": [written / "config.json"]}

@@ -7,13 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
+from equality import assert_same
+from framework_scripts import SCRIPTS
 from safetensors.torch import load_file
 from scripts import warm_command
 
 from statexchange.checkpoint.merge import merge_checkpoint
 
-SCRIPTS = Path(__file__).parents[2] / "tools" / "frameworks"
 pytestmark = pytest.mark.slow
 
 # The script, its packages, its arguments, and the directory with the model and the expected one.
@@ -55,8 +55,4 @@ def test_what_a_framework_writes_is_merged_bit_by_bit(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     merge_checkpoint(out / directory, tmp_path / "merged")
-    found, wanted = load_file(tmp_path / "merged/model.safetensors"), load_file(out / f"{expected}.safetensors")
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+    assert_same(load_file(tmp_path / "merged/model.safetensors"), load_file(out / f"{expected}.safetensors"))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -12,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from framework_scripts import run_framework_script
 from safetensors.torch import load_file
-from test_logits import merged
+from transformers_logits import merged_logits
 
-SCRIPTS = Path(__file__).parents[2] / "tools" / "frameworks"
-
-# The framework, the arguments of its script after OUT, the checkpoint, what was computed, and options of the merge.
 UNWRAPPED = ("--files-from", "config.json", "--section", "model", "--rename", r"^model\.=")
+# The framework, the arguments of its script after OUT, the checkpoint, the file with the logits, options of the merge.
 CASES = [
     *(("deepspeed", [kind], kind, f"{kind}.safetensors", ()) for kind in ("llama0", "llama1", "llama2", "llama3")),
     ("deepspeed", ["llama3"], "universal_llama3", "llama3.safetensors", ()),
@@ -50,11 +46,7 @@ def test_the_logits_are_those_of_the_framework_s_model(
 ) -> None:
     if find_spec(framework) is None:
         pytest.skip(f"no framework: {framework}: tools/frameworks/{framework}_write.py says what it needs")
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "OMP_NUM_THREADS": "1"}
     out = memory_path  # torch_checkpointing writes to tmpfs alone
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, SCRIPTS / f"{framework}_write.py", out, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_framework_script(f"{framework}_write.py", out, *arguments, ranks=2, timeout_s=250)
     monkeypatch.chdir(out)
-    assert torch.equal(merged(tmp_path, out / checkpoint, *options), load_file(out / computed)["logits"])
+    assert torch.equal(merged_logits(tmp_path, out / checkpoint, *options), load_file(out / computed)["logits"])

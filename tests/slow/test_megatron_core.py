@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from framework_scripts import run_framework_script
 from megatron_states import check_expected, check_legacy
 
-SCRIPT = Path(__file__).parents[2] / "tools" / "frameworks" / "megatron_write.py"
 GEOMETRIES = [
     (1, "--singleton --optimizer dp_reshardable"),
     (2, "--tp 2 --qk-norm --optimizer fully_reshardable"),
@@ -23,14 +20,6 @@ GEOMETRIES = [
 ]
 
 
-def run(*command: str | Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(850)
 @pytest.mark.skipif(
@@ -40,8 +29,7 @@ def run(*command: str | Path) -> None:
 @pytest.mark.parametrize(("ranks", "options"), GEOMETRIES, ids=lambda value: str(value))
 def test_a_checkpoint_that_megatron_has_written_just_now(ranks: int, options: str, tmp_path: Path) -> None:
     out = tmp_path / "written"
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    run(*launcher, SCRIPT, out, *options.split())
-    run(SCRIPT, out, "--expected")
+    run_framework_script("megatron_write.py", out, *options.split(), ranks=ranks)
+    run_framework_script("megatron_write.py", out, "--expected")
     assert check_expected(out) > 5
     assert check_legacy(out, tmp_path) > 10

@@ -3,11 +3,9 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-HOME = Path(__file__).parents[2]
+from scripts import HOME
 
 
 @pytest.mark.slow

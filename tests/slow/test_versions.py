@@ -2,14 +2,12 @@
 
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 from environments import Built
+from scripts import HOME
 
-HOME = Path(__file__).parents[2]
-NOT_HERE = 77
-
+NOT_HERE = 77  # the exit status of the script if the interpreter is not installed
 
 RUNS = [
     pytest.param(("3.10", "lowest", "torch"), marks=pytest.mark.long),  # gigabytes of wheels
@@ -20,7 +18,7 @@ RUNS = [
 
 @pytest.mark.timeout(850)
 @pytest.mark.parametrize("arguments", RUNS, ids=" ".join)
-def test_on_another_python(arguments: tuple[str, ...], built: Built) -> None:
+def test_the_tests_pass_on_another_python(arguments: tuple[str, ...], built: Built) -> None:
     done = subprocess.run(
         ["bash", "tools/test_on_python.sh", *arguments],
         cwd=HOME,
