@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from bagua import bagua_net
+from programs import require_mpi
 from starting import LAUNCHED_AS, start
 from sweeps import slow
 from torch import nn
@@ -22,7 +23,6 @@ from statexchange.comm import bootstrap
 from statexchange.comm.failure import page_setup
 from statexchange.errors import InvalidArgumentError, MismatchError, NumericOverflowError
 from statexchange.testing import run_ranks
-from statexchange.testing.worlds import mpi_missing
 from statexchange.train.algorithms import (
     Algorithm,
     Decentralized,
@@ -117,7 +117,7 @@ def test_baguas_net_is_bit_equal_between_ranks_and_to_one_process(algorithm: str
 @pytest.mark.parametrize(
     "settings", [{"bucket_bytes": 64, "overlap": True}, {"align_bytes": 256}, {"delay_reduce": True}]
 )
-def test_scatter_gather_with_buckets_of_any_size(settings: dict[str, Any]) -> None:
+def test_scatter_gather_equals_allreduce_with_buckets_of_any_size(settings: dict[str, Any]) -> None:
     plain, scattered = (run_ranks(trained(name, 3, **settings), 3) for name in ("allreduce", "sg-allreduce"))
     assert all(result == scattered[0] for result in scattered)
     for ours, theirs in zip(scattered[0], plain[0], strict=True):
@@ -187,7 +187,7 @@ def test_error_feedback_compensates_the_quantisation_error() -> None:
     assert errors[1] < errors[0] / 2
 
 
-def test_the_largest_values_that_can_be_quantised() -> None:
+def test_the_largest_values_that_can_be_quantised_are_averaged() -> None:
     largest = torch.tensor([-(2.0**126), 2.0**126] * 30)
     (result,) = quantised_average([[largest] * 3])[0]
     torch.testing.assert_close(result, largest)
@@ -208,17 +208,17 @@ def test_a_gradient_that_cannot_be_quantised_is_named_on_all_ranks(bad: float, s
         module = net().float()
         wrapped, optimizer = data_parallel(module, sgd(module), "quantize", **settings)
         before = weights(module)
-        for bias in (torch.tensor(bad), torch.tensor(1.0)):
+
+        def step(factor: float) -> None:
             optimizer.zero_grad()
-            spoil = bias if comm.rank == 1 else torch.tensor(1.0)
-            with pytest.raises(NumericOverflowError) if bias == bad or bias.isnan() else torch.no_grad() as caught:
-                with torch.enable_grad():
-                    (wrapped(batch(0, 0)[0].float()).sum() + (module[2].bias * spoil).sum()).backward()
-                optimizer.step()
-            if bias == bad or bias.isnan():
-                error = caught.value
-                kept = weights(module) == before
-        return error.name, error.rank, kept, weights(module)
+            (wrapped(batch(0, 0)[0].float()).sum() + (module[2].bias * factor).sum()).backward()
+            optimizer.step()
+
+        with pytest.raises(NumericOverflowError) as caught:
+            step(bad if comm.rank == 1 else 1.0)
+        kept = weights(module) == before
+        step(1.0)
+        return caught.value.name, caught.value.rank, kept, weights(module)
 
     results = run_ranks(work, 3)
     assert {result[:3] for result in results} == {("2.bias", 1, True)}
@@ -234,7 +234,7 @@ def test_a_quantised_training_stays_near_the_exact_one() -> None:
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=1e-4)
 
 
-# Weights
+# Averages of weights
 
 
 def pairs_by_hand(world_size: int, communication: int) -> dict[int, int]:
@@ -268,7 +268,7 @@ def test_shift_one_pairs_as_bagua_does(world_size: int) -> None:
     }
 
 
-def test_shift_one_of_four_and_of_three() -> None:
+def test_the_peers_of_shift_one_on_four_and_on_three_ranks() -> None:
     algorithm = Decentralized("shift_one")
     assert [[algorithm.peers_of(r, 4, s) for r in range(4)] for s in range(2)] == [
         [[2], [3], [0], [1]],
@@ -278,6 +278,7 @@ def test_shift_one_of_four_and_of_three() -> None:
 
 
 def decentralised_by_hand(algorithm: Decentralized, world_size: int) -> list[list[Any]]:
+    """Return the final weights of all ranks, whose training one process computes."""
     modules = [net(0) for _ in range(world_size)]
     optimizers = [sgd(module) for module in modules]
     for step in range(STEPS):
@@ -287,7 +288,7 @@ def decentralised_by_hand(algorithm: Decentralized, world_size: int) -> list[lis
         if step % algorithm.interval == 0:
             before = [[p.detach().clone() for p in module.parameters()] for module in modules]
             for rank, module in enumerate(modules):
-                group = by_hand(algorithm.peers, rank, world_size, step // algorithm.interval)
+                group = group_by_hand(algorithm.peers, rank, world_size, step // algorithm.interval)
                 for i, parameter in enumerate(module.parameters()):
                     parameter.data.copy_(sum(before[peer][i] for peer in sorted(group)) / len(group))
         for optimizer in optimizers:
@@ -295,7 +296,8 @@ def decentralised_by_hand(algorithm: Decentralized, world_size: int) -> list[lis
     return [weights(module) for module in modules]
 
 
-def by_hand(peers: str, rank: int, world_size: int, communication: int) -> set[int]:
+def group_by_hand(peers: str, rank: int, world_size: int, communication: int) -> set[int]:
+    """Return the ranks whose weights a rank averages."""
     if peers == "all":
         return set(range(world_size))
     if peers == "ring":
@@ -343,7 +345,7 @@ def test_weights_of_halves_are_averaged_in_float32() -> None:
     assert run_ranks(work, 3) == [[48000.0, 48000.0]] * 3
 
 
-# Switching
+# Switching between algorithms
 
 
 def test_switching_through_all_algorithms_keeps_adams_state() -> None:
@@ -461,7 +463,7 @@ def test_a_switch_equals_a_fresh_start_with_the_same_state() -> None:
     assert all(run_ranks(work, 2))
 
 
-def test_schedulers_clipping_and_gradients_after_backward_stay_as_they_are() -> None:
+def test_schedulers_clipping_and_averages_after_backward_work_with_every_algorithm() -> None:
     def work() -> bool:
         comm = sx.get_communicator()
         module = net()
@@ -489,7 +491,7 @@ def closure(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> t
     return loss
 
 
-def test_a_closure_and_accumulation() -> None:
+def test_gradients_of_a_closure_and_accumulated_ones_are_averaged() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         found = []
@@ -515,7 +517,7 @@ def test_a_closure_and_accumulation() -> None:
     assert one[2] == two[2]
 
 
-def test_join_with_a_ring() -> None:
+def test_after_a_join_ranks_that_had_unequal_data_have_equal_weights() -> None:
     def work() -> list[Any]:
         rank = sx.get_rank()
         module = net()
@@ -606,29 +608,53 @@ def test_an_unknown_algorithm_lists_the_known_ones() -> None:
     assert [as_algorithm(name).hierarchical for name in names] == [None] * 4
 
 
-Prepare = Callable[[int, DistributedModule, torch.optim.Optimizer], Any]
-WRONG: list[tuple[Prepare, type[Exception], str]] = [
-    (lambda rank, m, o: m.switch_to("nothing" if rank else "quantize"), InvalidArgumentError, "'nothing'; known"),
-    (lambda rank, m, o: m.switch_to(["allreduce", "quantize"][rank]), MismatchError, "different algorithms.*Quantized"),
-    (lambda rank, m, o: m.switch_to(Decentralized(interval=1 + rank)), MismatchError, "interval=2"),
-    (lambda rank, m, o: data_parallel(net(), sgd(net())), InvalidArgumentError, "does not have"),
-    (
-        lambda rank, m, o: data_parallel(shaped(rank), sgd(shaped(rank))),
+# Calls on a rank with a module that is wrapped already, the error, and its text
+WRONG: dict[str, tuple[Callable[[int, DistributedModule], Any], type[Exception], str]] = {
+    "an unknown name on one rank": (
+        lambda rank, m: m.switch_to("nothing" if rank else "quantize"),
+        InvalidArgumentError,
+        "'nothing'; known",
+    ),
+    "different algorithms": (
+        lambda rank, m: m.switch_to(["allreduce", "quantize"][rank]),
+        MismatchError,
+        "different algorithms.*Quantized",
+    ),
+    "different options": (lambda rank, m: m.switch_to(Decentralized(interval=1 + rank)), MismatchError, "interval=2"),
+    "an optimizer of another module": (
+        lambda rank, m: data_parallel(net(), sgd(net())),
+        InvalidArgumentError,
+        "does not have",
+    ),
+    "different shapes": (
+        lambda rank, m: data_parallel(shaped(rank), sgd(shaped(rank))),
         MismatchError,
         r"\[3\].*\[4\].*'0\.bias', rank 1",
     ),
-    (lambda rank, m, o: data_parallel(m.unwrap(), sgd(m)), InvalidArgumentError, r"another reducer.*0\.weight"),
-    (lambda rank, m, o: weighted("decentralize"), InvalidArgumentError, "weight="),
-    (lambda rank, m, o: weighted("allreduce").switch_to("decentralize"), InvalidArgumentError, "weight="),
-    (lambda rank, m, o: ignoring(["0.weigth"]), InvalidArgumentError, "0.weigth"),
-    (lambda rank, m, o: ignoring("0.weight"), InvalidArgumentError, "0.weight"),
-    (
-        lambda rank, m, o: data_parallel(net(), sgd(net()), scale=2.0),
+    "a module that is wrapped": (
+        lambda rank, m: data_parallel(m.unwrap(), sgd(m)),
+        InvalidArgumentError,
+        r"another reducer.*0\.weight",
+    ),
+    "a weight for averages of weights": (lambda rank, m: weighted("decentralize"), InvalidArgumentError, "weight="),
+    "a switch to averages of weights, with a weight": (
+        lambda rank, m: weighted("allreduce").switch_to("decentralize"),
+        InvalidArgumentError,
+        "weight=",
+    ),
+    "an ignored name that does not exist": (lambda rank, m: ignoring(["0.weigth"]), InvalidArgumentError, "0.weigth"),
+    "one ignored name instead of a list": (lambda rank, m: ignoring("0.weight"), InvalidArgumentError, "0.weight"),
+    "scale": (
+        lambda rank, m: data_parallel(net(), sgd(net()), scale=2.0),
         InvalidArgumentError,
         "scale is set by the algorithm",
     ),
-    (lambda rank, m, o: data_parallel(net(), sgd(net()), tune_every=0), InvalidArgumentError, "tune_every"),
-]
+    "tune_every": (
+        lambda rank, m: data_parallel(net(), sgd(net()), tune_every=0),
+        InvalidArgumentError,
+        "tune_every",
+    ),
+}
 
 
 def shaped(rank: int) -> nn.Module:
@@ -646,8 +672,8 @@ def ignoring(names: Any) -> Any:
     return data_parallel(module, sgd(module))
 
 
-@pytest.mark.parametrize("case", range(len(WRONG)))
-def test_a_wrong_argument_is_an_error_on_all_ranks(case: int) -> None:
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_argument_is_an_error_on_all_ranks(case: str) -> None:
     act, kind, message = WRONG[case]
 
     def work() -> bool:
@@ -655,14 +681,14 @@ def test_a_wrong_argument_is_an_error_on_all_ranks(case: int) -> None:
         module = net()
         wrapped, optimizer = data_parallel(module, sgd(module))
         with pytest.raises(kind, match=message):
-            act(rank, wrapped, optimizer)
+            act(rank, wrapped)
         train(wrapped, optimizer, rank, range(2))
         return True
 
     assert all(run_ranks(work, 2))
 
 
-def test_a_step_inside_no_sync() -> None:
+def test_a_step_inside_no_sync_is_refused() -> None:
     def work() -> bool:
         module = net()
         _, optimizer = data_parallel(module, sgd(module), Decentralized(interval=2))
@@ -761,7 +787,7 @@ def test_step_times_can_be_reported_and_the_slowest_rank_counts() -> None:
 # Every backend
 
 
-def everything(backend: str, directory: str) -> list[Any]:
+def trains_with_all_algorithms(backend: str, directory: str) -> list[Any]:
     """Train with all algorithms one after the other, and with the tuner."""
     comm = start(backend, directory)
     module = net(comm.rank)
@@ -775,7 +801,7 @@ def everything(backend: str, directory: str) -> list[Any]:
     return [changed, weights(module), [list(map(float, s["exp_avg"].flatten())) for s in optimizer.state.values()]]
 
 
-def uneven(backend: str, directory: str) -> list[Any]:
+def trains_with_unequal_data(backend: str, directory: str) -> list[Any]:
     """Train by each averaging algorithm with unequal amounts of data, one rank without any; return the weights."""
     comm = start(backend, directory)
     found = []
@@ -788,7 +814,7 @@ def uneven(backend: str, directory: str) -> list[Any]:
     return found
 
 
-def scaled(backend: str, directory: str) -> list[Any]:
+def trains_with_a_grad_scaler(backend: str, directory: str) -> list[Any]:
     """Train with a GradScaler and inf on one rank in step 1.
 
     Returns the scale, and whether weights changed, for each step.
@@ -814,13 +840,13 @@ def scaled(backend: str, directory: str) -> list[Any]:
 
 
 BACKENDS = pytest.mark.parametrize("backend", ["gloo", "shm", "mpi", slow("hierarchical")])
-SHM = pytest.mark.parametrize("backend", [slow("gloo"), "shm", slow("mpi"), slow("hierarchical")])
+BY_DEFAULT_SHM = pytest.mark.parametrize("backend", [slow("gloo"), "shm", slow("mpi"), slow("hierarchical")])
 
 
-def over(backend: str, work: Callable[..., list[Any]], tmp_path: Path) -> list[list[Any]]:
+def run_over(backend: str, work: Callable[..., list[Any]], tmp_path: Path) -> list[list[Any]]:
     """Return what each rank found over `backend`."""
-    if backend == "mpi" and (missing := mpi_missing()):
-        pytest.skip(missing)
+    if backend == "mpi":
+        require_mpi()
     world_size = 3 if backend == "hierarchical" else 2
     args = (backend, str(tmp_path))
     return run_ranks(work, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=120, reuse=True)
@@ -828,14 +854,14 @@ def over(backend: str, work: Callable[..., list[Any]], tmp_path: Path) -> list[l
 
 @BACKENDS
 def test_every_algorithm_trains_over_every_backend(backend: str, tmp_path: Path) -> None:
-    first, *others = over(backend, everything, tmp_path)
+    first, *others = run_over(backend, trains_with_all_algorithms, tmp_path)
     assert others == [first] * len(others)
     assert first[0] is True
 
 
-@SHM
+@BY_DEFAULT_SHM
 def test_every_averaging_algorithm_joins_uneven_data(backend: str, tmp_path: Path) -> None:
-    first, *others = over(backend, uneven, tmp_path)
+    first, *others = run_over(backend, trains_with_unequal_data, tmp_path)
     assert others == [first] * len(others)
     module, world_size = net(), 1 + len(others)
     optimizer = sgd(module)
@@ -849,9 +875,9 @@ def test_every_averaging_algorithm_joins_uneven_data(backend: str, tmp_path: Pat
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=slack)
 
 
-@SHM
+@BY_DEFAULT_SHM
 def test_a_grad_scaler_skips_the_same_step_on_all_ranks(backend: str, tmp_path: Path) -> None:
-    first, *others = over(backend, scaled, tmp_path)
+    first, *others = run_over(backend, trains_with_a_grad_scaler, tmp_path)
     assert others == [first] * len(others)
     assert [step[:2] for step in first] == [[4.0, True], [2.0, False], [2.0, True]] * 2
 
@@ -952,7 +978,7 @@ def test_with_a_hierarchy_peers_are_hosts(hosts: str, tmp_path: Path) -> None:
 
 
 def quantised_by_hosts(directory: str) -> list[Any]:
-    """Return averages of gradients over uneven hosts. Also returns the names in errors for NaN and inf."""
+    """Return averages of gradients over uneven hosts, and the names in errors for too large values and NaN."""
     comm = start("hierarchical", directory)
     found: list[Any] = []
     for error_feedback in (False, True):

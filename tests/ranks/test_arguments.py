@@ -121,7 +121,7 @@ CALLS: dict[str, Call] = {
 
 @pytest.mark.parametrize("wrong_on", ["all", "one"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_wrong_argument_is_no_failure_of_a_peer(name: str, wrong_on: str) -> None:
+def test_a_wrong_argument_is_named_and_no_failure_of_a_peer(name: str, wrong_on: str) -> None:
     def work() -> str:
         wrong = wrong_on == "all" or sx.get_rank() == 1
         with pytest.raises((InvalidArgumentError, UnsupportedError)) as caught:
@@ -169,7 +169,7 @@ def test_arguments_of_init_are_checked_before_anything_begins(arguments: dict[st
         sx.init(backend, **arguments)
 
 
-def test_absent_ranks_are_refused() -> None:
+def test_ranks_that_are_no_sequence_of_integers_are_refused() -> None:
     for ranks in (5, None, [0, "1"], [0, 0.5]):
         with pytest.raises(InvalidArgumentError, match="ranks are a sequence of integers"):
             enter(sx.get_tensors_parallel(ones(), ranks))  # type: ignore[arg-type]

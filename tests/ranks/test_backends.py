@@ -64,13 +64,13 @@ def open_backend(kind: str, path: str) -> Backend:
 # Requirements of every backend, for any order and number of ranks
 
 
-def messages(b: Backend) -> None:
+def gathers_bytes(b: Backend) -> None:
     for sizes in ([0, 0, 0], [1, 0, 248], [5, 249, 0], [300_000, 3, 248], [10, 10, 10]):
         payloads = [bytes([rank, 0, 255]) * sizes[rank] for rank in range(b.world_size)]
         assert b.all_gather_bytes(payloads[b.rank], wait()) == payloads
 
 
-def moves(b: Backend) -> None:
+def moves_bytes(b: Backend) -> None:
     for size in (0, 1, 1000, 90_001):
         parts = [torch.full((size,), 7 * rank + 1, dtype=torch.uint8) for rank in range(b.world_size)]
         everything = torch.cat(parts)
@@ -88,7 +88,7 @@ def moves(b: Backend) -> None:
         assert torch.equal(ours, parts[b.rank])
 
 
-def uneven_moves(b: Backend) -> None:
+def moves_unequal_bytes(b: Backend) -> None:
     n = b.world_size
     for unit in (0, 1, 50_000):
         sizes = [[unit * ((src + 2 * dst) % 3) for dst in range(n)] for src in range(n)]
@@ -132,7 +132,7 @@ def combined(parts: list[torch.Tensor], op: str, finish: Finish) -> torch.Tensor
     return result.to(parts[0].dtype)
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def equal_values(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(found.double(), expected.double(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -141,7 +141,7 @@ def cells(b: Backend) -> Iterator[tuple[str, torch.dtype]]:
         yield from ((op, dtype) for dtype in FLOATS + INTS if b.reduces(op, dtype))
 
 
-def reductions(b: Backend) -> None:
+def reduces_all_dtypes(b: Backend) -> None:
     n = b.world_size
     big = 30_001 if b.name != "store" else 5000
     for op, dtype in cells(b):
@@ -151,27 +151,27 @@ def reductions(b: Backend) -> None:
             expected = combined(parts, op, halves)
             tensor = parts[b.rank].clone()
             b.all_reduce(tensor, op, halves, wait())
-            assert same(tensor, expected), (op, dtype, size)
+            assert equal_values(tensor, expected), (op, dtype, size)
             root = (size + 1) % n
             tensor = parts[b.rank].clone()
             b.reduce(tensor, op, root, halves, wait())
-            assert same(tensor, expected if b.rank == root else parts[b.rank]), (op, dtype, size)
+            assert equal_values(tensor, expected if b.rank == root else parts[b.rank]), (op, dtype, size)
             tensor, into = parts[b.rank].clone(), torch.empty(size, dtype=dtype)
             b.reduce_scatter(tensor, into, op, halves, wait())
-            assert same(into, expected.view(n, -1)[b.rank]), (op, dtype, size)
-            assert same(tensor, parts[b.rank])
+            assert equal_values(into, expected.view(n, -1)[b.rank]), (op, dtype, size)
+            assert equal_values(tensor, parts[b.rank])
 
 
-def promised_reductions(b: Backend) -> None:
+def all_reduces_promised_dtypes(b: Backend) -> None:
     for dtype in PROMISED:
         for op in OPS:
             parts = [values(dtype, 8, rank, op) for rank in range(b.world_size)]
             tensor = parts[b.rank].clone()
             b.all_reduce(tensor, op, Finish(), wait())
-            assert same(tensor, combined(parts, op, Finish())), (op, dtype)
+            assert equal_values(tensor, combined(parts, op, Finish())), (op, dtype)
 
 
-def wide_halves(b: Backend) -> None:
+def averages_float16_without_overflow(b: Backend) -> None:
     """Average float16 numbers whose sum is out of range."""
     if b.reduces("sum", torch.float16):
         for size in (3, 200_000):
@@ -180,7 +180,7 @@ def wide_halves(b: Backend) -> None:
             assert (tensor == 60000.0).all()
 
 
-def equal_bits(b: Backend) -> None:
+def sums_to_equal_bits(b: Backend) -> None:
     """Check that sums which depend on their order are at least equal on all ranks."""
     for size in (100, 40_001):
         tensor = torch.rand(size, generator=torch.Generator().manual_seed(b.rank)) ** 9
@@ -188,7 +188,7 @@ def equal_bits(b: Backend) -> None:
         assert len(set(b.all_gather_bytes(tensor.numpy().tobytes(), wait()))) == 1
 
 
-def pairs(b: Backend) -> None:
+def sends_between_all_pairs(b: Backend) -> None:
     """Send from all ranks to all, both ways at once, with all tags, during reductions."""
     failures: list[BaseException] = []
 
@@ -217,52 +217,49 @@ def pairs(b: Backend) -> None:
     assert not failures, failures
 
 
-def all_of_it(b: Backend) -> None:
-    messages(b)
-    moves(b)
-    uneven_moves(b)
-    reductions(b)
-    promised_reductions(b)
-    wide_halves(b)
+def checks_all_methods(b: Backend) -> None:
+    gathers_bytes(b)
+    moves_bytes(b)
+    moves_unequal_bytes(b)
+    reduces_all_dtypes(b)
+    all_reduces_promised_dtypes(b)
+    averages_float16_without_overflow(b)
     if b.name == "store":
         with pytest.raises(sx.errors.UnsupportedError):
             b.send(torch.ones(1, dtype=torch.uint8), 0, 0, wait())
     else:
-        equal_bits(b)
-        pairs(b)
+        sums_to_equal_bits(b)
+        sends_between_all_pairs(b)
 
 
-def as_nccl_would(b: TorchBackend) -> None:
-    """Run NCCL's backend with calls that every process group has:
-
-    a group without GPUs shows whether it calls them correctly.
-    """
+def checks_calls_of_nccl(b: TorchBackend) -> None:
+    """Run NCCL's backend over Gloo's process group: it calls what every process group has, so no GPU is needed."""
     nccl = NCCLBackend(torch_groups.default_group(), b)
-    messages(nccl)
-    moves(nccl)
-    uneven_moves(nccl)
-    promised_reductions(nccl)
+    gathers_bytes(nccl)
+    moves_bytes(nccl)
+    moves_unequal_bytes(nccl)
+    all_reduces_promised_dtypes(nccl)
     tensor, into = torch.full((6,), nccl.rank + 1.0), torch.empty(2)
     nccl.reduce_scatter(tensor, into, "sum", Finish(2, 3), wait())
     assert into.tolist() == [9.0, 9.0]
     nccl.reduce(tensor, "prod", 1, Finish(), wait())
     assert nccl.rank != 1 or tensor.tolist() == [6.0] * 6
-    pairs(nccl)
+    sends_between_all_pairs(nccl)
 
 
-def serve(kind: str, path: str) -> None:
+def checks_backend_and_groups(kind: str, path: str) -> None:
     gloo._BLOCK_BYTES = 1 << 18  # several blocks without large tensors
     b = open_backend(kind, path)
     rank = b.rank
-    all_of_it(b)
+    checks_all_methods(b)
     if isinstance(b, TorchBackend):
-        as_nccl_would(b)
+        checks_calls_of_nccl(b)
     turned = b.new_group([2, 0, 1], 10.0)
     assert (turned.rank, turned.world_size) == ([2, 0, 1].index(rank), 3)
-    all_of_it(turned)
+    checks_all_methods(turned)
     alone = b.new_group([rank], 10.0)
     assert (alone.rank, alone.world_size) == (0, 1)
-    all_of_it(alone)
+    checks_all_methods(alone)
     for _ in range(2):  # the same ranks again, and other ranks in between
         for ranks in ([1, 0], [1, 2]):
             if rank in ranks:
@@ -278,12 +275,11 @@ def serve(kind: str, path: str) -> None:
 
 @pytest.mark.parametrize("kind", by_default(KINDS, 0))
 def test_every_method_is_correct(kind: str, tmp_path: Any) -> None:
-    run_ranks(serve, 3, backend=WORLDS[kind], args=(kind, str(tmp_path / "store")), timeout_s=120)
+    run_ranks(checks_backend_and_groups, 3, backend=WORLDS[kind], args=(kind, str(tmp_path / "store")), timeout_s=120)
 
 
 def bootstraps_over_mpi(b: Backend) -> None:
     """Bootstrap over MPI: it sends the address of a store, and detects a launcher of another MPI."""
-
     shared = rendezvous.store_of(launch("mpich", 3), 10.0)
     bootstrap = StoreBootstrap(shared.store, shared.rank, shared.world_size, server=shared.server)
     assert bootstrap.all_gather_bytes(bytes([b.rank]), wait()) == [b"\0", b"\1", b"\2"]
@@ -346,11 +342,11 @@ def times_out(b: Backend, kind: str, path: str) -> None:
     if b.rank < 2:
         waits_for_rank_2(b, kind, path)
         Path(f"{path}.ended-{b.rank}").touch()
-    meets(path, "ended")  # no rank exits while another waits
+    wait_for_files(path, "ended")  # no rank exits while another waits
 
 
-def meets(path: str, word: str) -> None:
-    """Return when ranks 0 and 1 have each made a file."""
+def wait_for_files(path: str, word: str) -> None:
+    """Return when ranks 0 and 1 have each made their file of this name."""
     while not all(Path(f"{path}.{word}-{rank}").exists() for rank in range(2)):
         time.sleep(0.02)
 
@@ -360,7 +356,7 @@ def waits_for_rank_2(b: Backend, kind: str, path: str) -> None:
         b.new_group([0, 2] if b.rank == 0 else [2, 1], 0.3)
     assert found.missing == (2,)
     Path(f"{path}.begins-{b.rank}").touch()
-    meets(path, "begins")  # so that on a busy machine neither misses the other within the deadline
+    wait_for_files(path, "begins")  # so that on a busy machine neither misses the other within the deadline
     with stalls(1.0) as found:
         if kind == "gloo":
             b.recv(torch.empty(10, dtype=torch.uint8), 2, 0, wait(1.0))
@@ -407,7 +403,7 @@ def test_a_failure_in_the_monitor_ends_a_wait() -> None:
     run_ranks(waits_beside_a_failure, 2, backend="gloo")
 
 
-ENDS = """
+EXITS_DURING_A_RECEIVE = """
 import threading, time
 import torch, torch.distributed as dist
 from statexchange.comm.wait import Wait
@@ -429,7 +425,9 @@ time.sleep(0.1)
 
 def test_a_process_exits_cleanly_during_a_receive() -> None:
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([sys.executable, "-c", ENDS], env=environ, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(
+        [sys.executable, "-c", EXITS_DURING_A_RECEIVE], env=environ, capture_output=True, text=True, timeout=150
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -492,7 +490,7 @@ def test_nccl_is_correct_on_one_gpu() -> None:
             b.reduce(tensor, op, 0, Finish(), wait())
             into = torch.empty_like(tensor)
             b.reduce_scatter(tensor, into, op, Finish(), wait())
-            assert same(into, before)
+            assert equal_values(into, before)
         data = torch.arange(100, dtype=torch.uint8, device="cuda")
         for move in (
             lambda into: b.all_gather(data, into, wait()),

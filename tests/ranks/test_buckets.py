@@ -60,7 +60,7 @@ def grads(params: Params) -> dict[str, Any]:
     return {name: None if p.grad is None else p.grad.tolist() for name, p in params.items()}
 
 
-# How buckets are cut
+# How tensors are split into buckets
 
 
 def specs(
@@ -80,7 +80,7 @@ def specs(
         ([], []),
     ],
 )
-def test_baguas_bucket_splits(tensors: list[ParameterSpec], expected: list[str]) -> None:
+def test_tensors_are_split_into_buckets_as_by_bagua(tensors: list[ParameterSpec], expected: list[str]) -> None:
     found = split_buckets(tensors, 20 * MIB)
     assert ["".join(t.name for t in bucket) for bucket in found] == expected
 
@@ -91,7 +91,7 @@ def test_a_bucket_is_as_close_to_its_size_as_tensors_allow() -> None:
     assert sizes == [[1, 1, 1], [100], [3, 0], [50]]
 
 
-def test_devices_and_dtypes_do_not_mix() -> None:
+def test_devices_and_dtypes_do_not_mix_in_a_bucket() -> None:
     tensors = [ParameterSpec("a", "float32", (1,), "cuda 0"), ParameterSpec("b", "float32", (1,), "cuda 1")]
     tensors += [ParameterSpec("c", "float32", (1,), "cuda 0"), ParameterSpec("d", "bfloat16", (1,), "cuda 1")]
     assert [[t.name for t in b] for b in split_buckets(tensors, MIB)] == [["d"], ["a", "c"], ["b"]]
@@ -125,7 +125,7 @@ def test_gradients_are_averages(world_size: int, settings: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128], ids=str
 )
-def test_every_dtype_that_has_gradients(dtype: torch.dtype) -> None:
+def test_gradients_of_every_dtype_are_averaged(dtype: torch.dtype) -> None:
     def work() -> bool:
         comm = sx.get_communicator()
         params = parameters((3,), (5,), dtype=dtype)
@@ -180,7 +180,7 @@ def test_scale_multiplies_the_sum() -> None:
     assert all(run_ranks(work, 2))
 
 
-# Where gradients lie
+# Where gradients are stored
 
 
 def test_with_fusion_gradients_are_views_of_one_bucket() -> None:
@@ -370,7 +370,7 @@ def test_communicate_replaces_the_all_reduce_on_chunked_buckets() -> None:
     assert all(run_ranks(work, 3))
 
 
-def test_explicit_buckets_and_the_rest() -> None:
+def test_parameters_that_are_not_in_explicit_buckets_get_buckets_of_their_own() -> None:
     def work() -> tuple[list[list[str]], list[list[str]], bool]:
         comm = sx.get_communicator()
         params = parameters((1,), (2,), (3,), (4,))
@@ -756,7 +756,7 @@ def test_a_sparse_gradient_adds_up_over_backwards() -> None:
 # Weights
 
 
-def test_weights_make_true_means() -> None:
+def test_averages_are_weighted() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         params, table = parameters((2,), (3,)), embedding()
@@ -813,7 +813,7 @@ def test_an_impossible_weight_is_refused_on_all_ranks(weight: float) -> None:
 
 
 @pytest.mark.parametrize("bucket_type", ["weight", "parameter"])
-def test_bucket_types_that_average_the_parameters_themselves(bucket_type: str) -> None:
+def test_the_bucket_types_weight_and_parameter_average_the_parameters_themselves(bucket_type: str) -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         params = parameters((3,), (2, 2))
@@ -832,7 +832,7 @@ def test_bucket_types_that_average_the_parameters_themselves(bucket_type: str) -
     assert run_ranks(work, 2) == [[[[0.5], [0.5]], [bucket_type == "parameter"] * 2, True, 2]] * 2
 
 
-# What is refused, by name and on all ranks
+# Refusals, by name and on all ranks
 
 
 def raised_by_all(world_size: int, expected: type[Exception], work: Any) -> list[StateExchangeError]:
@@ -872,7 +872,7 @@ def test_parameters_that_differ_are_named(theirs: Any, name: str) -> None:
     assert {error.name for error in raised_by_all(2, MismatchError, work)} == {name}
 
 
-def test_settings_that_differ_are_shown() -> None:
+def test_settings_that_differ_are_named() -> None:
     def work(comm: Communicator) -> None:
         BucketReducer(parameters((2,)), comm, bucket_bytes=100 + comm.rank)
 
@@ -941,9 +941,9 @@ def test_reset_names_an_unknown_option() -> None:
 
 def test_ranks_that_reduce_different_reducers_raise() -> None:
     def work(comm: Communicator) -> None:
-        twins = [parameters((2,)), parameters((2,))]
-        reducers = [BucketReducer(params, comm) for params in twins]
-        for params in twins:
+        both = [parameters((2,)), parameters((2,))]
+        reducers = [BucketReducer(params, comm) for params in both]
+        for params in both:
             backward(params, comm.rank)
         reducers[comm.rank].finalize()
 
@@ -981,7 +981,7 @@ def test_a_rank_that_leaves_is_named() -> None:
     assert outcomes.errors == {1: "ZeroDivisionError"}
 
 
-# The life of a reducer
+# When a reducer ends, and what it is given
 
 
 def test_a_closed_or_collected_reducer_removes_its_hooks() -> None:
@@ -1044,7 +1044,7 @@ def test_a_block_that_raises_averages_nothing() -> None:
     assert run_ranks(work, 2) == [[True] * 3] * 2
 
 
-def test_a_module_without_parameters() -> None:
+def test_a_module_without_parameters_has_no_buckets() -> None:
     def work() -> list[list[str]]:
         with BucketReducer(nn.ReLU()) as reducer:
             pass

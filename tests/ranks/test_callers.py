@@ -181,16 +181,19 @@ def test_threads_that_take_turns_and_threads_of_their_own_communicators_are_righ
 
 
 @pytest.mark.ranks(2, backend=["gloo", slow("mpi")])
-def test_two_threads_send_at_once() -> None:
-    """Tensors of one size: each arrives whole; the order is undefined."""
+def test_tensors_that_two_threads_send_at_once_arrive_whole() -> None:
+    """Both have the same size; their order is undefined."""
     comm = sx.init()
     tensors = [torch.full((100_000,), float(k)) for k in (1, 2)]
     if comm.rank:
         got = [torch.zeros(100_000) for _ in tensors]
-        in_threads(lambda: comm.recv(got[0], 0), lambda: comm.recv(got[1], 0))
+        ends = in_threads(lambda: comm.recv(got[0], 0) is got[0], lambda: comm.recv(got[1], 0) is got[1])
         assert sorted(sorted(set(tensor.tolist())) for tensor in got) == [[1.0], [2.0]]
     else:
-        in_threads(lambda: comm.send(tensors[0], 1), lambda: comm.send(tensors[1], 1))
+        ends = in_threads(
+            lambda: comm.send(tensors[0], 1) is tensors[0], lambda: comm.send(tensors[1], 1) is tensors[1]
+        )
+    assert ends == [True, True]
     comm.barrier()
 
 
@@ -254,7 +257,7 @@ def test_hooks_in_autograds_threads_call_as_the_thread_that_trains() -> None:
     assert leaf.grad is not None
     assert leaf.grad.tolist() == [2.0] * 4
     comm.barrier()
-    in_threads(lambda: comm.caller)
+    assert in_threads(lambda: comm.caller) == [1]
     leaf.grad = None
     expected = pytest.raises(
         sx.errors.MismatchError, match=r"rank 0 called .* in autograd's threads; rank 1 .* its thread 0"

@@ -1,4 +1,4 @@
-"""A job's saves by step: what stays, what a restart finds, when to save; kills at every call, and bad input."""
+"""A job's saves by step: which are kept, what a restart finds, when to save; kills at every call, and bad input."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ import torch
 from checkpoint_jobs import LAYOUT, load_rows, save_rows, save_steps, shard_of, state_of, value_in
 from forked_jobs import ForkedJobs
 from scripts import HOME, warm_command
+from starting import THREADS_AND_PROCESSES
 from sweeps import slow, some
 from warm_python import warm_python
 
@@ -40,7 +41,7 @@ def entries(path: Path) -> list[str]:
 # One process
 
 
-def test_the_newest_save_or_the_named_one_comes_back(tmp_path: Path) -> None:
+def test_the_newest_save_or_the_named_one_is_loaded(tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path / "saves")
     save_steps(saves, 10, 20)
     state = state_of(0)
@@ -175,7 +176,9 @@ def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
         ({"keep": 1, "best": ("loss", "max")}, [50, 60]),
     ],
 )
-def test_what_is_kept(options: dict[str, Any], kept: list[int], tmp_path: Path) -> None:
+def test_saves_that_the_options_do_not_keep_are_removed(
+    options: dict[str, Any], kept: list[int], tmp_path: Path
+) -> None:
     losses = {10: 3.0, 20: float("nan"), 30: 1.0, 40: float("nan"), 50: 7.0, 60: 2.0}
     for step, loss in losses.items():  # each time a new job
         sx.Checkpoints(tmp_path, **options).save(state_of(step, step), step, metrics={"loss": loss})
@@ -412,7 +415,7 @@ def test_a_state_may_change_after_a_save_in_the_background(tmp_path: Path) -> No
     assert (value_in(state), state["step"]) == (30.0, 30)
 
 
-def test_a_failure_in_the_background_is_heard(tmp_path: Path) -> None:
+def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path)
     save_steps(saves, 10)
     for after in (
@@ -433,13 +436,13 @@ def test_a_failure_in_the_background_is_heard(tmp_path: Path) -> None:
 # When to save
 
 
-def test_every_so_many_steps(tmp_path: Path) -> None:
+def test_should_save_is_true_every_so_many_steps(tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path, every_steps=100)
     assert [step for step in range(301) if saves.should_save(step)] == [100, 200, 300]
     assert not any(sx.Checkpoints(tmp_path).should_save(step) for step in range(1, 100))
 
 
-def test_every_so_many_seconds(tmp_path: Path) -> None:
+def test_should_save_is_true_every_so_many_seconds(tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path, every_s=0.2, agree_every=5)
     assert not saves.should_save(5)
     time.sleep(0.25)
@@ -449,21 +452,21 @@ def test_every_so_many_seconds(tmp_path: Path) -> None:
     assert not saves.should_save(15)
 
 
-def test_a_signal_is_seen_once_and_handlers_come_back(tmp_path: Path) -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+def test_a_signal_is_reported_once_and_earlier_handlers_are_restored(tmp_path: Path) -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
     try:
         with sx.Checkpoints(tmp_path, on_signal=["SIGUSR1"], agree_every=2) as saves:
             os.kill(os.getpid(), signal.SIGUSR1)
             assert [saves.should_save(step) for step in (1, 2, 3, 4)] == [False, True, False, False]
             assert saves.is_stopping
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert heard == [signal.SIGUSR1]
+        assert received == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_handlers_of_closed_saves_do_not_stay(tmp_path: Path) -> None:
+def test_signal_handlers_of_closed_saves_are_removed(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     sx.Checkpoints(tmp_path, on_signal=["SIGUSR1", "SIGUSR1"]).close()
     assert signal.getsignal(signal.SIGUSR1) == before
@@ -479,7 +482,7 @@ def test_handlers_of_closed_saves_do_not_stay(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_a_close_in_a_thread_gives_signals_back(tmp_path: Path) -> None:
+def test_after_a_close_in_a_thread_the_earlier_handler_receives_signals(tmp_path: Path) -> None:
     received: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
     try:
@@ -494,15 +497,15 @@ def test_a_close_in_a_thread_gives_signals_back(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def sleep_after(writer: Connection) -> None:
+def report_and_sleep(writer: Connection) -> None:
     writer.send("started")
     time.sleep(60)
 
 
-def test_a_forked_worker_ends_by_a_signal_that_the_job_notes(tmp_path: Path) -> None:
+def test_a_signal_that_the_job_handles_ends_a_forked_worker(tmp_path: Path) -> None:
     with sx.Checkpoints(tmp_path, on_signal="SIGTERM", agree_every=1) as saves:
         reader, writer = multiprocessing.Pipe()
-        worker = multiprocessing.get_context("fork").Process(target=sleep_after, args=(writer,))
+        worker = multiprocessing.get_context("fork").Process(target=report_and_sleep, args=(writer,))
         worker.start()
         assert reader.recv() == "started"  # a signal before that is lost: Python clears it in a child
         worker.terminate()
@@ -542,7 +545,7 @@ def test_a_forked_process_does_not_wait_for_a_save_of_its_parent(tmp_path: Path)
     assert done.stdout.split() == ["7", "10"], done.stderr
 
 
-def test_too_little_time_before_the_kill_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_little_time_before_the_kill_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with sx.Checkpoints(tmp_path, on_signal="SIGUSR1", agree_every=4, grace_s=0.1) as saves:
         for step in range(1, 13):
             time.sleep(0.05)
@@ -553,8 +556,8 @@ def test_too_little_time_before_the_kill_is_said_once(tmp_path: Path, caplog: py
 # Several ranks
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
-def test_another_number_of_ranks_goes_on(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", THREADS_AND_PROCESSES)
+def test_another_number_of_ranks_goes_on_from_the_newest_save(backend: str, tmp_path: Path) -> None:
     path = str(tmp_path)
     assert run_ranks(load_rows, 2, backend=backend, args=(path,)) == [None, None]
     for world_size, step in ((2, 10), (3, 20), (1, 30), (4, 40)):
@@ -601,22 +604,20 @@ def test_other_ranks_need_no_metrics(tmp_path: Path) -> None:
     assert sx.Checkpoints(tmp_path).steps() == [10, 30]
 
 
-def refuse_on_one_rank(path: str) -> str:
+def gives_text_as_step_on_one_rank(path: str) -> str:
     saves = sx.Checkpoints(path)
-    if sx.get_rank() == 1:
-        path = "7"
     with pytest.raises(sx.errors.InvalidArgumentError) as caught:
         saves.save(state_of(1), 7 if sx.get_rank() == 0 else "7")  # type: ignore[call-overload]
     return str(caught.value)
 
 
 def test_a_wrong_step_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    for text in run_ranks(refuse_on_one_rank, 2, args=(str(tmp_path),)):
+    for text in run_ranks(gives_text_as_step_on_one_rank, 2, args=(str(tmp_path),)):
         assert "step must be a whole number, not '7'" in text
 
 
-def hear_of_failure(path: str) -> str:
-    """The failure of a save in the background; only rank 0 has asked for its result."""
+def failure_of_the_earlier_save(path: str) -> str:
+    """Return the error that the next save raises if one in the background has failed, of which only rank 0 asks."""
     saves = sx.Checkpoints(path)
     saves.save(state_of(1), 10)
     future = saves.save(state_of(2), 10, background=True)
@@ -629,14 +630,14 @@ def hear_of_failure(path: str) -> str:
     return "saved"
 
 
-def test_ranks_hear_of_a_failure_together(tmp_path: Path) -> None:
-    first, second = run_ranks(hear_of_failure, 2, args=(str(tmp_path),))
+def test_a_failure_in_the_background_is_raised_on_all_ranks_by_the_same_call(tmp_path: Path) -> None:
+    first, second = run_ranks(failure_of_the_earlier_save, 2, args=(str(tmp_path),))
     assert "step-000000010" in first
     assert first == second
 
 
 def stop_at(path: str) -> tuple[list[int], bool]:
-    """The steps at which ranks save; the last rank receives a signal at step 13."""
+    """Return the steps at which ranks save, and whether they stop; the last rank receives a signal at step 13."""
     with sx.Checkpoints(path, every_steps=10, on_signal="SIGUSR1", agree_every=4) as saves:
         saved = []
         for step in range(1, 31):
@@ -733,7 +734,7 @@ def test_a_job_killed_at_any_call_of_its_first_save_begins_again(
     calls = jobs.fewest_calls(*((str(sweep_path / f"trace {number}"), [10]) for number in range(3)))
     for number in some(range(1, len(calls) + 1), every):
         path = sweep_path / str(number)
-        if jobs.run(str(path), [10], kill_at=number) is not None:  # as above
+        if jobs.run(str(path), [10], kill_at=number) is not None:  # the ranks made fewer calls than those counted
             assert number > len(calls) - 10, number
         found = run_ranks(load_rows, 2, args=(str(path),))
         assert found in ([None, None], [10, 10]), number
@@ -743,7 +744,7 @@ def test_a_job_killed_at_any_call_of_its_first_save_begins_again(
 
 
 def first_save_fails(path: str, at: str, fault: str, background: bool) -> list[Any]:
-    """Save for the first time while a storage call of rank 1 fails or is its last one; then save again if all live."""
+    """Save for the first time while a storage call of rank 1 fails or is its last one; save again if no rank died."""
     comm = sx.get_communicator()
     is_due = comm.rank == 1
 
@@ -780,24 +781,24 @@ FAILING = [
 ]
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["new directory", "the user's directory"])
+@pytest.mark.parametrize("exists", [False, True], ids=["new directory", "the user's directory"])
 @pytest.mark.parametrize(("at", "fault", "background"), FAILING)
 def test_a_first_save_that_fails_removes_the_directory_that_it_made(
-    at: str, fault: str, background: bool, there: bool, tmp_path: Path
+    at: str, fault: str, background: bool, exists: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "runs" / "saves"
-    if there:
+    if exists:
         path.mkdir(parents=True)
     outcomes = run_ranks(
         first_save_fails, 2, backend="gloo", args=(str(path), at, fault, background), allow_failure=True
     )
     if fault == "full":
-        assert outcomes.values == {rank: ["PeerError", [] if there else None, [20]] for rank in range(2)}, outcomes
+        assert outcomes.values == {rank: ["PeerError", [] if exists else None, [20]] for rank in range(2)}, outcomes
         assert entries(path) == ["step-000000020"]
         return
     assert outcomes[0].value == ["PeerError"], str(outcomes)
-    assert entries(tmp_path) == (["runs"] if there else [])
-    assert not there or entries(path) == []
+    assert entries(tmp_path) == (["runs"] if exists else [])
+    assert not exists or entries(path) == []
     assert run_ranks(save_rows, 2, args=(str(path), 20)) == [[20], [20]]
 
 
@@ -820,11 +821,13 @@ def load_while_removed(path: str, step: int | None) -> tuple[int, float] | str:
     except sx.errors.NotFoundError as error:
         return str(error)
     finally:
-        removed.append(0)  # the hook stays until the process ends
+        removed.append(0)  # so that the hook, which cannot be removed, does nothing more
 
 
 @pytest.mark.parametrize(("step", "expected"), [(None, {(20, 20.0), (30, 30.0)}), (30, {(30, 30.0)})])
-def test_a_save_that_is_removed_while_it_is_opened(step: int | None, expected: Any, tmp_path: Path) -> None:
+def test_a_save_that_is_removed_while_it_is_opened_is_loaded_skipped_or_named(
+    step: int | None, expected: Any, tmp_path: Path
+) -> None:
     save_steps(sx.Checkpoints(tmp_path), 10, 20, 30)
     found = run_ranks(load_while_removed, 1, backend="gloo", args=(str(tmp_path), step))[0]
     assert found in expected or (step == 30 and "step 30 was removed while it was opened" in found)

@@ -38,7 +38,7 @@ class Job:
         return {**vars(self)}
 
     def steps(self, number: int) -> list[float]:
-        """Each step's loss on data that this rank has drawn from its generators; ranks train alike, on the mean."""
+        """Train on the mean of what ranks draw from their generators; return what this one drew and sums of weights."""
         drawn = []
         comm = sx.get_communicator()
         for _ in range(number):
@@ -72,7 +72,7 @@ def goes_on(folder: str) -> None:
 
 
 def loads_on_another_number(folder: str) -> None:
-    """The error names the entry and the option. `exclude` keeps this rank's state, replicas="root" loads rank 0's."""
+    """Check that the error names entry and option, `exclude` keeps the state, and replicas="root" loads rank 0's."""
     rank = sx.get_rank()
     saves, job = sx.Checkpoints(folder), Job(rank)
     before = job.random.state_dict()
@@ -104,7 +104,7 @@ def test_a_job_goes_on_with_each_ranks_own_random_numbers(ranks: int, tmp_path: 
 
 
 def saves_after_evaluation(folder: str) -> None:
-    """Evaluation leaves the root's parameters whole, so that the optimizer's are not those of `parameters()`."""
+    """Save and load after an evaluation, which leaves the root module's parameters whole, unlike the optimizer's."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))
     fully_shard(model[0])
@@ -142,7 +142,7 @@ def own_part(rank: int, ranks: int) -> Any:
 
 
 def reads_the_rest(folder: str, apart: int) -> None:
-    """Each rank's loader goes on after the batches that it has given, in the middle of an epoch."""
+    """Check that a loaded loader goes on after the batches that this rank's had given, in the middle of an epoch."""
     comm = sx.get_communicator()
     first = own_part(comm.rank, comm.world_size)
     batches = iter(first)
@@ -156,7 +156,7 @@ def reads_the_rest(folder: str, apart: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # which torchdata calls
-@pytest.mark.parametrize("apart", [0, 1], ids=["equal", "apart"])
+@pytest.mark.parametrize("apart", [0, 1], ids=["ranks at one batch", "ranks at different batches"])
 def test_a_stateful_data_loader_goes_on_where_its_rank_was(apart: int, tmp_path: Path) -> None:
     pytest.importorskip("torchdata.stateful_dataloader")
     run_ranks(reads_the_rest, 2, backend="gloo", args=(str(tmp_path / "saves"), apart))
@@ -171,7 +171,7 @@ def test_a_stateful_data_loader_goes_on_where_its_rank_was(apart: int, tmp_path:
 
 @pytest.mark.parametrize("replicas", ["equal", "root"])
 def test_plain_values_that_ranks_saved_differently_are_named(replicas: Any, tmp_path: Path) -> None:
-    """Except entries that only some ranks have, NaN, and those that a rename or an include leaves out."""
+    """Entries that only some ranks have, NaN, and what the options leave out are not named."""
 
     def saves() -> None:
         rank = sx.get_rank()
