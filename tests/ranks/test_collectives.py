@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import require_mpi
 from shared_names import no_names_left
 from starting import LAUNCHED_AS, start
 from sweeps import by_default, slow
@@ -22,15 +23,14 @@ from statexchange.comm.backends.backend import Backend
 from statexchange.comm.wait import Wait
 from statexchange.errors import MismatchError
 from statexchange.testing import conformance, run_ranks
-from statexchange.testing.worlds import mpi_missing
 
-WORLDS = [(backend, world_size) for backend in LAUNCHED_AS for world_size in (1, 2, 3, 4)]
-WORLDS = [world for world in WORLDS if world not in (("hierarchical", 1), ("hierarchical", 2))]  # it takes three
-BY_DEFAULT = [
-    ("threads", 1),
-    *((backend, 2) for backend in LAUNCHED_AS if backend != "hierarchical"),
+WORLDS = [
+    (backend, world_size)
+    for backend in LAUNCHED_AS
+    for world_size in (1, 2, 3, 4)
+    if backend != "hierarchical" or world_size > 2  # its two hosts have three ranks or more
 ]
-WORLDS = by_default(WORLDS, *map(WORLDS.index, BY_DEFAULT))
+BY_DEFAULT = [("threads", 1), *((backend, 2) for backend in LAUNCHED_AS if backend != "hierarchical")]
 NAMES = [check.name for check in conformance.CHECKS]
 LIMIT_S = 120.0
 
@@ -40,10 +40,10 @@ def conforms(backend: str, directory: str) -> list[Any]:
     return [comm.backend, conformance.run(comm)]
 
 
-@pytest.mark.parametrize(("backend", "world_size"), WORLDS)
+@pytest.mark.parametrize(("backend", "world_size"), by_default(WORLDS, *map(WORLDS.index, BY_DEFAULT)))
 def test_a_backend_passes_the_suite(backend: str, world_size: int, tmp_path: Path) -> None:
-    if backend == "mpi" and (missing := mpi_missing()):
-        pytest.skip(missing)
+    if backend == "mpi":
+        require_mpi()
     args = (backend, str(tmp_path))
     with no_names_left():
         found = run_ranks(
@@ -93,12 +93,12 @@ def test_a_flat_communicator_of_several_hosts_passes_the_suite(tmp_path: Path) -
 # A backend with only the four methods that must be implemented
 
 
-class Post:
-    """Messages that threads leave for each other."""
+class SharedMessages:
+    """Messages that threads leave for each other: parts of gathers, and what one rank has sent to another."""
 
     def __init__(self) -> None:
-        self.parcels: dict[Any, bytes] = {}
-        self.letters: defaultdict[Any, list[bytes]] = defaultdict(list)
+        self.parts: dict[Any, bytes] = {}
+        self.sent: defaultdict[Any, list[bytes]] = defaultdict(list)
 
 
 class ToyBackend(Backend):
@@ -106,35 +106,37 @@ class ToyBackend(Backend):
 
     name = "toy"
 
-    def __init__(self, post: Post, room: tuple[int, ...], rank: int, world_size: int) -> None:
+    def __init__(self, messages: SharedMessages, group: tuple[int, ...], rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._post = post
-        self._room = room
-        self._count = 0
-        self._subsets: Counter[Any] = Counter()
+        self._messages = messages
+        self._group = group
+        self._num_gathers = 0
+        self._num_groups: Counter[Any] = Counter()
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
-        self._count += 1
-        parcels = self._post.parcels
-        parcels[self._room, self._count, self.rank] = payload
-        keys = [(self._room, self._count, rank) for rank in range(self.world_size)]
-        wait.until(lambda: all(key in parcels for key in keys))
-        parcels.pop((self._room, self._count - 1, self.rank), None)  # all ranks have read it
-        return [parcels[key] for key in keys]
+        self._num_gathers += 1
+        parts = self._messages.parts
+        parts[self._group, self._num_gathers, self.rank] = payload
+        keys = [(self._group, self._num_gathers, rank) for rank in range(self.world_size)]
+        wait.until(lambda: all(key in parts for key in keys))
+        parts.pop((self._group, self._num_gathers - 1, self.rank), None)  # all ranks have read it
+        return [parts[key] for key in keys]
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        self._subsets[tuple(ranks)] += 1
-        room = (*self._room, -self._subsets[tuple(ranks)], *ranks)
-        return ToyBackend(self._post, room, list(ranks).index(self.rank), len(ranks))
+        self._num_groups[tuple(ranks)] += 1
+        group = (*self._group, -self._num_groups[tuple(ranks)], *ranks)
+        return ToyBackend(self._messages, group, list(ranks).index(self.rank), len(ranks))
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
-        self._post.letters[self._room, self.rank, dst, tag].append(bytes(data.numpy().data))
+        self._messages.sent[self._group, self.rank, dst, tag].append(bytes(data.numpy().data))
 
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
-        letters = self._post.letters[self._room, src, self.rank, tag]
-        wait.until(lambda: letters)
-        data.copy_(torch.frombuffer(bytearray(letters.pop(0)), dtype=torch.uint8)) if data.numel() else letters.pop(0)
+        sent = self._messages.sent[self._group, src, self.rank, tag]
+        wait.until(lambda: sent)
+        message = sent.pop(0)
+        if message:
+            data.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("sees_memory", [slow(True), False], ids=["one host", "hosts apart"])
@@ -142,13 +144,13 @@ class ToyBackend(Backend):
 def test_a_backend_of_four_methods_passes_the_suite(
     world_size: int, sees_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also without a control page, when every message goes over the backend."""
+    """With "hosts apart" there is no control page either: every message goes over the backend."""
     if not sees_memory:
         monkeypatch.setattr(bootstrap, "open_control_page", lambda *_: None)
-    post = Post()
+    messages = SharedMessages()
 
     def run_suite() -> list[str]:
-        comm = conformance.communicator_of(ToyBackend(post, (), sx.get_rank(), world_size))
+        comm = conformance.communicator_of(ToyBackend(messages, (), sx.get_rank(), world_size))
         try:
             return conformance.run(comm)
         finally:
@@ -156,7 +158,7 @@ def test_a_backend_of_four_methods_passes_the_suite(
 
     for names in run_ranks(run_suite, world_size, timeout_s=LIMIT_S):
         assert names == [check.name for check in conformance.CHECKS if check.least_ranks <= world_size]
-    assert world_size == 1 or len(post.parcels) <= 16 * world_size  # received messages are removed
+    assert world_size == 1 or len(messages.parts) <= 16 * world_size  # parts that all ranks have read are removed
 
 
 class LossyBackend(ToyBackend):
@@ -188,17 +190,17 @@ class FirstRankBackend(ToyBackend):
     ],
 )
 def test_the_suite_reports_a_wrong_backend_on_every_rank(kind: Any, name: str, seen: str) -> None:
-    post = Post()
+    messages = SharedMessages()
 
     def fails() -> str:
-        comm = conformance.communicator_of(kind(post, (), sx.get_rank(), 2))
+        comm = conformance.communicator_of(kind(messages, (), sx.get_rank(), 2))
         with pytest.raises(AssertionError, match=seen) as caught:
             conformance.run(comm, [name])
         assert name in str(caught.value)
         return str(caught.value)
 
-    messages = run_ranks(fails, 2)
-    assert messages[0] == messages[1]
+    first, second = run_ranks(fails, 2)
+    assert first == second
 
 
 def test_checks_have_unique_names_and_contracts_and_can_be_selected() -> None:
@@ -211,8 +213,8 @@ def test_checks_have_unique_names_and_contracts_and_can_be_selected() -> None:
         conformance.run(comm, ["nonsense"])
 
 
-def waits_for_one_that_fails(backend: str, directory: str) -> list[Any]:
-    """Rank 0 receives and rank 1 sends, first now, then asynchronously, when rank 2 fails in a phase of its own."""
+def waits_for_a_message_of_a_failed_rank(backend: str, directory: str) -> list[Any]:
+    """Rank 0 receives from rank 2, and rank 1 sends to it asynchronously, when it fails in a phase of its own."""
     comm = start(backend, directory)
     comm.barrier()
     with pytest.raises(sx.errors.PeerError) as caught:
@@ -232,16 +234,18 @@ def waits_for_one_that_fails(backend: str, directory: str) -> list[Any]:
 
 @pytest.mark.parametrize("backend", [slow(backend) if backend == "mpi" else backend for backend in LAUNCHED_AS])
 def test_a_failure_reaches_ranks_that_wait_for_a_message(backend: str, tmp_path: Path) -> None:
-    if backend == "mpi" and (missing := mpi_missing()):
-        pytest.skip(missing)
-    found = run_ranks(waits_for_one_that_fails, 3, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)))
+    if backend == "mpi":
+        require_mpi()
+    found = run_ranks(
+        waits_for_a_message_of_a_failed_rank, 3, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path))
+    )
     for message, names_host in found:
         assert re.fullmatch(r"rank 2 on \S+ failed in cooking: KeyError: 'salt'", message)
         assert names_host
 
 
-def has_work_under_way(backend: str, directory: str) -> None:
-    """Rank 0 passes an error to an agreement. Its asynchronous work waits for rank 1, which waits for a message."""
+def fails_with_work_in_flight(backend: str, directory: str) -> None:
+    """Rank 0 gives an error to `agree` while its asynchronous work waits for rank 1, which waits for a message."""
     comm = start(backend, directory)
     comm.barrier()
     work = comm.all_reduce(torch.ones(4), async_op=True) if comm.rank == 0 else None
@@ -257,10 +261,10 @@ def has_work_under_way(backend: str, directory: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["threads", "shm", "gloo", slow("mpi")])
-def test_a_failure_reaches_ranks_with_work_under_way(backend: str, tmp_path: Path) -> None:
-    if backend == "mpi" and (missing := mpi_missing()):
-        pytest.skip(missing)
-    run_ranks(has_work_under_way, 2, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)))
+def test_a_failure_reaches_ranks_with_work_in_flight(backend: str, tmp_path: Path) -> None:
+    if backend == "mpi":
+        require_mpi()
+    run_ranks(fails_with_work_in_flight, 2, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)))
 
 
 def agrees_twice() -> None:

@@ -125,7 +125,7 @@ def test_a_rank_that_exits_is_named(how: str) -> None:
     assert how != "close" or "had enough" in outcomes[0].value
 
 
-def stalls() -> list[int]:
+def rank_2_is_late() -> list[int]:
     comm = start()
     comm.barrier()
     if comm.rank == 2:
@@ -137,7 +137,7 @@ def stalls() -> list[int]:
 
 
 def test_a_barrier_names_missing_ranks() -> None:
-    assert run_ranks(stalls, 3, backend="gloo")[:2] == [[2], [2]]
+    assert run_ranks(rank_2_is_late, 3, backend="gloo")[:2] == [[2], [2]]
 
 
 def moves_slowly() -> float:
@@ -155,8 +155,11 @@ def test_a_stall_deadline_does_not_limit_the_total_time() -> None:
     assert min(run_ranks(moves_slowly, 2, backend="gloo")) > 1.1
 
 
-def hidden(kind: str) -> str | None:
-    """Return ranks whose /proc shows no other rank, as in containers with PID namespaces of their own."""
+def gathers_hidden(kind: str) -> str | None:
+    """Gather on ranks whose /proc shows no other rank, as in containers; return how they share memory.
+
+    With the kind "nothing" all is to be seen; with "no_shm" /dev/shm is hidden, too.
+    """
     import ctypes
 
     clone_newns = 0x00020000
@@ -179,7 +182,7 @@ def hidden(kind: str) -> str | None:
 @pytest.mark.parametrize(("kind", "expected"), [("nothing", "memfd"), ("no_proc", None), ("no_shm", None)])
 def test_ranks_that_cannot_share_memory_all_fall_back(kind: str, expected: str | None) -> None:
     with no_names_left():
-        assert run_ranks(hidden, 2, backend="gloo", args=(kind,)) == [expected, expected]
+        assert run_ranks(gathers_hidden, 2, backend="gloo", args=(kind,)) == [expected, expected]
 
 
 # Which communicator a call uses
@@ -200,7 +203,7 @@ def test_without_a_launcher_there_is_a_world_of_one() -> None:
 
 
 def uses_torch_distributed() -> list[Any]:
-    """A script that never calls sx.init but has torch.distributed running."""
+    """Use torch.distributed without a call of sx.init that makes a communicator."""
     import torch.distributed as dist
 
     comm = sx.get_communicator()
@@ -278,7 +281,7 @@ def test_an_unknown_backend_lists_the_known_ones() -> None:
         sx.init("smoke")
 
 
-SCRIPT = """
+RAISES_ON_RANK_1 = """
 import sys, time
 import statexchange as sx
 comm = sx.init(sys.argv[1])
@@ -293,15 +296,15 @@ comm.barrier()
 def test_under_mpiexec_an_uncaught_exception_ends_the_job(backend: str, tmp_path: Path) -> None:
     require_mpi()
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    words, environ = warm_command(with_mpiexec(3), SCRIPT)
+    script.write_text(RAISES_ON_RANK_1)
+    words, environ = warm_command(with_mpiexec(3), RAISES_ON_RANK_1)
     environ["GLOO_SOCKET_IFNAME"] = "lo"
     done = subprocess.run([*words, script, backend], capture_output=True, text=True, timeout=60, env=environ)
     assert done.returncode != 0
     assert "lost my keys" in done.stderr
 
 
-START_STOP = """
+STARTS_AND_STOPS = """
 import sys
 import statexchange as sx
 for _ in range(20):
@@ -314,10 +317,10 @@ print("done", flush=True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["mpi", "gloo"])
-def test_twenty_starts_and_stops_leave_nothing(backend: str, tmp_path: Path) -> None:
+def test_twenty_starts_and_stops_leave_no_shared_memory(backend: str, tmp_path: Path) -> None:
     require_mpi()
     script = tmp_path / "script.py"
-    script.write_text(START_STOP)
+    script.write_text(STARTS_AND_STOPS)
     mpiexec = Path(sys.executable).with_name("mpiexec")
     with no_names_left():
         done = subprocess.run(
@@ -358,7 +361,7 @@ def test_the_exit_of_a_forked_child_does_not_end_its_parent() -> None:
     assert run_ranks(forks, 2, backend="gloo") == ["ok", "ok"]
 
 
-STORE = """
+MAKES_A_GROUP = """
 import statexchange as sx
 comm = sx.init()
 if comm.rank < 2:
@@ -370,7 +373,7 @@ assert not dist.is_initialized()
 
 @pytest.mark.slow
 def test_auto_under_torchrun_does_not_touch_torch_and_makes_groups(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(STORE)
+    (tmp_path / "script.py").write_text(MAKES_A_GROUP)
     torchrun = Path(sys.executable).with_name("torchrun")
     command = [torchrun, "--nproc-per-node", "3", tmp_path / "script.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -398,28 +401,28 @@ PUBLIC: dict[str, Callable[[str], Any]] = {
 
 
 def makes_different_calls(out: str) -> list[list[str]]:
-    """Return every rank's errors for every call of rank 0 against the next call on rank 1."""
+    """Call each function on rank 0 and the next one on rank 1; return both names and this rank's error for each."""
     comm = sx.get_communicator()
     comm.barrier()
     sx.export_checkpoint(STATE, out)  # to be loaded
-    accounts = []
+    found = []
     for names in zip(PUBLIC, [*list(PUBLIC)[1:], next(iter(PUBLIC))], strict=True):
         with pytest.raises(sx.errors.MismatchError, match="different calls") as caught:
             PUBLIC[names[comm.rank]](f"{out}-2")
-        accounts.append([*names, str(caught.value)])
-    return accounts
+        found.append([*names, str(caught.value)])
+    return found
 
 
 def test_a_mismatch_names_the_calls_of_all_ranks(tmp_path: Path) -> None:
     found = run_ranks(makes_different_calls, 2, backend="gloo", args=(str(tmp_path / "out"),), timeout_s=120)
-    for first, second, text in [account for rank in found for account in rank]:
+    for first, second, text in [calls for rank in found for calls in rank]:
         line = r"at \S+test_comm\.py:\d+"
         assert re.fullmatch(
             f"ranks are in different calls: rank 0 called {first} {line}; rank 1 called {second} {line}", text
         )
 
 
-def leaves_a_block(out: str) -> str:
+def leaves_a_block() -> str:
     """Fail in a call of the user inside the block of a gather; the error must not name the gather."""
     comm = sx.get_communicator()
     comm.barrier()
@@ -429,8 +432,8 @@ def leaves_a_block(out: str) -> str:
     return str(caught.value)
 
 
-def test_a_call_inside_the_block_of_a_gather_has_its_own_name(tmp_path: Path) -> None:
-    for text in run_ranks(leaves_a_block, 2, args=(str(tmp_path / "out"),)):
+def test_a_call_inside_the_block_of_a_gather_has_its_own_name() -> None:
+    for text in run_ranks(leaves_a_block, 2):
         assert re.search(r"rank 0 called barrier 'inside' at .*; rank 1 called gather_state at ", text)
 
 

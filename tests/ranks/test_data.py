@@ -1,4 +1,4 @@
-"""Each rank's part of the data: every sample where it belongs, in every epoch and after every restart."""
+"""Each rank's part of the data: every sample on its rank, in every epoch and after every restart."""
 
 import copy
 import io
@@ -46,7 +46,7 @@ def sizes(num_samples: int, world_size: int, uneven: Any) -> list[int]:
     return [part_of(num_samples, world_size, rank, uneven)[1] for rank in range(world_size)]
 
 
-# The seeds' own cases
+# The cases of Lux and Flux
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_pad_repeats_samples_as_flux_does(world_size: int) -> None:
         assert sum(map(sum, found)) == sum(range(num_samples)) + sum(range(padding))
 
 
-def test_the_other_options_if_ranks_do_not_divide_the_samples() -> None:
+def test_uneven_drops_balances_or_repeats_samples() -> None:
     assert parts(10, 4, uneven="drop") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert parts(10, 4, uneven="balanced") == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
     assert parts(10, 4, uneven="pad") == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 1]]
@@ -95,7 +95,7 @@ def test_the_other_options_if_ranks_do_not_divide_the_samples() -> None:
 
 
 @given(st.integers(0, 60), st.integers(1, 9))
-def test_the_rules_of_parts(num_samples: int, world_size: int) -> None:
+def test_parts_follow_the_rules_of_each_option(num_samples: int, world_size: int) -> None:
     ceil, floor = -(-num_samples // world_size), num_samples // world_size
     assert sizes(num_samples, world_size, "pad") == [ceil] * world_size
     assert sizes(num_samples, world_size, "drop") == [floor] * world_size
@@ -113,7 +113,7 @@ def test_the_rules_of_parts(num_samples: int, world_size: int) -> None:
 # Kinds of data
 
 
-def test_fields_are_not_samples() -> None:
+def test_tuples_and_mappings_are_fields_of_samples() -> None:
     x, y = np.arange(12).reshape(6, 2), torch.arange(6)
 
     def ranks() -> list[Any]:
@@ -129,7 +129,7 @@ def test_fields_are_not_samples() -> None:
     assert first[4:] == [tuple, Sample]
 
 
-def test_any_map_style_data() -> None:
+def test_any_map_style_data_is_accepted() -> None:
     class Squares(Dataset[int]):
         def __len__(self) -> int:
             return 5
@@ -147,7 +147,9 @@ def test_any_map_style_data() -> None:
     assert list(DistributedDataContainer(range(4, 7))) == [4, 5, 6]
 
 
-class Endless(IterableDataset[int]):
+class Stream(IterableDataset[int]):
+    """Data without numbered samples."""
+
     def __iter__(self) -> Iterator[int]:
         yield 0
 
@@ -160,7 +162,7 @@ class Endless(IterableDataset[int]):
         ((1, 2, 3), r"data\[0\] is an int and has no numbered samples: give a list"),
         ((), "no fields"),
         ({}, "no fields"),
-        (Endless(), "Endless and has no numbered samples"),
+        (Stream(), "Stream and has no numbered samples"),
         ({1, 2}, "a set and has no numbered samples"),
         (torch.tensor(3), "a Tensor and has no length"),
         (None, "a NoneType"),
@@ -191,7 +193,7 @@ def test_a_launcher_without_a_communicator_is_an_error(monkeypatch: pytest.Monke
         DistributedDataContainer([1])
 
 
-def test_it_takes_any_communicator_and_does_not_keep_it() -> None:
+def test_a_container_takes_any_communicator_and_does_not_keep_it() -> None:
     def ranks() -> list[Any]:
         comm = sx.get_communicator()
         container = DistributedDataContainer(list(range(6)), comm.new_group([comm.rank]))
@@ -237,7 +239,7 @@ def test_the_order_of_a_seed_never_changes() -> None:
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_in_a_data_loader_whose_workers_persist(context: str) -> None:
+def test_persistent_workers_of_a_data_loader_follow_the_epoch(context: str) -> None:
     container = DistributedDataContainer(list(range(10)), shuffle=True)
     options = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": context}
     loader = DataLoader(container, batch_size=4, **options)
@@ -246,7 +248,7 @@ def test_in_a_data_loader_whose_workers_persist(context: str) -> None:
         assert torch.cat(list(loader)).tolist() == list(container)
 
 
-def test_in_data_loaders_of_several_workers_and_none() -> None:
+def test_data_loaders_with_and_without_workers_give_the_samples_in_order() -> None:
     container = DistributedDataContainer((np.arange(10), list(range(10))))
     for workers in (0, 2):
         batches = list(DataLoader(container, batch_size=4, num_workers=workers))
@@ -255,7 +257,7 @@ def test_in_data_loaders_of_several_workers_and_none() -> None:
         )
 
 
-def test_an_empty_part_in_a_data_loader() -> None:
+def test_a_data_loader_of_an_empty_part_gives_no_batch() -> None:
     assert run_ranks(lambda: len(list(DataLoader(DistributedDataContainer([7]), batch_size=2))), 2) == [1, 0]
 
 
@@ -310,19 +312,19 @@ def trained(world_size: int, steps: int, state: Any = None, num_samples: int = 2
     return [seen for seen, _ in found], found[0][1]
 
 
-ALL = 1000
+ALL_STEPS = 1000
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("uneven", MODES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_with_the_same_number_of_ranks_each_continues_its_part(world_size: int, uneven: str, shuffle: bool) -> None:
+def test_on_the_same_number_of_ranks_each_continues_its_part(world_size: int, uneven: str, shuffle: bool) -> None:
     options = {"uneven": uneven, "shuffle": shuffle, "num_samples": 11}
-    whole, _ = trained(world_size, ALL, **options)
+    whole, _ = trained(world_size, ALL_STEPS, **options)
     for steps in (0, 1, 2, 7):
         first, state = trained(world_size, steps, **options)
         second, again = trained(world_size, 1, state, **options)
-        third, _ = trained(world_size, ALL, again, **options)
+        third, _ = trained(world_size, ALL_STEPS, again, **options)
         assert [a + b + c for a, b, c in zip(first, second, third, strict=True)] == whole
 
 
@@ -333,30 +335,30 @@ def test_another_number_of_ranks_consumes_the_rest_in_its_order(
     worlds: tuple[int, ...], uneven: str, shuffle: bool
 ) -> None:
     options = {"uneven": uneven, "shuffle": shuffle}
-    order = trained(1, ALL, shuffle=shuffle)[0][0]
+    order = trained(1, ALL_STEPS, shuffle=shuffle)[0][0]
     seen: list[int] = []
     state = None
     for world_size in worlds[:-1]:
         consumed, state = trained(world_size, 1, state, **options)
         seen += joined(consumed)
     left = [sample for sample in order if sample not in seen]
-    last = joined(trained(worlds[-1], ALL, state, **options)[0])
+    last = joined(trained(worlds[-1], ALL_STEPS, state, **options)[0])
     size = len(left) // worlds[-1] * worlds[-1]
     padding = -len(left) % worlds[-1]
     assert last == {"drop": left[:size], "pad": left + left[:padding]}.get(uneven, left)
     assert uneven == "pad" or len(set(seen + last)) == len(seen + last)
 
 
-def test_the_documented_example_of_another_number_of_ranks() -> None:
+def test_the_documented_example_of_another_number_of_ranks_is_right() -> None:
     first, state = trained(3, 1, num_samples=12)
     assert first == [[0, 1], [4, 5], [8, 9]]
-    assert trained(2, ALL, state, num_samples=12)[0] == [[2, 3, 6], [7, 10, 11]]
+    assert trained(2, ALL_STEPS, state, num_samples=12)[0] == [[2, 3, 6], [7, 10, 11]]
 
 
 def test_ranks_with_shorter_parts_count_as_having_consumed_them() -> None:
     first, state = trained(4, 1, num_samples=10)  # 3, 3, 3 and 1
     assert first == [[0, 1], [3, 4], [6, 7], [9]]
-    assert trained(1, ALL, state, num_samples=10)[0] == [[2, 5, 8]]
+    assert trained(1, ALL_STEPS, state, num_samples=10)[0] == [[2, 5, 8]]
 
 
 def test_the_next_epoch_is_whole_again() -> None:
@@ -376,7 +378,7 @@ def test_the_next_epoch_is_whole_again() -> None:
     assert sorted(joined(rank[2:] for rank in found)) == list(range(23))
 
 
-def test_the_seed_comes_with_the_state() -> None:
+def test_a_loaded_state_brings_its_seed() -> None:
     _, state = trained(1, 0, shuffle=True, seed=5)
     container = DistributedDataContainer(list(range(23)), shuffle=True, seed=6)
     container.load_state_dict(json.loads(state))

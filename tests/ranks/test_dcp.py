@@ -167,7 +167,7 @@ def write_with_accelerate(out: str) -> None:
         save_file(full, f"{out}/expected", {"format": "pt"})
 
 
-def test_what_accelerate_writes_is_read(tmp_path: Path) -> None:
+def test_what_accelerate_writes_is_merged(tmp_path: Path) -> None:
     run_ranks(write_with_accelerate, 2, backend="gloo", args=(str(tmp_path),), timeout_s=120)
     (tmp_path / "scheduler.bin").write_bytes(b"")  # accelerate's save_state writes such files beside them
     merge_checkpoint(tmp_path / "pytorch_model_fsdp_0", tmp_path / "out", rename=[(r"^model\.", "")])
@@ -223,7 +223,7 @@ def test_broken_sharding_metadata_is_corrupt(tmp_path: Path, text: str) -> None:
     assert caught.value.path == str(tmp_path / "x.safetensors")
 
 
-# --- without ranks ---
+# Directories that one rank wrote
 
 
 @pytest.fixture
@@ -282,7 +282,7 @@ def test_what_is_saved_in_the_background_is_read(tmp_path: Path, recwarn: pytest
     assert load_file(tmp_path / "out/model.safetensors")["w"].equal(state["w"])
 
 
-def test_the_command_line_shows_it(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_show_and_verify_a_directory(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run_main(capsys, "info", str(saved), "--json")
     info = json.loads(out)["data"]
     assert (code, info["kind"], info["num_tensors"], info["ranks"]) == (0, "dcp", 2, [0])
@@ -340,7 +340,7 @@ def test_metadata_that_points_past_the_end_is_refused(saved: Path) -> None:
     refused(saved, CorruptError, "sizes")
 
 
-def test_swapped_entries_are_refused(saved: Path) -> None:
+def test_metadata_with_two_swapped_entries_is_refused(saved: Path) -> None:
     def swap(metadata: Any) -> None:
         w, b = storage_of(metadata, "w"), storage_of(metadata, "b")
         w.offset, b.offset, w.length, b.length = b.offset, w.offset, b.length, w.length

@@ -1,3 +1,7 @@
+"""`statexchange demo`: the job that it trains, kills and resumes, and the directory that it exports."""
+
+from __future__ import annotations
+
 import os
 import subprocess
 import sys
@@ -65,7 +69,7 @@ def test_an_existing_target_is_refused_before_the_training(demo: tuple[Path, str
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_pictures_of_the_docs_are_those_of_its_checkpoint(demo: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_pictures_of_the_docs_are_those_of_the_demos_checkpoint(demo: tuple[Path, str], tmp_path: Path) -> None:
     """Run the commands of the page; the first one, the demo itself, has run."""
     first, *commands = page_block("commands: pictures").splitlines(keepends=True)
     assert first == "$ statexchange demo --keep demo\n"
@@ -81,7 +85,7 @@ def test_the_pictures_of_the_docs_are_those_of_its_checkpoint(demo: tuple[Path, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_transformers_loads_it_and_gives_the_same_logits(demo: tuple[Path, str]) -> None:
+def test_transformers_loads_the_export_and_gives_the_same_logits(demo: tuple[Path, str]) -> None:
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -125,7 +129,7 @@ def test_one_altered_bit_is_found_in_shards_and_in_the_whole(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_other_numbers_of_ranks(world_size: int) -> None:
+def test_one_and_three_ranks_train_and_go_on(world_size: int) -> None:
     report = run_demo(world_size, steps=2)
     _check(report, world_size, 2)
     assert report.first_mesh == (world_size, 1)
@@ -137,7 +141,9 @@ def test_importing_the_demo_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_without_torch_it_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_torch_the_demo_names_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingExtraError, match=r'pip install "statexchange\[torch\]"'):
         run_demo(2, keep=os.fspath(tmp_path / "kept"))

@@ -96,7 +96,7 @@ FINITE = st.floats(-100, 100, width=32)
 
 
 @given(st.lists(st.tuples(FINITE, FINITE | st.just(math.nan) | st.just(-0.0)), min_size=1, max_size=30))
-def test_the_numbers_are_those_of_numpy(
+def test_the_numbers_of_random_pairs_are_those_of_numpy(
     tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[float, float]]
 ) -> None:
     path = tmp_path_factory.mktemp("pairs", numbered=True)
@@ -145,7 +145,7 @@ def test_the_numbers_of_large_tensors_are_those_of_numpy(
     if not dtype.is_floating_point:
         special = ()
     for number, value in enumerate(special):
-        a[1, 10 + number] = value  # in a: b stays finite
+        a[1, 10 + number] = value  # in a; b is finite there
         a[4, number], b[4, number] = value, value  # in both
         b[6, -1 - number] = value
     save_file({"w": a}, tmp_path / "a.safetensors")
@@ -246,16 +246,16 @@ def test_each_dtype_is_compared(dtype: torch.dtype, tmp_path: Path) -> None:
     assert (values.first, values.num_differing, values.max_abs, values.relative_l2) == ((1, 2), 1, 1.0, math.inf)
 
 
-def integers(path: Path, array: np.ndarray[Any, Any]) -> Path:
+def write_integers(path: Path, array: np.ndarray[Any, Any]) -> Path:
     np_save_file({"w": array}, path)
     return path
 
 
 @pytest.mark.parametrize("tolerance", [None, 0, 99.5])
 def test_large_integers_that_are_one_number_in_float64_differ(tolerance: float | None, tmp_path: Path) -> None:
-    a = integers(tmp_path / "a.safetensors", np.array([7, 2**62, -(2**53), -1]))
+    a = write_integers(tmp_path / "a.safetensors", np.array([7, 2**62, -(2**53), -1]))
     for other in (np.array([7, 2**62 + 100, -(2**53), -1]), np.array([7, 2**62 - 100, -(2**53), -1])):
-        values = differing(a, integers(tmp_path / "b.safetensors", other), tolerance=tolerance)["w"].values
+        values = differing(a, write_integers(tmp_path / "b.safetensors", other), tolerance=tolerance)["w"].values
         assert values is not None
         assert (values.num_differing, values.first, values.max_abs) == (1, (1,), 100.0)
     assert not differing(a, tmp_path / "b.safetensors", tolerance=100)
@@ -263,10 +263,10 @@ def test_large_integers_that_are_one_number_in_float64_differ(tolerance: float |
 
 @pytest.mark.parametrize("b", [np.array([2.0**53, 2]), np.array([2**53, 2], np.uint64)])
 def test_large_integers_of_different_dtypes_are_compared_exactly(b: np.ndarray[Any, Any], tmp_path: Path) -> None:
-    path = integers(tmp_path / "b.safetensors", b)
-    equal = integers(tmp_path / "equal.safetensors", np.array([2**53, 2]))
+    path = write_integers(tmp_path / "b.safetensors", b)
+    equal = write_integers(tmp_path / "equal.safetensors", np.array([2**53, 2]))
     assert differing(equal, path)["w"].status == "dtype"
-    other = integers(tmp_path / "a.safetensors", np.array([2**53 + 1, 2]))
+    other = write_integers(tmp_path / "a.safetensors", np.array([2**53 + 1, 2]))
     found = differing(other, path)["w"]
     assert found.values is not None
     assert (found.status, found.values.num_differing, found.values.max_abs) == ("values", 1, 1.0)
@@ -327,7 +327,7 @@ def test_without_a_tensor_there_is_nothing_to_compare(tmp_path: Path) -> None:
             sx.diff_checkpoints(a, tmp_path / "a.pt", section="optimizer")
 
 
-def test_a_broken_byte_is_an_error(tmp_path: Path) -> None:
+def test_a_byte_that_differs_from_its_digest_is_an_error(tmp_path: Path) -> None:
     path = published(tmp_path / "a", {"w": torch.randn(1000)})
     other = tmp_path / "b.safetensors"
     save_file(load_file(path / "model.safetensors"), other)
@@ -338,7 +338,9 @@ def test_a_broken_byte_is_an_error(tmp_path: Path) -> None:
         sx.diff_checkpoints(other, path)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_differences_as_lines_bars_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a = published(tmp_path / "a", {"w": torch.ones(10, 10), "v": torch.ones(2)})
     b = published(tmp_path / "b", {"w": torch.full((10, 10), 1.5), "v": torch.ones(2)})
     with pytest.raises(SystemExit, match="0"):

@@ -49,7 +49,7 @@ def marked_line(function: Any) -> str:
 # The communication hook of DDP
 
 
-def dies_or_raises(how: str, kind: str) -> list[Any]:
+def fails_under_ddp(how: str, kind: str) -> list[Any]:
     comm = sx.get_communicator()
     module = net()
     ddp = DistributedDataParallel(module, bucket_cap_mb=1e-4)
@@ -73,16 +73,16 @@ def dies_or_raises(how: str, kind: str) -> list[Any]:
     return [caught.value.rank, caught.value.cause]
 
 
-STRIKES = [
+FAILURES = [
     (kind, how, cause)
     for kind in ("communicator", "reducer")
     for how, cause in (("kill", "died"), ("raise", "ZeroDivisionError: oops"))
 ]
 
 
-@pytest.mark.parametrize(("kind", "how", "cause"), by_default(STRIKES, 0, 1))
+@pytest.mark.parametrize(("kind", "how", "cause"), by_default(FAILURES, 0, 1))
 def test_under_ddp_a_failed_rank_is_a_peer_error_in_backward(kind: str, how: str, cause: str) -> None:
-    outcomes = run_ranks(dies_or_raises, 2, backend="gloo", args=(how, kind), timeout_s=120, allow_failure=True)
+    outcomes = run_ranks(fails_under_ddp, 2, backend="gloo", args=(how, kind), timeout_s=120, allow_failure=True)
     assert outcomes[0].state == "ok", outcomes
     rank, message = outcomes[0].value
     assert rank == 1
@@ -147,7 +147,7 @@ def test_a_mismatch_in_backward_names_the_line_and_the_parameters(tmp_path: Path
         assert found[2] == "bucket 0: 2.bias, 2.weight, 0.bias, 0.weight"
 
 
-def has_buckets_left(directory: str) -> list[Any]:
+def has_sent_several_buckets(directory: str) -> list[Any]:
     """Rank 1 waits in its own code until rank 0, which has sent several buckets, raises."""
     comm = start("shm", directory)
     raised = Path(directory) / "raised"
@@ -171,13 +171,13 @@ def has_buckets_left(directory: str) -> list[Any]:
 
 def test_a_mismatch_in_one_bucket_ends_the_following_ones_at_once(tmp_path: Path) -> None:
     """No following bucket waits for a call of rank 1, which could be taken for its counterpart."""
-    found = run_ranks(has_buckets_left, 2, backend="processes", args=(str(tmp_path),), timeout_s=120)
+    found = run_ranks(has_sent_several_buckets, 2, backend="processes", args=(str(tmp_path),), timeout_s=120)
     assert found[1] == [True]
     assert found[0][0] == 4
     assert "(bucket 0: " in found[0][1]
 
 
-def queues_works(backend: str, directory: str) -> list[Any]:
+def begins_works_in_a_row(backend: str, directory: str) -> list[Any]:
     """After a failed work, works that were begun before its error was raised fail, too."""
     comm = start(backend, directory)
     first, second = torch.ones(3 + comm.rank), torch.ones(3)
@@ -202,7 +202,7 @@ def queues_works(backend: str, directory: str) -> list[Any]:
 @pytest.mark.parametrize("backend", ["threads", slow("shm"), "gloo"])
 def test_works_after_a_mismatch_fail(backend: str, tmp_path: Path) -> None:
     args = (backend, str(tmp_path))
-    found = run_ranks(queues_works, 2, backend=LAUNCHED_AS[backend], args=args, timeout_s=120)
+    found = run_ranks(begins_works_in_a_row, 2, backend=LAUNCHED_AS[backend], args=args, timeout_s=120)
     assert found == [[[2.0] * 3, [2.0] * 3]] * 2
 
 
@@ -267,10 +267,10 @@ def test_no_step_is_silently_local_after_shutdown(tmp_path: Path) -> None:
     run_ranks(shuts_down_between_backward_and_step, 2, backend="processes", args=(str(tmp_path),), timeout_s=120)
 
 
-# From rank to rank
+# Ranks that wait for a failed one
 
 
-def waits_for_one_that_fails(backend: str, directory: str, verb: str, how: str) -> list[Any]:
+def calls_a_failed_rank(backend: str, directory: str, verb: str, how: str) -> list[Any]:
     comm = start(backend, directory)
     comm.barrier()
     if comm.rank == 1:
@@ -291,18 +291,18 @@ def waits_for_one_that_fails(backend: str, directory: str, verb: str, how: str) 
 CAUSES = {"raise": "RuntimeError: boom", "close": "it closed its communicator", "kill": r"its process \d+ died"}
 
 
-ENDS = [
+FAILED_PEERS = [
     (backend, verb, how) for backend in ("shm", "gloo") for verb in ("recv", "send", "all_reduce") for how in CAUSES
 ]
 
 
-@pytest.mark.parametrize(("backend", "verb", "how"), by_default(ENDS, 0, 2, 3))
+@pytest.mark.parametrize(("backend", "verb", "how"), by_default(FAILED_PEERS, 0, 2, 3))
 def test_a_rank_that_waits_for_a_failed_one_raises_its_cause_and_operation(
     backend: str, verb: str, how: str, tmp_path: Path
 ) -> None:
     args = (backend, str(tmp_path), verb, how)
     launched = LAUNCHED_AS[backend]
-    outcomes = run_ranks(waits_for_one_that_fails, 2, backend=launched, args=args, allow_failure=True, timeout_s=120)
+    outcomes = run_ranks(calls_a_failed_rank, 2, backend=launched, args=args, allow_failure=True, timeout_s=120)
     assert outcomes[0].state == "ok", outcomes
     rank, phase, cause = outcomes[0].value
     assert rank == 1

@@ -49,7 +49,7 @@ def raised_by(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def entries(comm: Any, made: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+def calls_of(comm: Any, made: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """Return every call that uses a communicator, or an object of `made` that was made with it."""
     one = torch.ones(4)
     each = [torch.ones(2)] * comm.world_size
@@ -103,7 +103,7 @@ def entries(comm: Any, made: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     }
 
 
-def tries(backend: str) -> list[Any]:
+def tries_all_calls_in_a_child(backend: str) -> list[Any]:
     """Fork on rank 1 while the other ranks wait in the first call that the child tries."""
     comm = sx.init(backend)
     module = torch.nn.Linear(2, 2)
@@ -115,7 +115,7 @@ def tries(backend: str) -> list[Any]:
     value = torch.full((4,), float(comm.rank + 1))
     if comm.rank == 1:
         made["work"] = comm.all_reduce(value, async_op=True)
-        found = in_child(lambda: {name: raised_by(call) for name, call in entries(comm, made).items()})
+        found = in_child(lambda: {name: raised_by(call) for name, call in calls_of(comm, made).items()})
         known = in_child(lambda: [sx.get_rank(), sx.get_world_size(), sx.is_initialized(), comm.rank])
         found["shutdown"] = in_child(lambda: [raised_by(comm.close), raised_by(sx.shutdown), raised_by(sx.init)])
         comm.barrier(tag="the child has ended")
@@ -128,7 +128,7 @@ def tries(backend: str) -> list[Any]:
     return [found, known, value.tolist(), again.tolist()]
 
 
-def check(outcomes: Any, size: int) -> None:
+def check_refusals(outcomes: Any, size: int) -> None:
     total = [size * (size + 1) / 2] * 4
     assert [outcome[2:] for outcome in outcomes] == [[total, total]] * size
     found, known = outcomes[1][:2]
@@ -141,7 +141,7 @@ def check(outcomes: Any, size: int) -> None:
     ("ranks_backend", "backend"), [("gloo", "auto"), slow("gloo", "gloo"), slow("mpi", "mpi"), slow("mpi", "auto")]
 )
 def test_every_call_in_a_forked_child_is_refused(ranks_backend: str, backend: str) -> None:
-    check(run_ranks(tries, 3, backend=ranks_backend, args=(backend,), timeout_s=120), 3)
+    check_refusals(run_ranks(tries_all_calls_in_a_child, 3, backend=ranks_backend, args=(backend,), timeout_s=120), 3)
 
 
 def alone() -> list[str]:
@@ -159,7 +159,7 @@ def test_a_child_of_a_world_of_one_has_a_world_of_its_own() -> None:
     assert run_ranks(alone, 1, backend="processes")[0] == ["ForkedError", "[7]", "nothing"]
 
 
-def own_worlds() -> list[Any]:
+def children_make_a_world() -> list[Any]:
     """Fork children with a rendezvous: they make a world of their own."""
     comm = sx.get_communicator()
     directory = comm.broadcast_object(tempfile.mkdtemp())
@@ -178,4 +178,4 @@ def own_worlds() -> list[Any]:
 
 
 def test_children_may_make_a_world_of_their_own() -> None:
-    assert run_ranks(own_worlds, 2, backend="gloo", timeout_s=120) == [[[10, 11], [5]]] * 2
+    assert run_ranks(children_make_a_world, 2, backend="gloo", timeout_s=120) == [[[10, 11], [5]]] * 2

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from equality import equal_bits
 from shared_names import no_names_left
 from starting import THREADS_AND_PROCESSES
 
@@ -79,14 +80,6 @@ def odd_tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    def raw(tensor: torch.Tensor) -> torch.Tensor:
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        return whole.reshape(-1).view(torch.uint8)
-
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(raw(one), raw(other))
-
-
 @pytest.mark.ranks(1, 3, backend=THREADS_AND_PROCESSES)
 def test_every_kind_of_tensor_comes_back_bit_equal_from_every_rank(tmp_path: Path) -> None:
     comm = sx.get_communicator()
@@ -96,7 +89,7 @@ def test_every_kind_of_tensor_comes_back_bit_equal_from_every_rank(tmp_path: Pat
             for state in states:
                 assert list(state) == list(odd_tensors())
                 for name, expected in odd_tensors().items():
-                    assert same_bits(state[name], expected), name
+                    assert equal_bits(state[name], expected), name
                 assert state["tied"] is state["tied_too"]
                 assert isinstance(state["parameter"], torch.nn.Parameter)
                 assert not state["parameter"].requires_grad
@@ -121,7 +114,7 @@ def test_shapes_may_differ_and_the_first_entry_is_the_callers_own_tensor(tmp_pat
 
 @pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
 @pytest.mark.parametrize("count", [0, 1, 39, 40, 1000])
-def test_any_number_of_tensors_in_a_config(count: int, tmp_path: Path) -> None:
+def test_any_number_of_tensors_in_a_config_arrives(count: int, tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     for path in (None, tmp_path / "ws"):
         weights = {f"w{i}": torch.full((i % 5,), float(rank * 10_000 + i)) for i in range(count)}
@@ -135,7 +128,7 @@ def test_any_number_of_tensors_in_a_config(count: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(4, backend=THREADS_AND_PROCESSES)
-def test_none_keeps_its_place_and_entries_are_in_rank_order() -> None:
+def test_none_keeps_its_place_and_entries_are_in_the_order_of_ranks() -> None:
     rank = sx.get_communicator().rank
     for nobody in range(4):
         config = None if rank == nobody else {"rank": rank}
@@ -178,7 +171,7 @@ def test_a_dataclass_that_the_first_rank_cannot_build_is_a_mapping() -> None:
 
 
 @pytest.mark.ranks(1, backend=THREADS_AND_PROCESSES)
-def test_one_rank_alone_works() -> None:
+def test_one_rank_alone_gets_its_own_values() -> None:
     tensor = torch.arange(3)
     with sx.get_tensors_parallel(tensor, [0]) as tensors:
         assert tensors == [tensor]
@@ -194,7 +187,7 @@ def test_without_any_launcher_a_script_is_a_world_of_one() -> None:
 
 
 @pytest.mark.ranks(4, backend="gloo")
-def test_only_members_take_part_and_different_sets_work_at_once() -> None:
+def test_sets_of_ranks_gather_at_once_without_the_others() -> None:
     """torch.distributed runs, sx.init was not called, and the sets make different numbers of calls."""
     import torch.distributed as dist
 
@@ -251,7 +244,7 @@ def test_numpy_arrays_come_back_as_numpy_arrays(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2, backend="threads")
-def test_nested_blocks_and_another_root() -> None:
+def test_nested_blocks_on_another_root_have_their_own_values() -> None:
     rank = sx.get_communicator().rank
     with sx.gather_state({"w": torch.full((9,), float(rank))}, root=1) as outer:
         with sx.gather_state({"w": torch.full((9,), rank + 10.0)}, root=1) as inner:
@@ -399,7 +392,7 @@ def test_a_rank_that_never_calls_is_named_at_the_deadline() -> None:
     assert run_ranks(never_calls, 3, backend="gloo", args=(0.5,))[::2] == [[1], [1]]
 
 
-def one_job(seed: int) -> list[float]:
+def gathers_many_times(seed: int) -> list[float]:
     rank = sx.get_communicator().rank
     found = []
     for i in range(20):
@@ -412,7 +405,7 @@ def test_two_jobs_at_once_on_one_host_do_not_interfere() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(run_ranks, one_job, 2, backend="gloo", args=(seed,)) for seed in (1, 2)]
+        jobs = [pool.submit(run_ranks, gathers_many_times, 2, backend="gloo", args=(seed,)) for seed in (1, 2)]
         for seed, job in zip((1, 2), jobs, strict=True):
             assert job.result()[0] == [float(seed * 1000 + i * 10 + r) for i in range(20) for r in range(2)]
 
@@ -424,7 +417,7 @@ def test_views_of_one_memory_that_differ_in_value_or_kind_stay_apart() -> None:
     state = {"z": z, "conj": z.conj(), "p": p, "data": p.detach()}
     with sx.gather_state(state) as states:
         for found in states:
-            assert all(same_bits(found[name], tensor) for name, tensor in state.items())
+            assert all(equal_bits(found[name], tensor) for name, tensor in state.items())
             assert type(found["data"]) is torch.Tensor
 
 

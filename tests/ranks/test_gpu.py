@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-def verbs(comm: sx.comm.Communicator, device: str) -> None:
+def checks_operations(comm: sx.comm.Communicator, device: str) -> None:
     """Run every operation on tensors of `device`: results are on it, too, and staged ones are always copied back."""
     n, rank = comm.world_size, comm.rank
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
@@ -47,7 +47,7 @@ def verbs(comm: sx.comm.Communicator, device: str) -> None:
 
 def on_every_backend(backend: str) -> str:
     comm = sx.init(backend)
-    verbs(comm, "cuda:0")
+    checks_operations(comm, "cuda:0")
     if comm.world_size > 1:
         received = torch.zeros(1000, device="cuda:0")
         work = comm.send(torch.full((1000,), float(comm.rank), device="cuda:0"), 1 - comm.rank, async_op=True)
@@ -64,20 +64,20 @@ def test_cuda_tensors_go_through_a_cpu_backend_and_come_back(backend: str) -> No
 
 def one_rank_of_nccl() -> list[Any]:
     comm = sx.init("nccl")
-    verbs(comm, "cuda:0")
-    verbs(comm, "cpu")
+    checks_operations(comm, "cuda:0")
+    checks_operations(comm, "cpu")
     found = [comm.backend, str(comm.device)]
     sx.shutdown()
     torch.distributed.destroy_process_group()
     return found
 
 
-def test_nccl_with_one_rank() -> None:
+def test_every_operation_runs_over_nccl_on_one_rank() -> None:
     assert run_ranks(one_rank_of_nccl, 1, backend="processes", timeout_s=120) == [["nccl", "cuda:0"]]
 
 
-def scaled_while_computing() -> float:
-    """The scale is applied when the reduction completes, also after a long kernel."""
+def scales_while_computing() -> float:
+    """Reduce with a scale while a long kernel still computes the tensor; return an element."""
     comm = sx.init("nccl")
     t = torch.ones(50_000_000, device="cuda:0")
     torch.cuda._sleep(100_000_000)
@@ -86,17 +86,17 @@ def scaled_while_computing() -> float:
     return float(work.wait()[-1])
 
 
-def test_the_scale_never_races_the_reduction() -> None:
-    assert run_ranks(scaled_while_computing, 1, backend="processes", timeout_s=120) == [1.5]
+def test_the_scale_is_applied_after_the_reduction() -> None:
+    assert run_ranks(scales_while_computing, 1, backend="processes", timeout_s=120) == [1.5]
 
 
-def devices_in_turn() -> str:
+def device_of_rank() -> str:
     return str(sx.init("auto").device)
 
 
 def test_ranks_get_gpus_in_turn() -> None:
     count = torch.cuda.device_count()
-    found = run_ranks(devices_in_turn, 2, backend="mpi", timeout_s=120)
+    found = run_ranks(device_of_rank, 2, backend="mpi", timeout_s=120)
     assert found == [f"cuda:{rank % count}" for rank in range(2)]
 
 

@@ -1,11 +1,14 @@
 """init: rendezvous, choice of backend and device, repeated starts and stops."""
 
 import contextlib
+import ctypes
 import json
+import logging
 import os
 import platform
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -43,7 +46,17 @@ def init_by_hand(url: str, backend: str = "auto", timeout_s: float = 20.0) -> sx
     return sx.init(backend, rendezvous=url, rank=rank, world_size=size, timeout_s=timeout_s)
 
 
-def facts(comm: sx.comm.Communicator) -> list[Any]:
+def log_messages() -> list[str]:
+    """Return a list that has all messages which the package logs in this process from now on."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("statexchange").addHandler(handler)
+    return logged
+
+
+def describe(comm: sx.comm.Communicator) -> list[Any]:
+    """Return backend, rank, sizes and hosts of a communicator, and a sum over its ranks."""
     total = comm.all_reduce(torch.full((5,), float(comm.rank + 1)))
     return [comm.backend, comm.rank, comm.world_size, comm.local_rank, comm.num_nodes, float(total[0])]
 
@@ -53,7 +66,7 @@ def facts(comm: sx.comm.Communicator) -> list[Any]:
 
 def initialises(url: str, backend: str) -> list[Any]:
     comm = init_by_hand(url, backend)
-    found = facts(comm)
+    found = describe(comm)
     sx.shutdown()
     return found
 
@@ -66,8 +79,6 @@ def test_ranks_started_by_hand_meet_in_a_directory(backend: str, name: str, tmp_
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -78,18 +89,20 @@ def test_ranks_started_by_hand_meet_at_an_address() -> None:
     assert found == [["shm", rank, 2, rank, 1, 3.0] for rank in range(2)]
 
 
-def put_hello(directory: Path, rank: int, nonce: str, owner: Owner) -> None:
-    """The files of a process that was killed in the rendezvous."""
-    facts = {"owner": owner.to_json(), "network": "elsewhere", "world_size": 2, "num_made": 0}
-    (directory / f"hello-{rank}-{nonce}.json").write_text(json.dumps(facts))
+def put_files_of_a_process(directory: Path, rank: int, nonce: str, owner: Owner) -> None:
+    """Write the files of a process that was killed in the rendezvous."""
+    record = {"owner": owner.to_json(), "network": "elsewhere", "world_size": 2, "num_made": 0}
+    (directory / f"hello-{rank}-{nonce}.json").write_text(json.dumps(record))
     (directory / f"beat-{nonce}-7").touch()
 
 
 def test_files_of_a_crashed_run_are_ignored(tmp_path: Path) -> None:
     ours = Owner.current()
     for rank in range(2):
-        put_hello(tmp_path, rank, f"{rank}a".ljust(32, "0"), replace(ours, boot="another boot", pid=1, start=1))
-        put_hello(tmp_path, rank, f"{rank}b".ljust(32, "0"), replace(ours, pid=2**22 - 1, start=1))
+        put_files_of_a_process(
+            tmp_path, rank, f"{rank}a".ljust(32, "0"), replace(ours, boot="another boot", pid=1, start=1)
+        )
+        put_files_of_a_process(tmp_path, rank, f"{rank}b".ljust(32, "0"), replace(ours, pid=2**22 - 1, start=1))
     nonces = ["0a".ljust(32, "0"), "1a".ljust(32, "0")]
     answer = {"nonces": nonces, "host": "h", "address": "192.0.2.1", "port": 1, "server": "0" * 32, "refusal": None}
     (tmp_path / f"answer-{nonces[0]}.json").write_text(json.dumps(answer))
@@ -109,8 +122,8 @@ def times_out(directory: str) -> list[Any]:
     return [str(caught.value), list(caught.value.missing)]
 
 
-def test_all_that_wait_name_all_that_never_came_and_nothing_is_left(tmp_path: Path) -> None:
-    """Rank 0 gives up first: rank 2 does not say that it was not there."""
+def test_all_ranks_that_wait_name_all_absent_ranks_and_nothing_is_left(tmp_path: Path) -> None:
+    """Rank 0 gives up first; rank 2 does not name it as absent."""
     found = run_ranks(times_out, 4, backend="processes", args=(f"{tmp_path}/new/meeting",))
     for message, missing in (found[0], found[2]):
         assert message.startswith(f"ranks [1, 3] did not join at {tmp_path}/new/meeting in ")
@@ -128,7 +141,7 @@ def waits_for_rank_0(kind: str, place: str) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["file", slow("tcp"), "env", slow("agent")])
 def test_an_absent_rank_0_is_named_by_the_others(kind: str, tmp_path: Path) -> None:
-    with place_of(kind, tmp_path) as place:
+    with rendezvous_of(kind, tmp_path) as place:
         found = run_ranks(waits_for_rank_0, 3, backend="processes", args=(kind, place))
     assert found[0] == []
     for missing, message in found[1:]:
@@ -147,10 +160,10 @@ def joins_late(directory: str) -> list[Any]:
     return [list(caught.value.missing), str(caught.value)]
 
 
-def test_a_rank_0_that_gave_up_is_not_said_never_to_have_come(tmp_path: Path) -> None:
+def test_a_rank_0_that_gave_up_is_named_as_one_that_had_joined(tmp_path: Path) -> None:
     found = run_ranks(joins_late, 3, backend="processes", args=(str(tmp_path),))
     assert found[0] == [[1], f"ranks [1] did not join at {tmp_path} in 1 s"]
-    assert found[1] == [[0], f"ranks [0] did not join at {tmp_path} in 2 s"]  # in its own two seconds, that is
+    assert found[1] == [[0], f"ranks [0] did not join at {tmp_path} in 2 s"]  # which is true of its own two seconds
     assert found[2][0][0] == 0
     assert found[2][1].startswith(f"ranks {found[2][0]} joined at {tmp_path}, but left before all had joined")
 
@@ -270,13 +283,14 @@ def dies_while_meeting(directory: str, kill: bool) -> list[Any]:
         with pytest.raises(sx.errors.StallError, match=r"ranks \[1, 2\] did not join at .* in 1.5 s"):
             init_by_hand(f"file://{directory}", timeout_s=1.5)
         return []
-    return facts(init_by_hand(f"file://{directory}"))
+    return describe(init_by_hand(f"file://{directory}"))
 
 
-def test_a_run_after_a_crash_in_the_rendezvous_works(tmp_path: Path) -> None:
+def test_after_a_crash_in_the_rendezvous_the_next_run_starts(tmp_path: Path) -> None:
     outcomes = run_ranks(dies_while_meeting, 3, backend="processes", args=(str(tmp_path), True), allow_failure=True)
     assert outcomes[0].state == "ok", outcomes
-    assert len(run_ranks(dies_while_meeting, 3, backend="processes", args=(str(tmp_path), False))) == 3
+    found = run_ranks(dies_while_meeting, 3, backend="processes", args=(str(tmp_path), False))
+    assert found == [["shm", rank, 3, rank, 1, 6.0] for rank in range(3)]
 
 
 def same_rank(directory: str) -> str:
@@ -314,21 +328,16 @@ def test_impossible_arguments_are_refused(arguments: dict[str, Any], message: st
     assert not sx.is_initialized()
 
 
-def test_nobody_listens_at_the_address() -> None:
+def test_an_address_at_which_nobody_listens_is_an_error() -> None:
     with pytest.raises(sx.errors.StallError, match=r"ranks \[0\] did not join at tcp://.* in 1 s: .*refused"):
         sx.init(rendezvous=f"tcp://127.0.0.1:{free_port()}", rank=1, world_size=2, timeout_s=1)
 
 
-# Before, twice, and after
+# Repeated calls
 
 
-def twice() -> list[Any]:
-    import logging
-
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("statexchange").addHandler(handler)
+def initialises_twice() -> list[Any]:
+    logged = log_messages()
     before = [sx.get_rank(), sx.get_world_size(), sx.comm.get_backend(), sx.is_initialized()]
     first = sx.init(devices=False, timeout_s=70)
     assert sx.init() is first
@@ -340,14 +349,14 @@ def twice() -> list[Any]:
     return [before, logged]
 
 
-def test_init_is_idempotent_and_a_different_one_warns() -> None:
-    for before, logged in run_ranks(twice, 2, backend="mpi", reuse=True):
+def test_a_second_init_returns_the_communicator_and_warns_of_other_options() -> None:
+    for before, logged in run_ranks(initialises_twice, 2, backend="mpi", reuse=True):
         assert before == [0, 1, "single", False]
         (line,) = logged
         assert "backend='single', timeout_s=80 is not used" in line
 
 
-STARTS = """
+STARTS_AND_STOPS = """
 import os, sys
 import torch
 import torch.distributed as dist
@@ -368,14 +377,14 @@ print("done", flush=True)
 """
 
 
-def start_stop(backend: str, launcher: tuple[str, ...], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def run_starts_and_stops(backend: str, launcher: tuple[str, ...], tmp_path: Path) -> subprocess.CompletedProcess[str]:
     command, environ = [sys.executable], dict(os.environ)
     if launcher != ALONE:
-        command, environ = warm_command(launcher, STARTS)
+        command, environ = warm_command(launcher, STARTS_AND_STOPS)
     if launcher[0] == "mpiexec":
         require_mpi()
     script = tmp_path / "script.py"
-    script.write_text(STARTS)
+    script.write_text(STARTS_AND_STOPS)
     environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return subprocess.run([*command, script, backend], capture_output=True, text=True, timeout=100, env=environ)
 
@@ -390,11 +399,11 @@ def start_stop(backend: str, launcher: tuple[str, ...], tmp_path: Path) -> subpr
         slow("shm", with_torchrun(2), 2),
     ],
 )
-def test_twenty_starts_and_stops_leave_nothing(
+def test_twenty_starts_and_stops_leave_no_shared_memory(
     backend: str, launcher: tuple[str, ...], ranks: int, tmp_path: Path
 ) -> None:
     with no_names_left():
-        done = start_stop(backend, launcher, tmp_path)
+        done = run_starts_and_stops(backend, launcher, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == ranks
 
@@ -420,14 +429,14 @@ def under_slurm(port: int) -> list[Any]:
         del os.environ[name]
     os.environ.update(SLURM_PROCID=str(rank), SLURM_STEP_NUM_TASKS=str(size), SLURM_LOCALID=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return facts(sx.init())
+    return describe(sx.init())
 
 
 def test_ranks_of_slurm_meet_at_master_addr() -> None:
     assert [row[0] for row in run_ranks(under_slurm, 2, backend="processes", args=(free_port(),))] == ["shm", "shm"]
 
 
-def test_an_mpiexec_of_another_mpi_is_detected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_mpiexec_of_another_mpi_is_detected() -> None:
     """Open MPI's mpiexec starts a Python whose mpi4py found MPICH: each rank would be a world of one."""
     script = "import statexchange as sx; sx.init('mpi')"
     environ = {**os.environ, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
@@ -447,7 +456,7 @@ def test_nccl_without_a_gpu_names_what_is_missing() -> None:
     assert not sx.is_initialized()
 
 
-def chooses(devices: Any) -> Any:
+def device_of(devices: Any) -> Any:
     try:
         return str(sx.init("auto", devices=devices).device)
     except ValueError as error:
@@ -455,11 +464,11 @@ def chooses(devices: Any) -> Any:
 
 
 def test_each_rank_gets_its_device_or_all_an_error() -> None:
-    assert run_ranks(chooses, 2, backend="mpi", args=(["cpu", "cpu"],), reuse=True) == ["cpu", "cpu"]
-    assert run_ranks(chooses, 2, backend="mpi", args=(False,), reuse=True) == ["cpu", "cpu"]
-    for message in run_ranks(chooses, 2, backend="mpi", args=(["cpu"],), reuse=True):
+    assert run_ranks(device_of, 2, backend="mpi", args=(["cpu", "cpu"],), reuse=True) == ["cpu", "cpu"]
+    assert run_ranks(device_of, 2, backend="mpi", args=(False,), reuse=True) == ["cpu", "cpu"]
+    for message in run_ranks(device_of, 2, backend="mpi", args=(["cpu"],), reuse=True):
         assert "devices=['cpu'] has no device for local_rank 1" in message
-    for message in run_ranks(chooses, 2, backend="mpi", args=(["cpu", "toaster"],), reuse=True):
+    for message in run_ranks(device_of, 2, backend="mpi", args=(["cpu", "toaster"],), reuse=True):
         assert "'toaster' is no device" in message
 
 
@@ -471,7 +480,7 @@ def sockets() -> set[str]:
     return {inode for inode in inodes if "socket:" in inode}
 
 
-def without_sockets(url: str) -> int:
+def reduces_without_sockets(url: str) -> int:
     comm = init_by_hand(url, "shm")
     before = sockets()  # the pipe of the launcher, and the store's socket, which only new groups use
     assert before
@@ -493,12 +502,11 @@ def without_sockets(url: str) -> int:
 
 
 def test_no_socket_is_used_during_collectives_in_shared_memory(tmp_path: Path) -> None:
-    assert run_ranks(without_sockets, 2, backend="processes", args=(f"file://{tmp_path}",)) == [1, 1]
+    assert run_ranks(reduces_without_sockets, 2, backend="processes", args=(f"file://{tmp_path}",)) == [1, 1]
 
 
 def drop_ptrace(libc: Any) -> None:
-    import ctypes
-
+    """Give up CAP_SYS_PTRACE, by which root may open the memory of any process."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     data = (ctypes.c_uint32 * 6)()
     assert libc.capget(header, data) == 0
@@ -507,15 +515,9 @@ def drop_ptrace(libc: Any) -> None:
     assert libc.capset(header, data) == 0
 
 
-def hides(kind: str, url: str) -> list[Any]:
+def reduces_hidden(kind: str, url: str) -> list[Any]:
     """Reduce on ranks that cannot, or can hardly, see each other's memory."""
-    import ctypes
-    import logging
-
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("statexchange").addHandler(handler)
+    logged = log_messages()
     libc = ctypes.CDLL(None, use_errno=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if kind != "own /proc":
@@ -542,32 +544,29 @@ def hides(kind: str, url: str) -> list[Any]:
 @pytest.mark.parametrize("kind", ["own /proc", "not dumpable"])
 def test_ranks_that_cannot_see_each_other_all_fall_back_with_one_warning(kind: str, tmp_path: Path) -> None:
     with no_names_left():
-        found = run_ranks(hides, 2, backend="processes", args=(kind, f"file://{tmp_path}/meeting"))
+        found = run_ranks(reduces_hidden, 2, backend="processes", args=(kind, f"file://{tmp_path}/meeting"))
     name = "shm" if kind == "not dumpable" else "gloo"
     assert found == [[name, int(name == "gloo"), 2.0, int(name == "gloo")], [name, 0, 2.0, 0]]
 
 
-SMALL = """
+IN_A_SMALL_DEV_SHM = """
 import os
 import sys
 from statexchange.testing import run_ranks
 sys.path[:] = sys.argv[1].split(os.pathsep)
-import test_init
+from test_init import reduces_hidden
 if __name__ == "__main__":
-    print(run_ranks(test_init.hides, 2, backend="processes", args=("not dumpable", sys.argv[2]), timeout_s=60))
-    print(run_ranks(test_init.hides, 2, backend="processes", args=("small /dev/shm", sys.argv[2]), timeout_s=60))
+    print(run_ranks(reduces_hidden, 2, backend="processes", args=("not dumpable", sys.argv[2]), timeout_s=60))
+    print(run_ranks(reduces_hidden, 2, backend="processes", args=("small /dev/shm", sys.argv[2]), timeout_s=60))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("mounts")
-def test_a_small_dev_shm_is_no_harm(tmp_path: Path) -> None:
-    """64 MB of /dev/shm, in which two times 40 MiB do not fit:
-
-    only ranks that may not open each other's memory use it.
-    """
+def test_a_small_dev_shm_is_used_only_by_ranks_that_cannot_share_memory(tmp_path: Path) -> None:
+    """In 64 MB of /dev/shm two times 40 MiB do not fit."""
     script = tmp_path / "script.py"
-    script.write_text(SMALL)
+    script.write_text(IN_A_SMALL_DEV_SHM)
     mounted = "mount --make-rprivate / && mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "
     run = f"{mounted} {sys.executable} {script} {os.pathsep.join(sys.path)} file://{tmp_path}/meeting"
     done = subprocess.run(["unshare", "-m", "sh", "-c", run], capture_output=True, text=True, timeout=100)
@@ -578,13 +577,13 @@ def test_a_small_dev_shm_is_no_harm(tmp_path: Path) -> None:
     ]
 
 
-TINY = """
+IN_A_TINY_DEV_SHM = """
 import ctypes, multiprocessing, os, subprocess, sys
 import test_init
 
 def reduces(rank):
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
-    return test_init.reduces(sys.argv[1])
+    return test_init.reduces_in_a_tiny_dev_shm(sys.argv[1])
 
 clone_newns = 0x00020000
 assert ctypes.CDLL(None).unshare(clone_newns) == 0
@@ -594,15 +593,9 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 """
 
 
-def reduces(url: str) -> list[Any]:
+def reduces_in_a_tiny_dev_shm(url: str) -> list[Any]:
     """Reduce on ranks that may not open each other's memory, so that they need /dev/shm."""
-    import ctypes
-    import logging
-
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("statexchange").addHandler(handler)
+    logged = log_messages()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(4, 0, 0, 0, 0) == 0
@@ -617,7 +610,7 @@ def reduces(url: str) -> list[Any]:
 def test_a_tiny_dev_shm_is_detected_at_init(tmp_path: Path) -> None:
     """1 MiB of /dev/shm has room for a control page, but not for the first collective."""
     script = tmp_path / "script.py"
-    script.write_text(TINY)
+    script.write_text(IN_A_TINY_DEV_SHM)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [warm_python(), script, f"file://{tmp_path}/meeting"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
@@ -625,7 +618,7 @@ def test_a_tiny_dev_shm_is_detected_at_init(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["[['gloo', 2.0, 1, []], ['gloo', 2.0, 0, []]]"]
 
 
-HOLDS = """
+LEAVES_ARENAS = """
 import os, signal
 from statexchange.shared_memory import Arena
 arenas = [Arena.create(1 << 20, "file") for _ in range(2)]
@@ -637,19 +630,19 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_init_removes_files_of_killed_ranks_from_dev_shm() -> None:
     left: list[str] = []
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", LEAVES_ARENAS], capture_output=True, text=True, timeout=60)
         assert done.returncode == -signal.SIGKILL
         left += done.stdout.split()
     assert len(left) == 6
-    run_ranks(facts_of_shm, 2, backend="processes", args=(f"tcp://127.0.0.1:{free_port()}",))
+    run_ranks(describe_shm, 2, backend="processes", args=(f"tcp://127.0.0.1:{free_port()}",))
     assert not [name for name in os.listdir("/dev/shm") if any(ident in name for ident in left)]
 
 
-def facts_of_shm(url: str) -> list[Any]:
-    return facts(init_by_hand(url, "shm"))
+def describe_shm(url: str) -> list[Any]:
+    return describe(init_by_hand(url, "shm"))
 
 
-APART = """
+IN_A_PID_NAMESPACE = """
 import ctypes, os, subprocess, sys
 import torch
 import statexchange as sx
@@ -668,7 +661,7 @@ sx.shutdown()
 
 @pytest.mark.usefixtures("mounts")
 def test_ranks_of_different_pid_namespaces_fall_back(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(APART)
+    (tmp_path / "script.py").write_text(IN_A_PID_NAMESPACE)
     apart = [warm_python(), str(tmp_path / "script.py")]
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     ranks = [
@@ -696,7 +689,7 @@ def init_as(kind: str, place: str, timeout_s: float) -> sx.comm.Communicator:
 
 
 @contextlib.contextmanager
-def place_of(kind: str, directory: Path) -> Iterator[str]:
+def rendezvous_of(kind: str, directory: Path) -> Iterator[str]:
     """Yield the place of the rendezvous for `init_as`; the store of a launcher's agent runs meanwhile."""
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if kind == "agent" else None
     port = free_port() if agent is None else agent.port
@@ -722,7 +715,7 @@ def waits_for_rank_1(kind: str, place: str, timeouts_s: list[float]) -> list[Any
 @pytest.mark.parametrize("kind", ["env", "agent", "tcp", slow("file"), slow("mpi")])
 def test_every_kind_of_init_names_the_absent_rank(kind: str, timeouts_s: list[float], tmp_path: Path) -> None:
     launched = "mpi" if kind == "mpi" else "processes"
-    with place_of(kind, tmp_path) as place:
+    with rendezvous_of(kind, tmp_path) as place:
         found = run_ranks(waits_for_rank_1, 3, backend=launched, args=(kind, place, timeouts_s), timeout_s=120)
     for message, missing in (found[0], found[2]):
         assert missing == [1]
@@ -843,7 +836,7 @@ def test_every_public_call_refuses_an_invalid_deadline(wrong: Any, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-def refuses_deadlines() -> str:
+def gives_wrong_deadlines() -> str:
     comm = sx.get_communicator()
     for wrong in (0, -1, float("nan"), "5"):
         timeout: Any = wrong if comm.rank else None
@@ -859,12 +852,12 @@ def refuses_deadlines() -> str:
 
 
 def test_a_wrong_deadline_of_one_rank_is_refused_on_all_ranks() -> None:
-    assert run_ranks(refuses_deadlines, 2) == ["ok", "ok"]
+    assert run_ranks(gives_wrong_deadlines, 2) == ["ok", "ok"]
 
 
 def waits_for_ever(url: str, backend: str) -> list[Any]:
     comm = init_by_hand(url, backend, timeout_s=float("inf"))
-    found = facts(comm)
+    found = describe(comm)
     comm.all_reduce(torch.ones(2), async_op=True).wait(timeout_s=float("inf"))
     sx.shutdown()
     return found[:3]
