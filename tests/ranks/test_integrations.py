@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -46,8 +48,8 @@ SHARDED = {
 }
 
 
-def fitting(*, kills: bool, replace: dict[str, str] | None = None) -> str:
-    """The page's script, which writes what it has trained."""
+def script_of_page(*, kills: bool, replace: dict[str, str] | None = None) -> str:
+    """Return the script of the page, with changes, that also writes what it has trained."""
     script = page_block("block: fit_trainer.py")
     changes = dict(replace or {})
     if kills:
@@ -58,15 +60,15 @@ def fitting(*, kills: bool, replace: dict[str, str] | None = None) -> str:
     return script + WRITES
 
 
-def killed(launcher: tuple[str, ...], name: str, script: str, folder: Path) -> None:
+def run_until_killed(launcher: tuple[str, ...], name: str, script: str, folder: Path) -> None:
     (folder / name).write_text(script)
     command, environ = warm_command(launcher, script)
     done = subprocess.run([*command, name], cwd=folder, env=environ, capture_output=True, timeout=100)
     assert done.returncode != 0
 
 
-def trained(folder: Path) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """The loss, learning rate and epoch of each step, and the weights."""
+def training_in(folder: Path) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Return number, epoch, loss and learning rate of each step, and the weights."""
     history = json.loads((folder / "history.json").read_text())
     steps = [[entry[key] for key in ("step", "epoch", "loss", "learning_rate")] for entry in history if "loss" in entry]
     return steps, load_file(folder / "last/model.safetensors")
@@ -80,14 +82,14 @@ def test_a_killed_trainer_goes_on_as_if_it_had_not_been_killed(way: str, tmp_pat
         (tmp_path / name).mkdir()
         torch.manual_seed(0)
         llama_of_pages().save_pretrained(tmp_path / name / "start")
-    run_script(launcher, "fit_trainer.py", fitting(kills=False, replace=replace), tmp_path / "whole")
-    script = fitting(kills=True, replace=replace)
-    killed(launcher, "fit_trainer.py", script, tmp_path / "killed")
+    run_script(launcher, "fit_trainer.py", script_of_page(kills=False, replace=replace), tmp_path / "whole")
+    script = script_of_page(kills=True, replace=replace)
+    run_until_killed(launcher, "fit_trainer.py", script, tmp_path / "killed")
     assert sx.Checkpoints(tmp_path / "killed/saves").steps() == [2, 4]
     run_script(launcher, "fit_trainer.py", script, tmp_path / "killed")
     assert sx.Checkpoints(tmp_path / "killed/saves").steps() == [4, 6]
     assert not list((tmp_path / "killed/run").glob("checkpoint-*"))
-    expected, found = trained(tmp_path / "whole"), trained(tmp_path / "killed")
+    expected, found = training_in(tmp_path / "whole"), training_in(tmp_path / "killed")
     assert len(expected[0]) == 6
     assert found[0] == expected[0]
     assert_same(found[1], expected[1])
@@ -99,11 +101,11 @@ def test_a_trainer_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
         "save_steps=2,": "save_steps=2, eval_strategy='steps', eval_steps=2,",
         "train_dataset=rows": "train_dataset=rows, eval_dataset=rows",
     }
-    script = fitting(kills=True, replace=evaluates)
-    killed(with_torchrun(2), "fit_trainer.py", script, tmp_path)
+    script = script_of_page(kills=True, replace=evaluates)
+    run_until_killed(with_torchrun(2), "fit_trainer.py", script, tmp_path)
     done = run_script(ALONE, "fit_trainer.py", script, tmp_path)
     assert "the save was made on 2 ranks and this job has 1: random states are not restored" in done.stderr
-    steps, _ = trained(tmp_path)
+    steps, _ = training_in(tmp_path)
     assert [step for step, *_ in steps] == [1, 2, 3, 4, 5, 6]
 
 
@@ -119,7 +121,7 @@ def arguments(folder: Path, **given: Any) -> Any:
     return TrainingArguments(str(folder / "run"), use_cpu=True, report_to="none", disable_tqdm=True, **given)
 
 
-def rows(count: int = 8) -> list[dict[str, torch.Tensor]]:
+def random_rows(count: int = 8) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in torch.randint(50, (count, 16))]
 
 
@@ -129,9 +131,6 @@ def test_a_trainers_metrics_keep_the_best_save_and_a_signal_ends_it(tmp_path: Pa
     class Signal(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 5:
-                import os
-                import signal
-
                 os.kill(os.getpid(), signal.SIGUSR1)
 
     args = arguments(tmp_path, max_steps=9, save_strategy="no", eval_strategy="steps", eval_steps=2)
@@ -139,7 +138,13 @@ def test_a_trainers_metrics_keep_the_best_save_and_a_signal_ends_it(tmp_path: Pa
     with sx.Checkpoints(tmp_path / "saves", **kept) as saves:
         model = llama_of_pages()
         trainer = sx.integrations.CheckpointsTrainer(
-            model, args, train_dataset=rows(32), eval_dataset=rows(), saves=saves, callbacks=[Signal()], background=True
+            model,
+            args,
+            train_dataset=random_rows(32),
+            eval_dataset=random_rows(),
+            saves=saves,
+            callbacks=[Signal()],
+            background=True,
         )
         assert trainer.train(resume_from_checkpoint=True).global_step == 6
         assert saves.is_stopping
@@ -162,7 +167,7 @@ def test_a_trainer_refuses_what_its_saves_do_not_have(given: dict[str, Any], mes
     saves = sx.Checkpoints(tmp_path / "saves")
     with pytest.raises(sx.errors.UnsupportedError, match=rf"CheckpointsTrainer cannot do this: .*{message}="):
         sx.integrations.CheckpointsTrainer(
-            llama_of_pages(), arguments(tmp_path, **given), eval_dataset=rows(), saves=saves
+            llama_of_pages(), arguments(tmp_path, **given), eval_dataset=random_rows(), saves=saves
         )
 
 
@@ -170,7 +175,7 @@ def test_a_trainer_refuses_a_save_of_another_loop(tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path / "saves")
     model = llama_of_pages()
     saves.save({"model": model}, 3)
-    trainer = sx.integrations.CheckpointsTrainer(model, arguments(tmp_path), train_dataset=rows(), saves=saves)
+    trainer = sx.integrations.CheckpointsTrainer(model, arguments(tmp_path), train_dataset=random_rows(), saves=saves)
     with pytest.raises(sx.errors.NotFoundError, match="CheckpointsTrainer did not make this save"):
         trainer.train(resume_from_checkpoint=True)
 
@@ -198,7 +203,7 @@ def test_a_killed_accelerate_loop_goes_on_as_if_it_had_not_been_killed(
         folder.mkdir()
         text = f"KILLS = {name == 'killed'}\n{script}"
         if name == "killed":
-            killed(launcher, "loop.py", text, folder)
+            run_until_killed(launcher, "loop.py", text, folder)
             assert sx.Checkpoints(folder / "loop-saves").latest() == 4
         run_script(launcher, "loop.py", text, folder)
         files = [folder / f"rank{rank}.txt" for rank in range(ranks)]

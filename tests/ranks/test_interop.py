@@ -1,4 +1,4 @@
-"""Interoperation: torch, transformers and safetensors load our exports, and we load what torch's writers save."""
+"""torch, transformers and safetensors load exports of this package, which loads what torch's writers save."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tensor_parallel(path: str) -> Any:
     )
 
 
-def wrong(found: Any, name: str) -> list[str]:
+def differing(found: Any, name: str) -> list[str]:
     """Return the names of tensors that differ from the exported model."""
     expected = build(name).state_dict()
     full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
@@ -49,27 +49,24 @@ def wrong(found: Any, name: str) -> list[str]:
 
 
 def writes(out: str) -> None:
-    """Write with our export from FSDP2 and from tensor parallelism.
-
-    Also write with torch's writer from FSDP2; torch reads ours at once.
-    """
+    """Export from FSDP2 and tensor parallelism, write with torch's writer from FSDP2, and read exports with torch."""
     for name in NAMES:
-        place = f"{out}/{name}"
-        options = {"files_from": f"{place}/config"}
+        folder = f"{out}/{name}"
+        options = {"files_from": f"{folder}/config"}
         model = sharded(name, 1)
-        sx.export_checkpoint(model, f"{place}/fsdp", **options)
-        sx.export_checkpoint(model, f"{place}/fsdp-files", max_shard_size=MAX_SHARD_BYTES, **options)
-        dcp.save({"model": model.state_dict(), "step": 3}, checkpoint_id=f"{place}/dcp")
-        writer = dcp.HuggingFaceStorageWriter(f"{place}/hf", save_distributed=True)
+        sx.export_checkpoint(model, f"{folder}/fsdp", **options)
+        sx.export_checkpoint(model, f"{folder}/fsdp-files", max_shard_size=MAX_SHARD_BYTES, **options)
+        dcp.save({"model": model.state_dict(), "step": 3}, checkpoint_id=f"{folder}/dcp")
+        writer = dcp.HuggingFaceStorageWriter(f"{folder}/hf", save_distributed=True)
         dcp.save(untied_names(model.state_dict(), name), storage_writer=writer)
         for export in ("fsdp", "fsdp-files"):
             other = sharded(name, 2)
             state = untied_names(other.state_dict(), name)
-            dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(f"{place}/{export}"))
-            assert wrong(other.state_dict(), name) == []
-        model = tensor_parallel(f"{place}/expected")
-        sx.export_checkpoint(model, f"{place}/tp", **options)
-        sx.export_checkpoint(model, f"{place}/tp-files", max_shard_size=MAX_SHARD_BYTES, **options)
+            dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(f"{folder}/{export}"))
+            assert differing(other.state_dict(), name) == []
+        model = tensor_parallel(f"{folder}/expected")
+        sx.export_checkpoint(model, f"{folder}/tp", **options)
+        sx.export_checkpoint(model, f"{folder}/tp-files", max_shard_size=MAX_SHARD_BYTES, **options)
     torch.distributed.barrier()
 
 
@@ -82,7 +79,7 @@ def untied_names(state: Any, name: str) -> dict[str, Any]:
 
 
 def reads(out: str) -> None:
-    """Load torch's and our saves of two ranks on a mesh of three, and on one with replicas."""
+    """Load saves and exports of two ranks on a mesh of three, and on one with replicas."""
     from torch.distributed.device_mesh import init_device_mesh
 
     meshes = [init_device_mesh("cpu", (3,)), init_device_mesh("cpu", (3, 1), mesh_dim_names=("replicate", "shard"))]
@@ -90,7 +87,7 @@ def reads(out: str) -> None:
         for number, source in enumerate(("dcp", "hf", "fsdp", "tp-files")):
             live = sharded(name, 2, meshes[number % 2])
             sx.load_checkpoint({"model": live} if source == "dcp" else live, f"{out}/{name}/{source}")
-            assert wrong(live.state_dict(), name) == [], (name, source)
+            assert differing(live.state_dict(), name) == [], (name, source)
     torch.distributed.barrier()
 
 
@@ -149,5 +146,5 @@ def test_torchs_reader_loads_exports_and_merges(
 
 
 @pytest.mark.slow
-def test_saves_of_torch_and_ours_are_loaded_on_other_meshes(written: Path) -> None:
+def test_saves_of_torch_and_exports_are_loaded_on_other_meshes(written: Path) -> None:
     run_ranks(reads, 3, backend="gloo", args=(str(written),), timeout_s=120)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from equality import assert_same
 from forked_jobs import ForkedJobs
 from sweeps import slow
 
@@ -35,11 +36,6 @@ def state_of(rank: int) -> dict[str, torch.Tensor]:
         "none": torch.empty(0, 3),
         f"own{rank}": torch.tensor(float(rank)),
     }
-
-
-def bits_of(tensor: torch.Tensor) -> list[int]:
-    found: list[int] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
-    return found
 
 
 def gathers(workspace: str, victim: int, kill_at: int, note: bool) -> list[Any]:
@@ -70,9 +66,7 @@ def gathers(workspace: str, victim: int, kill_at: int, note: bool) -> list[Any]:
             for state in states:
                 expected = state_of(state.rank)
                 assert list(state) == list(expected)
-                for name, tensor in expected.items():
-                    assert (state[name].dtype, state[name].shape) == (tensor.dtype, tensor.shape), name
-                    assert bits_of(state[name]) == bits_of(tensor), name
+                assert_same({name: state[name] for name in expected}, expected)
             before_block = len(calls)
     except sx.errors.PeerError as failure:
         error = [failure.rank, str(failure)]
@@ -80,7 +74,7 @@ def gathers(workspace: str, victim: int, kill_at: int, note: bool) -> list[Any]:
     return [calls, before_block, error]
 
 
-def others_content(path: Path) -> None:
+def fill_with_files_of_others(path: Path) -> None:
     """Fill a workspace with what no gather may touch: files of users, of other jobs, and of a process that runs."""
     path.mkdir()
     (path / "notes.txt").write_text("notes")
@@ -98,7 +92,7 @@ def others_content(path: Path) -> None:
             workspace.commit([receipt], keep=1)
 
 
-def content_of(path: Path) -> dict[str, bytes | str | None]:
+def entries_below(path: Path) -> dict[str, bytes | str | None]:
     """Return the content of each file below a directory, the target of each link, and None for each directory."""
     found: dict[str, bytes | str | None] = {}
     for one in sorted(path.rglob("*")):
@@ -146,8 +140,8 @@ def test_a_rank_killed_at_any_call_is_named_and_the_next_gather_works(
         path = sweep_path / str(number) / "ws"
         path.parent.mkdir()
         if others:
-            others_content(path)
-        before = content_of(path)
+            fill_with_files_of_others(path)
+        before = entries_below(path)
         killed = (str(path), victim, number, others)
         outcomes = run_ranks(gathers, RANKS, backend="gloo", args=killed, allow_failure=True, timeout_s=60)
         own, other = outcomes[victim], outcomes[1 - victim]
@@ -162,11 +156,11 @@ def test_a_rank_killed_at_any_call_is_named_and_the_next_gather_works(
             assert error[0] == victim, (number, error)
             text = f"rank {victim} on {platform.node()} failed in gather_state ("
             assert error[1].startswith(text), (number, error)
-        after = content_of(path)
+        after = entries_below(path)
         if not after.keys() <= before.keys() | notes_in(after):
             left.append(number)
         assert "create" in (jobs.run(str(path)) or ()), number  # no clean-up by hand
-        found = content_of(path)
+        found = entries_below(path)
         notes = notes_in(found)
         assert len(notes) == 3 * others, (number, notes)
         assert {name: data for name, data in found.items() if name not in notes} == before, number

@@ -152,7 +152,7 @@ SGD = {"lr": 0.05, "momentum": 0.9}
 
 
 @dataclass(frozen=True)
-class Case:
+class Job:
     """A job: a model, an optimizer with its options, options of DistributedOptimizer, and what else a step does."""
 
     model: str = "mlp"
@@ -162,49 +162,49 @@ class Case:
     does: str = ""
 
 
-CASES = {
-    **{name: Case(name, options={"lr": 0.05} if "sparse" in name else SGD) for name in MODELS},
-    "Adam": Case(optimizer="Adam", options={"lr": 0.01, "amsgrad": True}),
-    "AdamW": Case(optimizer="AdamW", options={"lr": 0.01}),
-    "AdamW, foreach": Case("three dtypes", "AdamW", {"lr": 0.01, "foreach": True}),
-    "Adagrad": Case(optimizer="Adagrad", options={"lr": 0.01}),
-    "RMSprop": Case(optimizer="RMSprop", options={"lr": 0.01, "centered": True}),
-    "NAdam": Case(optimizer="NAdam", options={"lr": 0.01}),
-    "Rprop": Case(optimizer="Rprop", options={"lr": 0.01}),
-    "small buckets": Case("three dtypes", settings={"bucket_bytes": 64}),
-    "small buckets, overlapped": Case("partly", settings={"bucket_bytes": 64, "overlap": True}),
-    "no fusion": Case("tied", settings={"fusion": False}),
-    "reduced after backward": Case("images", settings={"delay_reduce": True}),
-    "no_sync": Case(does="no_sync"),
-    "no_sync, overlapped": Case("lstm", settings={"overlap": True, "bucket_bytes": 256}, does="no_sync"),
-    "clipped": Case("llama", "AdamW", {"lr": 0.01}, does="clip"),
-    "scaled": Case(does="scale"),
-    "scheduled": Case(does="schedule"),
-    "two parameter groups": Case("images", does="groups"),
+JOBS = {
+    **{name: Job(name, options={"lr": 0.05} if "sparse" in name else SGD) for name in MODELS},
+    "Adam": Job(optimizer="Adam", options={"lr": 0.01, "amsgrad": True}),
+    "AdamW": Job(optimizer="AdamW", options={"lr": 0.01}),
+    "AdamW, foreach": Job("three dtypes", "AdamW", {"lr": 0.01, "foreach": True}),
+    "Adagrad": Job(optimizer="Adagrad", options={"lr": 0.01}),
+    "RMSprop": Job(optimizer="RMSprop", options={"lr": 0.01, "centered": True}),
+    "NAdam": Job(optimizer="NAdam", options={"lr": 0.01}),
+    "Rprop": Job(optimizer="Rprop", options={"lr": 0.01}),
+    "small buckets": Job("three dtypes", settings={"bucket_bytes": 64}),
+    "small buckets, overlapped": Job("partly", settings={"bucket_bytes": 64, "overlap": True}),
+    "no fusion": Job("tied", settings={"fusion": False}),
+    "reduced after backward": Job("images", settings={"delay_reduce": True}),
+    "no_sync": Job(does="no_sync"),
+    "no_sync, overlapped": Job("lstm", settings={"overlap": True, "bucket_bytes": 256}, does="no_sync"),
+    "clipped": Job("llama", "AdamW", {"lr": 0.01}, does="clip"),
+    "scaled": Job(does="scale"),
+    "scheduled": Job(does="schedule"),
+    "two parameter groups": Job("images", does="groups"),
 }
 
 
-def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     parameters: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if case.does == "groups":
+    if job.does == "groups":
         parameters = [{"params": parameters[:1], "lr": 0.5}, {"params": parameters[1:]}]
-    made: torch.optim.Optimizer = getattr(torch.optim, case.optimizer)(parameters, **case.options)
+    made: torch.optim.Optimizer = getattr(torch.optim, job.optimizer)(parameters, **job.options)
     return made
 
 
-def bits_after_each_step(case: Case, *, with_ddp: bool) -> list[list[list[int]]]:
+def bits_after_each_step(job: Job, *, with_ddp: bool) -> list[list[list[int]]]:
     """Train; return the bits of all parameters and of the optimizer's state after each step."""
     torch.manual_seed(1)
-    rank, model = dist.get_rank(), MODELS[case.model]()
-    inner = optimizer = optimizer_of(case, model)
+    rank, model = dist.get_rank(), MODELS[job.model]()
+    inner = optimizer = optimizer_of(job, model)
     ddp: Any = None
     if with_ddp:
-        ddp = DistributedDataParallel(model, find_unused_parameters=case.model == "partly")
+        ddp = DistributedDataParallel(model, find_unused_parameters=job.model == "partly")
     else:
-        optimizer = sx.DistributedOptimizer(inner, module=model, **case.settings)
+        optimizer = sx.DistributedOptimizer(inner, module=model, **job.settings)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 2, gamma=0.5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=case.does == "scale")
-    micros = 3 if case.does == "no_sync" else 1
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=job.does == "scale")
+    micros = 3 if job.does == "no_sync" else 1
     found = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -215,13 +215,13 @@ def bits_after_each_step(case: Case, *, with_ddp: bool) -> list[list[list[int]]]
             with (ddp if with_ddp else optimizer).no_sync() if quiet else contextlib.nullcontext():
                 loss = (ddp if with_ddp else model)(inputs).square().mean() / micros
                 scaler.scale(loss).backward()
-        if case.does == "clip":
+        if job.does == "clip":
             if not with_ddp:
                 optimizer.finalize()
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         scaler.step(optimizer)
         scaler.update()
-        if case.does == "schedule":
+        if job.does == "schedule":
             scheduler.step()
         tensors = [parameter.detach() for parameter in model.parameters()]
         for state in inner.state.values():
@@ -236,7 +236,7 @@ def differing(names: list[str]) -> list[str]:
     """Return the jobs in which a bit differs, or in which nothing was trained."""
     found = []
     for name in names:
-        theirs, ours = (bits_after_each_step(CASES[name], with_ddp=with_ddp) for with_ddp in (True, False))
+        theirs, ours = (bits_after_each_step(JOBS[name], with_ddp=with_ddp) for with_ddp in (True, False))
         if theirs != ours or any(a == b for a, b in itertools.pairwise(theirs)):
             found.append(name)
     return found
@@ -244,5 +244,5 @@ def differing(names: list[str]) -> list[str]:
 
 @pytest.mark.slow
 def test_every_job_has_the_bits_of_ddp() -> None:
-    assert len(CASES) == 31
-    assert run_ranks(differing, 2, backend="gloo", args=(list(CASES),), timeout_s=200) == [[], []]
+    assert len(JOBS) == 31
+    assert run_ranks(differing, 2, backend="gloo", args=(list(JOBS),), timeout_s=200) == [[], []]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from equality import State, are_same, load_directory
 from safetensors.torch import load_file, save_file
 
 import statexchange as sx
@@ -17,18 +18,6 @@ from statexchange.testing import run_ranks
 
 TORCHTITAN = Path(__file__).parents[1] / "data" / "torchtitan"
 LLAMA3, BACK = "torchtitan:llama3", "inverse:torchtitan:llama3"
-State = dict[str, torch.Tensor]
-
-
-def exported(path: Path | str) -> State:
-    found: State = {}
-    for file in sorted(Path(path).glob("*.safetensors")):
-        found |= load_file(file)
-    return found
-
-
-def equal(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def hf_state(kind: str = "fused") -> State:
@@ -38,7 +27,7 @@ def hf_state(kind: str = "fused") -> State:
 def titan_state(path: Path) -> State:
     """Return the whole tensors of the sample, by torchtitan's names."""
     sx.merge_checkpoint(TORCHTITAN / "fused" / "checkpoint" / "step-3", path)
-    return exported(path)
+    return load_directory(path)
 
 
 def llama(seed: int = 0) -> Any:
@@ -68,7 +57,7 @@ def sharded(whole: State, kind: str) -> tuple[Any, dict[str, Any] | None]:
     return parts, {"*": {"dim": 0}}
 
 
-def export_titan(kind: str, whole: str, out: str, background: bool = False) -> bool:
+def exports_titan(kind: str, whole: str, out: str, background: bool = False) -> bool:
     state, layout = sharded(load_file(whole), kind)
     options: dict[str, Any] = {
         "convert": LLAMA3,
@@ -79,7 +68,7 @@ def export_titan(kind: str, whole: str, out: str, background: bool = False) -> b
         sx.export_checkpoint(state, out, background=True, **options).result()
     else:
         sx.export_checkpoint(state, out, max_shard_size=5000, **options)
-    return equal(exported(out), hf_state())
+    return are_same(load_directory(out), hf_state())
 
 
 @pytest.mark.parametrize(
@@ -95,32 +84,32 @@ def export_titan(kind: str, whole: str, out: str, background: bool = False) -> b
 def test_torchtitans_state_is_exported_as_its_to_hf_has_it(tmp_path: Path, kind: str, ranks: int, backend: Any) -> None:
     titan_state(tmp_path / "whole")
     arguments = (kind, str(tmp_path / "whole" / "model.safetensors"), str(tmp_path / "out"))
-    assert run_ranks(export_titan, ranks, backend=backend, args=arguments) == [True] * ranks
+    assert run_ranks(exports_titan, ranks, backend=backend, args=arguments) == [True] * ranks
 
 
 def test_an_export_in_the_background_converts_its_copy(tmp_path: Path) -> None:
     titan_state(tmp_path / "whole")
     arguments = ("parts", str(tmp_path / "whole" / "model.safetensors"), str(tmp_path / "out"), True)
-    assert run_ranks(export_titan, 2, backend="threads", args=arguments) == [True] * 2
+    assert run_ranks(exports_titan, 2, backend="threads", args=arguments) == [True] * 2
 
 
-def test_a_model_of_transformers_knows_its_numbers_and_is_exported_with_torchtitans_names(tmp_path: Path) -> None:
+def test_a_model_of_transformers_is_exported_with_torchtitans_names_without_its_numbers_given(tmp_path: Path) -> None:
     model = llama()
     model.load_state_dict(hf_state())
     sx.export_checkpoint(model, tmp_path / "titan", convert=BACK)
-    assert equal(exported(tmp_path / "titan"), titan_state(tmp_path / "whole"))
+    assert are_same(load_directory(tmp_path / "titan"), titan_state(tmp_path / "whole"))
 
 
-def options_differ(out: str) -> None:
-    """Each rank gives another number."""
+def give_different_numbers(out: str) -> None:
+    """Give another number of heads on each rank."""
     with pytest.raises(InvalidArgumentError, match="convert_with is"):
         sx.export_checkpoint(
             {"norm.weight": torch.ones(2)}, out, convert=LLAMA3, convert_with={"n_heads": 1 + sx.get_rank()}
         )
 
 
-def names_differ(out: str) -> None:
-    """A tensor without a rule on one rank is an error on all; a layer may be on one rank alone."""
+def have_different_names(out: str) -> None:
+    """Have a layer, and a tensor without a rule, on one rank alone: only the latter is an error, and on all ranks."""
     state = (
         {"norm.weight": torch.ones(2)}
         if sx.get_rank()
@@ -133,16 +122,16 @@ def names_differ(out: str) -> None:
     with pytest.raises(CorruptError, match="shape differs"):
         sx.export_checkpoint({"norm.weight": torch.ones(2 + sx.get_rank())}, out, convert=LLAMA3)
     sx.export_checkpoint(state, out, convert=LLAMA3, exclude="x", rename=[("^model", "m")])
-    assert set(exported(out)) == {"m.norm.weight", "m.layers.0.post_attention_layernorm.weight"}
+    assert set(load_directory(out)) == {"m.norm.weight", "m.layers.0.post_attention_layernorm.weight"}
 
 
-@pytest.mark.parametrize("case", [options_differ, names_differ])
-def test_ranks_agree_on_a_conversion(tmp_path: Path, case: Any) -> None:
+@pytest.mark.parametrize("case", [give_different_numbers, have_different_names])
+def test_ranks_whose_names_or_options_of_a_conversion_differ_all_raise(tmp_path: Path, case: Any) -> None:
     run_ranks(case, 2, backend="threads", args=(str(tmp_path / "out"),))
 
 
-def fuse_over_stages(out: str) -> None:
-    """The parts of a fused tensor, and the layers of a stacked one, lie on different ranks; zeros fill it up."""
+def fuses_over_stages(out: str) -> None:
+    """Export a tensor whose parts and layers are on different ranks, followed by padding."""
     rank = sx.get_rank()
     state = {f"{rank}.{part}": torch.full((2, 3), 10.0 * rank + number) for number, part in enumerate("gu")}
     rule = {
@@ -152,13 +141,13 @@ def fuse_over_stages(out: str) -> None:
         "values": [{"fuse": {"dim": 1}}, {"pad": {"dim": 0, "to": 3}}],
     }
     sx.export_checkpoint(state, out, convert={"rules": [rule]}, layout={"*": "replicate"})
-    found = exported(out)["gu"]
+    found = load_directory(out)["gu"]
     assert found[:, 2].eq(0).all()
     assert found[:, 0].tolist() == [[0, 0, 0, 1, 1, 1], [10, 10, 10, 11, 11, 11]]
 
 
 def test_tensors_of_several_ranks_become_one(tmp_path: Path) -> None:
-    run_ranks(fuse_over_stages, 2, backend="threads", args=(str(tmp_path / "out"),))
+    run_ranks(fuses_over_stages, 2, backend="threads", args=(str(tmp_path / "out"),))
 
 
 def test_copies_that_a_layout_reduces_keep_their_reduction(tmp_path: Path) -> None:
@@ -168,7 +157,7 @@ def test_copies_that_a_layout_reduces_keep_their_reduction(tmp_path: Path) -> No
         sx.export_checkpoint(state, out, layout={"*.scale": {"reduce": "max"}}, convert={"rules": rules})
 
     run_ranks(export, 2, backend="threads", args=(str(tmp_path / "out"),))
-    assert equal(exported(tmp_path / "out"), {"w.a": torch.ones(1), "w.b": torch.ones(1)})
+    assert are_same(load_directory(tmp_path / "out"), {"w.a": torch.ones(1), "w.b": torch.ones(1)})
 
 
 # Load
@@ -182,11 +171,11 @@ def test_a_checkpoint_of_torchtitan_is_loaded_into_a_model_of_transformers(kind:
         model.tie_weights()
         expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
     report = sx.load_checkpoint(model, TORCHTITAN / kind / "checkpoint" / "step-3", convert=LLAMA3)
-    assert equal(dict(model.state_dict()), expected)
+    assert are_same(dict(model.state_dict()), expected)
     assert (report.missing, report.unexpected) == ((), ())
 
 
-def load_sharded(source: str, convert: str, expected: str) -> bool:
+def loads_sharded(source: str, convert: str, expected: str) -> bool:
     """Load into DTensors, cut along either dim."""
     from torch.distributed.tensor import Shard, init_device_mesh, zeros
 
@@ -196,25 +185,25 @@ def load_sharded(source: str, convert: str, expected: str) -> bool:
     for number, (name, tensor) in enumerate(whole.items()):
         state[name] = zeros(*tensor.shape, device_mesh=mesh, placements=[Shard(number % tensor.ndim)])
     sx.load_checkpoint(state, source, convert=convert, convert_with={"n_heads": 4})
-    return equal({name: tensor.full_tensor() for name, tensor in state.items()}, whole)
+    return are_same({name: tensor.full_tensor() for name, tensor in state.items()}, whole)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sharded_state_is_loaded_from_either_side(tmp_path: Path, ranks: int) -> None:
     titan, hf = TORCHTITAN / "fused" / "checkpoint" / "step-3", TORCHTITAN / "fused" / "to_hf.safetensors"
-    assert run_ranks(load_sharded, ranks, backend="gloo", args=(str(titan), LLAMA3, str(hf))) == [True] * ranks
+    assert run_ranks(loads_sharded, ranks, backend="gloo", args=(str(titan), LLAMA3, str(hf))) == [True] * ranks
     titan_state(tmp_path / "whole")
     arguments = (str(hf), BACK, str(tmp_path / "whole" / "model.safetensors"))
-    assert run_ranks(load_sharded, ranks, backend="gloo", args=arguments) == [True] * ranks
+    assert run_ranks(loads_sharded, ranks, backend="gloo", args=arguments) == [True] * ranks
 
 
-def test_a_job_s_state_gives_its_model_and_renames_come_after_the_conversion(tmp_path: Path) -> None:
+def test_the_model_of_a_jobs_save_is_converted_and_renames_come_after_the_conversion(tmp_path: Path) -> None:
     """A save of one's own, with an optimizer and a step beside the model."""
     model = titan_state(tmp_path / "whole")
     sx.save_checkpoint({"model": model, "optimizer": {"state": {"m": torch.ones(2)}}, "step": 3}, tmp_path / "save")
     state = {f"m.{name}": torch.zeros_like(tensor) for name, tensor in hf_state().items()}
     sx.load_checkpoint(state, tmp_path / "save", convert=LLAMA3, convert_with={"n_heads": 4}, rename=[("^", "m.")])
-    assert equal({name.removeprefix("m."): tensor for name, tensor in state.items()}, hf_state())
+    assert are_same({name.removeprefix("m."): tensor for name, tensor in state.items()}, hf_state())
 
 
 def test_names_without_a_rule_are_refused_or_unexpected(tmp_path: Path) -> None:
@@ -244,7 +233,7 @@ def test_arrays_are_loaded_from_a_tensor_that_is_transposed_and_split(tmp_path: 
 # Diff
 
 
-def compare_converted(kind: str, whole: str, path: str, convert: str) -> bool:
+def compares_with_another_family(kind: str, whole: str, path: str, convert: str) -> bool:
     state, layout = sharded(load_file(whole), kind)
     options: dict[str, Any] = {"layout": layout, "convert": convert, "convert_with": {"n_heads": 4}}
     equal_report = sx.diff_checkpoints(state, path, **options)
@@ -264,4 +253,4 @@ def test_live_state_is_compared_with_a_checkpoint_of_another_family(
     sx.merge_checkpoint(tmp_path / "hf.safetensors", tmp_path / "titan", convert=BACK, convert_with={"n_heads": 4})
     paths = [str(tmp_path / "titan/model.safetensors"), str(tmp_path / "hf.safetensors")]
     paths = paths if convert == LLAMA3 else paths[::-1]
-    assert all(run_ranks(compare_converted, ranks, backend=backend, args=(kind, *paths, convert)))
+    assert all(run_ranks(compares_with_another_family, ranks, backend=backend, args=(kind, *paths, convert)))

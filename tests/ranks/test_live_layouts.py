@@ -9,49 +9,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from equality import State, are_same, load_directory
 from hypothesis import given, settings
-from safetensors.torch import load_file, save_file
+from random_layouts import cut_by_rules
+from safetensors.torch import save_file
 from starting import THREADS_AND_PROCESSES
 from sweeps import slow
-from test_layout_file import cut_by_rules
 from torch import nn
 
 import statexchange as sx
 from statexchange.testing import run_ranks
 
 IMPORTING = threading.Lock()
-State = dict[str, torch.Tensor]
 
 
-def model_of() -> nn.Sequential:
+def make_model() -> nn.Sequential:
     torch.manual_seed(0)  # in this process only, if ranks are processes
     return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 10), nn.Linear(10, 7, bias=False), nn.LayerNorm(7))
 
 
-def exported(path: Path | str) -> State:
-    found: State = {}
-    for file in sorted(Path(path).glob("*.safetensors")):
-        found |= load_file(file)
-    return found
-
-
-def equal(one: State, other: State) -> bool:
-    """Whether both are equal bit for bit."""
-    same = [
-        one[n].dtype == other[n].dtype and one[n].shape == other[n].shape and np.array_equal(raw(one[n]), raw(other[n]))
-        for n in one.keys() & other.keys()
-    ]
-    return one.keys() == other.keys() and all(same)
-
-
-def raw(tensor: torch.Tensor) -> Any:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def refused(error: type[Exception], match: str, state: Any, out: Path, **options: Any) -> None:
+def check_refusal(error: type[Exception], match: str, state: Any, out: Path, **options: Any) -> None:
     """Check that all ranks raise the same error, and that nothing is left."""
     with pytest.raises(error, match=match):
         sx.export_checkpoint(state, out, **options)
@@ -63,12 +42,12 @@ def refused(error: type[Exception], match: str, state: Any, out: Path, **options
 # Meshes
 
 
-def over_a_mesh(kind: str, out: str) -> bool:
+def exports_over_a_mesh(kind: str, out: str) -> bool:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    model = model_of()
+    model = make_model()
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if kind == "tp":
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -80,19 +59,16 @@ def over_a_mesh(kind: str, out: str) -> bool:
     else:
         model = nn.parallel.DistributedDataParallel(model)
     sx.export_checkpoint(model, out)
-    return equal(exported(out), expected)
+    return are_same(load_directory(out), expected)
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("tp", 2), slow("hsdp", 4), ("ddp", 2)])
-def test_modules_over_a_mesh(kind: str, ranks: int, tmp_path: Path) -> None:
-    assert run_ranks(over_a_mesh, ranks, backend="gloo", args=(kind, str(tmp_path / "out"))) == [True] * ranks
+def test_modules_over_a_mesh_are_exported_whole(kind: str, ranks: int, tmp_path: Path) -> None:
+    assert run_ranks(exports_over_a_mesh, ranks, backend="gloo", args=(kind, str(tmp_path / "out"))) == [True] * ranks
 
 
-def experts_on_a_submesh(out: str) -> list[bool]:
-    """Export two pipeline stages, each with its experts on a mesh of its own two ranks.
-
-    Then export all experts on one axis of a 2-D mesh.
-    """
+def exports_experts_on_a_submesh(out: str) -> list[bool]:
+    """Export two stages, each with experts on a mesh of its two ranks; then experts on one axis of a 2-D mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -106,16 +82,16 @@ def experts_on_a_submesh(out: str) -> list[bool]:
     sx.export_checkpoint(both, f"{out}-both", comm=mesh)
     stages = {f"layers.{n}.experts.up": layers[n] for n in range(2)}
     together = {"experts.up": layers[0], "gate": torch.ones(2)}
-    return [equal(exported(f"{out}-stages"), stages), equal(exported(f"{out}-both"), together)]
+    return [are_same(load_directory(f"{out}-stages"), stages), are_same(load_directory(f"{out}-both"), together)]
 
 
 @pytest.mark.slow
-def test_experts_on_a_submesh(tmp_path: Path) -> None:
-    found = run_ranks(experts_on_a_submesh, 4, backend="gloo", args=(str(tmp_path / "out"),))
+def test_experts_on_a_submesh_are_exported_whole(tmp_path: Path) -> None:
+    found = run_ranks(exports_experts_on_a_submesh, 4, backend="gloo", args=(str(tmp_path / "out"),))
     assert found == [[True, True]] * 4
 
 
-def names_dtensors_in_a_layout(out: str) -> bool:
+def exports_dtensors_with_a_layout(out: str) -> bool:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -130,11 +106,11 @@ def names_dtensors_in_a_layout(out: str) -> bool:
     state = {"w.weight": cut, "scale": scale, "v.weight": w.chunk(2)[rank]}
     rules = {"w": "rowwise", "v": "colwise", "scale": {"reduce": "max"}}
     sx.export_checkpoint(state, out, layout=rules)
-    return equal(exported(out), {"w.weight": w, "scale": torch.ones(2), "v.weight": w})
+    return are_same(load_directory(out), {"w.weight": w, "scale": torch.ones(2), "v.weight": w})
 
 
 def test_a_tp_plan_may_name_dtensors(tmp_path: Path) -> None:
-    assert all(run_ranks(names_dtensors_in_a_layout, 2, backend="gloo", args=(str(tmp_path / "out"),)))
+    assert all(run_ranks(exports_dtensors_with_a_layout, 2, backend="gloo", args=(str(tmp_path / "out"),)))
 
 
 class Chunked(torch.Tensor):
@@ -166,11 +142,11 @@ class Chunked(torch.Tensor):
 
 
 @pytest.mark.ranks(2, backend="threads")
-def test_tensors_with_torchs_chunk_protocol(tmp_path: Path) -> None:
+def test_tensors_with_torchs_chunk_protocol_are_exported_and_loaded(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     whole = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
     sx.export_checkpoint({"w": Chunked.of(rank, whole[rank::2].clone())}, tmp_path / "out")
-    assert equal(exported(tmp_path / "out"), {"w": whole})
+    assert are_same(load_directory(tmp_path / "out"), {"w": whole})
     fresh = torch.zeros(3, 3)
     sx.load_checkpoint({"w": Chunked.of(rank, fresh)}, tmp_path / "out")
     assert torch.equal(fresh, whole[rank::2])
@@ -179,7 +155,7 @@ def test_tensors_with_torchs_chunk_protocol(tmp_path: Path) -> None:
 # Names
 
 
-def wrapped(kind: str, model: nn.Module) -> nn.Module:
+def wrap(kind: str, model: nn.Module) -> nn.Module:
     if kind == "compile":
         return torch.compile(model, backend="eager")  # type: ignore[return-value]
     if kind == "averaged":
@@ -195,23 +171,23 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
     )
 
 
-def clean_names(out: str) -> list[str]:
+def names_of_wrappers_that_change_names(out: str) -> list[str]:
     wrong = []
     for kind in ("compile", "averaged", "distributed", "distributed, averaged", "ddp", "all"):
-        model = model_of()
+        model = make_model()
         expected = copy.deepcopy(model.state_dict())
-        sx.export_checkpoint(wrapped(kind, model), f"{out}-{kind}")
-        if not equal(exported(f"{out}-{kind}"), expected):
+        sx.export_checkpoint(wrap(kind, model), f"{out}-{kind}")
+        if not are_same(load_directory(f"{out}-{kind}"), expected):
             wrong.append(kind)
     return wrong
 
 
 def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
-    assert run_ranks(clean_names, 2, backend="gloo", args=(str(tmp_path / "out"),)) == [[], []]
+    assert run_ranks(names_of_wrappers_that_change_names, 2, backend="gloo", args=(str(tmp_path / "out"),)) == [[], []]
 
 
 @pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
-def test_pipeline_stages_are_lists_of_modules(tmp_path: Path) -> None:
+def test_lists_of_modules_are_exported_as_the_stages_of_a_pipeline(tmp_path: Path) -> None:
     """Interleaved stages: rank 0 has the first and third, rank 1 the others; the last one has a tied head."""
     comm = sx.get_communicator()
     stages = [nn.ModuleDict({str(n): nn.Linear(3, 3)}) for n in range(4)]
@@ -223,7 +199,7 @@ def test_pipeline_stages_are_lists_of_modules(tmp_path: Path) -> None:
     own: list[Any] = stages[comm.rank :: 2]
     report = sx.export_checkpoint([*own, nn.ModuleDict({"head": head})] if comm.rank else own, tmp_path / "out")
     expected = {name: value for stage in stages for name, value in stage.state_dict().items()}
-    assert equal(exported(tmp_path / "out"), expected)
+    assert are_same(load_directory(tmp_path / "out"), expected)
     assert report.aliases == {"head.weight": "3.weight"}
     assert json.loads((tmp_path / "out/statexchange.json").read_text())["aliases"] == report.aliases
 
@@ -232,7 +208,7 @@ def test_pipeline_stages_are_lists_of_modules(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
-def test_plain_tensors_with_every_kind_of_rule(tmp_path: Path) -> None:
+def test_plain_tensors_are_exported_by_every_kind_of_rule(tmp_path: Path) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
     rank = sx.get_communicator().rank
@@ -260,7 +236,7 @@ def test_plain_tensors_with_every_kind_of_rule(tmp_path: Path) -> None:
     sx.export_checkpoint(state, tmp_path / "out", layout=layout, dtype="bfloat16")
     expected = {name: w.bfloat16() for name in state} | {"scale": torch.tensor([1.0, 2.0]).bfloat16()}
     expected["turned.scale"] = (w - 12.25).abs().T.bfloat16()
-    assert equal(exported(tmp_path / "out"), expected)
+    assert are_same(load_directory(tmp_path / "out"), expected)
 
 
 def tiny_llama(*, tied: bool) -> Any:
@@ -306,30 +282,30 @@ def test_a_models_tp_plan_is_a_layout_for_live_ranks(tmp_path: Path) -> None:
         if tied:
             del expected["lm_head.weight"]
         assert report.aliases == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
-        assert equal(exported(tmp_path / f"out{tied}"), expected)
+        assert are_same(load_directory(tmp_path / f"out{tied}"), expected)
         sx.get_communicator().barrier()
 
 
 # Live ranks and files laid out alike
 
 
-def merged(path: Path, states: list[State], layout: Any, **options: Any) -> State:
+def merge_files(path: Path, states: list[State], layout: Any, **options: Any) -> State:
     """Return what a merge makes of the same state, written to one plain file per rank."""
     path.mkdir()
     for rank, state in enumerate(states):
         save_file({name: value.contiguous() for name, value in state.items()}, path / f"rank{rank}.safetensors")
     sx.merge_checkpoint(path, path / "out", layout=layout, **options)
-    return exported(path / "out")
+    return load_directory(path / "out")
 
 
-def alike(path: Path, states_of: Callable[[], list[State]], layout: Any, **options: Any) -> State:
+def export_as_files(path: Path, states_of: Callable[[], list[State]], layout: Any, **options: Any) -> State:
     """Return the export of the live ranks, after comparing it with the merge of their files."""
     comm = sx.get_communicator()
     states = states_of()
     sx.export_checkpoint(states[comm.rank], path / "live", layout=layout, **options)
-    found = exported(path / "live")
-    theirs = merged(path / f"files{comm.rank}", states, layout, **options)
-    assert equal(found, theirs)
+    found = load_directory(path / "live")
+    theirs = merge_files(path / f"files{comm.rank}", states, layout, **options)
+    assert are_same(found, theirs)
     assert digests(path / "live") == digests(path / f"files{comm.rank}/out")
     comm.barrier()
     return found
@@ -363,7 +339,7 @@ def test_copies_are_reduced_as_in_files(tmp_path: Path) -> None:
     for reduce in ("max", "min"):
         path = tmp_path / f"{reduce}"
         path.mkdir(exist_ok=True)
-        found = alike(path, scales, {"*_scale": {"reduce": reduce}})
+        found = export_as_files(path, scales, {"*_scale": {"reduce": reduce}})
         states = scales()
         for name in ("large_scale", "nan_scale"):
             stacked = torch.stack([state[name] for state in states])
@@ -381,13 +357,13 @@ def cut_scales() -> list[State]:
 
 
 @pytest.mark.ranks(4, backend=THREADS_AND_PROCESSES)
-def test_a_reduction_with_a_cut_and_a_cast(tmp_path: Path) -> None:
+def test_copies_that_are_cut_and_cast_are_reduced_as_in_files(tmp_path: Path) -> None:
     cut = {"dim": 1, "axis": "tp"}
     layout = {"mesh": {"dp": 2, "tp": 2}, "rules": {"s": [cut, {"reduce": "max"}], "w": cut}}
     for number, options in enumerate([{}, {"dtype": "bfloat16"}, {"replicas": "root"}]):
         path = tmp_path / str(number)
         path.mkdir(exist_ok=True)
-        alike(path, cut_scales, layout, **options)
+        export_as_files(path, cut_scales, layout, **options)
 
 
 @pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
@@ -397,14 +373,16 @@ def test_a_reduction_does_not_change_the_state_and_complex_numbers_are_refused(t
     future = sx.export_checkpoint({"s": mine}, tmp_path / "out", layout={"s": {"reduce": "max"}}, background=True)
     mine += 10
     future.result()
-    assert exported(tmp_path / "out")["s"].tolist() == [1, 1, 1]
+    assert load_directory(tmp_path / "out")["s"].tolist() == [1, 1, 1]
     assert mine.tolist() == [rank + 10.0] * 3
     layout = {"s": {"reduce": "max"}}
     complex_ = {"s": torch.zeros(2, dtype=torch.complex64)}
-    refused(sx.errors.UnsupportedError, "complex numbers have no max.*'s'", complex_, tmp_path / "x", layout=layout)
+    check_refusal(
+        sx.errors.UnsupportedError, "complex numbers have no max.*'s'", complex_, tmp_path / "x", layout=layout
+    )
     uneven = {"s": mine if rank else mine.bfloat16()}
     message = r"copies to be reduced differ in dtype: expected BF16, found F32.*'s', rank 1"
-    refused(sx.errors.CorruptError, message, uneven, tmp_path / "x", layout=layout, dtype="float16")
+    check_refusal(sx.errors.CorruptError, message, uneven, tmp_path / "x", layout=layout, dtype="float16")
 
 
 def exports_by_rules(layout: Any, states: list[State], out: str) -> None:
@@ -417,7 +395,7 @@ def test_random_rules_give_the_same_export_as_files(tmp_path_factory: pytest.Tem
     layout, whole, states = case
     out = tmp_path_factory.mktemp("rules", numbered=True) / "out"
     run_ranks(exports_by_rules, len(states), backend="threads", args=(layout, states, str(out)))
-    assert equal(exported(out), whole)
+    assert are_same(load_directory(out), whole)
 
 
 MESH = {"pp": 2, "ep": 2, "tp": 1}
@@ -450,7 +428,7 @@ def test_experts_and_layers_are_renumbered_as_in_files(tmp_path: Path) -> None:
         "*.amax": [layers, {"reduce": "max"}],
     }
     options = {"exclude": "*.experts.5.up", "rename": [("^layers", "model.layers")]}
-    found = alike(tmp_path, experts, {"mesh": MESH, "rules": rules}, **options)
+    found = export_as_files(tmp_path, experts, {"mesh": MESH, "rules": rules}, **options)
     names = [f"model.layers.{n}.experts.{e}.{part}" for n in range(3) for e in range(6) for part in ("gate", "up")]
     names = [name for name in names if not name.endswith("5.up")]
     assert found.keys() == {*names, *(f"model.layers.{n}.{part}" for n in range(3) for part in ("norm", "amax"))}
@@ -459,7 +437,7 @@ def test_experts_and_layers_are_renumbered_as_in_files(tmp_path: Path) -> None:
     sx.export_checkpoint(
         states[sx.get_communicator().rank], tmp_path / "later", layout={"mesh": MESH, "rules": rules}, background=True
     ).result()
-    assert exported(tmp_path / "later").keys() >= {"layers.2.experts.4.up", "layers.0.amax"}
+    assert load_directory(tmp_path / "later").keys() >= {"layers.2.experts.4.up", "layers.0.amax"}
 
 
 @pytest.mark.ranks(2, backend=THREADS_AND_PROCESSES)
@@ -467,7 +445,7 @@ def test_names_that_cannot_be_renumbered_are_refused(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     layout = {"*.w": {"renumber": "experts"}}
     bad = {"experts.w": torch.ones(1)}
-    refused(
+    check_refusal(
         ValueError,
         "renumbers 'experts', but the name has no number after it.*'experts.w'",
         bad,
@@ -478,9 +456,9 @@ def test_names_that_cannot_be_renumbered_are_refused(tmp_path: Path) -> None:
     twice = {"experts.0.w": torch.ones(1), **({"experts.1.v": torch.ones(1)} if rank else {})}
     rename = {"*.w": [{"renumber": "experts"}, {"dim": 0, "split": {"w": {"v": 1}}}]}
     message = r"the layout gives this name to two tensors of one rank.*'experts\.1\.v', rank 1"
-    refused(ValueError, message, twice, tmp_path / "x", layout=rename)
+    check_refusal(ValueError, message, twice, tmp_path / "x", layout=rename)
     sx.export_checkpoint(state, tmp_path / "out", layout=layout)
-    assert sorted(exported(tmp_path / "out")) == ["experts.0.v", "experts.0.w", "experts.1.v", "experts.1.w"]
+    assert sorted(load_directory(tmp_path / "out")) == ["experts.0.v", "experts.0.w", "experts.1.v", "experts.1.w"]
 
 
 @pytest.mark.ranks(2, backend="threads")
@@ -490,13 +468,13 @@ def test_tied_tensors_keep_their_tie_under_new_names(tmp_path: Path) -> None:
     state = {"experts.0.w": weight, "experts.0.tied": weight}
     report = sx.export_checkpoint(state, tmp_path / "out", layout={"experts.*": {"renumber": "experts"}})
     assert report.aliases == {"experts.0.tied": "experts.0.w", "experts.1.tied": "experts.1.w"}
-    assert exported(tmp_path / "out")["experts.1.w"].tolist() == [1, 1]
+    assert load_directory(tmp_path / "out")["experts.1.w"].tolist() == [1, 1]
 
 
-# Statistics of their own
+# Statistics that differ between ranks
 
 
-def batch_norm(out: str) -> list[str]:
+def exports_batch_norms(out: str) -> list[str]:
     rank = sx.get_communicator().rank
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
     model(torch.randn(8, 3, generator=torch.Generator().manual_seed(rank))).sum().backward()
@@ -504,12 +482,12 @@ def batch_norm(out: str) -> list[str]:
         sx.export_checkpoint(model, out)
     except sx.errors.ReplicaError as error:
         sx.export_checkpoint(model, out, replicas="root")
-        mine = equal(exported(out), dict(model.module.state_dict()))
+        mine = are_same(load_directory(out), dict(model.module.state_dict()))
         return [str(error), str(error.name), str(mine)]
     return []
 
 
-def test_batch_norm_statistics_that_differ_print_the_line_that_takes_roots(tmp_path: Path) -> None:
-    found = run_ranks(batch_norm, 2, backend="gloo", args=(str(tmp_path / "out"),))
+def test_the_error_of_different_batch_norm_statistics_shows_the_option_that_takes_roots(tmp_path: Path) -> None:
+    found = run_ranks(exports_batch_norms, 2, backend="gloo", args=(str(tmp_path / "out"),))
     assert [(name, mine) for _, name, mine in found] == [("1.running_mean", "True"), ("1.running_mean", "False")]
     assert all('replicas="root"' in text for text, _, _ in found)

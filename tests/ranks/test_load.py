@@ -40,11 +40,11 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) 
         optimizer.step()
 
 
-def same(one: Any, other: Any) -> bool:
+def equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(equal, one, other))
     if isinstance(one, torch.Tensor):
         one, other = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (one, other))
         return one.dtype == other.dtype and torch.equal(one, other)
@@ -80,7 +80,7 @@ def test_strided_live_tensors_and_arrays_are_filled(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a warning of torch.compile
-def test_a_model_with_tied_weights_and_one_that_is_compiled(tmp_path: Path) -> None:
+def test_a_compiled_model_with_tied_weights_is_loaded_and_stays_tied(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -187,13 +187,13 @@ def test_a_job_resumes_where_it_stopped(tmp_path: Path) -> None:
         "nan": 0.0,
     }
     sx.load_checkpoint(other, tmp_path / "ckpt")
-    assert same(fresh.state_dict(), model.state_dict())
-    assert same(its.state_dict(), optimizer.state_dict())
-    assert same(plan.state_dict(), schedule.state_dict())
+    assert equal(fresh.state_dict(), model.state_dict())
+    assert equal(its.state_dict(), optimizer.state_dict())
+    assert equal(plan.state_dict(), schedule.state_dict())
     assert (other["step"], other["seen"], other["nan"] != other["nan"]) == (7, [1, (2, "x")], True)
     for m, o in ((model, optimizer), (fresh, its)):
         trained(m, o, 2)
-    assert same(fresh.state_dict(), model.state_dict())
+    assert equal(fresh.state_dict(), model.state_dict())
 
 
 def test_an_optimizer_finds_its_parameters_by_name(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_an_optimizer_finds_its_parameters_by_name(tmp_path: Path) -> None:
     turned = torch.optim.Adam(list(fresh.parameters())[::-1])
     sx.load_checkpoint({"model": fresh, "optimizer": turned}, tmp_path / "ckpt")
     for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
-        assert same(optimizer.state[one], turned.state[other])
+        assert equal(optimizer.state[one], turned.state[other])
 
 
 def test_state_that_was_not_saved_is_named(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_mapping_of_modules_loads_names_with_a_prefix(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r'under "model": give \{"model": state\}'):
         sx.load_checkpoint(other, tmp_path)
     sx.load_checkpoint({"model": other}, tmp_path)
-    assert same(other.state_dict(), one.state_dict())
+    assert equal(other.state_dict(), one.state_dict())
     report = sx.load_checkpoint({"model": other, "head": nn.Linear(1, 1)}, tmp_path, strict=False)
     assert report.missing == ("head.weight", "head.bias")
 
@@ -301,7 +301,7 @@ def test_a_saved_state_with_a_tensor_that_is_in_no_file_is_corrupt(tmp_path: Pat
         sx.load_checkpoint({"w": [torch.ones(2)]}, tmp_path)
 
 
-def test_an_optimizer_of_fewer_or_more_parameters(tmp_path: Path) -> None:
+def test_an_optimizer_of_fewer_or_more_parameters_is_loaded_without_strict(tmp_path: Path) -> None:
     model, fresh = model_of(1), model_of(2)
     optimizer = torch.optim.Adam([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}])
     trained(model, optimizer)
@@ -311,14 +311,14 @@ def test_an_optimizer_of_fewer_or_more_parameters(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"2 not in the state: optimizer\.model\.0\.weight, optimizer\.model\.0\.bias"):
         sx.load_checkpoint({"model": fresh, "optimizer": fewer}, tmp_path / "saved")
     sx.load_checkpoint({"model": fresh, "optimizer": fewer}, tmp_path / "saved", strict=False)
-    assert same(fewer.state[fresh[2].weight], optimizer.state[model[2].weight])
+    assert equal(fewer.state[fresh[2].weight], optimizer.state[model[2].weight])
     assert fewer.state["global"] == {"seen": 3}
     more = torch.optim.Adam(fresh.parameters())
     trained(fresh, more)
     before = {key: value.clone() for key, value in more.state[fresh[1].weight].items()}
     report = sx.load_checkpoint({"model": fresh, "optimizer": more}, tmp_path / "saved", strict=False)
     assert report.missing == ("optimizer.model.1.weight", "optimizer.model.1.bias")
-    assert same(more.state[fresh[1].weight], before)
+    assert equal(more.state[fresh[1].weight], before)
 
 
 @pytest.mark.parametrize(
@@ -386,13 +386,13 @@ def mesh_of(shape: list[int]) -> Any:
     return init_device_mesh("cpu", tuple(shape))
 
 
-def saves_and_loads(folder: str, cases: list[Any]) -> None:
+def saves_and_loads(folder: str, placement_cases: list[Any]) -> None:
     """Save tensors with one placement, and load them into tensors with another."""
     import torch.distributed as dist
 
     state, live, wholes = {}, {}, {}
     meshes: dict[str, Any] = {}
-    for number, (shape, before, after) in enumerate(cases):
+    for number, (shape, before, after) in enumerate(placement_cases):
         whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 0.5
         wholes[f"t{number}"] = whole
         for target, (mesh_shape, text) in ((state, before), (live, after)):
@@ -413,15 +413,15 @@ MESHES = {2: [[2]], 3: [[3]], 4: [[4], [2, 2]]}
 
 
 @st.composite
-def cases(draw: Any, world_size: int) -> Any:
-    def lies(dims: int) -> Any:
+def placement_cases(draw: Any, world_size: int) -> Any:
+    def mesh_and_placements(dims: int) -> Any:
         mesh = draw(st.sampled_from(MESHES[world_size]))
         return [mesh, "".join(draw(st.sampled_from(["r", *map(str, range(dims))])) for _ in mesh)]
 
     found = []
     for _ in range(12):
         shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
-        found.append([shape, lies(len(shape)), lies(len(shape))])
+        found.append([shape, mesh_and_placements(len(shape)), mesh_and_placements(len(shape))])
     return found
 
 
@@ -430,7 +430,7 @@ def test_any_placement_is_loaded_into_any_other(world_size: int, tmp_path: Path)
     numbers = iter(range(100))
 
     @settings(max_examples=3, derandomize=True)
-    @given(cases(world_size))
+    @given(placement_cases(world_size))
     def check(found: Any) -> None:
         folder = str(tmp_path / str(next(numbers)))
         run_ranks(saves_and_loads, world_size, backend="gloo", args=(folder, found), timeout_s=120)
@@ -585,7 +585,7 @@ def test_stages_of_a_pipeline_resume_on_their_ranks(tmp_path: Path) -> None:
     run_ranks(resumes_stages, 2, backend="gloo", args=(str(tmp_path / "saved"),))
 
 
-def keeps_its_own(folder: str) -> None:
+def saves_different_values(folder: str) -> None:
     """Check that each rank gets back what it saved under one name, as the state of a generator."""
     comm = sx.get_communicator()
     saved = {"rng": torch.full((3,), comm.rank), "seed": 10 + comm.rank, "same": torch.ones(2)}
@@ -596,7 +596,7 @@ def keeps_its_own(folder: str) -> None:
 
 
 def test_values_that_differ_between_ranks_are_loaded_on_their_ranks(tmp_path: Path) -> None:
-    run_ranks(keeps_its_own, 2, backend="gloo", args=(str(tmp_path / "saved"),))
+    run_ranks(saves_different_values, 2, backend="gloo", args=(str(tmp_path / "saved"),))
     live = {"rng": torch.zeros(3, dtype=torch.int64), "seed": 0, "same": torch.zeros(2)}
     with pytest.raises(sx.errors.ReplicaError, match=r"ranks 0 and 1 saved different values of 'seed': .*exclude="):
         sx.load_checkpoint(live, tmp_path / "saved")
@@ -620,7 +620,7 @@ def test_the_saved_tree_can_be_read(tmp_path: Path) -> None:
     assert json.loads(source.configs[0])["optimizer"]["param_groups"][0]["params"][0] == "model.0.weight"
 
 
-def stored() -> dict[str, torch.Tensor]:
+def stored_tensors() -> dict[str, torch.Tensor]:
     numbers = torch.arange(300_000)
     return {
         "same": numbers.float().reshape(1000, 300),
@@ -645,25 +645,25 @@ def load_from_a_store(backend: str, directory: str, url: str) -> int:
     report = sx.load_checkpoint(state, url, strict=False)
     for name, live in state.items():
         found = live.full_tensor() if name == "rows" else torch.as_tensor(live).detach()
-        assert torch.equal(found, stored()[name]), name
+        assert torch.equal(found, stored_tensors()[name]), name
     comm.barrier()
     return report.nbytes
 
 
 @pytest.mark.parametrize("backend", ["gloo", slow("shm"), "hierarchical", slow("mpi")])
 def test_a_box_that_several_ranks_of_a_host_need_is_read_from_a_store_once(backend: str, tmp_path: Path) -> None:
-    sx.export_checkpoint(stored(), tmp_path / "out")
+    sx.export_checkpoint(stored_tensors(), tmp_path / "out")
     (tmp_path / "meet").mkdir()
     args = (backend, str(tmp_path / "meet"), f"local://{tmp_path}/out")
     found = run_ranks(load_from_a_store, 3, backend=LAUNCHED_AS[backend], args=args, timeout_s=120)
-    whole = sum(t.nbytes for n, t in stored().items() if n != "rows" or backend == "gloo")
+    whole = sum(t.nbytes for n, t in stored_tensors().items() if n != "rows" or backend == "gloo")
     hosts = 2 if backend == "hierarchical" else 1
-    alone = stored()["rows"].nbytes if backend == "gloo" else 0
+    alone = stored_tensors()["rows"].nbytes if backend == "gloo" else 0
     assert sum(found) == hosts * (whole - alone) + alone
     assert min(found) > 0
 
 
-def opens_another(backend: str, directory: str, folder: str) -> None:
+def opens_another_checkpoint(backend: str, directory: str, folder: str) -> None:
     comm = start(backend, directory)
     with pytest.raises(sx.errors.InvalidArgumentError, match=r"rank 0 opened .*one and rank 1 opened .*two: pass"):
         sx.load_checkpoint({"w": torch.zeros(3)}, f"{folder}/{'two' if comm.rank else 'one'}")
@@ -676,24 +676,24 @@ def opens_another(backend: str, directory: str, folder: str) -> None:
 def test_ranks_that_open_different_checkpoints_get_an_error(backend: str, tmp_path: Path) -> None:
     for value, name in ((1.0, "one"), (2.0, "two")):
         sx.export_checkpoint({"w": torch.full((3,), value)}, tmp_path / name)
-    run_ranks(opens_another, 2, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path), str(tmp_path)))
+    run_ranks(opens_another_checkpoint, 2, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path), str(tmp_path)))
 
 
-def loads_while_it_is_replaced(path: str, layout: Any, looker: int) -> int:
-    """Load again and again; at the n-th look of one rank the checkpoint is overwritten."""
+def loads_while_it_is_replaced(path: str, layout: Any, replacing_rank: int) -> int:
+    """Load again and again; at the n-th storage call of one rank the checkpoint is overwritten."""
     comm = sx.get_communicator()
     alone = sx.init("single")
-    looks, stop_at, value = 0, 0, 0.0
+    calls, stop_at, value = 0, 0, 0.0
 
     def publish() -> None:
         tensors = {f"t{i}": torch.full((6, 4), value) for i in range(3)}
         sx.export_checkpoint(tensors, path, overwrite=True, max_shard_size=150, comm=alone)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        nonlocal looks, stop_at
+        nonlocal calls, stop_at
         if event == "statexchange.storage" and stop_at:
-            looks += 1
-            if looks == stop_at:
+            calls += 1
+            if calls == stop_at:
                 stop_at = 0
                 publish()
 
@@ -702,12 +702,12 @@ def loads_while_it_is_replaced(path: str, layout: Any, looker: int) -> int:
         publish()
     comm.barrier()
     for number in range(1, 100):
-        looks, stop_at, value = 0, number if comm.rank == looker else 0, float(number)
+        calls, stop_at, value = 0, number if comm.rank == replacing_rank else 0, float(number)
         parts = {f"t{i}": torch.zeros(3 if layout else 6, 4) for i in range(3)}
         sx.load_checkpoint(parts, path, layout=layout, comm=comm)
         found = sorted({float(v) for part in parts.values() for v in part.flatten()})
         on_all = comm.gather_object(found)
-        reached = comm.broadcast_object(not stop_at, root=looker)
+        reached = comm.broadcast_object(not stop_at, root=replacing_rank)
         stop_at = 0
         if comm.rank == 0:
             assert on_all is not None
@@ -718,12 +718,18 @@ def loads_while_it_is_replaced(path: str, layout: Any, looker: int) -> int:
 
 
 @pytest.mark.parametrize("layout", [None, {"*": {"dim": 0}}], ids=["whole", "parts"])
-@pytest.mark.parametrize("looker", [slow(0), 1])
-def test_ranks_load_one_of_two_checkpoints_whenever_it_is_replaced(looker: int, layout: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replacing_rank", [slow(0), 1])
+def test_ranks_load_one_of_two_checkpoints_whenever_it_is_replaced(
+    replacing_rank: int, layout: Any, tmp_path: Path
+) -> None:
     found = run_ranks(
-        loads_while_it_is_replaced, 2, backend="gloo", args=(str(tmp_path / "out"), layout, looker), timeout_s=120
+        loads_while_it_is_replaced,
+        2,
+        backend="gloo",
+        args=(str(tmp_path / "out"), layout, replacing_rank),
+        timeout_s=120,
     )
-    print(f"replaced at {found[0]} looks")
+    print(f"replaced at {found[0]} calls")
     assert found[0] > 5
     assert os.listdir(tmp_path) == ["out"]
 
@@ -781,7 +787,7 @@ def test_plain_values_that_are_not_selected_stay(options: dict[str, Any], with_m
     assert live == {**saved, **model}
 
 
-def selects(folder: str) -> None:
+def selects_by_patterns(folder: str) -> None:
     live = {f"w{sx.get_rank()}": torch.zeros(2)}
     for strict in (True, False):
         with pytest.raises(sx.errors.InvalidArgumentError, match=r"include=\['other'\] selects no tensor and no value"):
@@ -796,7 +802,7 @@ def selects(folder: str) -> None:
 def test_patterns_that_select_nothing_on_any_rank_are_an_error(verb: str, tmp_path: Path) -> None:
     state = {"w0": torch.ones(2), "w1": torch.ones(2)}
     (sx.save_checkpoint if verb == "save" else sx.export_checkpoint)(state, tmp_path / "out")
-    run_ranks(selects, 2, args=(str(tmp_path / "out"),))
+    run_ranks(selects_by_patterns, 2, args=(str(tmp_path / "out"),))
 
 
 def saves_at_two_places(folder: str) -> None:
@@ -841,7 +847,6 @@ def saves_at_a_relative_path(folder: str) -> None:
 
 
 def test_a_relative_path_of_ranks_in_different_directories_is_an_error_that_names_both(tmp_path: Path) -> None:
-    """C10."""
     for number in range(2):
         (tmp_path / str(number)).mkdir()
     run_ranks(saves_at_a_relative_path, 2, backend="gloo", args=(str(tmp_path),))
@@ -1097,7 +1102,7 @@ def test_names_that_are_not_included_do_not_change(nested: bool, tmp_path: Path)
     assert report.nbytes == sum(saved["enc"][i].weight.nbytes for i in range(3))
     assert torch.equal(live["enc"][0].weight, saved["enc"][0].weight)
     assert (live["enc"][0].bias.tolist(), live["step"]) == (bias, 0)
-    assert same(live["head"].state_dict(), before)
+    assert equal(live["head"].state_dict(), before)
     with pytest.raises(FileNotFoundError, match="missing in the source: new"):
         sx.load_checkpoint(live, tmp_path / "out", include=["enc.*", "new.*"])
     if nested:
@@ -1116,7 +1121,7 @@ def test_include_loads_an_optimizer_whole(tmp_path: Path) -> None:
     sx.load_checkpoint({"model": fresh, "optimizer": its}, tmp_path / "saved", include="*.weight")
     assert fresh[0].weight.tolist() == model[0].weight.tolist()
     sx.load_checkpoint({"model": fresh, "optimizer": its}, tmp_path / "saved", include="model.*")
-    assert same(fresh.state_dict(), model.state_dict())
+    assert equal(fresh.state_dict(), model.state_dict())
 
 
 def test_rename_maps_names_of_the_source_to_the_state(tmp_path: Path) -> None:
@@ -1127,7 +1132,7 @@ def test_rename_maps_names_of_the_source_to_the_state(tmp_path: Path) -> None:
         for tensor in fresh.state_dict().values():
             tensor.zero_()
         sx.load_checkpoint({"model": fresh}, tmp_path / "flat", rename=rename)
-        assert same(fresh.state_dict(), model.state_dict())
+        assert equal(fresh.state_dict(), model.state_dict())
     with pytest.raises(sx.errors.UnsafeError, match="rename gives one name to both"):
         sx.load_checkpoint({"model": fresh}, tmp_path / "flat", rename=lambda name: "w")
     for wrong in (5, ("^net", "model")):
@@ -1147,15 +1152,15 @@ def test_a_saved_tree_is_loaded_under_other_names(tmp_path: Path) -> None:
     its = torch.optim.Adam(fresh.parameters())
     state = {"model": fresh, "optimizer": its, "step": 0}
     sx.load_checkpoint(state, tmp_path / "saved", rename=[(r"^net\.old", "model"), (r"^at\.", "")])
-    assert same(fresh.state_dict(), model["old"].state_dict())
+    assert equal(fresh.state_dict(), model["old"].state_dict())
     assert (state["step"], its.param_groups[0]["lr"]) == (7, 0.5)
     for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
-        assert same(optimizer.state[one], its.state[other])
+        assert equal(optimizer.state[one], its.state[other])
     with pytest.raises(sx.errors.UnsafeError, match="rename gives one name to two entries"):
         sx.load_checkpoint(state, tmp_path / "saved", rename=[("^at.step$", "optimizer")])
     alone = model_of(3)
     sx.load_checkpoint(alone, tmp_path / "saved", rename=[(r"^net\.old\.", "")], include=["[0-9]*"])
-    assert same(alone.state_dict(), fresh.state_dict())
+    assert equal(alone.state_dict(), fresh.state_dict())
 
 
 def test_progress_is_reported_in_bytes(tmp_path: Path) -> None:
@@ -1173,7 +1178,7 @@ def test_progress_is_reported_in_bytes(tmp_path: Path) -> None:
     assert len(progress) > 4
 
 
-def is_given_other_options(folder: str) -> None:
+def gives_wrong_or_different_options(folder: str) -> None:
     rank = sx.get_rank()
     options: list[tuple[dict[str, Any], str]] = [
         ({"dtype": "state"} if rank else {}, "dtype is None on rank 0 and 'state' on rank 1"),
@@ -1191,7 +1196,7 @@ def is_given_other_options(folder: str) -> None:
 
 def test_options_of_a_load_that_are_wrong_or_differ_are_named(tmp_path: Path) -> None:
     sx.save_checkpoint({"w": torch.ones(2)}, tmp_path / "saved")
-    run_ranks(is_given_other_options, 2, args=(str(tmp_path / "saved"),))
+    run_ranks(gives_wrong_or_different_options, 2, args=(str(tmp_path / "saved"),))
 
 
 def test_a_load_without_any_matching_name_suggests_a_rename(tmp_path: Path) -> None:
@@ -1208,7 +1213,7 @@ def test_a_load_without_any_matching_name_suggests_a_rename(tmp_path: Path) -> N
 # Live tensors that share memory
 
 
-def _saved(path: Path, **tensors: torch.Tensor) -> str:
+def write_model(path: Path, **tensors: torch.Tensor) -> str:
     save_file(tensors, path / "model.safetensors")
     return str(path)
 
@@ -1228,18 +1233,18 @@ def test_live_tensors_that_share_memory_have_the_values_of_each_source(kind: Any
     a, b = (torch.as_tensor(view).clone().contiguous() for view in views(torch.arange(6.0)))
     live = kind(np.zeros(6, np.float32))
     first, second = views(live)
-    sx.load_checkpoint({"a": first, "b": second}, _saved(tmp_path, a=a, b=b))
+    sx.load_checkpoint({"a": first, "b": second}, write_model(tmp_path, a=a, b=b))
     assert live.tolist() == [0, 1, 2, 3, 4, 5]
 
     for changed in ({"a": a + 1, "b": b}, {"a": a, "b": b + 1}):
         with pytest.raises(sx.errors.ReplicaError, match=r"shares memory with '[ab]', for which the source has other"):
-            sx.load_checkpoint({"a": first, "b": second}, _saved(tmp_path, **changed))
-    sx.load_checkpoint({"a": first, "b": second}, _saved(tmp_path, a=a, b=b + 1), exclude="b")
+            sx.load_checkpoint({"a": first, "b": second}, write_model(tmp_path, **changed))
+    sx.load_checkpoint({"a": first, "b": second}, write_model(tmp_path, a=a, b=b + 1), exclude="b")
     assert torch.equal(torch.as_tensor(first), a)
 
 
 def test_tied_weights_that_a_checkpoint_has_with_other_values_are_refused_on_every_rank(tmp_path: Path) -> None:
-    path = _saved(tmp_path, embed=torch.ones(4, 2), head=torch.full((4, 2), 2.0))
+    path = write_model(tmp_path, embed=torch.ones(4, 2), head=torch.full((4, 2), 2.0))
 
     def load() -> str:
         tied = torch.zeros(4, 2)
@@ -1254,7 +1259,9 @@ def test_tied_weights_that_a_checkpoint_has_with_other_values_are_refused_on_eve
 
 def test_views_without_common_elements_may_interlock(tmp_path: Path) -> None:
     live = torch.zeros(6)
-    sx.load_checkpoint({"a": live[::2], "b": live[1::2]}, _saved(tmp_path, a=torch.ones(3), b=torch.full((3,), 2.0)))
+    sx.load_checkpoint(
+        {"a": live[::2], "b": live[1::2]}, write_model(tmp_path, a=torch.ones(3), b=torch.full((3,), 2.0))
+    )
     assert live.tolist() == [1, 2, 1, 2, 1, 2]
 
 
@@ -1266,11 +1273,11 @@ def test_nan_and_the_sign_of_zero_are_compared_in_views_that_negate_too(is_negat
     live = torch.zeros(3, dtype=torch.complex64).conj()
     view = live.imag if is_negative else live
     assert view.is_neg() == is_negative
-    sx.load_checkpoint({"a": view, "b": view}, _saved(tmp_path, a=values, b=values.clone()))
+    sx.load_checkpoint({"a": view, "b": view}, write_model(tmp_path, a=values, b=values.clone()))
     assert torch.equal(view.resolve_conj().resolve_neg().view(torch.int32), values.view(torch.int32))
 
     with pytest.raises(sx.errors.ReplicaError, match="shares memory"):
-        sx.load_checkpoint({"a": view, "b": view}, _saved(tmp_path, a=values, b=values + 0))  # -0.0 + 0 is 0.0
+        sx.load_checkpoint({"a": view, "b": view}, write_model(tmp_path, a=values, b=values + 0))  # -0.0 + 0 is 0.0
 
 
 def test_without_strict_a_plain_value_may_be_missing_beside_any_state(tmp_path: Path) -> None:
