@@ -1,6 +1,6 @@
 """The matrix: every backend with every operation on every dtype gives the right value, or is refused on every rank.
 
-A cell is (backend, operation, dtype). `verdict` computes what it must do, and `CELLS` lists that:
+A cell is (backend, operation, dtype). `expected_outcome` says what it must do:
 
 * "right": the result is compared with a reference in float64 or complex128 (exact integers for integers) made from all
   ranks' inputs. The inputs are difficult ones: sums that leave float16's and int8's range on the way and come back,
@@ -28,14 +28,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from equality import equal_bits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from programs import require_mpi
 from starting import LAUNCHED_AS, start
 from sweeps import by_default
 
 import statexchange as sx
 from statexchange.testing import run_ranks
-from statexchange.testing.worlds import mpi_missing
 
 REDUCTIONS = ("sum", "avg", "min", "max", "prod")
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "collectives.md"
@@ -56,12 +57,12 @@ class Cell(NamedTuple):
 
 
 def cells() -> dict[Cell, str]:
-    """Return every cell with its verdict."""
+    """Return every cell with its expected outcome."""
     ops = (*REDUCTIONS, *MOVES)
-    return {Cell(b, op, dtype): verdict(op, dtype) for b in LAUNCHED_AS for dtype in DTYPES for op in ops}
+    return {Cell(b, op, dtype): expected_outcome(op, dtype) for b in LAUNCHED_AS for dtype in DTYPES for op in ops}
 
 
-def verdict(op: str, dtype: str) -> str:
+def expected_outcome(op: str, dtype: str) -> str:
     if op in MOVES or dtype in FLOATS:
         return "right"
     no_order = dtype in COMPLEX and op in ("min", "max")
@@ -69,15 +70,14 @@ def verdict(op: str, dtype: str) -> str:
     return "refused" if dtype in MOVED or no_order or no_average else "right"
 
 
-def test_the_matrix_has_its_size() -> None:
-    """`PAGE` quotes these."""
+def test_the_page_quotes_the_numbers_of_cells() -> None:
     assert issubclass(sx.errors.UnsupportedError, TypeError)
     assert issubclass(sx.errors.NumericOverflowError, OverflowError)
-    verdicts = list(cells().values())
-    assert len(verdicts) == len(LAUNCHED_AS) * 11 * 15
+    outcomes = list(cells().values())
+    assert len(outcomes) == len(LAUNCHED_AS) * 11 * 15
     quoted = re.search(r"(\d+) cells: (\d+) give the right value.*?(\d+) raise\s", PAGE.read_text(), re.DOTALL)
     assert quoted is not None
-    found = (len(verdicts), verdicts.count("right"), verdicts.count("refused"))
+    found = (len(outcomes), outcomes.count("right"), outcomes.count("refused"))
     assert found == tuple(map(int, quoted.groups())), f"{PAGE.name} quotes other numbers"
 
 
@@ -128,11 +128,11 @@ HARD_INTS = {
 }
 HARD_INTS["min"] = HARD_INTS["max"] = [["max", "min", 0], ["min", "max", 1], ["-1", 0, 1], [7, 7, 7]]
 TOO_MUCH = {"sum": ["max", 1, 0], "prod": ["half", 4, 1]}
-# Products and sums just beyond int64, which in float64 equal ones that just fit.
-SLY = {"prod": [89_547_301_328_687_144, 103, 1]}
+# Products just beyond int64, which in float64 equal ones that just fit.
+JUST_TOO_LARGE = {"prod": [89_547_301_328_687_144, 103, 1]}
 
 
-def number(word: Any, dtype: str) -> int:
+def value_of_word(word: Any, dtype: str) -> int:
     """Return the value of a word in a dtype."""
     limits = torch.iinfo(torch_dtype(dtype))
     half = limits.max // 2
@@ -186,7 +186,7 @@ def difficult_columns(op: str, dtype: str, world_size: int) -> list[list[Any]]:
         return [[bool(i >> rank & 1) for rank in range(world_size)] for i in range(8)]
     if dtype in MOVED:
         return [[1] * world_size]
-    rows = [[number(word, dtype) for word in row[:world_size]] for row in HARD_INTS.get(op, HARD_INTS["min"])]
+    rows = [[value_of_word(word, dtype) for word in row[:world_size]] for row in HARD_INTS.get(op, HARD_INTS["min"])]
     return [row for row in rows if fits(op, dtype, row)]
 
 
@@ -255,10 +255,10 @@ class Expected:
         operands = [period[at] for period in self.given.periods]
         slack = margin(self.op, operands, self.dtype)
         if self.dtype in COMPLEX:
-            bad = [outside(getattr(found, c), getattr(expected, c), slack, self.dtype) for c in ("real", "imag")]
+            bad = [is_outside(getattr(found, c), getattr(expected, c), slack, self.dtype) for c in ("real", "imag")]
             is_wrong = bad[0] | bad[1]
         elif self.dtype in FLOATS:
-            is_wrong = outside(found, expected, slack, self.dtype)
+            is_wrong = is_outside(found, expected, slack, self.dtype)
         else:
             is_wrong = found.to(torch.int64) != expected
         if not is_wrong.any():
@@ -294,7 +294,7 @@ def margin(op: str, parts: list[torch.Tensor], dtype: str) -> torch.Tensor:
     return magnitude * narrow.eps / 2 * roundings + narrow.smallest_normal * narrow.eps * roundings
 
 
-def outside(found: torch.Tensor, expected: torch.Tensor, slack: torch.Tensor, dtype: str) -> torch.Tensor:
+def is_outside(found: torch.Tensor, expected: torch.Tensor, slack: torch.Tensor, dtype: str) -> torch.Tensor:
     """Return where a result is neither the rounded reference nor within the tolerance."""
     narrow = torch_dtype({"complex64": "float32", "complex128": "float64"}.get(dtype, dtype))
     rounded = expected.to(narrow)
@@ -308,24 +308,26 @@ def outside(found: torch.Tensor, expected: torch.Tensor, slack: torch.Tensor, dt
 # Running the cells
 
 
-def tries(comm: sx.comm.Communicator, op: str, dtype: str) -> Iterator[str]:
-    """Return what is wrong with a cell."""
+def faults_of(comm: sx.comm.Communicator, op: str, dtype: str) -> Iterator[str]:
+    """Return what is wrong with a cell whose results must be right."""
     for size, n in elements(op, dtype).items():
         if op in MOVES:
             parts = [bits(rank, n, dtype) for rank in range(comm.world_size)]
-            yield from (f"{size}: {text}" for text in moves(comm, op, parts))
+            yield from (f"{size}: {text}" for text in faults_of_moves(comm, op, parts))
         else:
             given = inputs(op, dtype, n, comm.world_size)
             verbs = ("all_reduce",) if size == "large" and dtype not in ("float32", "int8", "float16") else VERBS
-            yield from (f"{size}: {text}" for text in reductions(comm, op, given, dtype, verbs))
+            yield from (f"{size}: {text}" for text in faults_of_reductions(comm, op, given, dtype, verbs))
     if op in TOO_MUCH and dtype in INTS:
         for n in elements(op, dtype).values():
-            yield from overflows(comm, op, dtype, n, TOO_MUCH[op])
-        if dtype == "int64" and op in SLY:
-            yield from overflows(comm, op, dtype, 97, SLY[op])
+            yield from faults_of_overflows(comm, op, dtype, n, TOO_MUCH[op])
+        if dtype == "int64" and op in JUST_TOO_LARGE:
+            yield from faults_of_overflows(comm, op, dtype, 97, JUST_TOO_LARGE[op])
 
 
-def reductions(comm: sx.comm.Communicator, op: str, given: Inputs, dtype: str, verbs: tuple[str, ...]) -> Iterator[str]:
+def faults_of_reductions(
+    comm: sx.comm.Communicator, op: str, given: Inputs, dtype: str, verbs: tuple[str, ...]
+) -> Iterator[str]:
     """Return what is wrong with the results of several operations, or with their arguments afterwards."""
     expected, before = Expected(op, given, dtype), given.of(comm.rank)
     ours = before.clone()
@@ -337,7 +339,7 @@ def reductions(comm: sx.comm.Communicator, op: str, given: Inputs, dtype: str, v
         elif verb == "reduce":
             out = before.clone()
             comm.reduce(ours, op, root=last, out=out)
-            if comm.rank != last and not same_bits(out, ours):
+            if comm.rank != last and not equal_bits(out, ours):
                 yield "reduce changed the out of another rank than root"
             found = out if comm.rank == last else None
         elif verb == "reduce_scatter":
@@ -345,26 +347,20 @@ def reductions(comm: sx.comm.Communicator, op: str, given: Inputs, dtype: str, v
             found = comm.reduce_scatter(ours[: n * comm.world_size], op)
         else:
             found, short = comm.all_reduce_multiple([ours.clone(), ours[:5].clone()], op)
-            yield from prefixed(verb, expected.wrong(short, slice(5)))
-        yield from prefixed(verb, None if found is None else expected.wrong(found, where))
-    if not same_bits(ours, before):
+            yield from with_verb(verb, expected.wrong(short, slice(5)))
+        yield from with_verb(verb, None if found is None else expected.wrong(found, where))
+    if not equal_bits(ours, before):
         yield "what was given has changed"
 
 
-def prefixed(verb: str, fault: str | None) -> list[str]:
+def with_verb(verb: str, fault: str | None) -> list[str]:
     return [] if fault is None else [f"{verb}: {fault}"]
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # a tensor of at most one element may be contiguous and have any stride; view(torch.uint8) needs stride 1
-    a, b = (t.contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8) for t in (a, b))
-    return torch.equal(a, b)
-
-
-def overflows(comm: sx.comm.Communicator, op: str, dtype: str, n: int, row: list[Any]) -> Iterator[str]:
+def faults_of_overflows(comm: sx.comm.Communicator, op: str, dtype: str, n: int, row: list[Any]) -> Iterator[str]:
     """Reduce one element that does not fit, among others that do."""
     ours = torch.ones(n, dtype=torch_dtype(dtype))
-    ours[n - 3] = number(row[comm.rank], dtype)
+    ours[n - 3] = value_of_word(row[comm.rank], dtype)
     before, out = ours.clone(), torch.full_like(ours, 42)
     acts: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: comm.all_reduce(ours, op),
@@ -384,7 +380,7 @@ def overflows(comm: sx.comm.Communicator, op: str, dtype: str, n: int, row: list
             out.fill_(42)
 
 
-def moves(comm: sx.comm.Communicator, op: str, parts: list[torch.Tensor]) -> Iterator[str]:
+def faults_of_moves(comm: sx.comm.Communicator, op: str, parts: list[torch.Tensor]) -> Iterator[str]:
     ours, n, last = parts[comm.rank].clone(), comm.world_size, comm.world_size - 1
     expected, found = parts, []
     if op == "broadcast":
@@ -407,18 +403,18 @@ def moves(comm: sx.comm.Communicator, op: str, parts: list[torch.Tensor]) -> Ite
     if len(found) != len(expected):
         yield f"{len(found)} parts, not {len(expected)}"
     for i, (a, b) in enumerate(zip(found, expected, strict=False)):
-        if a.dtype != b.dtype or not same_bits(a, b):
+        if a.dtype != b.dtype or not equal_bits(a, b):
             yield f"other bits in part {i}"
-    if not same_bits(ours, parts[comm.rank]):
+    if not equal_bits(ours, parts[comm.rank]):
         yield "what was given has changed"
 
 
-def refusals(comm: sx.comm.Communicator, op: str, dtype: str) -> Iterator[str]:
+def faults_of_refusals(comm: sx.comm.Communicator, op: str, dtype: str) -> Iterator[str]:
     for n in (1, 97, 70_001):
-        yield from refusals_of(comm, op, random_values(comm.rank, n * comm.world_size, dtype).clone())
+        yield from faults_of_refused_calls(comm, op, random_values(comm.rank, n * comm.world_size, dtype).clone())
 
 
-def refusals_of(comm: sx.comm.Communicator, op: str, ours: torch.Tensor) -> Iterator[str]:
+def faults_of_refused_calls(comm: sx.comm.Communicator, op: str, ours: torch.Tensor) -> Iterator[str]:
     before, out = ours.clone(), torch.zeros_like(ours)
     acts: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: comm.all_reduce(ours, op),
@@ -434,16 +430,13 @@ def refusals_of(comm: sx.comm.Communicator, op: str, ours: torch.Tensor) -> Iter
             pass
         else:
             yield f"{what} was not refused"
-    if not same_bits(ours, before) or not same_bits(out, torch.zeros_like(out)):
+    if not equal_bits(ours, before) or not equal_bits(out, torch.zeros_like(out)):
         yield "a refused call changed a buffer"
 
 
 def outcome(comm: sx.comm.Communicator, cell: Cell, expected: str) -> str:
-    """Return the verdict of the cell if it is fulfilled, else what is wrong on the first rank that finds it.
-
-    Collective.
-    """
-    attempt = refusals if expected == "refused" else tries
+    """Return `expected` if the cell fulfils it, else what is wrong on the first rank that finds it. Collective."""
+    attempt = faults_of_refusals if expected == "refused" else faults_of
     try:
         faults = list(attempt(comm, cell.op, cell.dtype))
     except sx.StateExchangeError as error:
@@ -453,7 +446,7 @@ def outcome(comm: sx.comm.Communicator, cell: Cell, expected: str) -> str:
     return next((f"rank {rank}: {text}" for rank, text in enumerate(by_rank) if text is not None), expected)
 
 
-def fills(backend: str, directory: str) -> dict[str, str]:
+def outcomes_over(backend: str, directory: str) -> dict[str, str]:
     """Return the outcomes of all cells of a backend."""
     comm = start(backend, directory)
     ours = {cell: expected for cell, expected in cells().items() if cell.backend == backend}
@@ -461,16 +454,15 @@ def fills(backend: str, directory: str) -> dict[str, str]:
 
 
 WORLDS = [(backend, n) for backend in LAUNCHED_AS for n in (2, 3) if (backend, n) != ("hierarchical", 2)]
-WORLDS = by_default(WORLDS)
 
 
-@pytest.mark.parametrize(("backend", "world_size"), WORLDS)
+@pytest.mark.parametrize(("backend", "world_size"), by_default(WORLDS))
 def test_every_cell_is_right_or_refused(backend: str, world_size: int, tmp_path: Path) -> None:
-    if backend == "mpi" and (missing := mpi_missing()):
-        pytest.skip(missing)
+    if backend == "mpi":
+        require_mpi()
     args = (backend, str(tmp_path))
-    found = run_ranks(fills, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=LIMIT_S, reuse=True)
-    expected = {f"{cell.op} {cell.dtype}": verdict for cell, verdict in cells().items() if cell.backend == backend}
+    found = run_ranks(outcomes_over, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=LIMIT_S, reuse=True)
+    expected = {f"{cell.op} {cell.dtype}": outcome for cell, outcome in cells().items() if cell.backend == backend}
     for rank in range(world_size):
         bad = {name: text for name, text in found[rank].items() if text != expected[name]}
         assert not bad, f"rank {rank}: " + "\n".join(f"{name}: {text}" for name, text in bad.items())
@@ -482,7 +474,7 @@ def test_every_cell_is_right_or_refused(backend: str, world_size: int, tmp_path:
 
 @lru_cache(maxsize=1)
 def fitting_ops() -> list[tuple[str, str]]:
-    return [(op, dtype) for op in REDUCTIONS for dtype in DTYPES if verdict(op, dtype) == "right"]
+    return [(op, dtype) for op in REDUCTIONS for dtype in DTYPES if expected_outcome(op, dtype) == "right"]
 
 
 @st.composite
@@ -533,7 +525,7 @@ def test_any_shape_layout_and_dtype_is_reduced_as_numpy_would(call: dict[str, An
         found = found.wait() if call["async_op"] else found
         assert found is (ours if out is None else out)
         reshaped = torch.as_tensor(ours).reshape(-1)
-        if out is not None and not same_bits(reshaped, parts[comm.rank]):
+        if out is not None and not equal_bits(reshaped, parts[comm.rank]):
             return "an argument has changed"
         return expected.wrong(torch.as_tensor(found).reshape(-1))
 

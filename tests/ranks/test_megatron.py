@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from equality import assert_same
 from safetensors.torch import load_file, save_file
-from stored import assert_same
+from starting import THREADS_AND_PROCESSES
 
 import statexchange as sx
 from statexchange.testing import run_ranks
@@ -95,7 +96,7 @@ def gated(key: str, data: torch.Tensor, at: int, parts: int, *stacked: tuple[int
 LAYERS, HIDDEN, FFN, VOCABULARY = 4, 6, 8, 10
 
 
-def whole(seed: int) -> dict[str, torch.Tensor]:
+def whole_model(seed: int) -> dict[str, torch.Tensor]:
     """Return the model as in the checkpoint: the layers are stacked."""
     shapes = {
         "embedding.word_embeddings.weight": (VOCABULARY, HIDDEN),
@@ -110,7 +111,7 @@ def whole(seed: int) -> dict[str, torch.Tensor]:
     return {key: value.bfloat16() if "qkv" in key else value for key, value in tensors.items()}
 
 
-def rank_state(model: dict[str, torch.Tensor], rank: int, tp: int, pp: int) -> dict[str, Any]:
+def state_of_rank(model: dict[str, torch.Tensor], rank: int, tp: int, pp: int) -> dict[str, Any]:
     """Return what Megatron-Core's `sharded_state_dict` returns on a rank; tensor parallel ranks are neighbours."""
     at, stage = rank % tp, rank // tp
     own = range(stage * LAYERS // pp, (stage + 1) * LAYERS // pp)
@@ -149,15 +150,15 @@ def values_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 MESHES = [(1, 4), (2, 2), (2, 1), (1, 2), (1, 1)]
 
 
-@pytest.mark.ranks(1, 2, 4, backend=("threads", "gloo"))
+@pytest.mark.ranks(1, 2, 4, backend=THREADS_AND_PROCESSES)
 def test_a_sharded_state_dict_is_exported_by_its_keys_and_loaded_in_place(tmp_path: Path) -> None:
     comm = sx.get_communicator()
     for number, (tp, pp) in enumerate(mesh for mesh in MESHES if mesh[0] * mesh[1] == comm.world_size):
         out = tmp_path / f"out{number}"
-        state = rank_state(whole(0), comm.rank, tp, pp)
+        state = state_of_rank(whole_model(0), comm.rank, tp, pp)
         sx.export_checkpoint({"model": state, "unused": LocalNonpersistentObject(object())}, out)
-        assert_same(load_file(out / "model.safetensors"), whole(0))
-        fresh = rank_state(whole(1), comm.rank, tp, pp)
+        assert_same(load_file(out / "model.safetensors"), whole_model(0))
+        fresh = state_of_rank(whole_model(1), comm.rank, tp, pp)
         parts = values_of(fresh)
         sx.load_checkpoint(fresh, out)
         assert_same(parts, values_of(state))
@@ -170,8 +171,8 @@ def test_a_saved_state_is_loaded_on_another_mesh(tmp_path: Path) -> None:
     comm = sx.get_communicator()
 
     def job(seed: int, tp: int, pp: int) -> dict[str, Any]:
-        model = rank_state(whole(seed), comm.rank, tp, pp)
-        moments = {key: value.double() for key, value in whole(seed).items()}
+        model = state_of_rank(whole_model(seed), comm.rank, tp, pp)
+        moments = {key: value.double() for key, value in whole_model(seed).items()}
         adam = {f"exp_avg.{key}": sharded(f"optimizer.exp_avg.{key}", value) for key, value in moments.items()}
         groups = [{"lr": seed / 10, "params": LocalNonpersistentObject([comm.rank])}]
         return {"model": model, "optimizer": {"state": adam, "param_groups": groups}, "iteration": seed}
@@ -191,18 +192,18 @@ def test_a_saved_state_is_loaded_on_another_mesh(tmp_path: Path) -> None:
         sx.load_checkpoint(fresh, tmp_path / "saved")
         check(fresh, 3, tp, pp)
     sx.merge_checkpoint(tmp_path / "saved", tmp_path / f"merged{comm.rank}", exclude="optimizer.*")
-    assert_same(load_file(tmp_path / f"merged{comm.rank}" / "model.safetensors"), whole(3))
+    assert_same(load_file(tmp_path / f"merged{comm.rank}" / "model.safetensors"), whole_model(3))
 
 
-def test_fewer_ranks_have_more_layers_each(tmp_path: Path) -> None:
-    run_ranks(saves, 4, backend="threads", args=(str(tmp_path / "saved"),))
-    fresh = rank_state(whole(1), 0, 1, 1)
+def test_a_save_of_four_stages_is_loaded_on_one_rank(tmp_path: Path) -> None:
+    run_ranks(saves_four_stages, 4, backend="threads", args=(str(tmp_path / "saved"),))
+    fresh = state_of_rank(whole_model(1), 0, 1, 1)
     sx.load_checkpoint({"model": fresh}, tmp_path / "saved")
-    assert_same(values_of(fresh), values_of(rank_state(whole(0), 0, 1, 1)))
+    assert_same(values_of(fresh), values_of(state_of_rank(whole_model(0), 0, 1, 1)))
 
 
-def saves(folder: str) -> None:
-    sx.save_checkpoint({"model": rank_state(whole(0), sx.get_communicator().rank, 1, 4)}, folder)
+def saves_four_stages(folder: str) -> None:
+    sx.save_checkpoint({"model": state_of_rank(whole_model(0), sx.get_communicator().rank, 1, 4)}, folder)
 
 
 def test_an_offset_of_another_length_is_an_error(tmp_path: Path) -> None:
@@ -219,7 +220,7 @@ def test_chunks_of_one_rank_with_equal_offsets_are_an_error(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("rows", [5, 7, 9])
-def test_a_padded_vocabulary_may_have_other_padding(rows: int, tmp_path: Path) -> None:
+def test_a_padded_vocabulary_is_loaded_into_another_padding(rows: int, tmp_path: Path) -> None:
     whole = torch.arange(7 * 3.0).reshape(7, 3)
     sx.export_checkpoint({"embedding": sharded("embedding.weight", whole)}, tmp_path / "out")
     live = torch.full((rows, 3), -1.0)
@@ -275,7 +276,7 @@ def test_a_sharded_tensor_in_a_dataclass_is_saved_and_loaded(tmp_path: Path) -> 
     assert fresh["stage"].tensors["w"].data.tolist() == [1, 1]
 
 
-def test_a_copy_of_a_factory_is_written_back(tmp_path: Path) -> None:
+def test_the_copy_that_a_factory_makes_is_written_back(tmp_path: Path) -> None:
     def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
         return {"turned": sharded(key, data.T.contiguous(), replica_id=replica_id)}
 
@@ -289,15 +290,15 @@ def test_a_copy_of_a_factory_is_written_back(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_is_exported_while_training_goes_on(tmp_path: Path) -> None:
-    state = rank_state(whole(0), 0, 1, 1)
+    state = state_of_rank(whole_model(0), 0, 1, 1)
     future = sx.export_checkpoint(state, tmp_path / "out", background=True)
     for part in values_of(state).values():
         part.zero_()
     future.result()
-    assert_same(load_file(tmp_path / "out/model.safetensors"), whole(0))
+    assert_same(load_file(tmp_path / "out/model.safetensors"), whole_model(0))
 
 
-def test_virtual_stages_and_plain_tensors_beside(tmp_path: Path) -> None:
+def test_virtual_stages_and_plain_tensors_beside_are_exported(tmp_path: Path) -> None:
     chunks = [{"l.0": sharded("l", torch.full((2,), float(n)), (0, n, 2), prepended=1)} for n in range(2)]
     beside = {"part": {"more": {"seed": torch.ones(1)}, **chunks[0]}, "plain": torch.ones(2)}
     sx.export_checkpoint([*chunks, beside], tmp_path / "out")
@@ -306,27 +307,51 @@ def test_virtual_stages_and_plain_tensors_beside(tmp_path: Path) -> None:
     assert_same(found, {**expected, "part.more.seed": torch.ones(1), "plain": torch.ones(2)})
 
 
-REFUSED: list[tuple[Any, type[Exception], str]] = [
-    (sharded("k", torch.ones(4), flattened_range=slice(0, 4)), sx.errors.UnsupportedError, "flattened_range.*'k'"),
-    (
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "a flattened range": (
+        sharded("k", torch.ones(4), flattened_range=slice(0, 4)),
+        sx.errors.UnsupportedError,
+        "flattened_range.*'k'",
+    ),
+    "data of another dtype": (
         ShardedTensor("k", torch.ones(2).half(), torch.float32, (2,), (2,), (0,), (1,)),
         sx.errors.UnsupportedError,
         r"does not fit its box: expected \('F32', \(2,\)\), found \('F16', \(2,\)\).*'k'",
     ),
-    (ShardedTensor("k", None, torch.float32, (2,), (2,), (0,), (1,)), ValueError, "has no data.*'k'"),
-    (sharded("k", torch.ones(2), (0, 2, 2)), ValueError, r"of shape \(2,\) at \(4,\) lies outside \(4,\).*'k'"),
-    ([sharded("k", torch.ones(2)), sharded("k", torch.ones(2).half())], sx.errors.CorruptError, "differ in dtype.*'k'"),
-    (
+    "no data": (
+        ShardedTensor("k", None, torch.float32, (2,), (2,), (0,), (1,)),
+        ValueError,
+        "has no data.*'k'",
+    ),
+    "a part outside": (
+        sharded("k", torch.ones(2), (0, 2, 2)),
+        ValueError,
+        r"of shape \(2,\) at \(4,\) lies outside \(4,\).*'k'",
+    ),
+    "parts of two dtypes": (
+        [sharded("k", torch.ones(2)), sharded("k", torch.ones(2).half())],
+        sx.errors.CorruptError,
+        "differ in dtype.*'k'",
+    ),
+    "parts of two shapes": (
         [sharded("k", torch.ones(2)), sharded("k", torch.ones(2), (0, 1, 2))],
         sx.errors.CorruptError,
         r"differ in global_shape: expected \(2,\), found \(4,\).*'k'",
     ),
-    ([sharded("k", torch.ones(2), (0, 1, 2))], sx.errors.IncompleteError, r"no rank holds region \[0:2\].*'k'"),
-    ({"w": sharded("k", torch.ones(2)), "step": 3}, ValueError, r"state\['a\.step'\] is an int, not a tensor"),
-]
+    "a missing part": (
+        [sharded("k", torch.ones(2), (0, 1, 2))],
+        sx.errors.IncompleteError,
+        r"no rank holds region \[0:2\].*'k'",
+    ),
+    "a plain value": (
+        {"w": sharded("k", torch.ones(2)), "step": 3},
+        ValueError,
+        r"state\['a\.step'\] is an int, not a tensor",
+    ),
+}
 
 
-@pytest.mark.parametrize(("state", "error", "message"), REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.parametrize(("state", "error", "message"), REFUSED.values(), ids=REFUSED)
 def test_state_that_cannot_be_exported_is_named(
     state: Any, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
@@ -336,7 +361,7 @@ def test_state_that_cannot_be_exported_is_named(
 
 
 @pytest.mark.ranks(2, backend="threads")
-def test_replicas_must_be_equal_here_too(tmp_path: Path) -> None:
+def test_replicas_of_a_sharded_state_dict_must_be_equal(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     state = {"w": sharded("norm", torch.full((2,), float(rank)), replica_id=(0, rank, 0))}
     with pytest.raises(sx.errors.ReplicaError, match=r'ranks 0 and 1 hold different values.*replicas="root"'):

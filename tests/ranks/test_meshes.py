@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from equality import bits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -20,14 +21,14 @@ from torch import nn
 import statexchange as sx
 from statexchange.testing import run_ranks
 
-CARRIED = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)  # Gloo, for `full_tensor`
+GATHERED_BY_GLOO = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)  # dtypes for which `full_tensor` works
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool", "complex64")
 
 
 # Cases, drawn in one process and sent to all ranks
 
 
-def meshes(world_size: int) -> list[list[int]]:
+def mesh_shapes(world_size: int) -> list[list[int]]:
     """Return all shapes of one to three axes, also with axes of one rank."""
     sizes = range(1, world_size + 1)
     every = [[a] for a in sizes] + [[a, b] for a in sizes for b in sizes]
@@ -38,7 +39,7 @@ def meshes(world_size: int) -> list[list[int]]:
 @st.composite
 def mesh_placements(draw: Any, world_size: int, dims: int) -> Any:
     """Draw a mesh, and for each axis: "r" for Replicate, a dim for Shard, "dim/split factor" for _StridedShard."""
-    mesh = draw(st.sampled_from(meshes(world_size)))
+    mesh = draw(st.sampled_from(mesh_shapes(world_size)))
     kinds = st.sampled_from(["r", *map(str, range(dims))])
     found = draw(st.lists(kinds, min_size=len(mesh), max_size=len(mesh)))
     strided = draw(st.none() | st.integers(0, len(mesh) - 1))  # one: with more full_tensor is wrong
@@ -80,12 +81,12 @@ def plain_cases(draw: Any, world_size: int) -> Any:
 @st.composite
 def wrapped_cases(draw: Any, world_size: int) -> Any:
     """Draw layers, and meshes for replicas, FSDP2 and tensor parallelism, each of which may have one rank only."""
-    cubes = st.sampled_from([mesh for mesh in meshes(world_size) if len(mesh) == 3])
+    cubes = st.sampled_from([mesh for mesh in mesh_shapes(world_size) if len(mesh) == 3])
     sizes = draw(st.lists(st.integers(1, 11), min_size=3, max_size=4))
     return {"sizes": sizes, "before": draw(cubes), "after": draw(cubes)}
 
 
-def drawn(strategy: Any, count: int) -> list[Any]:
+def draw_examples(strategy: Any, count: int) -> list[Any]:
     """Return the first examples of a strategy, the same in every run."""
     found: list[Any] = []
 
@@ -101,7 +102,7 @@ def drawn(strategy: Any, count: int) -> list[Any]:
 # On the ranks
 
 
-def numbers(shape: list[int], dtype: str, seed: int) -> torch.Tensor:
+def random_bits(shape: list[int], dtype: str, seed: int) -> torch.Tensor:
     """Return random bits, NaNs of every kind among them."""
     kind = getattr(torch, dtype)
     nbytes = math.prod(shape) * kind.itemsize
@@ -110,11 +111,7 @@ def numbers(shape: list[int], dtype: str, seed: int) -> torch.Tensor:
     return data.view(kind).reshape(shape) if nbytes else torch.empty(shape, dtype=kind)
 
 
-def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tuple(tensor.shape), bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def distributed(whole: torch.Tensor, where: Any, mesh_cache: dict[str, Any]) -> Any:
+def distribute(whole: torch.Tensor, where: Any, mesh_cache: dict[str, Any]) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -154,7 +151,7 @@ def part_of(whole: torch.Tensor, case: Any, rank: int, world_size: int) -> tuple
     }
 
 
-def initialized(backend: str, folder: str) -> sx.comm.Communicator:
+def initialise(backend: str, folder: str) -> sx.comm.Communicator:
     """Return a communicator of this kind; DTensors use torch's own group over Gloo."""
     comm = start(backend, folder)
     if not dist.is_initialized():
@@ -164,12 +161,12 @@ def initialized(backend: str, folder: str) -> sx.comm.Communicator:
     return comm
 
 
-def checks_all(backend: str, folder: str, placed: list[Any], plain: list[Any], models: list[Any]) -> None:
+def checks_all_cases(backend: str, folder: str, placed: list[Any], plain: list[Any], models: list[Any]) -> None:
     torch.set_num_threads(1)
-    comm = initialized(backend, folder)
+    comm = initialise(backend, folder)
     checks_placed(folder, placed, plain, comm)
     checks_wrapped(folder, models, comm)
-    leaves(backend, comm)
+    shut_down(backend, comm)
 
 
 def checks_placed(folder: str, placed: list[Any], plain: list[Any], comm: sx.comm.Communicator) -> None:
@@ -177,25 +174,25 @@ def checks_placed(folder: str, placed: list[Any], plain: list[Any], comm: sx.com
     state, live, wholes, layout = {}, {}, {}, {}
     for number, case in enumerate(placed):
         name = f"placed{number}"
-        wholes[name] = numbers(case["shape"], case["dtype"], number)
-        state[name] = distributed(wholes[name], case["before"], mesh_cache)
-        live[name] = distributed(torch.zeros_like(wholes[name]), case["after"], mesh_cache)
-        if wholes[name].dtype in CARRIED:
-            assert bits(state[name].full_tensor()) == bits(wholes[name]), case
+        wholes[name] = random_bits(case["shape"], case["dtype"], number)
+        state[name] = distribute(wholes[name], case["before"], mesh_cache)
+        live[name] = distribute(torch.zeros_like(wholes[name]), case["after"], mesh_cache)
+        if wholes[name].dtype in GATHERED_BY_GLOO:
+            assert bits_of(state[name].full_tensor()) == bits_of(wholes[name]), case
     sx.save_checkpoint(state, f"{folder}/saved", comm=comm)
     for number, case in enumerate(plain):
         name = f"plain{number}"
-        wholes[name] = numbers(case["shape"], case["dtype"], 1000 + number)
+        wholes[name] = random_bits(case["shape"], case["dtype"], 1000 + number)
         state[name], layout[name] = part_of(wholes[name], case, comm.rank, comm.world_size)
         live[name] = torch.zeros_like(wholes[name])
     sx.export_checkpoint(state, f"{folder}/exported", comm=comm, layout=layout, max_shard_size=4000)
     exported = {}
     for path in Path(folder, "exported").glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            exported |= {name: bits(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            exported |= {name: bits_of(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     cases = {**{f"placed{n}": c for n, c in enumerate(placed)}, **{f"plain{n}": c for n, c in enumerate(plain)}}
     assert exported.keys() == wholes.keys()
-    assert [cases[name] for name in wholes if exported[name] != bits(wholes[name])] == []
+    assert [cases[name] for name in wholes if exported[name] != bits_of(wholes[name])] == []
     for source in (
         f"{folder}/saved",
         f"{folder}/exported",
@@ -216,7 +213,7 @@ def layers(sizes: list[int], seed: int) -> nn.Module:
     )
 
 
-def wrapped(model: nn.Module, mesh_shape: list[int]) -> nn.Module:
+def shard_module(model: nn.Module, mesh_shape: list[int]) -> nn.Module:
     """Apply tensor parallelism and FSDP2 to the layers, with replicas if the mesh has them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -229,29 +226,29 @@ def wrapped(model: nn.Module, mesh_shape: list[int]) -> nn.Module:
 
 
 def local_bits(model: nn.Module) -> dict[str, Any]:
-    return {name: bits(t.to_local() if hasattr(t, "to_local") else t) for name, t in model.state_dict().items()}
+    return {name: bits_of(t.to_local() if hasattr(t, "to_local") else t) for name, t in model.state_dict().items()}
 
 
 def checks_wrapped(folder: str, cases: list[Any], comm: sx.comm.Communicator) -> None:
     for number, case in enumerate(cases):
         out = f"{folder}/model{number}"
-        sx.export_checkpoint(wrapped(layers(case["sizes"], 1), case["before"]), out, comm=comm)
+        sx.export_checkpoint(shard_module(layers(case["sizes"], 1), case["before"]), out, comm=comm)
         with safe_open(f"{out}/model.safetensors", "pt") as file:
-            exported = {name: bits(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-        assert exported == {name: bits(t) for name, t in layers(case["sizes"], 1).state_dict().items()}, case
-        live = wrapped(layers(case["sizes"], 2), case["after"])
+            exported = {name: bits_of(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+        assert exported == {name: bits_of(t) for name, t in layers(case["sizes"], 1).state_dict().items()}, case
+        live = shard_module(layers(case["sizes"], 2), case["after"])
         sx.load_checkpoint(live, out, comm=comm)
-        assert local_bits(live) == local_bits(wrapped(layers(case["sizes"], 1), case["after"])), case
+        assert local_bits(live) == local_bits(shard_module(layers(case["sizes"], 1), case["after"])), case
 
 
 def is_filled(tensor: Any, whole: torch.Tensor, case: Any, mesh_cache: dict[str, Any]) -> bool:
     if not hasattr(tensor, "placements"):
-        return bits(tensor) == bits(whole)
-    same = bits(tensor.to_local()) == bits(distributed(whole, case["after"], mesh_cache).to_local())
-    return same and (whole.dtype not in CARRIED or bits(tensor.full_tensor()) == bits(whole))
+        return bits_of(tensor) == bits_of(whole)
+    same = bits_of(tensor.to_local()) == bits_of(distribute(whole, case["after"], mesh_cache).to_local())
+    return same and (whole.dtype not in GATHERED_BY_GLOO or bits_of(tensor.full_tensor()) == bits_of(whole))
 
 
-def leaves(backend: str, comm: sx.comm.Communicator) -> None:
+def shut_down(backend: str, comm: sx.comm.Communicator) -> None:
     comm.barrier()
     dist.barrier()
     if backend == "mpi":
@@ -261,17 +258,16 @@ def leaves(backend: str, comm: sx.comm.Communicator) -> None:
 
 
 WORLDS = [("gloo", 1), ("gloo", 2), ("gloo", 3), ("gloo", 4), ("shm", 2), ("shm", 4), ("mpi", 3)]
-WORLDS = by_default(WORLDS, 1, 4)
 
 
-@pytest.mark.parametrize(("backend", "world_size"), WORLDS)
+@pytest.mark.parametrize(("backend", "world_size"), by_default(WORLDS, 1, 4))
 def test_any_placement_and_any_rule_is_exported_and_loaded_bit_by_bit(
     backend: str, world_size: int, tmp_path: Path
 ) -> None:
     cases = [
-        drawn(placed_cases(world_size), 30),
-        drawn(plain_cases(world_size), 15),
-        drawn(wrapped_cases(world_size), 2),
+        draw_examples(placed_cases(world_size), 30),
+        draw_examples(plain_cases(world_size), 15),
+        draw_examples(wrapped_cases(world_size), 2),
     ]
     launched_as = "mpi" if backend == "mpi" else "gloo"
-    run_ranks(checks_all, world_size, backend=launched_as, args=(backend, str(tmp_path), *cases), timeout_s=120)
+    run_ranks(checks_all_cases, world_size, backend=launched_as, args=(backend, str(tmp_path), *cases), timeout_s=120)

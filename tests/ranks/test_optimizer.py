@@ -137,8 +137,8 @@ def test_ranks_equal_one_process_on_the_concatenated_batch(world_size: int) -> N
     assert run_ranks(work, world_size) == [state_of(module)] * world_size
 
 
-def test_lux_distributed_optimizer() -> None:
-    """Adam from zeros with gradients of ones equals the plain optimizer, as do its state and hyperparameters."""
+def test_adam_from_zeros_equals_the_plain_optimizer_as_in_lux() -> None:
+    """The gradients are ones on average; state and hyperparameters are equal, too."""
 
     def run(wrap: Callable[[Optimizer], Optimizer], scale: float) -> tuple[list[Any], Optimizer]:
         params = [nn.Parameter(torch.zeros(4, dtype=torch.float64)) for _ in "ab"]
@@ -182,7 +182,7 @@ def test_baguas_net_is_bit_equal_on_all_ranks_after_ten_steps() -> None:
 # The rest of an optimizer's interface
 
 
-def test_lr_schedulers_accept_it() -> None:
+def test_lr_schedulers_set_the_same_rates_as_for_a_plain_optimizer() -> None:
     def lrs(wrap: Callable[[Optimizer], Optimizer]) -> list[Any]:
         found = []
         for make in (
@@ -213,7 +213,7 @@ def test_lr_schedulers_accept_it() -> None:
     assert run_ranks(work, 2) == [True] * 2
 
 
-def test_its_state_dict_is_that_of_the_inner_optimizer() -> None:
+def test_the_state_dict_is_that_of_the_inner_optimizer() -> None:
     def work() -> list[bool]:
         comm = sx.get_communicator()
         plain_module, module = net(), net()
@@ -233,7 +233,7 @@ def test_its_state_dict_is_that_of_the_inner_optimizer() -> None:
     assert run_ranks(work, 2) == [[True] * 3] * 2
 
 
-def test_hooks_groups_and_repr() -> None:
+def test_step_hooks_run_and_attributes_are_those_of_the_inner_optimizer() -> None:
     module = net()
     optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), sx.get_communicator())
     log: list[str] = []
@@ -379,7 +379,7 @@ def test_a_fused_optimizer_with_a_grad_scaler_steps_with_unscaled_gradients() ->
     assert torch.allclose(module[0].weight, reference[0].weight)
 
 
-def rounds(optimizer: DistributedOptimizer) -> list[int]:
+def count_averages(optimizer: DistributedOptimizer) -> list[int]:
     """Return a list that counts how often ranks average from now on."""
     count: list[int] = []
     original = optimizer.reducer.reduce
@@ -402,7 +402,7 @@ def test_accumulation_averages_once_and_adds_everything(settings: dict[str, Any]
         inner = torch.optim.SGD(module.parameters(), lr=0.1)
         accumulate = 3 if how == "accumulate" else 1
         optimizer = DistributedOptimizer(inner, comm, accumulate=accumulate, **settings)
-        count = rounds(optimizer)
+        count = count_averages(optimizer)
         for step in range(3):
             optimizer.zero_grad()
             plain.zero_grad()
@@ -486,7 +486,7 @@ def test_no_sync_refuses_finalize_and_step() -> None:
 # Ranks that differ
 
 
-def test_missing_gradients_in_three_states() -> None:
+def test_a_gradient_that_some_ranks_lack_counts_as_zeros_and_one_that_all_lack_is_none() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         params = [nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(3)]
@@ -616,8 +616,8 @@ def tokens(rank: int, step: int) -> int:
 
 
 @pytest.mark.parametrize("how", ["step", "callable"])
-def test_the_true_mean_over_tokens(how: str) -> None:
-    """The mean over all tokens of all ranks, not the mean of the ranks' means."""
+def test_gradients_are_the_mean_over_all_tokens_of_all_ranks(how: str) -> None:
+    """That is not the mean of the ranks' means."""
 
     def per_token(module: nn.Module, rank: int, step: int) -> torch.Tensor:
         return (module(numbers(tokens(rank, step), 4, seed=10 * rank + step)) ** 2).sum(1)
@@ -677,8 +677,8 @@ def train_joined(optimizer: DistributedOptimizer, module: nn.Module, rank: int, 
 
 @pytest.mark.parametrize("settings", JOINS, ids=["plain", "overlap", "weight", "delay", "no fusion"])
 @pytest.mark.parametrize("batches", [(2, 4, 3), (0, 3, 1), (2, 2, 2), (0, 0, 0)], ids=str)
-def test_uneven_inputs_are_joined(batches: tuple[int, ...], settings: dict[str, Any]) -> None:
-    """The result is the mean over the ranks that still have data; at the end all ranks have it."""
+def test_join_averages_over_the_ranks_that_still_have_data(batches: tuple[int, ...], settings: dict[str, Any]) -> None:
+    """At the end all ranks have the same weights and state."""
 
     def work() -> list[Any]:
         comm = sx.get_communicator()
@@ -733,10 +733,10 @@ def test_join_can_be_entered_again() -> None:
     assert one == other
 
 
-# Several at once
+# Several optimizers
 
 
-def test_a_generator_and_a_discriminator() -> None:
+def test_gradients_that_a_generators_backward_makes_for_the_discriminator_do_not_count() -> None:
     """The generator's backward also makes gradients for the discriminator, which must not count."""
 
     def train(wrap: Callable[[Optimizer], Any], ranks: list[int], no_sync: bool) -> list[Any]:
@@ -770,7 +770,7 @@ def test_a_generator_and_a_discriminator() -> None:
             assert torch.allclose(torch.tensor(a), torch.tensor(b), rtol=1e-9)
 
 
-def test_optimizers_that_share_a_module_and_a_backward() -> None:
+def test_optimizers_that_share_a_module_and_a_backward_keep_ranks_equal() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         module = net()
@@ -793,7 +793,7 @@ def test_optimizers_that_share_a_module_and_a_backward() -> None:
 # Refusals
 
 
-def raised(work: Callable[[], Any], expected: type[Exception]) -> StateExchangeError:
+def raised_on_both(work: Callable[[], Any], expected: type[Exception]) -> StateExchangeError:
     """Return the error that both ranks raise alike."""
 
     def caught() -> StateExchangeError:
@@ -818,10 +818,10 @@ def test_an_optimizer_over_foreign_parameters_is_named_on_all_ranks() -> None:
         reducer = BucketReducer(module[0])
         DistributedOptimizer(torch.optim.SGD(module.named_parameters(), lr=0.1), reducer=reducer)
 
-    error = raised(with_module, InvalidArgumentError)
+    error = raised_on_both(with_module, InvalidArgumentError)
     assert error.name == "param_groups[0]['params'][4]"
     assert "float32[7]" in str(error)
-    assert raised(with_reducer, InvalidArgumentError).name == "2.weight"
+    assert raised_on_both(with_reducer, InvalidArgumentError).name == "2.weight"
 
 
 def test_a_parameter_whose_shape_differs_is_named_by_the_names_of_the_module() -> None:
@@ -829,11 +829,11 @@ def test_a_parameter_whose_shape_differs_is_named_by_the_names_of_the_module() -
         module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3 + sx.get_rank()))
         DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module=module)
 
-    error = raised(work, MismatchError)
+    error = raised_on_both(work, MismatchError)
     assert (error.name, error.rank) == ("1.weight", 1)
 
 
-def test_impossible_settings_are_refused() -> None:
+def test_impossible_settings_are_refused_by_name() -> None:
     module = net()
     inner = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.raises(InvalidArgumentError, match="accumulate"):
@@ -864,10 +864,10 @@ def test_a_reducer_of_the_caller_is_used() -> None:
     assert one[1]
 
 
-# One line, and DDP
+# average_gradients, and DDP
 
 
-def test_average_gradients_in_one_line() -> None:
+def test_average_gradients_averages_each_kind_of_gradient() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         params = {
@@ -894,9 +894,9 @@ def test_average_gradients_in_one_line() -> None:
     assert run_ranks(work, 2) == [[expected, True]] * 2
 
 
-def test_average_gradients_of_a_module_that_differs_or_has_nothing() -> None:
+def test_average_gradients_names_a_parameter_that_differs_and_accepts_no_parameters() -> None:
     average_gradients(nn.ReLU())
-    error = raised(lambda: average_gradients(nn.Linear(2 + sx.get_rank(), 2)), MismatchError)
+    error = raised_on_both(lambda: average_gradients(nn.Linear(2 + sx.get_rank(), 2)), MismatchError)
     assert error.name == "weight"
 
 
@@ -926,13 +926,13 @@ def small_loss(module: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
     return (module(numbers(5, 4, seed=7 * step + rank, dtype=torch.float32)) ** 2).mean()
 
 
-def test_a_reducer_plugs_into_ddp() -> None:
+def test_ddp_averages_by_the_hook_of_a_communicator_or_reducer() -> None:
     assert run_ranks(ddp_with_our_hooks, 2, backend="gloo", timeout_s=120) == [[True] * 4] * 2
     with pytest.raises(InvalidArgumentError, match="buckets of its own"):
         as_comm_hook(BucketReducer(nn.Linear(2, 2)))
 
 
-class Everything(nn.Module):
+class EveryKindOfParameter(nn.Module):
     """Tied, frozen, unused and sometimes used parameters, buffers and two dtypes."""
 
     def __init__(self) -> None:
@@ -970,15 +970,15 @@ def steps_of(module: nn.Module, second: nn.Module, optimizers: list[Optimizer], 
         yield
 
 
-def against_ddp() -> dict[str, list[bool]]:
+def trains_beside_ddp() -> dict[str, list[bool]]:
     rank = dist.get_rank()
     comm = sx.get_communicator()
     found = {}
     for name, make in OPTIMIZERS.items():
-        theirs, second = Everything(), small_net()
+        theirs, second = EveryKindOfParameter(), small_net()
         ddps = [DistributedDataParallel(theirs, find_unused_parameters=True), DistributedDataParallel(second)]
         plain = [make([p for p in m.parameters() if p.requires_grad]) for m in (theirs, second)]
-        ours, our_second = Everything(), small_net()
+        ours, our_second = EveryKindOfParameter(), small_net()
         pairs = [
             (ours, make([p for p in ours.parameters() if p.requires_grad])),
             (our_second, make(our_second.parameters())),
@@ -996,9 +996,9 @@ def against_ddp() -> dict[str, list[bool]]:
 
 
 @pytest.mark.slow
-def test_it_equals_ddp_after_fifty_steps() -> None:
+def test_parameters_equal_those_of_ddp_after_fifty_steps() -> None:
     expected = {name: [True, True] for name in OPTIMIZERS}
-    assert run_ranks(against_ddp, 2, backend="gloo", timeout_s=120) == [expected] * 2
+    assert run_ranks(trains_beside_ddp, 2, backend="gloo", timeout_s=120) == [expected] * 2
 
 
 def with_dtensors() -> list[Any]:
@@ -1082,7 +1082,7 @@ def trains_over(backend: str, directory: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("backend", [slow("gloo"), "shm", "mpi", slow("hierarchical")])
-def test_it_trains_over_every_backend(backend: str, tmp_path: Path) -> None:
+def test_training_is_right_over_every_backend(backend: str, tmp_path: Path) -> None:
     if backend == "mpi":
         require_mpi()
     world_size = 3 if backend == "hierarchical" else 2

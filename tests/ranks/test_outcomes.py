@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from statexchange.comm.failure.make_communicator import start_failure_detector
 from sweeps import slow
 
 import statexchange as sx
 from statexchange.comm.backends.gloo import TorchBackend
 from statexchange.comm.bootstrap import form_communicator
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.failure.start import start_failure_detector
 from statexchange.comm.session import Session
 from statexchange.comm.topology import Topology
 from statexchange.testing import run_ranks
@@ -26,7 +26,7 @@ RANKS = 3
 PATIENCE_S = 0.5
 
 
-def start(where: str, timeout_s: float = 20.0) -> Communicator:
+def make_communicator(where: str, timeout_s: float = 20.0) -> Communicator:
     """Return a communicator of ranks on one host, or of ranks over Gloo with a failure detector between them."""
     if where == "one host":
         return sx.init(timeout_s=timeout_s)
@@ -38,7 +38,7 @@ def start(where: str, timeout_s: float = 20.0) -> Communicator:
     return Communicator(session, "several hosts", form_communicator)
 
 
-def end_of(comm: Communicator, verb: str, patience_s: float | None) -> list[Any]:
+def outcome_of(comm: Communicator, verb: str, patience_s: float | None) -> list[Any]:
     try:
         if verb == "barrier":
             comm.barrier(patience_s)
@@ -52,16 +52,16 @@ def end_of(comm: Communicator, verb: str, patience_s: float | None) -> list[Any]
 
 
 def calls_late(where: str, verb: str) -> list[Any]:
-    """Rank 2 calls after the others have given up; they tell it when."""
-    comm = start(where, PATIENCE_S if verb == "all_reduce" else 20.0)
+    """Rank 2 calls after the others have given up, of which they notify it."""
+    comm = make_communicator(where, PATIENCE_S if verb == "all_reduce" else 20.0)
     comm.barrier()
     if comm.rank == 2:
         for rank in (0, 1):
             dist.recv(torch.zeros(1), rank)
-    end = end_of(comm, verb, PATIENCE_S)
+    end = outcome_of(comm, verb, PATIENCE_S)
     if comm.rank != 2:
         dist.send(torch.zeros(1), 2)
-    later = end_of(comm, "barrier", None)
+    later = outcome_of(comm, "barrier", None)
     dist.barrier()
     return [end, later]
 
@@ -81,7 +81,7 @@ def races(where: str, trials: int, seed: int) -> list[list[str]]:
     own = random.Random(seed)
     ends = []
     for _ in range(trials):
-        comm = start(where)
+        comm = make_communicator(where)
         comm.barrier()
         began = time.monotonic()
         late = own.randrange(RANKS)
@@ -89,7 +89,7 @@ def races(where: str, trials: int, seed: int) -> list[list[str]]:
             time.sleep(max(0.0, 0.05 + own.uniform(-0.002, 0.06) - (time.monotonic() - began)))
         else:
             own.random()
-        ends.append(end_of(comm, "barrier", 0.05)[0])
+        ends.append(outcome_of(comm, "barrier", 0.05)[0])
         dist.barrier()
         comm.close()
         if where == "one host":
@@ -108,7 +108,7 @@ def test_all_fail_or_all_succeed_if_the_last_rank_calls_at_the_deadline(where: s
 
 def interrupted(where: str) -> list[Any]:
     """Rank 0 is interrupted in its wait; rank 2 calls later."""
-    comm = start(where)
+    comm = make_communicator(where)
     comm.barrier()
     if comm.rank == 0:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -119,7 +119,7 @@ def interrupted(where: str) -> list[Any]:
             end = ["KeyboardInterrupt"]
     else:
         time.sleep(0.8 if comm.rank == 2 else 0)
-        end = end_of(comm, "barrier", None)
+        end = outcome_of(comm, "barrier", None)
     dist.barrier()
     return end
 
@@ -138,23 +138,23 @@ def is_late_after_the_entry() -> list[Any]:
 
     if comm.rank == 2:
         backend.all_reduce = late  # type: ignore[method-assign]
-    end = end_of(comm, "all_reduce", None)
+    end = outcome_of(comm, "all_reduce", None)
     if comm.rank != 2:
         dist.send(torch.zeros(1), 2)
-    later = end_of(comm, "barrier", None)
+    later = outcome_of(comm, "barrier", None)
     dist.barrier()
     return [end, later]
 
 
 @pytest.mark.slow
-def test_over_gloo_on_one_host_a_late_rank_raises_too() -> None:
+def test_over_gloo_a_rank_that_is_late_after_the_entry_raises() -> None:
     for end, later in run_ranks(is_late_after_the_entry, RANKS, backend="gloo", timeout_s=120):
         assert end[0] in ("StallError", "PeerError"), end
         assert later[0] == end[0]
 
 
 @pytest.mark.parametrize("where", ["one host", "several hosts"])
-def test_an_interrupted_rank_counts_as_absent(where: str) -> None:
+def test_an_interrupted_rank_is_named_by_all_others(where: str) -> None:
     first, *others = run_ranks(interrupted, RANKS, backend="gloo", args=(where,), timeout_s=120)
     assert first == ["KeyboardInterrupt"]
     for end in others:
@@ -162,9 +162,9 @@ def test_an_interrupted_rank_counts_as_absent(where: str) -> None:
         assert "KeyboardInterrupt" in end[1], end
 
 
-def cut_off() -> list[Any]:
+def calls_beside_a_stopped_rank() -> list[Any]:
     """Rank 2 is stopped before the call, so it cannot answer whether it has completed it."""
-    comm = start("several hosts")
+    comm = make_communicator("several hosts")
     comm.barrier()
     pids = comm.all_gather_object(os.getpid())
     if comm.rank == 2:
@@ -173,8 +173,8 @@ def cut_off() -> list[Any]:
     if comm.rank == 0:
         os.kill(pids[2], signal.SIGSTOP)
     try:
-        end = end_of(comm, "barrier", PATIENCE_S)
-        return [end, end_of(comm, "barrier", None)]
+        end = outcome_of(comm, "barrier", PATIENCE_S)
+        return [end, outcome_of(comm, "barrier", None)]
     finally:
         if comm.rank == 0:
             time.sleep(1)
@@ -182,7 +182,7 @@ def cut_off() -> list[Any]:
 
 
 def test_the_outcome_is_unknown_if_a_rank_cannot_answer() -> None:
-    outcomes = run_ranks(cut_off, RANKS, backend="gloo", timeout_s=120, allow_failure=True)
+    outcomes = run_ranks(calls_beside_a_stopped_rank, RANKS, backend="gloo", timeout_s=120, allow_failure=True)
     for rank in (0, 1):
         end, later = outcomes[rank].value
         assert end[0] == "OutcomeUnknownError", end

@@ -27,7 +27,7 @@ from sweeps import slow
 
 import statexchange as sx
 
-SEEDS = {
+NAMES_BY_SYSTEM = {
     "ModelOpt": """
         NFSWorkspace NFSWorkspace.is_initialized NFSWorkspace.write_configs_and_weights
         NFSWorkspace.read_configs_and_weights_from_rank get_configs_parallel get_tensors_parallel
@@ -55,7 +55,10 @@ SEEDS = {
 
 @pytest.fixture(scope="module", params=[True, slow(False)], ids=["warm", "new interpreters"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, bool]:
-    """The script of the README, run as it says: on two ranks, which are killed, then on three."""
+    """Run the script of the README as its text shows: on two ranks, which are killed, then on three.
+
+    Returns the folder, the output of the three ranks, and whether the processes were forked.
+    """
     is_warm: bool = request.param
     folder = tmp_path_factory.mktemp("readme")
     assert page_block("commands: killed").splitlines() == [
@@ -82,12 +85,12 @@ def test_the_script_prints_what_the_readme_shows(trained: tuple[Path, str, bool]
     assert len(trained[1].replace("\n", "")) == 3 * sum(map(len, lines))
 
 
-def test_the_commands_work_on_what_it_left(trained: tuple[Path, str, bool]) -> None:
+def test_the_commands_run_on_what_the_script_left(trained: tuple[Path, str, bool]) -> None:
     run_commands(page_block("commands"), trained[0], is_warm=trained[2])
 
 
 @pytest.mark.slow
-def test_the_script_runs_alone(tmp_path: Path) -> None:
+def test_the_script_runs_without_a_launcher(tmp_path: Path) -> None:
     done = run_script(ALONE, "train.py", page_block("block: train.py"), tmp_path)
     assert done.stdout.startswith("begins at step 0\n4 tensors, 2107404 bytes; by rank: (2107404,)")
 
@@ -106,7 +109,7 @@ def test_the_collectives_print_what_their_page_shows(launcher: tuple[str, ...], 
 
 
 @pytest.mark.parametrize(("launcher", "ranks"), [slow(with_torchrun(2), 2), slow(ALONE, 1)])
-def test_the_training_script_learns(launcher: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
+def test_the_training_script_reduces_the_loss(launcher: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
     done = run_script(launcher, "fit.py", page_block("block: fit.py"), tmp_path)
     printed_ranks, loss = re.fullmatch(r"(\d) ranks, loss (\d\.\d+)\n", done.stdout).groups()
     assert (int(printed_ranks), float(loss) < 0.2) == (ranks, True)
@@ -171,7 +174,7 @@ def test_the_demo_prints_what_its_page_shows(demo: tuple[Path, str]) -> None:
 
 
 def run_bench(bench: str, *arguments: str) -> str:
-    """Return what it prints; its processes are forked, but for one bench."""
+    """Return what a bench prints; its processes are forked, except for export.py."""
     path = HOME / "tools/bench" / bench
     command, environ = [sys.executable, path], dict(os.environ)
     if bench != "export.py":
@@ -208,20 +211,20 @@ def test_the_benches_print_the_tables_that_their_page_shows(bench: str, argument
         assert row[1] in {found[1] for found in shown}
 
 
-def rows() -> list[tuple[str, str, str]]:
+def rows_of_migration_page() -> list[tuple[str, str, str]]:
     return re.findall(
         r"^\| (ModelOpt|Lux|Bagua|Flashlight) \| `([^`]+)` \| (.+) \|$", page_text("docs/migration.md"), re.MULTILINE
     )
 
 
 def test_every_name_of_the_four_systems_is_in_the_table() -> None:
-    assert [(system, name) for system, name, _ in rows()] == [
-        (s, name) for s, names in SEEDS.items() for name in names.split()
+    assert [(system, name) for system, name, _ in rows_of_migration_page()] == [
+        (s, name) for s, names in NAMES_BY_SYSTEM.items() for name in names.split()
     ]
 
 
-def test_names_in_the_table_exist_and_open_ones_do_not() -> None:
-    for _, name, here in rows():
+def test_names_in_the_table_exist_and_those_marked_open_do_not() -> None:
+    for _, name, here in rows_of_migration_page():
         if here == "open":
             assert not hasattr(sx, name), f"{name} exists: the table should say so"
             continue
@@ -232,17 +235,13 @@ def test_names_in_the_table_exist_and_open_ones_do_not() -> None:
             found = getattr(found, part)
 
 
-@pytest.mark.parametrize(
-    ("bench", "arguments"),
-    [
-        slow("small.py", ["--tensors", "20", "--rounds", "1"]),
-    ],
-)
-def test_the_benches_without_a_table_on_their_page_run(bench: str, arguments: list[str]) -> None:
-    assert "|" in run_bench(bench, *arguments)
+@pytest.mark.slow
+def test_the_bench_of_small_tensors_prints_a_table() -> None:
+    """Its table is not on the page."""
+    assert "|" in run_bench("small.py", "--tensors", "20", "--rounds", "1")
 
 
-def test_the_readme_has_both_commands() -> None:
+def test_the_readme_has_the_commands_that_install_and_try_the_package() -> None:
     pip, pinned = "&& .venv/bin/pip install", "-c tools/constraints.txt"
     demo = f'python3 -m venv .venv {pip} {pinned} ".[torch]" && .venv/bin/statexchange demo'
     tests = f'python3 -m venv --upgrade-deps .venv {pip} --no-compile {pinned} ".[test]" && .venv/bin/pytest'

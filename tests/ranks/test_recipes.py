@@ -19,18 +19,18 @@ from transformers_logits import logits
 TOKENS = torch.arange(2 * 16).reshape(2, 16)
 
 
-def run(
+def run_recipe(
     recipe: str,
     folder: Path,
     launcher: tuple[str, ...] = with_torchrun(2),
     *,
     before: str = "dist.barrier()\n",
-    look: str = "",
+    insert: str = "",
     replace: dict[str, str] | None = None,
 ) -> None:
-    """Start a recipe as its page says, with the lines `look` inserted before the line `before`."""
+    """Start a recipe as its page says, with the lines `insert` before the line `before`."""
     script = page_block(f"block: {recipe}.py")
-    for old, new in {**(replace or {}), **({before: look + before} if look else {})}.items():
+    for old, new in {**(replace or {}), **({before: insert + before} if insert else {})}.items():
         assert script.count(old) == 1, old
         script = script.replace(old, new)
     run_script(launcher, f"{recipe}.py", script, folder)
@@ -50,7 +50,7 @@ def from_pretrained(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path)
 
 
-# --- Hugging Face Trainer ---
+# Hugging Face Trainer
 
 
 @pytest.mark.parametrize("way", [slow("ddp"), slow("fsdp2"), slow("alone")])
@@ -65,7 +65,7 @@ def test_the_callback_exports_what_trainer_saves(way: str, tmp_path: Path) -> No
     }
     start.save_pretrained(tmp_path / "start")
     launcher = ALONE if way == "alone" else with_torchrun(2)
-    run("on_save", tmp_path, launcher, replace=sharded if way == "fsdp2" else None)
+    run_recipe("on_save", tmp_path, launcher, replace=sharded if way == "fsdp2" else None)
     saved = [tmp_path / f"run/checkpoint-{step}" for step in (2, 4)]
     for path in saved:
         trainers = load_file(path / "model.safetensors")
@@ -76,12 +76,12 @@ def test_the_callback_exports_what_trainer_saves(way: str, tmp_path: Path) -> No
     assert not first["lm_head.weight"].equal(last["lm_head.weight"])
 
 
-# --- pipeline parallel ---
+# Pipeline parallel
 
 
 @pytest.mark.slow
 def test_a_pipeline_becomes_the_model_that_one_process_trains(tmp_path: Path) -> None:
-    run("pipeline", tmp_path, look="torch.save(model.state_dict(), f'stage{rank}.pt')\n")
+    run_recipe("pipeline", tmp_path, insert="torch.save(model.state_dict(), f'stage{rank}.pt')\n")
     stages = [torch.load(tmp_path / f"stage{rank}.pt") for rank in range(2)]
     assert not stages[0].keys() & stages[1].keys()
     assert [sum(n.endswith("q_proj.weight") for n in stage) for stage in stages] == [2, 1]
@@ -100,7 +100,7 @@ def test_a_pipeline_becomes_the_model_that_one_process_trains(tmp_path: Path) ->
     torch.testing.assert_close(logits(loaded, TOKENS), logits(alone, TOKENS))
 
 
-# --- torchtitan's names ---
+# Torchtitan's names
 
 
 class Attention(nn.Module):
@@ -159,7 +159,7 @@ class Transformer(nn.Module):
 
 @pytest.mark.slow
 def test_a_model_with_torchtitans_names_becomes_transformers_own(tmp_path: Path) -> None:
-    run("to_hf", tmp_path, look=whole_state("state", "titan.pt"), before="# In a torchtitan job")
+    run_recipe("to_hf", tmp_path, insert=whole_state("state", "titan.pt"), before="# In a torchtitan job")
     titan = Transformer().double()
     state = torch.load(tmp_path / "titan.pt")
     titan.load_state_dict({name.replace("qkv_linear.", ""): tensor for name, tensor in state.items()})
@@ -170,19 +170,19 @@ def test_a_model_with_torchtitans_names_becomes_transformers_own(tmp_path: Path)
     assert load_file(tmp_path / "hf/model.safetensors").keys() == loaded.state_dict().keys()
 
 
-# --- adapters ---
+# Adapters
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's use of it
 @pytest.mark.slow
-def test_peft_loads_the_adapter(tmp_path: Path) -> None:
+def test_peft_loads_the_exported_adapter(tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
     def base() -> Any:
         torch.manual_seed(0)
         return llama_of_pages(2)
 
-    run("lora", tmp_path, look=whole_state("model.state_dict()", "whole.pt"))
+    run_recipe("lora", tmp_path, insert=whole_state("model.state_dict()", "whole.pt"))
     trained = get_peft_model(base(), LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
     trained.load_state_dict(torch.load(tmp_path / "whole.pt"))
     assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
@@ -196,13 +196,13 @@ def test_peft_loads_the_adapter(tmp_path: Path) -> None:
     assert not logits(loaded, TOKENS).equal(logits(base(), TOKENS))
 
 
-# --- averages ---
+# Averages
 
 
 @pytest.mark.slow
 def test_an_average_is_exported_as_the_model(tmp_path: Path) -> None:
-    look = whole_state("average.module.state_dict()", "average.pt") + whole_state("model.state_dict()", "model.pt")
-    run("ema", tmp_path, look=look)
+    insert = whole_state("average.module.state_dict()", "average.pt") + whole_state("model.state_dict()", "model.pt")
+    run_recipe("ema", tmp_path, insert=insert)
     average, model = (torch.load(tmp_path / f"{name}.pt") for name in ("average", "model"))
     assert_same(load_file(tmp_path / "averaged/model.safetensors"), average)
     assert not average["lm_head.weight"].equal(model["lm_head.weight"])
@@ -211,7 +211,7 @@ def test_an_average_is_exported_as_the_model(tmp_path: Path) -> None:
     assert logits(from_pretrained(tmp_path / "averaged"), TOKENS).equal(logits(expected, TOKENS))
 
 
-# --- TP x PP by hand ---
+# TP x PP by hand
 
 
 @pytest.mark.parametrize("way", [slow("torchrun"), slow("mpiexec and a workspace")])
@@ -219,9 +219,9 @@ def test_stages_of_unequal_length_are_gathered_on_one_rank(way: str, tmp_path: P
     calls = ("layers, column", "head, column", "mine, range(TP)")
     shared = {f"({call})": f"({call}, workspace_path='here')" for call in calls}
     if way == "torchrun":
-        run("stages", tmp_path, with_torchrun(4))
+        run_recipe("stages", tmp_path, with_torchrun(4))
     else:
-        run("stages", tmp_path, with_mpiexec(4), replace=shared)
+        run_recipe("stages", tmp_path, with_mpiexec(4), replace=shared)
     ranks = []
     for rank, count in enumerate((3, 3, 2, 2)):
         torch.manual_seed(rank)
