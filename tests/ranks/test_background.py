@@ -214,7 +214,7 @@ def test_a_failure_without_a_call_of_result_is_raised_by_the_next_export(backend
     assert found == [["out-3"]] * 2
 
 
-WITHOUT_RESULT = """
+ENDS_WITHOUT_RESULT = """
 import sys, torch
 import statexchange as sx
 future = sx.export_checkpoint({"w": torch.ones(2)}, sys.argv[1], include="nothing", background=True)
@@ -226,7 +226,7 @@ if sys.argv[2] == "asks":
 
 @pytest.mark.parametrize("how", ["drops", "asks"])
 def test_a_failure_without_a_call_of_result_is_logged_at_once_and_at_exit(how: str, tmp_path: Path) -> None:
-    run = [warm_python(), "-c", WITHOUT_RESULT, tmp_path / "out", how]
+    run = [warm_python(), "-c", ENDS_WITHOUT_RESULT, tmp_path / "out", how]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     at_once, *at_the_end = done.stderr.splitlines()

@@ -1,4 +1,4 @@
-"""Saves of several ranks: in the background while training goes on, failures on all ranks, and what is left beside."""
+"""Saves of several ranks: in the background while training goes on, failures on all ranks, and what they leave."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ import statexchange as sx
 from statexchange.report.verify import verify
 from statexchange.testing import run_ranks
 
-PARTS = {"weight": {"dim": 0}}
+LAYOUT = {"weight": {"dim": 0}}
 
 
-def goes_on(backend: str, folder: str) -> list[Any]:
-    """The weights change and collectives run while what was there is saved."""
+def trains_during_saves(backend: str, folder: str) -> list[Any]:
+    """Change the weights and call collectives while the earlier state is saved; return what is in the folder."""
     comm = launched_communicator(backend)
     weight = torch.arange(300_000.0).reshape(3000, 100) + 1000 * comm.rank
     array = np.arange(5)
@@ -35,7 +35,7 @@ def goes_on(backend: str, folder: str) -> list[Any]:
     futures = []
     for turn in range(3):
         state["step"] = turn
-        future = sx.save_checkpoint(state, f"{folder}/saved-{turn}", layout=PARTS, background=True)
+        future = sx.save_checkpoint(state, f"{folder}/saved-{turn}", layout=LAYOUT, background=True)
         assert isinstance(future, Future)
         futures.append(future)
         weight.add_(0.5)
@@ -47,7 +47,7 @@ def goes_on(backend: str, folder: str) -> list[Any]:
         assert (report.path, report.num_tensors, report.step) == (f"{folder}/saved-{turn}", 3, None)
         live: dict[str, Any] = {"weight": torch.zeros(3000, 100), "array": np.zeros(5, np.int64)}
         live |= {"none": torch.zeros(0, 2), "step": -1, "values": {}}
-        sx.load_checkpoint(live, f"{folder}/saved-{turn}", layout=PARTS)
+        sx.load_checkpoint(live, f"{folder}/saved-{turn}", layout=LAYOUT)
         whole = torch.arange(300_000.0).reshape(3000, 100) + 1000 * comm.rank + 0.5 * turn
         assert torch.equal(live["weight"], whole)
         assert (live["array"] == np.arange(5) + turn).all()
@@ -57,12 +57,12 @@ def goes_on(backend: str, folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("backend", AND_MPI)
-def test_training_goes_on_while_what_was_there_is_saved(backend: str, tmp_path: Path) -> None:
-    found = run_ranks(goes_on, 2, backend=backend, args=(backend, str(tmp_path)), timeout_s=120)
+def test_training_goes_on_during_saves_of_the_earlier_state(backend: str, tmp_path: Path) -> None:
+    found = run_ranks(trains_during_saves, 2, backend=backend, args=(backend, str(tmp_path)), timeout_s=120)
     assert found == [[f"saved-{turn}" for turn in range(3)]] * 2
 
 
-SLOW = """
+SLOW_SAVE = """
 import sys, time, torch
 import statexchange as sx
 from statexchange.errors import TargetExistsError
@@ -85,7 +85,7 @@ def saved_value(path: Path) -> float:
     return float(value)
 
 
-def run_script(script: str, *arguments: object, python: str = "") -> subprocess.CompletedProcess[str]:
+def run_code(script: str, *arguments: object, python: str = "") -> subprocess.CompletedProcess[str]:
     command = [python or warm_python(), "-c", script, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
@@ -97,7 +97,7 @@ second = sx.save_checkpoint({"w": torch.zeros(1000)}, path, overwrite=True, back
 assert first.done()
 assert second.result(30).path == path
 """
-    done = run_script(SLOW + more, tmp_path / "saved")
+    done = run_code(SLOW_SAVE + more, tmp_path / "saved")
     assert (done.returncode, done.stderr) == (0, "")
     assert saved_value(tmp_path / "saved") == 0.0
 
@@ -108,18 +108,18 @@ slow = False
 sx.export_checkpoint({"w": torch.zeros(1000)}, path + "-exported", background=True).result(30)
 assert first.done()
 """
-    done = run_script(SLOW + more, tmp_path / "saved")
+    done = run_code(SLOW_SAVE + more, tmp_path / "saved")
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(os.listdir(tmp_path)) == ["saved", "saved-exported"]
 
 
 def test_the_end_of_the_interpreter_waits_for_the_save(tmp_path: Path) -> None:
-    done = run_script(SLOW, tmp_path / "saved", python=sys.executable)
+    done = run_code(SLOW_SAVE, tmp_path / "saved", python=sys.executable)
     assert (done.returncode, done.stderr) == (0, "")
     assert saved_value(tmp_path / "saved") == 1.0
 
 
-UNHEARD = """
+ENDS_WITHOUT_RESULT = """
 import sys, torch
 import statexchange as sx
 future = sx.save_checkpoint({"w": torch.ones(2)}, sys.argv[1], background=True)
@@ -129,21 +129,20 @@ if sys.argv[2] == "asks":
 """
 
 
-@pytest.mark.parametrize("told", ["drops", "asks"])
-def test_a_failure_that_nobody_asks_for_is_logged_at_once_and_at_the_end(told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["drops", "asks"])
+def test_a_failure_without_a_call_of_result_is_logged_at_once_and_at_exit(how: str, tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
-    done = run_script(UNHEARD, tmp_path / "saved", told)
+    done = run_code(ENDS_WITHOUT_RESULT, tmp_path / "saved", how)
     assert done.returncode == 0, done.stderr
     at_once, *at_the_end = done.stderr.splitlines()
-    said = f"save_checkpoint to {tmp_path / 'saved'} in the background has failed"
-    assert at_once.startswith(f"{said}: the target exists")
-    assert [line.startswith(f"{said}, and its result was never asked for") for line in at_the_end] == (
-        [True] if told == "drops" else []
-    )
+    failed = f"save_checkpoint to {tmp_path / 'saved'} in the background has failed"
+    assert at_once.startswith(f"{failed}: the target exists")
+    expected = [] if how == "asks" else [f"{failed}, and its result was never asked for"]
+    assert [line.partition(":")[0] for line in at_the_end] == expected
 
 
-def fails_unheard(folder: str) -> list[str]:
-    """Only rank 1 asks how the first save went: the second is none on either rank."""
+def fails_without_result(folder: str) -> list[str]:
+    """Only rank 1 calls `exception()` of the first save; then the second save fails on both ranks."""
     comm = sx.get_communicator()
     state = {"w": torch.ones(2)}
     first = sx.save_checkpoint(state, f"{folder}/exists", background=True)
@@ -161,9 +160,9 @@ def fails_unheard(folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", THREADS_AND_PROCESSES)
-def test_a_failure_that_nobody_has_asked_for_is_raised_by_the_next_save(backend: str, tmp_path: Path) -> None:
+def test_a_failure_without_a_call_of_result_is_raised_by_the_next_save(backend: str, tmp_path: Path) -> None:
     (tmp_path / "exists").mkdir()
-    found = run_ranks(fails_unheard, 2, backend=backend, args=(str(tmp_path),), timeout_s=120)
+    found = run_ranks(fails_without_result, 2, backend=backend, args=(str(tmp_path),), timeout_s=120)
     assert found == [["exists", "third"]] * 2
 
 
@@ -182,7 +181,7 @@ def gives_wrong_arguments(folder: str) -> None:
     assert sx.save_checkpoint(state, f"{folder}/saved", background=True).result(20).num_tensors == 1
 
 
-def test_what_one_rank_gets_wrong_is_raised_on_all(tmp_path: Path) -> None:
+def test_a_wrong_argument_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     run_ranks(gives_wrong_arguments, 2, args=(str(tmp_path),))
 
 
@@ -202,7 +201,7 @@ def dies(folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_killed_rank_is_told_by_the_result(tmp_path: Path) -> None:
+def test_result_names_a_killed_rank(tmp_path: Path) -> None:
     outcomes = run_ranks(dies, 2, backend="gloo", args=(str(tmp_path),), allow_failure=True)
     assert "died" in outcomes[0].value
     assert os.listdir(tmp_path) == []  # root has removed what was there
@@ -231,7 +230,7 @@ def saves_while_others_read(folder: str, until_s: float) -> list[Any]:
 
 
 @pytest.mark.parametrize("seconds", [1.0, slow(20.0)])
-def test_each_load_beside_saves_is_of_one_of_them(seconds: float, tmp_path: Path) -> None:
+def test_each_load_during_saves_is_of_one_save(seconds: float, tmp_path: Path) -> None:
     sx.save_checkpoint(
         {"w": torch.zeros(50), "own0": torch.zeros(50), "own1": torch.zeros(50), "step": 0}, tmp_path / "saved"
     )

@@ -1,8 +1,9 @@
-"""The rows of the four seed systems: one test for each, named after it, with the seed's own values.
+"""What the four systems that this package replaces do: one test for each of their functions, with their own values.
 
-ModelOpt's `export.distribute`, Lux's `DistributedUtils` (with FluxMPI's and Flux's differences), Bagua's
-`torch_api.distributed` and Flashlight's `fl::distributed`. A comment names what this project does differently on
-purpose. By default ranks are threads; under `slow` they use shared memory, Gloo, MPI and two simulated hosts.
+These are ModelOpt's `export.distribute`, Lux's `DistributedUtils` (with FluxMPI's and Flux's differences), Bagua's
+`torch_api.distributed` and Flashlight's `fl::distributed`, as docs/migration.md lists them. A test is named after the
+system and its function: it expects what that returns, except where a comment names what is different on purpose.
+By default ranks are threads; under `slow` they use shared memory, Gloo, MPI and two simulated hosts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from bagua import bagua_net
+from programs import require_mpi
 from starting import LAUNCHED_AS, start
 from sweeps import slow
 from torch import nn
@@ -30,55 +32,51 @@ from statexchange.comm.communicator import Communicator
 from statexchange.comm.failure import page_setup
 from statexchange.errors import InvalidArgumentError, MissingExtraError, NotFoundError
 from statexchange.testing import run_ranks
-from statexchange.testing.worlds import mpi_missing
 from statexchange.train.algorithms import Decentralized, dequantize, quantize
 from statexchange.train.buckets.plan import split_buckets
 from statexchange.train.parameter_specs import ParameterSpec
 
-Row = Callable[[Communicator, Path], Any]
-ROWS: dict[str, Row] = {}
+Body = Callable[[Communicator, Path], Any]
+BODIES: dict[str, Body] = {}
 
 
-def on_ranks(*sizes: int, backends: tuple[str, ...] = ("shm", "gloo", "mpi", "hierarchical")) -> Callable[[Row], Any]:
-    """Make a test of a function that each rank runs:
+def on_ranks(*sizes: int, backends: tuple[str, ...] = ("shm", "gloo", "mpi", "hierarchical")) -> Callable[[Body], Any]:
+    """Make a test of a function that each rank runs: on threads in worlds of `sizes`, under `slow` over `backends`."""
 
-    on threads in worlds of `sizes`, and under `slow` over `backends`.
-    """
-
-    def make(row: Row) -> Any:
-        ROWS[row.__name__] = row
+    def make(body: Body) -> Any:
+        BODIES[body.__name__] = body
         cases = [("threads", size) for size in sizes]
         size = 2 if 2 in sizes else max(sizes)
         cases += [slow(backend, max(3, size) if backend == "hierarchical" else size) for backend in backends]
 
         @pytest.mark.parametrize(("backend", "world_size"), cases)
         def test(backend: str, world_size: int, tmp_path: Path) -> None:
-            if backend == "mpi" and (missing := mpi_missing()):
-                pytest.skip(missing)
+            if backend == "mpi":
+                require_mpi()
             if backend == "threads":
-                run_ranks(lambda: row(sx.get_communicator(), tmp_path), world_size)
+                run_ranks(lambda: body(sx.get_communicator(), tmp_path), world_size)
                 return
-            args = (row.__name__, backend, str(tmp_path))
-            run_ranks(run_row, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=120, reuse=True)
+            args = (body.__name__, backend, str(tmp_path))
+            run_ranks(run_body, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=120, reuse=True)
 
-        test.__name__ = row.__name__
+        test.__name__ = body.__name__
         return test
 
     return make
 
 
-def run_row(name: str, backend: str, directory: str) -> None:
+def run_body(name: str, backend: str, directory: str) -> None:
     """Run the function of a test by its name, on a rank in a process of its own."""
     identity = bootstrap.host_identity, page_setup.host_identity
     try:
         comm = start(backend, directory)
-        ROWS[name](comm, Path(directory))
+        BODIES[name](comm, Path(directory))
         comm.barrier()
     finally:
         bootstrap.host_identity, page_setup.host_identity = identity
 
 
-def ones_of(value: float, n: int = 512, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def filled(value: float, n: int = 512, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.full((n,), value, dtype=dtype)
 
 
@@ -250,15 +248,15 @@ def test_lux_local_rank_and_total_workers(comm: Communicator, directory: Path) -
 @on_ranks(1, 2, 3)
 def test_lux_bcast(comm: Communicator, directory: Path) -> None:
     for root in {0, comm.world_size - 1}:
-        value = ones_of(comm.rank == root)
-        out = ones_of(7.0)
+        value = filled(comm.rank == root)
+        out = filled(7.0)
         assert comm.broadcast(value, root=root, out=out) is out
         assert out.eq(1).all()  # on root, too; Lux leaves it unchanged there
         assert value.eq(float(comm.rank == root)).all()
         assert comm.broadcast(value, root=root) is value
         assert value.eq(1).all()
     with pytest.raises(InvalidArgumentError, match="root"):
-        comm.broadcast(ones_of(1), root=comm.world_size)
+        comm.broadcast(filled(1), root=comm.world_size)
 
 
 @on_ranks(1, 2, 3)
@@ -266,7 +264,7 @@ def test_lux_reduce(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     for op, expected in (("sum", n * (n + 1) / 2), ("avg", (n + 1) / 2)):
         for root in {0, n - 1}:
-            given, out = ones_of(comm.rank + 1), ones_of(7.0)
+            given, out = filled(comm.rank + 1), filled(7.0)
             comm.reduce(given, op, root=root, out=out)
             assert given.eq(comm.rank + 1).all()
             assert out.eq(expected if comm.rank == root else 7).all()
@@ -278,7 +276,7 @@ def test_lux_reduce(comm: Communicator, directory: Path) -> None:
 def test_lux_allreduce(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     for op, expected in (("sum", n * (n + 1) / 2), ("avg", (n + 1) / 2)):
-        given, out = ones_of(comm.rank + 1), ones_of(7.0)
+        given, out = filled(comm.rank + 1), filled(7.0)
         assert comm.all_reduce(given, op, out=out) is out
         assert given.eq(comm.rank + 1).all()
         assert out.eq(expected).all()
@@ -294,7 +292,7 @@ def test_lux_op_argument_and_avg(comm: Communicator, directory: Path) -> None:
     for op, expected in cases:
         assert comm.all_reduce(torch.tensor([comm.rank + 1.0]), op).item() == expected
     with pytest.raises(InvalidArgumentError, match="unknown op"):
-        comm.all_reduce(ones_of(1), "median")
+        comm.all_reduce(filled(1), "median")
     with pytest.raises(TypeError, match=r"avg of torch\.int64"):  # Lux: InexactError afterwards, or truncation
         comm.all_reduce(torch.tensor([comm.rank]), "avg")
 
@@ -333,7 +331,7 @@ def test_lux_synchronize(comm: Communicator, directory: Path) -> None:
     for kind in (torch.optim.Adam, torch.optim.SGD):
         parameter = nn.Parameter(torch.zeros(4))
         optimizer = kind([parameter], lr=0.1)
-        parameter.grad = ones_of(float(comm.rank == 0), 4, torch.float32)
+        parameter.grad = filled(float(comm.rank == 0), 4, torch.float32)
         optimizer.step()
         sx.synchronize(optimizer)
         state = optimizer.state[parameter]
@@ -352,8 +350,8 @@ def leaves_of(tree: Any) -> Iterator[torch.Tensor]:
 
 @on_ranks(1, 2, 3)
 def test_lux_distributed_optimizer(comm: Communicator, directory: Path) -> None:
-    plain = [nn.Parameter(ones_of(0, 4)) for _ in range(2)]
-    ours = [nn.Parameter(ones_of(0, 4)) for _ in range(2)]
+    plain = [nn.Parameter(filled(0, 4)) for _ in range(2)]
+    ours = [nn.Parameter(filled(0, 4)) for _ in range(2)]
     inner = torch.optim.Adam(ours, lr=1e-3)
     optimizer = sx.DistributedOptimizer(inner)
     alone = torch.optim.Adam(plain, lr=1e-3)
@@ -362,7 +360,7 @@ def test_lux_distributed_optimizer(comm: Communicator, directory: Path) -> None:
         for parameter in ours:
             parameter.sum().backward()  # ones
         for parameter in plain:
-            parameter.grad = ones_of(1, 4)
+            parameter.grad = filled(1, 4)
         optimizer.step()
         alone.step()
         for one, other in zip(ours, plain, strict=True):
@@ -370,7 +368,7 @@ def test_lux_distributed_optimizer(comm: Communicator, directory: Path) -> None:
         optimizer.zero_grad()
         if step == 0:
             for group in (*optimizer.param_groups, *alone.param_groups):
-                group["lr"] = 0.1  # adjust
+                group["lr"] = 0.1  # Optimisers.adjust!
     assert inner.param_groups[0]["lr"] == 0.1
     sx.synchronize(optimizer)
 
@@ -394,20 +392,20 @@ def test_lux_distributed_data_container(comm: Communicator, directory: Path) -> 
 def test_fluxmpi_differences(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     for op, expected in (("sum", n), ("prod", 1)):
-        buffer = ones_of(1, 4)
+        buffer = filled(1, 4)
         work = comm.all_reduce(buffer, op, async_op=True)
         assert work.wait() is buffer
         assert buffer.eq(expected).all()
-    buffer = ones_of(comm.rank, 4)
+    buffer = filled(comm.rank, 4)
     assert comm.broadcast(buffer, async_op=True).wait().eq(0).all()
-    ours, plain = nn.Parameter(ones_of(0, 4)), nn.Parameter(ones_of(0, 4))
+    ours, plain = nn.Parameter(filled(0, 4)), nn.Parameter(filled(0, 4))
     summing = sx.DistributedOptimizer(torch.optim.SGD([ours], lr=0.1), scale=1.0)  # FluxMPI's sums
     ours.sum().backward()
     summing.step()
-    plain.grad = ones_of(n, 4)
+    plain.grad = filled(n, 4)
     torch.optim.SGD([plain], lr=0.1).step()
     torch.testing.assert_close(ours, plain)
-    gradients = [ones_of(1, 4), ones_of(1, 4)]
+    gradients = [filled(1, 4), filled(1, 4)]
     assert comm.all_reduce_multiple(gradients) is not None  # allreduce_gradients
     assert all(gradient.eq(n).all() for gradient in gradients)
 
@@ -424,7 +422,7 @@ def test_flux_differences(comm: Communicator, directory: Path) -> None:
         total = comm.all_reduce(sum(part[i] for i in range(len(part))) + torch.zeros(1)).item()
         padding = n * len(part) - count
         assert total == sum(range(count)) + sum(range(padding))
-    used, unused = nn.Parameter(torch.ones(5, 3)), nn.Parameter(ones_of(1, 8).view(2, 4))
+    used, unused = nn.Parameter(torch.ones(5, 3)), nn.Parameter(filled(1, 8).view(2, 4))
     optimizer = sx.DistributedOptimizer(torch.optim.SGD([used, unused], lr=1.0))
     (used.sum() + (unused.sum() if comm.rank == n - 1 else 0)).backward()
     optimizer.step()
@@ -467,11 +465,11 @@ def test_bagua_allreduce_broadcast_and_their_coalesced(comm: Communicator, direc
     n = comm.world_size
     floats = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # Bagua refuses the last two
     for dtype in (*floats, torch.uint8, torch.int64, torch.int32):
-        tensor = ones_of(comm.rank + 1, 100, dtype)
+        tensor = filled(comm.rank + 1, 100, dtype)
         assert comm.all_reduce(tensor).eq(n * (n + 1) / 2).all()
-        assert comm.broadcast(ones_of(comm.rank + 1, 100, dtype), root=n - 1).eq(n).all()
+        assert comm.broadcast(filled(comm.rank + 1, 100, dtype), root=n - 1).eq(n).all()
         if dtype in floats:
-            average = comm.all_reduce(ones_of(comm.rank + 1, 100, dtype), "avg")
+            average = comm.all_reduce(filled(comm.rank + 1, 100, dtype), "avg")
             assert torch.equal(average, tensor / n)  # AVG is SUM / n exactly
     several = [torch.tensor([1.0, 2, 3]) * (comm.rank + 1), torch.tensor([4.0, 5, 6]) * (comm.rank + 1)]
     comm.all_reduce_multiple(several, "avg")
@@ -515,7 +513,7 @@ def test_bagua_reducer_arguments_and_bucket_types(comm: Communicator, directory:
         reducer.close()
 
 
-def declared(kinds: dict[str, str]) -> list[ParameterSpec]:
+def specs_of(kinds: dict[str, str]) -> list[ParameterSpec]:
     sizes = dict(zip("ABCDE", range(1, 6), strict=True))
     return [ParameterSpec(name, kinds.get(name, "float32"), (sizes[name] << 20,)) for name in kinds]
 
@@ -529,7 +527,7 @@ def declared(kinds: dict[str, str]) -> list[ParameterSpec]:
     ],
 )
 def test_bagua_bucket_split(order: str, halves: str, expected: list[str]) -> None:
-    tensors = declared({name: "float16" if name in halves else "float32" for name in order})
+    tensors = specs_of({name: "float16" if name in halves else "float32" for name in order})
     found = split_buckets(tensors, 20 << 20)
     assert ["".join(tensor.name for tensor in bucket) for bucket in found] == expected
     assert all(len({tensor.dtype for tensor in bucket}) == 1 for bucket in found)  # Bagua mixes two of these
@@ -557,12 +555,12 @@ def test_bagua_unused_parameters_and_two_backwards(comm: Communicator, directory
 def test_bagua_switch_to(comm: Communicator, directory: Path) -> None:
     module = bagua_net(comm.rank)
     wrapped, optimizer = sx.train.data_parallel(module, torch.optim.Adam(module.parameters(), lr=0.01))
-    assert torch.equal(flat(module), flat(bagua_net(0)))  # at first those of root
+    assert torch.equal(flat(module), flat(bagua_net(0)))  # at first the weights are those of root
     for name in ("sg-allreduce", "decentralize", "quantize", "allreduce"):
         with torch.no_grad():
             module[0].weight.fill_(comm.rank + 1)
         assert wrapped.switch_to(name) is wrapped
-        assert module[0].weight.eq((comm.world_size + 1) / 2).all()  # later their average
+        assert module[0].weight.eq((comm.world_size + 1) / 2).all()  # after a switch they are averages
         train(wrapped, optimizer, comm.rank, 2)
     assert optimizer.state[module[0].weight]["step"].item() == 8
     with pytest.raises(
@@ -689,7 +687,7 @@ def test_bagua_hierarchical_reduce_on_two_hosts(tmp_path: Path) -> None:
 @on_ranks(2, 3)
 def test_bagua_gradient_allreduce(comm: Communicator, directory: Path) -> None:
     module = bagua_net(comm.rank)
-    train(module, sgd(module), comm.rank, 3)  # apart
+    train(module, sgd(module), comm.rank, 3)  # ranks now have different weights
     wrapped, optimizer = sx.train.data_parallel(module, sgd(module), "allreduce")
     train(wrapped, optimizer, comm.rank, 10)
     assert same_everywhere(comm, flat(module))
@@ -830,7 +828,7 @@ def test_flashlight_file_store(tmp_path: Path) -> None:
 def test_flashlight_all_reduce(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     for async_op in (False, True):  # Flashlight's Gloo does not support this
-        tensor = ones_of(comm.rank, 10, torch.float32)
+        tensor = filled(comm.rank, 10, torch.float32)
         result = comm.all_reduce(tensor, scale=2.0, async_op=async_op)
         if async_op:
             comm.wait_all()
@@ -839,7 +837,7 @@ def test_flashlight_all_reduce(comm: Communicator, directory: Path) -> None:
         assert tensor.eq(n * (n - 1)).all()
     assert comm.all_reduce(torch.full((3, 3), float(comm.rank))).eq(n * (n - 1) / 2).all()  # 6 on four ranks
     for dtype in (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64):
-        assert comm.all_reduce(ones_of(comm.rank, 10, dtype)).eq(n * (n - 1) / 2).all()
+        assert comm.all_reduce(filled(comm.rank, 10, dtype)).eq(n * (n - 1) / 2).all()
     with pytest.raises(TypeError, match="float8"):
         comm.all_reduce(torch.ones(4).to(torch.float8_e4m3fn))
 
@@ -849,12 +847,12 @@ def test_flashlight_all_reduce_multiple(comm: Communicator, directory: Path) -> 
     n = comm.world_size
     for contiguous in (False, True):
         for async_op in (False, True):
-            tensors = [ones_of(comm.rank + 1, 1 << 12, torch.float32) for _ in range(5)]
+            tensors = [filled(comm.rank + 1, 1 << 12, torch.float32) for _ in range(5)]
             work = comm.all_reduce_multiple(tensors, scale=2.0, contiguous=contiguous, async_op=async_op)
             if async_op:
                 work.wait()
             assert all(tensor.eq(n * (n + 1)).all() for tensor in tensors)
-            mixed = [ones_of(1, 3), ones_of(1, 3, torch.float32)]  # in Flashlight these cannot be contiguous
+            mixed = [filled(1, 3), filled(1, 3, torch.float32)]  # in Flashlight these cannot be contiguous
             comm.all_reduce_multiple(mixed, contiguous=contiguous)
             assert all(tensor.eq(n).all() for tensor in mixed)
     assert comm.all_reduce_multiple([]) == []
@@ -865,7 +863,7 @@ def test_flashlight_all_reduce_multiple(comm: Communicator, directory: Path) -> 
 def test_flashlight_all_reduce_set_of_20_mib(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     for count in (5, 30):  # 120 MiB throw in Flashlight
-        tensors = [ones_of(comm.rank + 1, 1 << 20, torch.float32) for _ in range(count)]
+        tensors = [filled(comm.rank + 1, 1 << 20, torch.float32) for _ in range(count)]
         comm.all_reduce_multiple(tensors, scale=2.0, async_op=True).wait()
         assert all(tensor.eq(n * (n + 1)).all() for tensor in tensors)
 
@@ -873,7 +871,7 @@ def test_flashlight_all_reduce_set_of_20_mib(comm: Communicator, directory: Path
 @on_ranks(1, 2)
 def test_flashlight_sync_distributed(comm: Communicator, directory: Path) -> None:
     comm.wait_all()  # nothing is pending
-    tensor = ones_of(comm.rank + 1, 1 << 16, torch.float32)
+    tensor = filled(comm.rank + 1, 1 << 16, torch.float32)
     comm.all_reduce(tensor, scale=0.5, async_op=True)
     comm.wait_all()
     n = comm.world_size
@@ -898,7 +896,7 @@ def test_flashlight_barrier(comm: Communicator, directory: Path) -> None:
 def test_flashlight_inline_reducer(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
     reducer = sx.train.InlineReducer(comm, 1 / n)
-    tensor = ones_of(comm.rank, 10, torch.float32)
+    tensor = filled(comm.rank, 10, torch.float32)
     reducer.add(tensor)
     assert (tensor * 2 * n).eq(n * (n - 1)).all()
     reducer.finalize()  # a no-op
@@ -914,18 +912,18 @@ def test_flashlight_coalescing_reducer(comm: Communicator, directory: Path) -> N
             reducer = sx.train.CoalescingReducer(
                 comm, 1 / n, async_op=async_op, contiguous=contiguous, cache_bytes=5 * 4 * small
             )
-            tensors = [ones_of(comm.rank + 1, small, torch.float32) for _ in range(100)]
+            tensors = [filled(comm.rank + 1, small, torch.float32) for _ in range(100)]
             for count, tensor in enumerate(tensors, 1):
                 reducer.add(tensor)
                 if count % 10 == 0:
                     reducer.finalize()
             assert all((tensor * 2 * n).eq(n * (n + 1)).all() for tensor in tensors)
     reducer = sx.train.CoalescingReducer(comm, 1.0, async_op=False, cache_bytes=5 * 4 * small)
-    fit = [ones_of(1, small, torch.float32) for _ in range(5)]
+    fit = [filled(1, small, torch.float32) for _ in range(5)]
     for tensor in fit:
         reducer.add(tensor)
     assert all(tensor.eq(1).all() for tensor in fit)  # a tensor of exactly the threshold fits
-    reducer.add(big := ones_of(1, 6 * small, torch.float32))
+    reducer.add(big := filled(1, 6 * small, torch.float32))
     assert all(tensor.eq(n).all() for tensor in (*fit, big))  # flushed, then sent alone, as it is too large
     reducer.finalize()
 

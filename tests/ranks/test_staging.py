@@ -57,7 +57,7 @@ def test_targets_fill_any_tensor(tensor: torch.Tensor, window_bytes: int) -> Non
 
 
 @pytest.mark.parametrize("window_bytes", [16, 4096])
-def test_arrays_of_any_strides_and_casts(window_bytes: int) -> None:
+def test_arrays_of_any_strides_are_copied_and_cast(window_bytes: int) -> None:
     staging = Staging(window_bytes)
     array = np.arange(60.0, dtype=np.float32).reshape(3, 4, 5).transpose(2, 0, 1)
     assert b"".join(bytes(data) for _, data in staging.parts(array, "F32")) == array.tobytes()
@@ -111,15 +111,15 @@ def replicas_with_nan(folder: str) -> None:
     sx.export_checkpoint({"w": tensor if sx.get_rank() else tensor.T.contiguous().T}, f"{folder}/out", dtype="bfloat16")
 
 
-def test_copies_of_a_nan_are_equal_however_they_lie(tmp_path: Path) -> None:
+def test_copies_of_a_nan_are_equal_in_any_order_of_memory(tmp_path: Path) -> None:
     run_ranks(replicas_with_nan, 2, args=(str(tmp_path),), timeout_s=120)
 
 
-def peak() -> int:
+def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def strided_trip(folder: str) -> list[int]:
+def peaks_of_a_strided_tensor(folder: str) -> list[int]:
     """Return the bytes that exports, and then a load and a save, add to the peak; the tensor is strided."""
     tensor = torch.ones(6000, 8000).T
     small = {"w": torch.ones(30, 20).T}
@@ -127,16 +127,16 @@ def strided_trip(folder: str) -> list[int]:
     sx.export_checkpoint(small, f"{folder}/same")
     sx.load_checkpoint(small, f"{folder}/same")
     sx.save_checkpoint(small, f"{folder}/kept")
-    found = [peak()]
+    found = [peak_bytes()]
     sx.export_checkpoint({"w": tensor}, f"{folder}/cast", dtype="bfloat16")
     sx.export_checkpoint({"w": tensor}, f"{folder}/whole")
-    found.append(peak())
+    found.append(peak_bytes())
     sx.load_checkpoint({"w": tensor}, f"{folder}/whole")
     sx.save_checkpoint({"w": tensor}, f"{folder}/saved")
-    found.append(peak())
+    found.append(peak_bytes())
     return [found[1] - found[0], found[2] - found[1]]
 
 
 def test_a_strided_tensor_is_never_copied_whole(tmp_path: Path) -> None:
-    (added,) = run_ranks(strided_trip, 1, backend="processes", args=(str(tmp_path),), timeout_s=120)
+    (added,) = run_ranks(peaks_of_a_strided_tensor, 1, backend="processes", args=(str(tmp_path),), timeout_s=120)
     assert max(added) < 40 << 20

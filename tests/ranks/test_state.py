@@ -23,19 +23,19 @@ import statexchange as sx
 from statexchange.testing import run_ranks
 
 
-def quantized() -> nn.Module:
+def quantize_dynamically() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's deprecation warning
         return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear})
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
 
 
-# Nothing is dropped
+# Refusals
 
 
 def gathers(state: Any) -> None:
@@ -47,7 +47,7 @@ def gathers(state: Any) -> None:
 def test_a_module_with_weights_that_are_no_tensors_is_refused_by_name(verb: str, tmp_path: Path) -> None:
     verbs = {"export": sx.export_checkpoint, "save": sx.save_checkpoint, "gather": lambda state, _: gathers(state)}
     with pytest.raises(TypeError, match=r"_packed_params"):
-        verbs[verb](quantized(), tmp_path / "out")
+        verbs[verb](quantize_dynamically(), tmp_path / "out")
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
@@ -145,7 +145,7 @@ def test_save_refuses_a_module_that_fsdp1_wraps(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# It round-trips
+# Round trips
 
 
 def test_live_containers_keep_their_types(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_scheduler_that_counts_milestones_goes_on(tmp_path: Path) -> None:
     assert live["scheduler"].get_last_lr() == [0.1]
 
 
-def test_a_synchronized_scheduler_continues() -> None:
+def test_a_synchronized_scheduler_has_the_milestones_of_root() -> None:
     assert run_ranks(synchronizes_a_scheduler, 2) == [[[2, 4], "Counter"]] * 2
 
 
@@ -325,7 +325,7 @@ def test_an_optimizer_resumes_from_torchs_own_checkpoint(flatten: bool, tmp_path
     one, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2))
     first = torch.optim.AdamW(one.parameters(), lr=0.5)
     second = torch.optim.AdamW(other.parameters(), lr=0.1)
-    trained(one, first)
+    train_step(one, first)
     options = dcp.state_dict.StateDictOptions(flatten_optimizer_state_dict=flatten)
     model_state, optimizer_state = get_state_dict(one, first, options=options)
     with warnings.catch_warnings():
@@ -342,8 +342,8 @@ def test_an_optimizer_resumes_from_torchs_own_checkpoint(flatten: bool, tmp_path
     assert [(group["lr"], group["betas"], len(group["params"])) for group in second.param_groups] == [
         (0.5, (0.9, 0.999), 4)
     ]
-    trained(one, first)
-    trained(other, second)
+    train_step(one, first)
+    train_step(other, second)
     assert all(map(torch.equal, one.parameters(), other.parameters()))
 
 

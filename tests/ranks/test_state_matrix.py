@@ -22,7 +22,7 @@ from torch import nn
 import statexchange as sx
 from statexchange.testing import run_ranks
 
-DOCS = Path(__file__).parents[2] / "docs" / "state.md"
+PAGE = Path(__file__).parents[2] / "docs" / "state.md"
 LR = torch.optim.lr_scheduler
 
 
@@ -64,8 +64,8 @@ class Net(nn.Module):
         return result
 
 
-def trained(seed: int, kind: type[torch.optim.Optimizer], **options: Any) -> dict[str, Any]:
-    """A model and its optimizer after `seed` steps."""
+def train(seed: int, kind: type[torch.optim.Optimizer], **options: Any) -> dict[str, Any]:
+    """Return a model and its optimizer after `seed` steps."""
     torch.manual_seed(seed)
     model: nn.Module = nn.Embedding(4, 3, sparse=True) if kind is torch.optim.SparseAdam else Net(seed)
     weights = [p for p in model.parameters() if p.dim() == 2]
@@ -107,7 +107,7 @@ class Loader:
 
 
 class Labelled(torch.Tensor):
-    """A subclass."""
+    """A subclass of torch.Tensor."""
 
 
 class Point(NamedTuple):
@@ -176,7 +176,7 @@ def aliased(seed: int) -> dict[str, torch.Tensor]:
     return {"whole": whole, "again": whole, "part": whole[1:3]}
 
 
-def array(seed: int) -> np.ndarray[Any, Any]:
+def make_array(seed: int) -> np.ndarray[Any, Any]:
     return np.full(3, seed, np.float32)
 
 
@@ -186,9 +186,9 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "module, compiled": lambda seed: torch.compile(Net(seed), backend="eager"),
     "average of a module (EMA)": averaged,
     "module, quantized dynamically": dynamic,
-    **{f"optimizer {kind.__name__}": lambda seed, kind=kind: trained(seed, kind) for kind in OPTIMIZERS},
+    **{f"optimizer {kind.__name__}": lambda seed, kind=kind: train(seed, kind) for kind in OPTIMIZERS},
     **{
-        f"optimizer {name}": lambda seed, name=name: trained(
+        f"optimizer {name}": lambda seed, name=name: train(
             seed, vars(torch.optim)[name.partition(" ")[0]], **OPTIONS[name]
         )
         for name in OPTIONS
@@ -212,7 +212,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "number, text, None": lambda seed: {"a": seed, "b": str(seed), "c": None},
     "numpy scalar, complex, dtype, size, enum": values,
     "bytes, path, date, set": other_values,
-    "numpy array": array,
+    "numpy array": make_array,
     "two names for one tensor, and a view of it": aliased,
     "strided tensor": lambda seed: torch.full((4, 4), float(seed))[::2, ::2].t(),
     "expanded tensor": lambda seed: torch.full((1,), float(seed)).expand(3),
@@ -226,7 +226,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
 }
 
 
-ALIKE = {
+TESTED_BY_OTHERS = {
     kind
     for kind in KINDS
     if kind.startswith(("optimizer ", "scheduler "))
@@ -291,7 +291,7 @@ def saves(make: Callable[[int], Any], path: str, after: int = 2) -> list[Any]:
     return run_ranks(ranks, after)
 
 
-TRIPS: dict[str, Callable[[Callable[[int], Any], str], list[Any]]] = {
+CALLS: dict[str, Callable[[Callable[[int], Any], str], list[Any]]] = {
     "synchronize": synchronizes,
     "gather": gathers,
     "export, load": exports,
@@ -302,10 +302,11 @@ TRIPS: dict[str, Callable[[Callable[[int], Any], str], list[Any]]] = {
 }
 
 
-def outcome(kind: str, trip: str, path: str) -> str:
+def outcome(kind: str, call: str, path: str) -> str:
+    """Return what a call does with a kind of state, as a cell of the table on the page."""
     wanted = content(KINDS[kind](2))
     try:
-        found = TRIPS[trip](KINDS[kind], path)
+        found = CALLS[call](KINDS[kind], path)
     except Exception as error:  # noqa: BLE001 (its kind is the outcome)
         return "refused" if isinstance(error, sx.StateExchangeError) else f"another error: {error!r}"
     wrong = [(rank, one) for rank, one in enumerate(found) if not equal(one, wanted)]
@@ -314,27 +315,28 @@ def outcome(kind: str, trip: str, path: str) -> str:
     plain = all(equal(one, wanted.as_subclass(torch.Tensor)) for one in found if isinstance(wanted, torch.Tensor))
     if plain and isinstance(wanted, torch.Tensor):
         return "same, as a plain tensor"
-    if trip == "synchronize" and all(equal(one, content(KINDS[kind](3))) for _, one in wrong):
+    if call == "synchronize" and all(equal(one, content(KINDS[kind](3))) for _, one in wrong):
         return "each rank's own"
     rank, one = wrong[0]
     return f"rank {rank} has {one}, not {wanted}"
 
 
 def table() -> dict[str, list[str]]:
-    lines = [line for line in DOCS.read_text().splitlines() if line.startswith("| ") and "`" not in line]
+    """Return the outcomes by kind that the page shows."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "`" not in line]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0][1:] == list(TRIPS)
+    assert cells[0][1:] == list(CALLS)
     return {kind: row for kind, *row in cells[1:] if not kind.startswith("--")}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ALIKE else ()) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in TESTED_BY_OTHERS else ()) for kind in KINDS]
 )
-def test_every_outcome_is_that_of_the_table(kind: str, tmp_path: Path) -> None:
-    found = [outcome(kind, trip, str(tmp_path / str(number))) for number, trip in enumerate(TRIPS)]
+def test_each_call_keeps_or_refuses_a_kind_of_state_as_the_page_states(kind: str, tmp_path: Path) -> None:
+    found = [outcome(kind, call, str(tmp_path / str(number))) for number, call in enumerate(CALLS)]
     assert found == table()[kind]
 
 
-def test_the_table_has_every_kind_and_no_other() -> None:
+def test_the_table_of_the_page_has_every_kind_and_no_other() -> None:
     assert table().keys() == KINDS.keys()

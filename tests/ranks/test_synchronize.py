@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from equality import equal_bits
 from sweeps import slow
 from torch import nn
 
@@ -50,30 +51,23 @@ class Frozen:
     weight: Any = None
 
 
-def here() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     comm = sx.get_communicator()
     return comm.rank, comm.world_size
 
 
 def filled(value: float, root: int = 0) -> torch.Tensor:
     """Return `value` on root, zeros elsewhere."""
-    return torch.full((2, 3), value if here()[0] == root else 0.0)
+    return torch.full((2, 3), value if rank_and_size()[0] == root else 0.0)
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are bit-equal; NaN equals NaN."""
-    return torch.equal(one.resolve_conj().contiguous().view(-1), other.resolve_conj().contiguous().view(-1)) or (
-        one.contiguous().view(-1).view(torch.uint8).tolist() == other.contiguous().view(-1).view(torch.uint8).tolist()
-    )
-
-
-# Lux's own tests
+# The tests of Lux
 
 
 @pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("last", [False, True])
 def test_nested_tensors_get_roots_values_in_place(last: bool) -> None:
-    root = here()[1] - 1 if last else 0
+    root = rank_and_size()[1] - 1 if last else 0
     tensors = [filled(1.0, root) for _ in range(6)]
     tree = {"a": Pair(tensors[0], tensors[1]), "d": (tensors[2], [tensors[3]]), "e": Frozen(0.1, tensors[4])}
     assert synchronize(tree, root=root) is tree
@@ -90,7 +84,7 @@ def test_adams_state_set_to_one_on_root_is_one_everywhere() -> None:
     optimizer.step()
     for state in optimizer.state.values():
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name].fill_(float(here()[0] == 0))
+            state[name].fill_(float(rank_and_size()[0] == 0))
     assert synchronize(optimizer) is optimizer
     for state in optimizer.state.values():
         assert (state["exp_avg"] == 1).all()
@@ -99,7 +93,7 @@ def test_adams_state_set_to_one_on_root_is_one_everywhere() -> None:
 
 @pytest.mark.ranks(*WORLDS)
 def test_leaves_without_tensors_get_roots_values_or_do_not_change() -> None:
-    rank = here()[0]
+    rank = rank_and_size()[0]
     own = object()
     assert synchronize(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1 + rank)).param_groups[0]["lr"] == 0.1
     assert synchronize(None) is None
@@ -136,26 +130,26 @@ def odd_values(rank: int) -> dict[str, Any]:
 
 @pytest.mark.ranks(2, 3)
 def test_values_become_those_of_root_with_their_types() -> None:
-    got, wanted = synchronize(odd_values(here()[0])), odd_values(0)
+    got, wanted = synchronize(odd_values(rank_and_size()[0])), odd_values(0)
     assert got == wanted
     assert {name: type(value) for name, value in got.items()} == {name: type(value) for name, value in wanted.items()}
 
 
 @pytest.mark.ranks(2)
 def test_nan_is_copied_like_any_value() -> None:
-    assert np.isnan(synchronize(float("nan") if here()[0] == 0 else 1.0))
+    assert np.isnan(synchronize(float("nan") if rank_and_size()[0] == 0 else 1.0))
 
 
 @pytest.mark.ranks(2)
 def test_objects_are_not_replaced() -> None:
-    rank = here()[0]
-    tree = {"device": torch.device("cpu", rank), "bytes": b"%d" % rank, "handler": Handler.ONE, "call": here}
+    rank = rank_and_size()[0]
+    tree = {"device": torch.device("cpu", rank), "bytes": b"%d" % rank, "handler": Handler.ONE, "call": rank_and_size}
     assert synchronize(dict(tree)) == tree
 
 
 @pytest.mark.ranks(2, 4)
 def test_mutable_containers_are_changed_in_place() -> None:
-    rank = here()[0]
+    rank = rank_and_size()[0]
     inner, config, frozen = [rank, "same"], Config(float(rank)), Frozen(float(rank), torch.full((2,), float(rank)))
     tree = OrderedDict(z=inner, a=config, f=frozen, p=Pair(rank, "same"), t=(rank, inner))
     got = synchronize(tree)
@@ -172,7 +166,7 @@ def test_mutable_containers_are_changed_in_place() -> None:
 
 @pytest.mark.ranks(2)
 def test_the_order_of_keys_does_not_matter() -> None:
-    rank = here()[0]
+    rank = rank_and_size()[0]
     items = [("a", torch.full((3,), 1.0 + rank)), (1, torch.full((4,), 2.0 + rank)), ("b", rank)]
     tree = synchronize(dict(items if rank == 0 else reversed(items)))
     assert tree["a"].tolist() == [1.0] * 3
@@ -218,20 +212,20 @@ def odd_tensors(rank: int) -> dict[str, torch.Tensor]:
 def test_any_dense_tensor_gets_roots_values_in_place(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synchronize_module, "_WINDOW_BYTES", limits[0])
     monkeypatch.setattr(synchronize_module, "_ALONE_BYTES", limits[1])
-    rank = here()[0]
+    rank = rank_and_size()[0]
     tensors, wanted = odd_tensors(rank), odd_tensors(0)
     before = dict(tensors)
     got = synchronize(tensors)
     for name, tensor in got.items():
         assert tensor is before[name]
-        assert same(tensor, wanted[name]), name
+        assert equal_bits(tensor, wanted[name]), name
     assert got["parameter"].requires_grad
     assert got["parameter"].is_leaf
 
 
 def test_memory_around_a_view_is_not_touched() -> None:
     def body() -> list[float]:
-        base = torch.full((4, 4), float(here()[0]))
+        base = torch.full((4, 4), float(rank_and_size()[0]))
         synchronize(base[1:3, 1:3])
         return base.flatten().tolist()
 
@@ -261,8 +255,8 @@ def odd_arrays(rank: int) -> dict[str, Any]:
 def test_any_array_gets_roots_values_in_place(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synchronize_module, "_WINDOW_BYTES", limits[0])
     monkeypatch.setattr(synchronize_module, "_ALONE_BYTES", limits[1])
-    arrays, wanted = odd_arrays(here()[0]), odd_arrays(0)
-    if here()[0] == 0:
+    arrays, wanted = odd_arrays(rank_and_size()[0]), odd_arrays(0)
+    if rank_and_size()[0] == 0:
         arrays["plain"].flags.writeable = False  # those of root are only read
     before = dict(arrays)
     for name, array in synchronize(arrays).items():
@@ -273,7 +267,7 @@ def test_any_array_gets_roots_values_in_place(limits: tuple[int, int], monkeypat
 
 @pytest.mark.ranks(2)
 def test_a_tensor_in_two_places_is_sent_once() -> None:
-    weight = torch.full((3,), float(here()[0]))
+    weight = torch.full((3,), float(rank_and_size()[0]))
     tree = synchronize({"a": weight, "b": [weight, weight[:]]})
     assert tree["a"] is tree["b"][0] is weight
     assert weight.tolist() == [0.0] * 3
@@ -345,7 +339,7 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.ranks(2, 3)
 def test_a_modules_parameters_and_buffers_get_roots_values() -> None:
-    rank, world_size = here()
+    rank, world_size = rank_and_size()
     model, wanted = tied(rank), tensors_of(tied(world_size - 1))
     before = tensors_of(model)
     tree = {"model": model, "step": rank}
@@ -358,7 +352,7 @@ def test_a_modules_parameters_and_buffers_get_roots_values() -> None:
 
 @pytest.mark.ranks(2)
 def test_ignored_names_do_not_change() -> None:
-    rank = here()[0]
+    rank = rank_and_size()[0]
     model = tied(rank)
     model._ddp_params_and_buffers_to_ignore = ["frozen.weight", "cache"]
     own = {name: tensor.clone() for name, tensor in tensors_of(model).items()}
@@ -371,8 +365,8 @@ def test_ignored_names_do_not_change() -> None:
 
 @pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("buffers", [True, False])
-def test_broadcast_parameters(buffers: bool) -> None:
-    rank, world_size = here()
+def test_broadcast_parameters_gives_roots_parameters_and_on_request_buffers(buffers: bool) -> None:
+    rank, world_size = rank_and_size()
     model, own, wanted = tied(rank), tensors_of(tied(rank)), tensors_of(tied(world_size - 1))
     assert broadcast_parameters(model, broadcast_buffers=buffers, root=world_size - 1) is None
     names = dict(model.named_buffers())
@@ -382,7 +376,7 @@ def test_broadcast_parameters(buffers: bool) -> None:
 
 @pytest.mark.ranks(*WORLDS)
 def test_allreduce_parameters_averages_and_takes_integers_from_rank_0() -> None:
-    rank, world_size = here()
+    rank, world_size = rank_and_size()
     model = tied(rank)
     model.register_buffer("flags", torch.tensor([rank == 0, True]))
     model.register_buffer("wave", torch.tensor([1.0 + rank * 1j]))
@@ -405,7 +399,7 @@ def test_averages_are_cut_into_windows_too(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(synchronize_module, "_WINDOW_BYTES", 64)
     monkeypatch.setattr(synchronize_module, "_ALONE_BYTES", 16)
     model = nn.Linear(50, 7)
-    nn.init.constant_(model.weight, 1.0 + here()[0])
+    nn.init.constant_(model.weight, 1.0 + rank_and_size()[0])
     model.weight.data = model.weight.data.t().contiguous().t()
     allreduce_parameters(model)
     assert (model.weight == 1.5).all()
@@ -415,7 +409,7 @@ def test_averages_are_cut_into_windows_too(monkeypatch: pytest.MonkeyPatch) -> N
 def test_another_type_than_a_module_is_an_error_on_all_ranks(verb: Callable[..., None]) -> None:
     def body() -> str:
         with pytest.raises(sx.errors.InvalidArgumentError) as caught:
-            verb(None if here()[0] == 1 else nn.Linear(1, 1))
+            verb(None if rank_and_size()[0] == 1 else nn.Linear(1, 1))
         return str(caught.value)
 
     messages = run_ranks(body, 2)
@@ -483,7 +477,7 @@ def assert_equal_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer)
 @pytest.mark.parametrize("steps", [(3, 0), (0, 3), (3, 2), (0, 0)], ids=["resumed root", "fresh root", "both", "none"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_optimizer_gets_roots_state_and_continues_equally(kind: str, steps: tuple[int, int]) -> None:
-    rank = here()[0]
+    rank = rank_and_size()[0]
     model, optimizer = trained(kind, rank, steps[rank])
     groups, state = list(optimizer.param_groups), dict(optimizer.state)
     assert synchronize([model, optimizer]) == [model, optimizer]
@@ -498,7 +492,7 @@ def test_an_optimizer_gets_roots_state_and_continues_equally(kind: str, steps: t
 
 @pytest.mark.ranks(2)
 def test_state_tensors_of_the_same_shape_stay_the_same_objects() -> None:
-    _, optimizer = trained("adam", here()[0], 1)
+    _, optimizer = trained("adam", rank_and_size()[0], 1)
     before = [tensor for state in optimizer.state.values() for tensor in state.values()]
     synchronize(optimizer)
     after = [tensor for state in optimizer.state.values() for tensor in state.values()]
@@ -508,14 +502,14 @@ def test_state_tensors_of_the_same_shape_stay_the_same_objects() -> None:
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adam", "rprop"])
 def test_after_fifty_different_steps_all_ranks_equal_rank_0(kind: str) -> None:
-    model, optimizer = trained(kind, here()[0], 50)
+    model, optimizer = trained(kind, rank_and_size()[0], 50)
     synchronize({"model": model, "optimizer": optimizer})
     assert_equal_state(optimizer, trained(kind, 0, 50)[1])
 
 
 @pytest.mark.ranks(2)
-def test_nested_optimizer_state_is_synchronized() -> None:
-    rank = here()[0]
+def test_the_nested_state_of_lbfgs_is_synchronized() -> None:
+    rank = rank_and_size()[0]
     model = nn.Linear(3, 1)
     optimizer = torch.optim.LBFGS(model.parameters())
     if rank == 0:
@@ -537,11 +531,11 @@ def test_nested_optimizer_state_is_synchronized() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_state_of_any_shape_in_any_nesting() -> None:
+def test_optimizer_state_of_any_nesting_becomes_that_of_root() -> None:
     parameter = nn.Parameter(torch.ones(2, 3))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     shared = torch.arange(3.0)
-    if here()[0] == 0:
+    if rank_and_size()[0] == 0:
         odd = {1: (shared, [shared, None, np.float32(0.5)]), "array": np.arange(3), "seen": Mode.FAST, "nan": 1j}
         optimizer.state[parameter] = {"odd": odd, "step": torch.tensor(3), "empty": torch.empty(0)}
         optimizer.state["all"] = {"count": 7}
@@ -566,7 +560,7 @@ def test_a_tensor_that_two_parameters_states_share_is_not_filled_twice() -> None
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     shared = torch.zeros(2)
     for number, parameter in enumerate(parameters):
-        optimizer.state[parameter]["count"] = shared if here()[0] else torch.full((2,), float(number))
+        optimizer.state[parameter]["count"] = shared if rank_and_size()[0] else torch.full((2,), float(number))
     synchronize(optimizer)
     assert optimizer.state[first]["count"].tolist() == [0, 0]
     assert optimizer.state[second]["count"].tolist() == [1, 1]
@@ -575,7 +569,7 @@ def test_a_tensor_that_two_parameters_states_share_is_not_filled_twice() -> None
 def test_state_of_a_type_that_a_rank_does_not_know_is_an_error_on_all() -> None:
     def body() -> None:
         optimizer = sgd((1,))
-        if here()[0] == 0:
+        if rank_and_size()[0] == 0:
             optimizer.param_groups[0]["mode"] = Mode.FAST
         synchronize({"x": optimizer})
 
@@ -588,7 +582,7 @@ def test_an_object_in_the_state_of_an_optimizer_is_not_replaced() -> None:
     def body(both: bool) -> bool:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
         own = object()
-        if both or here()[0] == 0:
+        if both or rank_and_size()[0] == 0:
             optimizer.param_groups[0]["helper"] = own
         synchronize([optimizer])
         return optimizer.param_groups[0]["helper"] is own
@@ -612,13 +606,13 @@ def test_tensors_in_a_set_or_deque_are_refused_by_name(make: Any) -> None:
     with pytest.raises(sx.errors.UnsupportedError, match=f"a {type(held).__name__} here holds tensors"):
         optimizer.param_groups[0]["held"] = held
         synchronize([optimizer])
-    plain = make([here()[0]])
+    plain = make([rank_and_size()[0]])
     assert synchronize({"a": plain})["a"] is plain
 
 
 @pytest.mark.ranks(2)
-def test_schedulers_and_scalers_as_objects_and_as_dicts() -> None:
-    rank = here()[0]
+def test_schedulers_and_scalers_are_synchronized_as_objects_and_as_dicts() -> None:
+    rank = rank_and_size()[0]
     _, optimizer = trained("adam", rank, 2)
     scheduler = torch.optim.lr_scheduler.SequentialLR(
         optimizer,
@@ -648,7 +642,7 @@ def test_schedulers_and_scalers_as_objects_and_as_dicts() -> None:
 # Differences between ranks
 
 SAME = torch.zeros(1)
-T23, T32 = torch.ones(2, 3), torch.ones(3, 2)
+OF_2_3, OF_3_2 = torch.ones(2, 3), torch.ones(3, 2)
 
 
 def sgd(*shapes: tuple[int, ...]) -> torch.optim.Optimizer:
@@ -656,21 +650,21 @@ def sgd(*shapes: tuple[int, ...]) -> torch.optim.Optimizer:
 
 
 DIFFERENT: dict[str, tuple[Any, Any, str, str, str]] = {
-    "shape": ({"a": [T23]}, {"a": [T32]}, "a[0]", "float32[2, 3]", "float32[3, 2]"),
-    "dtype": ([T23], [T23.double()], "[0]", "float32[2, 3]", "float64[2, 3]"),
+    "shape": ({"a": [OF_2_3]}, {"a": [OF_3_2]}, "a[0]", "float32[2, 3]", "float32[3, 2]"),
+    "dtype": ([OF_2_3], [OF_2_3.double()], "[0]", "float32[2, 3]", "float64[2, 3]"),
     "a key more": ({"b": 1, "c": 2}, {"a": 0, "b": 1, "c": 2}, "a", "nothing", "a value, 0"),
     "a key less": ({"a": 0, "b": 1, "c": 2}, {"b": 1, "c": 2}, "a", "a value, 0", "nothing"),
     "the last key": ({"a": 0, "z": 1}, {"a": 0}, "z", "a value, 1", "nothing"),
     "length": ({"l": [1, 2]}, {"l": [1]}, "l", "list of 2", "list of 1"),
     "container": ([(1,)], [[1]], "[0]", "tuple of 1", "list of 1"),
     "type": (Pair(1, 2), (1, 2), "(the whole)", "namedtuple Pair", "tuple of 2"),
-    "tensor or value": ({"lr": T23}, {"lr": 0.5}, "lr", "float32[2, 3]", "a value, 0.5"),
-    "tensor or array": ([T23], [np.ones((2, 3), np.float32)], "[0]", "float32[2, 3]", "array float32[2, 3]"),
+    "tensor or value": ({"lr": OF_2_3}, {"lr": 0.5}, "lr", "float32[2, 3]", "a value, 0.5"),
+    "tensor or array": ([OF_2_3], [np.ones((2, 3), np.float32)], "[0]", "float32[2, 3]", "array float32[2, 3]"),
     "byte order": ([np.ones(1)], [np.ones(1, ">f8")], "[0]", "array float64[1]", "array >f8[1]"),
     "object or value": ([object()], [1], "[0]", "an object", "a value, 1"),
     "number or text": ({"n": 3}, {"n": "x"}, "n", "a value, 3", "a value, 'x'"),
     "enum or text": ([Mode.FAST], ["fast"], "[0]", "a value, <Mode.FAST: 'fast'>", "a value, 'fast'"),
-    "ties": ([T23, T23], [T23, T23.clone()], "[1]", "the same as [0]", "float32[2, 3]"),
+    "ties": ([OF_2_3, OF_2_3], [OF_2_3, OF_2_3.clone()], "[1]", "the same as [0]", "float32[2, 3]"),
     "modules": (nn.Linear(2, 3), nn.Linear(2, 3, bias=False), "bias", "float32[3]", "nothing"),
     "optimizers": (
         sgd((1,)),
@@ -715,24 +709,24 @@ def test_different_trees_are_one_error_on_all_ranks(case: str, odd: int) -> None
 
 
 def test_a_different_key_is_shown_with_that_of_root() -> None:
-    error = raised_on_all(lambda: synchronize({"a": 0, "weight" if here()[0] == 0 else "wait": T23}))[0]
+    error = raised_on_all(lambda: synchronize({"a": 0, "weight" if rank_and_size()[0] == 0 else "wait": OF_2_3}))[0]
     assert "expected float32[2, 3] (rank 0), found nothing (rank 1) [tensor 'weight', rank 1]" in str(error)
 
 
 def test_different_roots_are_one_error_on_all_ranks() -> None:
-    outcomes = run_ranks(lambda: synchronize(1, root=here()[0]), 2, allow_failure=True)
+    outcomes = run_ranks(lambda: synchronize(1, root=rank_and_size()[0]), 2, allow_failure=True)
     assert outcomes.errors == {0: "MismatchError", 1: "MismatchError"}
     assert "different roots: 0, 1" in outcomes.messages[1]
 
 
 def test_a_root_that_does_not_exist_is_an_error_on_all_ranks() -> None:
-    outcomes = run_ranks(lambda: synchronize(1, root=5 * here()[0]), 2, allow_failure=True)
+    outcomes = run_ranks(lambda: synchronize(1, root=5 * rank_and_size()[0]), 2, allow_failure=True)
     assert outcomes.errors == {0: "InvalidArgumentError", 1: "InvalidArgumentError"}
 
 
 def test_parameters_that_differ_are_named_by_broadcast_and_allreduce_parameters() -> None:
     def body(verb: Callable[..., None]) -> None:
-        verb(nn.Sequential(nn.Linear(2, 3 + here()[0])))
+        verb(nn.Sequential(nn.Linear(2, 3 + rank_and_size()[0])))
 
     for verb in (broadcast_parameters, allreduce_parameters):
         outcomes = run_ranks(body, 2, args=(verb,), allow_failure=True)
@@ -743,7 +737,7 @@ def test_parameters_that_differ_are_named_by_broadcast_and_allreduce_parameters(
 @pytest.mark.ranks(2)
 def test_a_large_difference_is_shortened() -> None:
     tree = {f"name{i}": "x" * 10000 for i in range(200)}
-    if here()[0]:
+    if rank_and_size()[0]:
         tree["name150"] = torch.ones(1)
     with pytest.raises(sx.errors.MismatchError) as caught:
         synchronize(tree)
@@ -817,7 +811,9 @@ def raised_on_all(body: Callable[[], Any]) -> list[Exception]:
 def test_an_unsupported_object_on_one_rank_is_an_error_on_all(case: str) -> None:
     make, kind, words = REFUSED[case]
     bad = 0 if case == "stale state" else 1
-    errors = raised_on_all(lambda: synchronize({"x": make() if here()[0] == bad else sgd((1,)) if bad == 0 else 1}))
+    errors = raised_on_all(
+        lambda: synchronize({"x": make() if rank_and_size()[0] == bad else sgd((1,)) if bad == 0 else 1})
+    )
     assert [type(error) for error in errors] == [kind] * 2
     assert str(errors[0]) == str(errors[1])
     with pytest.raises(kind, match=words):
@@ -844,7 +840,7 @@ def test_read_only_memory_is_allowed_on_root_only(case: str) -> None:
 
     def body(bad: int) -> Any:
         tensor = make()
-        mine = tensor if here()[0] == bad else np.array(tensor) if case == "read-only" else torch.zeros(3)
+        mine = tensor if rank_and_size()[0] == bad else np.array(tensor) if case == "read-only" else torch.zeros(3)
         return synchronize({"x": mine})["x"].tolist()
 
     first, second = run_ranks(body, 2, args=(0,))
@@ -856,14 +852,14 @@ def test_read_only_memory_is_allowed_on_root_only(case: str) -> None:
 
 
 def test_an_enum_that_a_rank_does_not_know_is_an_error_on_all() -> None:
-    errors = raised_on_all(lambda: synchronize({"mode": Other.ONE if here()[0] == 0 else None}))
+    errors = raised_on_all(lambda: synchronize({"mode": Other.ONE if rank_and_size()[0] == 0 else None}))
     assert "root holds a test_synchronize.Other, which this rank does not know" in str(errors[0])
     assert str(errors[0]) == str(errors[1])
 
 
 def test_a_rank_that_fails_before_the_call_does_not_let_the_others_wait() -> None:
     def body() -> None:
-        if here()[0] == 1:
+        if rank_and_size()[0] == 1:
             raise RuntimeError("lost")
         synchronize(torch.ones(3))
 
@@ -873,7 +869,7 @@ def test_a_rank_that_fails_before_the_call_does_not_let_the_others_wait() -> Non
 
 def test_ranks_in_different_calls_raise() -> None:
     def body() -> None:
-        if here()[0] == 1:
+        if rank_and_size()[0] == 1:
             broadcast_parameters(nn.Linear(1, 1))
         else:
             synchronize(torch.ones(3))
@@ -910,7 +906,7 @@ def tree_of(rank: int, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.ranks(2, backend=("gloo", slow("mpi")), timeout_s=60)
-def test_on_processes() -> None:
+def test_every_kind_of_state_is_synchronized_between_processes() -> None:
     """Synchronize all kinds at once, on transports between processes."""
     comm = sx.init("gloo" if dist.is_initialized() else "mpi")
     tree, wanted = tree_of(comm.rank, 3 * comm.rank), tree_of(1, 3)
@@ -920,7 +916,7 @@ def test_on_processes() -> None:
     for name in ("tied", "model"):
         pairs = zip(tensors_of(tree[name]).values(), tensors_of(wanted[name]).values(), strict=True)
         assert all(torch.equal(one, two) for one, two in pairs)
-    assert all(same(tree["tensors"][name], wanted["tensors"][name]) for name in tree["tensors"])
+    assert all(equal_bits(tree["tensors"][name], wanted["tensors"][name]) for name in tree["tensors"])
     assert all(tree["arrays"][name].tobytes() == wanted["arrays"][name].tobytes() for name in tree["arrays"])
     assert (tree["big"] == 1).all()
     assert (tree["strided"] == 1).all()

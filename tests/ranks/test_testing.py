@@ -21,15 +21,15 @@ from statexchange.testing import RankFailure, ranks, report, run_ranks
 
 pytest_plugins = "pytester"
 
-REMOTE = ("processes", "gloo", "mpi")
+PROCESS_BACKENDS = ("processes", "gloo", "mpi")
 
 
-def rank_here() -> int:
+def own_rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("PMI_RANK", "0")))
 
 
 def square(offset: int, extra: dict[str, tuple[int, ...]]) -> dict[str, object]:
-    return {"rank": rank_here(), "square": rank_here() ** 2 + offset, "extra": extra}
+    return {"rank": own_rank(), "square": own_rank() ** 2 + offset, "extra": extra}
 
 
 def thread_rank() -> int:
@@ -61,13 +61,13 @@ def all_reduce_mpi() -> int:
 
 
 def raise_on_rank_1() -> str:
-    if rank_here() == 1:
+    if own_rank() == 1:
         raise ValueError("lost its shard")
     return "fine"
 
 
 def raise_everywhere() -> None:
-    raise KeyError(f"of rank {rank_here()}")
+    raise KeyError(f"of rank {own_rank()}")
 
 
 def raise_in_a_collective() -> None:
@@ -76,7 +76,7 @@ def raise_in_a_collective() -> None:
 
 
 def kill_rank_1() -> str:
-    if rank_here() == 1:
+    if own_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return "alive"
 
@@ -84,7 +84,7 @@ def kill_rank_1() -> str:
 def crash_rank_0() -> None:
     import ctypes
 
-    if rank_here() == 0:
+    if own_rank() == 0:
         ctypes.string_at(8)
 
 
@@ -93,7 +93,7 @@ def exit_3() -> None:
 
 
 def hang_on_rank_1() -> str:
-    if rank_here() == 1:
+    if own_rank() == 1:
         time.sleep(600)  # in C, so this function is the innermost frame of the stack
     return "fine"
 
@@ -111,7 +111,7 @@ def hang_in_mpi() -> None:
     raise ValueError("rank 1 does not send")
 
 
-def count(to: int) -> int:
+def report_numbers(to: int) -> int:
     for number in range(to):
         report({"number": number, "pair": (number, number)})
     return os.getppid()
@@ -134,8 +134,8 @@ def report_pid_and_wait(directory: str) -> None:
 
 
 def interrupt_the_launcher(pid: int, directory: str) -> None:
-    Path(directory, f"rank-{rank_here()}-{os.getpid()}").touch()
-    if rank_here() == 0 and wait_until(lambda: len(list(Path(directory).glob("rank-*"))) == 2):
+    Path(directory, f"rank-{own_rank()}-{os.getpid()}").touch()
+    if own_rank() == 0 and wait_until(lambda: len(list(Path(directory).glob("rank-*"))) == 2):
         os.kill(pid, signal.SIGINT)
     time.sleep(60)
 
@@ -162,7 +162,7 @@ def wait_until(condition, limit_s: float = 10.0) -> bool:
     return bool(condition())
 
 
-@pytest.mark.parametrize("backend", REMOTE)
+@pytest.mark.parametrize("backend", PROCESS_BACKENDS)
 def test_values_come_back_in_rank_order(backend: str) -> None:
     extra = {"axes": (1, 2)}
     found = run_ranks(square, 3, backend=backend, args=(10, extra))
@@ -191,20 +191,22 @@ def test_ranks_see_a_launcher_and_the_environment_of_the_parent(monkeypatch: pyt
 
 
 def test_the_fork_server_is_reused() -> None:
-    assert run_ranks(count, 2, backend="processes", args=(0,)) == run_ranks(count, 2, backend="gloo", args=(0,))
+    assert run_ranks(report_numbers, 2, backend="processes", args=(0,)) == run_ranks(
+        report_numbers, 2, backend="gloo", args=(0,)
+    )
 
 
-@pytest.mark.parametrize("backend", REMOTE)
+@pytest.mark.parametrize("backend", PROCESS_BACKENDS)
 def test_messages_arrive_in_order(backend: str) -> None:
     found: list[tuple[int, object]] = []
-    run_ranks(count, 2, backend=backend, args=(5,), on_message=lambda rank, value: found.append((rank, value)))
+    run_ranks(report_numbers, 2, backend=backend, args=(5,), on_message=lambda rank, value: found.append((rank, value)))
     for rank in range(2):
         assert [v for r, v in found if r == rank] == [{"number": n, "pair": (n, n)} for n in range(5)]
 
 
-def test_messages_of_threads() -> None:
+def test_messages_of_threads_arrive_in_order() -> None:
     found: list[tuple[int, object]] = []
-    run_ranks(count, 2, args=(3,), on_message=lambda rank, value: found.append((rank, value)))
+    run_ranks(report_numbers, 2, args=(3,), on_message=lambda rank, value: found.append((rank, value)))
     assert [value["number"] for rank, value in found if rank == 1] == [0, 1, 2]
 
 
@@ -220,7 +222,7 @@ def test_a_message_arrives_before_the_rank_ends(tmp_path: Path) -> None:
 
 def wait_for_answer(directory: str) -> None:
     report("ready")
-    assert wait_until(Path(directory, str(rank_here())).exists)
+    assert wait_until(Path(directory, str(own_rank())).exists)
 
 
 def test_report_needs_a_rank() -> None:
@@ -228,7 +230,7 @@ def test_report_needs_a_rank() -> None:
         report(1)
 
 
-@pytest.mark.parametrize("backend", REMOTE)
+@pytest.mark.parametrize("backend", PROCESS_BACKENDS)
 def test_a_failing_rank_is_reported_with_its_traceback(backend: str) -> None:
     with pytest.raises(RankFailure, match="rank 1: raised ValueError: lost its shard") as caught:
         run_ranks(raise_on_rank_1, 2, backend=backend)
@@ -355,20 +357,20 @@ def test_a_process_that_does_not_exit_is_named(monkeypatch: pytest.MonkeyPatch) 
         run_ranks(leave_a_thread, 1, backend="processes")
 
 
-@pytest.mark.parametrize("backend", REMOTE)
+@pytest.mark.parametrize("backend", PROCESS_BACKENDS)
 def test_a_function_that_cannot_be_imported_is_refused(backend: str) -> None:
     with pytest.raises(InvalidArgumentError, match="lambda"):
         run_ranks(lambda: 1, 2, backend=backend)
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_an_unknown_backend_and_no_ranks_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="no backend 'nccl'"):
         run_ranks(thread_rank, 2, backend="nccl")
     with pytest.raises(InvalidArgumentError, match="at least one rank"):
         run_ranks(thread_rank, 0)
 
 
-def run_script(directory: Path, body: str) -> subprocess.Popen[bytes]:
+def start_script(directory: Path, body: str) -> subprocess.Popen[bytes]:
     """Run a launcher in a process of its own, which a test can kill or interrupt."""
     (directory / "script.py").write_text(textwrap.dedent(body))
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
@@ -378,7 +380,7 @@ def run_script(directory: Path, body: str) -> subprocess.Popen[bytes]:
 
 @pytest.mark.parametrize("backend", ["processes", slow("mpi")])
 def test_ranks_end_with_a_killed_launcher(tmp_path: Path, backend: str) -> None:
-    launcher = run_script(
+    launcher = start_script(
         tmp_path,
         f"""
         import os
@@ -433,7 +435,7 @@ def own_pid() -> int:
     return os.getpid()
 
 
-def leave(what: str) -> list[object]:
+def change_process(what: str) -> list[object]:
     """Change the state of this process."""
     import torch
 
@@ -470,7 +472,7 @@ def leave(what: str) -> list[object]:
     return [os.getpid(), os.environ.get("LEFT_BEHIND"), os.getcwd() == "/", torch.initial_seed() == 17]
 
 
-@pytest.mark.parametrize("backend", REMOTE)
+@pytest.mark.parametrize("backend", PROCESS_BACKENDS)
 def test_ranks_that_are_reused_are_the_same_processes(backend: str) -> None:
     first = run_ranks(own_pid, 2, backend=backend, reuse=True)
     assert run_ranks(own_pid, 2, backend=backend, reuse=True) == first
@@ -481,8 +483,8 @@ def test_ranks_that_are_reused_are_the_same_processes(backend: str) -> None:
 @pytest.mark.parametrize("what", ["nothing", "variable", "directory", "seed", "group"])
 @pytest.mark.parametrize("backend", ["processes", slow("mpi")])
 def test_the_state_that_a_task_changed_is_restored(backend: str, what: str) -> None:
-    first = run_ranks(leave, 2, backend=backend, args=(what,), reuse=True, timeout_s=120)
-    assert run_ranks(leave, 2, backend=backend, args=("nothing",), reuse=True) == [
+    first = run_ranks(change_process, 2, backend=backend, args=(what,), reuse=True, timeout_s=120)
+    assert run_ranks(change_process, 2, backend=backend, args=("nothing",), reuse=True) == [
         [pid, None, False, False] for pid, *_ in first
     ]
 
@@ -492,10 +494,12 @@ def test_the_state_that_a_task_changed_is_restored(backend: str, what: str) -> N
 def test_ranks_that_leave_state_that_cannot_be_restored_are_not_reused(backend: str, what: str) -> None:
     children: list[int] = []
     args, options = (what,), {"reuse": True, "timeout_s": 60.0}
-    first = run_ranks(leave, 2, backend=backend, args=args, on_message=lambda _, pid: children.append(pid), **options)
+    first = run_ranks(
+        change_process, 2, backend=backend, args=args, on_message=lambda _, pid: children.append(pid), **options
+    )
     for pid in children:
         os.kill(pid, signal.SIGKILL)
-    again = run_ranks(leave, 2, backend=backend, args=("nothing",), **options)
+    again = run_ranks(change_process, 2, backend=backend, args=("nothing",), **options)
     assert not {pid for pid, *_ in first} & {pid for pid, *_ in again}
     assert not any(map(is_alive, [pid for pid, *_ in first]))
 
@@ -519,7 +523,7 @@ def test_an_idle_world_that_has_died_is_replaced() -> None:
 
 @pytest.mark.parametrize("backend", [slow("processes"), slow("mpi")])
 def test_ranks_that_are_kept_end_with_their_launcher(tmp_path: Path, backend: str) -> None:
-    launcher = run_script(
+    launcher = start_script(
         tmp_path,
         f"""
         from statexchange.testing import run_ranks
@@ -537,7 +541,7 @@ def test_ranks_that_are_kept_end_with_their_launcher(tmp_path: Path, backend: st
     assert not list(tmp_path.glob("statexchange-*"))
 
 
-# The plugin.
+# The plugin
 
 
 @pytest.mark.ranks(2, slow(3), backend=("processes", slow("gloo")))
@@ -580,14 +584,14 @@ MARKED = """
 
 
 @pytest.fixture
-def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+def pytester_without_plugins(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     return pytester
 
 
-def test_the_plugin_reports_as_pytest_does(inner: pytest.Pytester) -> None:
-    inner.makepyfile(test_marked=MARKED)
-    found = inner.runpytest("-rs", "-p", "statexchange.testing.plugin", "--no-skips")
+def test_the_plugin_reports_as_pytest_does(pytester_without_plugins: pytest.Pytester) -> None:
+    pytester_without_plugins.makepyfile(test_marked=MARKED)
+    found = pytester_without_plugins.runpytest("-rs", "-p", "statexchange.testing.plugin", "--no-skips")
     found.assert_outcomes(failed=2, skipped=2)
     text = found.stdout.str()
     assert "assert [1, 2] == [1, 3]" in text
@@ -597,15 +601,19 @@ def test_the_plugin_reports_as_pytest_does(inner: pytest.Pytester) -> None:
     assert "no-skips: test_marked.py::test_skips_for" not in text
 
 
-def test_a_skip_fails_the_session_only_where_none_is_allowed(inner: pytest.Pytester) -> None:
-    inner.makepyfile("import pytest\ndef test_it(): pytest.skip('just so')\n")
-    assert inner.runpytest("-p", "statexchange.testing.plugin").ret == 0
-    assert inner.runpytest("-p", "statexchange.testing.plugin", "--no-skips").ret == 1
+def test_a_skip_fails_the_session_only_where_none_is_allowed(pytester_without_plugins: pytest.Pytester) -> None:
+    pytester_without_plugins.makepyfile("import pytest\ndef test_it(): pytest.skip('just so')\n")
+    assert pytester_without_plugins.runpytest("-p", "statexchange.testing.plugin").ret == 0
+    assert pytester_without_plugins.runpytest("-p", "statexchange.testing.plugin", "--no-skips").ret == 1
 
 
-def test_skips_of_xdists_workers_count(inner: pytest.Pytester) -> None:
-    inner.makepyfile("import pytest\ndef test_it(): pytest.skip('just so')\ndef test_gpu(): pytest.skip('no GPU')\n")
-    found = inner.runpytest_subprocess("-p", "xdist", "-n", "2", "-p", "statexchange.testing.plugin", "--no-skips")
+def test_skips_of_xdists_workers_count(pytester_without_plugins: pytest.Pytester) -> None:
+    pytester_without_plugins.makepyfile(
+        "import pytest\ndef test_it(): pytest.skip('just so')\ndef test_gpu(): pytest.skip('no GPU')\n"
+    )
+    found = pytester_without_plugins.runpytest_subprocess(
+        "-p", "xdist", "-n", "2", "-p", "statexchange.testing.plugin", "--no-skips"
+    )
     assert found.ret == 1
     found.assert_outcomes(skipped=2)
     text = found.stdout.str()
@@ -613,8 +621,8 @@ def test_skips_of_xdists_workers_count(inner: pytest.Pytester) -> None:
     assert "::test_gpu: no GPU" not in text
 
 
-def test_a_world_size_and_a_backend_may_have_marks(inner: pytest.Pytester) -> None:
-    inner.makepyfile(
+def test_a_world_size_and_a_backend_may_have_marks(pytester_without_plugins: pytest.Pytester) -> None:
+    pytester_without_plugins.makepyfile(
         """
         import pytest
 
@@ -625,12 +633,14 @@ def test_a_world_size_and_a_backend_may_have_marks(inner: pytest.Pytester) -> No
         def test_it(): pass
         """
     )
-    found = inner.runpytest("-p", "statexchange.testing.plugin", "-v", "-m", "not more", "-W", "ignore")
+    found = pytester_without_plugins.runpytest(
+        "-p", "statexchange.testing.plugin", "-v", "-m", "not more", "-W", "ignore"
+    )
     found.assert_outcomes(passed=1, deselected=3)
     assert "test_it[threads-2]" in found.stdout.str()
 
 
-def test_the_marker_is_checked(inner: pytest.Pytester) -> None:
-    inner.makepyfile("import pytest\n@pytest.mark.ranks(backend='gloo')\ndef test_it(): pass\n")
-    found = inner.runpytest("-p", "statexchange.testing.plugin")
+def test_a_marker_without_world_sizes_is_refused(pytester_without_plugins: pytest.Pytester) -> None:
+    pytester_without_plugins.makepyfile("import pytest\n@pytest.mark.ranks(backend='gloo')\ndef test_it(): pass\n")
+    found = pytester_without_plugins.runpytest("-p", "statexchange.testing.plugin")
     assert "use ranks(*world_sizes" in found.stdout.str()

@@ -99,7 +99,7 @@ def reduces(comm: sx.comm.Communicator) -> None:
         assert torch.allclose(parameter.grad, torch.full_like(parameter, (total - missing) / comm.world_size))
 
 
-def parts_data(comm: sx.comm.Communicator) -> None:
+def splits_data(comm: sx.comm.Communicator) -> None:
     found = comm.all_gather_object(
         [int(i) for i in sx.train.DistributedDataContainer(torch.arange(10), uneven="short")]
     )
@@ -138,20 +138,20 @@ def spreads_nan(comm: sx.comm.Communicator) -> None:
     assert model.weight.isnan().all(1).tolist() == [True, False]
 
 
-PARTS = [synchronises, moves_parameters, reduces, parts_data, names_what_differs, spreads_nan]
+CHECKS = [synchronises, moves_parameters, reduces, splits_data, names_what_differs, spreads_nan]
 
 
-def run_all(backend: str, directory: str) -> list[str]:
+def runs_all_checks(backend: str, directory: str) -> list[str]:
     comm = start(backend, directory)
-    for part in PARTS:
-        part(comm)
+    for check in CHECKS:
+        check(comm)
         comm.barrier()
     return [comm.backend]
 
 
 @pytest.mark.parametrize("backend", by_default(LAUNCHED_AS, *map(list(LAUNCHED_AS).index, ("shm", "gloo"))))
-def test_the_training_layer(backend: str, tmp_path: Path) -> None:
+def test_the_training_layer_is_right_and_names_wrong_input_over_every_backend(backend: str, tmp_path: Path) -> None:
     if backend == "mpi":
         require_mpi()
-    found = run_ranks(run_all, 3, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)), timeout_s=120)
+    found = run_ranks(runs_all_checks, 3, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)), timeout_s=120)
     assert found == [[backend]] * 3
