@@ -51,7 +51,7 @@ NAMES = ("anna", "bert")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _SHM_BYTES = 1 << 30
 _PR_SET_PDEATHSIG = 1
-_line: Connection | None = None  # of a rank to the test
+_connection: Connection | None = None  # of a rank, to the test
 
 
 @dataclass
@@ -119,7 +119,7 @@ class _Rank:
         self._stderr = stderr
         self._reported = reported
         context = _fork_server()
-        self.line, theirs = context.Pipe()
+        self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, {**task, "stderr": str(stderr)}))
         self.process.start()
         theirs.close()
@@ -129,7 +129,7 @@ class _Rank:
     def _listen(self) -> None:
         with contextlib.suppress(EOFError, ConnectionResetError):
             while True:
-                kind, when, what = json.loads(self.line.recv_bytes())
+                kind, when, what = json.loads(self.connection.recv_bytes())
                 with self._reported:
                     self._note(kind, when, what)
                     self._reported.notify_all()
@@ -157,7 +157,7 @@ class _Rank:
 
     def finish(self, deadline: float) -> None:
         """Wait until the process has ended; kill it at `deadline`. May be called again."""
-        if self.line.closed:
+        if self.connection.closed:
             return
         self.process.join(max(0.0, deadline - time.monotonic()))
         self.outcome.exit_code = self.process.exitcode
@@ -169,7 +169,7 @@ class _Rank:
         self._listener.join(5)
         if self.outcome.exit_code is None and self.outcome.state == "exited":
             self.outcome.state = "running"
-        self.line.close()
+        self.connection.close()
         self.process.close()
         self.outcome.stderr = self._stderr.read_text(errors="replace") if self._stderr.exists() else ""
 
@@ -286,7 +286,7 @@ class TwoHosts:
     def go(self) -> float:
         """Let all ranks return from `wait_for_go`; return the time."""
         for rank in self._ranks:
-            rank.line.send_bytes(b"go")
+            rank.connection.send_bytes(b"go")
         return time.monotonic()
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> float:
@@ -366,19 +366,19 @@ def init_on_two_hosts(timeout_s: float = 30.0) -> Communicator:
 
 def wait_for_go() -> None:
     """Wait until the test calls `go`. For ranks only."""
-    assert _line is not None
-    _line.recv_bytes()
+    assert _connection is not None
+    _connection.recv_bytes()
 
 
 def _send(kind: str, what: Any) -> None:
-    assert _line is not None
-    _line.send_bytes(json.dumps([kind, time.monotonic(), what]).encode())
+    assert _connection is not None
+    _connection.send_bytes(json.dumps([kind, time.monotonic(), what]).encode())
 
 
-def _serve(line: Connection, task: dict[str, Any]) -> None:
+def _serve(connection: Connection, task: dict[str, Any]) -> None:
     """Run one rank, in a process of the fork server; it ends with this function."""
-    global _line
-    _line = line
+    global _connection
+    _connection = connection
     skip_destructors()
     packages = imported_packages()
     _enter_host(task)

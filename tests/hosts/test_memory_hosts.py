@@ -83,10 +83,10 @@ def test_without_the_memory_of_both_hosts_the_disk_is_read(tmp_path: Path) -> No
 WORLDS = [(1, 1), (2, 1), (1, 2)]
 
 
-def goes_on(path: str, trip: str, node: int, stop_at: int) -> list[Any]:
+def goes_on(path: str, verb: str, node: int, stop_at: int) -> list[Any]:
     """Load, and save the next step; return the step that was found, and whether it was in memory.
 
-    The first rank of a host stops at a storage call of the load or of the save, until it is killed.
+    The first rank of a host stops at a storage call of the load or of the save, as `verb` says, until it is killed.
     """
     comm = sx.init("auto", timeout_s=50.0)
     is_watched = comm.node_rank == node and comm.local_rank == 0
@@ -94,7 +94,7 @@ def goes_on(path: str, trip: str, node: int, stop_at: int) -> list[Any]:
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         nonlocal calls
-        if event == "statexchange.storage" and is_watched and now == trip:
+        if event == "statexchange.storage" and is_watched and now == verb:
             calls += 1
             if calls == stop_at:
                 report(["at", args[0]])
@@ -119,10 +119,10 @@ def goes_on(path: str, trip: str, node: int, stop_at: int) -> list[Any]:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("every", [slow(25), pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
-@pytest.mark.parametrize("trip", ["save", "load"])
+@pytest.mark.parametrize("verb", ["save", "load"])
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_job_whose_ranks_are_all_killed_at_any_call_goes_on_from_its_newest_save(
-    trip: str, node: int, every: int, tmp_path: Path
+    verb: str, node: int, every: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "saves"
     worlds = itertools.cycle(WORLDS)
@@ -133,9 +133,9 @@ def test_a_job_whose_ranks_are_all_killed_at_any_call_goes_on_from_its_newest_sa
         safe = 3
         for number in itertools.count(1, every):
             hosts.counts = next(worlds)
-            if trip == "load" and number % 2:
+            if verb == "load" and number % 2:
                 hosts.lose_memory(1 - node)  # the files are sent by the other host
-            hosts.start(goes_on, str(path), trip, node, number)
+            hosts.start(goes_on, str(path), verb, node, number)
             hosts.wait_until(lambda outcomes: any(word[0] == "at" for one in outcomes for _, word in one.reports))
             stopped = [word[1] for one in hosts.outcomes for _, word in one.reports]
             for rank in range(hosts.world_size if stopped else 0):
@@ -149,8 +149,8 @@ def test_a_job_whose_ranks_are_all_killed_at_any_call_goes_on_from_its_newest_sa
             found = hosts.run(goes_on, str(path), "", 0, 0, timeout_s=100)
             (step, is_in_memory) = found[0]
             assert found == [[step, is_in_memory]] * hosts.world_size, number
-            assert step in ((safe, safe + 1) if trip == "save" else (safe,)), number
-            assert is_in_memory or trip == "save", number
+            assert step in ((safe, safe + 1) if verb == "save" else (safe,)), number
+            assert is_in_memory or verb == "save", number
             safe = step + 1
             left = sorted(os.listdir(path))
             assert left == ["saves.json", f"step-{safe - 1:09d}", f"step-{safe:09d}"], number

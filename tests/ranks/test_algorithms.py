@@ -115,7 +115,7 @@ def test_baguas_net_is_bit_equal_between_ranks_and_to_one_process(algorithm: str
 
 
 @pytest.mark.parametrize(
-    "settings", [{"bucket_bytes": 64, "overlap": True}, {"align_bytes": 256}, {"delay_reduce": True}]
+    "settings", [{"bucket_bytes": 64, "overlap": True}, {"align_bytes": 256}, {"delay_reduce": True}], ids=str
 )
 def test_scatter_gather_equals_allreduce_with_buckets_of_any_size(settings: dict[str, Any]) -> None:
     plain, scattered = (run_ranks(trained(name, 3, **settings), 3) for name in ("allreduce", "sg-allreduce"))
@@ -157,7 +157,7 @@ def quantised_average(gradients: list[list[torch.Tensor]], *, error_feedback: bo
     return run_ranks(work, len(gradients[0]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize(("world_size", "numel"), [(1, 7), (2, 1), (2, 1001), (3, 1001)])
 def test_a_quantised_average_differs_by_half_a_step_per_stage(world_size: int, numel: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(world_size)
@@ -201,7 +201,7 @@ def test_the_padding_of_a_bucket_does_not_change_its_range() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
-@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}, {"delay_reduce": True}])
+@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}, {"delay_reduce": True}], ids=str)
 def test_a_gradient_that_cannot_be_quantised_is_named_on_all_ranks(bad: float, settings: dict[str, Any]) -> None:
     def work() -> tuple[str | None, int | None, bool, list[Any]]:
         comm = sx.get_communicator()

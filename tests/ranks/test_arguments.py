@@ -162,6 +162,7 @@ def test_a_wrong_argument_about_files_is_no_failure_of_a_peer(name: str, tmp_pat
         ({"rendezvous": 5, "rank": 0, "world_size": 1}, "rendezvous is"),
         ({"rendezvous": "tcp://127.0.0.1:1", "rank": "0", "world_size": 1}, "rank is a number"),
     ],
+    ids=str,
 )
 def test_arguments_of_init_are_checked_before_anything_begins(arguments: dict[str, Any], words: str) -> None:
     backend = "auto" if "rendezvous" in arguments else "single"

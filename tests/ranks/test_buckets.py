@@ -79,6 +79,7 @@ def specs(
         (specs({}, sizes=(1, 3, 5, 7, 11)), ["AB", "C", "D", "E"]),
         ([], []),
     ],
+    ids=["one dtype", "two dtypes", "another order", "other sizes", "no tensors"],
 )
 def test_tensors_are_split_into_buckets_as_by_bagua(tensors: list[ParameterSpec], expected: list[str]) -> None:
     found = split_buckets(tensors, 20 * MIB)
@@ -864,6 +865,7 @@ def test_shapes_that_differ_are_named_with_rank_and_parameter() -> None:
         (lambda: {"p0": nn.Parameter(torch.ones(2))} | {"p1": parameters((3,))["p0"]}, "p0"),
         (lambda: {"q": parameters((2,))["p0"], "p1": parameters((3,))["p0"]}, "p0"),
     ],
+    ids=["one is missing", "one more", "dtype", "name"],
 )
 def test_parameters_that_differ_are_named(theirs: Any, name: str) -> None:
     def work(comm: Communicator) -> None:
@@ -925,6 +927,7 @@ def test_impossible_parameters_and_settings_are_refused() -> None:
         ([[]], "one dtype and device"),
         ([[torch.ones(1)]], "of shape"),
     ],
+    ids=["unknown", "twice", "empty", "another tensor"],
 )
 def test_impossible_explicit_buckets_are_refused(explicit: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):

@@ -175,6 +175,7 @@ def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
         ({"keep": 1, "best": ("loss", "min")}, [30, 60]),
         ({"keep": 1, "best": ("loss", "max")}, [50, 60]),
     ],
+    ids=str,
 )
 def test_saves_that_the_options_do_not_keep_are_removed(
     options: dict[str, Any], kept: list[int], tmp_path: Path
@@ -335,6 +336,7 @@ def test_a_state_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
         ({"on_signal": ["SIGTERM", 10]}, "on_signal takes names such as"),
         ({"on_signal": signal.SIGTERM}, "on_signal takes names such as"),
     ],
+    ids=str,
 )
 def test_bad_options_are_refused(options: dict[str, Any], text: str, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
@@ -824,7 +826,7 @@ def load_while_removed(path: str, step: int | None) -> tuple[int, float] | str:
         removed.append(0)  # so that the hook, which cannot be removed, does nothing more
 
 
-@pytest.mark.parametrize(("step", "expected"), [(None, {(20, 20.0), (30, 30.0)}), (30, {(30, 30.0)})])
+@pytest.mark.parametrize(("step", "expected"), [(None, [(20, 20.0), (30, 30.0)]), (30, [(30, 30.0)])], ids=str)
 def test_a_save_that_is_removed_while_it_is_opened_is_loaded_skipped_or_named(
     step: int | None, expected: Any, tmp_path: Path
 ) -> None:

@@ -260,6 +260,7 @@ def test_a_launched_rank_without_a_communicator_is_no_world_of_one() -> None:
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ("none", 0, 1, 0, 1)),
         ({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}, ("slurm", 2, 4, 0, 4)),
     ],
+    ids=["torchrun", "Open MPI", "MPICH", "script of a Slurm job", "Slurm step"],
 )
 def test_launchers_are_recognised(
     variables: dict[str, str], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch

@@ -167,6 +167,7 @@ class Stream(IterableDataset[int]):
         (torch.tensor(3), "a Tensor and has no length"),
         (None, "a NoneType"),
     ],
+    ids=["lengths", "nested lengths", "numbers", "tuple", "mapping", "iterable", "set", "scalar", "None"],
 )
 def test_data_without_samples_are_refused(data: Any, words: str) -> None:
     with pytest.raises(sx.errors.InvalidArgumentError, match=words):
@@ -330,7 +331,7 @@ def test_on_the_same_number_of_ranks_each_continues_its_part(world_size: int, un
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("uneven", MODES)
-@pytest.mark.parametrize("worlds", [(4, 3), (2, 4), (3, 1), (4, 2, 3)])
+@pytest.mark.parametrize("worlds", [(4, 3), (2, 4), (3, 1), (4, 2, 3)], ids=str)
 def test_another_number_of_ranks_consumes_the_rest_in_its_order(
     worlds: tuple[int, ...], uneven: str, shuffle: bool
 ) -> None:
@@ -397,6 +398,7 @@ def test_a_loaded_state_brings_its_seed() -> None:
         ({"consumed": [[0, 1]]}, "pairs of ranks and samples"),
         ({"consumed": 3}, "pairs of ranks and samples"),
     ],
+    ids=str,
 )
 def test_a_state_of_other_data_is_refused(change: dict[str, Any], words: str) -> None:
     container = DistributedDataContainer(list(range(23)))

@@ -88,7 +88,7 @@ def write_placements(mesh_shape: list[int], out: str) -> None:
         save_file(flat, f"{out}/expected", {"format": "pt"})
 
 
-@pytest.mark.parametrize("mesh_shape", [slow((1,)), (2,), slow((3,)), slow((2, 2))])
+@pytest.mark.parametrize("mesh_shape", [slow((1,)), (2,), slow((3,)), slow((2, 2))], ids=str)
 def test_what_dcp_saves_merges_to_what_save_file_writes(mesh_shape: tuple[int, ...], tmp_path: Path) -> None:
     ranks = torch.Size(mesh_shape).numel()
     run_ranks(write_placements, ranks, backend="gloo", args=(list(mesh_shape), str(tmp_path)), timeout_s=120)
@@ -429,7 +429,7 @@ class Unknown:
 
 
 @pytest.mark.parametrize(
-    "value", [None, 5, [], {}, {"state_dict_metadata": {}}, torch.Size((1,)), [[[[]]]], torch.device("cpu")]
+    "value", [None, 5, [], {}, {"state_dict_metadata": {}}, torch.Size((1,)), [[[[]]]], torch.device("cpu")], ids=repr
 )
 def test_metadata_of_another_type_is_corrupt(saved: Path, value: Any) -> None:
     (saved / ".metadata").write_bytes(pickle.dumps(value))

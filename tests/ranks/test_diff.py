@@ -135,8 +135,8 @@ def large_pair(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return a, b
 
 
-@pytest.mark.parametrize("special", [(), (math.nan,), (math.inf, -math.inf), (math.nan, math.inf)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64])
+@pytest.mark.parametrize("special", [(), (math.nan,), (math.inf, -math.inf), (math.nan, math.inf)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("tolerance", [None, 3.0])
 def test_the_numbers_of_large_tensors_are_those_of_numpy(
     dtype: torch.dtype, special: tuple[float, ...], tolerance: float | None, tmp_path: Path
@@ -168,7 +168,7 @@ def test_the_numbers_of_large_tensors_are_those_of_numpy(
     assert found.cosine == pytest.approx(cosine, abs=precision)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("scale_b", [1.0, 1.0078125, -1.0, 1e-6])
 @pytest.mark.parametrize("scale", [1.0, 1e-9, 1e-22, 1e-30, 1e18, 1e36])
 def test_norms_are_right_at_any_scale(dtype: torch.dtype, scale_b: float, scale: float, tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_large_sharded_tensor_is_compared_with_a_whole_one(dim: int, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.int8, torch.int64, torch.bool, torch.float16, torch.complex64, torch.float8_e4m3fn]
+    "dtype", [torch.int8, torch.int64, torch.bool, torch.float16, torch.complex64, torch.float8_e4m3fn], ids=str
 )
 def test_each_dtype_is_compared(dtype: torch.dtype, tmp_path: Path) -> None:
     a = torch.zeros(2, 3).to(dtype)
@@ -261,7 +261,7 @@ def test_large_integers_that_are_one_number_in_float64_differ(tolerance: float |
     assert not differing(a, tmp_path / "b.safetensors", tolerance=100)
 
 
-@pytest.mark.parametrize("b", [np.array([2.0**53, 2]), np.array([2**53, 2], np.uint64)])
+@pytest.mark.parametrize("b", [np.array([2.0**53, 2]), np.array([2**53, 2], np.uint64)], ids=["float64", "uint64"])
 def test_large_integers_of_different_dtypes_are_compared_exactly(b: np.ndarray[Any, Any], tmp_path: Path) -> None:
     path = write_integers(tmp_path / "b.safetensors", b)
     equal = write_integers(tmp_path / "equal.safetensors", np.array([2**53, 2]))

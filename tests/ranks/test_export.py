@@ -93,7 +93,9 @@ def exports_a_sharded_module(shape: tuple[int, ...], out: str) -> int:
     return len(report.files)
 
 
-@pytest.mark.parametrize(("shape", "ranks"), [((2,), 2), slow((3,), 3), ((2, 2), 4), slow((4, 1), 4), slow((1, 2), 2)])
+@pytest.mark.parametrize(
+    ("shape", "ranks"), [((2,), 2), slow((3,), 3), ((2, 2), 4), slow((4, 1), 4), slow((1, 2), 2)], ids=str
+)
 def test_fsdp2_and_tensor_parallel_modules_merge_bit_equal(shape: tuple[int, ...], ranks: int, tmp_path: Path) -> None:
     assert min(run_ranks(exports_a_sharded_module, ranks, backend="gloo", args=(shape, str(tmp_path / "out")))) > 3
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
@@ -583,6 +585,7 @@ def exports_copies(out: str, layout: Any) -> None:
         ({"layout": {"a": {"global_shape": [4], "boxes": [[[0], [4]]]}}}, "boxes must be a list .* not a box: "),
         ({"layout": {"a": {"global_shape": [4], "boxes": [0]}}}, "boxes must be a list .* not iterable"),
     ],
+    ids=str,
 )
 def test_wrong_options_are_errors_before_anything_is_written(options: Any, message: str, tmp_path: Path) -> None:
     state = {"a": np.arange(4.0), "b": np.arange(8.0)}

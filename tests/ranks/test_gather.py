@@ -258,7 +258,7 @@ def test_nested_blocks_on_another_root_have_their_own_values() -> None:
 
 
 @pytest.mark.ranks(2, backend="threads")
-@pytest.mark.parametrize("ranks", [[], [0, 0], [0, 5], [-1, 0]])
+@pytest.mark.parametrize("ranks", [[], [0, 0], [0, 5], [-1, 0]], ids=str)
 def test_bad_ranks_are_refused(ranks: list[int]) -> None:
     with (
         pytest.raises(ValueError, match="ranks must be distinct"),

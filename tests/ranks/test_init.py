@@ -321,6 +321,7 @@ def test_two_processes_of_one_rank_are_detected(tmp_path: Path) -> None:
         ({"backend": "mpi", "rendezvous": "file:///tmp/x"}, "mpi backend takes no rendezvous"),
         ({"check": "shapes"}, "check must be 'auto' or 'off'"),
     ],
+    ids=str,
 )
 def test_impossible_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -398,6 +399,7 @@ def run_starts_and_stops(backend: str, launcher: tuple[str, ...], tmp_path: Path
         slow("gloo", with_mpiexec(2), 2),
         slow("shm", with_torchrun(2), 2),
     ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else str(value),  # the launcher's name
 )
 def test_twenty_starts_and_stops_leave_no_shared_memory(
     backend: str, launcher: tuple[str, ...], ranks: int, tmp_path: Path

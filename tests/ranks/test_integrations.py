@@ -162,6 +162,7 @@ def test_a_trainers_metrics_keep_the_best_save_and_a_signal_ends_it(tmp_path: Pa
         ({"save_total_limit": 2}, "keep"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 500}, "best"),
     ],
+    ids=["save_total_limit", "load_best_model_at_end"],
 )
 def test_a_trainer_refuses_what_its_saves_do_not_have(given: dict[str, Any], message: str, tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path / "saves")
@@ -190,7 +191,7 @@ NOTES = """            import os
 """
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), [slow(with_torchrun(2), 2), (ALONE, 1)])
+@pytest.mark.parametrize(("launcher", "ranks"), [slow(with_torchrun(2), 2), (ALONE, 1)], ids=["torchrun", "alone"])
 def test_a_killed_accelerate_loop_goes_on_as_if_it_had_not_been_killed(
     launcher: tuple[str, ...], ranks: int, tmp_path: Path
 ) -> None:

@@ -114,6 +114,7 @@ def test_all_names_that_differ_are_in_one_error_and_nothing_is_changed(tmp_path:
         (torch.zeros(3), r"shape differs.*expected \(2,\), found \(3,\).*'a'"),
         (torch.zeros(2, dtype=torch.float16), "dtype differs.*expected F32, found F16.*'a'"),
     ],
+    ids=["shape", "dtype"],
 )
 def test_shapes_and_dtypes_must_be_equal(live: torch.Tensor, message: str, tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -772,7 +773,11 @@ def test_strict_is_not_advised_where_it_changes_nothing(tmp_path: Path) -> None:
             sx.load_checkpoint({"w": torch.zeros(2), "step": 0}, tmp_path / "saved", strict=strict)
 
 
-@pytest.mark.parametrize("options", [{"include": ["*.a", "step"]}, {"exclude": ["cfg.b", "*.deep.b", "x", "model.*"]}])
+@pytest.mark.parametrize(
+    "options",
+    [{"include": ["*.a", "step"]}, {"exclude": ["cfg.b", "*.deep.b", "x", "model.*"]}],
+    ids=["include", "exclude"],
+)
 @pytest.mark.parametrize("with_model", [True, False])
 def test_plain_values_that_are_not_selected_stay(options: dict[str, Any], with_model: bool, tmp_path: Path) -> None:
     saved = {"step": 7, "cfg": {"a": 1, "b": 2, "deep": {"a": 3, "b": 4}}, "x": 5}
@@ -1019,6 +1024,7 @@ def test_a_layout_may_split_and_renumber_loaded_tensors(tmp_path: Path) -> None:
         ({"renumber": "x"}, "'x.w' renames tensors"),
         ({"reduce": "max"}, "'x.w' reduces copies"),
     ],
+    ids=["split", "renumber", "reduce"],
 )
 def test_a_save_refuses_rules_that_change_names_or_values(rule: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(sx.errors.InvalidArgumentError, match=message):

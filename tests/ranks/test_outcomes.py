@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from statexchange.comm.failure.make_communicator import start_failure_detector
 from sweeps import slow
 
 import statexchange as sx
 from statexchange.comm.backends.gloo import TorchBackend
 from statexchange.comm.bootstrap import form_communicator
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.failure.start import start_failure_detector
 from statexchange.comm.session import Session
 from statexchange.comm.topology import Topology
 from statexchange.testing import run_ranks

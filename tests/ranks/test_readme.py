@@ -102,13 +102,13 @@ def test_the_layout_block_runs_under_mpiexec(tmp_path: Path) -> None:
     assert cut["up.weight"].read().tolist() == [[0.0] * 4] * 3 + [[1.0] * 4] * 4
 
 
-@pytest.mark.parametrize("launcher", [slow(with_torchrun(2)), with_mpiexec(2)])
+@pytest.mark.parametrize("launcher", [slow(with_torchrun(2)), with_mpiexec(2)], ids=["torchrun", "mpiexec"])
 def test_the_collectives_print_what_their_page_shows(launcher: tuple[str, ...], tmp_path: Path) -> None:
     done = run_script(launcher, "reduce.py", page_block("block: reduce.py"), tmp_path)
     assert done.stdout.replace(f"{tmp_path}/", "") == page_block("output: reduce.py")
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), [slow(with_torchrun(2), 2), slow(ALONE, 1)])
+@pytest.mark.parametrize(("launcher", "ranks"), [slow(with_torchrun(2), 2), slow(ALONE, 1)], ids=["torchrun", "alone"])
 def test_the_training_script_reduces_the_loss(launcher: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
     done = run_script(launcher, "fit.py", page_block("block: fit.py"), tmp_path)
     printed_ranks, loss = re.fullmatch(r"(\d) ranks, loss (\d\.\d+)\n", done.stdout).groups()
@@ -139,6 +139,7 @@ def test_the_tutorials_job_resumes_on_another_number_of_ranks_and_its_save_is_me
         slow("mpiexec_tensor_parallel.py", with_mpiexec(4), True),
         slow("alone.py", ALONE, False),
     ],
+    ids=["torchrun", "mpiexec", "alone"],
 )
 def test_the_examples_train_export_and_compare(
     example: str, launcher: tuple[str, ...], is_warm: bool, tmp_path: Path
@@ -202,6 +203,7 @@ def run_bench(bench: str, *arguments: str) -> str:
         slow("plan.py", ["--quick"]),
         slow("dcp.py", ["--megabytes", "16", "--rounds", "1"]),
     ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_the_benches_print_the_tables_that_their_page_shows(bench: str, arguments: list[str]) -> None:
     table = [line.split("|") for line in run_bench(bench, *arguments).splitlines() if line.startswith("|")]

@@ -304,7 +304,7 @@ def test_a_load_increments_the_version_of_a_tensor(tmp_path: Path) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (2, 3)])
+@pytest.mark.parametrize("shape", [(4, 4), (2, 3)], ids=["overlapping", "interleaved"])
 def test_a_tensor_that_overlaps_itself_is_refused_and_an_interleaved_one_is_not(
     shape: tuple[int, int], tmp_path: Path
 ) -> None:

@@ -208,7 +208,7 @@ def odd_tensors(rank: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("limits", [(64 << 20, 1 << 20), (64, 1), (64, 48)])
+@pytest.mark.parametrize("limits", [(64 << 20, 1 << 20), (64, 1), (64, 48)], ids=str)
 def test_any_dense_tensor_gets_roots_values_in_place(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synchronize_module, "_WINDOW_BYTES", limits[0])
     monkeypatch.setattr(synchronize_module, "_ALONE_BYTES", limits[1])
@@ -251,7 +251,7 @@ def odd_arrays(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("limits", [(64 << 20, 1 << 20), (16, 1)])
+@pytest.mark.parametrize("limits", [(64 << 20, 1 << 20), (16, 1)], ids=str)
 def test_any_array_gets_roots_values_in_place(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synchronize_module, "_WINDOW_BYTES", limits[0])
     monkeypatch.setattr(synchronize_module, "_ALONE_BYTES", limits[1])

@@ -273,7 +273,7 @@ def write_dtensors(mesh_shape: list[int], out: str) -> None:
         save_file(full, f"{out}/expected", {"format": "pt"})
 
 
-@pytest.mark.parametrize("mesh_shape", [slow((1,)), (2,), slow((3,)), slow((2, 2)), slow((1, 2))])
+@pytest.mark.parametrize("mesh_shape", [slow((1,)), (2,), slow((3,)), slow((2, 2)), slow((1, 2))], ids=str)
 def test_dtensors_merge_to_their_full_tensors(mesh_shape: tuple[int, ...], tmp_path: Path) -> None:
     ranks = int(np.prod(mesh_shape))
     run_ranks(write_dtensors, ranks, backend="gloo", args=(list(mesh_shape), str(tmp_path)), timeout_s=120)
@@ -395,6 +395,7 @@ def test_a_nested_axis_is_read_and_one_larger_than_its_mesh_is_refused() -> None
         (lambda: torch.ones(2, dtype=torch.complex64).conj(), "conjugated"),
         (lambda: torch.zeros(2, dtype=torch.uint8).view(torch.bits8), "dtype bits8 is not supported"),
     ],
+    ids=["sparse", "quantized", "meta", "conjugated", "bits8"],
 )
 def test_tensors_that_have_no_plain_bytes_are_refused_by_name(tmp_path: Path, value: Any, match: str) -> None:
     torch.save({"ok": torch.ones(1), "odd": value()}, tmp_path / "x.pt")
@@ -642,6 +643,7 @@ def test_objects_of_unknown_classes_are_named_and_tensors_are_read(
         lambda: {torch.ones(1)},
         lambda: collections.deque([torch.ones(1)]),
     ],
+    ids=["tensor", "beside a key", "key", "parameter", "storage", "in a list", "set", "deque"],
 )
 def test_tensors_in_unknown_objects_are_refused_by_name(tmp_path: Path, value: Any) -> None:
     torch.save({"w": torch.ones(2), "odd": value(), "again": value()}, tmp_path / "x.pt")

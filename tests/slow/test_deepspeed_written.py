@@ -28,7 +28,7 @@ from zero_files import check_written, merged, reported
         ("experts", 2),
     ],
 )
-def test_a_checkpoint_that_deepspeed_has_written_just_now(kind: str, ranks: int, tmp_path: Path) -> None:
+def test_a_checkpoint_that_deepspeed_writes_now_has_what_it_reports(kind: str, ranks: int, tmp_path: Path) -> None:
     run_framework_script("deepspeed_write.py", tmp_path / "written", kind, ranks=ranks, timeout_s=250)
     check_written(tmp_path / "written", kind, tmp_path)
     if kind == "zero3":

@@ -27,7 +27,7 @@ GEOMETRIES = [
     reason='no framework: megatron-core and psutil: pip install ".[frameworks]"',
 )
 @pytest.mark.parametrize(("ranks", "options"), GEOMETRIES, ids=lambda value: str(value))
-def test_a_checkpoint_that_megatron_has_written_just_now(ranks: int, options: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_megatron_writes_now_has_what_it_loads(ranks: int, options: str, tmp_path: Path) -> None:
     out = tmp_path / "written"
     run_framework_script("megatron_write.py", out, *options.split(), ranks=ranks)
     run_framework_script("megatron_write.py", out, "--expected")

@@ -65,6 +65,7 @@ def test_check_names_are_unique():
         ("on", "--workdir", "/tmp", "nobody", "ls"),
         ("down",),
     ],
+    ids=" ".join,
 )
 def test_wrong_arguments_are_a_usage_error(arguments):
     done = lab(*arguments)
@@ -78,7 +79,7 @@ def test_a_pattern_without_a_check_is_a_usage_error():
     assert "no check matches" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [(), ("check",), ("up",), ("--only", "C7")])
+@pytest.mark.parametrize("arguments", [(), ("check",), ("up",), ("--only", "C7")], ids=str)
 def test_what_the_machine_lacks_is_named(arguments, tmp_path):
     done = lab(*arguments, PATH=str(tmp_path), TMPDIR=str(tmp_path))
     assert done.returncode == CANNOT_RUN, done.stderr

@@ -47,7 +47,9 @@ def test_torchao_reads_a_merge(config: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}])
+@pytest.mark.parametrize(
+    "options", [{"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}], ids=["8 bits", "4 bits"]
+)
 def test_a_merge_of_bitsandbytes_has_equal_logits(options: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason='no framework: bitsandbytes: pip install ".[frameworks]"')
     from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
