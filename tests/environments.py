@@ -1,4 +1,4 @@
-"""New environments for tests of installation; pip runs in the environment of the tests, for to install it takes 5 s."""
+"""New environments for tests of installation. The pip of the tests installs into them, as its own would take 5 s."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def install(programs: Path, *arguments: object) -> None:
 
 
 def build(folder: Path) -> Built:
-    """Build with what pyproject.toml says is needed, installed once for both archives, unless a worker has built."""
+    """Build both archives unless another worker has; what pyproject.toml requires for it is installed once."""
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             folder.mkdir()

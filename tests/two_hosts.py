@@ -274,7 +274,7 @@ class TwoHosts:
         return [rank.outcome for rank in self._ranks]
 
     def lose_memory(self, host: int) -> None:
-        """Remove what lies in the /dev/shm of a host."""
+        """Remove all files in the /dev/shm of a host."""
         self._hosts[host].run("sh", "-c", "rm -rf /dev/shm/* /dev/shm/.[!.]*")
 
     def memory_files(self, host: int) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from equality import assert_same, load_directory
 from safetensors.torch import load_file
 from sweeps import slow
 from two_hosts import report, two_hosts
@@ -53,12 +54,8 @@ def exports(out: str, options: dict[str, Any]) -> Any:
 
 
 def check(out: str) -> None:
-    tensors = {}
-    for path in Path(out).glob("*.safetensors"):
-        tensors |= load_file(path)
-    expected = {**whole(), "only.last": torch.full((3, 3), 7, dtype=torch.int8)}
-    assert tensors.keys() == expected.keys()
-    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    """Check that a directory has the whole tensors and is intact."""
+    assert_same(load_directory(out), {**whole(), "only.last": torch.full((3, 3), 7, dtype=torch.int8)})
     assert not verify(out).findings
 
 

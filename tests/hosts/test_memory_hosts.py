@@ -61,7 +61,7 @@ def loads(path: str, lost: str) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["", "anna", "bert"])
-def test_one_host_may_lose_its_memory(lost: str, tmp_path: Path) -> None:
+def test_a_save_is_loaded_from_memory_after_one_host_has_lost_its_own(lost: str, tmp_path: Path) -> None:
     path = str(tmp_path / "saves")
     with two_hosts(2, 1) as hosts:
         names = [f"rank-{rank:05d}-of-00003.safetensors" for rank in range(3)]

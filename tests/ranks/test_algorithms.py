@@ -568,7 +568,7 @@ def test_a_copy_is_independent_and_not_averaged() -> None:
     run_ranks(work, 2)
 
 
-def test_ignored_names_stay_this_ranks_own() -> None:
+def test_ignored_parameters_are_not_averaged() -> None:
     def work() -> list[Any]:
         rank = sx.get_rank()
         module = net(rank)

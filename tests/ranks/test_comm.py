@@ -209,7 +209,7 @@ def uses_torch_distributed() -> list[Any]:
     comm = sx.get_communicator()
     assert sx.get_communicator() is comm
     assert sx.init() is comm
-    assert sx.init("gloo") is comm  # with a warning: the first communicator stays
+    assert sx.init("gloo") is comm  # with a warning: the first communicator is kept
     odd = dist.new_group([1, 2])
     group = sx.comm.from_process_group(odd) if dist.get_rank() else None
     return [

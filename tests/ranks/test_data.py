@@ -424,7 +424,7 @@ def test_consuming_more_than_a_part_is_refused() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_synchronize_accepts_it_as_state() -> None:
+def test_synchronize_gives_a_container_the_state_of_root() -> None:
     container = DistributedDataContainer(list(range(10)))
     if sx.get_communicator().rank == 0:
         container.advance(3)

@@ -111,8 +111,8 @@ def test_modelopt_nfs_workspace(comm: Communicator, directory: Path) -> None:
     comm.barrier()
 
 
-def shared(comm: Communicator, directory: Path) -> dict[str, Any]:
-    """Return the workspace for ranks that share no memory, else None."""
+def workspace_if_needed(comm: Communicator, directory: Path) -> dict[str, Any]:
+    """Return the option that gathers need on ranks that share no memory: a workspace."""
     return {} if comm.shared_memory else {"workspace_path": directory / "shared"}
 
 
@@ -120,7 +120,7 @@ def shared(comm: Communicator, directory: Path) -> dict[str, Any]:
 def test_modelopt_get_tensors_parallel(comm: Communicator, directory: Path) -> None:
     ranks = [2, 0, 1]  # the first of these, not the lowest, gets the list
     ours = torch.full((2 + comm.rank, 3), comm.rank + 1.0, dtype=torch.bfloat16)
-    for where in (shared(comm, directory), {"workspace_path": directory / "nfs"}):
+    for where in (workspace_if_needed(comm, directory), {"workspace_path": directory / "nfs"}):
         with sx.get_tensors_parallel(ours, ranks, **where) as tensors:
             assert len(tensors) == (3 if comm.rank == 2 else 0)
             kept = list(tensors)
@@ -129,7 +129,7 @@ def test_modelopt_get_tensors_parallel(comm: Communicator, directory: Path) -> N
             assert [tuple(tensor.shape) for tensor in kept] == [(4, 3), (2, 3), (3, 3)]
             assert all(tensor.eq(rank + 1).all() for tensor, rank in zip(kept, ranks, strict=True))
     parameter = nn.Parameter(torch.arange(8.0).view(2, 4).t())  # not contiguous
-    with sx.get_tensors_parallel(parameter, ranks, **shared(comm, directory)) as tensors:
+    with sx.get_tensors_parallel(parameter, ranks, **workspace_if_needed(comm, directory)) as tensors:
         for tensor in tensors:
             assert isinstance(tensor, nn.Parameter)
             assert torch.equal(tensor, parameter)
@@ -143,14 +143,14 @@ def test_modelopt_get_tensors_parallel(comm: Communicator, directory: Path) -> N
 def test_modelopt_get_tensors_parallel_when_the_block_raises(comm: Communicator, directory: Path) -> None:
     with (
         pytest.raises(KeyError if comm.rank == 0 else sx.errors.PeerError, match="mine"),  # in ModelOpt the peers hang
-        sx.get_tensors_parallel(torch.ones(3), [0, 1, 2], **shared(comm, directory)),
+        sx.get_tensors_parallel(torch.ones(3), [0, 1, 2], **workspace_if_needed(comm, directory)),
     ):
         if comm.rank == 0:
             raise KeyError("mine")
     comm.barrier()
 
 
-@sx.register_config  # also if the first rank has None
+@sx.register_config  # so that the first rank can build it also if it has None itself
 @dataclasses.dataclass
 class LinearConfig:
     weight: torch.Tensor
@@ -160,7 +160,7 @@ class LinearConfig:
 
 @on_ranks(3)
 def test_modelopt_get_configs_parallel(comm: Communicator, directory: Path) -> None:
-    where = shared(comm, directory)
+    where = workspace_if_needed(comm, directory)
     ours = LinearConfig(torch.full((2, 3), comm.rank + 1.0), None, ["a", str(comm.rank)])
     for absent in range(4):  # None keeps its place; ModelOpt drops it
         local_config = None if comm.rank == absent else ours
@@ -200,7 +200,7 @@ def test_modelopt_helpers_size_rank_barrier_broadcast_allgather(comm: Communicat
 @on_ranks(4)
 def test_modelopt_pipeline_then_tensor_parallel(comm: Communicator, directory: Path) -> None:
     """TP 2 x PP 2: ranks [0, 2] and [1, 3] are the stages, of unequal depth; ModelOpt's zip truncates them."""
-    where = shared(comm, directory)
+    where = workspace_if_needed(comm, directory)
     stage, part = divmod(comm.rank, 2)
     layers = [torch.full((2, 2), 10.0 * (stage * 3 + i) + part) for i in range((3, 1)[stage])]
     with sx.get_configs_parallel(layers, [part, part + 2], **where) as stages:

@@ -411,7 +411,7 @@ def test_two_jobs_at_once_on_one_host_do_not_interfere() -> None:
 
 
 @pytest.mark.ranks(2, backend="threads")
-def test_views_of_one_memory_that_differ_in_value_or_kind_stay_apart() -> None:
+def test_views_of_one_memory_that_differ_in_value_or_kind_are_separate_tensors() -> None:
     z = torch.tensor([1 + 2j, 3 - 1j])
     p = torch.nn.Parameter(torch.ones(2))
     state = {"z": z, "conj": z.conj(), "p": p, "data": p.detach()}

@@ -1,4 +1,4 @@
-"""A rank is killed at each storage call of a gather through a workspace: the other names it, and the next one works."""
+"""A rank is killed at each storage call of a gather through a workspace: the other names it; the next gather is right."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def notes_in(content: dict[str, Any]) -> set[str]:
 )
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", [0, 1], ids=["root", "sender"])
-def test_a_rank_killed_at_any_call_is_named_and_the_next_gather_works(
+def test_a_rank_killed_at_any_call_is_named_and_the_next_gather_succeeds(
     victim: int, others: bool, first: int, every: int, jobs: ForkedJobs, sweep_path: Path
 ) -> None:
     outlived, left = [], []  # numbers of calls: after the end of the other rank's block, and with something left

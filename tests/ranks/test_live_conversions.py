@@ -93,7 +93,7 @@ def test_an_export_in_the_background_converts_its_copy(tmp_path: Path) -> None:
     assert run_ranks(exports_titan, 2, backend="threads", args=arguments) == [True] * 2
 
 
-def test_a_model_of_transformers_is_exported_with_torchtitans_names_without_its_numbers_given(tmp_path: Path) -> None:
+def test_a_model_of_transformers_is_converted_to_torchtitans_with_the_numbers_of_its_config(tmp_path: Path) -> None:
     model = llama()
     model.load_state_dict(hf_state())
     sx.export_checkpoint(model, tmp_path / "titan", convert=BACK)

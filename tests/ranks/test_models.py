@@ -266,7 +266,7 @@ def saved_by(writer: str, state: Any, path: Path, recwarn: pytest.WarningsRecord
 
 
 @pytest.mark.parametrize("writer", ["torch", "dcp"])
-def test_a_compiled_model_loses_its_wrapper(
+def test_the_prefix_of_a_compiled_model_is_removed_from_names(
     written: Path, tmp_path: Path, writer: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     model = build("llama")

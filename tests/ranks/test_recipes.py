@@ -28,7 +28,7 @@ def run_recipe(
     insert: str = "",
     replace: dict[str, str] | None = None,
 ) -> None:
-    """Start a recipe as its page says, with the lines `insert` before the line `before`."""
+    """Start a recipe as its page shows, with the lines `insert` before the line `before`."""
     script = page_block(f"block: {recipe}.py")
     for old, new in {**(replace or {}), **({before: insert + before} if insert else {})}.items():
         assert script.count(old) == 1, old

@@ -1,4 +1,4 @@
-"""DeepSpeed itself writes checkpoints on this machine's CPU, and says what is in them."""
+"""DeepSpeed itself writes checkpoints on this machine's CPU, and reports what is in them."""
 
 from __future__ import annotations
 
