@@ -1,4 +1,4 @@
-"""A rank is killed at each storage call of a gather through a workspace: the other names it; the next gather is right."""
+"""A rank is killed at each storage call of a gather through a workspace: the other names it; the next one is right."""
 
 from __future__ import annotations
 
