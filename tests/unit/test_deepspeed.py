@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import run_main
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from scripts import page_block, run_commands, run_main
+from scripts import page_block, run_commands
 from stored import assert_same
 from zero_files import check_written, merged, reported, write_zero
 

@@ -11,8 +11,8 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from commands import run_main
 from safetensors.torch import load_file
-from scripts import run_main
 from stored import assert_same
 
 import statexchange as sx

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripts import run_main
+from commands import run_main
 
 import statexchange as sx
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run_main
 from safetensors.torch import save_file
-from scripts import run_main
 
 DATA = Path(__file__).parents[1] / "data"
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 4976698672\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripts import run_main
+from commands import run_main
 
 import statexchange as sx
 from statexchange.report.rename_hint import suggest_rename

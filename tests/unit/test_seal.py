@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import exit_code_of
 from safetensors.numpy import save_file
-from scripts import exit_code_of
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint

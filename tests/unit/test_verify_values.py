@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from commands import exit_code_of
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
-from scripts import exit_code_of
 from stored import write_raw
 
 import statexchange as sx
