@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from scripts import warm_program
 from stored import contents_of, flip_bit, write_raw
 from warm_python import warm_python
+from workspaces import commit_round
 
 import statexchange
 from statexchange import demo
@@ -29,7 +30,6 @@ from statexchange.cli.progress import Progress
 from statexchange.errors import CorruptError, IncompleteError, ReplicaError, StorageError
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import Workspace
 from statexchange.testing import run_ranks
 from statexchange.units import format_ranks, format_seconds, printable
 
@@ -46,6 +46,7 @@ def shell(*arguments: object, **more: str) -> tuple[int, str, str]:
 def held(
     name: str, dtype: str, shape: Sequence[int], offsets: Sequence[int], size: Sequence[int], fill: int
 ) -> ShardData:
+    """Return what a rank holds of a tensor: one box, whose random bytes have the seed `fill`."""
     shard = Shard(name, dtype, tuple(shape), (Box(tuple(offsets), tuple(size)),))
     return ShardData(shard, memoryview(Random(fill).randbytes(shard.nbytes)))
 
@@ -58,20 +59,9 @@ def rank_tensors(rank: int) -> list[ShardData]:
     ]
 
 
-def write_workspace(root: Path, tensors: Sequence[list[ShardData]]) -> list[Path]:
-    """Write one committed round; return the files of the ranks."""
-    workspace = Workspace(root)
-    receipts = [
-        workspace.write(held, run="job", round=1, rank=rank, world_size=len(tensors))
-        for rank, held in enumerate(tensors)
-    ]
-    workspace.commit(receipts, keep=2)
-    return [root / receipt.relative for receipt in receipts]
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    return write_workspace(tmp_path / "ws", [rank_tensors(rank) for rank in range(4)])
+    return commit_round(tmp_path / "ws", *map(rank_tensors, range(4)))
 
 
 @pytest.fixture
@@ -458,7 +448,7 @@ def test_a_flipped_bit_is_corrupt_and_names_rank_and_tensor(
 def test_a_region_that_two_ranks_claim_is_corrupt_and_named(call: CommandLine, tmp_path: Path) -> None:
     one = [held("w", "F32", (4, 4), (0, 0), (3, 4), 1)]
     other = [held("w", "F32", (4, 4), (2, 0), (2, 4), 2)]
-    write_workspace(tmp_path / "ws", [one, other])
+    commit_round(tmp_path / "ws", one, other)
     found = refused(
         call, tmp_path / "ws", code=4, says=["claimed twice", "rank 0", "rank 1", "tensor 'w'", "[2:3, 0:4]"]
     )
@@ -467,17 +457,17 @@ def test_a_region_that_two_ranks_claim_is_corrupt_and_named(call: CommandLine, t
 
 def test_a_dtype_that_differs_between_ranks_is_corrupt_and_named(call: CommandLine, tmp_path: Path) -> None:
     one, other = [held("w", "F32", (4,), (0,), (2,), 1)], [held("w", "BF16", (4,), (2,), (2,), 2)]
-    write_workspace(tmp_path / "ws", [one, other])
+    commit_round(tmp_path / "ws", one, other)
     refused(call, tmp_path / "ws", code=4, says=["dtype", "tensor 'w'", "rank 1", "expected F32, found BF16"])
 
 
 def test_a_region_that_no_rank_holds_is_incomplete_and_named(call: CommandLine, tmp_path: Path) -> None:
-    write_workspace(tmp_path / "ws", [[held("w", "F32", (4,), (0,), (2,), 1)], []])
+    commit_round(tmp_path / "ws", [held("w", "F32", (4,), (0,), (2,), 1)], [])
     refused(call, tmp_path / "ws", code=5, says=["no rank holds region [2:4]", "tensor 'w'"])
 
 
 def test_copies_that_differ_are_findings(call: CommandLine, tmp_path: Path) -> None:
-    write_workspace(tmp_path / "ws", [[held("w", "F32", (4,), (0,), (4,), fill)] for fill in (1, 2)])
+    commit_round(tmp_path / "ws", *[[held("w", "F32", (4,), (0,), (4,), fill)] for fill in (1, 2)])
     code, out, _ = call("verify", tmp_path / "ws")
     assert code == 1
     assert "FINDINGS    ranks 0 and 1 hold different values" in out
@@ -531,7 +521,7 @@ def in_namespace(script: str) -> str:
 
 def test_a_full_disk_leaves_what_was_there(call: CommandLine, namespace: Path, workspace: Path, tmp_path: Path) -> None:
     assert call("merge", workspace, tmp_path / "old")[0] == 0
-    write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
+    commit_round(tmp_path / "big", [held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)])
     sx = f"{sys.executable} -m statexchange"
     output = in_namespace(
         f"mount -t tmpfs -o size=1m tmpfs {namespace}; cp -r {tmp_path}/old {namespace}/out; "
@@ -547,7 +537,7 @@ def test_a_full_disk_leaves_what_was_there(call: CommandLine, namespace: Path, w
 
 def test_a_dry_run_refuses_a_target_that_cannot_be_written(namespace: Path, workspace: Path, tmp_path: Path) -> None:
     """It has no room, also below directories that do not exist yet, or its file system is read-only."""
-    write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
+    commit_round(tmp_path / "big", [held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)])
     sx = f"{sys.executable} -m statexchange"
     output = in_namespace(
         f"mount -t tmpfs -o size=1m tmpfs {namespace}; "
@@ -576,7 +566,7 @@ os._exit(0)
 
 
 def test_a_dry_run_counts_the_room_that_a_dead_publisher_left(namespace: Path, tmp_path: Path) -> None:
-    write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
+    commit_round(tmp_path / "big", [held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)])
     (tmp_path / "die.py").write_text(DIE_WHILE_PUBLISHING)
     merge = f"{sys.executable} -m statexchange merge {tmp_path}/big {namespace}"
     output = in_namespace(
@@ -625,7 +615,7 @@ def test_ctrl_c_in_a_merge_leaves_nothing(memory_directory: Path) -> None:
     if shutil.disk_usage(memory_directory).free < 2 << 30:
         pytest.skip("an interruption needs a merge that takes a while: 1 GiB of room in memory")
     shard = Shard("w", "U8", (400 << 20,), (Box((0,), (400 << 20,)),))
-    write_workspace(memory_directory / "ws", [[ShardData(shard, memoryview(bytes(shard.nbytes)))]])
+    commit_round(memory_directory / "ws", [ShardData(shard, memoryview(bytes(shard.nbytes)))])
     before = sorted(os.listdir(memory_directory))
     program = (
         "from statexchange.cli.main import main\n"

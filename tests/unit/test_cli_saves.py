@@ -375,7 +375,7 @@ def test_a_save_whose_removal_has_begun_is_listed_as_unfinished(
 def test_a_job_that_has_only_begun_its_first_save_is_listed(
     saved: Path, call: CommandLine, paused: Callable[[int, str], Paused]
 ) -> None:
-    shutil.rmcontents_of(saved)
+    shutil.rmtree(saved)
     saver = paused(100, "save")
     code, out, _ = call("ls", saved)
     assert code == 0

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from stored import assert_same
+from workspaces import commit_round, part
 
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.cli.main import main
@@ -23,6 +24,7 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.sharding.rules import Layout
+from statexchange.sharding.shards import Box, full_box
 
 State = dict[str, torch.Tensor]
 
@@ -322,15 +324,11 @@ def test_random_layouts_restore_the_whole_tensors(tmp_path_factory: pytest.TempP
 
 
 def test_a_layout_applies_to_plain_tensors_of_workspaces_only(tmp_path: Path) -> None:
-    from test_merge import part, save
-
-    from statexchange.sharding.shards import Box, full_box
-
     w = torch.arange(8.0)
-    save(tmp_path / "ws", *[[part("w", half, full_box((4,)))] for half in w.chunk(2)])
+    commit_round(tmp_path / "ws", *[[part("w", half, full_box((4,)))] for half in w.chunk(2)])
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", layout={"w": {"dim": 0}})
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], w)
-    save(tmp_path / "cut", *[[part("w", w, Box((4 * r,), (4,)))] for r in range(2)])
+    commit_round(tmp_path / "cut", *[[part("w", w, Box((4 * r,), (4,)))] for r in range(2)])
     with pytest.raises(InvalidArgumentError, match="whose file already has its sharding") as caught:
         merge_checkpoint(tmp_path / "cut", tmp_path / "new", layout={"w": {"dim": 0}})
     assert (caught.value.name, caught.value.rank) == ("w", 0)
@@ -339,8 +337,8 @@ def test_a_layout_applies_to_plain_tensors_of_workspaces_only(tmp_path: Path) ->
 def test_a_layout_applies_to_files_of_torch_save(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     whole = torch.randn(3, 8, 5)
-    for rank, part in enumerate(torch.cat([whole[:, :4], whole[:, 4:]]).chunk(2)):
-        torch.save({"w": part.transpose(1, 2)}, tmp_path / "in" / f"rank{rank}.pt")
+    for rank, half in enumerate(torch.cat([whole[:, :4], whole[:, 4:]]).chunk(2)):
+        torch.save({"w": half.transpose(1, 2)}, tmp_path / "in" / f"rank{rank}.pt")
     layout = {"w": {"dim": 2, "split": {"w": {"a": 1, "b": 1}}}}
     merge_checkpoint(tmp_path / "in", tmp_path / "out", layout=layout)
     parts = whole.transpose(1, 2).split(2, 2)

@@ -19,6 +19,7 @@ import pytest
 from commands import CommandLine, command_environment
 from safetensors.numpy import save_file
 from stored import DATA, flip_bit, write_raw
+from workspaces import commit_round
 
 import statexchange as sx
 from statexchange import values
@@ -72,15 +73,6 @@ def config_of(rank: int) -> Train:
 def held(name: str, data: Any, dtype: str, shape: Sequence[int], box: Box) -> ShardData:
     shard = Shard(name, dtype, tuple(shape), (box,))
     return ShardData(shard, memoryview(np.ascontiguousarray(data)).cast("B"))
-
-
-def commit(root: Path, ranks: Sequence[Sequence[ShardData]], **more: Any) -> None:
-    workspace = Workspace(root)
-    receipts = [
-        workspace.write(tensors, run="job", round=1, rank=rank, world_size=len(ranks), **more)
-        for rank, tensors in enumerate(ranks)
-    ]
-    workspace.commit(receipts, keep=1)
 
 
 # --- info and ls --rounds ---
@@ -151,7 +143,7 @@ def test_ls_lists_the_rounds_of_a_workspace(tmp_path: Path, call: CommandLine, m
 
 def test_rounds_show_commits_and_files_that_are_missing_or_broken(tmp_path: Path, call: CommandLine) -> None:
     whole = Box((0,), (2,))
-    commit(tmp_path, [[held("w", np.zeros(2, np.uint8), "U8", (2,), whole)]] * 3)
+    commit_round(tmp_path, *[[held("w", np.zeros(2, np.uint8), "U8", (2,), whole)]] * 3)
     report = list_rounds(tmp_path)
     assert [(row.rank, row.state, row.is_committed) for row in report.rows] == [(n, "whole", True) for n in range(3)]
     next(tmp_path.glob("job/*/rank-00001-*")).unlink()
@@ -405,7 +397,7 @@ def test_hostile_configs_and_names_are_escaped(
 
 
 def test_a_broken_config_is_corrupt(tmp_path: Path, call: CommandLine) -> None:
-    commit(tmp_path, [[]], config='{"$": "dtype"}')
+    commit_round(tmp_path, [], config='{"$": "dtype"}')
     code, _, err = call("show", tmp_path)
     assert code == 4
     assert "broken config" in err
@@ -610,7 +602,7 @@ def test_regions_gaps_and_overlaps_are_named(tmp_path: Path, call: CommandLine) 
     def part(begin: int, rows: int) -> ShardData:
         return held("w", w[begin : begin + rows], "F32", (8, 6), Box((begin, 0), (rows, 6)))
 
-    commit(tmp_path / "whole", [[part(0, 4)], [part(0, 4)], [part(4, 4)]])
+    commit_round(tmp_path / "whole", [part(0, 4)], [part(0, 4)], [part(4, 4)])
     code, out, _ = call("show", tmp_path / "whole", "w")
     assert code == 0
     assert [line.split("\t")[:3] for line in out.splitlines() if "safetensors" in line] == [
@@ -619,7 +611,7 @@ def test_regions_gaps_and_overlaps_are_named(tmp_path: Path, call: CommandLine) 
     ]
     assert "elements  48\n" in out
 
-    commit(tmp_path / "gap", [[part(0, 2)], [part(5, 3)]])
+    commit_round(tmp_path / "gap", [part(0, 2)], [part(5, 3)])
     code, out, err = call("show", tmp_path / "gap", "w", "--slice", ":,0")
     assert code == 5
     assert "held by none  [2:5, 0:6]" in out
@@ -632,7 +624,7 @@ def test_regions_gaps_and_overlaps_are_named(tmp_path: Path, call: CommandLine) 
     assert code == 0
     assert "elements  18 of 48" in out
 
-    commit(tmp_path / "twice", [[part(0, 5)], [part(3, 5)]])
+    commit_round(tmp_path / "twice", [part(0, 5)], [part(3, 5)])
     code, out, err = call("show", tmp_path / "twice", "w")
     assert code == 4
     assert "held twice  [3:5, 0:6] by 0-1" in out
@@ -642,12 +634,12 @@ def test_regions_gaps_and_overlaps_are_named(tmp_path: Path, call: CommandLine) 
 
 def test_copies_and_digests_that_differ_are_named(tmp_path: Path, call: CommandLine) -> None:
     whole = Box((0,), (4,))
-    commit(tmp_path / "a", [[held("w", np.full(4, n, np.float32), "F32", (4,), whole)] for n in range(3)])
+    commit_round(tmp_path / "a", *[[held("w", np.full(4, n, np.float32), "F32", (4,), whole)] for n in range(3)])
     code, _, err = call("show", tmp_path / "a", "w")
     assert code == 1
     assert "ranks [1, 2] and rank 0 hold different values for region [0:4]" in err
 
-    commit(tmp_path / "b", [[held("w", np.ones(4, np.float32), "F32", (4,), whole)]])
+    commit_round(tmp_path / "b", [held("w", np.ones(4, np.float32), "F32", (4,), whole)])
     flip_bit(next((tmp_path / "b").glob("job/*/rank-*")), -1)
     code, _, err = call("show", tmp_path / "b", "w")
     assert code == 4
@@ -671,7 +663,7 @@ def test_a_tensor_that_cannot_be_read_is_an_error_with_the_reason(tmp_path: Path
     assert "dtype F7_X is not supported" in err
     assert call("show", tmp_path, "w")[0] == 0
     whole = Box((0,), (2,))
-    commit(tmp_path / "ws", [[held("w", np.zeros(2, np.uint8), "U8", (2,), whole)]])
+    commit_round(tmp_path / "ws", [held("w", np.zeros(2, np.uint8), "U8", (2,), whole)])
     file = next((tmp_path / "ws").glob("job/*/rank-*"))
     file.write_bytes(file.read_bytes()[:-1])
     code, _, err = call("show", tmp_path / "ws", "w")
