@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from layouts import cut_by_rules
 from safetensors.torch import load_file, save_file
 from sweeps import slow
-from test_layout_file import cut_by_rules
 from torch import nn
 
 import statexchange as sx

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from merged_logits import merged_logits
 from safetensors.torch import load_file
-from test_logits import merged
 
 SCRIPTS = Path(__file__).parents[2] / "tools" / "frameworks"
 
@@ -57,4 +57,4 @@ def test_the_logits_are_those_of_the_framework_s_model(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     monkeypatch.chdir(out)
-    assert torch.equal(merged(tmp_path, out / checkpoint, *options), load_file(out / computed)["logits"])
+    assert torch.equal(merged_logits(tmp_path, out / checkpoint, *options), load_file(out / computed)["logits"])

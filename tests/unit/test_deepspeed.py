@@ -6,19 +6,18 @@ import json
 import math
 import shutil
 import tracemalloc
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from commands import run_main
+from commands import CommandLine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from scripts import page_block, run_commands
-from stored import assert_same
+from stored import DATA, assert_same
 from zero_files import check_written, merged, reported, write_zero
 
 import statexchange as sx
@@ -34,7 +33,7 @@ from statexchange.errors import (
 from statexchange.formats.registry import open_checkpoint
 from statexchange.report.summary import summarize
 
-SAMPLES = Path(__file__).parents[1] / "data" / "deepspeed"  # see README.md there
+SAMPLES = DATA / "deepspeed"  # see README.md there
 
 
 def copy_of(kind: str, tmp_path: Path) -> Path:
@@ -42,6 +41,7 @@ def copy_of(kind: str, tmp_path: Path) -> Path:
 
 
 def refused(error: type[StateExchangeError], match: str, path: Path, **options: Any) -> StateExchangeError:
+    """Check that a merge raises this error and writes nothing; return the error."""
     out = path.parent / "refused"
     with pytest.raises(error, match=match) as caught:
         merge_checkpoint(path, out, **options)
@@ -98,21 +98,20 @@ def test_info_shows_sections_and_ranks() -> None:
     assert not summary.problems
 
 
-def test_the_command_line_takes_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = partial(run_main, capsys)
+def test_the_command_line_takes_weights(tmp_path: Path, call: CommandLine) -> None:
     source, out = SAMPLES / "zero1", tmp_path / "out"
-    code, _, _ = run("merge", source, out, "--weights", "model")
+    code, _, _ = call("merge", source, out, "--weights", "model")
     assert code == 0
     assert load_file(out / "model.safetensors")["up.weight"].dtype == torch.bfloat16
-    code, _, text = run("merge", SAMPLES / "zero3", tmp_path / "x", "--weights", "model")
+    code, _, text = call("merge", SAMPLES / "zero3", tmp_path / "x", "--weights", "model")
     assert code == 7
     assert "--weights master --dtype bfloat16" in text
-    assert run("diff", source, out, "--weights", "model")[0] == 0
-    assert run("diff", out, source, "--weights", "model")[0] == 0
-    assert run("diff", source, out)[0] == 1
-    code, _, text = run("diff", out, out, "--weights", "model")
+    assert call("diff", source, out, "--weights", "model")[0] == 0
+    assert call("diff", out, source, "--weights", "model")[0] == 0
+    assert call("diff", source, out)[0] == 1
+    code, _, text = call("diff", out, out, "--weights", "model")
     assert (code, "is for checkpoints of DeepSpeed alone" in text) == (2, True)
-    code, shown, _ = run("info", source)
+    code, shown, _ = call("info", source)
     assert code == 0
     assert "kind        deepspeed\n" in shown
     assert "ranks       2 of 2: 0-1\n" in shown

@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 import pytest
 from archives import unpack
+from commands import exit_code_of
 from safetensors import safe_open
 from scripts import page_text
-
-from statexchange.cli.main import main
+from stored import DATA
 
 TESTS = Path(__file__).parents[1]
-DATA = TESTS / "data"
 
 
 class Row(NamedTuple):
@@ -228,9 +227,7 @@ def test_the_command_of_a_row_merges_its_sample(name: str, tmp_path: Path, monke
     if row.config:
         (work / "config.json").write_text(row.config)
     monkeypatch.chdir(work)
-    with pytest.raises(SystemExit) as ended:
-        main(command[1:])
-    assert ended.value.code == 0
+    assert exit_code_of(*command[1:]) == 0
     with safe_open(work / command[3] / "model.safetensors", "numpy") as merged:
         assert len(list(merged.keys())) > 1
 

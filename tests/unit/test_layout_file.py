@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from commands import CommandLine
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from layouts import State, cut_by_rules
 from safetensors.torch import load_file, save_file
 from stored import assert_same
 from workspaces import commit_round, part
 
 from statexchange.checkpoint.merge import merge_checkpoint
-from statexchange.cli.main import main
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -26,8 +26,6 @@ from statexchange.errors import (
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box, full_box
 
-State = dict[str, torch.Tensor]
-
 
 def write_ranks(path: Path, *states: State, name: str = "rank{}.safetensors") -> Path:
     """Write a plain safetensors file for each rank."""
@@ -38,11 +36,13 @@ def write_ranks(path: Path, *states: State, name: str = "rank{}.safetensors") ->
 
 
 def merged(path: Path, layout: Any, *states: State, **options: Any) -> State:
+    """Return the tensors that a merge of the ranks' tensors by the layout gives."""
     merge_checkpoint(write_ranks(path / "in", *states), path / "out", layout=layout, **options)
     return load_file(path / "out" / "model.safetensors")
 
 
 def refuse(error: type[StateExchangeError], match: str, path: Path, layout: Any, *states: State) -> StateExchangeError:
+    """Check that a merge by the layout raises this error and writes nothing; return the error."""
     source = write_ranks(path / "in", *states)
     with pytest.raises(error, match=match) as caught:
         merge_checkpoint(source, path / "out", layout=layout)
@@ -60,20 +60,18 @@ def test_dims_replicas_and_uneven_parts(tmp_path: Path) -> None:
     assert_same(merged(tmp_path, layout, *states), {"a.w": w, "a.v": v, "norm": torch.ones(3)})
 
 
-def test_the_command_line_reads_a_layout_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_reads_a_layout_file(tmp_path: Path, call: CommandLine) -> None:
     w = torch.arange(40.0).reshape(4, 10)
     source = write_ranks(tmp_path / "in", *[{"w": part} for part in w.split(5, dim=1)])
     layout = tmp_path / "layout.json"
     layout.write_text(json.dumps({"rules": {"w": {"dim": 1}}}))
-    with pytest.raises(SystemExit) as ended:
-        main(["merge", str(source), str(tmp_path / "out"), "--layout", str(layout)])
-    assert ended.value.code == 0, capfd.readouterr()
+    code, _, err = call("merge", source, tmp_path / "out", "--layout", layout)
+    assert code == 0, err
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], w)
     layout.write_text("{")
-    with pytest.raises(SystemExit) as ended:
-        main(["merge", str(source), str(tmp_path / "new"), "--layout", str(layout)])
-    assert ended.value.code == 2
-    assert "hint" not in capfd.readouterr().err  # nothing is wrong with the source
+    code, _, err = call("merge", source, tmp_path / "new", "--layout", layout)
+    assert code == 2
+    assert "hint" not in err  # nothing is wrong with the source
 
 
 def test_a_mesh_of_pipeline_tensor_and_expert_parallel_ranks(tmp_path: Path) -> None:
@@ -280,42 +278,6 @@ def test_a_tp_plan_may_name_tensors_that_the_files_lack(tmp_path: Path) -> None:
     assert refuse(ReplicaError, "if each holds a part, give a layout", tmp_path / "b", plan, *both).name == "b.weight"
 
 
-@st.composite
-def cut_by_rules(draw: st.DrawFn) -> tuple[Any, State, list[State]]:
-    """Draw a layout, the merged tensors that it should give, and the ranks' tensors, cut by torch alone."""
-    mesh = {"a": draw(st.integers(1, 3)), "b": draw(st.integers(1, 3))}
-    whole: State = {}
-    rules: dict[str, Any] = {}
-    states: list[State] = [{} for _ in range(mesh["a"] * mesh["b"])]
-    for number in range(draw(st.integers(1, 4))):
-        name = f"t{number}"
-        dims = draw(st.integers(1, 3))
-        axis_of = draw(st.permutations(range(dims)).map(lambda order: dict(zip("ab", order, strict=False))))
-        axis_of = {axis: dim for axis, dim in axis_of.items() if draw(st.booleans())}
-        pieces: dict[str, list[list[int]]] = {}  # by axis and position: the size of each block
-        rule: list[Any] = []
-        for axis, dim in axis_of.items():
-            blocks = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-            scales = [draw(st.integers(0, 2)) for _ in range(mesh[axis])]
-            pieces[axis] = [[block * scale for block in blocks] for scale in scales]
-            rule.append({"dim": dim, "axis": axis, "blocks": blocks})
-        shape = [draw(st.integers(1, 4)) for _ in range(dims)]
-        for axis, dim in axis_of.items():
-            shape[dim] = sum(map(sum, pieces[axis]))
-        value = torch.arange(torch.Size(shape).numel()).reshape(shape)
-        whole[name] = value
-        rules[name] = rule or "replicate"
-        for rank, state in enumerate(states):
-            at = {"a": rank // mesh["b"], "b": rank % mesh["b"]}
-            part = value
-            for axis, dim in axis_of.items():
-                by_block = part.split([sum(p[k] for p in pieces[axis]) for k in range(len(pieces[axis][0]))], dim)
-                mine = [b.split([p[k] for p in pieces[axis]], dim)[at[axis]] for k, b in enumerate(by_block)]
-                part = torch.cat(mine, dim)
-            state[name] = part
-    return {"mesh": mesh, "rules": rules}, whole, states
-
-
 @settings(max_examples=60)
 @given(cut_by_rules())
 def test_random_layouts_restore_the_whole_tensors(tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
@@ -426,18 +388,17 @@ def test_a_mesh_shows_which_rank_is_missing(tmp_path: Path) -> None:
     ],
 )
 def test_the_file_of_one_rank_alone_is_not_merged_by_a_layout(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: list[str], text: str
+    tmp_path: Path, call: CommandLine, names: list[str], text: str
 ) -> None:
     for name in names:
         (save_file if name.endswith(".safetensors") else torch.save)(TWO_RANKS[0], tmp_path / name)
     file = tmp_path / names[0]
     with pytest.raises(IncompleteError, match=f"this file alone is .*{text}.* give their directory, {tmp_path}"):
         merge_checkpoint(file, tmp_path / "out", layout={"w": {"dim": 0}})
-    for arguments in (["info", str(file)], ["merge", str(file), str(tmp_path / "plain")]):
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        assert ended.value.code == 0
-        assert f"give their directory, {tmp_path}" in "".join(capsys.readouterr())
+    for arguments in (["info", file], ["merge", file, tmp_path / "plain"]):
+        code, out, err = call(*arguments)
+        assert code == 0
+        assert f"give their directory, {tmp_path}" in out + err
 
 
 def test_the_file_of_the_only_rank_is_merged_by_a_layout(tmp_path: Path) -> None:

@@ -6,19 +6,16 @@ import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from merged_logits import TOKENS, logits, merged_logits
 from safetensors.torch import load_file
+from stored import DATA
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from statexchange.checkpoint.merge import merge_checkpoint
-from statexchange.cli.main import main
 from statexchange.testing import run_ranks
-
-DATA = Path(__file__).parents[1] / "data"
-TOKENS = torch.arange(8).reshape(1, 8)
 
 
 def tiny_config() -> LlamaConfig:
@@ -29,22 +26,6 @@ def tiny_config() -> LlamaConfig:
 def tiny_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(tiny_config())
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model.eval()(TOKENS).logits
-    return found
-
-
-def merged(tmp_path: Path, source: Path, *options: str) -> torch.Tensor:
-    """Return the logits of the model that transformers loads from `statexchange merge SOURCE out`."""
-    with pytest.raises(SystemExit) as ended:
-        main(["merge", str(source), str(tmp_path / "out"), *options])
-    assert ended.value.code == 0
-    loaded, report = LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(report.values()), report
-    return logits(loaded)
 
 
 def sample_llama(config: Path, weights: Path, wrapper: str = "") -> LlamaForCausalLM:
@@ -68,14 +49,14 @@ def test_torchtitan(tmp_path: Path, kind: str) -> None:
     path = DATA / "torchtitan" / kind
     expected = logits(sample_llama(path / "config.json", path / "to_hf.safetensors"))
     options = ["--convert", "torchtitan:llama3", "--files-from", str(path / "config.json")]
-    assert torch.equal(merged(tmp_path, path / "checkpoint/step-3", *options), expected)
+    assert torch.equal(merged_logits(tmp_path, path / "checkpoint/step-3", *options), expected)
 
 
 def test_verl(tmp_path: Path) -> None:
     path = DATA / "verl/fsdp2"
     config = path / "run/global_step_1/actor/huggingface/config.json"
     expected = logits(sample_llama(config, path / "expected.safetensors"))
-    assert torch.equal(merged(tmp_path, path / "run"), expected)
+    assert torch.equal(merged_logits(tmp_path, path / "run"), expected)
 
 
 @pytest.mark.parametrize("kind", ["llama1", "llama3", "universal_llama3"])
@@ -83,13 +64,13 @@ def test_deepspeed(tmp_path: Path, kind: str) -> None:
     path = DATA / "deepspeed"
     trained = path / f"{kind.removeprefix('universal_')}.safetensors"
     expected = logits(sample_llama(path / kind / "config.json", trained))
-    assert torch.equal(merged(tmp_path, path / kind), expected)
+    assert torch.equal(merged_logits(tmp_path, path / kind), expected)
 
 
 def test_torch_checkpointing(tmp_path: Path) -> None:
     path = DATA / "torch_checkpointing/llama"
     expected = logits(sample_llama(path / "config.json", path / "expected.safetensors"))
-    found = merged(tmp_path, path / "state", "--files-from", str(path / "config.json"))
+    found = merged_logits(tmp_path, path / "state", "--files-from", str(path / "config.json"))
     assert torch.equal(found, expected)
 
 
@@ -100,12 +81,12 @@ def test_lightning_with_the_options_that_a_note_shows(tmp_path: Path, kind: str)
     (note,) = [text for text in merge_checkpoint(path / "last.ckpt", tmp_path / "plain").notes if "wrap" in text]
     assert note.endswith('section="model", rename=[(r"^model\\.", "")] (--section model --rename "^model\\.=")')
     options = shlex.split(note.rpartition("(")[2].removesuffix(")"))
-    found = merged(tmp_path, path / "last.ckpt", "--files-from", str(path / "config.json"), *options)
+    found = merged_logits(tmp_path, path / "last.ckpt", "--files-from", str(path / "config.json"), *options)
     assert torch.equal(found, expected)
 
 
 def trained(model: LlamaForCausalLM) -> torch.optim.Optimizer:
-    """Make one step."""
+    """Train a model for one step; return its optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model(input_ids=TOKENS, labels=TOKENS).loss.backward()
     optimizer.step()
@@ -181,4 +162,4 @@ def by_ranks(kind: str) -> Callable[[Path], tuple[torch.Tensor, Path]]:
 def test_a_model_of_transformers(tmp_path: Path, write: Callable[[Path], tuple[torch.Tensor, Path]]) -> None:
     expected, source = write(tmp_path / "written")
     tiny_llama().config.save_pretrained(tmp_path / "config")
-    assert torch.equal(merged(tmp_path, source, "--files-from", str(tmp_path / "config")), expected)
+    assert torch.equal(merged_logits(tmp_path, source, "--files-from", str(tmp_path / "config")), expected)

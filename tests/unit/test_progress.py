@@ -16,14 +16,13 @@ from pathlib import Path
 import click
 import numpy as np
 import pytest
+from commands import command_environment
 from sweeps import by_default
 from warm_python import warm_python
 
 import statexchange as sx
 from statexchange.cli.main import cli
 
-HOME = os.fspath(Path(sx.__file__).parents[1])
-LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "NO_COLOR", "COLUMNS")
 RUN = """
 import sys, threading, time
 import fsspec
@@ -105,7 +104,8 @@ class Run:
     def __init__(self, arguments: list[str], root: Path, case: str) -> None:
         words = [word.format(root=root, case=case) for word in arguments]
         self.log = root / f"{'-'.join(arguments[:1])}-{case}.log"
-        kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+        environment = command_environment()
+        environment.pop("COLUMNS", None)  # the width is that of the pseudo-terminal
         more = ["-q"] if case == "quiet" else []
         speed = "1" if case in ("terminal", "quiet") else "60"
         self._terminal = -1
@@ -121,7 +121,7 @@ class Run:
             [warm_python("commands"), "-c", RUN, speed, *words, *more],
             stdout=subprocess.DEVNULL,
             stderr=error,
-            env={**kept, "PYTHONPATH": HOME},
+            env=environment,
         )
         if error >= 0:
             os.close(error)
@@ -143,7 +143,7 @@ class Run:
 
 
 def screen(written: str) -> str:
-    """What a terminal shows in the end."""
+    """Return what a terminal shows in the end."""
     lines = []
     for line in written.split("\n"):
         shown, at = "", 0
