@@ -16,7 +16,7 @@ from commands import exit_code_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
-from scripts import page_block, run_commands
+from scripts import HOME, page_block, run_commands
 from stored import DATA, flip_bit, write_raw
 
 import statexchange as sx
@@ -541,7 +541,7 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def llama_of(stacked: Arrays, groups: int) -> dict[str, np.ndarray]:
-    """Return the tensors of torch_dist divided with numpy: by layer, into queries, keys and values, into gate and up."""
+    """Return the tensors of torch_dist, divided with numpy by layer, into queries, keys and values, and gate and up."""
     found = {"model.embed_tokens.weight": stacked["embedding.word_embeddings.weight"]}
     found["model.norm.weight"] = stacked["decoder.final_layernorm.weight"]
     if "output_layer.weight" in stacked:
@@ -777,13 +777,12 @@ def test_the_conversion_on_the_page_works_in_both_directions(tmp_path: Path) -> 
 
 
 def test_the_reference_lists_the_built_in_conversions() -> None:
-    home = Path(__file__).parents[2]
-    spec = importlib.util.spec_from_file_location("conversions_reference", home / "tools" / "conversions_reference.py")
+    spec = importlib.util.spec_from_file_location("conversions_reference", HOME / "tools" / "conversions_reference.py")
     assert spec is not None
     assert spec.loader is not None
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
-    page = (home / "docs" / "reference" / "conversions.md").read_text(encoding="utf-8")
+    page = (HOME / "docs" / "reference" / "conversions.md").read_text(encoding="utf-8")
     assert page == program.page(), "run tools/conversions_reference.py"
 
 

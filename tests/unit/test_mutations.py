@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import run_main
+from scripts import HOME
 from stored import flip_bit
 from sweeps import slow
 from whole_checkpoints import KINDS, Kind
@@ -482,8 +483,7 @@ state = {{"w": numpy.zeros(1000)}}
 stop = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 sx.export_checkpoint(state, {os.fspath(path)!r}, overwrite=True, on_progress=stop)
 """
-    home = os.fspath(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", program], cwd=home, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=HOME, capture_output=True, text=True, timeout=60)
     if "overwrite" in done.stderr:  # only a checkpoint of this package is replaced
         return WHOLE
     assert done.returncode == -9, done.stderr
@@ -499,8 +499,7 @@ import os, signal, numpy, statexchange as sx
 stop = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 sx.export_checkpoint({{"w": numpy.zeros(1000)}}, {os.fspath(path.parent / "new")!r}, on_progress=stop)
 """
-    home = os.fspath(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", program], cwd=home, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=HOME, capture_output=True, text=True, timeout=60)
     assert done.returncode == -9, done.stderr
     return dataclasses.replace(WHOLE, new="KILLED WRITER")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stored import flip_bit
 
 import statexchange as sx
 from statexchange.storage.workspace import Workspace
@@ -103,12 +104,10 @@ def test_a_launcher_without_an_identity_is_not_trusted(tmp_path: Path) -> None:
 def test_an_altered_file_is_an_error_that_names_tensor_rank_and_file(tmp_path: Path) -> None:
     sx.NFSWorkspace(tmp_path / "ws").write_configs_and_weights({}, {"layer.w": torch.ones(100)})
     (file,) = (tmp_path / "ws").rglob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 1
-    file.write_bytes(data)
+    flip_bit(file, -3)
     with pytest.raises(sx.errors.CorruptError, match=rf"digest.*'layer\.w', rank 0, .*{file.name}"):
         sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
-    file.write_bytes(data[:-50])
+    os.truncate(file, file.stat().st_size - 50)
     with pytest.raises(sx.errors.CorruptError, match=rf"truncated.*{file.name}"):
         sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from stored import write_raw
+from stored import json_header, write_raw
 
 import statexchange as sx
 from statexchange.errors import CorruptError, UnsupportedError
@@ -32,12 +30,6 @@ def pairs(*shape: int, begin: int = 0) -> torch.Tensor:
 
 def content(tensor: torch.Tensor) -> list[Any]:
     found: list[Any] = tensor.contiguous().view(torch.uint8).tolist()
-    return found
-
-
-def header(path: Path) -> dict[str, Any]:
-    data = path.read_bytes()
-    found: dict[str, Any] = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
     return found
 
 
@@ -140,7 +132,7 @@ def test_columns_of_six_bits_are_merged(tmp_path: Path) -> None:
         data = bytes(range(6 * rank, 6 * rank + 6))
         write_raw(tmp_path / f"ranks/rank_{rank}.safetensors", {"w": ("F6_E2M3", [2, 4], data)})
     sx.merge_checkpoint(tmp_path / "ranks", tmp_path / "out", layout={"w": {"dim": 1}})
-    assert header(tmp_path / "out/model.safetensors")["w"]["shape"] == [2, 8]
+    assert json_header(tmp_path / "out/model.safetensors")["w"]["shape"] == [2, 8]
     with sx.open_checkpoint(tmp_path / "out") as checkpoint:
         assert checkpoint["w"].read().tolist() == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
 

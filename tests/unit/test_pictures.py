@@ -9,6 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from stored import write_raw
+from workspaces import commit_round, held
 
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import NotFoundError
@@ -17,9 +18,8 @@ from statexchange.formats.source import Source
 from statexchange.report.supply import Supplied, cells_of, supply_of
 from statexchange.report.supply_picture import supply_picture, tensor_picture
 from statexchange.report.text_pictures import curve, supply_bars
-from statexchange.sharding.shards import Box, Shard
+from statexchange.sharding.shards import Box
 from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import Workspace
 from statexchange.units import format_bytes, format_shape
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -28,16 +28,13 @@ Part = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
 
 def write_workspace(root: Path, ranks: Sequence[Sequence[Part]]) -> Path:
     """Write a workspace of U8 tensors; parts are (name, global shape, offsets, shape)."""
-    workspace = Workspace(root)
-    receipts = []
-    for rank, parts in enumerate(ranks):
-        held = []
-        for name, shape, offsets, size in parts:
-            shard = Shard(name, "U8", tuple(shape), (Box(tuple(offsets), tuple(size)),))
-            held.append(ShardData(shard, memoryview(bytes(shard.nbytes))))
-        receipts.append(workspace.write(held, run="job", round=1, rank=rank, world_size=len(ranks)))
-    workspace.commit(receipts, keep=2)
+    commit_round(root, *([zeros(*part) for part in parts] for parts in ranks))
     return root
+
+
+def zeros(name: str, shape: Sequence[int], offsets: Sequence[int], size: Sequence[int]) -> ShardData:
+    box = Box(tuple(offsets), tuple(size))
+    return held(name, bytes(box.numel), global_shape=tuple(shape), boxes=(box,))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
+from stored import json_header
 
 import statexchange
 from statexchange.errors import (
@@ -420,8 +420,7 @@ def test_tensors_lie_in_a_file_where_safetensors_puts_them(
     save_file({k: torch.zeros(n, dtype=getattr(torch, d)) for k, (d, n) in case.sizes.items()}, path)
     holding = RankShards(0, [whole(name, n, dtype=SHORT[dtype]) for name, (dtype, n) in case.sizes.items()])
     (ours,) = plan_merge([holding], ExportOptions(max_shard_size=1 << 40)).files
-    raw = path.read_bytes()
-    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    header = json_header(path)
     assert {t.name: [t.begin, t.begin + t.nbytes] for t in ours.tensors} == {
         k: v["data_offsets"] for k, v in header.items()
     }

@@ -20,6 +20,7 @@ import pytest
 import torch
 from commands import exit_code_of
 from safetensors.numpy import save_file
+from stored import flip_bit
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
@@ -92,9 +93,7 @@ def test_nothing_but_the_manifest_is_new(folder: Path) -> None:
 def test_a_flipped_bit_is_found(folder: Path, at: str) -> None:
     seal_checkpoint(folder)
     path = folder / "model-00002-of-00002.safetensors"
-    data = bytearray(path.read_bytes())
-    data[{"first": len(data) - 8 * 700000, "middle": len(data) // 2, "last": -1}[at]] ^= 4
-    path.write_bytes(data)
+    flip_bit(path, {"first": -8 * 700_000, "middle": -4 * 700_000, "last": -1}[at], bit=2)
     (finding,) = verify(folder).findings
     assert isinstance(finding, CorruptError)
     assert finding.name == "b.weight"

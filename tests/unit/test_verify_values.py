@@ -18,14 +18,14 @@ from commands import exit_code_of
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
 from stored import write_raw
+from workspaces import commit_round, held
 
 import statexchange as sx
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, NotFoundError
 from statexchange.report.value_checks import CHECKS, ValueFinding
 from statexchange.report.verify import verify
-from statexchange.sharding.shards import Box, Shard
+from statexchange.sharding.shards import Box
 from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import Workspace
 
 PAGE = 4096
 Array = np.ndarray[Any, Any]
@@ -101,24 +101,23 @@ def test_the_values_of_every_kind_of_checkpoint_are_checked(kind: str, tmp_path:
 
 def test_parts_of_a_workspace_are_one_tensor(tmp_path: Path) -> None:
     def part(name: str, rank: int, values: Array) -> ShardData:
-        shard = Shard(name, "F32", (8, 1024), (Box((4 * rank, 0), (4, 1024)),))
-        return ShardData(shard, memoryview(values.astype(np.float32).tobytes()))
+        data = values.astype(np.float32).tobytes()
+        return held(name, data, dtype="F32", global_shape=(8, 1024), boxes=(Box((4 * rank, 0), (4, 1024)),))
 
     zeros, ones = np.zeros((4, 1024)), np.ones((4, 1024))
     bad = noise(4, 1024)
     bad[2, 3] = np.nan
-    workspace = Workspace(tmp_path)
-    receipts = []
-    for rank in range(2):
-        tensors = [
+    tensors_of_ranks = [
+        [
             part("zeros", rank, zeros),
             part("ones", rank, ones),
             part("differ", rank, ones * (rank + 1)),
             part("lost", rank, zeros if rank else noise(4, 1024)),
             part("nan", rank, bad if rank else noise(4, 1024)),
         ]
-        receipts.append(workspace.write(tensors, run="job", round=1, rank=rank, world_size=2))
-    workspace.commit(receipts, keep=1)
+        for rank in range(2)
+    ]
+    commit_round(tmp_path, *tensors_of_ranks)
     findings = {finding.name: finding for finding in verify(tmp_path, checks=CHECKS).values}
     assert {name: one.check for name, one in findings.items()} == {
         "zeros": "all-zero",

@@ -7,18 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from stored import DATA
 
 import statexchange as sx
 from statexchange.report.verify import verify
-
-WRITTEN = Path(__file__).parents[1] / "data" / "version-0.1"
 
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     """Return a copy, since git keeps neither the modes of directories nor their write protection against others."""
     copy = tmp_path / "version-0.1"
-    shutil.copytree(WRITTEN, copy)
+    shutil.copytree(DATA / "version-0.1", copy)
     for path in [copy, *copy.rglob("*")]:
         path.chmod(0o700 if path.is_dir() else 0o600)
     return copy
