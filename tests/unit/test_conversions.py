@@ -94,7 +94,7 @@ def test_numbers_can_be_given_and_others_follow_from_shapes(tmp_path: Path) -> N
     assert same(load_file(tmp_path / "c" / "model.safetensors"), expected)
 
 
-def test_a_number_that_is_missing_is_named_with_how_to_give_it(
+def test_a_missing_number_is_named_with_the_option_that_gives_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code_of("merge", titan("fused"), tmp_path / "hf", "--convert", LLAMA3) == 2
@@ -113,7 +113,7 @@ def test_a_number_that_is_missing_is_named_with_how_to_give_it(
         ({"n_heads": -4}, "must be a number"),
     ],
 )
-def test_wrong_numbers_are_refused(tmp_path: Path, numbers: dict[str, int], message: str) -> None:
+def test_numbers_that_do_not_fit_the_tensors_are_refused(tmp_path: Path, numbers: dict[str, int], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         merge_checkpoint(titan("fused"), tmp_path / "hf", convert=LLAMA3, convert_with=numbers)
     assert not (tmp_path / "hf").exists()
@@ -500,7 +500,7 @@ def test_wrappers_prefixes_are_removed_before_and_empty_tensors_stay(tmp_path: P
     assert any("module." in note for note in report.notes)
 
 
-def test_a_tied_tensor_that_differs_is_not_lost(tmp_path: Path) -> None:
+def test_a_tied_tensor_that_differs_is_refused(tmp_path: Path) -> None:
     rows = np.ones((2, 2), "f4")
     save_file({"tok_embeddings.weight": rows, "lm_head.weight": rows + 1}, tmp_path / "s.safetensors")
     config = {"config.json": json.dumps({"tie_word_embeddings": True})}
@@ -761,7 +761,7 @@ def test_the_commands_of_the_pages_print_what_they_show(tmp_path: Path, megatron
     run_commands(page_block("commands: megatron to llama"), tmp_path / "gpt")
 
 
-def test_the_conversion_on_the_page_works_in_both_directions(tmp_path: Path) -> None:
+def test_the_conversion_of_the_page_and_its_inverse_give_the_first_tensors_back(tmp_path: Path) -> None:
     (tmp_path / "own.json").write_text(page_block("block: own.json"))
     arrays = {
         "embed.weight": np.ones((3, 4), "f4"),

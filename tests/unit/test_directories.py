@@ -161,7 +161,7 @@ def test_an_optimizer_with_other_groups_or_another_order_is_refused() -> None:
     assert not reordered.state
 
 
-def test_a_job_s_file_is_loaded_with_its_optimizer_and_its_numbers(tmp_path: Path) -> None:
+def test_the_file_of_a_job_is_loaded_with_its_optimizer_and_its_numbers(tmp_path: Path) -> None:
     module, other = tiny_model(), tiny_model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.25, betas=(0.5, 0.75))
     for parameter in module.parameters():
@@ -249,7 +249,7 @@ HALVES = [
 
 
 @pytest.mark.parametrize(("directory", "name", "code", "text"), HALVES)
-def test_half_a_directory_is_neither_merged_nor_loaded(
+def test_a_directory_that_lacks_a_file_is_neither_merged_nor_loaded(
     tmp_path: Path, call: CommandLine, directory: str, name: str, code: int, text: str
 ) -> None:
     path = copied(directory, tmp_path)
@@ -302,7 +302,7 @@ def test_a_rank_of_torch_checkpointing_may_have_no_part_of_the_model(tmp_path: P
     assert_same(load_file(tmp_path / "out/model.safetensors"), expected)
 
 
-def test_a_directory_without_a_model_says_what_it_has(tmp_path: Path, call: CommandLine) -> None:
+def test_the_error_for_a_directory_without_a_model_lists_its_sections(tmp_path: Path, call: CommandLine) -> None:
     path = copied("accelerate/full/state", tmp_path)
     (path / "pytorch_model_fsdp.bin").unlink()
     code, _, err = call("merge", path, tmp_path / "out")
@@ -325,7 +325,7 @@ def test_one_of_several_models_must_be_named(tmp_path: Path, call: CommandLine) 
     assert {"model.model_1.weight", "model.model.head.weight", "optimizer.state.0.exp_avg"} <= names
 
 
-def test_a_directory_of_checkpoints_names_the_newest(tmp_path: Path, call: CommandLine) -> None:
+def test_the_error_for_a_directory_of_checkpoints_names_the_newest(tmp_path: Path, call: CommandLine) -> None:
     path = copied("trainer/plain", tmp_path)
     (path / "expected.safetensors").unlink()
     for number in (10, 9):
@@ -401,14 +401,14 @@ def test_merging_an_optimizers_directory_names_its_parent(
     merge_checkpoint(f"{path}/optimizer_0", tmp_path / "optimizer", section="optimizer")
 
 
-def test_an_optimizers_directory_without_a_model_beside_it_says_what_it_has(tmp_path: Path, call: CommandLine) -> None:
+def test_the_error_for_an_optimizers_directory_alone_lists_its_sections(tmp_path: Path, call: CommandLine) -> None:
     path = copied("accelerate/sharded/state", tmp_path)
     shutil.rmtree(path / "pytorch_model_fsdp_0")
     code, _, err = call("merge", path / "optimizer_0", tmp_path / "out")
     assert (code, "there is no section 'model', only 'optimizer'" in err) == (2, True)
 
 
-def test_verls_extra_states_alone_name_what_is_missing(tmp_path: Path, call: CommandLine) -> None:
+def test_the_error_for_verls_extra_states_alone_names_what_is_missing(tmp_path: Path, call: CommandLine) -> None:
     actor = copied("verl/fsdp2/run/global_step_1/actor", tmp_path)
     path = actor / "extra"
     path.mkdir()
@@ -512,7 +512,7 @@ def test_the_options_that_a_note_shows_merge_the_base_model_of_a_lora_model(tmp_
     assert found.keys() == load_file(DATA / "verl/fsdp2/expected.safetensors").keys()
 
 
-def test_lightning_weights_without_an_optimizer(tmp_path: Path) -> None:
+def test_weights_of_lightning_without_an_optimizer_are_merged(tmp_path: Path) -> None:
     from torch.distributed.checkpoint import save
 
     with pytest.warns(UserWarning, match="single process"):
@@ -523,7 +523,7 @@ def test_lightning_weights_without_an_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["full/last.ckpt", "fsdp1/full.ckpt"])
-def test_lightning_consolidated_in_one_file(tmp_path: Path, file: str) -> None:
+def test_one_consolidated_file_of_lightning_is_merged_bit_by_bit(tmp_path: Path, file: str) -> None:
     path = DATA / "lightning" / file
     merge_checkpoint(path, tmp_path / "out")
     found = load_file(tmp_path / "out/model.safetensors")
@@ -540,7 +540,7 @@ def test_one_file_of_a_directory_of_lightnings_files_must_be_named(tmp_path: Pat
     assert (code, text in err) == (2, True)
 
 
-def test_torchtitan_parent_names_its_steps(tmp_path: Path, call: CommandLine) -> None:
+def test_the_error_for_the_parent_of_torchtitans_steps_names_them(tmp_path: Path, call: CommandLine) -> None:
     for step in (9, 10):
         shutil.copytree(DATA / "accelerate/sharded/state/pytorch_model_fsdp_0", tmp_path / f"checkpoint/step-{step}")
     code, _, err = call("merge", tmp_path / "checkpoint", tmp_path / "out")
@@ -551,7 +551,7 @@ def test_torchtitan_parent_names_its_steps(tmp_path: Path, call: CommandLine) ->
 
 
 @pytest.mark.parametrize("name", ["fsdp1", "dcp_safetensors"])
-def test_what_torch_alone_saves_is_merged_bit_by_bit(tmp_path: Path, name: str) -> None:
+def test_checkpoints_that_torch_alone_saves_are_merged_bit_by_bit(tmp_path: Path, name: str) -> None:
     merge_checkpoint(DATA / "torch" / name, tmp_path / "out")
     assert_same(load_file(tmp_path / "out/model.safetensors"), load_file(DATA / f"torch/{name}.safetensors"))
 
@@ -563,7 +563,7 @@ def test_a_missing_rank_of_fsdp1_is_a_missing_region(tmp_path: Path, call: Comma
     assert (code, "block.linear" in err or "head" in err) == (5, True)
 
 
-def test_a_file_that_lacks_a_region_is_called_by_its_name(tmp_path: Path, call: CommandLine) -> None:
+def test_the_error_for_a_missing_region_names_the_file_that_has_the_rest(tmp_path: Path, call: CommandLine) -> None:
     path = DATA / "torch/fsdp1/rank1.pt"
     gap = "no file holds region [0:3, 0:3] of shape (5, 3); rank1.pt holds the rest [tensor 'block.linear.weight'"
     for arguments in (["merge", path, tmp_path / "out"], ["show", path, "block.linear.weight"]):

@@ -185,7 +185,7 @@ def test_a_contradictory_gguf_header_is_corrupt(name: str, tmp_path: Path) -> No
     assert isinstance(problem, CorruptError)
 
 
-def test_a_new_dtype_of_gguf_hides_nothing(tmp_path: Path, call: CommandLine) -> None:
+def test_a_gguf_tensor_of_a_new_dtype_is_listed_and_hides_no_other(tmp_path: Path, call: CommandLine) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(gguf([], [record("new", 32, kind=77), record("w", 2, offset=32)], bytes(64)))
     assert rows(call, path) == {"new": ("type 77", [32], None), "w": ("F32", [2], 8)}
@@ -296,7 +296,7 @@ def test_a_directory_of_parts_is_one_model(tmp_path: Path) -> None:
         sx.open_checkpoint(tmp_path)
 
 
-def test_a_directory_of_several_models_asks_for_one(tmp_path: Path) -> None:
+def test_the_error_for_several_foreign_files_asks_for_one(tmp_path: Path) -> None:
     for name in ("q4.gguf", "q8.gguf"):
         (tmp_path / name).write_bytes(gguf([], []))
     with pytest.raises(InvalidArgumentError, match=r"2 files of gguf, name one of them: q4.gguf, q8.gguf"):
@@ -318,7 +318,7 @@ def test_an_orbax_checkpoint_that_was_not_finished_is_incomplete(tmp_path: Path)
     assert isinstance(problem, IncompleteError)
 
 
-def test_a_directory_of_orbax_steps_asks_for_one(tmp_path: Path) -> None:
+def test_the_error_for_several_orbax_steps_asks_for_one(tmp_path: Path) -> None:
     for step in ("0", "1000"):
         shutil.copytree(SAMPLES / "orbax", tmp_path / step)
     with pytest.raises(InvalidArgumentError, match=r"contains checkpoints of Orbax, name one of them: 0, 1000"):

@@ -119,7 +119,7 @@ def write(path: Path, files: Files) -> Path:
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_each_command_says_what_it_is_and_what_to_do(kind: str, tmp_path: Path, call: CommandLine) -> None:
+def test_each_command_names_the_foreign_kind_and_what_to_do(kind: str, tmp_path: Path, call: CommandLine) -> None:
     files, code, text = FOREIGN[kind]
     path = write(tmp_path / "x", files)
     for arguments in (["info", path], ["verify", path], ["merge", path, tmp_path / "out"]):
@@ -205,7 +205,7 @@ def test_verify_does_not_call_a_file_without_tensors_whole(tmp_path: Path, call:
     assert (code, "there is no tensor in it" in printed, "every" in printed) == (0, True, False)
 
 
-def test_a_lone_side_file_can_be_shown(call: CommandLine, tmp_path: Path) -> None:
+def test_a_file_of_lightnings_directory_alone_is_shown(call: CommandLine, tmp_path: Path) -> None:
     file = shutil.copy(DATA / "lightning/sharded/last.ckpt/meta.pt", tmp_path)
     assert run(call, "info", Path(file))[0] == 0
 

@@ -199,7 +199,9 @@ def _name(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=_name)
-def test_a_small_hostile_file_costs_little_and_is_named(case: Case, ended: dict[str, tuple[int, str]]) -> None:
+def test_a_small_hostile_manifest_is_named_within_limits_of_memory_and_time(
+    case: Case, ended: dict[str, tuple[int, str]]
+) -> None:
     code, output = ended[_name(case)]
     assert (code, "Traceback" in output) == (case.code, False), output[-2000:]
     assert case.says in output

@@ -118,7 +118,7 @@ def test_every_command_that_reads_a_path_is_in_a_case() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_hostile_texts_are_harmless(
+def test_hostile_texts_are_escaped_in_every_output(
     case: list[str],
     hostile: tuple[Path, str, str],
     capsys: pytest.CaptureFixture[str],
@@ -153,7 +153,7 @@ PICTURES = [
 
 
 @pytest.mark.parametrize("case", PICTURES, ids=" ".join)
-def test_hostile_texts_are_text_in_pictures(
+def test_hostile_texts_are_escaped_in_pictures(
     case: list[str], hostile: tuple[Path, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, text, named = hostile

@@ -50,7 +50,7 @@ def refuse(error: type[StateExchangeError], match: str, path: Path, layout: Any,
     return caught.value
 
 
-def test_dims_replicas_and_uneven_parts(tmp_path: Path) -> None:
+def test_parts_of_different_sizes_are_joined_along_a_dim_and_replicas_are_kept(tmp_path: Path) -> None:
     w, v = torch.randn(7, 6), torch.randn(5, 8).bfloat16()
     states = [
         {"a.w": w[:3], "a.v": v[:, :1], "norm": torch.ones(3)},
@@ -74,7 +74,7 @@ def test_the_command_line_reads_a_layout_file(tmp_path: Path, call: CommandLine)
     assert "hint" not in err  # nothing is wrong with the source
 
 
-def test_a_mesh_of_pipeline_tensor_and_expert_parallel_ranks(tmp_path: Path) -> None:
+def test_tensors_of_pipeline_tensor_and_expert_parallel_ranks_are_merged(tmp_path: Path) -> None:
     """pp 2 x ep 2 x tp 2: each stage has a layer, each ep rank two stacked experts, and tp cuts their columns."""
     layers = [torch.randn(4, 6, 10) for _ in range(2)]
     embedding = torch.randn(12, 3)
@@ -95,7 +95,7 @@ def test_a_mesh_of_pipeline_tensor_and_expert_parallel_ranks(tmp_path: Path) -> 
     assert_same(merged(tmp_path, layout, *states), expected)
 
 
-def test_a_mesh_that_version_0_1_called_a_grid(tmp_path: Path) -> None:
+def test_a_layout_of_version_0_1_that_calls_the_mesh_a_grid_is_accepted(tmp_path: Path) -> None:
     w = torch.randn(10, 2)
     layout = {"grid": {"tp": 2}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
     assert torch.equal(merged(tmp_path, layout, {"w": w[:5]}, {"w": w[5:]})["w"], w)
@@ -103,7 +103,7 @@ def test_a_mesh_that_version_0_1_called_a_grid(tmp_path: Path) -> None:
         Layout.parse({**layout, "mesh": {"tp": 2}})
 
 
-def test_one_dim_cut_along_two_axes_the_first_being_the_slowest(tmp_path: Path) -> None:
+def test_of_two_axes_that_cut_one_dim_the_first_is_the_slowest(tmp_path: Path) -> None:
     w = torch.randn(10, 2)
     states = [{"w": part} for part in w.split([3, 2, 3, 2])]
     layout = {"mesh": {"tp": 2, "dp": 2}, "rules": {"w": {"dim": 0, "axis": ["tp", "dp"]}}}
@@ -111,7 +111,7 @@ def test_one_dim_cut_along_two_axes_the_first_being_the_slowest(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_fused_blocks(tmp_path: Path, dim: int) -> None:
+def test_parts_of_each_fused_block_are_joined(tmp_path: Path, dim: int) -> None:
     """Each rank has its part of the query, of the key and of the value, one after another."""
     blocks = [torch.randn(*(s if d == dim else 4 for d in range(3))) for s in (8, 2, 2)]
     parts = [torch.cat([block.chunk(2, dim)[rank] for block in blocks], dim) for rank in range(2)]
@@ -119,7 +119,7 @@ def test_fused_blocks(tmp_path: Path, dim: int) -> None:
     assert torch.equal(whole["qkv"], torch.cat(blocks, dim))
 
 
-def test_a_fused_tensor_becomes_several(tmp_path: Path) -> None:
+def test_a_fused_tensor_is_split_into_several(tmp_path: Path) -> None:
     blocks = {"q": torch.randn(8, 3), "k": torch.randn(2, 3), "v": torch.randn(2, 3)}
     states = [{"l.qkv.weight": torch.cat([b.chunk(2)[rank] for b in blocks.values()])} for rank in range(2)]
     states = [{**s, "up.weight": torch.cat([torch.zeros(2, 2), torch.ones(2, 2)])} for s in states]
@@ -135,7 +135,7 @@ def test_a_fused_tensor_becomes_several(tmp_path: Path) -> None:
     assert_same(merged(tmp_path, layout, *states), expected)
 
 
-def test_interleaved_groups_of_heads(tmp_path: Path) -> None:
+def test_interleaved_groups_of_heads_are_split_into_queries_keys_and_values(tmp_path: Path) -> None:
     """Megatron's fused projection: for each group its queries, its key, its value; ranks hold two groups each."""
     q, k, v = torch.randn(4, 6, 5), torch.randn(4, 2, 5), torch.randn(4, 2, 5)  # group, head x dim, hidden
     fused = torch.cat([q, k, v], 1).reshape(40, 5)
@@ -181,7 +181,7 @@ def test_a_reduction_goes_window_by_window_and_with_a_cut(tmp_path: Path) -> Non
     assert torch.equal(merged(tmp_path, layout, *copies, dtype="bfloat16")["s"], whole.amax(0).bfloat16())
 
 
-def test_explicit_boxes(tmp_path: Path) -> None:
+def test_parts_are_placed_by_explicit_boxes(tmp_path: Path) -> None:
     w = torch.arange(32).reshape(8, 4)
     states = [{"w": torch.cat([w[0:1], w[5:8]])}, {"w": w[1:5]}]
     boxes = [[[[0, 0], [1, 4]], [[5, 0], [3, 4]]], [[[1, 0], [4, 4]]]]

@@ -23,7 +23,7 @@ def test_what_a_rank_writes_any_process_reads(tmp_path: Path) -> None:
     assert all(torch.equal(read[name], weights[name]) for name in weights)
 
 
-def test_without_a_path_it_is_not_initialized() -> None:
+def test_a_workspace_without_a_path_is_not_initialized() -> None:
     workspace = sx.NFSWorkspace(None)
     assert not workspace.is_initialized
     with pytest.raises(ValueError, match="not initialized"):
@@ -42,7 +42,7 @@ def test_none_is_a_value_and_not_a_missing_file(tmp_path: Path) -> None:
         workspace.read_configs_and_weights_from_rank(1)
 
 
-def test_rounds_are_counted_and_two_stay(tmp_path: Path) -> None:
+def test_rounds_are_counted_and_the_newest_two_are_kept(tmp_path: Path) -> None:
     workspace = sx.NFSWorkspace(tmp_path / "ws")
     for number in range(1, 6):
         workspace.write_configs_and_weights(number, {})

@@ -94,7 +94,7 @@ def test_on_one_host_all_fail_or_all_succeed(size: int, dying: bool) -> None:
     assert outcomes - {frozenset()} == {frozenset({PASSED}), frozenset({FAILED})}, outcomes
 
 
-def test_a_single_pass_is_not_enough() -> None:
+def test_with_a_single_pass_ranks_of_one_host_may_differ_in_their_outcome() -> None:
     """With a single pass over the words the model must find a failure: this proves that the test can find one."""
     start = (Rank(ABSENT, ABSENT, (), gives_up=False, alive=True),) * RANKS
     seen, _ = reachable(start, moves_on_a_host(dying=False, first=SEEN))

@@ -92,7 +92,7 @@ def test_ranks_save_export_and_load_parts(dim: int, tmp_path: Path) -> None:
 
 
 @needs_f4
-def test_a_transposed_or_scalar_tensor(tmp_path: Path) -> None:
+def test_a_transposed_packed_tensor_is_exported_and_a_scalar_is_refused(tmp_path: Path) -> None:
     state = {"w": pairs(2, 3).t()}
     sx.export_checkpoint(state, tmp_path / "out")
     assert content(load_file(tmp_path / "out/model.safetensors")["w"]) == content(state["w"])
@@ -108,7 +108,7 @@ def test_f4_is_not_read_into_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["F6_E2M3", "F6_E3M2"])
-def test_six_bits_are_carried(dtype: str, tmp_path: Path) -> None:
+def test_tensors_of_six_bits_are_shown_merged_and_read_as_bytes(dtype: str, tmp_path: Path) -> None:
     path = tmp_path / "in.safetensors"
     write_raw(path, {"w": (dtype, [2, 8], bytes(range(12))), "b": ("U8", [2], b"ab")})
     summary = summarize(path)
@@ -138,7 +138,7 @@ def test_columns_of_six_bits_are_merged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "shape", "nbytes"), [("F4", [2, 3], 3), ("F6_E2M3", [4, 2], 6), ("F8_NEW", [4], 4)])
-def test_what_is_no_whole_bytes_is_refused_and_hides_nothing(
+def test_a_packed_tensor_of_no_whole_bytes_is_refused_and_hides_no_other(
     dtype: str, shape: list[int], nbytes: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "in.safetensors"

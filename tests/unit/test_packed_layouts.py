@@ -71,7 +71,7 @@ def test_names_of_tensors_show_the_layout(names: tuple[str, ...], layout: str, t
     assert note(packed(tmp_path / "x", *names)).partition(":")[0] == layout
 
 
-def test_config_json_decides(tmp_path: Path) -> None:
+def test_config_json_decides_which_layout_is_named(tmp_path: Path) -> None:
     names = ("l.qweight", "l.qzeros", "l.scales", "l.g_idx")
     path = packed(tmp_path / "x", *names, config={"quant_method": "awq", "bits": 4, "group_size": 128})
     assert note(path).startswith("AWQ: ")

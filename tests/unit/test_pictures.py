@@ -162,7 +162,7 @@ def test_three_dims_that_are_all_cut_keep_their_shares(tmp_path: Path) -> None:
     assert sorted(found.values()) == [pytest.approx(n / 24, rel=1e-2) for n in (2, 2, 2, 2, 4, 4, 4, 4)]
 
 
-def test_small_tensors_are_summed(tmp_path: Path) -> None:
+def test_the_smallest_of_many_tensors_are_summed(tmp_path: Path) -> None:
     ranks = [[(f"t{number:02d}", (2, 2), (rank, 0), (1, 2)) for number in range(50)] for rank in (0, 1)]
     svg = picture(write_workspace(tmp_path / "ws", ranks))
     assert "and 30 more, summed by rank" in svg
@@ -202,14 +202,14 @@ def test_without_ranks_files_are_shown(tmp_path: Path) -> None:
     assert bars(tmp_path)[0].startswith("0: model-1.safetensors  ")
 
 
-def test_nothing_to_draw(tmp_path: Path) -> None:
+def test_a_picture_of_no_tensor_or_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no tensor"):
         picture(write_workspace(tmp_path / "ws", [[]]))
     with pytest.raises(NotFoundError, match="no such path"):
         bars(tmp_path / "nowhere")
 
 
-def test_bars_and_maps(quarters: Path) -> None:
+def test_text_pictures_have_a_bar_per_rank_and_a_map_per_tensor(quarters: Path) -> None:
     lines = bars(quarters, width=60)
     assert [line.split()[-3:] for line in lines[:4]] == [
         ["21", "B", "23.9%"],
@@ -239,7 +239,7 @@ def test_a_curve_falls_from_the_left_to_the_right() -> None:
     assert all(len(line) <= 8 + 60 for line in curve([float(n % 7) for n in range(1000)]))
 
 
-def test_sizes_for_people() -> None:
+def test_bytes_and_shapes_are_formatted_for_people() -> None:
     sizes = [0, 999, 1000, 4_214_400, 99_949, 99_950, 999_499, 999_500, 5 * 10**9, 3 * 10**15]
     assert [format_bytes(size) for size in sizes] == [
         "0 B",
@@ -256,7 +256,7 @@ def test_sizes_for_people() -> None:
     assert [format_shape(shape) for shape in ((), (3,), (2, 3))] == ["[]", "[3]", "[2,3]"]
 
 
-def test_the_picture_only_reads(quarters: Path) -> None:
+def test_a_picture_changes_no_file(quarters: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in quarters.rglob("*")}
     picture(os.fspath(quarters))
     assert {path: path.stat().st_mtime_ns for path in quarters.rglob("*")} == before

@@ -278,7 +278,7 @@ def test_an_empty_part_does_not_count_for_ties() -> None:
     assert names_of(plan_merge([RankShards(0, parts, {"b": "a"}), RankShards(1, empty)])) == ["a"]
 
 
-def test_selecting_and_renaming() -> None:
+def test_tensors_are_selected_and_renamed_and_bad_patterns_are_refused() -> None:
     rank_shards = [RankShards(0, [whole("model.a", 1), whole("model.b", 1), whole("head", 1)])]
     assert names_of(plan_merge(rank_shards, ExportOptions(include=("model.*",), exclude=("*.b",)))) == ["model.a"]
     renamed = plan_merge(rank_shards, ExportOptions(rename=str.upper, include=("h*",))).files[0].tensors[0]
@@ -317,7 +317,7 @@ def test_file_names_that_readers_would_not_find_are_refused(pattern: str) -> Non
         ("9B", 9),
     ],
 )
-def test_sizes(text: int | str, nbytes: int) -> None:
+def test_a_size_is_a_number_of_bytes_or_a_text_with_a_unit(text: int | str, nbytes: int) -> None:
     assert ExportOptions(max_shard_size=text).max_shard_bytes == nbytes
 
 

@@ -77,7 +77,7 @@ SHORT = {
 }
 
 
-def test_each_command_is_here() -> None:
+def test_each_command_has_a_progress_test_or_a_reason_to_have_none() -> None:
     assert {name.split()[0] for name in LONG} | set(SHORT) == set(cli.list_commands(click.Context(cli)))
 
 
@@ -160,7 +160,7 @@ def screen(written: str) -> str:
 
 
 @pytest.mark.parametrize("name", by_default(LONG, 3, 6))
-def test_progress_is_shown_where_a_person_looks(name: str, root: Path) -> None:
+def test_progress_is_shown_on_a_terminal_and_in_a_log_and_nowhere_else(name: str, root: Path) -> None:
     arguments, pattern = LONG[name]
     runs = {case: Run(arguments, root, case) for case in CASES}
     written = {case: run.end() for case, run in runs.items()}

@@ -50,7 +50,7 @@ def test_the_rename_that_is_named_matches_all(a: str, b: str, tmp_path: Path, ca
     assert envelope["data"]["notes"][-1] in err
 
 
-def test_names_that_match_already_stay(tmp_path: Path, call: CommandLine) -> None:
+def test_a_rename_is_not_suggested_for_names_that_match_already(tmp_path: Path, call: CommandLine) -> None:
     write(tmp_path / "a", "model.", PARTS, ["head.weight"])
     write(tmp_path / "b", "", PARTS[:20], ["head.weight"])
     _, err = run(call, tmp_path / "a", tmp_path / "b")
@@ -69,7 +69,7 @@ def test_without_a_better_prefix_there_is_no_hint() -> None:
     assert suggest_rename(["a.b.w"], ["x=y.b.w"]) is None, "the option could not be parsed"
 
 
-def test_many_long_names_cost_little() -> None:
+def test_a_rename_is_found_among_many_long_names() -> None:
     names = [f"layers.{n}.{'x' * 200}.weight" for n in range(20_000)]
     found = suggest_rename((f"model.{name}" for name in names), names)
     assert found == ("^model\\.", "", 20_000)

@@ -130,7 +130,7 @@ def test_a_save_of_fewer_ranks_replaces_that_of_more_whole(saved: Path) -> None:
     assert value_of(saved) == 1.0
 
 
-def test_one_ranks_file_is_that_ranks_part(saved: Path) -> None:
+def test_the_file_of_one_rank_alone_is_opened_as_its_part(saved: Path) -> None:
     (saved / FILES[0]).unlink()
     with sx.open_checkpoint(saved / FILES[1]) as checkpoint:
         assert sorted(checkpoint) == ["own1", "same"]
@@ -145,7 +145,7 @@ def test_one_ranks_file_is_that_ranks_part(saved: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["save", "empty", "file", "checkpoint"])
 @pytest.mark.parametrize("background", [False, True])
-def test_what_exists_is_refused(tmp_path: Path, kind: str, background: bool) -> None:
+def test_a_save_to_a_path_that_exists_is_refused(tmp_path: Path, kind: str, background: bool) -> None:
     path = tmp_path / "saved"
     if kind == "save":
         save(path)
@@ -177,7 +177,7 @@ def test_a_save_and_an_empty_directory_are_replaced_if_that_is_asked_for(tmp_pat
 @pytest.mark.parametrize(
     "kind", ["file", "link", "other directory", "broken manifest", "checkpoint", "more", "workspace"]
 )
-def test_what_is_no_save_is_never_replaced(tmp_path: Path, kind: str) -> None:
+def test_a_save_never_replaces_what_is_no_save(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "saved"
     if kind == "file":
         path.write_text("mine")
@@ -321,7 +321,7 @@ def test_without_its_manifest_a_save_is_incomplete(saved: Path, reader: str, wha
     assert caught.value.path == str(saved / "save.json")
 
 
-def test_a_file_of_that_name_from_another_program_is_a_checkpoint(tmp_path: Path) -> None:
+def test_a_file_of_another_program_with_the_name_of_a_ranks_file_is_a_checkpoint(tmp_path: Path) -> None:
     for number, name in enumerate(FILES):
         save_file({f"w{number}": np.ones(3, np.float32)}, tmp_path / name)
     for path, names in ((tmp_path, ["w0", "w1"]), (tmp_path / FILES[0], ["w0"])):

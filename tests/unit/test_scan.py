@@ -227,7 +227,7 @@ def test_an_export_that_runs_is_being_written(tmp_path: Path) -> None:
     assert verdicts_of(tmp_path) == {"out": "WHOLE"}
 
 
-def test_the_command_names_what_is_broken(tmp_path: Path, call: CommandLine) -> None:
+def test_scan_names_the_broken_checkpoint(tmp_path: Path, call: CommandLine) -> None:
     hugging_face(tmp_path / "whole")
     for function in (truncate, lose_the_metadata):
         function(tmp_path / function.__name__)

@@ -134,7 +134,7 @@ LISTED = [case.strip() for case in re.split(r"[|\n]", CASES) if case.strip()]
 
 @pytest.mark.usefixtures("plain_environment")
 @pytest.mark.parametrize("case", LISTED)
-def test_json_is_as_its_schema_says(
+def test_json_output_is_valid_by_its_schema(
     case: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)

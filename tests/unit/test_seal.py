@@ -153,7 +153,7 @@ def test_a_single_file_seals_its_directory(tmp_path: Path) -> None:
     assert verify(tmp_path).num_unproven == 0
 
 
-def test_one_of_several_files_is_refused(folder: Path) -> None:
+def test_sealing_one_of_several_files_is_refused(folder: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="seal the directory"):
         seal_checkpoint(folder / "model-00001-of-00002.safetensors")
 
@@ -257,7 +257,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], type[StateExchangeError], str]] 
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_what_is_broken_is_not_sealed(folder: Path, how: str) -> None:
+def test_a_broken_checkpoint_is_not_sealed(folder: Path, how: str) -> None:
     breaks, kind, named = BROKEN[how]
     breaks(folder)
     for dry_run in (True, False):
@@ -299,7 +299,7 @@ def test_parts_of_tensors_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["grows", "is touched", "is added", "is removed"])
-def test_a_change_while_it_reads_is_noticed(folder: Path, change: str) -> None:
+def test_a_file_that_changes_while_it_is_sealed_is_an_error(folder: Path, change: str) -> None:
     def disturb(done: int, total: int) -> None:
         assert 0 < done <= total
         if change == "grows":
@@ -316,7 +316,7 @@ def test_a_change_while_it_reads_is_noticed(folder: Path, change: str) -> None:
     assert MANIFEST not in os.listdir(folder)
 
 
-def test_two_at_once_write_one_manifest(folder: Path) -> None:
+def test_of_two_seals_at_once_only_one_writes_its_manifest(folder: Path) -> None:
     def seal_first(done: int, total: int) -> None:
         if done == total:
             seal_checkpoint(folder)
@@ -326,7 +326,7 @@ def test_two_at_once_write_one_manifest(folder: Path) -> None:
     assert verify(folder).findings == ()
 
 
-def test_a_read_only_directory_is_refused_before_it_is_read() -> None:
+def test_a_read_only_directory_is_refused_before_its_files_are_read() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = write_files(Path(place) / "model")
         for path in (Path(place), *folder.glob("*.*")):
@@ -344,7 +344,7 @@ def test_a_read_only_directory_is_refused_before_it_is_read() -> None:
             folder.chmod(0o755)
 
 
-def test_objects_in_a_store(tmp_path: Path) -> None:
+def test_objects_in_a_store_are_sealed(tmp_path: Path) -> None:
     import fsspec
 
     files = write_files(tmp_path / "model")
@@ -364,14 +364,14 @@ def test_objects_in_a_store(tmp_path: Path) -> None:
         system.rm("/sealed", recursive=True)
 
 
-def test_other_ranks_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_other_than_0_does_not_seal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert exit_code_of("seal", folder) == 7
     assert MANIFEST not in os.listdir(folder)
 
 
-def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_counts_or_the_code_of_the_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code_of("seal", folder, "--json") == 0
     data = json.loads(capsys.readouterr().out)["data"]
     assert (data["num_tensors"], data["num_files"], data["dry_run"]) == (4, 5, False)
@@ -398,7 +398,7 @@ def test_a_sealed_name_does_not_lead_out_of_the_directory(folder: Path, tmp_path
     assert isinstance(finding, UnsafeError)
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_seal_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"w": np.zeros(1)}, path)
     program = (

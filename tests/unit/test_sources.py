@@ -336,7 +336,7 @@ except StorageError as error:
     assert done.stdout == f"13 {tmp_path / 'ws'}\n", done.stderr
 
 
-def test_other_names_beside_rounds_are_ignored(tmp_path: Path) -> None:
+def test_files_and_directories_of_other_names_beside_rounds_are_ignored(tmp_path: Path) -> None:
     fill(tmp_path)
     (tmp_path / "notes.txt").write_text("")
     (tmp_path / "job" / "0000002").mkdir()

@@ -99,7 +99,7 @@ def test_the_values_of_every_kind_of_checkpoint_are_checked(kind: str, tmp_path:
     }
 
 
-def test_parts_of_a_workspace_are_one_tensor(tmp_path: Path) -> None:
+def test_parts_of_a_workspace_are_checked_as_one_tensor(tmp_path: Path) -> None:
     def part(name: str, rank: int, values: Array) -> ShardData:
         data = values.astype(np.float32).tobytes()
         return held(name, data, dtype="F32", global_shape=(8, 1024), boxes=(Box((4 * rank, 0), (4, 1024)),))
@@ -151,7 +151,7 @@ def findings_in_array(tmp_path: Path, values: Array) -> list[tuple[str, tuple[in
 
 
 @pytest.mark.parametrize("dtype", FLOATS + NAN_ONLY, ids=lambda dtype: dtype.__name__)
-def test_every_float_dtype_has_nan(dtype: Any, tmp_path: Path) -> None:
+def test_nan_is_found_in_every_float_dtype(dtype: Any, tmp_path: Path) -> None:
     values = noise(4, 8).astype(dtype)
     values[0, 0] = values[0, 0] * 2 if dtype is not ml_dtypes.float8_e8m0fnu else 2  # not all equal
     assert findings_in_array(tmp_path, values) == []
@@ -161,7 +161,7 @@ def test_every_float_dtype_has_nan(dtype: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("sign", [1, -1])
-def test_dtypes_with_infinity(dtype: Any, sign: int, tmp_path: Path) -> None:
+def test_infinity_is_found_in_every_dtype_that_has_it(dtype: Any, sign: int, tmp_path: Path) -> None:
     values = noise(4, 8).astype(dtype)
     values[1, 1] = values[1, 2] = sign * np.inf
     assert findings_in_array(tmp_path, values) == [("inf", (1, 1), 2)]
@@ -175,7 +175,7 @@ def test_a_complex_number_is_nan_or_infinite_by_its_parts(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", FLOATS + NAN_ONLY[:3], ids=lambda dtype: dtype.__name__)
-def test_zeros_of_every_float_dtype(dtype: Any, tmp_path: Path) -> None:
+def test_zeros_are_found_in_every_float_dtype(dtype: Any, tmp_path: Path) -> None:
     values = np.zeros((4, 8), dtype)
     assert findings_in_array(tmp_path, values) == [("all-zero", (0, 0), 32)]
     if not dtype.__name__.endswith("fnuz"):
@@ -204,7 +204,7 @@ def test_packed_groups_that_are_equal_are_not_equal_elements(tmp_path: Path) -> 
     assert findings_of(path) == []
 
 
-def test_what_may_be_zero_or_constant(tmp_path: Path) -> None:
+def test_zero_and_constant_values_are_no_finding_where_they_are_usual(tmp_path: Path) -> None:
     zeros, ones = np.zeros((64, 64), np.float32), np.ones(64, np.float32)
     assert (
         findings_in_tensors(
@@ -234,7 +234,7 @@ def test_what_may_be_zero_or_constant(tmp_path: Path) -> None:
     )
 
 
-def test_what_may_not_be_zero_constant_or_nan(tmp_path: Path) -> None:
+def test_zero_constant_and_nan_values_of_weights_are_findings(tmp_path: Path) -> None:
     assert findings_in_tensors(
         tmp_path,
         a__weight=np.zeros(64, np.float32),
@@ -252,17 +252,17 @@ def test_what_may_not_be_zero_constant_or_nan(tmp_path: Path) -> None:
 
 
 class TestZeroRuns:
-    def test_a_tail_of_less_than_a_page_says_nothing(self, tmp_path: Path) -> None:
+    def test_a_tail_of_less_than_a_page_is_no_finding(self, tmp_path: Path) -> None:
         values = noise(64, 64)
         values.reshape(-1)[-1023:] = 0
         assert findings_in_tensors(tmp_path, w=values) == []
 
-    def test_a_tail_of_a_page(self, tmp_path: Path) -> None:
+    def test_a_tail_of_a_page_is_a_finding(self, tmp_path: Path) -> None:
         values = noise(64, 64)
         values.reshape(-1)[-1024:] = 0
         assert findings_in_tensors(tmp_path, w=values) == [("zero-tail", "w")]
 
-    def test_a_file_that_was_truncated_and_extended(self, tmp_path: Path) -> None:
+    def test_a_file_that_was_truncated_and_extended_has_a_zero_tail(self, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
         save_file({"a.weight": noise(64, 64), "b.weight": noise(64, 64)}, path)
         size = path.stat().st_size
@@ -284,7 +284,7 @@ class TestZeroRuns:
         assert findings_of(path) == [("zero-tail", name)]
 
     @pytest.mark.parametrize("num_pages", [1, 3])
-    def test_a_page_that_did_not_arrive(self, num_pages: int, tmp_path: Path) -> None:
+    def test_pages_that_did_not_arrive_are_found(self, num_pages: int, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
         begin = write_raw(path, {"w": ("F32", [2048, 1024], noise(2048, 1024).tobytes())})
         hole = (begin // PAGE + 20) * PAGE
@@ -296,7 +296,7 @@ class TestZeroRuns:
         assert finding.count == num_pages * 1024
         assert finding.first == divmod((hole - begin) // 4, 1024)
 
-    def test_pages_across_the_windows_of_a_read(self, tmp_path: Path) -> None:
+    def test_pages_across_the_windows_of_a_read_are_found(self, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
         begin = write_raw(path, {"w": ("F32", [2048, 1024], noise(2048, 1024).tobytes())})
         with path.open("r+b") as file:
@@ -305,7 +305,7 @@ class TestZeroRuns:
         finding = the_finding(path)
         assert (finding.check, finding.count) == ("zero-pages", 3 * 1024)
 
-    def test_zeros_that_are_not_pages_say_nothing(self, tmp_path: Path) -> None:
+    def test_zeros_that_are_not_pages_are_no_finding(self, tmp_path: Path) -> None:
         values = noise(64, 1024)
         values[5, 3:] = 0
         values[6, :900] = 0
@@ -324,7 +324,7 @@ class TestZeroRuns:
         assert (finding.check, finding.name, finding.first, finding.count) == ("zero-tail", "a", (1024,), 512)
         assert "3,072 bytes of the tensors that follow" in finding.message
 
-    def test_padded_integers_say_nothing_unless_they_begin_a_page(self, tmp_path: Path) -> None:
+    def test_a_tail_of_zero_integers_is_a_finding_only_if_it_begins_a_page(self, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
         values = np.arange(1, 4097, dtype=np.int32)
         values[-1300:] = 0
@@ -372,7 +372,9 @@ class TestCommand:
         with pytest.raises(InvalidArgumentError, match="there is no check 'nonsense'"):
             verify(path, checks=["nonsense"])
 
-    def test_json(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_json_has_check_index_and_count_of_each_finding(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert exit_code_of("verify", self.bad(tmp_path), "--values", "--json") == 1
         shown = json.loads(capsys.readouterr().out)
         assert (shown["ok"], shown["code"]) == (False, "FINDINGS")
@@ -394,7 +396,7 @@ class TestCommand:
             file.write(b"\1")
         assert exit_code_of("verify", tmp_path / "out", "--values") == 4
 
-    def test_saves_of_a_job(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_values_of_the_saves_of_a_job_are_checked(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         written("saves", tmp_path, {"w": torch.zeros(64, 64)})
         assert exit_code_of("verify", tmp_path / "checkpoint") == 0
         capsys.readouterr()
@@ -443,7 +445,9 @@ class TestAgainst:
         files = {"model.safetensors": data, "config.json": b"{}\n", "empty.txt": b"", "onnx/model.onnx": b"onnx"}
         return downloaded(tmp_path / "repo", files, lfs=lambda name: name.endswith(("safetensors", "onnx")))
 
-    def test_a_download_as_it_was(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_download_that_did_not_change_has_no_findings(
+        self, repo: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         report = verify(repo, against=repo)
         assert report.findings == ()
         assert report.num_unproven == 0
@@ -456,7 +460,7 @@ class TestAgainst:
         assert "4 files have the hashes of the download; 0 not covered" in shown.out
         assert shown.err == ""
 
-    def test_a_copy_and_the_folder_itself(self, repo: Path, tmp_path: Path) -> None:
+    def test_a_copy_is_compared_with_the_metadata_in_the_download_folder(self, repo: Path, tmp_path: Path) -> None:
         copy = tmp_path / "copy"
         copy.mkdir()
         for name in ("model.safetensors", "config.json", "empty.txt"):
@@ -465,7 +469,7 @@ class TestAgainst:
         (copy / "onnx" / "model.onnx").write_bytes(b"onnx")
         assert verify(copy, against=repo / ".cache" / "huggingface" / "download").findings == ()
 
-    def test_a_file_that_differs(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_file_that_differs_is_corrupt(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (repo / "config.json").write_bytes(b"{ \n")
         with (repo / "model.safetensors").open("r+b") as file:
             file.seek(-4, os.SEEK_END)
@@ -478,7 +482,9 @@ class TestAgainst:
         assert exit_code_of("verify", repo, "--against", repo) == 4
         assert "the SHA-256 differs from that of the download" in capsys.readouterr().out
 
-    def test_a_file_that_is_missing_or_not_covered(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_missing_file_is_a_finding_and_a_file_without_a_hash_is_not_covered(
+        self, repo: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         (repo / "onnx" / "model.onnx").unlink()
         (repo / "onnx" / "mine.onnx").write_bytes(b"mine")
         record = repo / ".cache" / "huggingface" / "download" / "empty.txt.metadata"
@@ -492,26 +498,26 @@ class TestAgainst:
         assert exit_code_of("verify", repo, "--against", repo) == 5
         assert "NOT COVERED  the metadata of the download has no hash of onnx/mine.onnx" in capsys.readouterr().out
 
-    def test_one_file(self, repo: Path) -> None:
+    def test_one_file_is_compared_alone(self, repo: Path) -> None:
         report = verify(repo / "model.safetensors", against=repo)
         assert (report.findings, report.num_unproven) == ((), 0)
         assert report.hub is not None
         assert report.hub.equal == ("model.safetensors",)
 
     @pytest.mark.parametrize("text", ["", "x\n", f"{COMMIT}\n", f"{COMMIT}\nabc\nnever\n", "\x00" * 9000])
-    def test_broken_metadata(self, text: str, repo: Path) -> None:
+    def test_broken_metadata_is_corrupt(self, text: str, repo: Path) -> None:
         (repo / ".cache" / "huggingface" / "download" / "config.json.metadata").write_text(text)
         (finding,) = verify(repo, against=repo).findings
         assert isinstance(finding, CorruptError)
         assert str(finding.path).endswith("config.json.metadata")
 
-    def test_two_commits(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_files_of_two_commits_are_a_warning(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
         record = repo / ".cache" / "huggingface" / "download" / "config.json.metadata"
         record.write_text(record.read_text().replace(COMMIT, "2" * 40))
         assert exit_code_of("verify", repo, "--against", repo) == 0
         assert "from 2 commits" in capsys.readouterr().err
 
-    def test_no_metadata(self, repo: Path, tmp_path: Path) -> None:
+    def test_a_folder_without_metadata_is_not_found(self, repo: Path, tmp_path: Path) -> None:
         for folder in ("dcp", "jobs/dcp"):
             (tmp_path / folder).mkdir(parents=True)
             (tmp_path / folder / ".metadata").write_bytes(b"of torch DCP")
@@ -522,7 +528,7 @@ class TestAgainst:
         with pytest.raises(InvalidArgumentError):
             verify(repo, against=repo / "config.json")
 
-    def test_json_says_what_was_compared(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_json_has_the_files_that_were_compared(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert exit_code_of("verify", repo, "--against", repo, "--json") == 0
         shown = json.loads(capsys.readouterr().out)["data"]["against"]
         assert shown["equal"] == ["config.json", "empty.txt", "model.safetensors", "onnx/model.onnx"]
