@@ -150,7 +150,7 @@ def test_a_config_with_another_number_of_layers_is_named(
     assert not [note for note in part.notes if "num_hidden_layers" in note]
 
 
-def test_the_commands_of_the_page(tmp_path: Path) -> None:
+def test_the_commands_of_the_page_merge_a_checkpoint_of_zero_3(tmp_path: Path) -> None:
     shutil.copytree(SAMPLES / "zero3", tmp_path / "run")
     run_commands(page_block("commands: deepspeed"), tmp_path)
     assert_same(

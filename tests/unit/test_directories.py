@@ -33,7 +33,7 @@ class Sample:
 
     @property
     def expected(self) -> Path:
-        """The model as the framework itself gathered it."""
+        """Return the file of the model as the framework itself gathered it."""
         return DATA.joinpath(*Path(self.path).parts[:2], "expected.safetensors")
 
 

@@ -102,7 +102,7 @@ READERS = {
 def test_a_file_that_is_gone_on_its_server_is_named_and_no_descriptor_leaks(
     reader: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """fstat of a file that another host has removed raised a plain OSError, and the descriptor stayed open."""
+    """Once another host has removed a file, already fstat of its descriptor fails."""
     fstat, calls = os.fstat, 0
 
     def stale_from(first: int) -> Callable[[int], os.stat_result]:
@@ -185,7 +185,7 @@ EARLY_READERS = {
 def test_a_reader_that_looked_before_the_writer_finds_what_was_written(
     reader: str, before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Full paths are looked up through what the client knows, and an absent name stayed so for 30 s."""
+    """A client looks up full paths in what it knows, where a name that was absent stays absent for some time."""
     mount = tmp_path / "mount"
     mount.joinpath(before).mkdir(parents=True)
     client, path = NfsClient(mount), mount / "job/deep"

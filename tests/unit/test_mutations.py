@@ -376,7 +376,7 @@ def interrupt_the_download_of_a_file(kind: Kind, path: Path) -> Verdict | None:
 
 @mutation
 def interrupt_the_download_of_all_files(kind: Kind, path: Path) -> Verdict | None:
-    """As huggingface_hub leaves them in a hidden directory, beside the small files that came first."""
+    """Leave what huggingface_hub does: a hidden directory, beside the small files that came first."""
     for file in kind.files(path):
         file.unlink()
     if kind.listing:

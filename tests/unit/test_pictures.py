@@ -69,7 +69,7 @@ def drawn(svg: str) -> dict[str, list[dict[str, str]]]:
 
 
 def legend(svg: str) -> dict[str, str]:
-    """Texts of the legend by colour."""
+    """Return the texts of the legend by colour."""
     children = list(ET.fromstring(svg))
     pairs = pairwise(children)
     return {a.get("fill", ""): b.text or "" for a, b in pairs if a.tag == f"{SVG}rect" and " · " in (b.text or "")}

@@ -247,7 +247,7 @@ def test_a_workspace_whose_rounds_are_dropped_at_any_look_is_read_as_the_old_or_
 
 
 def test_an_open_checkpoint_is_read_as_it_was_when_it_was_opened(tmp_path: Path) -> None:
-    """The new one has other tensors, in another order, at the old offsets."""
+    """The checkpoint that replaces it has other tensors, in another order, at the old offsets."""
     path = tmp_path / "out"
     sx.export_checkpoint({"a": np.full(3, 1.0), "b": np.full(2, 2.0)}, path)
     with sx.open_checkpoint(path) as held:

@@ -135,7 +135,7 @@ def test_the_ink_is_readable_on_every_colour() -> None:
 
 
 def contrast(a: str, b: str) -> float:
-    """The contrast ratio of WCAG 2."""
+    """Return the contrast ratio of WCAG 2."""
 
     def luminance(colour: str) -> float:
         channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]

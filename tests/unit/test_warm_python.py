@@ -144,7 +144,7 @@ def test_in_other_surroundings_a_warm_python_is_a_new_interpreter(changed: list[
 
 @pytest.mark.parametrize(("option", "is_warm"), [("-B", True), ("-u", True), ("-O", False)])
 def test_options_that_a_fork_takes_over(option: str, is_warm: bool) -> None:
-    """Show that -B is one: multiprocessing gives it to its fork server where no bytecode is written, as in workers."""
+    """-B is one: multiprocessing gives it to its fork server where no bytecode is written, as in workers."""
     done = subprocess.run([warm_python(), option, "-c", LOADED], capture_output=True, text=True)
     assert done.stdout == f"{is_warm}\n"
 
