@@ -241,7 +241,7 @@ def stacks(draw: st.DrawFn) -> Case:
 
 @st.composite
 def several_operations(draw: st.DrawFn) -> Case:
-    """Draw operations like those of Megatron's attention: layers in front, groups of heads, the queries alone rotated."""
+    """Draw operations like those of Megatron's attention: layers, groups of heads, a rotation of the queries alone."""
     layers, groups, per_group, half = draw(SIZES), draw(SIZES), draw(SIZES), draw(SIZES)
     array = draw(_array(layers, groups * (per_group + 2) * 2 * half, draw(SIZES)))
     names = ["q", "k", "v"]
