@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from archives import unpack
-from commands import exit_code_of
+from commands import CommandLine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -85,20 +85,18 @@ def test_a_merge_without_the_conversion_that_its_names_have_names_it(tmp_path: P
     assert not [note for note in optimizer.notes if "convert=" in note]
 
 
-def test_numbers_can_be_given_and_others_follow_from_shapes(tmp_path: Path) -> None:
+def test_numbers_can_be_given_and_others_follow_from_shapes(tmp_path: Path, call: CommandLine) -> None:
     expected = load_file(TORCHTITAN / "fused" / "to_hf.safetensors")
     assert same(merged(titan("fused"), tmp_path / "a", convert=LLAMA3, convert_with={"n_heads": 4}), expected)
     assert same(merged(titan("fused"), tmp_path / "b", convert=LLAMA3, convert_with={"head_dim": 4}), expected)
     options = ["--convert", LLAMA3, "--convert-with", "n_heads=4"]
-    assert exit_code_of("merge", titan("fused"), tmp_path / "c", *options) == 0
+    assert call("merge", titan("fused"), tmp_path / "c", *options)[0] == 0
     assert same(load_file(tmp_path / "c" / "model.safetensors"), expected)
 
 
-def test_a_missing_number_is_named_with_the_option_that_gives_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert exit_code_of("merge", titan("fused"), tmp_path / "hf", "--convert", LLAMA3) == 2
-    message = capsys.readouterr().err
+def test_a_missing_number_is_named_with_the_option_that_gives_it(tmp_path: Path, call: CommandLine) -> None:
+    code, _, message = call("merge", titan("fused"), tmp_path / "hf", "--convert", LLAMA3)
+    assert code == 2
     for part in ("n_heads is not known", "--convert-with n_heads=N", "num_attention_heads", "--files-from"):
         assert part in message
     assert not (tmp_path / "hf").exists()
@@ -146,15 +144,16 @@ def test_shards_of_fused_weights_are_split_by_groups_of_heads(tmp_path: Path) ->
     assert found["model.layers.0.self_attn.q_proj.weight"].shape == (heads * size, dim)
 
 
-def test_a_checkpoint_is_compared_with_one_of_another_family(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_is_compared_with_one_of_another_family(call: CommandLine) -> None:
     options = ["--convert", LLAMA3, "--convert-with", "n_heads=4"]
-    assert exit_code_of("diff", titan("fused"), TORCHTITAN / "fused" / "to_hf.safetensors", *options) == 0
-    assert "21 of 21 tensors are equal" in capsys.readouterr().out
     pair = titan("fused"), TORCHTITAN / "fused" / "to_hf.safetensors"
+    code, out, _ = call("diff", *pair, *options)
+    assert code == 0
+    assert "21 of 21 tensors are equal" in out
     assert sx.diff_checkpoints(*pair, convert=LLAMA3, convert_with={"n_heads": 4}).equal
-    assert exit_code_of("diff", titan("fused"), TORCHTITAN / "fused" / "to_hf.safetensors") == 1
+    assert call("diff", *pair)[0] == 1
     back = ["--convert", f"inverse:{LLAMA3}", "--convert-with", "n_heads=4"]
-    assert exit_code_of("diff", pair[1], pair[0], *back) == 0
+    assert call("diff", *reversed(pair), *back)[0] == 0
     assert sx.diff_checkpoints(*reversed(pair), convert=f"inverse:{LLAMA3}", convert_with={"n_heads": 4}).equal
 
 
@@ -456,12 +455,13 @@ def rule(*values: Any, **changes: Any) -> dict[str, Any]:
     ],
 )
 def test_a_file_that_is_no_conversion_is_refused_with_the_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], conversion: Any, message: str
+    tmp_path: Path, call: CommandLine, conversion: Any, message: str
 ) -> None:
     save_file({"a": np.zeros(2, "f4")}, tmp_path / "s.safetensors")
     (tmp_path / "own.json").write_text(json.dumps(conversion))
-    assert exit_code_of("merge", tmp_path / "s.safetensors", tmp_path / "out", "--convert", tmp_path / "own.json") == 2
-    assert message in capsys.readouterr().err
+    code, _, err = call("merge", tmp_path / "s.safetensors", tmp_path / "out", "--convert", tmp_path / "own.json")
+    assert code == 2
+    assert message in err
 
 
 def test_a_rule_without_an_inverse_is_refused_in_the_other_direction(tmp_path: Path) -> None:
@@ -517,11 +517,12 @@ def test_a_layouts_reductions_go_with_their_tensor(tmp_path: Path) -> None:
     assert same(found, {"w.weight_scale": np.ones(1, "f4")})
 
 
-def test_a_dry_run_shows_the_converted_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_the_converted_tensors(tmp_path: Path, call: CommandLine) -> None:
     options = ["--convert", LLAMA3, "--convert-with", "n_heads=4", "--dry-run"]
-    assert exit_code_of("merge", titan("fused"), tmp_path / "hf", *options) == 0
-    assert "model.layers.1.self_attn.q_proj.weight" in capsys.readouterr().out
-    assert exit_code_of("merge", titan("fused"), tmp_path / "hf", "--convert-with", "heads") == 2
+    code, out, _ = call("merge", titan("fused"), tmp_path / "hf", *options)
+    assert code == 0
+    assert "model.layers.1.self_attn.q_proj.weight" in out
+    assert call("merge", titan("fused"), tmp_path / "hf", "--convert-with", "heads")[0] == 2
 
 
 # Megatron

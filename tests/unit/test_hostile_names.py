@@ -13,7 +13,7 @@ import click
 import numpy as np
 import pytest
 import torch
-from commands import exit_code_of, run_main
+from commands import CommandLine, exit_code_of
 from stored import write_raw
 from sweeps import slow
 
@@ -121,7 +121,7 @@ def test_every_command_that_reads_a_path_is_in_a_case() -> None:
 def test_hostile_texts_are_escaped_in_every_output(
     case: list[str],
     hostile: tuple[Path, str, str],
-    capsys: pytest.CaptureFixture[str],
+    call: CommandLine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     home, text, named = hostile
@@ -129,7 +129,7 @@ def test_hostile_texts_are_escaped_in_every_output(
     words = {"NAME": as_argument(f"layer.{text}.w"), "TEXT": as_argument(text), "NAMED": named}
     arguments = [words.get(part, part) for part in case]
     for form in ("human", "auto", "json", "jsonl"):
-        code, out, err = run_main(capsys, *arguments, "--format", form)
+        code, out, err = call(*arguments, "--format", form)
         assert code != EXIT_CODES["INTERNAL"], err
         # pipes get tables whose cells tabs separate
         allowed = "\n\t" if form == "auto" else "\n"
@@ -199,7 +199,7 @@ NO_PATHS = ["a\ud800b", "~\ud800/x", "memory://a\ud800", "a\udcffb", "a\0b", "",
 
 @pytest.mark.parametrize("where", text_parameters(), ids=lambda where: f"{where[0]} {where[1]}")
 def test_a_text_that_is_no_path_is_refused_by_name(
-    where: tuple[str, int | str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    where: tuple[str, int | str], tmp_path: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a").mkdir()
@@ -214,6 +214,6 @@ def test_a_text_that_is_no_path_is_refused_by_name(
         arguments = [name, *values, *(["--keep", "1"] if name == "prune" else [])]
         if isinstance(place, str):
             arguments += [place, text]
-        code, out, err = run_main(capsys, *arguments)
+        code, out, err = call(*arguments)
         assert code != EXIT_CODES["INTERNAL"], (arguments, err)
         assert unsafe(out, "\n\t") == unsafe(err, "\n") == set()

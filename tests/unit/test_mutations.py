@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import run_main
+from commands import CommandLine
 from scripts import HOME
 from stored import flip_bit
 from sweeps import slow
@@ -597,17 +596,11 @@ def _findings(verified: dict[str, Any]) -> list[dict[str, Any]]:
     return [one for record in data.get("saves", [data]) for one in record["findings"]]
 
 
-def _call(capsys: pytest.CaptureFixture[str], command: str, path: Path, *options: str) -> dict[str, object]:
-    _, out, _ = run_main(capsys, command, path, *options, "--json")
-    found: dict[str, object] = json.loads(out)
-    return found
-
-
-def wrong_verdicts(kind: Kind, verdict: Verdict, path: Path, call: Callable[..., dict[str, object]]) -> list[str]:
+def wrong_verdicts(kind: Kind, verdict: Verdict, path: Path, run: Callable[..., dict[str, Any]]) -> list[str]:
     """Return what commands report of a checkpoint other than its verdict."""
     wrong = []
-    scanned = call("scan", path.parent)
-    rows = scanned["data"]["checkpoints"]  # type: ignore[index]
+    scanned = run("scan", path.parent)
+    rows = scanned["data"]["checkpoints"]
     place = os.path.normpath(path / (kind.row or kind.at))
     verdicts = [(row["verdict"], row["status"]) for row in rows if os.path.normpath(row["path"]) == place]
     if verdict.beside:
@@ -621,7 +614,7 @@ def wrong_verdicts(kind: Kind, verdict: Verdict, path: Path, call: Callable[...,
             wrong.append(f"scan: {new}, expected {verdict.new!r} of the new one")
     if verdict.values is not None:
         name, check = verdict.values
-        found = call("verify", path / kind.at, "--values")
+        found = run("verify", path / kind.at, "--values")
         checks = {one.get("check") for one in _findings(found) if one["name"] == name} - {None}
         if checks != {check}:
             wrong.append(f"verify --values: {checks} of {name}, expected {check}")
@@ -632,7 +625,7 @@ def wrong_verdicts(kind: Kind, verdict: Verdict, path: Path, call: Callable[...,
         is_right = re.match(verdict.scan, found_verdict) and (verdict.scan == "WHOLE") == (found_verdict == "WHOLE")
         if not is_right or not re.fullmatch(verdict.status, status):
             wrong.append(f"scan: {found_verdict!r} {status}, expected {verdict.scan!r} {verdict.status}")
-    info, verified = call("info", path / kind.at), call("verify", path / kind.at)
+    info, verified = run("info", path / kind.at), run("verify", path / kind.at)
     if not re.fullmatch(verdict.info, str(info["code"])):
         wrong.append(f"info: {info['code']}, expected {verdict.info}")
     if verified["code"] not in verdict.verify:
@@ -640,12 +633,12 @@ def wrong_verdicts(kind: Kind, verdict: Verdict, path: Path, call: Callable[...,
     return wrong
 
 
-def _without_override_rights(call: Callable[..., dict[str, object]]) -> Callable[..., dict[str, object]]:
-    """Return a call during which root, too, may not read files whose mode forbids it."""
+def _without_override_rights(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return a function that runs commands during which root, too, may not read files whose mode forbids it."""
 
-    def limited(command: str, path: Path, *options: str) -> dict[str, object]:
+    def limited(command: str, path: Path, *options: str) -> dict[str, Any]:
         if os.geteuid() != 0:
-            return call(command, path, *options)
+            return run(command, path, *options)
         libc = ctypes.CDLL(None, use_errno=True)
         header, rights = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
         assert libc.capget(header, rights) == 0
@@ -653,7 +646,7 @@ def _without_override_rights(call: Callable[..., dict[str, object]]) -> Callable
         rights[0] &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH of this thread
         assert libc.capset(header, rights) == 0
         try:
-            return call(command, path, *options)
+            return run(command, path, *options)
         finally:
             rights[0] = effective
             assert libc.capset(header, rights) == 0
@@ -669,8 +662,11 @@ def _share(kind_name: str, every: int) -> list[str]:
 @pytest.mark.parametrize("every", [12, slow(1)], ids=["some", "all"])
 @pytest.mark.parametrize("kind_name", KINDS, ids=lambda text: text.replace(" ", "_"))
 def test_a_mutation_gets_the_verdict_that_is_expected(
-    kind_name: str, every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind_name: str, every: int, tmp_path: Path, call: CommandLine, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def run(*arguments: object) -> dict[str, Any]:
+        return dict(call.json(*arguments)[1])
+
     kind = KINDS[kind_name]
     applied, wrong = [], {}
     for name in _share(kind_name, every):
@@ -680,10 +676,8 @@ def test_a_mutation_gets_the_verdict_that_is_expected(
         if verdict is None:
             continue
         applied.append(name)
-        call = functools.partial(_call, capsys)
-        if name == "forbid_a_file":
-            call = _without_override_rights(call)
-        found = wrong_verdicts(kind, expected(name, kind_name, verdict), path, call)
+        limited = _without_override_rights(run) if name == "forbid_a_file" else run
+        found = wrong_verdicts(kind, expected(name, kind_name, verdict), path, limited)
         if found:
             wrong[name] = found
     with capsys.disabled():

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import numpy as np
 import pytest
-from commands import command_environment, run_main
+from commands import CommandLine, command_environment
 from json_schemas import SCHEMAS, validator
 from jsonschema import Draft202012Validator
 from safetensors.numpy import save_file
@@ -135,7 +135,7 @@ LISTED = [case.strip() for case in re.split(r"[|\n]", CASES) if case.strip()]
 @pytest.mark.usefixtures("plain_environment")
 @pytest.mark.parametrize("case", LISTED)
 def test_json_output_is_valid_by_its_schema(
-    case: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    case: str, place: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
     command, *rest = case.split()
@@ -143,7 +143,7 @@ def test_json_output_is_valid_by_its_schema(
     writes = command in ("merge", "seal", "prune") and "--dry-run" not in rest
     forms = [["--json"]] if writes or "--svg" in rest else [["--json"], ["--format", "jsonl"]]
     for form in forms:
-        _, out, _ = run_main(capsys, command, *rest, *form)
+        _, out, _ = call(command, *rest, *form)
         if form == ["--json"]:
             validator(schema).validate(json.loads(out))
             continue

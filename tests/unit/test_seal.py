@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import exit_code_of
+from commands import CommandLine, command_environment
 from safetensors.numpy import save_file
 from stored import flip_bit
 
@@ -203,10 +203,11 @@ def test_a_broken_manifest_is_replaced_if_asked(folder: Path) -> None:
     assert verify(folder).findings == ()
 
 
-def test_a_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_writes_nothing(folder: Path, call: CommandLine) -> None:
     listed = set(os.listdir(folder))
-    assert exit_code_of("seal", folder, "--dry-run") == 0
-    assert capsys.readouterr().out.startswith("would write ")
+    code, out, _ = call("seal", folder, "--dry-run")
+    assert code == 0
+    assert out.startswith("would write ")
     assert set(os.listdir(folder)) == listed
 
 
@@ -364,19 +365,20 @@ def test_objects_in_a_store_are_sealed(tmp_path: Path) -> None:
         system.rm("/sealed", recursive=True)
 
 
-def test_a_rank_other_than_0_does_not_seal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_other_than_0_does_not_seal(folder: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert exit_code_of("seal", folder) == 7
+    assert call("seal", folder)[0] == 7
     assert MANIFEST not in os.listdir(folder)
 
 
-def test_json_has_the_counts_or_the_code_of_the_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code_of("seal", folder, "--json") == 0
-    data = json.loads(capsys.readouterr().out)["data"]
+def test_json_has_the_counts_or_the_code_of_the_error(folder: Path, call: CommandLine) -> None:
+    code, envelope = call.json("seal", folder)
+    assert code == 0
+    data = envelope["data"]
     assert (data["num_tensors"], data["num_files"], data["dry_run"]) == (4, 5, False)
-    assert exit_code_of("seal", folder, "--json") == 7
-    assert json.loads(capsys.readouterr().out)["code"] == "UNSAFE"
+    code, envelope = call.json("seal", folder)
+    assert (code, envelope["code"]) == (7, "UNSAFE")
 
 
 @pytest.mark.parametrize("sealed", [[], {"a": 1}, {"a": [1, 2, "x"]}, {"a": [1, 1, 3]}, {"a": [-1, -1, "x"]}])
@@ -408,16 +410,14 @@ def test_an_interrupted_seal_leaves_nothing(tmp_path: Path) -> None:
         "sys.addaudithook(hook)\n"
         "main(['seal', sys.argv[1]])"
     )
-    environment = {**os.environ, "PYTHONPATH": os.fspath(Path(sx.__file__).parents[1])}
     command = [sys.executable, "-c", program, str(path)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=command_environment(), text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "reading\n"
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert said == "error: interrupted\n"
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "error: interrupted\n")
     assert os.listdir(tmp_path) == ["model.safetensors"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from commands import exit_code_of
+from commands import CommandLine
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
 from stored import write_raw
@@ -343,42 +342,41 @@ class TestCommand:
         save_file({"w": values, "z": np.zeros((8, 8), np.float32)}, folder / "model.safetensors")
         return folder / "model.safetensors"
 
-    def test_findings_are_exit_code_1(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_findings_are_exit_code_1(self, tmp_path: Path, call: CommandLine) -> None:
         path = self.bad(tmp_path)
-        assert exit_code_of("verify", path) == 0
-        assert "bytes not checked" in capsys.readouterr().out
-        assert exit_code_of("verify", path, "--values") == 1
-        lines = capsys.readouterr().out.splitlines()
+        code, out, _ = call("verify", path)
+        assert code == 0
+        assert "bytes not checked" in out
+        code, out, _ = call("verify", path, "--values")
+        assert code == 1
+        lines = out.splitlines()
         assert lines[1].startswith("FINDINGS    nan: 1 of 4,096 elements is NaN, the first at [1,2] [tensor 'w', ")
         assert lines[2].startswith("FINDINGS    all-zero: all 64 elements are zero [tensor 'z', ")
         assert lines[3:] == ["2 findings"]
 
-    def test_checks_are_left_out(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_checks_are_left_out(self, tmp_path: Path, call: CommandLine) -> None:
         path = self.bad(tmp_path)
-        assert exit_code_of("verify", path, "--values", "--without", "nan") == 1
-        assert "nan:" not in capsys.readouterr().out
-        assert exit_code_of("verify", path, "--values", "--without", "nan", "--without", "all-zero") == 0
-        out = capsys.readouterr().out
+        code, out, _ = call("verify", path, "--values", "--without", "nan")
+        assert code == 1
+        assert "nan:" not in out
+        code, out, _ = call("verify", path, "--values", "--without", "nan", "--without", "all-zero")
+        assert code == 0
         assert "values: nothing found by inf, zero-tail, zero-pages, all-equal" in out
 
-    def test_arguments_that_check_nothing_are_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_arguments_that_check_nothing_are_refused(self, tmp_path: Path, call: CommandLine) -> None:
         path = self.bad(tmp_path)
-        assert exit_code_of("verify", path, "--without", "nan") == 2
-        assert "give --values, too" in capsys.readouterr().err
-        assert (
-            exit_code_of("verify", path, "--values", *(word for check in CHECKS for word in ("--without", check))) == 2
-        )
-        assert exit_code_of("verify", path, "--values", "--without", "nonsense") == 2
+        code, _, err = call("verify", path, "--without", "nan")
+        assert code == 2
+        assert "give --values, too" in err
+        assert call("verify", path, "--values", *(word for check in CHECKS for word in ("--without", check)))[0] == 2
+        assert call("verify", path, "--values", "--without", "nonsense")[0] == 2
         with pytest.raises(InvalidArgumentError, match="there is no check 'nonsense'"):
             verify(path, checks=["nonsense"])
 
-    def test_json_has_check_index_and_count_of_each_finding(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert exit_code_of("verify", self.bad(tmp_path), "--values", "--json") == 1
-        shown = json.loads(capsys.readouterr().out)
-        assert (shown["ok"], shown["code"]) == (False, "FINDINGS")
-        first = shown["data"]["findings"][0]
+    def test_json_has_check_index_and_count_of_each_finding(self, tmp_path: Path, call: CommandLine) -> None:
+        code, envelope = call.json("verify", self.bad(tmp_path), "--values")
+        assert (code, envelope["code"]) == (1, "FINDINGS")
+        first = envelope["data"]["findings"][0]
         assert (first["code"], first["check"], first["name"], first["first"], first["count"]) == (
             "FINDINGS",
             "nan",
@@ -388,29 +386,28 @@ class TestCommand:
         )
         assert first["region"] == [[0, 0], [64, 64]]
 
-    def test_a_finding_of_values_does_not_hide_a_broken_file(self, tmp_path: Path) -> None:
+    def test_a_finding_of_values_does_not_hide_a_broken_file(self, tmp_path: Path, call: CommandLine) -> None:
         state = {"w": np.zeros((64, 64), np.float32)}
         sx.export_checkpoint(state, tmp_path / "out")
         with (tmp_path / "out" / "model.safetensors").open("r+b") as file:
             file.seek(-8, os.SEEK_END)
             file.write(b"\1")
-        assert exit_code_of("verify", tmp_path / "out", "--values") == 4
+        assert call("verify", tmp_path / "out", "--values")[0] == 4
 
-    def test_values_of_the_saves_of_a_job_are_checked(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_values_of_the_saves_of_a_job_are_checked(self, tmp_path: Path, call: CommandLine) -> None:
         written("saves", tmp_path, {"w": torch.zeros(64, 64)})
-        assert exit_code_of("verify", tmp_path / "checkpoint") == 0
-        capsys.readouterr()
-        assert exit_code_of("verify", tmp_path / "checkpoint", "--values") == 1
-        out = capsys.readouterr().out
+        assert call("verify", tmp_path / "checkpoint")[0] == 0
+        code, out, _ = call("verify", tmp_path / "checkpoint", "--values")
+        assert code == 1
         assert "all-zero: all 4,096 elements are zero [tensor 'w', rank 0, " in out
         assert "1 of 1 saves are whole" in out
-        assert exit_code_of("verify", tmp_path / "checkpoint", "--against", tmp_path) == 2
+        assert call("verify", tmp_path / "checkpoint", "--against", tmp_path)[0] == 2
 
-    def test_a_hostile_name_is_escaped(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_hostile_name_is_escaped(self, tmp_path: Path, call: CommandLine) -> None:
         values = np.zeros((8, 8), np.float32)
         write_raw(tmp_path / "m.safetensors", {"\u202ew": ("F32", [8, 8], values.tobytes())})
-        assert exit_code_of("verify", tmp_path / "m.safetensors", "--values") == 1
-        out = capsys.readouterr().out
+        code, out, _ = call("verify", tmp_path / "m.safetensors", "--values")
+        assert code == 1
         assert "\u202e" not in out
         assert "\\u202ew" in out
 
@@ -445,9 +442,7 @@ class TestAgainst:
         files = {"model.safetensors": data, "config.json": b"{}\n", "empty.txt": b"", "onnx/model.onnx": b"onnx"}
         return downloaded(tmp_path / "repo", files, lfs=lambda name: name.endswith(("safetensors", "onnx")))
 
-    def test_a_download_that_did_not_change_has_no_findings(
-        self, repo: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_download_that_did_not_change_has_no_findings(self, repo: Path, call: CommandLine) -> None:
         report = verify(repo, against=repo)
         assert report.findings == ()
         assert report.num_unproven == 0
@@ -455,10 +450,9 @@ class TestAgainst:
         assert report.hub.equal == ("config.json", "empty.txt", "model.safetensors", "onnx/model.onnx")
         assert report.hub.not_covered == ()
         assert report.hub.commits == (COMMIT,)
-        assert exit_code_of("verify", repo, "--against", repo) == 0
-        shown = capsys.readouterr()
-        assert "4 files have the hashes of the download; 0 not covered" in shown.out
-        assert shown.err == ""
+        code, out, err = call("verify", repo, "--against", repo)
+        assert (code, err) == (0, "")
+        assert "4 files have the hashes of the download; 0 not covered" in out
 
     def test_a_copy_is_compared_with_the_metadata_in_the_download_folder(self, repo: Path, tmp_path: Path) -> None:
         copy = tmp_path / "copy"
@@ -469,7 +463,7 @@ class TestAgainst:
         (copy / "onnx" / "model.onnx").write_bytes(b"onnx")
         assert verify(copy, against=repo / ".cache" / "huggingface" / "download").findings == ()
 
-    def test_a_file_that_differs_is_corrupt(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_file_that_differs_is_corrupt(self, repo: Path, call: CommandLine) -> None:
         (repo / "config.json").write_bytes(b"{ \n")
         with (repo / "model.safetensors").open("r+b") as file:
             file.seek(-4, os.SEEK_END)
@@ -479,11 +473,12 @@ class TestAgainst:
             (CorruptError, "config.json"),
             (CorruptError, "model.safetensors"),
         }
-        assert exit_code_of("verify", repo, "--against", repo) == 4
-        assert "the SHA-256 differs from that of the download" in capsys.readouterr().out
+        code, out, _ = call("verify", repo, "--against", repo)
+        assert code == 4
+        assert "the SHA-256 differs from that of the download" in out
 
-    def test_a_missing_file_is_a_finding_and_a_file_without_a_hash_is_not_covered(
-        self, repo: Path, capsys: pytest.CaptureFixture[str]
+    def test_a_missing_file_is_a_finding_and_one_without_a_hash_is_not_covered(
+        self, repo: Path, call: CommandLine
     ) -> None:
         (repo / "onnx" / "model.onnx").unlink()
         (repo / "onnx" / "mine.onnx").write_bytes(b"mine")
@@ -495,8 +490,9 @@ class TestAgainst:
         assert str(missing.path).endswith("onnx/model.onnx")
         assert report.hub is not None
         assert report.hub.not_covered == ("empty.txt", "onnx/mine.onnx")
-        assert exit_code_of("verify", repo, "--against", repo) == 5
-        assert "NOT COVERED  the metadata of the download has no hash of onnx/mine.onnx" in capsys.readouterr().out
+        code, out, _ = call("verify", repo, "--against", repo)
+        assert code == 5
+        assert "NOT COVERED  the metadata of the download has no hash of onnx/mine.onnx" in out
 
     def test_one_file_is_compared_alone(self, repo: Path) -> None:
         report = verify(repo / "model.safetensors", against=repo)
@@ -511,11 +507,12 @@ class TestAgainst:
         assert isinstance(finding, CorruptError)
         assert str(finding.path).endswith("config.json.metadata")
 
-    def test_files_of_two_commits_are_a_warning(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_files_of_two_commits_are_a_warning(self, repo: Path, call: CommandLine) -> None:
         record = repo / ".cache" / "huggingface" / "download" / "config.json.metadata"
         record.write_text(record.read_text().replace(COMMIT, "2" * 40))
-        assert exit_code_of("verify", repo, "--against", repo) == 0
-        assert "from 2 commits" in capsys.readouterr().err
+        code, _, err = call("verify", repo, "--against", repo)
+        assert code == 0
+        assert "from 2 commits" in err
 
     def test_a_folder_without_metadata_is_not_found(self, repo: Path, tmp_path: Path) -> None:
         for folder in ("dcp", "jobs/dcp"):
@@ -528,8 +525,9 @@ class TestAgainst:
         with pytest.raises(InvalidArgumentError):
             verify(repo, against=repo / "config.json")
 
-    def test_json_has_the_files_that_were_compared(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert exit_code_of("verify", repo, "--against", repo, "--json") == 0
-        shown = json.loads(capsys.readouterr().out)["data"]["against"]
-        assert shown["equal"] == ["config.json", "empty.txt", "model.safetensors", "onnx/model.onnx"]
-        assert shown["commits"] == [COMMIT]
+    def test_json_has_the_files_that_were_compared(self, repo: Path, call: CommandLine) -> None:
+        code, envelope = call.json("verify", repo, "--against", repo)
+        assert code == 0
+        against = envelope["data"]["against"]
+        assert against["equal"] == ["config.json", "empty.txt", "model.safetensors", "onnx/model.onnx"]
+        assert against["commits"] == [COMMIT]
