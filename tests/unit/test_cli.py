@@ -69,7 +69,7 @@ def workspace(tmp_path: Path, files: list[Path]) -> Path:
     return tmp_path / "ws"
 
 
-# --- info and ls ---
+# Info and ls
 
 
 @pytest.mark.parametrize("command", ["info", "ls"])
@@ -241,7 +241,7 @@ def test_output_that_cannot_be_written_is_an_io_error(workspace: Path, form: str
     assert done.stderr == "error: cannot write the output: No space left on device\n"
 
 
-# --- verify and merge ---
+# Verify and merge
 
 
 def test_verify_has_no_findings_in_a_whole_checkpoint(call: CommandLine, workspace: Path) -> None:
@@ -308,7 +308,7 @@ def test_under_a_launcher_only_rank_0_writes(command: list[str]) -> None:
     assert err == "error: only rank 0 runs this command, and WORLD_SIZE is 4: start it once [rank 2]\n"
 
 
-# --- bad arguments ---
+# Bad arguments
 
 
 def test_bad_arguments_are_usage_errors(call: CommandLine) -> None:
@@ -339,7 +339,7 @@ def test_help_lists_every_command(call: CommandLine) -> None:
     assert statexchange.__version__ in call("--version")[1]
 
 
-# --- bad input ---
+# Broken sources
 
 
 def test_an_absent_path_is_not_found_by_any_command(workspace: Path, tmp_path: Path) -> None:
@@ -602,7 +602,7 @@ def test_a_merge_into_a_read_only_directory_is_an_io_error(namespace: Path, work
     assert [code, *rest] == ["exit 8", "before"]
 
 
-# --- interruptions and faults ---
+# Interruptions and faults
 
 
 @pytest.fixture
@@ -708,7 +708,7 @@ def test_an_os_error_is_not_called_a_bug_of_ours(
     assert (code, err) == (8, "error: cannot continue: Permission denied [/secret]\n")
 
 
-# --- progress ---
+# Progress
 
 
 class Clock:
@@ -775,7 +775,7 @@ def test_the_most_severe_finding_is_the_exit_code() -> None:
     assert all(cls.code in EXIT_CODES for cls in (ReplicaError, IncompleteError, CorruptError, StorageError))
 
 
-# --- the demo ---
+# The demo
 
 
 def test_demo_without_torch_names_the_command_that_installs_it() -> None:

@@ -49,7 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-# --- several PATHs ---
+# Several PATHs
 
 
 @pytest.mark.parametrize("command", ["info", "ls", "verify"])
@@ -163,7 +163,7 @@ def test_data_and_messages_of_several_paths_are_in_order_in_one_file(made: Path)
     assert other == f"==> {made}/whole <=="
 
 
-# --- quiet and verbose ---
+# Quiet and verbose
 
 COMMANDS = [
     ["info", "whole"],
@@ -260,7 +260,7 @@ def test_a_logged_warning_is_a_warning_of_the_command(
     assert call.json("info", made / "whole", stderr="")[1]["warnings"] == ["late \x1b[31m files"]
 
 
-# --- did you mean ---
+# Close names are suggested
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("inf", "info"), ("list", "ls"), ("verfy", "verify"), ("mrege", "merge")])
@@ -322,7 +322,7 @@ def test_a_dtype_is_accepted_under_each_of_its_names(call: CommandLine, made: Pa
     assert sx.open_checkpoint(report.path)["norm.weight"].dtype == "BF16"
 
 
-# --- the tree of modules ---
+# The tree of modules
 
 
 def write_model(path: Path, dtypes: dict[int, str]) -> None:
@@ -392,7 +392,7 @@ def test_the_tree_escapes_hostile_names_and_limits_its_depth(call: CommandLine, 
     assert call("info", path, "--depth", "65")[0] == 2
 
 
-# --- the mapping of any source ---
+# The mapping of any source
 
 
 def whole_sources(root: Path) -> list[Path]:
@@ -441,7 +441,7 @@ def test_the_table_of_a_checkpoint_has_at_most_1000_rows_and_escapes_names(tmp_p
     assert "\u202e" not in shown
 
 
-# --- help ---
+# Help
 
 
 def commands() -> list[str]:
@@ -481,7 +481,7 @@ def test_the_examples_in_the_help_run(call: CommandLine, tmp_path: Path, monkeyp
             assert code == (1 if command == "diff" else 0), (line, err)
 
 
-# --- completion ---
+# Completion
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -496,7 +496,7 @@ def test_completion_lists_commands_and_options(shell: str) -> None:
         assert all(any(name in line for line in done.stdout.splitlines()) for name in expected), done.stdout
 
 
-# --- interrupts and closed streams ---
+# Interrupts and closed streams
 
 
 BEGIN = """

@@ -50,7 +50,7 @@ def refused(error: type[StateExchangeError], match: str, path: Path, **options: 
     return caught.value
 
 
-# --- what DeepSpeed wrote ---
+# Checkpoints that DeepSpeed wrote
 
 
 @pytest.mark.parametrize("kind", ["zero0", "zero1", "zero1_fp32_gradients", "zero2", "zero3", "pipeline", "experts"])
@@ -163,7 +163,7 @@ def test_the_commands_of_the_page_merge_a_checkpoint_of_zero_3(tmp_path: Path) -
     )
 
 
-# --- directories made by hand ---
+# Directories made by hand
 
 
 @st.composite
@@ -231,7 +231,7 @@ def test_a_merge_streams_in_bounded_memory(tmp_path: Path) -> None:
     assert peak < 32 << 20  # the part of the 64 MB of weights that one rank has
 
 
-# --- what may be wrong ---
+# Broken checkpoints
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from commands import CommandLine
 from fsspec import AbstractFileSystem
 from safetensors.torch import load_file, save_file
 
@@ -182,13 +181,12 @@ def test_credentials_stay_out_of_messages() -> None:
     assert "hidden" not in str(caught.value)
 
 
-def test_the_command_line_takes_urls(tmp_path: Path) -> None:
+def test_the_command_line_takes_urls(tmp_path: Path, call: CommandLine) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
-    run = [sys.executable, "-m", "statexchange"]
     source, out = f"file://{tmp_path}/model.safetensors", f"file://{tmp_path}/out"
     for arguments in (["merge", source, out], ["verify", out], ["ls", out], ["info", out]):
-        done = subprocess.run([*run, *arguments], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
+        code, _, err = call(*arguments)
+        assert code == 0, err
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["a"], TENSORS["a"])
 
 

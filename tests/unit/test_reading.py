@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import CommandLine
 from safetensors.torch import save_file
 from stored import flip_bit
 
@@ -423,7 +424,7 @@ def test_missing_files_are_detected_by_the_count_in_file_names(name: str, tmp_pa
     assert [type(finding) for finding in verify(tmp_path).findings] == [IncompleteError]
 
 
-def test_a_broken_source_is_shown_as_far_as_it_can_be_read_after_the_error(tmp_path: Path) -> None:
+def test_a_broken_source_is_shown_as_far_as_it_can_be_read_after_the_error(tmp_path: Path, call: CommandLine) -> None:
     export(tmp_path / "out", 1.0)
     name = "model-00002-of-00003.safetensors"
     os.truncate(tmp_path / "out" / name, os.path.getsize(tmp_path / "out" / name) - 1)
@@ -433,15 +434,11 @@ def test_a_broken_source_is_shown_as_far_as_it_can_be_read_after_the_error(tmp_p
     os.truncate(tmp_path / "one.safetensors", os.path.getsize(tmp_path / "one.safetensors") - 8)
     alone = summarize(tmp_path / "one.safetensors")
     assert (alone.num_tensors, alone.num_unreadable, alone.nbytes, alone.proven) == (1, 1, 24, False)
-    done = subprocess.run(
-        [sys.executable, "-m", "statexchange", "info", str(tmp_path / "one.safetensors")],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 4, done.stderr
-    assert "digests" in done.stdout
-    assert "known, not checked" not in done.stdout
-    assert "truncated" in done.stderr
+    code, out, err = call("info", tmp_path / "one.safetensors")
+    assert code == 4
+    assert "digests" in out
+    assert "known, not checked" not in out
+    assert "truncated" in err
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -474,13 +471,12 @@ for path in sys.argv[1:]:
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\nTrue\n"
 
 
-def test_without_digests_verify_does_not_call_the_bytes_correct(tmp_path: Path) -> None:
+def test_without_digests_verify_does_not_call_the_bytes_correct(tmp_path: Path, call: CommandLine) -> None:
     save_file({"a": torch.full((2,), float("nan"))}, tmp_path / "a.safetensors")
-    command = [sys.executable, "-m", "statexchange", "verify", str(tmp_path / "a.safetensors")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "structure ok" in done.stdout
-    assert "bytes not checked" in done.stdout
+    code, out, _ = call("verify", tmp_path / "a.safetensors")
+    assert code == 0
+    assert "structure ok" in out
+    assert "bytes not checked" in out
 
 
 def test_a_directory_with_a_claim_and_no_manifest_is_being_written(tmp_path: Path) -> None:

@@ -7,15 +7,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 import pytest
-from commands import CommandLine, command_environment
+from commands import CommandLine
 from json_schemas import SCHEMAS, validator
 from jsonschema import Draft202012Validator
 from safetensors.numpy import save_file
@@ -184,12 +182,8 @@ def test_no_object_may_have_a_key_that_its_schema_lacks() -> None:
             assert set(schema["required"]) <= set(schema["properties"]), where
 
 
-def test_another_key_is_refused(place: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "statexchange", "info", "export", "--json"],
-        capture_output=True, cwd=place, check=True, env=command_environment(),
-    )  # fmt: skip
-    found = json.loads(done.stdout)
+def test_another_key_is_refused(place: Path, call: CommandLine) -> None:
+    _, found = call.json("info", place / "export")
     validator("info.json").validate(found)
     found["data"]["another"] = 1
     assert not validator("info.json").is_valid(found)

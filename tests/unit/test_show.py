@@ -75,7 +75,7 @@ def held(name: str, data: Any, dtype: str, shape: Sequence[int], box: Box) -> Sh
     return ShardData(shard, memoryview(np.ascontiguousarray(data)).cast("B"))
 
 
-# --- info and ls --rounds ---
+# Info and ls --rounds
 
 
 def test_info_shows_how_far_each_rank_of_a_workspace_is(
@@ -177,7 +177,7 @@ def test_rounds_of_what_is_no_workspace_are_a_usage_error(tmp_path: Path, call: 
     assert call("ls", tmp_path / "absent", "--rounds")[0] == 3
 
 
-# --- configs ---
+# Configs
 
 
 @pytest.fixture
@@ -420,7 +420,7 @@ def test_show_and_info_of_configs_import_neither_torch_nor_numpy(workspace: Path
         assert (done.returncode, done.stderr) == (0, f"{loaded}\n")
 
 
-# --- one tensor ---
+# One tensor
 
 
 def written_tensor(path: Path, name: str, dtype: str, shape: Sequence[int], data: bytes) -> dict[str, Any]:
