@@ -69,7 +69,7 @@ def workspace(tmp_path: Path, files: list[Path]) -> Path:
     return tmp_path / "ws"
 
 
-# Info and ls
+# The commands info and ls
 
 
 @pytest.mark.parametrize("command", ["info", "ls"])
@@ -241,7 +241,7 @@ def test_output_that_cannot_be_written_is_an_io_error(workspace: Path, form: str
     assert done.stderr == "error: cannot write the output: No space left on device\n"
 
 
-# Verify and merge
+# The commands verify and merge
 
 
 def test_verify_has_no_findings_in_a_whole_checkpoint(call: CommandLine, workspace: Path) -> None:

@@ -75,7 +75,7 @@ def held(name: str, data: Any, dtype: str, shape: Sequence[int], box: Box) -> Sh
     return ShardData(shard, memoryview(np.ascontiguousarray(data)).cast("B"))
 
 
-# Info and ls --rounds
+# The commands info and ls --rounds
 
 
 def test_info_shows_how_far_each_rank_of_a_workspace_is(
