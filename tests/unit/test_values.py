@@ -63,7 +63,7 @@ def there_and_back(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal in value, type and sign, NaN included."""
+    """Return whether two values are equal in value, type and sign, NaN included."""
     if type(one) is not type(other):
         return False
     if isinstance(one, float):
