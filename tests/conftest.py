@@ -22,6 +22,7 @@ from typing import Any
 import fsspec
 import pytest
 from bytecode import compile_imports
+from commands import LAUNCHER_VARIABLES, CommandLine
 from filelock import FileLock
 from hypothesis import settings
 from programs import require_mounts, require_mpi
@@ -168,6 +169,19 @@ def sweep_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
 
 
 @pytest.fixture
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the variables by which a command takes itself for a rank of a job, or writes no colours."""
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], plain_environment: None) -> CommandLine:
+    """Run command lines of `statexchange` in this process, in a plain environment."""
+    return CommandLine(capsys)
+
+
+@pytest.fixture
 def mounts() -> None:
     """Skip the test unless it may mount in a namespace of its own."""
     require_mounts()
@@ -191,7 +205,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> tuple[Path
 
 @pytest.fixture
 def store() -> Iterator[Any]:
-    """An empty object store, which lives in this process."""
+    """Return an empty object store, which lives in this process."""
     memory = fsspec.filesystem("memory")
     memory.store.clear()
     memory.pseudo_dirs[:] = [""]
@@ -223,7 +237,7 @@ def s3_server() -> Iterator[None]:
 
 @pytest.fixture
 def s3(s3_server: None) -> str:
-    """The URL of an empty bucket."""
+    """Return the URL of an empty bucket."""
     bucket = f"bucket-{os.urandom(6).hex()}"
     address = f"{os.environ['AWS_ENDPOINT_URL']}/{bucket}"
     urllib.request.urlopen(urllib.request.Request(address, method="PUT"), timeout=60).close()

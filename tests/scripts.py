@@ -11,11 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 from programs import require_mpi
 from warm_python import warm_python
-
-from statexchange.cli.main import main
 
 BIN = Path(sys.executable).parent
 HOME = Path(__file__).parent.parent
@@ -26,12 +23,12 @@ ALONE = ("python",)
 
 
 def with_torchrun(ranks: int) -> tuple[str, ...]:
-    """The words before the script's name."""
+    """Return the words before the script's name."""
     return ("torchrun", "--nproc-per-node", str(ranks))
 
 
 def with_mpiexec(ranks: int) -> tuple[str, ...]:
-    """The words before the script's name."""
+    """Return the words before the script's name."""
     return ("mpiexec", "-n", str(ranks), sys.executable)
 
 
@@ -50,13 +47,13 @@ class Block(NamedTuple):
 
 
 def page_text(page: str) -> str:
-    """The text of README.md or of a page in docs."""
+    """Return the text of README.md or of a page in docs."""
     return (HOME / page).read_text(encoding="utf-8")
 
 
 @cache
 def page_blocks(page: str) -> tuple[Block, ...]:
-    """The marked blocks of a page, in order."""
+    """Return the marked blocks of a page, in order."""
     found = re.findall(r"^<!-- (.+?) -->\n```\w*\n(.*?)^```$", page_text(page), re.MULTILINE | re.DOTALL)
     return tuple(Block(marker, text) for marker, text in found)
 
@@ -140,17 +137,3 @@ def run_commands(text: str, folder: Path, *, is_warm: bool = True) -> None:
         if expected:
             pattern = ".*?".join(re.escape(piece) for piece in expected.split("..."))
             assert re.fullmatch(pattern, printed, re.DOTALL), (command, printed)
-
-
-def exit_code_of(*arguments: object) -> int:
-    """Run a command line of `statexchange` in this process; return its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
-def run_main(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Run a command line of `statexchange` in this process; return its exit code, stdout and stderr."""
-    code = exit_code_of(*arguments)
-    return code, *capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Read files of a test as the package does, write tensor files that no library would write, compare tensors."""
+"""Files and directories of tests: read them as the package does, write what no library would write, compare."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from statexchange.storage.opened_path import open_path
 from statexchange.storage.store import StoredFile
 from statexchange.storage.tensorfile import Header, read_header
+
+DATA = Path(__file__).parent / "data"
+"""The samples that are kept in the repository."""
 
 
 @contextlib.contextmanager
@@ -24,24 +27,56 @@ def stored_file(path: str | Path) -> Iterator[StoredFile]:
 
 
 def header_of(path: str | Path, *, whole: bool = True) -> Header:
-    """Return the header of the tensor file at `path`."""
+    """Return the header of the tensor file at `path`, as the package reads it."""
     with stored_file(path) as file:
         return read_header(file, whole=whole)
 
 
-def write_raw(path: Path, tensors: Mapping[str, tuple[str, list[int], bytes]], *, align_bytes: int = 1) -> int:
+def json_header(path: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file, as the JSON object that it is."""
+    data = path.read_bytes()
+    return dict(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]))
+
+
+def write_with_header(path: Path, header: bytes, data: bytes = b"") -> None:
+    """Write a safetensors file of a header, which need not be valid, and data."""
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+def write_raw(
+    path: Path,
+    tensors: Mapping[str, tuple[str, Sequence[int], bytes]],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    align_bytes: int = 1,
+) -> int:
     """Write a safetensors file of any dtypes and names; return where its data begins, a multiple of `align_bytes`.
 
     Tensors are given as (dtype, shape, bytes).
     """
-    entries, begin = {}, 0
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    begin = 0
     for name, (dtype, shape, data) in tensors.items():
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + len(data)]}
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + len(data)]}
         begin += len(data)
-    text = json.dumps(entries).encode()
+    text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % align_bytes)
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors.values()))
+    write_with_header(path, text, b"".join(data for _, _, data in tensors.values()))
     return 8 + len(text)
+
+
+def flip_bit(path: Path, at: int, bit: int = 0) -> None:
+    """Change one bit of the byte at an index, which may count from the end of the file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def contents_of(root: Path) -> dict[str, bytes | None]:
+    """Return the bytes of each file below a directory, by its path in it; None for what is no file."""
+    return {
+        os.fspath(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in root.rglob("*")
+    }
 
 
 def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -22,6 +22,11 @@ def by_default(cases: Iterable[Any], *positions: int) -> list[Any]:
     ]
 
 
+def steps(every: int) -> list[Any]:
+    """Return the cases of a parametrisation by step: `every`, for each `every`-th event, and 1, marked `slow`."""
+    return [every, slow(1)]
+
+
 EVERY = pytest.mark.parametrize("every", [24, slow(1)], ids=["some", "all"])
 """For a test that tries one thing at many places: at each 24th by default, at each one under `slow`."""
 

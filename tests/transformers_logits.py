@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-
-from statexchange.cli.main import main
+from commands import exit_code_of
 
 TOKENS = torch.arange(8).reshape(1, 8)
 
@@ -27,9 +25,7 @@ def merged_logits(folder: Path, source: Path, *options: str) -> torch.Tensor:
     """
     from transformers import LlamaForCausalLM
 
-    with pytest.raises(SystemExit) as ended:
-        main(["merge", str(source), str(folder / "out"), *options])
-    assert ended.value.code == 0, f"the exit code is {ended.value.code}"
+    assert exit_code_of("merge", source, folder / "out", *options) == 0
     loaded, report = LlamaForCausalLM.from_pretrained(folder / "out", output_loading_info=True)
     assert not any(report.values()), report
     return logits(loaded)

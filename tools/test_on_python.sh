@@ -33,7 +33,7 @@ tests=(
     tests/ranks/test_pages.py
 )
 # Without torch: no tests that read tensors of ranks, which become torch's. cli.md: older click prints usage differently.
-left_out="not workspaces.md and not a_save_and and not a_ranks_file and not cli.md"
+left_out="not workspaces.md and not a_ranks_file and not cli.md"
 if [ -n "$extra" ]; then
     tests+=(tests/unit/test_sources.py tests/ranks/test_gather.py tests/ranks/test_readme.py)
     left_out="not cli.md"

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from commands import run_main
 from safetensors.torch import load_file, save_file
-from scripts import run_main
 from sweeps import slow
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

@@ -1,7 +1,7 @@
 """Publishers for tests, and sweeps that kill, interrupt or overtake one at each of its storage events.
 
-The sweeps run in a process of their own (`python -c "import publishing; publishing.main(...)"`), which forks once for
-each event: an audit hook acts at the n-th event of the child, for n = 1, 2, ... until the child runs to its end.
+A sweep runs in a process of its own, which `run_sweep` starts. This forks once for each event: an audit hook acts at
+the n-th event of the child, for n = 1, 2, ... until the child runs to its end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -32,6 +33,7 @@ from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.publication import Publication
 from statexchange.errors import StateExchangeError
 from statexchange.formats.registry import open_checkpoint, open_source
+from statexchange.processes import Owner
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import Plan, RankShards, plan_merge
 from statexchange.sharding.shards import Shard, full_box
@@ -41,6 +43,8 @@ from statexchange.storage.tensorfile import digest
 
 EVENT = "statexchange.storage"
 NBYTES = 5000
+OTHER_HOST = Owner("a-host-far-away", "0" * 36, 1, 2, 3)
+"""A process of another host: whether it runs cannot be determined here."""
 
 
 def plan_of(value: int) -> Plan:
@@ -110,7 +114,37 @@ def saved_value(path: Path) -> int:
     return state["value"]
 
 
+def ended_owner() -> Owner:
+    """Return a process of this host that has ended."""
+    code = "import json; from statexchange.processes import Owner; print(json.dumps(Owner.current().to_json()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return Owner.from_json(json.loads(done.stdout))
+
+
 # Sweeps
+
+
+def run_sweep(name: str, place: Path, *, exchange: bool = True, **options: Any) -> dict[str, Any]:
+    """Run a sweep of this module in a process of its own, and return its counts; skip the running test if it must be.
+
+    Without `exchange` names cannot be exchanged, as on NFS.
+    """
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import publishing; publishing.main(*sys.argv[2:])"
+    here = os.path.dirname(__file__)
+    command = [sys.executable, "-c", code, here, name, str(place), json.dumps(options)]
+    if not exchange:
+        strace_options = ["-e", "trace=renameat2", "-e", "inject=renameat2:error=EINVAL", "-o", "/dev/null"]
+        command = ["strace", "-f", "--seccomp-bpf", "-qq", *strace_options, *command]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if "skip" in found:
+        import pytest
+
+        pytest.skip(found["skip"])
+    print(name, options, "with exchange" if exchange else "without exchange", found)
+    return found
+
 
 WRITERS: dict[str, tuple[Callable[..., object], Callable[[Path], int]]] = {
     "checkpoint": (publish, value_of),

@@ -2,7 +2,6 @@ import json
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -13,45 +12,41 @@ from random import Random
 
 import numpy as np
 import pytest
+from commands import CommandLine, command_environment
 from json_schemas import validator
 from programs import require_mounts
 from safetensors.numpy import save_file
 from scripts import warm_program
+from stored import contents_of, flip_bit, write_raw
 from warm_python import warm_python
+from workspaces import commit_round
 
 import statexchange
 from statexchange import demo
 from statexchange.cli import progress as progress_module
-from statexchange.cli.main import cli, main
+from statexchange.cli.main import cli
 from statexchange.cli.output import EXIT_CODES, Output, most_severe
 from statexchange.cli.progress import Progress
 from statexchange.errors import CorruptError, IncompleteError, ReplicaError, StorageError
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import Workspace
 from statexchange.testing import run_ranks
 from statexchange.units import format_ranks, format_seconds, printable
 
-LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-HOME = os.fspath(Path(statexchange.__file__).parents[1])
-Ran = tuple[int, str, str]
+pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
-def environment(**more: str) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
-    return {**kept, "PYTHONPATH": HOME, **more}
-
-
-def shell(*arguments: object, **more: str) -> Ran:
+def shell(*arguments: object, **more: str) -> tuple[int, str, str]:
     """Run the command line as a process, a fork of a warm Python; return exit code, stdout and stderr."""
     command = [warm_python("commands"), "-m", "statexchange", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(**more), timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=command_environment(**more), timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 
 def held(
     name: str, dtype: str, shape: Sequence[int], offsets: Sequence[int], size: Sequence[int], fill: int
 ) -> ShardData:
+    """Return what a rank holds of a tensor: one box, whose random bytes have the seed `fill`."""
     shard = Shard(name, dtype, tuple(shape), (Box(tuple(offsets), tuple(size)),))
     return ShardData(shard, memoryview(Random(fill).randbytes(shard.nbytes)))
 
@@ -64,39 +59,9 @@ def rank_tensors(rank: int) -> list[ShardData]:
     ]
 
 
-def write_workspace(root: Path, tensors: Sequence[list[ShardData]]) -> list[Path]:
-    """Write one committed round; return the files of the ranks."""
-    workspace = Workspace(root)
-    receipts = [
-        workspace.write(held, run="job", round=1, rank=rank, world_size=len(tensors))
-        for rank, held in enumerate(tensors)
-    ]
-    workspace.commit(receipts, keep=2)
-    return [root / receipt.relative for receipt in receipts]
-
-
-def write_safetensors(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
-    entries, begin = {}, 0
-    for name, (dtype, shape, data) in tensors.items():
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + len(data)]}
-        begin += len(data)
-    text = json.dumps(entries).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors.values()))
-
-
-def tree(root: Path) -> dict[str, bytes]:
-    return {os.fspath(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
-
-
-@pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (*LAUNCHER_VARIABLES, "NO_COLOR"):
-        monkeypatch.delenv(variable, raising=False)
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    return write_workspace(tmp_path / "ws", [rank_tensors(rank) for rank in range(4)])
+    return commit_round(tmp_path / "ws", *map(rank_tensors, range(4)))
 
 
 @pytest.fixture
@@ -104,39 +69,11 @@ def workspace(tmp_path: Path, files: list[Path]) -> Path:
     return tmp_path / "ws"
 
 
-class Call:
-    """Runs the command line in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *arguments: object) -> Ran:
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        out, err = self._capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    def json(self, *arguments: object) -> tuple[int, dict[str, object]]:
-        code, out, _ = self(*arguments, "--json")
-        envelope = json.loads(out)
-        assert envelope["schema"] == 1
-        assert envelope["ok"] == (code == 0)
-        assert EXIT_CODES[envelope["code"]] == code
-        assert envelope.keys() >= {"data", "warnings"}
-        assert ("error" in envelope) == (code != 0)
-        return code, envelope
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    return Call(capsys)
-
-
-# --- info and ls ---
+# The commands info and ls
 
 
 @pytest.mark.parametrize("command", ["info", "ls"])
-def test_looking_loads_neither_torch_nor_numpy(workspace: Path, command: str) -> None:
+def test_info_and_ls_import_neither_torch_nor_numpy(workspace: Path, command: str) -> None:
     program = (
         "import sys\nfrom statexchange.cli.main import main\n"
         f"try: main([{command!r}, {os.fspath(workspace)!r}])\n"
@@ -144,7 +81,7 @@ def test_looking_loads_neither_torch_nor_numpy(workspace: Path, command: str) ->
         "print(*{'torch', 'numpy', 'rich'} & set(sys.modules), file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, env=command_environment(), timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "\n")
 
@@ -152,7 +89,9 @@ def test_looking_loads_neither_torch_nor_numpy(workspace: Path, command: str) ->
 def test_info_answers_before_torch_could_have_been_imported(workspace: Path) -> None:
     def seconds(*command: str) -> float:
         """Return the processor time of a program."""
-        with subprocess.Popen([sys.executable, *command], env=environment(), stdout=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            [sys.executable, *command], env=command_environment(), stdout=subprocess.DEVNULL
+        ) as process:
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         assert process.returncode == 0
@@ -162,22 +101,22 @@ def test_info_answers_before_torch_could_have_been_imported(workspace: Path) -> 
     assert info < seconds("-c", "import torch") / 3
 
 
-def test_info_of_a_workspace(workspace: Path) -> None:
+def test_info_shows_kind_counts_dtypes_and_ranks_of_a_workspace(workspace: Path) -> None:
     code, out, err = shell("info", workspace)
     assert (code, err) == (0, "")
-    facts = dict(line.split(maxsplit=1) for line in out.splitlines())
-    assert facts["kind"] == "workspace"
-    assert facts["tensors"] == "3"
-    assert facts["parameters"] == "86"
-    assert facts["bytes"] == "280 B (280 bytes)"
-    assert facts["dtypes"] == "BF16 1, F32 2"
-    assert facts["files"].startswith("4, ")
-    assert facts["ranks"] == "4 of 4: 0-3"
-    assert facts["digests"].startswith("known")
+    fields = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert fields["kind"] == "workspace"
+    assert fields["tensors"] == "3"
+    assert fields["parameters"] == "86"
+    assert fields["bytes"] == "280 B (280 bytes)"
+    assert fields["dtypes"] == "BF16 1, F32 2"
+    assert fields["files"].startswith("4, ")
+    assert fields["ranks"] == "4 of 4: 0-3"
+    assert fields["digests"].startswith("known")
     assert "\x1b" not in out
 
 
-def test_info_as_json_has_integers_for_bytes(call: Call, workspace: Path) -> None:
+def test_info_as_json_has_integers_for_bytes(call: CommandLine, workspace: Path) -> None:
     code, envelope = call.json("info", workspace)
     assert code == 0
     data = envelope["data"]
@@ -202,7 +141,7 @@ def test_ls_in_a_pipe_is_a_table_with_tabs(workspace: Path) -> None:
 
 
 def test_ls_is_aligned_and_bold_on_a_terminal_only(
-    call: Call, workspace: Path, monkeypatch: pytest.MonkeyPatch
+    call: CommandLine, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     _, out, _ = call("ls", workspace)
@@ -217,7 +156,7 @@ def test_ls_is_aligned_and_bold_on_a_terminal_only(
     assert "\t" not in plain
 
 
-def test_ls_as_json_lines_ends_with_a_summary(call: Call, workspace: Path) -> None:
+def test_ls_as_json_lines_ends_with_a_summary(call: CommandLine, workspace: Path) -> None:
     code, out, _ = call("ls", workspace, "--format", "jsonl", "--include", "*s.weight")
     *rows, summary = map(json.loads, out.splitlines())
     assert code == 0
@@ -229,13 +168,13 @@ def test_ls_as_json_lines_ends_with_a_summary(call: Call, workspace: Path) -> No
     assert len(call.json("ls", workspace)[1]["data"]["tensors"]) == 3
 
 
-def test_a_pattern_that_matches_nothing_is_an_error(call: Call, workspace: Path) -> None:
+def test_a_pattern_that_matches_nothing_is_a_usage_error(call: CommandLine, workspace: Path) -> None:
     code, out, err = call("ls", workspace, "--include", "nothing*")
     assert (code, out) == (2, "")
     assert "'nothing*' matches no tensor" in err
 
 
-def test_ls_shows_that_dtype_and_shape_are_not_known(call: Call, tmp_path: Path) -> None:
+def test_ls_shows_question_marks_for_a_tensor_of_a_missing_file(call: CommandLine, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     weight_map = {"scalar": "model-00001-of-00002.safetensors", "w": "model-00002-of-00002.safetensors"}
@@ -255,9 +194,9 @@ def test_ls_shows_that_dtype_and_shape_are_not_known(call: Call, tmp_path: Path)
     assert data["nbytes"] == 4
 
 
-def test_control_characters_in_names_are_escaped(call: Call, tmp_path: Path) -> None:
+def test_control_characters_in_names_are_escaped(call: CommandLine, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    write_safetensors(path, {"evil\u202e\u200bname": ("U8", (2,), b"ab")})
+    write_raw(path, {"evil\u202e\u200bname": ("U8", (2,), b"ab")})
     assert "evil\\u202e\\u200bname\tU8" in call("ls", path)[1]
     _, out, _ = call("ls", path, "--json")
     assert out.isascii()
@@ -267,17 +206,19 @@ def test_control_characters_in_names_are_escaped(call: Call, tmp_path: Path) -> 
 
 def test_characters_that_stdout_cannot_encode_are_escaped(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    write_safetensors(path, {"größe": ("U8", (2,), b"ab")})
+    write_raw(path, {"größe": ("U8", (2,), b"ab")})
     code, out, _ = shell("ls", path, PYTHONIOENCODING="ascii")
     assert code == 0
     assert "gr\\xf6\\xdfe" in out
 
 
-def test_a_closed_pipe_is_no_failure(tmp_path: Path) -> None:
+def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    write_safetensors(path, {f"layer.{number:05d}.{'x' * 60}": ("U8", (0,), b"") for number in range(5000)})
+    write_raw(path, {f"layer.{number:05d}.{'x' * 60}": ("U8", (0,), b"") for number in range(5000)})
     command = f"{sys.executable} -m statexchange ls {path} | head -n 1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment(), timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, env=command_environment(), timeout=60
+    )
     assert done.stdout == "NAME\tDTYPE\tSHAPE\tBYTES\tHELD-BY\n0\n"
     assert done.stderr == ""
 
@@ -293,17 +234,17 @@ def test_output_that_cannot_be_written_is_an_io_error(workspace: Path, form: str
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment(PYTHONUNBUFFERED=unbuffered),
+            env=command_environment(PYTHONUNBUFFERED=unbuffered),
             timeout=60,
         )
     assert done.returncode == 8
     assert done.stderr == "error: cannot write the output: No space left on device\n"
 
 
-# --- verify and merge ---
+# The commands verify and merge
 
 
-def test_verify_of_a_whole_checkpoint(call: Call, workspace: Path) -> None:
+def test_verify_has_no_findings_in_a_whole_checkpoint(call: CommandLine, workspace: Path) -> None:
     code, out, err = call("verify", workspace)
     assert (code, err) == (0, "")
     assert "3 tensors in 12 regions, " in out
@@ -313,16 +254,16 @@ def test_verify_of_a_whole_checkpoint(call: Call, workspace: Path) -> None:
     assert envelope["data"]["num_unproven"] == 0
 
 
-def test_verify_reports_what_it_cannot_check(call: Call, tmp_path: Path) -> None:
+def test_verify_warns_of_tensors_without_a_digest(call: CommandLine, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    write_safetensors(path, {"a": ("U8", (2,), b"ab")})
+    write_raw(path, {"a": ("U8", (2,), b"ab")})
     code, _, err = call("verify", path)
     assert code == 0
     assert err.startswith("warning: no digest is known of 1 tensor: its bytes cannot be checked")
     assert call.json("verify", path)[1]["warnings"]
 
 
-def test_every_command_reads_what_merge_writes(call: Call, workspace: Path, tmp_path: Path) -> None:
+def test_every_command_reads_what_merge_writes(call: CommandLine, workspace: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text("{}")
     out = tmp_path / "out"
@@ -354,7 +295,7 @@ def test_every_command_reads_what_merge_writes(call: Call, workspace: Path, tmp_
     assert sorted(names) == ["columns.w", "rows.w"]
 
 
-def test_a_rename_without_a_replacement_is_refused(call: Call, workspace: Path, tmp_path: Path) -> None:
+def test_a_rename_without_a_replacement_is_refused(call: CommandLine, workspace: Path, tmp_path: Path) -> None:
     code, _, err = call("merge", workspace, tmp_path / "out", "--rename", "abc")
     assert code == 2
     assert "'abc' is not REGEX=REPL" in err
@@ -367,10 +308,10 @@ def test_under_a_launcher_only_rank_0_writes(command: list[str]) -> None:
     assert err == "error: only rank 0 runs this command, and WORLD_SIZE is 4: start it once [rank 2]\n"
 
 
-# --- bad arguments ---
+# Bad arguments
 
 
-def test_bad_arguments_are_usage_errors(call: Call) -> None:
+def test_bad_arguments_are_usage_errors(call: CommandLine) -> None:
     code, out, err = call("info")
     assert (code, out) == (2, "")
     assert err == "error: Missing argument 'PATH...'.\nhint: statexchange info --help\n"
@@ -382,14 +323,14 @@ def test_bad_arguments_are_usage_errors(call: Call) -> None:
 
 
 @pytest.mark.parametrize("asked", [["--json"], ["--format", "json"], ["--format=json"]])
-def test_usage_errors_are_json_if_requested(call: Call, asked: list[str]) -> None:
+def test_usage_errors_are_json_if_requested(call: CommandLine, asked: list[str]) -> None:
     code, out, err = call("info", *asked, "--no-such-option")
     envelope = json.loads(out)
     assert (code, err, envelope["ok"], envelope["code"]) == (2, "", False, "USAGE")
     assert "--no-such-option" in envelope["error"]["message"]
 
 
-def test_help_lists_every_command(call: Call) -> None:
+def test_help_lists_every_command(call: CommandLine) -> None:
     code, out, err = call("--help")
     assert (code, err) == (0, "")
     names = [line.split()[0] for line in out[out.index("Commands:") :].splitlines()[1:]]
@@ -398,10 +339,10 @@ def test_help_lists_every_command(call: Call) -> None:
     assert statexchange.__version__ in call("--version")[1]
 
 
-# --- bad input ---
+# Broken sources
 
 
-def test_an_absent_path(workspace: Path, tmp_path: Path) -> None:
+def test_an_absent_path_is_not_found_by_any_command(workspace: Path, tmp_path: Path) -> None:
     for arguments in (
         ["info", "nowhere"],
         ["ls", "nowhere"],
@@ -424,7 +365,7 @@ def test_an_absent_path(workspace: Path, tmp_path: Path) -> None:
     }
 
 
-def test_a_path_that_is_no_workspace(call: Call, tmp_path: Path) -> None:
+def test_a_directory_without_a_checkpoint_is_not_found_and_left_alone(call: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     for command in ("info", "ls", "verify"):
         code, _, err = call(command, tmp_path)
@@ -434,23 +375,25 @@ def test_a_path_that_is_no_workspace(call: Call, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["notes.txt"]
 
 
-def refused(call: Call, workspace: Path, *, code: int, says: Sequence[str]) -> str:
+def refused(call: CommandLine, workspace: Path, *, code: int, says: Sequence[str]) -> str:
     """Check that merging prints all of `says`, exits with `code` and changes nothing; return the outcome of verify."""
-    before, beside = tree(workspace), sorted(os.listdir(workspace.parent))
+    before, beside = contents_of(workspace), sorted(os.listdir(workspace.parent))
     got, out, err = call("merge", workspace, workspace.parent / "out")
     assert (got, out) == (code, "")
     for text in says:
         assert text in err, (text, err)
     assert err.startswith("error: ")
     assert "Traceback" not in err
-    assert tree(workspace) == before
+    assert contents_of(workspace) == before
     assert sorted(os.listdir(workspace.parent)) == beside
     got, out, _ = call("verify", workspace)
     assert got == code
     return out
 
 
-def test_a_missing_ranks_file(call: Call, workspace: Path, files: list[Path]) -> None:
+def test_a_missing_file_of_a_rank_is_incomplete_and_names_the_rank(
+    call: CommandLine, workspace: Path, files: list[Path]
+) -> None:
     files[2].unlink()
     found = refused(
         call, workspace, code=5, says=["missing", "rank 2", os.fspath(files[2]), "hint: statexchange verify"]
@@ -472,7 +415,7 @@ def test_a_missing_ranks_file(call: Call, workspace: Path, files: list[Path]) ->
     )
 
 
-def test_a_truncated_file(call: Call, workspace: Path, files: list[Path]) -> None:
+def test_a_truncated_file_is_corrupt_and_named(call: CommandLine, workspace: Path, files: list[Path]) -> None:
     with files[1].open("r+b") as file:
         file.truncate(files[1].stat().st_size - 5)
     found = refused(call, workspace, code=4, says=["truncated", os.fspath(files[1])])
@@ -483,10 +426,10 @@ def test_a_truncated_file(call: Call, workspace: Path, files: list[Path]) -> Non
     assert os.fspath(files[1]) in err
 
 
-def test_a_flipped_bit(call: Call, workspace: Path, files: list[Path]) -> None:
-    data = bytearray(files[3].read_bytes())
-    data[-1] ^= 1
-    files[3].write_bytes(data)
+def test_a_flipped_bit_is_corrupt_and_names_rank_and_tensor(
+    call: CommandLine, workspace: Path, files: list[Path]
+) -> None:
+    flip_bit(files[3], -1)
     found = refused(call, workspace, code=4, says=["digest", "rank 3", "tensor 'columns.weight'", os.fspath(files[3])])
     assert "1 finding" in found
     code, out, _ = call("verify", workspace, "--format", "jsonl")
@@ -502,29 +445,29 @@ def test_a_flipped_bit(call: Call, workspace: Path, files: list[Path]) -> None:
     assert call("info", workspace)[0] == 0, "headers alone cannot tell"
 
 
-def test_two_ranks_that_claim_the_same_region(call: Call, tmp_path: Path) -> None:
+def test_a_region_that_two_ranks_claim_is_corrupt_and_named(call: CommandLine, tmp_path: Path) -> None:
     one = [held("w", "F32", (4, 4), (0, 0), (3, 4), 1)]
     other = [held("w", "F32", (4, 4), (2, 0), (2, 4), 2)]
-    write_workspace(tmp_path / "ws", [one, other])
+    commit_round(tmp_path / "ws", one, other)
     found = refused(
         call, tmp_path / "ws", code=4, says=["claimed twice", "rank 0", "rank 1", "tensor 'w'", "[2:3, 0:4]"]
     )
     assert "CORRUPT     region [2:3, 0:4]" in found
 
 
-def test_a_dtype_that_differs_between_ranks(call: Call, tmp_path: Path) -> None:
+def test_a_dtype_that_differs_between_ranks_is_corrupt_and_named(call: CommandLine, tmp_path: Path) -> None:
     one, other = [held("w", "F32", (4,), (0,), (2,), 1)], [held("w", "BF16", (4,), (2,), (2,), 2)]
-    write_workspace(tmp_path / "ws", [one, other])
+    commit_round(tmp_path / "ws", one, other)
     refused(call, tmp_path / "ws", code=4, says=["dtype", "tensor 'w'", "rank 1", "expected F32, found BF16"])
 
 
-def test_a_region_that_nobody_holds(call: Call, tmp_path: Path) -> None:
-    write_workspace(tmp_path / "ws", [[held("w", "F32", (4,), (0,), (2,), 1)], []])
+def test_a_region_that_no_rank_holds_is_incomplete_and_named(call: CommandLine, tmp_path: Path) -> None:
+    commit_round(tmp_path / "ws", [held("w", "F32", (4,), (0,), (2,), 1)], [])
     refused(call, tmp_path / "ws", code=5, says=["no rank holds region [2:4]", "tensor 'w'"])
 
 
-def test_copies_that_differ_are_findings(call: Call, tmp_path: Path) -> None:
-    write_workspace(tmp_path / "ws", [[held("w", "F32", (4,), (0,), (4,), fill)] for fill in (1, 2)])
+def test_copies_that_differ_are_findings(call: CommandLine, tmp_path: Path) -> None:
+    commit_round(tmp_path / "ws", *[[held("w", "F32", (4,), (0,), (4,), fill)] for fill in (1, 2)])
     code, out, _ = call("verify", tmp_path / "ws")
     assert code == 1
     assert "FINDINGS    ranks 0 and 1 hold different values" in out
@@ -534,15 +477,17 @@ def test_copies_that_differ_are_findings(call: Call, tmp_path: Path) -> None:
     assert call("merge", tmp_path / "ws", tmp_path / "out", "--replicas", "root")[0] == 0
 
 
-def test_an_existing_target(call: Call, workspace: Path, tmp_path: Path) -> None:
+def test_an_existing_target_is_replaced_with_overwrite_unless_it_has_files_of_others(
+    call: CommandLine, workspace: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     assert call("merge", workspace, out)[0] == 0
-    before = tree(out)
+    before = contents_of(out)
     code, _, err = call("merge", workspace, out, "--exclude", "norm*")
     assert code == 7
     assert "--overwrite" in err
     assert os.fspath(out) in err
-    assert tree(out) == before
+    assert contents_of(out) == before
     assert call("merge", workspace, out, "--exclude", "norm*", "--overwrite")[0] == 0
     (out / "mine.txt").write_text("keep")
     code, _, err = call("merge", workspace, out, "--overwrite")
@@ -567,16 +512,16 @@ def in_namespace(script: str) -> str:
         ["unshare", "-m", "bash", "-c", f"set -e; {script}"],
         capture_output=True,
         text=True,
-        env=environment(),
+        env=command_environment(),
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_a_full_disk_leaves_what_was_there(call: Call, namespace: Path, workspace: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_what_was_there(call: CommandLine, namespace: Path, workspace: Path, tmp_path: Path) -> None:
     assert call("merge", workspace, tmp_path / "old")[0] == 0
-    write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
+    commit_round(tmp_path / "big", [held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)])
     sx = f"{sys.executable} -m statexchange"
     output = in_namespace(
         f"mount -t tmpfs -o size=1m tmpfs {namespace}; cp -r {tmp_path}/old {namespace}/out; "
@@ -591,8 +536,8 @@ def test_a_full_disk_leaves_what_was_there(call: Call, namespace: Path, workspac
 
 
 def test_a_dry_run_refuses_a_target_that_cannot_be_written(namespace: Path, workspace: Path, tmp_path: Path) -> None:
-    """No room, where files have been finished too, and a file system that is read-only."""
-    write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
+    """It has no room, also below directories that do not exist yet, or its file system is read-only."""
+    commit_round(tmp_path / "big", [held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)])
     sx = f"{sys.executable} -m statexchange"
     output = in_namespace(
         f"mount -t tmpfs -o size=1m tmpfs {namespace}; "
@@ -607,7 +552,7 @@ def test_a_dry_run_refuses_a_target_that_cannot_be_written(namespace: Path, work
     assert "Read-only file system" in read_only
 
 
-LEAVE = """
+DIE_WHILE_PUBLISHING = """
 import os, sys
 from statexchange.checkpoint.publication import Publication
 from statexchange.sharding.plan import RankShards, plan_merge
@@ -621,18 +566,18 @@ os._exit(0)
 
 
 def test_a_dry_run_counts_the_room_that_a_dead_publisher_left(namespace: Path, tmp_path: Path) -> None:
-    write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
-    (tmp_path / "leave.py").write_text(LEAVE)
+    commit_round(tmp_path / "big", [held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)])
+    (tmp_path / "die.py").write_text(DIE_WHILE_PUBLISHING)
     merge = f"{sys.executable} -m statexchange merge {tmp_path}/big {namespace}"
     output = in_namespace(
-        f"mount -t tmpfs -o size=3m tmpfs {namespace}; {sys.executable} {tmp_path}/leave.py {namespace}/out; "
+        f"mount -t tmpfs -o size=3m tmpfs {namespace}; {sys.executable} {tmp_path}/die.py {namespace}/out; "
         f"{merge}/other --dry-run >&2 || echo exit $?; {merge}/out --dry-run >&2 && {merge}/out >&2 && echo merged"
     )
     assert output.splitlines() == ["exit 8", "merged"]
 
 
-def test_unreadable_files_are_reported_with_their_kind(call: Call, tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "x.safetensors", {"odd": ("Q4", (2, 2), b"ab"), "w": ("U8", (2,), b"cd")})
+def test_a_tensor_of_an_unknown_dtype_is_shown_and_not_merged(call: CommandLine, tmp_path: Path) -> None:
+    write_raw(tmp_path / "x.safetensors", {"odd": ("Q4", (2, 2), b"ab"), "w": ("U8", (2,), b"cd")})
     code, out, err = call("info", tmp_path / "x.safetensors")
     assert (code, "Q4 1, U8 1" in out) == (0, True)
     assert "warning: tensors that cannot be read: odd (dtype Q4 is not supported" in err
@@ -644,7 +589,7 @@ def test_unreadable_files_are_reported_with_their_kind(call: Call, tmp_path: Pat
     assert call("merge", tmp_path / "x.safetensors", tmp_path / "out", "--exclude", "odd")[0] == 0
 
 
-def test_a_read_only_directory(namespace: Path, workspace: Path) -> None:
+def test_a_merge_into_a_read_only_directory_is_an_io_error(namespace: Path, workspace: Path) -> None:
     sx = f"{sys.executable} -m statexchange"
     output = in_namespace(
         f"mount -t tmpfs tmpfs {namespace}; touch {namespace}/before; mount -o remount,ro {namespace}; "
@@ -657,7 +602,7 @@ def test_a_read_only_directory(namespace: Path, workspace: Path) -> None:
     assert [code, *rest] == ["exit 8", "before"]
 
 
-# --- interruptions and faults ---
+# Interruptions and faults
 
 
 @pytest.fixture
@@ -670,7 +615,7 @@ def test_ctrl_c_in_a_merge_leaves_nothing(memory_directory: Path) -> None:
     if shutil.disk_usage(memory_directory).free < 2 << 30:
         pytest.skip("an interruption needs a merge that takes a while: 1 GiB of room in memory")
     shard = Shard("w", "U8", (400 << 20,), (Box((0,), (400 << 20,)),))
-    write_workspace(memory_directory / "ws", [[ShardData(shard, memoryview(bytes(shard.nbytes)))]])
+    commit_round(memory_directory / "ws", [ShardData(shard, memoryview(bytes(shard.nbytes)))])
     before = sorted(os.listdir(memory_directory))
     program = (
         "from statexchange.cli.main import main\n"
@@ -681,7 +626,7 @@ def test_ctrl_c_in_a_merge_leaves_nothing(memory_directory: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(),
+        env=command_environment(),
     )
     deadline = time.monotonic() + 20
     while not any(name.endswith(".partial") for name in os.listdir(memory_directory)):
@@ -693,7 +638,9 @@ def test_ctrl_c_in_a_merge_leaves_nothing(memory_directory: Path) -> None:
     assert sorted(os.listdir(memory_directory)) == before
 
 
-def test_an_internal_error_asks_for_a_report(call: Call, monkeypatch: pytest.MonkeyPatch, workspace: Path) -> None:
+def test_an_internal_error_asks_for_a_report(
+    call: CommandLine, monkeypatch: pytest.MonkeyPatch, workspace: Path
+) -> None:
     def broken(_path: str, **_: object) -> None:
         raise RuntimeError("the moon is full")
 
@@ -712,7 +659,7 @@ def inverts() -> None:
 
 @pytest.mark.parametrize("where", ["here", "on ranks"])
 def test_an_error_in_another_package_is_not_called_a_bug_of_ours(
-    call: Call, monkeypatch: pytest.MonkeyPatch, workspace: Path, where: str
+    call: CommandLine, monkeypatch: pytest.MonkeyPatch, workspace: Path, where: str
 ) -> None:
     look = inverts if where == "here" else lambda: run_ranks(inverts, 2)
     monkeypatch.setattr("statexchange.report.summary.summarize", lambda _path, **_: look())
@@ -744,13 +691,15 @@ runpy.run_module("statexchange", run_name="__main__")
     "module",
     ["statexchange.lazy", "statexchange.errors", "click", "statexchange.cli.main", "statexchange.cli.info", "xxhash"],
 )
-def test_ctrl_c_while_modules_are_imported(module: str, workspace: Path) -> None:
+def test_ctrl_c_while_modules_are_imported_exits_with_130(module: str, workspace: Path) -> None:
     run = [sys.executable, "-c", INTERRUPTED, module, "verify" if module == "xxhash" else "info", workspace]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment())
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=command_environment())
     assert (done.returncode, done.stdout, done.stderr.removeprefix("error: interrupted\n")) == (130, "", "")
 
 
-def test_an_os_error_is_not_called_a_bug_of_ours(call: Call, monkeypatch: pytest.MonkeyPatch, workspace: Path) -> None:
+def test_an_os_error_is_not_called_a_bug_of_ours(
+    call: CommandLine, monkeypatch: pytest.MonkeyPatch, workspace: Path
+) -> None:
     def refuse(_path: str, **_: object) -> None:
         raise PermissionError(13, "Permission denied", "/secret")
 
@@ -759,7 +708,7 @@ def test_an_os_error_is_not_called_a_bug_of_ours(call: Call, monkeypatch: pytest
     assert (code, err) == (8, "error: cannot continue: Permission denied [/secret]\n")
 
 
-# --- progress ---
+# Progress
 
 
 class Clock:
@@ -826,13 +775,13 @@ def test_the_most_severe_finding_is_the_exit_code() -> None:
     assert all(cls.code in EXIT_CODES for cls in (ReplicaError, IncompleteError, CorruptError, StorageError))
 
 
-# --- the demo ---
+# The demo
 
 
 def test_demo_without_torch_names_the_command_that_installs_it() -> None:
     program = "import sys; sys.modules['torch'] = None\nfrom statexchange.cli.main import main\nmain(['demo'])"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, env=command_environment(), timeout=60
     )
     assert done.returncode == 2
     assert done.stdout == ""
@@ -905,7 +854,7 @@ def faked(monkeypatch: pytest.MonkeyPatch, workspace: Path, tmp_path: Path) -> d
 
 
 @pytest.mark.usefixtures("faked")
-def test_demo_prints_its_steps_and_results(call: Call, tmp_path: Path) -> None:
+def test_demo_prints_its_steps_and_results(call: CommandLine, tmp_path: Path) -> None:
     keep = tmp_path / "kept"
     code, out, err = call("demo", "--keep", keep, "--steps", "25")
     assert code == 0
@@ -938,7 +887,7 @@ def test_demo_prints_its_steps_and_results(call: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("faked")
-def test_demo_on_a_terminal_is_one_live_line(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_on_a_terminal_is_one_live_line(call: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     _, _, err = call("demo", "--steps", "25")
     assert err.count("\n") == 1  # that it has resumed stays on the terminal
@@ -946,7 +895,7 @@ def test_demo_on_a_terminal_is_one_live_line(call: Call, monkeypatch: pytest.Mon
     assert err.endswith("\r\x1b[K")
 
 
-def test_demo_reports_a_difference(call: Call, faked: dict[str, tuple[str, ...]]) -> None:
+def test_demo_reports_a_difference(call: CommandLine, faked: dict[str, tuple[str, ...]]) -> None:
     faked["mismatches"] = ("norm.weight",)
     code, out, _ = call("demo", "--steps", "1")
     assert code == 1
@@ -956,12 +905,12 @@ def test_demo_reports_a_difference(call: Call, faked: dict[str, tuple[str, ...]]
 
 
 @pytest.mark.usefixtures("faked")
-def test_demo_in_ascii(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_prints_ascii_where_stdout_cannot_encode_more(call: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Output, "can_show", lambda _self, _characters: False)
     assert call("demo", "--steps", "1")[1].isascii()
 
 
-def test_every_command_takes_a_format() -> None:
+def test_every_command_has_a_help_text_and_takes_format_and_json() -> None:
     context = cli.make_context("statexchange", ["info", "x"], obj=Output())
     for name in cli.list_commands(context):
         command = cli.get_command(context, name)
@@ -970,14 +919,15 @@ def test_every_command_takes_a_format() -> None:
         assert command.help
 
 
-def test_a_dry_run_raises_the_errors_of_the_merge(call: Call, workspace: Path, tmp_path: Path) -> None:
+def test_a_dry_run_raises_the_errors_of_the_merge(call: CommandLine, workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    assert call("merge", workspace, tmp_path / "out", "--dry-run")[0] == 7
-    assert call("merge", workspace, tmp_path / "new", "--exclude", "*")[0] == 2
+    for options in ([], ["--dry-run"]):
+        assert call("merge", workspace, tmp_path / "out", *options)[0] == 7
+        assert call("merge", workspace, tmp_path / "new", "--exclude", "*", *options)[0] == 2
     assert not (tmp_path / "new").exists()
 
 
-def test_a_dry_run_prints_where_tensors_come_from(call: Call, workspace: Path, tmp_path: Path) -> None:
+def test_a_dry_run_prints_where_tensors_come_from(call: CommandLine, workspace: Path, tmp_path: Path) -> None:
     code, text, err = call(
         "merge", workspace, tmp_path / "out", "--dry-run", "--rename", r"\.weight$=.w", "--dtype", "float16"
     )
@@ -991,7 +941,7 @@ def test_a_dry_run_prints_where_tensors_come_from(call: Call, workspace: Path, t
     assert "tensors" not in call.json("merge", workspace, tmp_path / "out")[1]["data"]
 
 
-def test_merge_takes_a_dtype_for_all_and_others_by_pattern(call: Call, workspace: Path, tmp_path: Path) -> None:
+def test_merge_takes_a_dtype_for_all_and_others_by_pattern(call: CommandLine, workspace: Path, tmp_path: Path) -> None:
     dtypes = ["--dtype", "bf16", "--dtype", "rows.*=float64"]
     data = call.json("merge", workspace, tmp_path / "out", "--dry-run", *dtypes)[1]["data"]
     found = {tensor["name"]: tensor["dtype"] for tensor in data["tensors"]}
@@ -1001,7 +951,7 @@ def test_merge_takes_a_dtype_for_all_and_others_by_pattern(call: Call, workspace
     assert call("merge", workspace, tmp_path / "out", "--dtype", "bf17")[0] == 2
 
 
-def test_merge_reports_changed_names(call: Call, workspace: Path, tmp_path: Path) -> None:
+def test_merge_reports_changed_names(call: CommandLine, workspace: Path, tmp_path: Path) -> None:
     assert call("merge", workspace, tmp_path / "one", "--rename", "^=module.")[0] == 0
     code, _, err = call("merge", tmp_path / "one", tmp_path / "two")
     assert (code, "the prefix 'module.' of a wrapper was removed" in err) == (0, True)
@@ -1010,7 +960,7 @@ def test_merge_reports_changed_names(call: Call, workspace: Path, tmp_path: Path
     assert '--rename "^model\\.="' in envelope["warnings"][0]
 
 
-def test_the_layout_in_the_help_of_merge_is_valid(call: Call) -> None:
+def test_the_layout_in_the_help_of_merge_is_valid(call: CommandLine) -> None:
     from statexchange.sharding.rules import Layout
 
     text = call("merge", "--help")[1]

@@ -3,14 +3,12 @@
 import json
 import os
 import stat
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
-from scripts import run_main
+from commands import CommandLine
 from stored import write_raw
 from whole_checkpoints import KINDS
 
@@ -21,12 +19,6 @@ from statexchange.report.tensor_facts import tensor_facts
 from statexchange.storage.workspace import Workspace
 
 SVG = "{http://www.w3.org/2000/svg}"
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    return partial(run_main, capsys)
 
 
 @pytest.fixture
@@ -51,7 +43,7 @@ def texts(path: Path) -> list[str]:
     return [text.text or "" for text in ET.parse(path).getroot().iter(f"{SVG}text")]
 
 
-def test_info_draws_the_parameters_beside_its_summary(call: Call, published: Path, tmp_path: Path) -> None:
+def test_info_draws_the_parameters_beside_its_summary(call: CommandLine, published: Path, tmp_path: Path) -> None:
     plain = call("info", published)
     picture = tmp_path / "parameters.svg"
     assert call("info", published, "--svg", picture) == plain
@@ -60,13 +52,13 @@ def test_info_draws_the_parameters_beside_its_summary(call: Call, published: Pat
     assert stat.S_IMODE(picture.stat().st_mode) & 0o077 == 0o044
 
 
-def test_the_model_that_config_json_names_is_in_the_title(call: Call, published: Path, tmp_path: Path) -> None:
+def test_the_model_that_config_json_names_is_in_the_title(call: CommandLine, published: Path, tmp_path: Path) -> None:
     (published / "config.json").write_text('{"architectures": ["TinyForCausalLM"]}')
     assert call("info", published, "--svg", tmp_path / "p.svg")[0] == 0
     assert "huggingface, TinyForCausalLM · 26 parameters in 3 tensors · 104 B" in texts(tmp_path / "p.svg")
 
 
-def test_the_parameters_are_those_of_the_model_as_in_the_summary(call: Call, tmp_path: Path) -> None:
+def test_the_parameters_are_those_of_the_model_as_in_the_summary(call: CommandLine, tmp_path: Path) -> None:
     weight, moment = np.ones(10, np.float32), np.ones(1000, np.float32)
     optimizer = {"state": {0: {"exp_avg": moment}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     sx.save_checkpoint({"model": {"w": weight}, "optimizer": optimizer}, tmp_path / "save")
@@ -79,7 +71,7 @@ def test_the_parameters_are_those_of_the_model_as_in_the_summary(call: Call, tmp
     assert "save · 1,000 parameters in 1 tensor · 4.00 kB" in texts(tmp_path / "o.svg")
 
 
-def test_ls_draws_the_listed_tensors(call: Call, published: Path, tmp_path: Path) -> None:
+def test_ls_draws_the_listed_tensors(call: CommandLine, published: Path, tmp_path: Path) -> None:
     picture = tmp_path / "supply.svg"
     code, out, _ = call("ls", published, "--include", "*.weight", "--svg", picture, "--json")
     assert code == 0
@@ -88,7 +80,7 @@ def test_ls_draws_the_listed_tensors(call: Call, published: Path, tmp_path: Path
     assert "96 B in 2 tensors. All rows are equally wide; the parts of each are to scale." in texts(picture)
 
 
-def test_show_draws_the_regions_of_one_tensor(call: Call, published: Path, tmp_path: Path) -> None:
+def test_show_draws_the_regions_of_one_tensor(call: CommandLine, published: Path, tmp_path: Path) -> None:
     picture = tmp_path / "tensor.svg"
     plain = call("show", published, "up.weight")
     assert plain[0] == 0
@@ -103,7 +95,7 @@ def test_show_draws_the_regions_of_one_tensor(call: Call, published: Path, tmp_p
     assert not (tmp_path / "none.svg").exists()
 
 
-def test_without_ranks_the_legend_has_the_names_of_the_files(call: Call, tmp_path: Path) -> None:
+def test_without_ranks_the_legend_has_the_names_of_the_files(call: CommandLine, tmp_path: Path) -> None:
     folder = tmp_path / "files"
     folder.mkdir()
     for number in (1, 2):
@@ -118,7 +110,7 @@ def test_without_ranks_the_legend_has_the_names_of_the_files(call: Call, tmp_pat
     assert {"Which file supplied which bytes of merged", "file 1 · 3 B · 50.0%"} <= {*texts(tmp_path / "merged.svg")}
 
 
-def test_what_a_missing_file_had_is_counted(call: Call, tmp_path: Path) -> None:
+def test_tensors_of_a_missing_file_are_counted_in_the_picture(call: CommandLine, tmp_path: Path) -> None:
     folder = tmp_path / "half"
     folder.mkdir()
     first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
@@ -136,7 +128,7 @@ def test_what_a_missing_file_had_is_counted(call: Call, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["info", "ls"])
 def test_a_file_that_exists_is_replaced_only_with_overwrite(
-    call: Call, published: Path, tmp_path: Path, command: str
+    call: CommandLine, published: Path, tmp_path: Path, command: str
 ) -> None:
     picture = tmp_path / "p.svg"
     picture.write_text("mine")
@@ -149,7 +141,7 @@ def test_a_file_that_exists_is_replaced_only_with_overwrite(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.svg", "published"]
 
 
-def test_what_is_no_regular_file_is_not_replaced(call: Call, published: Path, tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_not_replaced(call: CommandLine, published: Path, tmp_path: Path) -> None:
     (tmp_path / "link.svg").symlink_to("elsewhere")
     (tmp_path / "folder.svg").mkdir()
     os.mkfifo(tmp_path / "fifo.svg")
@@ -160,7 +152,7 @@ def test_what_is_no_regular_file_is_not_replaced(call: Call, published: Path, tm
 
 
 def test_a_picture_that_cannot_be_written_is_an_error_and_leaves_nothing(
-    call: Call, published: Path, tmp_path: Path
+    call: CommandLine, published: Path, tmp_path: Path
 ) -> None:
     code, _, err = call("info", published, "--svg", tmp_path / "nowhere" / "p.svg")
     assert code == 3
@@ -173,7 +165,9 @@ def test_a_picture_that_cannot_be_written_is_an_error_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("command", ["info", "ls"])
-def test_a_picture_is_of_one_checkpoint(call: Call, published: Path, tmp_path: Path, command: str) -> None:
+def test_a_picture_needs_exactly_one_checkpoint(
+    call: CommandLine, published: Path, tmp_path: Path, command: str
+) -> None:
     picture = tmp_path / "p.svg"
     code, _, err = call(command, published, published, "--svg", picture)
     assert code == 2
@@ -189,7 +183,7 @@ def test_a_picture_is_of_one_checkpoint(call: Call, published: Path, tmp_path: P
     assert "w" in titles(picture)
 
 
-def test_a_checkpoint_without_tensors_has_no_picture(call: Call, tmp_path: Path) -> None:
+def test_a_picture_of_a_checkpoint_without_tensors_is_an_error(call: CommandLine, tmp_path: Path) -> None:
     workspace = Workspace(tmp_path / "ws")
     receipt = workspace.write([], run="job", round=1, rank=0, world_size=1)
     workspace.commit([receipt], keep=2)
@@ -200,7 +194,7 @@ def test_a_checkpoint_without_tensors_has_no_picture(call: Call, tmp_path: Path)
         assert f"{tmp_path}/ws" in err
 
 
-def test_hostile_names_are_text(call: Call, tmp_path: Path) -> None:
+def test_hostile_names_are_escaped_in_pictures(call: CommandLine, tmp_path: Path) -> None:
     name = '</title><script>alert("1")</script>\u202e'
     write_safetensors(tmp_path / "m.safetensors", {name: 4, "w": 4})
     for command in ("info", "ls"):

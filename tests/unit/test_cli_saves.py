@@ -16,19 +16,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import CommandLine, command_environment
 from safetensors.numpy import load_file
+from stored import contents_of, flip_bit
 from warm_python import warm_python
 
 import statexchange as sx
-from statexchange.cli.main import main
 from statexchange.cli.output import EXIT_CODES
 from statexchange.processes import Owner
 from statexchange.storage.claim import CLAIM_NAME, Claim
 from statexchange.testing import run_ranks
 from statexchange.units import format_bytes, format_time
 
-LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "NO_COLOR")
-HOME = os.fspath(Path(sx.__file__).parents[1])
 STEPS = (100, 200, 300, 400)
 LOSSES = {100: 0.5, 200: 0.125, 300: float("nan"), 400: 0.25}
 
@@ -53,36 +52,11 @@ def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def saved(saved_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the saves, and no launcher's variables."""
-    for variable in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
+def saved(saved_once: Path, tmp_path: Path, plain_environment: None) -> Path:
+    """Return a copy of the saves."""
     path = tmp_path / "saved"
     shutil.copytree(saved_once, path)
     return path
-
-
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run a command line in this process and return its exit code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
-
-
-def json_of(call: Call, *arguments: object) -> tuple[int, dict[str, Any]]:
-    code, out, _ = call(*arguments, "--json")
-    envelope = json.loads(out, parse_constant=pytest.fail)  # no NaN, which JSON does not have
-    assert EXIT_CODES[envelope["code"]] == code
-    return code, envelope
 
 
 def folder(saved: Path, step: int) -> Path:
@@ -118,10 +92,6 @@ def hidden_in(path: Path) -> list[str]:
     return sorted(p.name for p in path.iterdir() if p.name.startswith("."))
 
 
-def tree(root: Path) -> dict[str, bytes]:
-    return {os.fspath(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
-
-
 # Processes that stop in the middle of a save or a removal
 
 PAUSED = """
@@ -151,9 +121,8 @@ class Paused:
     def __init__(self, saved: Path, step: int, doing: str) -> None:
         event, ending = ("create", "save.json") if doing == "save" else ("unlink", "save.json")
         command = [warm_python("commands"), "-c", PAUSED, os.fspath(saved), str(step), doing, event, ending]
-        kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env={**kept, "PYTHONPATH": HOME}, cwd=saved.parent
+            command, stdout=subprocess.PIPE, text=True, env=command_environment(), cwd=saved.parent
         )
         assert self.process.stdout is not None
         self.pid = int(self.process.stdout.readline())  # the process itself is a fork
@@ -190,7 +159,7 @@ def move_owner_to_another_host(saved: Path) -> None:
 # ls
 
 
-def test_ls_lists_one_row_per_save(saved: Path, call: Call) -> None:
+def test_ls_lists_one_row_per_save(saved: Path, call: CommandLine) -> None:
     code, out, err = call("ls", saved, "--format", "human")
     assert (code, err) == (0, "")
     head, *rows = out.splitlines()
@@ -201,7 +170,7 @@ def test_ls_lists_one_row_per_save(saved: Path, call: Call) -> None:
         assert found == [str(step), local_time(saved, step), format_bytes(size_of(saved, step)), "2", metrics, "whole"]
 
 
-def test_ls_in_a_pipe_has_exact_bytes_between_tabs(saved: Path, call: Call) -> None:
+def test_ls_in_a_pipe_has_exact_bytes_between_tabs(saved: Path, call: CommandLine) -> None:
     _, out, _ = call("ls", saved)
     assert out.splitlines()[1].split("\t") == [
         "100",
@@ -213,7 +182,7 @@ def test_ls_in_a_pipe_has_exact_bytes_between_tabs(saved: Path, call: Call) -> N
     ]
 
 
-def test_the_time_is_local(saved: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ls_shows_local_times(saved: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     time.tzset()
     try:
@@ -227,12 +196,12 @@ def test_the_time_is_local(saved: Path, call: Call, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 1e300, -1e300])
-def test_a_number_that_is_no_time_has_a_question_mark(seconds: float) -> None:
+def test_a_number_that_is_no_time_is_shown_as_a_question_mark(seconds: float) -> None:
     assert format_time(seconds) == "?"
 
 
-def test_ls_in_json_has_every_field_of_a_save(saved: Path, call: Call) -> None:
-    code, envelope = json_of(call, "ls", saved)
+def test_ls_in_json_has_every_field_of_a_save(saved: Path, call: CommandLine) -> None:
+    code, envelope = call.json("ls", saved)
     data = envelope["data"]
     assert (code, data["kind"], data["num_saves"], data["nbytes"]) == (0, "saves", 4, all_bytes(saved))
     found = manifest(saved, 300)
@@ -254,7 +223,7 @@ def test_ls_in_json_has_every_field_of_a_save(saved: Path, call: Call) -> None:
     assert [line["type"] for line in lines] == ["save"] * 4 + ["summary"]
 
 
-def test_ls_of_a_save_without_metrics_has_a_dash(saved: Path, call: Call) -> None:
+def test_ls_of_a_save_without_metrics_has_a_dash(saved: Path, call: CommandLine) -> None:
     sx.Checkpoints(saved, keep=None).save({"w": np.zeros(2)}, 500)
     _, out, _ = call("ls", saved)
     assert out.splitlines()[-1].split("\t")[3:] == ["1", "-", "whole"]
@@ -319,8 +288,8 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_what_is_broken_is_named_and_decides_the_exit_code(
-    saved: Path, call: Call, damage: Callable[[Path], None]
+def test_a_broken_save_is_named_and_decides_the_exit_code(
+    saved: Path, call: CommandLine, damage: Callable[[Path], None]
 ) -> None:
     state, name = DAMAGES[damage]
     damage(saved)
@@ -331,14 +300,14 @@ def test_what_is_broken_is_named_and_decides_the_exit_code(
     assert code == EXIT_CODES[name]
     assert err.startswith("warning: ")
     assert "step-000000200" in err
-    _, envelope = json_of(call, "ls", saved)
+    _, envelope = call.json("ls", saved)
     row = envelope["data"]["saves"][1]
     assert (row["state"], row["code"], row["is_finished"]) == (state, name, True)
     assert row["problems"]
     assert envelope["error"]["code"] == name
 
 
-def test_of_many_problems_of_one_save_a_few_are_shown(tmp_path: Path, call: Call) -> None:
+def test_of_many_problems_of_one_save_four_are_shown_and_the_others_counted(tmp_path: Path, call: CommandLine) -> None:
     def rank_main() -> None:
         sx.Checkpoints(tmp_path / "saved").save({"w": np.zeros(2)}, 7)
 
@@ -349,11 +318,11 @@ def test_of_many_problems_of_one_save_a_few_are_shown(tmp_path: Path, call: Call
         code, out, err = call(command, tmp_path / "saved")
         assert (code, "ranks 0-5 have no file" in out) == (5, True)
         assert (err.count("warning: "), "warning: 2 more problems [" in err) == (5, True)
-    _, envelope = json_of(call, "ls", tmp_path / "saved")
+    _, envelope = call.json("ls", tmp_path / "saved")
     assert len(envelope["data"]["saves"][0]["problems"]) == 6
 
 
-def test_the_most_severe_problem_decides(saved: Path, call: Call) -> None:
+def test_the_most_severe_problem_decides_the_exit_code(saved: Path, call: CommandLine) -> None:
     rank_file(saved, 100, 0).unlink()
     assert call("ls", saved)[0] == 5
     break_manifest(saved)
@@ -361,7 +330,7 @@ def test_the_most_severe_problem_decides(saved: Path, call: Call) -> None:
 
 
 def test_an_unfinished_save_is_listed_and_is_no_finding(
-    saved: Path, call: Call, paused: Callable[[int, str], Paused]
+    saved: Path, call: CommandLine, paused: Callable[[int, str], Paused]
 ) -> None:
     saver = paused(500, "save")
     code, out, err = call("ls", saved)
@@ -374,7 +343,7 @@ def test_an_unfinished_save_is_listed_and_is_no_finding(
     saver.kill()
     code, out, _ = call("ls", saved)
     assert (code, out.splitlines()[-1].split("\t")[-1]) == (0, "killed")
-    _, envelope = json_of(call, "ls", saved)
+    _, envelope = call.json("ls", saved)
     row = envelope["data"]["saves"][-1]
     assert (row["step"], row["is_finished"], row["code"], row["state"]) == (500, False, None, "killed")
     assert row.keys() == envelope["data"]["saves"][0].keys()
@@ -384,14 +353,14 @@ def test_an_unfinished_save_is_listed_and_is_no_finding(
     assert (code, out.splitlines()[-1].split("\t")[-1]) == (0, "unfinished")
 
 
-def test_a_hidden_directory_without_an_owner_is_unfinished(saved: Path, call: Call) -> None:
+def test_a_hidden_directory_without_an_owner_is_unfinished(saved: Path, call: CommandLine) -> None:
     (saved / f".step-000000500.{'0' * 32}.{'1' * 16}.partial").mkdir()
     code, out, _ = call("ls", saved)
     assert (code, out.splitlines()[-1].split("\t")) == (0, ["500", "-", "0", "-", "-", "unfinished"])
 
 
-def test_an_unfinished_removal_is_no_save_any_more(
-    saved: Path, call: Call, paused: Callable[[int, str], Paused]
+def test_a_save_whose_removal_has_begun_is_listed_as_unfinished(
+    saved: Path, call: CommandLine, paused: Callable[[int, str], Paused]
 ) -> None:
     remover = paused(100, "remove")
     code, out, _ = call("ls", saved)
@@ -404,7 +373,7 @@ def test_an_unfinished_removal_is_no_save_any_more(
 
 
 def test_a_job_that_has_only_begun_its_first_save_is_listed(
-    saved: Path, call: Call, paused: Callable[[int, str], Paused]
+    saved: Path, call: CommandLine, paused: Callable[[int, str], Paused]
 ) -> None:
     shutil.rmtree(saved)
     saver = paused(100, "save")
@@ -418,7 +387,7 @@ def test_a_job_that_has_only_begun_its_first_save_is_listed(
     assert re.search(r"^unfinished +1: step 100 \(killed\)$", out, re.MULTILINE)
 
 
-def test_a_save_that_is_removed_meanwhile_is_left_out(saved: Path) -> None:
+def test_a_save_that_is_removed_while_ls_reads_is_left_out(saved: Path) -> None:
     program = (
         "import shutil, sys\n"
         "from statexchange.cli.main import main\n"
@@ -433,14 +402,14 @@ def test_a_save_that_is_removed_meanwhile_is_left_out(saved: Path) -> None:
         [sys.executable, "-c", program, os.fspath(saved)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": HOME},
+        env=command_environment(),
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split("\t")[0] for line in done.stdout.splitlines()[1:]] == ["100", "300", "400"]
 
 
-def test_ls_of_one_step_lists_its_tensors_with_their_ranks(saved: Path, call: Call) -> None:
+def test_ls_of_one_step_lists_its_tensors_with_their_ranks(saved: Path, call: CommandLine) -> None:
     code, out, _ = call("ls", folder(saved, 200))
     assert code == 0
     assert [line.split("\t") for line in out.splitlines()] == [
@@ -452,13 +421,13 @@ def test_ls_of_one_step_lists_its_tensors_with_their_ranks(saved: Path, call: Ca
     assert [line.split("\t")[-1] for line in out.splitlines()[1:]] == ["1", "1"]
 
 
-def test_patterns_of_tensors_do_not_select_saves(saved: Path, call: Call) -> None:
+def test_include_for_a_directory_of_saves_is_a_usage_error(saved: Path, call: CommandLine) -> None:
     code, _, err = call("ls", saved, "--include", "*")
     assert code == 2
     assert "--include selects tensors" in err
 
 
-def test_a_checkpoint_that_has_steps_in_it_is_a_checkpoint(saved: Path, call: Call) -> None:
+def test_a_checkpoint_that_contains_saves_is_listed_as_a_checkpoint(saved: Path, call: CommandLine) -> None:
     sx.export_checkpoint({"v": np.zeros(2, np.float32)}, saved.parent / "published")
     shutil.move(saved, saved.parent / "published")  # as published/saved
     for step in STEPS:
@@ -468,7 +437,7 @@ def test_a_checkpoint_that_has_steps_in_it_is_a_checkpoint(saved: Path, call: Ca
 
 
 @pytest.mark.parametrize("command", [("ls",), ("info",), ("prune", "--keep", "1")])
-def test_a_directory_of_saves_needs_neither_torch_nor_numpy(saved: Path, command: tuple[str, ...]) -> None:
+def test_ls_info_and_prune_of_saves_import_neither_torch_nor_numpy(saved: Path, command: tuple[str, ...]) -> None:
     program = (
         "import sys\nfrom statexchange.cli.main import main\n"
         "try: main(sys.argv[1:])\n"
@@ -479,7 +448,7 @@ def test_a_directory_of_saves_needs_neither_torch_nor_numpy(saved: Path, command
         [sys.executable, "-c", program, *command, os.fspath(saved), "--json"],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": HOME},
+        env=command_environment(),
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "\n")
@@ -488,7 +457,7 @@ def test_a_directory_of_saves_needs_neither_torch_nor_numpy(saved: Path, command
 # info
 
 
-def test_info_of_one_step_has_its_step_time_metrics_and_job(saved: Path, call: Call) -> None:
+def test_info_of_one_step_has_its_step_time_metrics_and_job(saved: Path, call: CommandLine) -> None:
     code, out, _ = call("info", folder(saved, 200))
     assert code == 0
     fields = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
@@ -500,13 +469,13 @@ def test_info_of_one_step_has_its_step_time_metrics_and_job(saved: Path, call: C
     assert fields["ranks"] == "2 of 2: 0-1"
     assert fields["tensors"] == "2"
     assert not fields.keys() & {"run", "round"}
-    _, envelope = json_of(call, "info", folder(saved, 300))
+    _, envelope = call.json("info", folder(saved, 300))
     data = envelope["data"]
     assert (data["kind"], data["step"], data["metrics"], data["ranks"]) == ("save", 300, {"loss": "nan"}, [0, 1])
     assert data["created"] == manifest(saved, 300)["created"]
 
 
-def test_info_of_a_save_without_a_step_leaves_it_out(saved: Path, call: Call) -> None:
+def test_info_of_a_save_without_a_step_leaves_it_out(saved: Path, call: CommandLine) -> None:
     sx.save_checkpoint({"w": np.zeros(2)}, saved.parent / "alone")
     code, out, _ = call("info", saved.parent / "alone")
     keys = {line.split()[0] for line in out.splitlines()}
@@ -515,7 +484,9 @@ def test_info_of_a_save_without_a_step_leaves_it_out(saved: Path, call: Call) ->
     assert not keys & {"step", "metrics", "run", "round"}
 
 
-def test_info_of_the_directory_is_a_summary(saved: Path, call: Call, paused: Callable[[int, str], Paused]) -> None:
+def test_info_of_a_directory_of_saves_is_a_summary(
+    saved: Path, call: CommandLine, paused: Callable[[int, str], Paused]
+) -> None:
     paused(500, "save").kill()
     code, out, _ = call("info", saved)
     assert code == 0
@@ -527,7 +498,7 @@ def test_info_of_the_directory_is_a_summary(saved: Path, call: Call, paused: Cal
         f"bytes       {format_bytes(all_bytes(saved))} ({all_bytes(saved):,} bytes)",
         "unfinished  1: step 500 (killed)",
     ]
-    _, envelope = json_of(call, "info", saved)
+    _, envelope = call.json("info", saved)
     data = envelope["data"]
     assert (data["kind"], data["num_saves"], data["steps"], data["nbytes"]) == (
         "saves",
@@ -539,7 +510,7 @@ def test_info_of_the_directory_is_a_summary(saved: Path, call: Call, paused: Cal
     assert [row["state"] for row in data["unfinished"]] == ["killed"]
 
 
-def test_info_names_broken_saves_and_the_state_of_the_newest(saved: Path, call: Call) -> None:
+def test_info_names_broken_saves_and_the_state_of_the_newest(saved: Path, call: CommandLine) -> None:
     rank_file(saved, 400, 1).unlink()
     break_manifest(saved)
     code, out, err = call("info", saved)
@@ -552,14 +523,7 @@ def test_info_names_broken_saves_and_the_state_of_the_newest(saved: Path, call: 
 # verify
 
 
-def flip_a_byte(saved: Path, step: int) -> None:
-    path = rank_file(saved, step, 0)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def test_verify_checks_every_save_in_one_line_each(saved: Path, call: Call) -> None:
+def test_verify_checks_every_save_in_one_line_each(saved: Path, call: CommandLine) -> None:
     code, out, err = call("verify", saved)
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -569,8 +533,8 @@ def test_verify_checks_every_save_in_one_line_each(saved: Path, call: Call) -> N
     assert lines[-1] == "4 of 4 saves are whole"
 
 
-def test_verify_finds_what_ls_does_not_read(saved: Path, call: Call) -> None:
-    flip_a_byte(saved, 300)
+def test_verify_finds_a_flipped_bit_that_ls_does_not_read(saved: Path, call: CommandLine) -> None:
+    flip_bit(rank_file(saved, 300, 0), -1)
     assert call("ls", saved)[0] == 0
     code, out, _ = call("verify", saved)
     assert code == 4
@@ -581,9 +545,9 @@ def test_verify_finds_what_ls_does_not_read(saved: Path, call: Call) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_verify_goes_on_after_a_broken_save(saved: Path, call: Call, damage: Callable[[Path], None]) -> None:
+def test_verify_goes_on_after_a_broken_save(saved: Path, call: CommandLine, damage: Callable[[Path], None]) -> None:
     damage(saved)
-    code, envelope = json_of(call, "verify", saved)
+    code, envelope = call.json("verify", saved)
     data = envelope["data"]
     assert code == EXIT_CODES[DAMAGES[damage][1]]
     assert (data["num_saves"], data["num_whole"]) == (4, 3)
@@ -595,7 +559,7 @@ def test_verify_goes_on_after_a_broken_save(saved: Path, call: Call, damage: Cal
 # prune
 
 
-def test_prune_keeps_the_newest_and_says_what_it_removed(saved: Path, call: Call) -> None:
+def test_prune_keeps_the_newest_and_prints_what_it_removed(saved: Path, call: CommandLine) -> None:
     nbytes = str(size_of(saved, 100))
     removed = format_bytes(size_of(saved, 100) + size_of(saved, 200))
     code, out, err = call("prune", saved, "--keep", "2")
@@ -614,7 +578,7 @@ def test_prune_keeps_the_newest_and_says_what_it_removed(saved: Path, call: Call
     assert (code, err) == (0, "removed 0 saves, 0 B; kept steps 300, 400\n")
 
 
-def test_prune_keeps_multiples_and_the_best(saved: Path, call: Call) -> None:
+def test_prune_keeps_multiples_and_the_best(saved: Path, call: CommandLine) -> None:
     code, out, _ = call("prune", saved, "--keep", "1", "--keep-every", "100", "--best", "loss:min")
     assert (code, steps_in(saved)) == (0, [100, 200, 300, 400])
     code, out, _ = call("prune", saved, "--keep", "1", "--keep-every", "300", "--best", "loss:min")
@@ -626,14 +590,14 @@ def test_prune_keeps_multiples_and_the_best(saved: Path, call: Call) -> None:
     assert err.endswith("kept step 400\n")
 
 
-def test_a_dry_run_changes_nothing_and_foretells_the_rest(
-    saved: Path, call: Call, paused: Callable[[int, str], Paused]
+def test_a_dry_run_of_prune_changes_nothing_and_prints_what_prune_does(
+    saved: Path, call: CommandLine, paused: Callable[[int, str], Paused]
 ) -> None:
     paused(500, "save").kill()
     (folder(saved, 100) / "notes.txt").write_text("mine")
-    before = tree(saved), hidden_in(saved)
+    before = contents_of(saved)
     code, out, err = call("prune", saved, "--keep", "2", "--dry-run")
-    assert (tree(saved), hidden_in(saved)) == before
+    assert contents_of(saved) == before
     foretold = [line.split("\t") for line in out.splitlines()[1:]]
     assert [row[2] for row in foretold] == ["not removed", "would be removed", "kept", "kept", "would be removed"]
     assert (code, "would remove 1 save and 1 unfinished" in err) == (7, True)
@@ -642,9 +606,9 @@ def test_a_dry_run_changes_nothing_and_foretells_the_rest(
     assert (code, out.splitlines()[1:]) == (7, done)
 
 
-def test_prune_in_json(saved: Path, call: Call) -> None:
+def test_prune_in_json_has_an_action_for_each_save(saved: Path, call: CommandLine) -> None:
     nbytes = size_of(saved, 100)
-    code, envelope = json_of(call, "prune", saved, "--keep", "3")
+    code, envelope = call.json("prune", saved, "--keep", "3")
     data = envelope["data"]
     assert (code, data["dry_run"], data["nbytes"]) == (0, False, nbytes)
     assert [row["action"] for row in data["saves"]] == ["removed", "kept", "kept", "kept"]
@@ -659,7 +623,7 @@ def test_prune_in_json(saved: Path, call: Call) -> None:
     }
 
 
-def test_a_directory_with_other_files_is_not_removed(saved: Path, call: Call) -> None:
+def test_prune_refuses_a_save_with_files_of_others(saved: Path, call: CommandLine) -> None:
     (folder(saved, 200) / "notes.txt").write_text("mine")
     code, out, err = call("prune", saved, "--keep", "1")
     assert code == 7
@@ -671,8 +635,8 @@ def test_a_directory_with_other_files_is_not_removed(saved: Path, call: Call) ->
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_broken_save_does_not_count_and_is_not_removed(
-    saved: Path, call: Call, damage: Callable[[Path], None]
+def test_prune_neither_counts_nor_removes_a_broken_save(
+    saved: Path, call: CommandLine, damage: Callable[[Path], None]
 ) -> None:
     """Otherwise the last save that can be loaded could be removed for one that cannot."""
     damage(saved)
@@ -689,7 +653,7 @@ def test_a_broken_save_does_not_count_and_is_not_removed(
 
 
 def test_prune_removes_what_killed_processes_left(
-    saved: Path, call: Call, paused: Callable[[int, str], Paused]
+    saved: Path, call: CommandLine, paused: Callable[[int, str], Paused]
 ) -> None:
     paused(500, "save").kill()
     paused(100, "remove").kill()
@@ -704,7 +668,7 @@ def test_prune_removes_what_killed_processes_left(
 
 
 def test_prune_leaves_what_a_process_may_still_write(
-    saved: Path, call: Call, paused: Callable[[int, str], Paused]
+    saved: Path, call: CommandLine, paused: Callable[[int, str], Paused]
 ) -> None:
     saver = paused(500, "save")
     before = hidden_in(saved)
@@ -725,8 +689,8 @@ def test_prune_leaves_what_a_process_may_still_write(
     assert sorted(Path("/").glob(found[1].removeprefix("/"))) == [saved / name for name in before if "lock" not in name]
 
 
-def test_prune_waits_shortly_for_a_process_that_works_on_a_save(
-    saved: Path, call: Call, paused: Callable[[int, str], Paused], monkeypatch: pytest.MonkeyPatch
+def test_prune_waits_briefly_for_a_process_that_works_on_a_save(
+    saved: Path, call: CommandLine, paused: Callable[[int, str], Paused], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver = paused(100, "save")
     monkeypatch.setattr(time, "sleep", lambda seconds: saver.kill())  # it ends while prune waits
@@ -736,7 +700,7 @@ def test_prune_waits_shortly_for_a_process_that_works_on_a_save(
 
 
 def test_prune_does_not_wait_long_for_a_process_that_replaces_a_save(
-    saved: Path, call: Call, paused: Callable[[int, str], Paused]
+    saved: Path, call: CommandLine, paused: Callable[[int, str], Paused]
 ) -> None:
     paused(100, "save")
     code, out, err = call("prune", saved, "--keep", "2")
@@ -759,14 +723,16 @@ def test_prune_does_not_wait_long_for_a_process_that_replaces_a_save(
         (("--keep", "1", "--best", "los:min"), "no save here has the metric 'los': they have loss"),
     ],
 )
-def test_a_bad_option_removes_nothing(saved: Path, call: Call, options: tuple[str, ...], text: str) -> None:
+def test_prune_with_a_bad_option_removes_nothing(
+    saved: Path, call: CommandLine, options: tuple[str, ...], text: str
+) -> None:
     code, out, err = call("prune", saved, *options)
     assert (code, out) == (2, "")
     assert text in err
     assert steps_in(saved) == list(STEPS)
 
 
-def test_only_rank_0_of_a_launcher_prunes(saved: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_of_a_launcher_prunes(saved: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     code, _, err = call("prune", saved, "--keep", "1")
@@ -781,7 +747,7 @@ def test_only_rank_0_of_a_launcher_prunes(saved: Path, call: Call, monkeypatch: 
 # Paths that are no directory of saves
 
 
-def test_a_step_that_is_not_there_names_those_that_are(saved: Path, call: Call) -> None:
+def test_an_absent_step_is_not_found_and_the_message_lists_the_steps(saved: Path, call: CommandLine) -> None:
     for command in ("info", "ls", "verify"):
         code, out, err = call(command, folder(saved, 250))
         assert (code, out) == (3, "")
@@ -791,7 +757,7 @@ def test_a_step_that_is_not_there_names_those_that_are(saved: Path, call: Call) 
 
 
 @pytest.mark.parametrize("command", [("ls",), ("info",), ("verify",), ("prune", "--keep", "1")])
-def test_what_is_not_there_is_not_found(saved: Path, call: Call, command: tuple[str, ...]) -> None:
+def test_absent_and_empty_directories_are_not_found(saved: Path, call: CommandLine, command: tuple[str, ...]) -> None:
     name, *options = command
     code, _, err = call(name, saved / "absent", *options)
     assert (code, "no such path" in err) == (3, True)
@@ -799,7 +765,7 @@ def test_what_is_not_there_is_not_found(saved: Path, call: Call, command: tuple[
     assert call(name, saved.parent / "empty", *options)[0] == 3
 
 
-def test_prune_takes_the_directory_of_the_saves_alone(saved: Path, call: Call) -> None:
+def test_prune_refuses_what_is_no_directory_of_saves(saved: Path, call: CommandLine) -> None:
     code, _, err = call("prune", folder(saved, 100), "--keep", "1")
     assert code == 2
     assert f"this is one save: pass the directory that contains it, {saved}" in err
@@ -810,7 +776,7 @@ def test_prune_takes_the_directory_of_the_saves_alone(saved: Path, call: Call) -
     assert steps_in(saved) == list(STEPS)
 
 
-def test_saves_at_a_url(store: Any, call: Call, tmp_path: Path) -> None:
+def test_ls_info_verify_prune_and_merge_take_saves_at_a_url(store: Any, call: CommandLine, tmp_path: Path) -> None:
     saves = sx.Checkpoints("memory://saves", keep=None)
     for step in (10, 20, 30):
         saves.save({"model": {"w": np.full(4, step, np.float32)}}, step, metrics={"loss": 1 / step})

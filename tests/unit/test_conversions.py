@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from archives import unpack
+from commands import CommandLine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
-from scripts import page_block, run_commands
+from scripts import HOME, page_block, run_commands
+from stored import DATA, flip_bit, write_raw
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
-from statexchange.cli.main import main
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -29,12 +30,13 @@ from statexchange.errors import (
     UnsupportedError,
 )
 
-TORCHTITAN = Path(__file__).parents[1] / "data" / "torchtitan"
+TORCHTITAN = DATA / "torchtitan"
 LLAMA3 = "torchtitan:llama3"
 Arrays = Mapping[str, np.ndarray]
 
 
 def same(found: Arrays, expected: Arrays) -> bool:
+    """Assert that the names are equal; return whether shapes and bytes are."""
     assert set(found) == set(expected)
     return all(
         found[name].shape == tensor.shape and found[name].tobytes() == tensor.tobytes()
@@ -46,13 +48,6 @@ def merged(source: Path, out: Path, **options: Any) -> dict[str, np.ndarray]:
     merge_checkpoint(source, out, **options)
     with sx.open_checkpoint(out) as checkpoint:
         return {name: tensor.read() for name, tensor in checkpoint.items()}
-
-
-def run(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(list(map(str, arguments)))
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
 
 
 def titan(kind: str) -> Path:
@@ -90,20 +85,18 @@ def test_a_merge_without_the_conversion_that_its_names_have_names_it(tmp_path: P
     assert not [note for note in optimizer.notes if "convert=" in note]
 
 
-def test_numbers_can_be_given_and_others_follow_from_shapes(tmp_path: Path) -> None:
+def test_numbers_can_be_given_and_others_follow_from_shapes(tmp_path: Path, call: CommandLine) -> None:
     expected = load_file(TORCHTITAN / "fused" / "to_hf.safetensors")
     assert same(merged(titan("fused"), tmp_path / "a", convert=LLAMA3, convert_with={"n_heads": 4}), expected)
     assert same(merged(titan("fused"), tmp_path / "b", convert=LLAMA3, convert_with={"head_dim": 4}), expected)
     options = ["--convert", LLAMA3, "--convert-with", "n_heads=4"]
-    assert run("merge", titan("fused"), tmp_path / "c", *options) == 0
+    assert call("merge", titan("fused"), tmp_path / "c", *options)[0] == 0
     assert same(load_file(tmp_path / "c" / "model.safetensors"), expected)
 
 
-def test_a_number_that_is_missing_is_named_with_how_to_give_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("merge", titan("fused"), tmp_path / "hf", "--convert", LLAMA3) == 2
-    message = capsys.readouterr().err
+def test_a_missing_number_is_named_with_the_option_that_gives_it(tmp_path: Path, call: CommandLine) -> None:
+    code, _, message = call("merge", titan("fused"), tmp_path / "hf", "--convert", LLAMA3)
+    assert code == 2
     for part in ("n_heads is not known", "--convert-with n_heads=N", "num_attention_heads", "--files-from"):
         assert part in message
     assert not (tmp_path / "hf").exists()
@@ -118,7 +111,7 @@ def test_a_number_that_is_missing_is_named_with_how_to_give_it(
         ({"n_heads": -4}, "must be a number"),
     ],
 )
-def test_wrong_numbers_are_refused(tmp_path: Path, numbers: dict[str, int], message: str) -> None:
+def test_numbers_that_do_not_fit_the_tensors_are_refused(tmp_path: Path, numbers: dict[str, int], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         merge_checkpoint(titan("fused"), tmp_path / "hf", convert=LLAMA3, convert_with=numbers)
     assert not (tmp_path / "hf").exists()
@@ -151,19 +144,20 @@ def test_shards_of_fused_weights_are_split_by_groups_of_heads(tmp_path: Path) ->
     assert found["model.layers.0.self_attn.q_proj.weight"].shape == (heads * size, dim)
 
 
-def test_a_checkpoint_is_compared_with_one_of_another_family(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_is_compared_with_one_of_another_family(call: CommandLine) -> None:
     options = ["--convert", LLAMA3, "--convert-with", "n_heads=4"]
-    assert run("diff", titan("fused"), TORCHTITAN / "fused" / "to_hf.safetensors", *options) == 0
-    assert "21 of 21 tensors are equal" in capsys.readouterr().out
     pair = titan("fused"), TORCHTITAN / "fused" / "to_hf.safetensors"
+    code, out, _ = call("diff", *pair, *options)
+    assert code == 0
+    assert "21 of 21 tensors are equal" in out
     assert sx.diff_checkpoints(*pair, convert=LLAMA3, convert_with={"n_heads": 4}).equal
-    assert run("diff", titan("fused"), TORCHTITAN / "fused" / "to_hf.safetensors") == 1
+    assert call("diff", *pair)[0] == 1
     back = ["--convert", f"inverse:{LLAMA3}", "--convert-with", "n_heads=4"]
-    assert run("diff", pair[1], pair[0], *back) == 0
+    assert call("diff", *reversed(pair), *back)[0] == 0
     assert sx.diff_checkpoints(*reversed(pair), convert=f"inverse:{LLAMA3}", convert_with={"n_heads": 4}).equal
 
 
-# One's own
+# Conversions of a user's own
 
 
 def write_parts(path: Path, tensors: Mapping[str, Sequence[np.ndarray]], dim: int) -> dict[str, Any]:
@@ -177,7 +171,7 @@ def write_parts(path: Path, tensors: Mapping[str, Sequence[np.ndarray]], dim: in
 
 @dataclass(frozen=True)
 class Case:
-    """Tensors, a rule, numbers for it, and what numpy says that it gives."""
+    """Tensors, a rule, numbers for it, and the tensors that numpy gives by it."""
 
     inputs: dict[str, np.ndarray]
     rule: dict[str, Any]
@@ -246,7 +240,7 @@ def stacks(draw: st.DrawFn) -> Case:
 
 @st.composite
 def several_operations(draw: st.DrawFn) -> Case:
-    """As Megatron's attention: layers in front, groups of heads, and a rotation of the queries alone."""
+    """Draw operations like those of Megatron's attention: layers, groups of heads, a rotation of the queries alone."""
     layers, groups, per_group, half = draw(SIZES), draw(SIZES), draw(SIZES), draw(SIZES)
     array = draw(_array(layers, groups * (per_group + 2) * 2 * half, draw(SIZES)))
     names = ["q", "k", "v"]
@@ -317,7 +311,7 @@ def test_boxes_that_lie_one_after_another_are_permuted_as_one(tmp_path: Path) ->
     found = merged(tmp_path / "sealed", tmp_path / "out", **options)
     assert same(found, {"b": array.reshape(4, 2, 8, 3).swapaxes(1, 2).reshape(64, 3)})
     file = tmp_path / "sealed" / "model.safetensors"
-    flip(file, file.stat().st_size - 4)  # in the last of the 16 boxes
+    flip_bit(file, file.stat().st_size - 4)  # in the last of the 16 boxes
     with pytest.raises(CorruptError, match="bytes differ from their digest in region"):
         merge_checkpoint(tmp_path / "sealed", tmp_path / "again", **options)
 
@@ -461,12 +455,13 @@ def rule(*values: Any, **changes: Any) -> dict[str, Any]:
     ],
 )
 def test_a_file_that_is_no_conversion_is_refused_with_the_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], conversion: Any, message: str
+    tmp_path: Path, call: CommandLine, conversion: Any, message: str
 ) -> None:
     save_file({"a": np.zeros(2, "f4")}, tmp_path / "s.safetensors")
     (tmp_path / "own.json").write_text(json.dumps(conversion))
-    assert run("merge", tmp_path / "s.safetensors", tmp_path / "out", "--convert", tmp_path / "own.json") == 2
-    assert message in capsys.readouterr().err
+    code, _, err = call("merge", tmp_path / "s.safetensors", tmp_path / "out", "--convert", tmp_path / "own.json")
+    assert code == 2
+    assert message in err
 
 
 def test_a_rule_without_an_inverse_is_refused_in_the_other_direction(tmp_path: Path) -> None:
@@ -474,12 +469,6 @@ def test_a_rule_without_an_inverse_is_refused_in_the_other_direction(tmp_path: P
     (tmp_path / "own.json").write_text(json.dumps({"rules": [fused()]}))
     with pytest.raises(InvalidArgumentError, match="fuse has no inverse without 'sizes'"):
         merge_checkpoint(tmp_path / "s.safetensors", tmp_path / "out", convert=f"inverse:{tmp_path / 'own.json'}")
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("name", ["a.w", "b"])
@@ -494,7 +483,7 @@ def test_bytes_that_differ_from_their_digest_are_found_in_tensors_that_are_cut(t
         found, {"a.x": np.arange(4, dtype="f4"), "a.y": np.arange(4, 8, dtype="f4"), "c": np.arange(8, dtype="f4")}
     )
     file = tmp_path / "s" / "model.safetensors"
-    flip(file, file.stat().st_size - (40 if name == "a.w" else 4))
+    flip_bit(file, file.stat().st_size - (40 if name == "a.w" else 4))
     with pytest.raises(CorruptError, match="differ from their digest") as caught:
         merge_checkpoint(tmp_path / "s", tmp_path / "out", convert={"rules": rules})
     assert caught.value.name in (name, "c")
@@ -511,7 +500,7 @@ def test_wrappers_prefixes_are_removed_before_and_empty_tensors_stay(tmp_path: P
     assert any("module." in note for note in report.notes)
 
 
-def test_a_tied_tensor_that_differs_is_not_lost(tmp_path: Path) -> None:
+def test_a_tied_tensor_that_differs_is_refused(tmp_path: Path) -> None:
     rows = np.ones((2, 2), "f4")
     save_file({"tok_embeddings.weight": rows, "lm_head.weight": rows + 1}, tmp_path / "s.safetensors")
     config = {"config.json": json.dumps({"tie_word_embeddings": True})}
@@ -528,23 +517,24 @@ def test_a_layouts_reductions_go_with_their_tensor(tmp_path: Path) -> None:
     assert same(found, {"w.weight_scale": np.ones(1, "f4")})
 
 
-def test_a_dry_run_shows_the_converted_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_the_converted_tensors(tmp_path: Path, call: CommandLine) -> None:
     options = ["--convert", LLAMA3, "--convert-with", "n_heads=4", "--dry-run"]
-    assert run("merge", titan("fused"), tmp_path / "hf", *options) == 0
-    assert "model.layers.1.self_attn.q_proj.weight" in capsys.readouterr().out
-    assert run("merge", titan("fused"), tmp_path / "hf", "--convert-with", "heads") == 2
+    code, out, _ = call("merge", titan("fused"), tmp_path / "hf", *options)
+    assert code == 0
+    assert "model.layers.1.self_attn.q_proj.weight" in out
+    assert call("merge", titan("fused"), tmp_path / "hf", "--convert-with", "heads")[0] == 2
 
 
 # Megatron
 
 
-MEGATRON = TORCHTITAN.parent / "megatron"
+MEGATRON = DATA / "megatron"
 GPT = "megatron:gpt"
 
 
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The samples that Megatron-Core wrote, as torch_dist and as mp_rank directories."""
+    """Return the directory of the samples that Megatron-Core wrote, as torch_dist and as mp_rank directories."""
     folder = tmp_path_factory.mktemp("megatron")
     for archive in MEGATRON.glob("*.tar.xz"):
         unpack(archive, folder / archive.name.partition(".")[0])
@@ -552,7 +542,7 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def llama_of(stacked: Arrays, groups: int) -> dict[str, np.ndarray]:
-    """The tensors of torch_dist by numpy: by layer, with queries, keys and values by group, gate and up."""
+    """Return the tensors of torch_dist, divided with numpy by layer, into queries, keys and values, and gate and up."""
     found = {"model.embed_tokens.weight": stacked["embedding.word_embeddings.weight"]}
     found["model.norm.weight"] = stacked["decoder.final_layernorm.weight"]
     if "output_layer.weight" in stacked:
@@ -605,8 +595,10 @@ def test_a_config_that_contradicts_the_arguments_of_the_run_is_refused(tmp_path:
     """It would reshape queries, keys and values to another model's heads."""
     source = megatron / "tp2_pp2" / "torch_dist"
     config = {"config.json": json.dumps({"num_attention_heads": 4, "num_key_value_heads": 4})}
-    told = r"n_heads .* is 4 in config.json of files_from and 2 in the arguments of the run: .*--convert-with n_heads=N"
-    with pytest.raises(InvalidArgumentError, match=told):
+    match = (
+        r"n_heads .* is 4 in config.json of files_from and 2 in the arguments of the run: .*--convert-with n_heads=N"
+    )
+    with pytest.raises(InvalidArgumentError, match=match):
         merge_checkpoint(source, tmp_path / "out", convert=GPT, files_from=config)
     right = merged(source, tmp_path / "right", convert=GPT)
     numbers = {"n_heads": 2, "n_kv_heads": 2}
@@ -770,7 +762,7 @@ def test_the_commands_of_the_pages_print_what_they_show(tmp_path: Path, megatron
     run_commands(page_block("commands: megatron to llama"), tmp_path / "gpt")
 
 
-def test_the_conversion_on_the_page_works_in_both_directions(tmp_path: Path) -> None:
+def test_the_conversion_of_the_page_and_its_inverse_give_the_first_tensors_back(tmp_path: Path) -> None:
     (tmp_path / "own.json").write_text(page_block("block: own.json"))
     arrays = {
         "embed.weight": np.ones((3, 4), "f4"),
@@ -786,13 +778,12 @@ def test_the_conversion_on_the_page_works_in_both_directions(tmp_path: Path) -> 
 
 
 def test_the_reference_lists_the_built_in_conversions() -> None:
-    home = Path(__file__).parents[2]
-    spec = importlib.util.spec_from_file_location("conversions_reference", home / "tools" / "conversions_reference.py")
+    spec = importlib.util.spec_from_file_location("conversions_reference", HOME / "tools" / "conversions_reference.py")
     assert spec is not None
     assert spec.loader is not None
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
-    page = (home / "docs" / "reference" / "conversions.md").read_text(encoding="utf-8")
+    page = (HOME / "docs" / "reference" / "conversions.md").read_text(encoding="utf-8")
     assert page == program.page(), "run tools/conversions_reference.py"
 
 
@@ -800,8 +791,7 @@ def test_the_reference_lists_the_built_in_conversions() -> None:
 
 
 def float4(path: Path) -> Path:
-    header = json.dumps({"w": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]}}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes([1, 2, 3, 4]))
+    write_raw(path, {"w": ("F4", [2, 4], bytes([1, 2, 3, 4]))})
     return path
 
 

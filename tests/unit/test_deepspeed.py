@@ -6,18 +6,18 @@ import json
 import math
 import shutil
 import tracemalloc
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from commands import CommandLine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from scripts import page_block, run_commands, run_main
-from stored import assert_same
+from scripts import page_block, run_commands
+from stored import DATA, assert_same
 from zero_files import check_written, merged, reported, write_zero
 
 import statexchange as sx
@@ -33,7 +33,7 @@ from statexchange.errors import (
 from statexchange.formats.registry import open_checkpoint
 from statexchange.report.summary import summarize
 
-SAMPLES = Path(__file__).parents[1] / "data" / "deepspeed"  # see README.md there
+SAMPLES = DATA / "deepspeed"  # see README.md there
 
 
 def copy_of(kind: str, tmp_path: Path) -> Path:
@@ -41,6 +41,7 @@ def copy_of(kind: str, tmp_path: Path) -> Path:
 
 
 def refused(error: type[StateExchangeError], match: str, path: Path, **options: Any) -> StateExchangeError:
+    """Check that a merge raises this error and writes nothing; return the error."""
     out = path.parent / "refused"
     with pytest.raises(error, match=match) as caught:
         merge_checkpoint(path, out, **options)
@@ -49,11 +50,11 @@ def refused(error: type[StateExchangeError], match: str, path: Path, **options: 
     return caught.value
 
 
-# --- what DeepSpeed wrote ---
+# Checkpoints that DeepSpeed wrote
 
 
 @pytest.mark.parametrize("kind", ["zero0", "zero1", "zero1_fp32_gradients", "zero2", "zero3", "pipeline", "experts"])
-def test_a_checkpoint_has_what_deepspeed_says(kind: str, tmp_path: Path) -> None:
+def test_each_tensor_is_that_which_deepspeed_reports(kind: str, tmp_path: Path) -> None:
     check_written(SAMPLES, kind, tmp_path)
 
 
@@ -97,21 +98,20 @@ def test_info_shows_sections_and_ranks() -> None:
     assert not summary.problems
 
 
-def test_the_command_line_takes_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = partial(run_main, capsys)
+def test_the_command_line_takes_weights(tmp_path: Path, call: CommandLine) -> None:
     source, out = SAMPLES / "zero1", tmp_path / "out"
-    code, _, _ = run("merge", source, out, "--weights", "model")
+    code, _, _ = call("merge", source, out, "--weights", "model")
     assert code == 0
     assert load_file(out / "model.safetensors")["up.weight"].dtype == torch.bfloat16
-    code, _, text = run("merge", SAMPLES / "zero3", tmp_path / "x", "--weights", "model")
+    code, _, text = call("merge", SAMPLES / "zero3", tmp_path / "x", "--weights", "model")
     assert code == 7
     assert "--weights master --dtype bfloat16" in text
-    assert run("diff", source, out, "--weights", "model")[0] == 0
-    assert run("diff", out, source, "--weights", "model")[0] == 0
-    assert run("diff", source, out)[0] == 1
-    code, _, text = run("diff", out, out, "--weights", "model")
+    assert call("diff", source, out, "--weights", "model")[0] == 0
+    assert call("diff", out, source, "--weights", "model")[0] == 0
+    assert call("diff", source, out)[0] == 1
+    code, _, text = call("diff", out, out, "--weights", "model")
     assert (code, "is for checkpoints of DeepSpeed alone" in text) == (2, True)
-    code, shown, _ = run("info", source)
+    code, shown, _ = call("info", source)
     assert code == 0
     assert "kind        deepspeed\n" in shown
     assert "ranks       2 of 2: 0-1\n" in shown
@@ -150,7 +150,7 @@ def test_a_config_with_another_number_of_layers_is_named(
     assert not [note for note in part.notes if "num_hidden_layers" in note]
 
 
-def test_the_commands_of_the_page(tmp_path: Path) -> None:
+def test_the_commands_of_the_page_merge_a_checkpoint_of_zero_3(tmp_path: Path) -> None:
     shutil.copytree(SAMPLES / "zero3", tmp_path / "run")
     run_commands(page_block("commands: deepspeed"), tmp_path)
     assert_same(
@@ -163,7 +163,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     )
 
 
-# --- directories made by hand ---
+# Directories made by hand
 
 
 @st.composite
@@ -174,7 +174,7 @@ def groups_of_shapes(draw: st.DrawFn) -> list[list[tuple[int, ...]]]:
 
 @settings(max_examples=40, deadline=None)
 @given(groups_of_shapes(), st.integers(1, 5), st.sampled_from([(2, False), (2, True), (3, False)]))
-def test_any_shapes_on_any_number_of_ranks(
+def test_tensors_of_any_shapes_on_any_number_of_ranks_are_restored(
     tmp_path_factory: pytest.TempPathFactory,
     shapes: list[list[tuple[int, ...]]],
     world_size: int,
@@ -200,7 +200,7 @@ PARAMETERS = {"a.weight": torch.arange(21.0).reshape(7, 3), "a.bias": torch.aran
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_buffers_frozen_and_tied_parameters(stage: int, tmp_path: Path) -> None:
+def test_buffers_frozen_and_tied_parameters_are_merged(stage: int, tmp_path: Path) -> None:
     buffers = {"seen": torch.tensor([3]), "empty": torch.empty(0)}
     frozen = {"f": torch.arange(7.0).bfloat16(), "g": torch.ones(2, 3).bfloat16()}
     shared = {"tied": "a.weight", "tied.frozen": "g"}
@@ -231,7 +231,7 @@ def test_a_merge_streams_in_bounded_memory(tmp_path: Path) -> None:
     assert peak < 32 << 20  # the part of the 64 MB of weights that one rank has
 
 
-# --- what may be wrong ---
+# Broken checkpoints
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     merge_checkpoint(tmp_path / "zero2", tmp_path / "of the model", weights="model")
 
 
-def test_the_models_file_of_a_rank_of_zero_3_is_missing(tmp_path: Path) -> None:
+def test_a_missing_models_file_of_a_rank_of_zero_3_is_named(tmp_path: Path) -> None:
     path = copy_of("zero3", tmp_path)
     (path / "global_step2/zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
     assert refused(IncompleteError, "the file with the model's states is missing", path).rank == 1
@@ -256,7 +256,7 @@ def test_the_models_file_of_a_rank_of_zero_3_is_missing(tmp_path: Path) -> None:
     assert refused(IncompleteError, "the file that describes the model is missing", path).rank == 0
 
 
-def test_model_states_without_optimizer_states(tmp_path: Path) -> None:
+def test_without_optimizer_states_only_the_models_weights_are_merged(tmp_path: Path) -> None:
     for kind, advice in (("zero3", "optimizer's states"), ("zero2", "--weights model")):
         path = copy_of(kind, tmp_path)
         for file in path.glob("global_step2/*optim_states.pt"):
@@ -275,7 +275,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     merge_checkpoint(path, tmp_path / "of the model", weights="model")
 
 
-def test_a_latest_file_that_names_an_absent_step(tmp_path: Path) -> None:
+def test_a_latest_file_that_names_an_absent_step_is_named(tmp_path: Path) -> None:
     path = copy_of("zero1", tmp_path)
     (path / "latest").write_text("global_step9")
     error = refused(IncompleteError, "'global_step9', which is not here; give one of the others: global_step2", path)
@@ -287,7 +287,7 @@ def test_a_latest_file_that_names_an_absent_step(tmp_path: Path) -> None:
         refused(NotFoundError, "neither a save", path)
 
 
-def test_weights_are_refused_elsewhere(tmp_path: Path) -> None:
+def test_the_option_weights_is_refused_for_other_formats_and_values(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
     refused(InvalidArgumentError, "for checkpoints of DeepSpeed alone", tmp_path / "w.pt", weights="master")
     with pytest.raises(InvalidArgumentError, match="weights must be 'master' or 'model', not 'both'"):
@@ -343,7 +343,7 @@ WRONG: dict[str, tuple[int, str, str, Any, str]] = {
 }
 
 
-def test_the_first_problem_is_the_cause(tmp_path: Path) -> None:
+def test_the_first_problem_is_the_cause_of_the_others(tmp_path: Path) -> None:
     step = write_zero(tmp_path / "run", 3, [PARAMETERS], 2)
     change(step / "zero_pp_rank_0_mp_rank_00_model_states.pt", "param_shapes", [{}])
     problems = summarize(tmp_path / "run").problems
@@ -354,7 +354,7 @@ def test_the_first_problem_is_the_cause(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_contradictions_are_named(case: str, tmp_path: Path) -> None:
+def test_contradictions_between_files_are_named(case: str, tmp_path: Path) -> None:
     stage, file, key, value, match = WRONG[case]
     step = write_zero(tmp_path / "run", stage, [PARAMETERS], 2)
     (found,) = [path for path in step.iterdir() if file in path.name]
@@ -387,7 +387,7 @@ def test_shapes_that_contradict_param_slice_mappings_are_refused(tmp_path: Path)
     refused(CorruptError, "contradict its param_slice_mappings", path)
 
 
-def test_an_expert_or_a_parameter_of_a_universal_checkpoint_is_missing(tmp_path: Path) -> None:
+def test_a_missing_file_of_an_expert_or_of_a_universal_parameter_is_named(tmp_path: Path) -> None:
     path = copy_of("experts", tmp_path)
     (path / "global_step2/layer_0_expert_2_mp_rank_00_model_states.pt").unlink()
     refused(IncompleteError, "the file of expert 2 is missing", path)
@@ -416,7 +416,7 @@ def test_a_hostile_number_of_ranks_costs_nothing(tmp_path: Path) -> None:
     refused(CorruptError, "in the place of a number of ranks", tmp_path / "run")
 
 
-def test_what_a_client_saved_does_not_become_the_model(tmp_path: Path) -> None:
+def test_tensors_that_a_client_saved_do_not_become_the_models(tmp_path: Path) -> None:
     step = write_zero(tmp_path / "run", 2, [{"w": torch.ones(3)}], 2)
     file = step / "mp_rank_00_model_states.pt"
     torch.save({**torch.load(file), "model": {"w": torch.zeros(2)}, "mine": torch.ones(1)}, file)

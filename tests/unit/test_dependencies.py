@@ -63,14 +63,14 @@ def imported() -> dict[str, set[str]]:
     return found
 
 
-def test_what_is_declared_is_imported() -> None:
+def test_each_declared_dependency_is_imported() -> None:
     extras = declared()["optional-dependencies"]
     wanted = names(declared()["dependencies"]) | names(extras["torch"]) | names(extras["mpi"]) | names(extras["hf"])
     assert wanted - imported().keys() == NEEDED_BY_TRANSFORMERS
     assert names(extras["s3"]) | names(extras["gcs"]) == BY_SCHEME
 
 
-def test_what_is_imported_is_declared() -> None:
+def test_each_imported_dependency_is_declared() -> None:
     extras = declared()["optional-dependencies"]
     known = names(declared()["dependencies"]) | names(extras["torch"]) | names(extras["mpi"]) | names(extras["hf"])
     assert imported().keys() - known - TESTS_ONLY - TYPES_ONLY - GIVEN_BY_THE_CALLER == set()

@@ -11,17 +11,15 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from commands import CommandLine
 from safetensors.torch import load_file
-from scripts import run_main
-from stored import assert_same
+from stored import DATA, assert_same
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import IncompleteError, InvalidArgumentError, UnsafeError
 from statexchange.formats.registry import open_source
 from statexchange.report.scan import scan
-
-DATA = Path(__file__).parents[1] / "data"
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Sample:
 
     @property
     def expected(self) -> Path:
-        """The model as the framework itself gathered it."""
+        """Return the file of the model as the framework itself gathered it."""
         return DATA.joinpath(*Path(self.path).parts[:2], "expected.safetensors")
 
 
@@ -74,9 +72,9 @@ def test_the_model_is_merged_bit_by_bit(tmp_path: Path, sample: Sample) -> None:
 
 
 @BY_PATH
-def test_info_shows_the_sections_and_their_files(capsys: pytest.CaptureFixture[str], sample: Sample) -> None:
-    code, out, _ = run_main(capsys, "info", DATA / sample.path, "--json")
-    data = json.loads(out)["data"]
+def test_info_shows_the_sections_and_their_files(call: CommandLine, sample: Sample) -> None:
+    code, envelope = call.json("info", DATA / sample.path)
+    data = envelope["data"]
     assert (code, data["kind"]) == (0, sample.kind)
     found = {name: section["num_tensors"] for name, section in data["sections"].items() if section["num_tensors"]}
     assert found == sample.sections
@@ -126,7 +124,7 @@ def tiny_model() -> torch.nn.Module:
     return module
 
 
-def trainers_optimizer(module: Any) -> torch.optim.Optimizer:
+def trainer_optimizer(module: Any) -> torch.optim.Optimizer:
     """Return an optimizer as Trainer makes it: weights decay, biases do not."""
     weights = [module.block.linear.weight, module.head.weight]
     biases = [module.block.linear.bias, module.head.bias]
@@ -137,7 +135,7 @@ def test_an_optimizer_of_trainer_is_loaded_as_torch_loads_it() -> None:
     """Its optimizer.pt has the parameters by number."""
     path = DATA / "trainer/plain/checkpoint-2"
     module, other = tiny_model(), tiny_model()
-    optimizer, expected = trainers_optimizer(module), trainers_optimizer(other)
+    optimizer, expected = trainer_optimizer(module), trainer_optimizer(other)
     expected.load_state_dict(torch.load(path / "optimizer.pt"))
     report = sx.load_checkpoint({"model": module, "optimizer": optimizer}, path, strict=False)
     assert (report.missing, report.num_tensors) == ((), 8)
@@ -155,7 +153,7 @@ def test_an_optimizer_with_other_groups_or_another_order_is_refused() -> None:
     text = r"by number, in param groups of \[2, 2\], and the state's groups have \[4\]: make the groups .*'optimizer'"
     with pytest.raises(InvalidArgumentError, match=text):
         sx.load_checkpoint({"model": module, "optimizer": one_group}, path, strict=False)
-    groups = [group["params"][::-1] for group in trainers_optimizer(module).param_groups]
+    groups = [group["params"][::-1] for group in trainer_optimizer(module).param_groups]
     reordered = torch.optim.SGD([{"params": of_group} for of_group in groups], lr=1.0)
     text = r"does not fit 'model.head.weight': give the optimizer the parameters in the order .*momentum_buffer'"
     with pytest.raises(InvalidArgumentError, match=text):
@@ -163,7 +161,7 @@ def test_an_optimizer_with_other_groups_or_another_order_is_refused() -> None:
     assert not reordered.state
 
 
-def test_a_job_s_file_is_loaded_with_its_optimizer_and_its_numbers(tmp_path: Path) -> None:
+def test_the_file_of_a_job_is_loaded_with_its_optimizer_and_its_numbers(tmp_path: Path) -> None:
     module, other = tiny_model(), tiny_model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.25, betas=(0.5, 0.75))
     for parameter in module.parameters():
@@ -182,18 +180,18 @@ def test_a_job_s_file_is_loaded_with_its_optimizer_and_its_numbers(tmp_path: Pat
 
 @BY_PATH
 def test_a_refused_file_of_another_section_does_not_stop_a_merge_of_the_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], sample: Sample
+    tmp_path: Path, call: CommandLine, sample: Sample
 ) -> None:
     path = copied(sample.path, tmp_path)
     (side,) = path.rglob(sample.side_file)
     torch.save({"x": torch.ones(1), "y": Harmful()}, side)
-    code, out, err = run_main(capsys, "info", path)
+    code, out, err = call("info", path)
     assert code == 7
     assert f"refused: the pickle uses posix.system, which is not known to be harmless [{side}]" in err
     assert f"{side.name} (cannot be read)" in out
-    assert run_main(capsys, "merge", path, tmp_path / "out")[0] == 0
+    assert call("merge", path, tmp_path / "out")[0] == 0
     assert_same(load_file(tmp_path / "out/model.safetensors"), tensors_of(sample))
-    code, _, err = run_main(capsys, "merge", path, tmp_path / "all", "--section", "all")
+    code, _, err = call("merge", path, tmp_path / "all", "--section", "all")
     assert (code, str(side) in err) == (7, True)
     assert not (tmp_path / "all").exists()
     sx.load_checkpoint({name: torch.zeros_like(one) for name, one in tensors_of(sample).items()}, path)
@@ -211,23 +209,23 @@ def test_patterns_match_the_names_of_the_model(tmp_path: Path) -> None:
     assert load_file(tmp_path / "out/model.safetensors").keys() == {"h.weight", "h.bias"}
 
 
-def test_one_file_of_a_dcp_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_file_of_a_dcp_is_refused_by_name(call: CommandLine) -> None:
     file = DATA / "trainer/sharded/checkpoint-2/pytorch_model_fsdp_0/__0_0.distcp"
     text = f"this file has some entries of a torch DCP checkpoint: give its directory, {file.parent}"
     for arguments in (["info", file], ["merge", file, "out"]):
-        code, _, err = run_main(capsys, *arguments)
+        code, _, err = call(*arguments)
         assert (code, text in err) == (2, True)
 
 
 @pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata"])
-def test_a_missing_file_of_the_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_missing_file_of_the_model_is_named(tmp_path: Path, call: CommandLine, name: str) -> None:
     path = copied("accelerate/sharded/state", tmp_path)
     (path / "pytorch_model_fsdp_0" / name).unlink()
-    code, _, err = run_main(capsys, "merge", path, tmp_path / "out")
+    code, _, err = call("merge", path, tmp_path / "out")
     assert code == 5
     assert str(path / "pytorch_model_fsdp_0") in err
     assert ("rank 1" if name == "__1_0.distcp" else ".metadata is missing") in err
-    code, out, _ = run_main(capsys, "info", path)
+    code, out, _ = call("info", path)
     assert (code, "optimizer   optimizer_0\n" in out) == (5, True)
     merge_checkpoint(path, tmp_path / "optimizer", section="optimizer")
     assert len(load_file(tmp_path / "optimizer/model.safetensors")) == 12
@@ -251,12 +249,12 @@ HALVES = [
 
 
 @pytest.mark.parametrize(("directory", "name", "code", "text"), HALVES)
-def test_half_a_directory_is_neither_merged_nor_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], directory: str, name: str, code: int, text: str
+def test_a_directory_that_lacks_a_file_is_neither_merged_nor_loaded(
+    tmp_path: Path, call: CommandLine, directory: str, name: str, code: int, text: str
 ) -> None:
     path = copied(directory, tmp_path)
     (path / name).unlink()
-    found, _, err = run_main(capsys, "merge", path, tmp_path / "out")
+    found, _, err = call("merge", path, tmp_path / "out")
     assert (found, text in err) == (code, True)
     assert not (tmp_path / "out").exists()
     weight = torch.zeros(7, 6)
@@ -269,16 +267,16 @@ ABSENT = "there is no model_1.pt, though step_1.pt shows a rank 1"
 
 
 def test_an_absent_file_of_torch_checkpointing_is_named_where_a_region_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, call: CommandLine
 ) -> None:
     path = copied("torch_checkpointing/state", tmp_path)
     for name in ("model_1.pt", "config_1.pt"):
         (path / name).unlink()
     text = f"no file holds region [4:7, 0:6] of shape (7, 6); model_0.pt holds the rest; {ABSENT} [tensor "
     for arguments in (["merge", path, tmp_path / "out"], ["info", path], ["show", path, "model.rows"]):
-        code, out, err = run_main(capsys, *arguments)
+        code, out, err = call(*arguments)
         assert (code, text in out + err) == (5, True), arguments
-    code, out, _ = run_main(capsys, "verify", path)
+    code, out, _ = call("verify", path)
     assert (code, out.count(ABSENT)) == (5, 2)
     with pytest.raises(IncompleteError, match=ABSENT):
         sx.load_checkpoint({"rows": torch.zeros(7, 6)}, path)
@@ -295,21 +293,19 @@ def test_several_absent_files_of_torch_checkpointing_are_listed(tmp_path: Path) 
         merge_checkpoint(path, tmp_path / "out")
 
 
-def test_a_rank_of_torch_checkpointing_may_have_no_part_of_the_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_of_torch_checkpointing_may_have_no_part_of_the_model(tmp_path: Path, call: CommandLine) -> None:
     path = copied("torch_checkpointing/state", tmp_path)
     shutil.copy(path / "step_0.pt", path / "step_2.pt")
-    code, out, err = run_main(capsys, "merge", path, tmp_path / "out")
+    code, out, err = call("merge", path, tmp_path / "out")
     assert (code, "model_2" in out + err) == (0, False)
     expected = load_file(DATA / "torch_checkpointing/expected.safetensors")
     assert_same(load_file(tmp_path / "out/model.safetensors"), expected)
 
 
-def test_a_directory_without_a_model_says_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_a_directory_without_a_model_lists_its_sections(tmp_path: Path, call: CommandLine) -> None:
     path = copied("accelerate/full/state", tmp_path)
     (path / "pytorch_model_fsdp.bin").unlink()
-    code, _, err = run_main(capsys, "merge", path, tmp_path / "out")
+    code, _, err = call("merge", path, tmp_path / "out")
     text = (
         "no file of a model is here, only of 'optimizer', 'scheduler', 'rng': copy it, too, or choose with section "
         f"(--section) [{path}]"
@@ -317,9 +313,9 @@ def test_a_directory_without_a_model_says_what_it_has(tmp_path: Path, capsys: py
     assert (code, text in err) == (2, True)
 
 
-def test_one_of_several_models_must_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_of_several_models_must_be_named(tmp_path: Path, call: CommandLine) -> None:
     path = DATA / "accelerate/several/state"
-    code, _, err = run_main(capsys, "merge", path, tmp_path / "out")
+    code, _, err = call("merge", path, tmp_path / "out")
     text = f"this directory has 2 models, name one of them: {path}/model.safetensors, {path}/model_1.safetensors"
     assert (code, text in err) == (2, True)
     merge_checkpoint(path / "model_1.safetensors", tmp_path / "out")
@@ -329,14 +325,14 @@ def test_one_of_several_models_must_be_named(tmp_path: Path, capsys: pytest.Capt
     assert {"model.model_1.weight", "model.model.head.weight", "optimizer.state.0.exp_avg"} <= names
 
 
-def test_a_directory_of_checkpoints_names_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_a_directory_of_checkpoints_names_the_newest(tmp_path: Path, call: CommandLine) -> None:
     path = copied("trainer/plain", tmp_path)
     (path / "expected.safetensors").unlink()
     for number in (10, 9):
         shutil.copytree(path / "checkpoint-2", path / f"checkpoint-{number}")
     (path / "training_args.bin").write_bytes(b"PK")  # Trainer.save_model writes it there, too
     for command in (["info", path], ["merge", path, tmp_path / "out"]):
-        code, _, err = run_main(capsys, *command)
+        code, _, err = call(*command)
         names = "4 checkpoints (checkpoint-1, checkpoint-2, checkpoint-9, checkpoint-10)"
         text = f"this directory contains {names}: name one of them, such as the newest, {path}/checkpoint-10"
         assert (code, text in err) == (2, True)
@@ -351,12 +347,10 @@ def test_unknown_weights_beside_a_checkpoint_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["trainer/plain/checkpoint-2", "trainer/sharded/checkpoint-2"])
-def test_the_step_of_trainers_directory_is_in_its_state(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
-) -> None:
+def test_the_step_of_trainers_directory_is_in_its_state(tmp_path: Path, call: CommandLine, path: str) -> None:
     renamed = copied(path, tmp_path)
     state = renamed / "trainer_state.json"
-    assert "\nstep        2\n" in run_main(capsys, "info", renamed)[1]
+    assert "\nstep        2\n" in call("info", renamed)[1]
     assert [row.step for row in scan(tmp_path)] == [2]
     values = json.loads(state.read_text())
     history = [{"loss": 0.5, "step": step} for step in range(100_000)]
@@ -366,7 +360,7 @@ def test_the_step_of_trainers_directory_is_in_its_state(
     for text in ("", "[", '{"global_step": null}', '{"global_step": 1e3}', '{"best_global_step": 3}'):
         state.write_text(text)
         assert [row.step for row in scan(tmp_path)] == [None]
-        assert run_main(capsys, "merge", renamed, tmp_path / "out", "--overwrite", "--dry-run")[0] == 0
+        assert call("merge", renamed, tmp_path / "out", "--overwrite", "--dry-run")[0] == 0
 
 
 def test_small_files_of_the_model_are_taken(tmp_path: Path) -> None:
@@ -390,7 +384,7 @@ def test_a_published_checkpoint_with_trainer_state_json_is_no_trainer_directory(
 @pytest.mark.parametrize("directory", ["accelerate/sharded/state", "trainer/sharded/checkpoint-2"])
 @pytest.mark.parametrize("is_url", [False, True])
 def test_merging_an_optimizers_directory_names_its_parent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], directory: str, is_url: bool
+    tmp_path: Path, call: CommandLine, directory: str, is_url: bool
 ) -> None:
     path: Path | str = DATA / directory
     if is_url:
@@ -398,7 +392,7 @@ def test_merging_an_optimizers_directory_names_its_parent(
         memory.put(str(path), f"/{tmp_path.name}", recursive=True)
         path = f"memory://{tmp_path.name}"
     for options in ([], ["--section", "model"]):
-        code, _, err = run_main(capsys, "merge", f"{path}/optimizer_0", tmp_path / "out", *options)
+        code, _, err = call("merge", f"{path}/optimizer_0", tmp_path / "out", *options)
         text = (
             f"this is only the part 'optimizer' of the directory {path}: give that one; to read this part alone, "
             f"choose 'optimizer' with section (--section) [{path}/optimizer_0]"
@@ -407,37 +401,35 @@ def test_merging_an_optimizers_directory_names_its_parent(
     merge_checkpoint(f"{path}/optimizer_0", tmp_path / "optimizer", section="optimizer")
 
 
-def test_an_optimizers_directory_without_a_model_beside_it_says_what_it_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_error_for_an_optimizers_directory_alone_lists_its_sections(tmp_path: Path, call: CommandLine) -> None:
     path = copied("accelerate/sharded/state", tmp_path)
     shutil.rmtree(path / "pytorch_model_fsdp_0")
-    code, _, err = run_main(capsys, "merge", path / "optimizer_0", tmp_path / "out")
+    code, _, err = call("merge", path / "optimizer_0", tmp_path / "out")
     assert (code, "there is no section 'model', only 'optimizer'" in err) == (2, True)
 
 
-def test_verls_extra_states_alone_name_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_verls_extra_states_alone_names_what_is_missing(tmp_path: Path, call: CommandLine) -> None:
     actor = copied("verl/fsdp2/run/global_step_1/actor", tmp_path)
     path = actor / "extra"
     path.mkdir()
     names = [f"extra_state_world_size_2_rank_{rank}.pt" for rank in range(2)]
     for name in names:
         (actor / name).rename(path / name)
-    code, _, err = run_main(capsys, "merge", path, tmp_path / "out")
+    code, _, err = call("merge", path, tmp_path / "out")
     text = f"this is only the part 'other' of the directory {actor}: give that one; to read this part alone, choose "
     assert (code, text in err) == (2, True)
-    code, _, err = run_main(capsys, "merge", path / names[1], tmp_path / "out")
+    code, _, err = call("merge", path / names[1], tmp_path / "out")
     text = f"this file alone is a rank's random states and scheduler: give the directory of the checkpoint, {path}"
     assert (code, text in err) == (2, True)
     for file in actor.glob("model_*.pt"):
         file.unlink()
-    code, _, err = run_main(capsys, "merge", path, tmp_path / "out")
+    code, _, err = call("merge", path, tmp_path / "out")
     text = f"only verl's files of random states and schedulers are here ({', '.join(names)}), not those of its model"
     assert (code, text in err) == (2, True)
     merge_checkpoint(path, tmp_path / "other", section="other")
     (path / names[0]).rename(actor / names[0])
     (path / names[1]).rename(actor / names[1])
-    code, _, err = run_main(capsys, "merge", actor, tmp_path / "out")
+    code, _, err = call("merge", actor, tmp_path / "out")
     assert (code, "no file of a model is here, only of 'optimizer', 'other'" in err) == (2, True)
 
 
@@ -461,48 +453,46 @@ def test_a_bare_module_takes_the_model_of_a_job_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["model", "optim"])
-def test_a_missing_rank_of_verl_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str) -> None:
+def test_a_missing_rank_of_verl_is_named(tmp_path: Path, call: CommandLine, part: str) -> None:
     path = copied("verl/fsdp2/run", tmp_path)
     file = path / f"global_step_1/actor/{part}_world_size_2_rank_1.pt"
     file.unlink()
-    code, _, err = run_main(
-        capsys, "merge", path, tmp_path / "out", *([] if part == "model" else ["--section", "optimizer"])
-    )
+    code, _, err = call("merge", path, tmp_path / "out", *([] if part == "model" else ["--section", "optimizer"]))
     assert (code, f"the file of this rank is missing [rank 1, {file}]" in err) == (5, True)
-    assert run_main(capsys, "info", path)[0] == 5
+    assert call("info", path)[0] == 5
 
 
 def test_a_missing_extra_state_of_verl_is_a_finding_and_does_not_stop_a_merge(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, call: CommandLine
 ) -> None:
     """Without its scheduler and random state a rank cannot resume."""
     path = copied("verl/fsdp2/run", tmp_path)
     file = path / "global_step_1/actor/extra_state_world_size_2_rank_1.pt"
-    assert run_main(capsys, "verify", path)[0] == 0
+    assert call("verify", path)[0] == 0
     file.unlink()
     for command in ("info", "verify"):
-        code, out, err = run_main(capsys, command, path)
+        code, out, err = call(command, path)
         assert (code, f"the file of this rank is missing [rank 1, {file}]" in out + err) == (5, True), out
-    code, out, _ = run_main(capsys, "scan", path)
+    code, out, _ = call("scan", path)
     assert (code, "MISSING" in out, file.name in out) == (1, True, True), out
-    assert run_main(capsys, "merge", path, tmp_path / "out")[0] == 0
+    assert call("merge", path, tmp_path / "out")[0] == 0
     for rank in (0, 1):  # a job may save none at all
         (file.parent / f"extra_state_world_size_2_rank_{rank}.pt").unlink(missing_ok=True)
-    assert run_main(capsys, "verify", path)[0] == 0
+    assert call("verify", path)[0] == 0
 
 
-def test_verl_files_of_two_world_sizes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verl_files_of_two_world_sizes_are_refused(tmp_path: Path, call: CommandLine) -> None:
     path = copied("verl/fsdp2/run/global_step_1/actor", tmp_path)
     shutil.copy(path / "model_world_size_2_rank_0.pt", path / "model_world_size_1_rank_0.pt")
-    code, _, err = run_main(capsys, "merge", path, tmp_path / "out")
+    code, _, err = call("merge", path, tmp_path / "out")
     text = f"model files of 1 and 2 ranks are here, of two saves: remove those of one [{path}]"
     assert (code, text in err) == (4, True)
 
 
-def test_either_actor_or_critic_of_verl_must_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_either_actor_or_critic_of_verl_must_be_named(tmp_path: Path, call: CommandLine) -> None:
     path = copied("verl/fsdp2/run", tmp_path) / "global_step_1"
     shutil.copytree(path / "actor", path / "critic")
-    code, _, err = run_main(capsys, "merge", path, tmp_path / "out")
+    code, _, err = call("merge", path, tmp_path / "out")
     text = f"this directory contains several models (actor, critic): name one, as {path}/actor"
     assert (code, text in err) == (2, True)
 
@@ -513,18 +503,16 @@ def test_verl_takes_the_small_files_of_its_hugging_face_directory(tmp_path: Path
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
 
 
-def test_the_options_that_a_note_shows_merge_the_base_model_of_a_lora_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_options_that_a_note_shows_merge_the_base_model_of_a_lora_model(tmp_path: Path, call: CommandLine) -> None:
     path = DATA / "verl/lora/run"
-    _, _, err = run_main(capsys, "merge", path, tmp_path / "all")
+    _, _, err = call("merge", path, tmp_path / "all")
     (line,) = [line for line in err.splitlines() if "LoRA" in line]
-    assert run_main(capsys, "merge", path, tmp_path / "out", *shlex.split(line.split("alone: ")[1]))[0] == 0
+    assert call("merge", path, tmp_path / "out", *shlex.split(line.split("alone: ")[1]))[0] == 0
     found = load_file(tmp_path / "out/model.safetensors")
     assert found.keys() == load_file(DATA / "verl/fsdp2/expected.safetensors").keys()
 
 
-def test_lightning_weights_without_an_optimizer(tmp_path: Path) -> None:
+def test_weights_of_lightning_without_an_optimizer_are_merged(tmp_path: Path) -> None:
     from torch.distributed.checkpoint import save
 
     with pytest.warns(UserWarning, match="single process"):
@@ -535,7 +523,7 @@ def test_lightning_weights_without_an_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["full/last.ckpt", "fsdp1/full.ckpt"])
-def test_lightning_consolidated_in_one_file(tmp_path: Path, file: str) -> None:
+def test_one_consolidated_file_of_lightning_is_merged_bit_by_bit(tmp_path: Path, file: str) -> None:
     path = DATA / "lightning" / file
     merge_checkpoint(path, tmp_path / "out")
     found = load_file(tmp_path / "out/model.safetensors")
@@ -544,20 +532,18 @@ def test_lightning_consolidated_in_one_file(tmp_path: Path, file: str) -> None:
         assert_same(found, torch.load(path, weights_only=False)["state_dict"])
 
 
-def test_one_file_of_a_directory_of_lightnings_files_must_be_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_file_of_a_directory_of_lightnings_files_must_be_named(tmp_path: Path, call: CommandLine) -> None:
     (tmp_path / "run").mkdir()
     shutil.copy(DATA / "lightning/full/last.ckpt", tmp_path / "run")
-    code, _, err = run_main(capsys, "merge", tmp_path / "run", tmp_path / "again")
+    code, _, err = call("merge", tmp_path / "run", tmp_path / "again")
     text = f"this directory contains 1 checkpoint (last.ckpt): give that one, {tmp_path}/run/last.ckpt"
     assert (code, text in err) == (2, True)
 
 
-def test_torchtitan_parent_names_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_the_parent_of_torchtitans_steps_names_them(tmp_path: Path, call: CommandLine) -> None:
     for step in (9, 10):
         shutil.copytree(DATA / "accelerate/sharded/state/pytorch_model_fsdp_0", tmp_path / f"checkpoint/step-{step}")
-    code, _, err = run_main(capsys, "merge", tmp_path / "checkpoint", tmp_path / "out")
+    code, _, err = call("merge", tmp_path / "checkpoint", tmp_path / "out")
     text = (
         f"contains 2 checkpoints (step-9, step-10): name one of them, such as the newest, {tmp_path}/checkpoint/step-10"
     )
@@ -565,37 +551,37 @@ def test_torchtitan_parent_names_its_steps(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("name", ["fsdp1", "dcp_safetensors"])
-def test_what_torch_alone_saves_is_merged_bit_by_bit(tmp_path: Path, name: str) -> None:
+def test_checkpoints_that_torch_alone_saves_are_merged_bit_by_bit(tmp_path: Path, name: str) -> None:
     merge_checkpoint(DATA / "torch" / name, tmp_path / "out")
     assert_same(load_file(tmp_path / "out/model.safetensors"), load_file(DATA / f"torch/{name}.safetensors"))
 
 
-def test_a_missing_rank_of_fsdp1_is_a_missing_region(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_rank_of_fsdp1_is_a_missing_region(tmp_path: Path, call: CommandLine) -> None:
     path = copied("torch/fsdp1", tmp_path)
     (path / "rank1.pt").unlink()
-    code, _, err = run_main(capsys, "merge", path, tmp_path / "out")
+    code, _, err = call("merge", path, tmp_path / "out")
     assert (code, "block.linear" in err or "head" in err) == (5, True)
 
 
-def test_a_file_that_lacks_a_region_is_called_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_a_missing_region_names_the_file_that_has_the_rest(tmp_path: Path, call: CommandLine) -> None:
     path = DATA / "torch/fsdp1/rank1.pt"
     gap = "no file holds region [0:3, 0:3] of shape (5, 3); rank1.pt holds the rest [tensor 'block.linear.weight'"
     for arguments in (["merge", path, tmp_path / "out"], ["show", path, "block.linear.weight"]):
-        code, _, err = run_main(capsys, *arguments)
+        code, _, err = call(*arguments)
         assert (code, gap in err) == (5, True), arguments
-    code, out, _ = run_main(capsys, "verify", path)
+    code, out, _ = call("verify", path)
     nothing = "nothing holds region [0:1, 0:5] of shape (1, 5) [tensor 'head.weight']"
     assert (code, gap in out, nothing in out) == (5, True, True)
     with pytest.raises(IncompleteError, match=r"no file holds .*; rank1\.pt holds the rest"):
         sx.load_checkpoint({"block": {"linear": {"weight": torch.zeros(5, 3)}}}, path)
 
 
-def test_flattened_parameters_are_named_and_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flattened_parameters_are_named_and_not_merged(tmp_path: Path, call: CommandLine) -> None:
     path = DATA / "torch/fsdp1_local"
-    code, _, err = run_main(capsys, "merge", path, tmp_path / "out")
+    code, _, err = call("merge", path, tmp_path / "out")
     advice = "save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT [tensor '_flat_param'"
     assert (code, "error: FSDP1's LOCAL_STATE_DICT: " in err, advice in err) == (7, True, True)
-    code, out, _ = run_main(capsys, "info", path)
+    code, out, _ = call("info", path)
     assert (code, "note        FSDP1's LOCAL_STATE_DICT: " in out) == (0, True)
 
 
@@ -614,18 +600,16 @@ def test_flattened_parameters_are_named_and_not_merged(tmp_path: Path, capsys: p
         ),
     ],
 )
-def test_a_dcp_of_safetensors_is_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: bytes, new: bytes, text: str
-) -> None:
+def test_a_dcp_of_safetensors_is_checked(tmp_path: Path, call: CommandLine, old: bytes, new: bytes, text: str) -> None:
     path = copied("torch/dcp_safetensors", tmp_path)
     file = path / "__0_0.distcp"
     data = file.read_bytes()
     assert data.count(old) == 1
     file.write_bytes(data.replace(old, new))
-    code, _, err = run_main(capsys, "merge", path, tmp_path / "out")
+    code, _, err = call("merge", path, tmp_path / "out")
     assert (code, text in err) == (4, True), err
     file.write_bytes(data[:-1])
-    assert run_main(capsys, "merge", path, tmp_path / "out")[0] == 4
+    assert call("merge", path, tmp_path / "out")[0] == 4
 
 
 def test_a_pickle_may_name_a_nested_class_but_not_call_it(tmp_path: Path) -> None:
@@ -651,13 +635,11 @@ class Outer:
         return Outer.Called()
 
 
-def test_files_without_ranks_in_their_names_are_named_where_they_differ(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_without_ranks_in_their_names_are_named_where_they_differ(tmp_path: Path, call: CommandLine) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "part-a.pt")
     torch.save({"w": torch.zeros(3)}, tmp_path / "part-b.pt")
     for words in (["merge", tmp_path, tmp_path / "out"], ["diff", tmp_path, tmp_path]):
-        _, _, err = run_main(capsys, *words)
+        _, _, err = call(*words)
         assert "hold different values for region [0:3]" in err, words
         assert "part-a.pt" in err.partition("hold different")[0], err
         assert "ranks" not in err.partition("hold different")[0], err

@@ -28,7 +28,7 @@ def rows(page: str, columns: int) -> list[list[str]]:
     return [row for row in cells if len(row) == columns]
 
 
-def test_the_exit_codes_are_those_of_the_command_line() -> None:
+def test_the_exit_codes_of_the_page_are_those_of_the_command_line() -> None:
     shown = {code: int(number) for number, code, _, _ in rows("errors.md", 4) if number.isdecimal()}
     assert shown == EXIT_CODES
 
@@ -40,13 +40,13 @@ def test_the_reference_has_every_command() -> None:
     assert shown == ["statexchange", *(f"statexchange {name}" for name in commands)], "run tools/cli_reference.py"
 
 
-def test_the_exceptions_are_those_of_errors() -> None:
+def test_the_exceptions_of_the_page_are_those_of_errors() -> None:
     shown = {name.strip("`"): (base.strip("`"), code) for name, base, code, _ in rows("errors.md", 4) if "`" in name}
     classes = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     assert shown == {kind.__name__: (kind.__bases__[-1].__name__, kind.code) for kind in classes}
 
 
-def test_the_environment_is_what_settings_reads() -> None:
+def test_the_variables_of_the_page_are_those_that_settings_reads() -> None:
     tree = ast.parse(Path(settings.__file__).read_text(encoding="utf-8"))
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     read = {text for text in texts if re.fullmatch(r"[A-Z][A-Z_]+", text)}

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from failure_detectors import HOSTS, RANKS, Bootstrap, ByteExchange, detectors, failure_of, on_all, until
 
-from statexchange.comm.backends.backend import Backend
 from statexchange.comm.failure import start
 from statexchange.comm.failure.detector import FailureDetector
 from statexchange.comm.failure.outcome import PASSED
@@ -22,83 +22,6 @@ from statexchange.comm.failure.start import start_failure_detector
 from statexchange.comm.topology import Topology
 from statexchange.comm.wait import Wait
 from statexchange.errors import PeerError, StallError, to_record
-
-TESTS = os.path.dirname(__file__)
-RANKS = 4
-NODES = (0, 0, 1, 1)
-HOSTS = ("anna", "anna", "bert", "bert")
-
-
-class ByteExchange:
-    """Threads that exchange bytes."""
-
-    def __init__(self, world_size: int) -> None:
-        self.barrier = threading.Barrier(world_size)
-        self.payloads: list[bytes] = [b""] * world_size
-
-
-class Bootstrap(Backend):
-    name = "threads of a test"
-
-    def __init__(self, exchange: ByteExchange, rank: int) -> None:
-        self.exchange = exchange
-        self.rank = rank
-        self.world_size = len(exchange.payloads)
-
-    def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
-        self.exchange.payloads[self.rank] = payload
-        self.exchange.barrier.wait(wait.timeout_s)
-        answers = list(self.exchange.payloads)
-        self.exchange.barrier.wait(wait.timeout_s)
-        return answers
-
-    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        raise NotImplementedError
-
-
-def on_all(world_size: int, body: Callable[[int], Any]) -> list[Any]:
-    results: list[Any] = [None] * world_size
-
-    def run(rank: int) -> None:
-        results[rank] = body(rank)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return results
-
-
-@contextlib.contextmanager
-def detectors(nodes: tuple[int, ...] = NODES) -> Iterator[list[FailureDetector]]:
-    exchange = ByteExchange(len(nodes))
-    hosts = tuple(HOSTS[2 * node] for node in nodes)
-    members = on_all(
-        len(nodes), lambda r: start_failure_detector(Bootstrap(exchange, r), Topology(r, nodes, hosts), 10)
-    )
-    try:
-        yield members
-    finally:
-        on_all(len(nodes), lambda r: members[r] is not None and members[r].close())
-
-
-def failure_of(detector: FailureDetector, within_s: float, operation: str = "a barrier") -> Exception | None:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            detector.check(operation)
-        except Exception as error:  # noqa: BLE001
-            return error
-        time.sleep(0.005)
-    return None
-
-
-def until(condition: Callable[[], object], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "too late"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("reporter", range(RANKS))
@@ -225,11 +148,11 @@ def test_connections_without_the_nonce_are_closed() -> None:
     with detectors() as members:
         offer = members[1]._coordinator  # type: ignore[attr-defined]
         for words in (b"GET / HTTP/1.1\r\n\r\n", b'["nonce", 1]\n', b'{"a": 1}\n', b'["a"]\n', b"7\n", b"\xff" * 100):
-            with socket.create_connection(("127.0.0.1", offer.port), 2) as stranger:
-                stranger.sendall(words + b"\n")
-                stranger.settimeout(2)
+            with socket.create_connection(("127.0.0.1", offer.port), 2) as connection:
+                connection.sendall(words + b"\n")
+                connection.settimeout(2)
                 with contextlib.suppress(ConnectionResetError):
-                    assert stranger.recv(100) == b""
+                    assert connection.recv(100) == b""
         assert [failure_of(detector, 0.01) for detector in members] == [None] * RANKS
         members[3].report_failure(PeerError(3, "x", "y"))
         assert failure_of(members[0], 0.5) is not None
@@ -282,7 +205,10 @@ def test_closed_detectors_leave_no_threads_or_sockets() -> None:
 PROCESS = """
 import json, os, sys, time
 sys.path.insert(0, {tests!r})
-from test_failure_detector import *
+from failure_detectors import HOSTS, Bootstrap, ByteExchange, failure_of
+from statexchange.comm.failure.start import start_failure_detector
+from statexchange.comm.topology import Topology
+from statexchange.errors import PeerError
 
 class Piped(Bootstrap):
     def all_gather_bytes(self, payload, wait):
@@ -314,7 +240,11 @@ class Job:
     def __init__(self, nodes: tuple[int, ...], body: str, cycles: int = 1) -> None:
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", PROCESS.format(tests=TESTS, rank=rank, nodes=nodes, body=body, cycles=cycles)],
+                [
+                    sys.executable,
+                    "-c",
+                    PROCESS.format(tests=os.path.dirname(__file__), rank=rank, nodes=nodes, body=body, cycles=cycles),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

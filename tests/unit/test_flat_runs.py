@@ -53,7 +53,7 @@ def test_runs_that_divide_a_tensor_cover_it_exactly_once(shape: tuple[int, ...],
         prove_cover("w", shape, {box: ranks for box, ranks in boxes.items() if box != last})
 
 
-def test_runs_of_scalars_of_empty_and_of_huge_tensors() -> None:
+def test_runs_of_scalars_of_empty_and_of_huge_tensors_become_boxes() -> None:
     assert boxes_of_run((), 0, 1) == (Box((), ()),)
     assert boxes_of_run((), 0, 0) == boxes_of_run((3, 0), 0, 0) == boxes_of_run((3,), 2, 2) == ()
     huge = (1 << 20, 1 << 14, 1 << 14)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 import struct
 import zipfile
@@ -13,19 +12,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripts import run_main
+from commands import CommandLine
+from stored import DATA
 
 import statexchange as sx
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
 from statexchange.report.summary import Summary, summarize
 
-SAMPLES = Path(__file__).parents[1] / "data" / "foreign"
+SAMPLES = DATA / "foreign"
 
 
-def rows(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, tuple[str, list[int], int]]:
-    code, out, _ = run_main(capsys, "ls", path, "--json")
+def rows(call: CommandLine, path: Path) -> dict[str, tuple[str, list[int], int]]:
+    """Return dtype, shape and bytes of each tensor that `ls` lists."""
+    code, envelope = call.json("ls", path)
     assert code == 0
-    return {row["name"]: (row["dtype"], row["shape"], row["nbytes"]) for row in json.loads(out)["data"]["tensors"]}
+    return {row["name"]: (row["dtype"], row["shape"], row["nbytes"]) for row in envelope["data"]["tensors"]}
 
 
 PLAIN = {"layer.weight": ("F32", [2, 32], 256), "layer.bias": ("I64", [3], 24)}
@@ -72,12 +73,10 @@ KINDS: dict[str, tuple[str, str, dict[str, tuple[str, list[int], int]]]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_foreign_format_is_shown_and_its_tensors_are_refused(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_foreign_format_is_shown_and_its_tensors_are_refused(name: str, tmp_path: Path, call: CommandLine) -> None:
     kind, tool, tensors = KINDS[name]
     path = SAMPLES / name
-    code, out, _ = run_main(capsys, "info", path)
+    code, out, _ = call("info", path)
     assert code == 0
     assert f"kind        {kind}\n" in out
     assert f"tensors     {len(tensors)}\n" in out
@@ -85,9 +84,9 @@ def test_a_foreign_format_is_shown_and_its_tensors_are_refused(
     assert "only shown here, not read" in note
     assert tool in note
     assert "digests     not known" in out
-    assert rows(capsys, path) == tensors
+    assert rows(call, path) == tensors
     for arguments in (("merge", path, tmp_path / "out"), ("verify", path)):
-        code, _, err = run_main(capsys, *arguments)
+        code, _, err = call(*arguments)
         assert code == 7
         assert "only shown here" in err
         assert tool in err
@@ -117,25 +116,24 @@ def test_a_file_is_known_by_its_first_bytes(name: str, tmp_path: Path) -> None:
     assert summarize(tmp_path / "file").num_tensors == len(KINDS[name][2])
 
 
-def shown(path: Path, data: bytes) -> Summary:
+def summary_of(path: Path, data: bytes) -> Summary:
+    """Write a file and return its summary."""
     path.write_bytes(data)
     return summarize(path)
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "array.npy", "arrays.npz", "flax_model.msgpack"])
-def test_a_cut_file_is_corrupt_wherever_it_is_cut(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cut_file_is_corrupt_wherever_it_is_cut(name: str, tmp_path: Path, call: CommandLine) -> None:
     data = (SAMPLES / name).read_bytes()
     data = data[:-28] if name == "model.gguf" else data  # without padding after the last tensor
     step = max(1, len(data) // 60)
     for end in [*range(0, len(data) - 1, step), len(data) - 1]:
-        summary = shown(tmp_path / name, data[:end])
+        summary = summary_of(tmp_path / name, data[:end])
         assert [type(problem) for problem in summary.problems] == [CorruptError], end
-    code, _, err = run_main(capsys, "info", tmp_path / name)
+    code, _, err = call("info", tmp_path / name)
     assert code == 4
     assert str(tmp_path / name) in err
-    assert run_main(capsys, "merge", tmp_path / name, tmp_path / "out")[0] == 4
+    assert call("merge", tmp_path / name, tmp_path / "out")[0] == 4
 
 
 def test_broken_json_of_a_directory_is_corrupt(tmp_path: Path) -> None:
@@ -183,19 +181,19 @@ BAD_GGUF: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", BAD_GGUF)
 def test_a_contradictory_gguf_header_is_corrupt(name: str, tmp_path: Path) -> None:
-    (problem,) = shown(tmp_path / "x.gguf", BAD_GGUF[name]).problems
+    (problem,) = summary_of(tmp_path / "x.gguf", BAD_GGUF[name]).problems
     assert isinstance(problem, CorruptError)
 
 
-def test_a_new_dtype_of_gguf_hides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gguf_tensor_of_a_new_dtype_is_listed_and_hides_no_other(tmp_path: Path, call: CommandLine) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(gguf([], [record("new", 32, kind=77), record("w", 2, offset=32)], bytes(64)))
-    assert rows(capsys, path) == {"new": ("type 77", [32], None), "w": ("F32", [2], 8)}
+    assert rows(call, path) == {"new": ("type 77", [32], None), "w": ("F32", [2], 8)}
 
 
 def test_a_big_endian_gguf_and_other_versions_are_refused_by_version(tmp_path: Path) -> None:
     for version in (1, 3 << 24, 4):
-        (problem,) = shown(tmp_path / "x.gguf", gguf([], [], version=version)).problems
+        (problem,) = summary_of(tmp_path / "x.gguf", gguf([], [], version=version)).problems
         assert isinstance(problem, UnsupportedError)
         assert "GGUF of version" in str(problem)
 
@@ -226,7 +224,7 @@ BAD_MSGPACK: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", BAD_MSGPACK)
 def test_a_contradictory_msgpack_is_corrupt(name: str, tmp_path: Path) -> None:
-    (problem,) = shown(tmp_path / "x.msgpack", BAD_MSGPACK[name]).problems
+    (problem,) = summary_of(tmp_path / "x.msgpack", BAD_MSGPACK[name]).problems
     assert isinstance(problem, CorruptError)
 
 
@@ -234,7 +232,7 @@ def test_names_of_a_msgpack_cannot_grow_without_bound(tmp_path: Path) -> None:
     """Each level repeats the names of all levels above."""
     key = b"\xda\x40\x00" + b"k" * 0x4000
     with_many = b"\x81" + key + b"\xdd\x00\x00\x80\x00" + b"\x91\x01" * 0x8000
-    (problem,) = shown(tmp_path / "x.msgpack", with_many).problems
+    (problem,) = summary_of(tmp_path / "x.msgpack", with_many).problems
     assert isinstance(problem, CorruptError)
 
 
@@ -263,16 +261,16 @@ BAD_NPY: dict[str, bytes] = {
 @pytest.mark.parametrize("name", BAD_NPY)
 def test_a_contradictory_header_of_numpy_is_corrupt(name: str, tmp_path: Path) -> None:
     for file, data in (("x.npy", BAD_NPY[name]), ("x.npz", zipped(("a.npy", GOOD_NPY), ("b.npy", BAD_NPY[name])))):
-        (problem,) = shown(tmp_path / file, data).problems
+        (problem,) = summary_of(tmp_path / file, data).problems
         assert isinstance(problem, CorruptError)
         assert problem.path == str(tmp_path / file)
 
 
 def test_members_that_are_no_arrays_are_named(tmp_path: Path) -> None:
     data = zipped(("a.npy", GOOD_NPY), ("b.txt", b"12"))
-    assert shown(tmp_path / "x.npz", data).others == {"b.txt": "2 bytes"}
+    assert summary_of(tmp_path / "x.npz", data).others == {"b.txt": "2 bytes"}
     data = zipped(("a.npy", GOOD_NPY), method=zipfile.ZIP_LZMA)
-    assert list(shown(tmp_path / "x.npz", data).others) == ["a"]
+    assert list(summary_of(tmp_path / "x.npz", data).others) == ["a"]
     fields = np.zeros(2, [("a", "f4"), ("b", "i4")])
     objects = np.array([{}], dtype=object)
     np.savez(tmp_path / "y.npz", fields=fields, objects=objects)
@@ -282,7 +280,7 @@ def test_members_that_are_no_arrays_are_named(tmp_path: Path) -> None:
 def test_a_compressed_member_is_not_unpacked(tmp_path: Path) -> None:
     """A header that claims a gigabyte of zeros costs what its first bytes cost."""
     zeros = npy("{'descr': '|u1', 'fortran_order': False, 'shape': (50000000,)}", bytes(50_000_000))
-    summary = shown(tmp_path / "x.npz", zipped(("a.npy", zeros), method=zipfile.ZIP_DEFLATED))
+    summary = summary_of(tmp_path / "x.npz", zipped(("a.npy", zeros), method=zipfile.ZIP_DEFLATED))
     assert (summary.nbytes, summary.problems) == (50_000_000, ())
 
 
@@ -298,7 +296,7 @@ def test_a_directory_of_parts_is_one_model(tmp_path: Path) -> None:
         sx.open_checkpoint(tmp_path)
 
 
-def test_a_directory_of_several_models_asks_for_one(tmp_path: Path) -> None:
+def test_the_error_for_several_foreign_files_asks_for_one(tmp_path: Path) -> None:
     for name in ("q4.gguf", "q8.gguf"):
         (tmp_path / name).write_bytes(gguf([], []))
     with pytest.raises(InvalidArgumentError, match=r"2 files of gguf, name one of them: q4.gguf, q8.gguf"):
@@ -320,7 +318,7 @@ def test_an_orbax_checkpoint_that_was_not_finished_is_incomplete(tmp_path: Path)
     assert isinstance(problem, IncompleteError)
 
 
-def test_a_directory_of_orbax_steps_asks_for_one(tmp_path: Path) -> None:
+def test_the_error_for_several_orbax_steps_asks_for_one(tmp_path: Path) -> None:
     for step in ("0", "1000"):
         shutil.copytree(SAMPLES / "orbax", tmp_path / step)
     with pytest.raises(InvalidArgumentError, match=r"contains checkpoints of Orbax, name one of them: 0, 1000"):

@@ -1,4 +1,4 @@
-"""Directories that look like a checkpoint and are none: commands say what they are and what to do, by their code."""
+"""Directories that look like a checkpoint and are none: what commands print of them, and their exit codes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import CommandLine
 from safetensors.torch import save_file
-from scripts import run_main
+from stored import DATA
 
-DATA = Path(__file__).parents[1] / "data"
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 4976698672\n"
 HTML = "<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>"
 ADAPTER = {"base_model.model.model.layers.0.q_proj.lora_A.weight": torch.ones(2, 4)}
@@ -102,9 +102,9 @@ FOREIGN: dict[str, tuple[Files, int, str]] = {
 }
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
+def run(call: CommandLine, *arguments: str | Path) -> tuple[int, str]:
     """Return the exit code and all output of a command."""
-    code, out, err = run_main(capsys, *arguments)
+    code, out, err = call(*arguments)
     return code, out + err
 
 
@@ -119,27 +119,23 @@ def write(path: Path, files: Files) -> Path:
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_each_command_says_what_it_is_and_what_to_do(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_command_names_the_foreign_kind_and_what_to_do(kind: str, tmp_path: Path, call: CommandLine) -> None:
     files, code, text = FOREIGN[kind]
     path = write(tmp_path / "x", files)
     for arguments in (["info", path], ["verify", path], ["merge", path, tmp_path / "out"]):
-        found, printed = run(capsys, *arguments)
+        found, printed = run(call, *arguments)
         assert (found, text in printed) == (code, True), printed
     assert not (tmp_path / "out").exists()
-    found, printed = run(capsys, "scan", path)
+    found, printed = run(call, "scan", path)
     is_unfinished = kind == "a download"
     assert found == (0 if code == 3 else 1), printed
     assert ("UNFINISHED DOWNLOAD" in printed) == is_unfinished
     assert "WHOLE" not in printed
 
 
-def test_a_file_with_deepspeeds_name_of_another_program_is_read_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_with_deepspeeds_name_of_another_program_is_read_alone(tmp_path: Path, call: CommandLine) -> None:
     path = write(tmp_path / "x", {"mp_rank_00_model_states.pt": torch_file({"w": torch.ones(2)})})
-    assert run(capsys, "merge", path / "mp_rank_00_model_states.pt", tmp_path / "out")[0] == 0
+    assert run(call, "merge", path / "mp_rank_00_model_states.pt", tmp_path / "out")[0] == 0
 
 
 TRAINER, ACCELERATE = "trainer/plain/checkpoint-2", "accelerate/full/state"
@@ -164,56 +160,54 @@ STATE_FILES = {
 
 @pytest.mark.parametrize("name", STATE_FILES)
 def test_a_file_that_is_not_the_model_is_named_and_not_merged_as_one(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, call: CommandLine
 ) -> None:
     text, section = STATE_FILES[name]
     file = DATA / name
     message = f"this file alone is {text.format(file.parent)}"
     for options in ([], ["--exclude", "x"], ["--section", "model"]):
-        code, printed = run(capsys, "merge", file, tmp_path / "out", *options)
+        code, printed = run(call, "merge", file, tmp_path / "out", *options)
         assert (code, message in printed) == (2, True), printed
-    code, printed = run(capsys, "info", file)
+    code, printed = run(call, "info", file)
     assert (code, message in printed) == (0, True), printed
     assert not (tmp_path / "out").exists()
     if section:
-        assert run(capsys, "merge", file, tmp_path / "out", "--section", section)[0] == 0
-        code, printed = run(capsys, "merge", file.parent, tmp_path / "all", "--section", section)
+        assert run(call, "merge", file, tmp_path / "out", "--section", section)[0] == 0
+        code, printed = run(call, "merge", file.parent, tmp_path / "all", "--section", section)
         assert (code, "this file alone" in printed) == (0, False), printed
 
 
-def test_state_files_beside_a_model_are_not_merged_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_files_beside_a_model_are_not_merged_with_it(tmp_path: Path, call: CommandLine) -> None:
     """Without the file by which a framework's directory is known."""
     path = write(tmp_path / "x", {"pytorch_model.bin": torch_file({"w": torch.ones(2)})})
     for name in ("rng_state.pth", "optimizer.pt"):
         shutil.copy(DATA / TRAINER / name, path)
-    code, printed = run(capsys, "merge", path, tmp_path / "out")
+    code, printed = run(call, "merge", path, tmp_path / "out")
     assert (code, "merged 1 tensor" in printed, "not 'optimizer', 'rng'" in printed) == (0, True, True), printed
     (path / "pytorch_model.bin").unlink()
     for options in ([], ["--exclude", "x"]):
-        code, printed = run(capsys, "merge", path, tmp_path / "other", *options)
+        code, printed = run(call, "merge", path, tmp_path / "other", *options)
         assert (code, "there is no section 'model'" in printed) == (2, True), printed
 
 
-def test_an_adapter_without_its_config_is_merged_with_a_note_about_peft(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_without_its_config_is_merged_with_a_note_about_peft(tmp_path: Path, call: CommandLine) -> None:
     path = write(tmp_path / "x", {"adapter_model.safetensors": lambda path: save_file(ADAPTER, path)})
-    code, printed = run(capsys, "merge", path, tmp_path / "out")
+    code, printed = run(call, "merge", path, tmp_path / "out")
     assert (code, "no adapter_config.json: PEFT will not load this directory" in printed) == (0, True)
     (path / "adapter_config.json").write_text("{}")
-    code, printed = run(capsys, "merge", path, tmp_path / "again")
+    code, printed = run(call, "merge", path, tmp_path / "again")
     assert (code, "will not load" in printed) == (0, False)
 
 
-def test_verify_does_not_call_a_file_without_tensors_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_does_not_call_a_file_without_tensors_whole(tmp_path: Path, call: CommandLine) -> None:
     path = write(tmp_path / "x", {"state.pt": torch_file({"step": 3})})
-    code, printed = run(capsys, "verify", path)
+    code, printed = run(call, "verify", path)
     assert (code, "there is no tensor in it" in printed, "every" in printed) == (0, True, False)
 
 
-def test_a_lone_side_file_can_be_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_file_of_lightnings_directory_alone_is_shown(call: CommandLine, tmp_path: Path) -> None:
     file = shutil.copy(DATA / "lightning/sharded/last.ckpt/meta.pt", tmp_path)
-    assert run(capsys, "info", Path(file))[0] == 0
+    assert run(call, "info", Path(file))[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -233,50 +227,48 @@ def test_a_lone_side_file_can_be_shown(capsys: pytest.CaptureFixture[str], tmp_p
     ],
 )
 def test_the_kind_that_is_not_read_beside_another_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], other: str, kind: str, text: str
+    tmp_path: Path, call: CommandLine, other: str, kind: str, text: str
 ) -> None:
     path = Path(shutil.copytree(DATA / other, tmp_path / "x"))
     tensors(path / "model.safetensors")
     for arguments in (["info", path], ["merge", path, tmp_path / "out"]):
-        code, printed = run(capsys, *arguments)
+        code, printed = run(call, *arguments)
         assert (code, text in printed) == (0, True), printed
-    assert f"kind        {kind}\n" in run(capsys, "info", path)[1]
+    assert f"kind        {kind}\n" in run(call, "info", path)[1]
 
 
 @pytest.mark.parametrize("part", ["zero", "zero/up.weight"])
 def test_a_directory_inside_a_universal_checkpoint_is_not_merged_as_a_model(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, part: str
+    call: CommandLine, tmp_path: Path, part: str
 ) -> None:
     step = DATA / "deepspeed/universal/global_step2"
     for arguments in (["info", step / part], ["verify", step / part], ["merge", step / part, tmp_path / "out"]):
-        code, printed = run(capsys, *arguments)
+        code, printed = run(call, *arguments)
         assert (code, f"of DeepSpeed: give the directory of its step, {step} " in printed) == (2, True), printed
     assert not (tmp_path / "out").exists()
 
 
-def test_verls_step_without_the_models_files_has_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verls_step_without_the_models_files_has_no_model(tmp_path: Path, call: CommandLine) -> None:
     path = Path(shutil.copytree(DATA / "verl/fsdp2/run/global_step_1/actor", tmp_path / "x"))
     for file in path.glob("model_*"):
         file.unlink()
     for arguments, expected in ((["info", path], 5), (["verify", path], 5), (["merge", path, tmp_path / "out"], 2)):
-        code, printed = run(capsys, *arguments)
+        code, printed = run(call, *arguments)
         text = "no file of a model is here, only of 'optimizer', 'other'"
         assert (code, text in printed) == (expected, True), printed
 
 
-def test_verls_steps_are_named_if_the_newest_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verls_steps_are_named_if_the_newest_is_missing(tmp_path: Path, call: CommandLine) -> None:
     path = Path(shutil.copytree(DATA / "verl/fsdp2/run", tmp_path / "x"))
     (path / "latest_checkpointed_iteration.txt").write_text("9")
     for arguments in (["info", path], ["verify", path], ["merge", path, tmp_path / "out"]):
-        code, printed = run(capsys, *arguments)
+        code, printed = run(call, *arguments)
         expected = "names global_step_9, which is missing; there are: global_step_1. To read one of these, give its"
         assert (code, expected in printed) == (5, True), printed
-    assert run(capsys, "scan", path)[0] == 1
+    assert run(call, "scan", path)[0] == 1
 
 
-def test_deepspeeds_files_beside_a_dcp_and_gguf_beside_weights_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_deepspeeds_files_beside_a_dcp_and_gguf_beside_weights_are_named(tmp_path: Path, call: CommandLine) -> None:
     mixed = Path(shutil.copytree(DATA / "deepspeed/zero2/global_step2", tmp_path / "mixed"))
     shutil.copytree(DATA / "torchtitan/fused/checkpoint/step-3", mixed, dirs_exist_ok=True)
     trainer = Path(shutil.copytree(DATA / "trainer/plain/checkpoint-2", tmp_path / "trainer"))
@@ -286,17 +278,15 @@ def test_deepspeeds_files_beside_a_dcp_and_gguf_beside_weights_are_named(
         (trainer, "not read: model.gguf"),
     ):
         for arguments in (["info", path], ["merge", path, tmp_path / f"{path.name}.out"]):
-            code, printed = run(capsys, *arguments)
+            code, printed = run(call, *arguments)
             assert (code, text in printed) == (0, True), printed
 
 
 @pytest.mark.parametrize(
     "file", ["verl/fsdp2/run/global_step_1/actor/model_world_size_2_rank_0.pt", "torch/fsdp1/rank1.pt"]
 )
-def test_merging_one_ranks_file_alone_names_the_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
-) -> None:
+def test_merging_one_ranks_file_alone_names_the_directory(tmp_path: Path, call: CommandLine, file: str) -> None:
     path = DATA / file
-    code, printed = run(capsys, "merge", path, tmp_path / "out")
+    code, printed = run(call, "merge", path, tmp_path / "out")
     assert (code, "this file alone is one" in printed) == (5, True), printed
     assert f"give their directory, {path.parent}; no file holds region" in printed

@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 import pytest
 from archives import unpack
+from commands import exit_code_of
 from safetensors import safe_open
 from scripts import page_text
-
-from statexchange.cli.main import main
+from stored import DATA
 
 TESTS = Path(__file__).parents[1]
-DATA = TESTS / "data"
 
 
 class Row(NamedTuple):
@@ -35,7 +34,7 @@ FRAMEWORKS = {
         (
             "unit/test_directories.py::test_the_model_is_merged_bit_by_bit[trainer/plain/checkpoint-2]",
             "unit/test_directories.py::test_the_model_is_merged_bit_by_bit[trainer/sharded/checkpoint-2]",
-            "unit/test_logits.py::test_a_model_of_transformers[trainer]",
+            "unit/test_logits.py::test_a_model_of_transformers_merged_has_equal_logits[trainer]",
             "slow/test_directories_written.py::test_what_a_framework_writes_is_merged_bit_by_bit[trainer]",
         ),
     ),
@@ -45,7 +44,7 @@ FRAMEWORKS = {
             "unit/test_directories.py::test_the_model_is_merged_bit_by_bit[accelerate/full/state]",
             "unit/test_directories.py::test_the_model_is_merged_bit_by_bit[accelerate/sharded/state]",
             "unit/test_directories.py::test_one_of_several_models_must_be_named",
-            "unit/test_logits.py::test_a_model_of_transformers[accelerate]",
+            "unit/test_logits.py::test_a_model_of_transformers_merged_has_equal_logits[accelerate]",
             "slow/test_directories_written.py::test_what_a_framework_writes_is_merged_bit_by_bit[accelerate]",
         ),
     ),
@@ -54,28 +53,28 @@ FRAMEWORKS = {
         (
             "unit/test_directories.py::test_the_model_is_merged_bit_by_bit[verl/fsdp2/run]",
             "unit/test_directories.py::test_the_options_that_a_note_shows_merge_the_base_model_of_a_lora_model",
-            "unit/test_logits.py::test_verl",
+            "unit/test_logits.py::test_a_model_of_verl_merged_has_equal_logits",
             "slow/test_directories_written.py::test_what_a_framework_writes_is_merged_bit_by_bit[verl]",
         ),
     ),
     "FSDP1 of torch 2.13, by torch.save on each rank": Row(
         "torch/fsdp1",
         (
-            "unit/test_directories.py::test_what_torch_alone_saves_is_merged_bit_by_bit[fsdp1]",
+            "unit/test_directories.py::test_checkpoints_that_torch_alone_saves_are_merged_bit_by_bit[fsdp1]",
             "unit/test_directories.py::test_flattened_parameters_are_named_and_not_merged",
-            "unit/test_logits.py::test_a_model_of_transformers[fsdp1]",
+            "unit/test_logits.py::test_a_model_of_transformers_merged_has_equal_logits[fsdp1]",
             "slow/test_directories_written.py::test_what_a_framework_writes_is_merged_bit_by_bit[torch]",
         ),
     ),
     "DCP of torch 2.13": Row(
         "torch/dcp_safetensors",
         (
-            "unit/test_directories.py::test_what_torch_alone_saves_is_merged_bit_by_bit[dcp_safetensors]",
+            "unit/test_directories.py::test_checkpoints_that_torch_alone_saves_are_merged_bit_by_bit[dcp_safetensors]",
             "ranks/test_dcp.py::test_what_dcp_saves_merges_to_what_save_file_writes",
             "ranks/test_dcp.py::test_a_file_for_each_entry_and_torchs_own_conversion",
             "ranks/test_dcp.py::test_what_is_saved_in_the_background_is_read",
             "ranks/test_dcp.py::test_bytes_of_a_storage_extension_are_refused",
-            "unit/test_logits.py::test_a_model_of_transformers[dcp]",
+            "unit/test_logits.py::test_a_model_of_transformers_merged_has_equal_logits[dcp]",
         ),
     ),
     "Lightning 2.6": Row(
@@ -83,9 +82,9 @@ FRAMEWORKS = {
         (
             "unit/test_directories.py::test_the_model_is_merged_bit_by_bit[lightning/sharded/last.ckpt]",
             "unit/test_directories.py::test_the_model_is_merged_bit_by_bit[lightning/fsdp1/last.ckpt]",
-            "unit/test_directories.py::test_lightning_consolidated_in_one_file[fsdp1/full.ckpt]",
-            "unit/test_logits.py::test_lightning_with_the_options_that_a_note_shows[llama_sharded]",
-            "unit/test_logits.py::test_lightning_with_the_options_that_a_note_shows[llama_full]",
+            "unit/test_directories.py::test_one_consolidated_file_of_lightning_is_merged_bit_by_bit[fsdp1/full.ckpt]",
+            "unit/test_logits.py::test_a_model_of_lightning_merged_with_the_options_of_the_note_has_equal_logits[llama_sharded]",
+            "unit/test_logits.py::test_a_model_of_lightning_merged_with_the_options_of_the_note_has_equal_logits[llama_full]",
             "slow/test_directories_written.py::test_what_a_framework_writes_is_merged_bit_by_bit[lightning]",
             "slow/test_logits_written.py::test_the_logits_are_those_of_the_framework_s_model[lightning]",
         ),
@@ -93,13 +92,13 @@ FRAMEWORKS = {
     "DeepSpeed 0.19.8": Row(
         "deepspeed/zero2",
         (
-            "unit/test_deepspeed.py::test_a_checkpoint_has_what_deepspeed_says[zero1]",
-            "unit/test_deepspeed.py::test_a_checkpoint_has_what_deepspeed_says[zero3]",
-            "unit/test_deepspeed.py::test_a_checkpoint_has_what_deepspeed_says[pipeline]",
+            "unit/test_deepspeed.py::test_each_tensor_is_that_which_deepspeed_reports[zero1]",
+            "unit/test_deepspeed.py::test_each_tensor_is_that_which_deepspeed_reports[zero3]",
+            "unit/test_deepspeed.py::test_each_tensor_is_that_which_deepspeed_reports[pipeline]",
             "unit/test_deepspeed.py::test_a_step_and_a_universal_checkpoint_have_the_same_tensors",
-            "unit/test_logits.py::test_deepspeed[llama1]",
-            "unit/test_logits.py::test_deepspeed[llama3]",
-            "unit/test_logits.py::test_deepspeed[universal_llama3]",
+            "unit/test_logits.py::test_a_model_of_deepspeed_merged_has_equal_logits[llama1]",
+            "unit/test_logits.py::test_a_model_of_deepspeed_merged_has_equal_logits[llama3]",
+            "unit/test_logits.py::test_a_model_of_deepspeed_merged_has_equal_logits[universal_llama3]",
             "slow/test_deepspeed_written.py::test_a_checkpoint_that_deepspeed_writes_now_has_what_it_reports",
             "slow/test_logits_written.py::test_the_logits_are_those_of_the_framework_s_model[deepspeed]",
         ),
@@ -130,8 +129,8 @@ FRAMEWORKS = {
         (
             "unit/test_conversions.py::test_torchtitan_is_merged_to_what_its_to_hf_gives[fused]",
             "unit/test_conversions.py::test_torchtitan_is_merged_to_what_its_to_hf_gives[tied]",
-            "unit/test_directories.py::test_torchtitan_parent_names_its_steps",
-            "unit/test_logits.py::test_torchtitan[fused]",
+            "unit/test_directories.py::test_the_error_for_the_parent_of_torchtitans_steps_names_them",
+            "unit/test_logits.py::test_a_model_of_torchtitan_merged_has_equal_logits[fused]",
             "slow/test_conversions_live.py::test_torchtitans_checkpoint_becomes_what_its_to_hf_gives",
         ),
         (DATA / "torchtitan/fused/config.json").read_text(),
@@ -140,7 +139,7 @@ FRAMEWORKS = {
         "torch_checkpointing/state",
         (
             "unit/test_directories.py::test_the_model_is_merged_bit_by_bit[torch_checkpointing/state]",
-            "unit/test_logits.py::test_torch_checkpointing",
+            "unit/test_logits.py::test_a_model_of_torch_checkpointing_merged_has_equal_logits",
             "slow/test_logits_written.py::test_the_logits_are_those_of_the_framework_s_model[torch_checkpointing]",
         ),
     ),
@@ -228,9 +227,7 @@ def test_the_command_of_a_row_merges_its_sample(name: str, tmp_path: Path, monke
     if row.config:
         (work / "config.json").write_text(row.config)
     monkeypatch.chdir(work)
-    with pytest.raises(SystemExit) as ended:
-        main(command[1:])
-    assert ended.value.code == 0
+    assert exit_code_of(*command[1:]) == 0
     with safe_open(work / command[3] / "model.safetensors", "numpy") as merged:
         assert len(list(merged.keys())) > 1
 

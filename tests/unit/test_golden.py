@@ -35,6 +35,7 @@ from statexchange.testing import run_ranks
 GOLDEN = Path(__file__).parents[1] / "data/golden"
 HOME = os.fspath(Path(sx.__file__).parents[1])
 WIDTHS = (80, 200)
+# As in tests/commands.py, which this file cannot import where it runs as a script.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 OTHER_VARIABLES = ("NO_COLOR", "COLUMNS", "LINES")  # of the terminal that the tests run in
 COMMANDS = {
@@ -90,7 +91,7 @@ for name, arguments in json.loads(sys.argv[1]):
 
 
 def llama(layers: int = 2) -> dict[str, np.ndarray]:
-    """Small weights with the names of a Llama, always the same."""
+    """Return small weights with the names of a Llama, always the same."""
     rng = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (64, 16), "model.norm.weight": (16,)}
     for n in range(layers):
@@ -217,7 +218,7 @@ def normalised(text: str, root: Path) -> str:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
-    """The output of each command, by width and name."""
+    """Return the output of each command, by width and name."""
     root = tmp_path_factory.mktemp("golden")
     build(root)
     return {width: run_commands(root, width) for width in WIDTHS}

@@ -1,6 +1,6 @@
 """Small files that request much memory or time: the cost of a reader is bounded by the bytes of its files.
 
-One child process with little memory and time looks at all of them. Each case is one command with the exit code and
+One child process with little memory and time reads all of them. Each case is one command with the exit code and
 the words that it must end with.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from commands import command_environment
 from hostile_frameworks import (
     a_list_in_itself,
     a_permutation_of_many_parts,
@@ -65,11 +66,9 @@ from hostile_manifests import (
     whole,
 )
 
-import statexchange
 from statexchange.errors import NotFoundError, PeerError, StorageError, without_secrets
 from statexchange.storage.workspace import Workspace
 
-HOME = os.fspath(Path(statexchange.__file__).parents[1])
 pytestmark = pytest.mark.timeout(120)  # so that one worker has all tests of this file, which share one process
 
 MEMORY_BYTES, CPU_SECONDS = 1 << 30, 25
@@ -175,17 +174,17 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]
     good.mkdir()
     whole(good)
     lines = []
-    for number_, case in enumerate(CASES):
+    for number, case in enumerate(CASES):
         path = root / case.make.__name__
         if not path.exists():
             path.mkdir()
             case.make(path)
-        places = {"IN": str(path), "OUT": str(root / f"out-{number_}"), "GOOD": str(good)}
+        places = {"IN": str(path), "OUT": str(root / f"out-{number}"), "GOOD": str(good)}
         words = [places.get(word.partition("/")[0], word.partition("/")[0]) for word in case.command.split()]
         rests = [word.partition("/")[1:] for word in case.command.split()]
         lines.append(json.dumps([word + "".join(rest) for word, rest in zip(words, rests, strict=True)]))
     lines += [json.dumps(command.split()) for command in URL_COMMANDS]
-    environment = {**os.environ, "PYTHONPATH": HOME, "OPENBLAS_NUM_THREADS": "1"}
+    environment = command_environment(OPENBLAS_NUM_THREADS="1")
     command = [sys.executable, "-c", CHILD]
     done = subprocess.run(
         command, input="\n".join(lines), capture_output=True, text=True, timeout=200, env=environment, check=False
@@ -200,7 +199,9 @@ def _name(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=_name)
-def test_a_small_hostile_file_costs_little_and_is_named(case: Case, ended: dict[str, tuple[int, str]]) -> None:
+def test_a_small_hostile_manifest_is_named_within_limits_of_memory_and_time(
+    case: Case, ended: dict[str, tuple[int, str]]
+) -> None:
     code, output = ended[_name(case)]
     assert (code, "Traceback" in output) == (case.code, False), output[-2000:]
     assert case.says in output
@@ -211,7 +212,7 @@ def test_a_small_hostile_file_costs_little_and_is_named(case: Case, ended: dict[
 
 def run_closed(redirections: str, *arguments: object) -> tuple[int, str]:
     shell = ["sh", "-c", f'exec "$@" {redirections}', "sh", sys.executable, "-m", "statexchange"]
-    environment = {**os.environ, "PYTHONPATH": HOME, "OPENBLAS_NUM_THREADS": "1"}
+    environment = command_environment(OPENBLAS_NUM_THREADS="1")
     command = [*shell, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
     return done.returncode, done.stdout + done.stderr

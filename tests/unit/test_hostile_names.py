@@ -1,11 +1,10 @@
-"""Names and values in files that would command a terminal, or break JSON or SVG, come out harmless."""
+"""Names and values in files that would control a terminal, or break JSON or SVG, are escaped."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import struct
 import unicodedata
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -14,9 +13,12 @@ import click
 import numpy as np
 import pytest
 import torch
+from commands import CommandLine, exit_code_of
+from stored import write_raw
 from sweeps import slow
 
-from statexchange.cli.main import cli, main
+from statexchange.cli.main import cli
+from statexchange.cli.output import EXIT_CODES
 
 HOSTILE = {
     "escape": "a\x1b[31mred\x1b[0m",
@@ -38,19 +40,20 @@ HOSTILE = {
 }
 BY_DEFAULT = ("escape", "newline", "bidi", "surrogate", "long", "markup", "NUL")  # the others are more of these kinds
 NAMES = [name if name in BY_DEFAULT else slow(name) for name in HOSTILE]
-LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
 def write_safetensors(path: Path, name: str, fill: float, metadata: dict[str, str]) -> None:
     data = np.full((2, 3), fill, np.float32).tobytes()
-    entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, len(data)]}
-    text = json.dumps({"__metadata__": metadata, f"layer.{name}.w": entry}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    write_raw(path, {f"layer.{name}.w": ("F32", [2, 3], data)}, metadata=metadata)
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def hostile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """Checkpoints with a hostile text in names, metadata, configs and, where it can be, in names of files."""
+    """Return a directory of checkpoints, a hostile text, and the name of the directory whose own name has it.
+
+    The checkpoints have the text in names, metadata, configs and, where possible, file names.
+    """
     text = HOSTILE[request.param]
     home = tmp_path_factory.mktemp("hostile")
     for folder, fill in (("a", 1.0), ("b", float("nan"))):
@@ -115,23 +118,19 @@ def test_every_command_that_reads_a_path_is_in_a_case() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_hostile_texts_are_harmless(
+def test_hostile_texts_are_escaped_in_every_output(
     case: list[str],
     hostile: tuple[Path, str, str],
-    capsys: pytest.CaptureFixture[str],
+    call: CommandLine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     home, text, named = hostile
     monkeypatch.chdir(home)
-    for variable in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
     words = {"NAME": as_argument(f"layer.{text}.w"), "TEXT": as_argument(text), "NAMED": named}
     arguments = [words.get(part, part) for part in case]
     for form in ("human", "auto", "json", "jsonl"):
-        with pytest.raises(SystemExit) as ended:
-            main([*arguments, "--format", form])
-        out, err = capsys.readouterr()
-        assert ended.value.code != 70, err
+        code, out, err = call(*arguments, "--format", form)
+        assert code != EXIT_CODES["INTERNAL"], err
         # pipes get tables whose cells tabs separate
         allowed = "\n\t" if form == "auto" else "\n"
         assert unsafe(out, allowed) == unsafe(err, "\n") == set()
@@ -154,20 +153,17 @@ PICTURES = [
 
 
 @pytest.mark.parametrize("case", PICTURES, ids=" ".join)
-def test_hostile_texts_are_text_in_pictures(
+def test_hostile_texts_are_escaped_in_pictures(
     case: list[str], hostile: tuple[Path, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, text, named = hostile
     monkeypatch.chdir(home)
-    for variable in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
     picture = tmp_path / "picture.svg"
     words = {"NAME": as_argument(f"layer.{text}.w"), "NAMED": named}
-    with pytest.raises(SystemExit) as ended:
-        main([*(words.get(part, part) for part in case), "--svg", os.fspath(picture)])
-    if ended.value.code != 0:  # readers refuse names with control characters: there is nothing to draw
+    code = exit_code_of(*(words.get(part, part) for part in case), "--svg", picture)
+    if code != 0:  # readers refuse names with control characters: there is nothing to draw
         assert "NAMED" not in case
-        assert ended.value.code in (3, 4)
+        assert code in (EXIT_CODES["NOT_FOUND"], EXIT_CODES["CORRUPT"])
         assert not picture.exists()
         return
     raw = picture.read_text(encoding="utf-8")
@@ -179,12 +175,12 @@ def test_hostile_texts_are_text_in_pictures(
 
 
 def unsafe(text: str, allowed: str) -> set[str]:
-    """The characters of an output that a terminal obeys, or does not show."""
+    """Return the characters of an output that control a terminal, or that it does not show."""
     return {one for one in set(text) if unicodedata.category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - set(allowed)
 
 
 def text_parameters() -> list[tuple[str, int | str]]:
-    """Each place of a command line that takes a text: the command, with the number of an argument or an option."""
+    """Return each parameter of a command that takes a text: the command, and the number of an argument or an option."""
     found: list[tuple[str, int | str]] = []
     for name in cli.list_commands(click.Context(cli)):
         command = cli.get_command(click.Context(cli), name)
@@ -197,17 +193,15 @@ def text_parameters() -> list[tuple[str, int | str]]:
     return found
 
 
-# Not the path of a file: of the bytes that the command line got, of none, and of a name that no file system takes.
+# Not paths of files: texts that are not the bytes of an argument, an empty one, and one that is too long for a name.
 NO_PATHS = ["a\ud800b", "~\ud800/x", "memory://a\ud800", "a\udcffb", "a\0b", "", "x" * 5000]
 
 
 @pytest.mark.parametrize("where", text_parameters(), ids=lambda where: f"{where[0]} {where[1]}")
 def test_a_text_that_is_no_path_is_refused_by_name(
-    where: tuple[str, int | str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    where: tuple[str, int | str], tmp_path: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for variable in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
     Path("a").mkdir()
     write_safetensors(Path("a/model.safetensors"), "0", 1.0, {})
     name, place = where
@@ -220,8 +214,6 @@ def test_a_text_that_is_no_path_is_refused_by_name(
         arguments = [name, *values, *(["--keep", "1"] if name == "prune" else [])]
         if isinstance(place, str):
             arguments += [place, text]
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        out, err = capsys.readouterr()
-        assert ended.value.code != 70, (arguments, err)
+        code, out, err = call(*arguments)
+        assert code != EXIT_CODES["INTERNAL"], (arguments, err)
         assert unsafe(out, "\n\t") == unsafe(err, "\n") == set()

@@ -211,11 +211,11 @@ def test_no_f_string_truncates_a_whole_repr() -> None:
     assert not found
 
 
-def test_nothing_pickles() -> None:
+def test_no_module_imports_pickle_or_its_kin() -> None:
     forbidden = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing.shared_memory"}
     assert not [(name, found & forbidden) for name, found in imports().items() if found & forbidden]
 
 
-def test_no_work_in_del() -> None:
+def test_no_class_has_a_del_method() -> None:
     for path in PACKAGE.rglob("*.py"):
         assert "def __del__" not in path.read_text(), path

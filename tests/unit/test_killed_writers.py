@@ -1,4 +1,4 @@
-"""Writers are killed at every call that looks at or changes a name, and nothing is lost, mixed or left."""
+"""Writers are killed at each of their storage calls, and nothing is lost, mixed or left."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from forked_jobs import ForkedJobs
 from programs import require
+from sweeps import slow
+from workspaces import manifests_of
 
 import statexchange as sx
 from statexchange.report.verify import verify
-from statexchange.storage.workspace import Manifest, Workspace
+from statexchange.storage.workspace import Workspace
 
 WRITER = """
 import numpy as np
@@ -35,11 +37,11 @@ def commit(path, state, value):
     receipt = workspace.write(held, run="r", round=number, rank=0, world_size=1, config=config, pending=True)
     workspace.commit([receipt], keep=2)
 
-def write(trip, path, value):
+def write(how, path, value):
     state = {f"t{i}": np.full((6, 4), value, np.float32) for i in range(3)}
-    if trip == "save":
+    if how == "save":
         sx.save_checkpoint({"model": state, "step": int(value)}, path, overwrite=True)
-    elif trip == "commit":
+    elif how == "commit":
         commit(path, state, value)
     else:
         workspace = sx.NFSWorkspace(path, run="r")
@@ -53,7 +55,7 @@ WITHOUT_EXCHANGE = ["strace", "-f", "--seccomp-bpf", "-qq", "-o", "/dev/null", *
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Callable[[bool], Writers]]:
-    """Start writers, or get those that run; if told so, as on NFS, which cannot exchange two names."""
+    """Start writers, or return those that run; without `exchange` names cannot be exchanged, as on NFS."""
     started: dict[bool, Writers] = {}
 
     def get(exchange: bool) -> Writers:
@@ -72,14 +74,15 @@ def start() -> Iterator[Callable[[bool], Writers]]:
 class Writers(ForkedJobs):
     """Starts writers, one after another."""
 
-    def write(self, trip: str, path: Path, value: float, kill_at: int = 0) -> list[str] | None:
+    def write(self, how: str, path: Path, value: float, kill_at: int = 0) -> list[str] | None:
         """Run a writer; return its calls, or None if it was killed."""
-        return self.run(trip, str(path), value, kill_at=kill_at)
+        return self.run(how, str(path), value, kill_at=kill_at)
 
 
-def value_of(trip: str, path: Path) -> float:
+def value_of(how: str, path: Path) -> float:
+    """Return the value that was written, after checking that all that is read has it."""
     weights = {f"t{i}": np.zeros((6, 4), np.float32) for i in range(3)}
-    if trip == "write":
+    if how == "write":
         config, weights = sx.NFSWorkspace(path, run="r").read_configs_and_weights_from_rank(0)
         found = config["k"]
     else:
@@ -91,83 +94,81 @@ def value_of(trip: str, path: Path) -> float:
     return found
 
 
-def calls_of(writers: Writers, trip: str, path: Path, writes: int) -> list[str]:
-    """The calls of a writer that comes after `writes` others."""
+def calls_of(writers: Writers, how: str, path: Path, writes: int) -> list[str]:
+    """Return the storage calls of a writer that comes after `writes` others."""
     for value in range(writes):
-        writers.write(trip, path, float(value))
-    calls = writers.write(trip, path, 9.0)
+        writers.write(how, path, float(value))
+    calls = writers.write(how, path, 9.0)
     assert calls is not None
-    print(f"{trip} after {writes}: {len(calls)} calls")
+    print(f"{how} after {writes}: {len(calls)} calls")
     assert {"create", "unlink", "sync"} <= set(calls)
     return calls
 
 
-def points(writers: Writers, trip: str, path: Path, writes: int) -> list[int]:
-    """The numbers of all calls of a writer that comes after `writes` others."""
-    return list(range(1, len(calls_of(writers, trip, path, writes)) + 1))
-
-
-def manifests_of(workspace: Workspace) -> list[Manifest]:
-    """The manifests of all committed rounds, oldest first."""
-    with workspace.view() as view:
-        return view.manifests(view.all_rounds())
+def call_numbers(writers: Writers, how: str, path: Path, writes: int) -> list[int]:
+    """Return the numbers of all storage calls of a writer that comes after `writes` others."""
+    return list(range(1, len(calls_of(writers, how, path, writes)) + 1))
 
 
 # A workspace of rounds
 
 
-def killed_at(writers: Writers, trip: str, number: int, path: Path) -> None:
+def killed_at(writers: Writers, how: str, number: int, path: Path) -> None:
     """Kill a writer at a call; its last calls drop the first of the two rounds that are there."""
     for value in (0.0, 1.0):
-        writers.write(trip, path, value)
-    assert writers.write(trip, path, 2.0, kill_at=number) is None
-    assert value_of(trip, path) in (1.0, 2.0), number
+        writers.write(how, path, value)
+    assert writers.write(how, path, 2.0, kill_at=number) is None
+    assert value_of(how, path) in (1.0, 2.0), number
     for manifest in manifests_of(Workspace(path)):  # a round that is half dropped is not one of them
         assert all((path / receipt.relative).exists() for receipt in manifest.receipts), number
-    writers.write(trip, path, 3.0)  # without a clean-up in between
-    assert value_of(trip, path) == 3.0, number
-    writers.write(trip, path, 4.0)
+    writers.write(how, path, 3.0)  # without a clean-up in between
+    assert value_of(how, path) == 3.0, number
+    writers.write(how, path, 4.0)
     hidden = [p.name for p in path.rglob("*") if p.name.startswith(".")]
     assert hidden == [], number
-    if trip == "commit":  # what was never committed is gone, and so is what was half dropped
+    if how == "commit":  # what was never committed is gone, and so is what was half dropped
         committed = {receipt.relative for manifest in manifests_of(Workspace(path)) for receipt in manifest.receipts}
         files = {os.path.relpath(p, path) for p in path.rglob("*.safetensors")}
         assert files == committed, number
 
 
-@pytest.mark.parametrize("trip", ["commit", "write"])
-def test_killed_at_a_few_calls(start: Callable[[bool], Writers], trip: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["commit", "write"])
+def test_a_writer_killed_at_one_of_some_calls_leaves_the_old_round_or_the_new_one(
+    start: Callable[[bool], Writers], how: str, tmp_path: Path
+) -> None:
     writers = start(True)
-    calls = calls_of(writers, trip, tmp_path / "trace", 2)
+    calls = calls_of(writers, how, tmp_path / "trace", 2)
     removals = [number for number, call in enumerate(calls, 1) if call == "unlink"]
     for number in sorted({*range(4, len(calls), max(1, len(calls) // 6)), *removals[-3:]}):
-        killed_at(writers, trip, number, tmp_path / str(number))
+        killed_at(writers, how, number, tmp_path / str(number))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("trip", ["commit", "write"])
-def test_killed_at_every_call(start: Callable[[bool], Writers], trip: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["commit", "write"])
+def test_a_writer_killed_at_any_call_leaves_the_old_round_or_the_new_one(
+    start: Callable[[bool], Writers], how: str, tmp_path: Path
+) -> None:
     writers = start(True)
-    for number in points(writers, trip, tmp_path / "trace", 2):
-        killed_at(writers, trip, number, tmp_path / str(number))
+    for number in call_numbers(writers, how, tmp_path / "trace", 2):
+        killed_at(writers, how, number, tmp_path / str(number))
 
 
 # A save
 
 
-EVERY = pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+EVERY = pytest.mark.parametrize("step", [7, slow(1)], ids=["some", "all"])
 
 
 @EVERY
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("exchange", [True, False])
-def test_a_killed_save_leaves_the_old_one_or_the_new_one(
+def test_a_killed_save_leaves_the_old_save_or_the_new_one(
     start: Callable[[bool], Writers], exchange: bool, step: int, sweep_path: Path
 ) -> None:
     writers = start(exchange)
     found = []
-    for number in points(writers, "save", sweep_path / "trace" / "saved", 1)[::step]:
+    for number in call_numbers(writers, "save", sweep_path / "trace" / "saved", 1)[::step]:
         path = sweep_path / str(number) / "saved"
         writers.write("save", path, 1.0)
         assert writers.write("save", path, 2.0, kill_at=number) is None
@@ -177,7 +178,7 @@ def test_a_killed_save_leaves_the_old_one_or_the_new_one(
         assert os.listdir(path.parent) == ["saved"], number
         assert sorted(os.listdir(path)) == ["rank-00000-of-00001.safetensors", "save.json"]
     assert set(found) == {1.0, 2.0}
-    assert found == sorted(found)  # once the new one is there, it stays
+    assert found == sorted(found)  # once the new one is there, no later kill brings the old one back
 
 
 @EVERY
@@ -187,7 +188,7 @@ def test_a_first_save_that_is_killed_leaves_nothing_that_a_load_takes(
 ) -> None:
     writers = start(True)
     published = []
-    for number in points(writers, "save", sweep_path / "trace" / "saved", 0)[::step]:
+    for number in call_numbers(writers, "save", sweep_path / "trace" / "saved", 0)[::step]:
         path = sweep_path / str(number) / "saved"
         assert writers.write("save", path, 2.0, kill_at=number) is None
         published.append(path.exists())

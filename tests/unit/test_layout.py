@@ -14,7 +14,7 @@ HOSTILE += [[[True], [2]], [[2**70], [2]], [[0] * 65, [1] * 65], {"a": 1, "b": 2
 
 
 @pytest.mark.parametrize("raw", HOSTILE, ids=lambda raw: repr(raw)[:40])
-def test_hostile_json_is_no_box(raw: Any) -> None:
+def test_json_that_is_no_box_is_a_value_error(raw: Any) -> None:
     with pytest.raises(ValueError, match="not a"):
         Box.from_json(raw)
 
@@ -22,7 +22,7 @@ def test_hostile_json_is_no_box(raw: Any) -> None:
 @pytest.mark.parametrize(
     "raw", [None, [], ["a", "F32", [2], 3], ["a", [], [2], []], ["a", "F33", [2], []], ["a", "F32", "2", []]], ids=repr
 )
-def test_hostile_json_is_no_shard(raw: Any) -> None:
+def test_json_that_is_no_shard_is_a_value_error(raw: Any) -> None:
     with pytest.raises(ValueError, match=r"not a|unknown dtype"):
         Shard.from_json(raw)
 
@@ -43,7 +43,7 @@ def test_a_box_outside_its_tensor_is_refused(offsets: tuple[int, ...], shape: tu
         Shard("w", "F32", (3, 1), (Box(offsets, shape),))
 
 
-def test_sizes_and_local_shapes() -> None:
+def test_the_local_shape_and_the_bytes_of_a_shard_follow_from_its_boxes() -> None:
     one = Shard("w", "F32", (4, 4), (Box((0, 0), (2, 4)),))
     two = Shard("w", "I16", (4, 4), (Box((0, 0), (1, 4)), Box((2, 0), (2, 2))))
     assert (one.local_shape, one.nbytes) == ((2, 4), 32)

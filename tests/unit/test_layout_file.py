@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from commands import CommandLine
 from hypothesis import given, settings
-from random_layouts import cut_by_rules
+from random_layouts import State, cut_by_rules
 from safetensors.torch import load_file, save_file
 from stored import assert_same
+from workspaces import commit_round, part
 
 from statexchange.checkpoint.merge import merge_checkpoint
-from statexchange.cli.main import main
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -23,8 +24,7 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.sharding.rules import Layout
-
-State = dict[str, torch.Tensor]
+from statexchange.sharding.shards import Box, full_box
 
 
 def write_ranks(path: Path, *states: State, name: str = "rank{}.safetensors") -> Path:
@@ -36,11 +36,13 @@ def write_ranks(path: Path, *states: State, name: str = "rank{}.safetensors") ->
 
 
 def merged(path: Path, layout: Any, *states: State, **options: Any) -> State:
+    """Return the tensors that a merge of the ranks' tensors by the layout gives."""
     merge_checkpoint(write_ranks(path / "in", *states), path / "out", layout=layout, **options)
     return load_file(path / "out" / "model.safetensors")
 
 
 def refuse(error: type[StateExchangeError], match: str, path: Path, layout: Any, *states: State) -> StateExchangeError:
+    """Check that a merge by the layout raises this error and writes nothing; return the error."""
     source = write_ranks(path / "in", *states)
     with pytest.raises(error, match=match) as caught:
         merge_checkpoint(source, path / "out", layout=layout)
@@ -48,7 +50,7 @@ def refuse(error: type[StateExchangeError], match: str, path: Path, layout: Any,
     return caught.value
 
 
-def test_dims_replicas_and_uneven_parts(tmp_path: Path) -> None:
+def test_parts_of_different_sizes_are_joined_along_a_dim_and_replicas_are_kept(tmp_path: Path) -> None:
     w, v = torch.randn(7, 6), torch.randn(5, 8).bfloat16()
     states = [
         {"a.w": w[:3], "a.v": v[:, :1], "norm": torch.ones(3)},
@@ -58,23 +60,21 @@ def test_dims_replicas_and_uneven_parts(tmp_path: Path) -> None:
     assert_same(merged(tmp_path, layout, *states), {"a.w": w, "a.v": v, "norm": torch.ones(3)})
 
 
-def test_the_command_line_reads_a_layout_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_reads_a_layout_file(tmp_path: Path, call: CommandLine) -> None:
     w = torch.arange(40.0).reshape(4, 10)
     source = write_ranks(tmp_path / "in", *[{"w": part} for part in w.split(5, dim=1)])
     layout = tmp_path / "layout.json"
     layout.write_text(json.dumps({"rules": {"w": {"dim": 1}}}))
-    with pytest.raises(SystemExit) as ended:
-        main(["merge", str(source), str(tmp_path / "out"), "--layout", str(layout)])
-    assert ended.value.code == 0, capfd.readouterr()
+    code, _, err = call("merge", source, tmp_path / "out", "--layout", layout)
+    assert code == 0, err
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], w)
     layout.write_text("{")
-    with pytest.raises(SystemExit) as ended:
-        main(["merge", str(source), str(tmp_path / "new"), "--layout", str(layout)])
-    assert ended.value.code == 2
-    assert "hint" not in capfd.readouterr().err  # nothing is wrong with the source
+    code, _, err = call("merge", source, tmp_path / "new", "--layout", layout)
+    assert code == 2
+    assert "hint" not in err  # nothing is wrong with the source
 
 
-def test_a_mesh_of_pipeline_tensor_and_expert_parallel_ranks(tmp_path: Path) -> None:
+def test_tensors_of_pipeline_tensor_and_expert_parallel_ranks_are_merged(tmp_path: Path) -> None:
     """pp 2 x ep 2 x tp 2: each stage has a layer, each ep rank two stacked experts, and tp cuts their columns."""
     layers = [torch.randn(4, 6, 10) for _ in range(2)]
     embedding = torch.randn(12, 3)
@@ -95,7 +95,7 @@ def test_a_mesh_of_pipeline_tensor_and_expert_parallel_ranks(tmp_path: Path) -> 
     assert_same(merged(tmp_path, layout, *states), expected)
 
 
-def test_a_mesh_that_version_0_1_called_a_grid(tmp_path: Path) -> None:
+def test_a_layout_of_version_0_1_that_calls_the_mesh_a_grid_is_accepted(tmp_path: Path) -> None:
     w = torch.randn(10, 2)
     layout = {"grid": {"tp": 2}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
     assert torch.equal(merged(tmp_path, layout, {"w": w[:5]}, {"w": w[5:]})["w"], w)
@@ -103,7 +103,7 @@ def test_a_mesh_that_version_0_1_called_a_grid(tmp_path: Path) -> None:
         Layout.parse({**layout, "mesh": {"tp": 2}})
 
 
-def test_one_dim_cut_along_two_axes_the_first_being_the_slowest(tmp_path: Path) -> None:
+def test_of_two_axes_that_cut_one_dim_the_first_is_the_slowest(tmp_path: Path) -> None:
     w = torch.randn(10, 2)
     states = [{"w": part} for part in w.split([3, 2, 3, 2])]
     layout = {"mesh": {"tp": 2, "dp": 2}, "rules": {"w": {"dim": 0, "axis": ["tp", "dp"]}}}
@@ -111,7 +111,7 @@ def test_one_dim_cut_along_two_axes_the_first_being_the_slowest(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_fused_blocks(tmp_path: Path, dim: int) -> None:
+def test_parts_of_each_fused_block_are_joined(tmp_path: Path, dim: int) -> None:
     """Each rank has its part of the query, of the key and of the value, one after another."""
     blocks = [torch.randn(*(s if d == dim else 4 for d in range(3))) for s in (8, 2, 2)]
     parts = [torch.cat([block.chunk(2, dim)[rank] for block in blocks], dim) for rank in range(2)]
@@ -119,7 +119,7 @@ def test_fused_blocks(tmp_path: Path, dim: int) -> None:
     assert torch.equal(whole["qkv"], torch.cat(blocks, dim))
 
 
-def test_a_fused_tensor_becomes_several(tmp_path: Path) -> None:
+def test_a_fused_tensor_is_split_into_several(tmp_path: Path) -> None:
     blocks = {"q": torch.randn(8, 3), "k": torch.randn(2, 3), "v": torch.randn(2, 3)}
     states = [{"l.qkv.weight": torch.cat([b.chunk(2)[rank] for b in blocks.values()])} for rank in range(2)]
     states = [{**s, "up.weight": torch.cat([torch.zeros(2, 2), torch.ones(2, 2)])} for s in states]
@@ -135,7 +135,7 @@ def test_a_fused_tensor_becomes_several(tmp_path: Path) -> None:
     assert_same(merged(tmp_path, layout, *states), expected)
 
 
-def test_interleaved_groups_of_heads(tmp_path: Path) -> None:
+def test_interleaved_groups_of_heads_are_split_into_queries_keys_and_values(tmp_path: Path) -> None:
     """Megatron's fused projection: for each group its queries, its key, its value; ranks hold two groups each."""
     q, k, v = torch.randn(4, 6, 5), torch.randn(4, 2, 5), torch.randn(4, 2, 5)  # group, head x dim, hidden
     fused = torch.cat([q, k, v], 1).reshape(40, 5)
@@ -181,7 +181,7 @@ def test_a_reduction_goes_window_by_window_and_with_a_cut(tmp_path: Path) -> Non
     assert torch.equal(merged(tmp_path, layout, *copies, dtype="bfloat16")["s"], whole.amax(0).bfloat16())
 
 
-def test_explicit_boxes(tmp_path: Path) -> None:
+def test_parts_are_placed_by_explicit_boxes(tmp_path: Path) -> None:
     w = torch.arange(32).reshape(8, 4)
     states = [{"w": torch.cat([w[0:1], w[5:8]])}, {"w": w[1:5]}]
     boxes = [[[[0, 0], [1, 4]], [[5, 0], [3, 4]]], [[[1, 0], [4, 4]]]]
@@ -286,15 +286,11 @@ def test_random_layouts_restore_the_whole_tensors(tmp_path_factory: pytest.TempP
 
 
 def test_a_layout_applies_to_plain_tensors_of_workspaces_only(tmp_path: Path) -> None:
-    from test_merge import part, save
-
-    from statexchange.sharding.shards import Box, full_box
-
     w = torch.arange(8.0)
-    save(tmp_path / "ws", *[[part("w", half, full_box((4,)))] for half in w.chunk(2)])
+    commit_round(tmp_path / "ws", *[[part("w", half, full_box((4,)))] for half in w.chunk(2)])
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", layout={"w": {"dim": 0}})
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], w)
-    save(tmp_path / "cut", *[[part("w", w, Box((4 * r,), (4,)))] for r in range(2)])
+    commit_round(tmp_path / "cut", *[[part("w", w, Box((4 * r,), (4,)))] for r in range(2)])
     with pytest.raises(InvalidArgumentError, match="whose file already has its sharding") as caught:
         merge_checkpoint(tmp_path / "cut", tmp_path / "new", layout={"w": {"dim": 0}})
     assert (caught.value.name, caught.value.rank) == ("w", 0)
@@ -303,8 +299,8 @@ def test_a_layout_applies_to_plain_tensors_of_workspaces_only(tmp_path: Path) ->
 def test_a_layout_applies_to_files_of_torch_save(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     whole = torch.randn(3, 8, 5)
-    for rank, part in enumerate(torch.cat([whole[:, :4], whole[:, 4:]]).chunk(2)):
-        torch.save({"w": part.transpose(1, 2)}, tmp_path / "in" / f"rank{rank}.pt")
+    for rank, half in enumerate(torch.cat([whole[:, :4], whole[:, 4:]]).chunk(2)):
+        torch.save({"w": half.transpose(1, 2)}, tmp_path / "in" / f"rank{rank}.pt")
     layout = {"w": {"dim": 2, "split": {"w": {"a": 1, "b": 1}}}}
     merge_checkpoint(tmp_path / "in", tmp_path / "out", layout=layout)
     parts = whole.transpose(1, 2).split(2, 2)
@@ -392,18 +388,17 @@ def test_a_mesh_shows_which_rank_is_missing(tmp_path: Path) -> None:
     ],
 )
 def test_the_file_of_one_rank_alone_is_not_merged_by_a_layout(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: list[str], text: str
+    tmp_path: Path, call: CommandLine, names: list[str], text: str
 ) -> None:
     for name in names:
         (save_file if name.endswith(".safetensors") else torch.save)(TWO_RANKS[0], tmp_path / name)
     file = tmp_path / names[0]
     with pytest.raises(IncompleteError, match=f"this file alone is .*{text}.* give their directory, {tmp_path}"):
         merge_checkpoint(file, tmp_path / "out", layout={"w": {"dim": 0}})
-    for arguments in (["info", str(file)], ["merge", str(file), str(tmp_path / "plain")]):
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        assert ended.value.code == 0
-        assert f"give their directory, {tmp_path}" in "".join(capsys.readouterr())
+    for arguments in (["info", file], ["merge", file, tmp_path / "plain"]):
+        code, out, err = call(*arguments)
+        assert code == 0
+        assert f"give their directory, {tmp_path}" in out + err
 
 
 def test_the_file_of_the_only_rank_is_merged_by_a_layout(tmp_path: Path) -> None:

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from stored import DATA
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers_logits import TOKENS, logits, merged_logits
 
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.testing import run_ranks
-
-DATA = Path(__file__).parents[1] / "data"
 
 
 def tiny_config() -> LlamaConfig:
@@ -46,14 +45,14 @@ def sample_llama(config: Path, weights: Path, wrapper: str = "") -> LlamaForCaus
 
 
 @pytest.mark.parametrize("kind", ["fused", "tied"])
-def test_torchtitan(tmp_path: Path, kind: str) -> None:
+def test_a_model_of_torchtitan_merged_has_equal_logits(tmp_path: Path, kind: str) -> None:
     path = DATA / "torchtitan" / kind
     expected = logits(sample_llama(path / "config.json", path / "to_hf.safetensors"))
     options = ["--convert", "torchtitan:llama3", "--files-from", str(path / "config.json")]
     assert torch.equal(merged_logits(tmp_path, path / "checkpoint/step-3", *options), expected)
 
 
-def test_verl(tmp_path: Path) -> None:
+def test_a_model_of_verl_merged_has_equal_logits(tmp_path: Path) -> None:
     path = DATA / "verl/fsdp2"
     config = path / "run/global_step_1/actor/huggingface/config.json"
     expected = logits(sample_llama(config, path / "expected.safetensors"))
@@ -61,14 +60,14 @@ def test_verl(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama1", "llama3", "universal_llama3"])
-def test_deepspeed(tmp_path: Path, kind: str) -> None:
+def test_a_model_of_deepspeed_merged_has_equal_logits(tmp_path: Path, kind: str) -> None:
     path = DATA / "deepspeed"
     trained = path / f"{kind.removeprefix('universal_')}.safetensors"
     expected = logits(sample_llama(path / kind / "config.json", trained))
     assert torch.equal(merged_logits(tmp_path, path / kind), expected)
 
 
-def test_torch_checkpointing(tmp_path: Path) -> None:
+def test_a_model_of_torch_checkpointing_merged_has_equal_logits(tmp_path: Path) -> None:
     path = DATA / "torch_checkpointing/llama"
     expected = logits(sample_llama(path / "config.json", path / "expected.safetensors"))
     found = merged_logits(tmp_path, path / "state", "--files-from", str(path / "config.json"))
@@ -76,7 +75,7 @@ def test_torch_checkpointing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama_sharded", "llama_full"])
-def test_lightning_with_the_options_that_a_note_shows(tmp_path: Path, kind: str) -> None:
+def test_a_model_of_lightning_merged_with_the_options_of_the_note_has_equal_logits(tmp_path: Path, kind: str) -> None:
     path = DATA / "lightning" / kind
     expected = logits(sample_llama(path / "config.json", path / "expected.safetensors", "model."))
     (note,) = [text for text in merge_checkpoint(path / "last.ckpt", tmp_path / "plain").notes if "wrap" in text]
@@ -87,7 +86,7 @@ def test_lightning_with_the_options_that_a_note_shows(tmp_path: Path, kind: str)
 
 
 def trained(model: LlamaForCausalLM) -> torch.optim.Optimizer:
-    """Make one step."""
+    """Train a model for one step; return its optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model(input_ids=TOKENS, labels=TOKENS).loss.backward()
     optimizer.step()
@@ -160,7 +159,9 @@ def by_ranks(kind: str) -> Callable[[Path], tuple[torch.Tensor, Path]]:
     [by_trainer, by_accelerate, by_own_loop, by_ranks("fsdp1"), by_ranks("dcp")],
     ids=["trainer", "accelerate", "torch.save", "fsdp1", "dcp"],
 )
-def test_a_model_of_transformers(tmp_path: Path, write: Callable[[Path], tuple[torch.Tensor, Path]]) -> None:
+def test_a_model_of_transformers_merged_has_equal_logits(
+    tmp_path: Path, write: Callable[[Path], tuple[torch.Tensor, Path]]
+) -> None:
     expected, source = write(tmp_path / "written")
     tiny_llama().config.save_pretrained(tmp_path / "config")
     assert torch.equal(merged_logits(tmp_path, source, "--files-from", str(tmp_path / "config")), expected)

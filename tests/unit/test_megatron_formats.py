@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import pickle
 import shutil
 import sys
@@ -16,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 from archives import unpack
+from commands import CommandLine
 from megatron_states import check_expected, check_legacy, merged, read
 from scripts import page_block, run_commands
+from stored import DATA
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from statexchange.checkpoint.merge import merge_checkpoint
-from statexchange.cli.main import main
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -38,12 +38,12 @@ from statexchange.report.value_checks import CHECKS
 from statexchange.report.verify import verify
 from statexchange.sharding.megatron import division_of
 
-DATA = Path(__file__).parents[1] / "data" / "megatron"
+# By sample: the number of tensors of torch_dist, and of the model in its legacy format.
 SAMPLES = {"tp2_pp2": (25, 23), "pp2_tied": (32, 14), "ep2_moe": (12, 33), "pp2_vpp2": (9, 27)}
 
 
 def unpacked(sample: str, folder: Path) -> Path:
-    unpack(DATA / f"{sample}.tar.xz", folder / sample)
+    unpack(DATA / "megatron" / f"{sample}.tar.xz", folder / sample)
     return folder / sample
 
 
@@ -524,14 +524,11 @@ def test_a_linear_fc1_that_fits_no_linear_fc2_is_refused() -> None:
     ],
 )
 def test_the_command_line_exits_with_the_code_of_the_damage(
-    legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], code: int
+    legacy: Path, tmp_path: Path, call: CommandLine, damage: Callable[[Path], object], code: int
 ) -> None:
     damage(legacy)
-    for arguments in (["info", str(legacy), "--json"], ["merge", str(legacy), str(tmp_path / "out"), "--json"]):
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        assert ended.value.code == code
-        assert json.loads(capsys.readouterr().out)["ok"] is False
+    for arguments in (["info", legacy], ["merge", legacy, tmp_path / "out"]):
+        assert call.json(*arguments)[0] == code
 
 
 def test_the_commands_of_the_page_print_what_it_shows(samples: dict[str, Path], tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from huggingface_hub import load_torch_model, save_torch_state_dict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from stored import contents_of, flip_bit, json_header, write_raw, write_with_header
+from workspaces import bytes_of, commit_round, part
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
@@ -34,28 +36,13 @@ from statexchange.errors import (
 )
 from statexchange.formats.registry import open_source
 from statexchange.report.verify import verify
-from statexchange.sharding.shards import Box, Shard, full_box
+from statexchange.sharding.shards import Box, full_box
 from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import Receipt, Workspace
 from statexchange.tensors import DTYPE_NAMES
-
-SHORT = {getattr(torch, long_name): name for long_name, name in DTYPE_NAMES.items()}
-
-
-def content(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def part(name: str, whole: torch.Tensor, *boxes: Box) -> ShardData:
-    """Return the part of `whole` that a rank holds, with its shard."""
-    data = b"".join(
-        content(whole[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))]) for box in boxes
-    )
-    return ShardData(Shard(name, SHORT[whole.dtype], tuple(whole.shape), boxes), memoryview(data))
 
 
 def chunks(shape: tuple[int, ...], world_size: int, dim: int) -> list[Box]:
-    """The boxes of torch.chunk, some of them possibly empty."""
+    """Return the boxes of torch.chunk, some of them possibly empty."""
     size = -(-shape[dim] // world_size)
     begins = [min(size * r, shape[dim]) for r in range(world_size + 1)]
     return [
@@ -67,19 +54,10 @@ def chunks(shape: tuple[int, ...], world_size: int, dim: int) -> list[Box]:
     ]
 
 
-def save(path: Path, *ranks: list[ShardData], **facts: Any) -> list[Receipt]:
-    workspace = Workspace(path)
-    receipts = [
-        workspace.write(held, run="job", round=1, rank=r, world_size=len(ranks), extra=facts)
-        for r, held in enumerate(ranks)
-    ]
-    workspace.commit(receipts, keep=2)
-    return receipts
-
-
 def whole_state() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    state = {f"all.{name}": torch.arange(35).to(dtype).reshape(7, 5) for dtype, name in SHORT.items() if name != "C128"}
+    names = {getattr(torch, long_name): name for long_name, name in DTYPE_NAMES.items()}
+    state = {f"all.{name}": torch.arange(35).to(dtype).reshape(7, 5) for dtype, name in names.items() if name != "C128"}
     state["big"] = torch.randn(1500, 701, generator=generator)  # more than a window
     state["tall"] = torch.randn(700_001, 3, generator=generator).bfloat16()
     state["cube"] = torch.randn(3, 300, 1000, generator=generator)
@@ -103,23 +81,23 @@ def lay_out(state: dict[str, torch.Tensor], world_size: int, dim: int) -> list[l
 @pytest.mark.parametrize(("world_size", "dim"), [(1, 0), (3, 0), (4, 1), (3, 2), (9, 0)])
 def test_one_file_is_what_save_file_writes(tmp_path: Path, world_size: int, dim: int) -> None:
     state = whole_state()
-    save(tmp_path / "ws", *lay_out(state, world_size, dim))
+    commit_round(tmp_path / "ws", *lay_out(state, world_size, dim))
     seen: list[tuple[int, int]] = []
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", on_progress=lambda *counts: seen.append(counts))
     save_file(state, tmp_path / "expected", {"format": "pt"})
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
     assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors", "statexchange.json"]
-    assert seen[-1] == (report.nbytes, report.nbytes) == (sum(len(content(t)) for t in state.values()),) * 2
+    assert seen[-1] == (report.nbytes, report.nbytes) == (sum(len(bytes_of(t)) for t in state.values()),) * 2
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert (report.num_tensors, report.files) == (len(state), (("model.safetensors", report.nbytes),))
     assert sorted(os.listdir(tmp_path)) == ["expected", "out", "ws"]
 
 
-def test_two_dims_and_interleaved_rows(tmp_path: Path) -> None:
+def test_boxes_of_two_dims_and_interleaved_rows_are_merged(tmp_path: Path) -> None:
     value = torch.randn(1000, 900, dtype=torch.float64)
     blocks = [Box((r, c), (h, w)) for r, h in ((0, 301), (301, 699)) for c, w in ((0, 1), (1, 899))]
     strided = [[Box((r, 0), (1, 900)) for r in range(1000) if r % 3 == k] for k in range(3)]
-    save(
+    commit_round(
         tmp_path / "ws",
         *[[part("mesh", value, blocks[r]), *([part("rows", value, *strided[r])] if r < 3 else [])] for r in range(4)],
     )
@@ -131,7 +109,7 @@ def test_two_dims_and_interleaved_rows(tmp_path: Path) -> None:
 
 @st.composite
 def cut(draw: st.DrawFn) -> tuple[torch.Tensor, list[list[Box]]]:
-    """A small tensor cut into a random mesh of boxes on random ranks."""
+    """Draw a small tensor, and for each rank some boxes of a random mesh over it."""
     shape = tuple(draw(st.lists(st.integers(1, 9), max_size=4)))
     cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
     boxes = [Box((), ())]
@@ -152,13 +130,13 @@ def test_tensors_of_any_sharding_are_restored(tmp_path_factory: pytest.TempPathF
 
     value, ranks = case
     path = tmp_path_factory.mktemp("any", numbered=True)
-    save(path / "ws", *[[part("w", value, *boxes)] for boxes in ranks])
+    commit_round(path / "ws", *[[part("w", value, *boxes)] for boxes in ranks])
     with pytest.MonkeyPatch.context() as patch:  # small windows, so that small tensors take many
         patch.setattr(tensor_reader, "WINDOW_BYTES", window)
         patch.setattr(tensor_reader, "windows", lambda shape, itemsize: regions.windows(shape, itemsize, window))
         merge_checkpoint(path / "ws", path / "out")
     back = load_file(path / "out" / "model.safetensors")["w"]
-    assert (back.dtype, back.shape, content(back)) == (value.dtype, value.shape, content(value))
+    assert (back.dtype, back.shape, bytes_of(back)) == (value.dtype, value.shape, bytes_of(value))
     shutil.rmtree(path)
 
 
@@ -167,7 +145,7 @@ def test_several_files_and_an_index_as_the_hub_writes_them(tmp_path: Path) -> No
     state = {name: value.detach() for name, value in model.state_dict().items()}
     # The split follows the order of the state dict, which a file does not keep; so both get the order of the file.
     state = dict(sorted(state.items()))
-    save(tmp_path / "ws", *lay_out(state, 2, 0))
+    commit_round(tmp_path / "ws", *lay_out(state, 2, 0))
     (tmp_path / "hub").mkdir()
     save_torch_state_dict(state, tmp_path / "hub", max_shard_size=6000)
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", max_shard_size=6000, threads=2)
@@ -188,7 +166,9 @@ def test_several_files_and_an_index_as_the_hub_writes_them(tmp_path: Path) -> No
 def test_the_manifest_records_the_source_of_every_byte(tmp_path: Path) -> None:
     value = torch.arange(12.0).reshape(4, 3)
     top, bottom = chunks((4, 3), 2, 0)
-    save(tmp_path / "ws", [part("w", value, top), part("v", value, full_box((4, 3)))], [part("w", value, bottom)])
+    commit_round(
+        tmp_path / "ws", [part("w", value, top), part("v", value, full_box((4, 3)))], [part("w", value, bottom)]
+    )
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", rename=[("^", "m.")])
     source = {(h.rank, t.shard.name): t.byte_ranges[0].digest for h, t in open_source(tmp_path / "ws").shards()}
     record = json.loads((tmp_path / "out" / "statexchange.json").read_text())
@@ -201,7 +181,7 @@ def test_the_manifest_records_the_source_of_every_byte(tmp_path: Path) -> None:
 
 
 def test_a_merged_directory_can_be_merged_again_to_the_same_bytes(tmp_path: Path) -> None:
-    save(tmp_path / "ws", *lay_out(whole_state(), 3, 1))
+    commit_round(tmp_path / "ws", *lay_out(whole_state(), 3, 1))
     merge_checkpoint(tmp_path / "ws", tmp_path / "one")
     merge_checkpoint(tmp_path / "one", tmp_path / "several", max_shard_size="1MB")
     merge_checkpoint(tmp_path / "several", tmp_path / "again", max_shard_size="1GB")
@@ -221,21 +201,19 @@ def refuse(error: type[StateExchangeError], path: Path, match: str, **options: A
 
 def test_altered_bytes_are_named_and_nothing_is_published(tmp_path: Path) -> None:
     state = whole_state()
-    receipts = save(tmp_path / "ws", *lay_out(state, 3, 0))
-    path = tmp_path / "ws" / receipts[1].relative
+    files = commit_round(tmp_path / "ws", *lay_out(state, 3, 0))
+    path = files[1]
     byte_range = next(h for h in open_source(tmp_path / "ws").files if h.rank == 1).tensors["tall"].byte_ranges[0]
-    data = bytearray(path.read_bytes())
-    data[byte_range.begin + byte_range.nbytes // 2] ^= 4
-    path.write_bytes(data)
+    flip_bit(path, byte_range.begin + byte_range.nbytes // 2, 2)
     for options in ({}, {"max_shard_size": 2_000_000, "threads": 2}):
         error = refuse(CorruptError, tmp_path, "digest", **options)
         assert (error.name, error.rank, error.path) == ("tall", 1, str(path))
 
 
 def test_a_truncated_or_missing_file_is_named(tmp_path: Path) -> None:
-    receipts = save(tmp_path / "ws", *lay_out({"w": torch.ones(8, 8)}, 2, 0))
-    path = tmp_path / "ws" / receipts[1].relative
-    os.truncate(path, receipts[1].nbytes - 1)
+    files = commit_round(tmp_path / "ws", *lay_out({"w": torch.ones(8, 8)}, 2, 0))
+    path = files[1]
+    os.truncate(path, path.stat().st_size - 1)
     assert refuse(CorruptError, tmp_path, r"truncated|receipt").path == str(path)
     path.unlink()
     error = refuse(IncompleteError, tmp_path, "missing")
@@ -244,17 +222,17 @@ def test_a_truncated_or_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_gaps_and_overlaps_are_named_with_tensor_region_and_ranks(tmp_path: Path) -> None:
     value = torch.ones(4, 4)
-    save(tmp_path / "ws", [part("w", value, Box((0, 0), (2, 4)))], [part("w", value, Box((1, 0), (3, 4)))])
+    commit_round(tmp_path / "ws", [part("w", value, Box((0, 0), (2, 4)))], [part("w", value, Box((1, 0), (3, 4)))])
     error = refuse(OverlapError, tmp_path, r"\[1:2, 0:4\] is claimed twice: .* rank 0 .* rank 1")
     assert error.name == "w"
     shutil.rmtree(tmp_path / "ws")
-    save(tmp_path / "ws", [part("w", value, Box((0, 0), (2, 4)))], [part("w", value, Box((3, 0), (1, 4)))])
+    commit_round(tmp_path / "ws", [part("w", value, Box((0, 0), (2, 4)))], [part("w", value, Box((3, 0), (1, 4)))])
     assert refuse(IncompleteError, tmp_path, r"\[2:3, 0:4\]").name == "w"
 
 
 def test_replicas_that_differ_are_an_error_that_names_the_option(tmp_path: Path) -> None:
     box = full_box((2,))
-    save(tmp_path / "ws", *[[part("w", torch.tensor([r, 5]), box)] for r in range(3)])
+    commit_round(tmp_path / "ws", *[[part("w", torch.tensor([r, 5]), box)] for r in range(3)])
     error = refuse(ReplicaError, tmp_path, r"ranks 0 and 1 .*replicas=\"root\" \(--replicas root\)")
     assert (error.name, error.rank) == ("w", 1)
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", replicas="root")
@@ -273,18 +251,18 @@ def test_replicas_without_digests_are_compared_by_their_bytes(tmp_path: Path) ->
 def test_tied_tensors_are_written_once_if_they_are_equal(tmp_path: Path) -> None:
     value = torch.arange(6.0)
     parts = [part("a", value, full_box((6,))), part("b", value, full_box((6,)))]
-    save(tmp_path / "ws", parts, aliases={"b": "a"})
+    commit_round(tmp_path / "ws", parts, extra={"aliases": {"b": "a"}})
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out")
     assert (list(load_file(tmp_path / "out" / "model.safetensors")), report.aliases) == (["a"], {"b": "a"})
     assert json.loads((tmp_path / "out" / "statexchange.json").read_text())["aliases"] == {"b": "a"}
     shutil.rmtree(tmp_path / "ws")
     shutil.rmtree(tmp_path / "out")
-    save(tmp_path / "ws", [parts[0], part("b", value + 1, full_box((6,)))], aliases={"b": "a"})
+    commit_round(tmp_path / "ws", [parts[0], part("b", value + 1, full_box((6,)))], extra={"aliases": {"b": "a"}})
     assert refuse(ReplicaError, tmp_path, "tied to 'a'").name == "b"
 
 
 def test_invalid_options_and_dtypes_are_refused(tmp_path: Path) -> None:
-    save(
+    commit_round(
         tmp_path / "ws",
         [part("c", torch.ones(2, dtype=torch.complex128), full_box((2,))), part("w", torch.ones(1), full_box((1,)))],
     )
@@ -304,7 +282,7 @@ def test_invalid_options_and_dtypes_are_refused(tmp_path: Path) -> None:
 
 def test_a_dry_run_raises_what_the_merge_raises_and_writes_nothing(tmp_path: Path) -> None:
     parts = [part("w", torch.ones(2), full_box((2,))), part("v", torch.ones(2), full_box((2,)))]
-    save(tmp_path / "ws", [*parts, part("c", torch.ones(2, dtype=torch.complex128), full_box((2,)))])
+    commit_round(tmp_path / "ws", [*parts, part("c", torch.ones(2, dtype=torch.complex128), full_box((2,)))])
     file = tmp_path / "file"
     file.write_bytes(b"")
     (tmp_path / "link").symlink_to("nowhere")
@@ -351,16 +329,11 @@ def test_a_dry_run_refuses_copies_that_cannot_be_reduced(tmp_path: Path) -> None
         shutil.rmtree(tmp_path / "ws")
 
 
-def header_of(path: Path) -> dict[str, Any]:
-    data = path.read_bytes()
-    return dict(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]))
-
-
 def test_metadata_of_a_file_is_kept(tmp_path: Path) -> None:
     kept = {f"key{n}": json.dumps({"_type": n}) for n in range(13)}
     save_file({"w": torch.ones(2)}, tmp_path / "one.safetensors", {"format": "pt", **kept})
     report = merge_checkpoint(tmp_path / "one.safetensors", tmp_path / "out")
-    assert header_of(tmp_path / "out/model.safetensors")["__metadata__"] == {"format": "pt", **kept}
+    assert json_header(tmp_path / "out/model.safetensors")["__metadata__"] == {"format": "pt", **kept}
     assert report.notes == ()
     merge_checkpoint(tmp_path / "out", tmp_path / "again", max_shard_size=1)
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
@@ -373,7 +346,7 @@ def test_metadata_on_which_files_differ_is_named(tmp_path: Path) -> None:
         save_file({f"w{number}": torch.ones(2)}, tmp_path / f"src/m-0000{number}-of-00002.safetensors", metadata)
     report = merge_checkpoint(tmp_path / "src", tmp_path / "out")
     kept = {"format": "pt", "only1": "y", "only2": "y", "same": "x"}
-    assert header_of(tmp_path / "out/model.safetensors")["__metadata__"] == kept
+    assert json_header(tmp_path / "out/model.safetensors")["__metadata__"] == kept
     assert report.notes == (
         "metadata keys that are not kept: differs (files differ)",
         "the metadata key format becomes 'pt'; it was 'flax'",
@@ -382,31 +355,22 @@ def test_metadata_on_which_files_differ_is_named(tmp_path: Path) -> None:
 
 def test_metadata_that_is_no_text_is_named(tmp_path: Path) -> None:
     header = b'{"__metadata__":{"half":"\\ud800"},"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
-    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\7")
+    write_with_header(tmp_path / "x.safetensors", header, b"\7")
     report = merge_checkpoint(tmp_path / "x.safetensors", tmp_path / "out")
     assert report.notes == ("metadata keys that are not kept: half (not valid text)",)
-    assert header_of(tmp_path / "out/model.safetensors")["__metadata__"] == {"format": "pt"}
+    assert json_header(tmp_path / "out/model.safetensors")["__metadata__"] == {"format": "pt"}
 
 
 def test_metadata_of_workspaces_and_of_torchs_writer_is_not_kept(tmp_path: Path) -> None:
-    save(tmp_path / "ws", *lay_out({"w": torch.ones(4, 2)}, 2, 0))
+    commit_round(tmp_path / "ws", *lay_out({"w": torch.ones(4, 2)}, 2, 0))
     parts = tmp_path / "parts"
     parts.mkdir()
     for number, path in enumerate(sorted((tmp_path / "ws").rglob("*.safetensors"))):
         shutil.copy(path, parts / f"{number}.safetensors")
     for source in ("ws", "parts"):
         report = merge_checkpoint(tmp_path / source, tmp_path / f"{source}.out")
-        assert header_of(tmp_path / f"{source}.out/model.safetensors")["__metadata__"] == {"format": "pt"}
+        assert json_header(tmp_path / f"{source}.out/model.safetensors")["__metadata__"] == {"format": "pt"}
         assert report.notes == ()
-
-
-def write_raw(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
-    entries, data = {}, b""
-    for name, (dtype, shape, content) in tensors.items():
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
-        data += content
-    text = json.dumps(entries).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 @pytest.mark.parametrize("layout", [None, {"nothing": {"dim": 0}}])
@@ -485,8 +449,8 @@ def test_deepspeeds_placeholders_are_refused_by_name(tmp_path: Path) -> None:
 def test_readers_name_the_ranks_of_a_gap_and_of_an_overlap(tmp_path: Path) -> None:
     w, b = torch.ones(4), torch.ones(1)
     other = part("b", b, full_box((1,)))
-    save(tmp_path / "hole", [other], [other, part("w", w, Box((0,), (2,)))])
-    save(tmp_path / "overlap", [other], [part("w", w, Box((0,), (3,)))], [part("w", w, Box((2,), (2,)))])
+    commit_round(tmp_path / "hole", [other], [other, part("w", w, Box((0,), (2,)))])
+    commit_round(tmp_path / "overlap", [other], [part("w", w, Box((0,), (3,)))], [part("w", w, Box((2,), (2,)))])
     state = {"w": torch.zeros(4), "b": torch.zeros(1)}
     match = r"region \[2:4\].*ranks \[1\] hold the rest"
     with sx.open_checkpoint(tmp_path / "hole") as checkpoint, pytest.raises(IncompleteError, match=match):
@@ -499,8 +463,8 @@ def test_readers_name_the_ranks_of_a_gap_and_of_an_overlap(tmp_path: Path) -> No
     assert (overlap.value.name, overlap.value.rank, overlap.value.path) == ("w", 2, str(tmp_path / "overlap"))
 
 
-def test_small_files_are_copied(tmp_path: Path) -> None:
-    save(tmp_path / "ws", [part("w", torch.ones(2), full_box((2,)))])
+def test_small_files_are_copied_but_not_weights_or_training_state(tmp_path: Path) -> None:
+    commit_round(tmp_path / "ws", [part("w", torch.ones(2), full_box((2,)))])
     model = tmp_path / "model"
     (model / "sub").mkdir(parents=True)
     for name in ("config.json", "tokenizer.model", ".hidden", "old.safetensors", "pytorch_model.bin", "x.index.json"):
@@ -535,7 +499,7 @@ def test_small_files_are_copied(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_small_files_is_named(tmp_path: Path) -> None:
-    save(tmp_path / "ws", [part("w", torch.ones(2), full_box((2,)))])
+    commit_round(tmp_path / "ws", [part("w", torch.ones(2), full_box((2,)))])
     job = tmp_path / "job"
     (job / "huggingface").mkdir(parents=True)
     (job / "trainer_state.json").write_text("{}")
@@ -548,16 +512,16 @@ def test_a_directory_without_small_files_is_named(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_plans_and_touches_nothing(tmp_path: Path) -> None:
-    save(tmp_path / "ws", *lay_out(whole_state(), 2, 0))
+    commit_round(tmp_path / "ws", *lay_out(whole_state(), 2, 0))
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "a" / "out", max_shard_size="1MB", dry_run=True)
     assert report.dry_run
     assert len(report.files) > 1
     assert os.listdir(tmp_path) == ["ws"]
 
 
-def test_many_ranks_need_few_descriptors(tmp_path: Path) -> None:
+def test_a_merge_of_100_ranks_needs_few_descriptors(tmp_path: Path) -> None:
     value = torch.arange(100 * 4).reshape(100, 4)
-    save(tmp_path / "ws", *[[part("w", value, box)] for box in chunks((100, 4), 100, 0)])
+    commit_round(tmp_path / "ws", *[[part("w", value, box)] for box in chunks((100, 4), 100, 0)])
     program = "import sys; from statexchange.checkpoint.merge import merge_checkpoint; merge_checkpoint(*sys.argv[1:])"
     command = ["prlimit", "--nofile=64", sys.executable, "-c", program, str(tmp_path / "ws"), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -577,12 +541,12 @@ print(peak() - before, "torch" in sys.modules)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_memory_does_not_depend_on_the_size(dim: int) -> None:
+def test_a_merge_of_200_mb_needs_less_than_100_mb_of_memory_and_no_torch(dim: int) -> None:
     place = Path("/dev/shm") / f"statexchange-test-{os.getpid()}"
     place.mkdir(mode=0o700)
     try:
         state = {f"w{i}": torch.zeros(5000, 2500) for i in range(4)}  # 200 MB
-        save(place / "ws", *lay_out(state, 4, dim))
+        commit_round(place / "ws", *lay_out(state, 4, dim))
         command = [sys.executable, "-c", MEASURE, str(place / "ws"), str(place / "out")]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -594,7 +558,7 @@ def test_memory_does_not_depend_on_the_size(dim: int) -> None:
 
 
 def test_an_error_in_one_file_stops_the_others(tmp_path: Path) -> None:
-    save(tmp_path / "ws", *lay_out({f"w{i}": torch.ones(600, 1000) for i in range(8)}, 2, 1))
+    commit_round(tmp_path / "ws", *lay_out({f"w{i}": torch.ones(600, 1000) for i in range(8)}, 2, 1))
     seen: list[int] = []
 
     def fail(done: int, total: int) -> None:
@@ -647,7 +611,7 @@ def test_a_cast_leaves_the_scales_of_float8_tensors(tmp_path: Path) -> None:
     written = load_file(tmp_path / "out/model.safetensors")
     assert {name for name, tensor in written.items() if tensor.dtype == torch.bfloat16} == {"q.bias", "norm.scale"}
     assert written["q.weight_scale_inv"].dtype == torch.float32
-    assert content(written["q.weight"]) == content(state["q.weight"])
+    assert bytes_of(written["q.weight"]) == bytes_of(state["q.weight"])
 
 
 @pytest.mark.parametrize("target", FLOATS, ids=str)
@@ -655,7 +619,7 @@ def test_floats_are_converted_bit_by_bit_as_torch_does(tmp_path: Path, target: t
     state = {str(dtype): awkward(dtype) for dtype in FLOATS}
     state |= {"matrix": torch.randn(1500, 701), "int": torch.arange(5), "fp8": torch.ones(3).to(torch.float8_e5m2)}
     state |= {"bool": torch.tensor([True]), "complex": torch.ones(2, dtype=torch.complex64), "none": torch.empty(0, 3)}
-    save(tmp_path / "ws", *lay_out(state, 3, 1))
+    commit_round(tmp_path / "ws", *lay_out(state, 3, 1))
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", dtype=str(target).removeprefix("torch."), max_shard_size="3MB")
     back: dict[str, torch.Tensor] = {}
     for file in (tmp_path / "out").glob("*.safetensors"):
@@ -665,34 +629,29 @@ def test_floats_are_converted_bit_by_bit_as_torch_does(tmp_path: Path, target: t
         if value.dtype in FLOATS and value.dtype != target:
             expected = value.to(target).masked_fill(value.isnan(), float("nan"))
         assert back[name].dtype == expected.dtype
-        assert content(back[name]) == content(expected), name
+        assert bytes_of(back[name]) == bytes_of(expected), name
     merge_checkpoint(tmp_path / "ws", tmp_path / "torch", dtype=target, max_shard_size="3MB")
     checked = verify(tmp_path / "out")
     assert (checked.findings, checked.num_unproven) == ((), 0)
 
 
-def test_a_conversion_equals_that_of_export_and_checks_digests(tmp_path: Path) -> None:
-    import statexchange as sx
-
+def test_a_merge_casts_as_an_export_does_and_checks_digests(tmp_path: Path) -> None:
     state = {"w": torch.randn(300, 200, dtype=torch.float64), "n": torch.arange(4)}
-    receipts = save(tmp_path / "ws", *lay_out(state, 2, 0))
+    files = commit_round(tmp_path / "ws", *lay_out(state, 2, 0))
     merge_checkpoint(tmp_path / "ws", tmp_path / "merged", dtype=torch.bfloat16)
     sx.export_checkpoint(state, tmp_path / "exported", dtype=torch.bfloat16)
-    files_ = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("merged", "exported")]
-    assert files_[0] == files_[1]
+    written, exported = (tmp_path / name / "model.safetensors" for name in ("merged", "exported"))
+    assert written.read_bytes() == exported.read_bytes()
     for name in ("int8", "float8_e4m3fn", "F8_E4M3", "double trouble"):
         refuse(InvalidArgumentError, tmp_path, "dtype must be one of float16", dtype=name)
-    path = tmp_path / "ws" / receipts[1].relative
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip_bit(files[1], -1)
     assert refuse(CorruptError, tmp_path, "digest", dtype="float16").rank == 1
 
 
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_wrappers_around_all_names_are_removed(tmp_path: Path, wrapper: str) -> None:
     state = {"model.a": torch.ones(2), "head": torch.zeros(3)}
-    save(tmp_path / "ws", *lay_out({wrapper + name: value for name, value in state.items()}, 2, 0))
+    commit_round(tmp_path / "ws", *lay_out({wrapper + name: value for name, value in state.items()}, 2, 0))
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", rename=[("^model", "m")])
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"m.a", "head"}
     assert report.notes == (f"the prefix {wrapper!r} of a wrapper was removed from all names",)
@@ -701,19 +660,19 @@ def test_wrappers_around_all_names_are_removed(tmp_path: Path, wrapper: str) -> 
 
 
 def test_a_prefix_of_only_some_names_is_kept(tmp_path: Path) -> None:
-    save(tmp_path / "ws", *lay_out({"module.a": torch.ones(2), "module": torch.ones(2)}, 1, 0))
+    commit_round(tmp_path / "ws", *lay_out({"module.a": torch.ones(2), "module": torch.ones(2)}, 1, 0))
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out")
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"module.a", "module"}
     assert report.notes == ()
 
 
 def test_a_model_inside_a_nested_state_is_reported(tmp_path: Path) -> None:
-    save(tmp_path / "ws", *lay_out({"model.model.a": torch.ones(2), "model.lm_head": torch.ones(2)}, 1, 0))
+    commit_round(tmp_path / "ws", *lay_out({"model.model.a": torch.ones(2), "model.lm_head": torch.ones(2)}, 1, 0))
     (note,) = merge_checkpoint(tmp_path / "ws", tmp_path / "out").notes
     assert '--rename "^model\\.="' in note
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "new", rename=[(r"^model\.", "")])
     assert (report.notes, list(load_file(tmp_path / "new" / "model.safetensors"))) == ((), ["lm_head", "model.a"])
-    save(tmp_path / "tied", *lay_out({"model.layers.0.w": torch.ones(2), "model.norm": torch.ones(2)}, 1, 0))
+    commit_round(tmp_path / "tied", *lay_out({"model.layers.0.w": torch.ones(2), "model.norm": torch.ones(2)}, 1, 0))
     assert merge_checkpoint(tmp_path / "tied", tmp_path / "hf", files_from={"config.json": "{}"}).notes == ()
 
 
@@ -740,15 +699,13 @@ def kill_a_merge(source: Path, out: Path, when: str = "after") -> Path:
 
 
 def four_files(path: Path) -> None:
-    save(path / "ws", *lay_out({f"w{i}": torch.randn(600, 1000) for i in range(4)}, 2, 1))
+    """Write a workspace whose merge, with files of at most 2.5 MB, has four files."""
+    commit_round(path / "ws", *lay_out({f"w{i}": torch.randn(600, 1000) for i in range(4)}, 2, 1))
 
 
 def marks(directory: Path) -> dict[str, tuple[int, int]]:
+    """Return inode and time of each file, which show whether it has been written again."""
     return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in directory.glob("*.safetensors")}
-
-
-def tree(directory: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in directory.iterdir()}
 
 
 @pytest.mark.parametrize("target", ["absent", "there"])
@@ -768,7 +725,7 @@ def test_a_killed_merge_is_resumed_after_its_finished_files(tmp_path: Path, targ
     assert report.reused == tuple(names[:2])
     after = marks(out)
     assert [after[name] == before[name] for name in names] == [True, True, False, False]
-    assert tree(out) == tree(tmp_path / "expected")
+    assert contents_of(out) == contents_of(tmp_path / "expected")
     assert (seen[0], seen[1], seen[-1]) == (2_400_000, 4_800_000, 9_600_000)
     assert os.listdir(out.parent) == ["out"]
 
@@ -781,7 +738,7 @@ def test_a_file_without_a_receipt_or_changed_since_is_written_again(tmp_path: Pa
         out = tmp_path / "place" / "out"
         harm(kill_a_merge(tmp_path / "ws", out, when))
         report = merge_checkpoint(tmp_path / "ws", out, max_shard_size=2_500_000)
-        assert tree(out) == tree(tmp_path / "expected")
+        assert contents_of(out) == contents_of(tmp_path / "expected")
         assert os.listdir(out.parent) == ["out"]
         shutil.rmtree(out.parent)
         return report.reused
@@ -791,7 +748,7 @@ def test_a_file_without_a_receipt_or_changed_since_is_written_again(tmp_path: Pa
     assert reused_after(lambda left: (left / one).write_bytes((left / two).read_bytes())) == (two,)
     assert reused_after(lambda left: (left / f".{one}.finished").write_text("[1, 2")) == (two,)
     assert reused_after(lambda left: (left / one).unlink()) == (two,)
-    assert reused_after(lambda left: (left / "stranger").write_text("x")) == (one, two)
+    assert reused_after(lambda left: (left / "notes.txt").write_text("x")) == (one, two)
 
     def link(left: Path) -> None:
         (tmp_path / "victim").write_bytes((left / one).read_bytes())
@@ -802,7 +759,7 @@ def test_a_file_without_a_receipt_or_changed_since_is_written_again(tmp_path: Pa
     assert (tmp_path / "victim").exists()
 
 
-def test_other_sources_or_options_never_reuse_a_file(tmp_path: Path) -> None:
+def test_a_file_of_another_source_or_other_options_is_never_reused(tmp_path: Path) -> None:
     four_files(tmp_path)
     source = open_source(tmp_path / "ws").files[0].path
     changes: dict[str, tuple[Callable[[], object], dict[str, Any]]] = {
@@ -835,7 +792,7 @@ def test_two_merges_into_one_target_do_not_share_files(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_reports_the_sources_of_each_tensor(tmp_path: Path) -> None:
-    save(tmp_path / "ws", *lay_out({"w": torch.ones(4, 4), "n": torch.ones(())}, 2, 1))
+    commit_round(tmp_path / "ws", *lay_out({"w": torch.ones(4, 4), "n": torch.ones(())}, 2, 1))
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", dry_run=True, dtype="float16", rename=[("w", "x")])
     listed = {t.name: (t.source, t.dtype, t.shape, t.file, t.num_boxes, len(t.ranks)) for t in report.tensors}
     assert listed["x"] == ("w", "F16", (4, 4), "model.safetensors", 2, 2)

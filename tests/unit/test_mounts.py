@@ -1,6 +1,6 @@
 """Network file systems: mount options that weaken locks or caches, stale files, and errors of close.
 
-H1, H2, H4 and H5 are the checks of tools/nfs_lab that do the same on a real server.
+tools/nfs_lab does the same on a real server.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_options_that_weaken_locks_or_caches_are_named_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """H5: locks that are only local, and no consistency between close and open."""
+    """Locks are only local then, or there is no consistency between close and open."""
     mount(checkpoint.parent, kind, options, monkeypatch)
     with caplog.at_level(logging.WARNING, "statexchange"):
         for number in range(3):
@@ -74,7 +74,7 @@ def test_options_that_weaken_locks_or_caches_are_named_once(
 def test_a_writer_changes_its_directories_once_more_after_a_tick_of_the_servers_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """H2: of two changes within one tick a client that listed between them would never see the second."""
+    """Of two changes within one tick a client that listed between them would never see the second."""
     mount(tmp_path, "nfs", "rw,vers=3", monkeypatch)
     tick_ns = 20_000_000
     workspace = Workspace(tmp_path / "ws")
@@ -102,7 +102,7 @@ READERS = {
 def test_a_file_that_is_gone_on_its_server_is_named_and_no_descriptor_leaks(
     reader: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """H4: fstat of a file that another host has removed raised a plain OSError, and the descriptor stayed open."""
+    """Once another host has removed a file, already fstat of its descriptor fails."""
     fstat, calls = os.fstat, 0
 
     def stale_from(first: int) -> Callable[[int], os.stat_result]:
@@ -185,7 +185,7 @@ EARLY_READERS = {
 def test_a_reader_that_looked_before_the_writer_finds_what_was_written(
     reader: str, before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """H1: full paths are looked up through what the client knows, and an absent name stayed so for 30 s."""
+    """A client looks up full paths in what it knows, where a name that was absent stays absent for some time."""
     mount = tmp_path / "mount"
     mount.joinpath(before).mkdir(parents=True)
     client, path = NfsClient(mount), mount / "job/deep"
@@ -209,7 +209,7 @@ def test_a_reader_that_looked_before_the_writer_finds_what_was_written(
 def test_an_error_of_close_is_named_and_leaves_neither_files_nor_descriptors(
     before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """H4: NFS 3 may report only there that a disk is full."""
+    """NFS 3 may report only there that a disk is full."""
     place = tmp_path / "place"
     place.mkdir()
     out = place / "out"

@@ -1,14 +1,13 @@
-"""Named mutations of whole checkpoints of every kind, each with what a person would say of it.
+"""Named mutations of whole checkpoints of every kind, each with the verdict that commands must give.
 
-A mutation damages a fresh checkpoint and returns what `scan`, `info` and `verify` are to say; None if it does not apply
-to the kind. Where a kind differs for a reason of its own, `OTHERWISE` has what is said of it, and why.
+A mutation damages a fresh checkpoint and returns what `scan`, `info` and `verify` must report, or None if it does not
+apply to the kind. Where a kind differs for a reason of its own, `EXCEPTIONS` has what is reported of it, and why.
 """
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -25,10 +24,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import CommandLine
+from scripts import HOME
+from stored import flip_bit
 from sweeps import slow
 from whole_checkpoints import KINDS, Kind
 
-from statexchange.cli.main import main
 from statexchange.formats.registry import open_source
 from statexchange.report.scan import scan
 from statexchange.sharding.shards import full_box
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 
 @dataclass(frozen=True)
-class Said:
+class Verdict:
     """A verdict on a checkpoint.
 
     Attributes:
@@ -61,32 +62,32 @@ class Said:
     values: tuple[str, str] | None = None
 
 
-WHOLE = Said("WHOLE", "whole", "OK", ("OK",))
-FOUND_BY_VERIFY = Said("WHOLE", "whole", "OK", ("CORRUPT",))
-NOTHING = Said("", "", "NOT_FOUND", ("NOT_FOUND",))
-NEVER_WHOLE = Said("(?!WHOLE)|no row", ".*", ".*", ("UNSAFE", "CORRUPT", "INCOMPLETE", "NOT_FOUND", "USAGE", "IO"))
+WHOLE = Verdict("WHOLE", "whole", "OK", ("OK",))
+FOUND_BY_VERIFY = Verdict("WHOLE", "whole", "OK", ("CORRUPT",))
+NOTHING = Verdict("", "", "NOT_FOUND", ("NOT_FOUND",))
+NEVER_WHOLE = Verdict("(?!WHOLE)|no row", ".*", ".*", ("UNSAFE", "CORRUPT", "INCOMPLETE", "NOT_FOUND", "USAGE", "IO"))
 
 
 def shown(kind: Kind, path: Path, file: Path) -> str:
-    """The path of a file as the row of the checkpoint shows it, as a pattern."""
+    """Return a pattern for the path of a file as the row of the checkpoint shows it."""
     return re.escape(os.fspath(file.relative_to(path / (kind.row or kind.at))))
 
 
-def missing(kind: Kind, path: Path, file: Path) -> Said:
+def missing(kind: Kind, path: Path, file: Path) -> Verdict:
     word = "NO" if file.name.startswith(".") or file.suffix == ".json" else "MISSING"
-    return Said(f"{word} {shown(kind, path, file)}", "broken", "INCOMPLETE", ("INCOMPLETE",))
+    return Verdict(f"{word} {shown(kind, path, file)}", "broken", "INCOMPLETE", ("INCOMPLETE",))
 
 
-def corrupt(kind: Kind, path: Path, file: Path, text: str = "") -> Said:
-    return Said(f"CORRUPT {shown(kind, path, file)}: {text}|TRUNCATED ", "broken")
+def corrupt(kind: Kind, path: Path, file: Path, text: str = "") -> Verdict:
+    return Verdict(f"CORRUPT {shown(kind, path, file)}: {text}|TRUNCATED ", "broken")
 
 
-def refused(kind: Kind, path: Path, file: Path) -> Said:
+def refused(kind: Kind, path: Path, file: Path) -> Verdict:
     text = f"REFUSED {shown(kind, path, file)}: not a regular file"
-    return Said(text, "broken", "UNSAFE", ("UNSAFE", "INCOMPLETE"))
+    return Verdict(text, "broken", "UNSAFE", ("UNSAFE", "INCOMPLETE"))
 
 
-Mutation = Callable[[Kind, Path], "Said | None"]
+Mutation = Callable[[Kind, Path], "Verdict | None"]
 MUTATIONS: dict[str, Mutation] = {}
 
 
@@ -99,42 +100,42 @@ def mutation(function: Mutation) -> Mutation:
 
 
 @mutation
-def cut_in_the_header(kind: Kind, path: Path) -> Said | None:
+def cut_in_the_header(kind: Kind, path: Path) -> Verdict | None:
     file = kind.files(path)[0]
     os.truncate(file, 5)
     return corrupt(kind, path, file)
 
 
 @mutation
-def cut_in_the_middle(kind: Kind, path: Path) -> Said | None:
+def cut_in_the_middle(kind: Kind, path: Path) -> Verdict | None:
     file = kind.files(path)[-1]
     os.truncate(file, file.stat().st_size // 2)
     return corrupt(kind, path, file)
 
 
 @mutation
-def lose_the_last_byte(kind: Kind, path: Path) -> Said | None:
+def lose_the_last_byte(kind: Kind, path: Path) -> Verdict | None:
     file = kind.files(path)[-1]
     os.truncate(file, file.stat().st_size - 1)
     return corrupt(kind, path, file)
 
 
 @mutation
-def empty_a_file(kind: Kind, path: Path) -> Said | None:
+def empty_a_file(kind: Kind, path: Path) -> Verdict | None:
     file = kind.files(path)[0]
     os.truncate(file, 0)
     return corrupt(kind, path, file, "the file is empty")
 
 
 @mutation
-def fill_a_file_with_zeros(kind: Kind, path: Path) -> Said | None:
+def fill_a_file_with_zeros(kind: Kind, path: Path) -> Verdict | None:
     file = kind.files(path)[0]
     file.write_bytes(bytes(file.stat().st_size))
     return corrupt(kind, path, file, "not a ")
 
 
 @mutation
-def append_bytes(kind: Kind, path: Path) -> Said | None:
+def append_bytes(kind: Kind, path: Path) -> Verdict | None:
     file = kind.files(path)[0]
     with file.open("ab") as opened:
         opened.write(b"x" * 100)
@@ -142,21 +143,21 @@ def append_bytes(kind: Kind, path: Path) -> Said | None:
 
 
 @mutation
-def put_a_git_lfs_pointer(kind: Kind, path: Path) -> Said | None:
+def put_a_git_lfs_pointer(kind: Kind, path: Path) -> Verdict | None:
     file = kind.files(path)[0]
     file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345678\n")
     return corrupt(kind, path, file, "this is a pointer of Git LFS")
 
 
 @mutation
-def put_a_web_page(kind: Kind, path: Path) -> Said | None:
+def put_a_web_page(kind: Kind, path: Path) -> Verdict | None:
     file = kind.files(path)[0]
     file.write_text(f"<!DOCTYPE html>\n<html><body>404 Not found {'x' * 500}</body></html>\n")
     return corrupt(kind, path, file, "this is a web page")
 
 
 @mutation
-def claim_a_huge_header(kind: Kind, path: Path) -> Said | None:
+def claim_a_huge_header(kind: Kind, path: Path) -> Verdict | None:
     if kind.container != "safetensors":
         return None
     file = kind.files(path)[0]
@@ -166,28 +167,28 @@ def claim_a_huge_header(kind: Kind, path: Path) -> Said | None:
 
 
 @mutation
-def flip_a_bit_in_the_header(kind: Kind, path: Path) -> Said | None:
+def flip_a_bit_in_the_header(kind: Kind, path: Path) -> Verdict | None:
     if kind.container != "safetensors":
         return None
     file = kind.files(path)[0]
-    _flip(file, 9, 4)
+    flip_bit(file, 9, bit=2)
     return corrupt(kind, path, file, "broken JSON")
 
 
 @mutation
-def flip_a_bit_in_the_data(kind: Kind, path: Path) -> Said | None:
+def flip_a_bit_in_the_data(kind: Kind, path: Path) -> Verdict | None:
     if kind.container == "other":
         return None
     with open_source(path / (kind.row or kind.at), strict=False) as source:
         ranges = [stored for _, tensor in source.shards() for stored in tensor.byte_ranges]
         largest = max(ranges, key=lambda stored: stored.nbytes)
         file, begin = Path(largest.file.path), largest.begin
-    _flip(file, begin, 1)
+    flip_bit(file, begin)
     return FOUND_BY_VERIFY if kind.has_digests else WHOLE
 
 
 @mutation
-def lose_the_end_of_a_tensor_to_zeros(kind: Kind, path: Path) -> Said | None:
+def lose_the_end_of_a_tensor_to_zeros(kind: Kind, path: Path) -> Verdict | None:
     if kind.container == "other":
         return None
     with open_source(path / (kind.row or kind.at), strict=False) as source:
@@ -204,34 +205,34 @@ def lose_the_end_of_a_tensor_to_zeros(kind: Kind, path: Path) -> Said | None:
 
 
 @mutation
-def put_a_nan(kind: Kind, path: Path) -> Said | None:
+def put_a_nan(kind: Kind, path: Path) -> Verdict | None:
     return _overwrite_values(kind, path, "nan", lambda values: values.__setitem__(0, np.nan))
 
 
 @mutation
-def put_an_infinity(kind: Kind, path: Path) -> Said | None:
+def put_an_infinity(kind: Kind, path: Path) -> Verdict | None:
     return _overwrite_values(kind, path, "inf", lambda values: values.__setitem__(0, -np.inf))
 
 
 @mutation
-def fill_a_tensor_with_zeros(kind: Kind, path: Path) -> Said | None:
+def fill_a_tensor_with_zeros(kind: Kind, path: Path) -> Verdict | None:
     return _overwrite_values(kind, path, "all-zero", lambda values: values.fill(0))
 
 
 @mutation
-def fill_a_tensor_with_one_value(kind: Kind, path: Path) -> Said | None:
+def fill_a_tensor_with_one_value(kind: Kind, path: Path) -> Verdict | None:
     return _overwrite_values(kind, path, "all-equal", lambda values: values.fill(0.5))
 
 
 @mutation
-def lose_the_last_page_of_a_tensor(kind: Kind, path: Path) -> Said | None:
+def lose_the_last_page_of_a_tensor(kind: Kind, path: Path) -> Verdict | None:
     def fill(values: Any) -> None:
         values[-(4096 // values.itemsize) :] = 0
 
     return _overwrite_values(kind, path, "zero-tail", fill)
 
 
-def _overwrite_values(kind: Kind, path: Path, check: str, change: Callable[[Any], None]) -> Said | None:
+def _overwrite_values(kind: Kind, path: Path, check: str, change: Callable[[Any], None]) -> Verdict | None:
     """Change the values of each stored box of one tensor: of the model's, of 16 elements and more, the largest."""
     if kind.container == "other":
         return None
@@ -260,30 +261,22 @@ def _overwrite_values(kind: Kind, path: Path, check: str, change: Callable[[Any]
             change(values)
             opened.seek(begin)
             opened.write(values.tobytes())
-    said = FOUND_BY_VERIFY if kind.has_digests else WHOLE
-    return dataclasses.replace(said, values=(largest, check))
-
-
-def _flip(file: Path, at: int, bit: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(at)
-        byte = opened.read(1)[0]
-        opened.seek(at)
-        opened.write(bytes([byte ^ bit]))
+    verdict = FOUND_BY_VERIFY if kind.has_digests else WHOLE
+    return dataclasses.replace(verdict, values=(largest, check))
 
 
 # Files that are missing, or of another kind or place
 
 
 @mutation
-def lose_the_first_file(kind: Kind, path: Path) -> Said | None:
+def lose_the_first_file(kind: Kind, path: Path) -> Verdict | None:
     file = kind.files(path)[0]
     file.unlink()
     return missing(kind, path, file)
 
 
 @mutation
-def lose_a_middle_file(kind: Kind, path: Path) -> Said | None:
+def lose_a_middle_file(kind: Kind, path: Path) -> Verdict | None:
     files = kind.files(path)
     if len(files) < 3:
         return None
@@ -293,7 +286,7 @@ def lose_a_middle_file(kind: Kind, path: Path) -> Said | None:
 
 
 @mutation
-def lose_the_last_file(kind: Kind, path: Path) -> Said | None:
+def lose_the_last_file(kind: Kind, path: Path) -> Verdict | None:
     files = kind.files(path)
     if len(files) < 2:
         return None
@@ -302,7 +295,7 @@ def lose_the_last_file(kind: Kind, path: Path) -> Said | None:
 
 
 @mutation
-def lose_all_files(kind: Kind, path: Path) -> Said | None:
+def lose_all_files(kind: Kind, path: Path) -> Verdict | None:
     files = kind.files(path)
     if len(files) < 2 or not kind.listing:
         return None
@@ -312,7 +305,7 @@ def lose_all_files(kind: Kind, path: Path) -> Said | None:
 
 
 @mutation
-def make_a_directory_of_a_file(kind: Kind, path: Path) -> Said | None:
+def make_a_directory_of_a_file(kind: Kind, path: Path) -> Verdict | None:
     file = kind.files(path)[0]
     file.unlink()
     file.mkdir()
@@ -320,7 +313,7 @@ def make_a_directory_of_a_file(kind: Kind, path: Path) -> Said | None:
 
 
 @mutation
-def make_a_dangling_link(kind: Kind, path: Path) -> Said | None:
+def make_a_dangling_link(kind: Kind, path: Path) -> Verdict | None:
     file = kind.files(path)[0]
     file.unlink()
     file.symlink_to("../blobs/gone")
@@ -328,7 +321,7 @@ def make_a_dangling_link(kind: Kind, path: Path) -> Said | None:
 
 
 @mutation
-def make_a_link_to_itself(kind: Kind, path: Path) -> Said | None:
+def make_a_link_to_itself(kind: Kind, path: Path) -> Verdict | None:
     file = kind.files(path)[0]
     file.unlink()
     file.symlink_to(file.name)
@@ -336,7 +329,7 @@ def make_a_link_to_itself(kind: Kind, path: Path) -> Said | None:
 
 
 @mutation
-def make_a_fifo(kind: Kind, path: Path) -> Said | None:
+def make_a_fifo(kind: Kind, path: Path) -> Verdict | None:
     file = kind.files(path)[0]
     file.unlink()
     os.mkfifo(file)
@@ -344,14 +337,14 @@ def make_a_fifo(kind: Kind, path: Path) -> Said | None:
 
 
 @mutation
-def forbid_a_file(kind: Kind, path: Path) -> Said | None:
+def forbid_a_file(kind: Kind, path: Path) -> Verdict | None:
     file = kind.files(path)[0]
     file.chmod(0)
-    return Said(f"UNREADABLE {shown(kind, path, file)}: ", "broken", "IO", ("IO", "INCOMPLETE"))
+    return Verdict(f"UNREADABLE {shown(kind, path, file)}: ", "broken", "IO", ("IO", "INCOMPLETE"))
 
 
 @mutation
-def swap_two_files(kind: Kind, path: Path) -> Said | None:
+def swap_two_files(kind: Kind, path: Path) -> Verdict | None:
     files = kind.files(path)
     if len(files) < 2:
         return None
@@ -359,30 +352,30 @@ def swap_two_files(kind: Kind, path: Path) -> Said | None:
     files[0].rename(aside)
     files[1].rename(files[0])
     aside.rename(files[1])
-    return Said("(CORRUPT|INCOMPLETE|TRUNCATED)", "broken", ".*", ("CORRUPT", "INCOMPLETE"))
+    return Verdict("(CORRUPT|INCOMPLETE|TRUNCATED)", "broken", ".*", ("CORRUPT", "INCOMPLETE"))
 
 
 @mutation
-def copy_a_file_over_another(kind: Kind, path: Path) -> Said | None:
+def copy_a_file_over_another(kind: Kind, path: Path) -> Verdict | None:
     files = kind.files(path)
     if len(files) < 2:
         return None
     shutil.copyfile(files[0], files[1])
-    return Said("(CORRUPT|INCOMPLETE|TRUNCATED)", "broken", ".*", ("CORRUPT", "INCOMPLETE"))
+    return Verdict("(CORRUPT|INCOMPLETE|TRUNCATED)", "broken", ".*", ("CORRUPT", "INCOMPLETE"))
 
 
 @mutation
-def interrupt_the_download_of_a_file(kind: Kind, path: Path) -> Said | None:
+def interrupt_the_download_of_a_file(kind: Kind, path: Path) -> Verdict | None:
     file = kind.files(path)[0]
     file.rename(file.with_name(f"{file.name}.incomplete"))
     if file.parent != path / (kind.row or kind.at):
         return missing(kind, path, file)
-    return Said("UNFINISHED DOWNLOAD", "unfinished", "INCOMPLETE|NOT_FOUND", ("INCOMPLETE", "NOT_FOUND"))
+    return Verdict("UNFINISHED DOWNLOAD", "unfinished", "INCOMPLETE|NOT_FOUND", ("INCOMPLETE", "NOT_FOUND"))
 
 
 @mutation
-def interrupt_the_download_of_all_files(kind: Kind, path: Path) -> Said | None:
-    """As huggingface_hub leaves them in a hidden directory, beside the small files that came first."""
+def interrupt_the_download_of_all_files(kind: Kind, path: Path) -> Verdict | None:
+    """Leave what huggingface_hub does: a hidden directory, beside the small files that came first."""
     for file in kind.files(path):
         file.unlink()
     if kind.listing:
@@ -390,14 +383,14 @@ def interrupt_the_download_of_all_files(kind: Kind, path: Path) -> Said | None:
     below = path / (kind.row or kind.at) / ".cache/huggingface/download"
     below.mkdir(parents=True)
     (below / "JxXh.5f0b.incomplete").write_bytes(b"half")
-    return Said("UNFINISHED DOWNLOAD", "unfinished", ".*", ("INCOMPLETE", "NOT_FOUND", "USAGE", "OK"))
+    return Verdict("UNFINISHED DOWNLOAD", "unfinished", ".*", ("INCOMPLETE", "NOT_FOUND", "USAGE", "OK"))
 
 
 # What lists the files
 
 
 @mutation
-def lose_the_listing(kind: Kind, path: Path) -> Said | None:
+def lose_the_listing(kind: Kind, path: Path) -> Verdict | None:
     if not kind.listing:
         return None
     (path / kind.listing).unlink()
@@ -405,7 +398,7 @@ def lose_the_listing(kind: Kind, path: Path) -> Said | None:
 
 
 @mutation
-def empty_the_listing(kind: Kind, path: Path) -> Said | None:
+def empty_the_listing(kind: Kind, path: Path) -> Verdict | None:
     if not kind.listing:
         return None
     os.truncate(path / kind.listing, 0)
@@ -413,7 +406,7 @@ def empty_the_listing(kind: Kind, path: Path) -> Said | None:
 
 
 @mutation
-def cut_the_listing(kind: Kind, path: Path) -> Said | None:
+def cut_the_listing(kind: Kind, path: Path) -> Verdict | None:
     if not kind.listing:
         return None
     listing = path / kind.listing
@@ -422,7 +415,7 @@ def cut_the_listing(kind: Kind, path: Path) -> Said | None:
 
 
 @mutation
-def repeat_a_key(kind: Kind, path: Path) -> Said | None:
+def repeat_a_key(kind: Kind, path: Path) -> Verdict | None:
     if not kind.listing.endswith(".json"):
         return None
     listing = path / kind.listing
@@ -433,7 +426,7 @@ def repeat_a_key(kind: Kind, path: Path) -> Said | None:
 
 
 @mutation
-def be_of_a_later_version(kind: Kind, path: Path) -> Said | None:
+def be_of_a_later_version(kind: Kind, path: Path) -> Verdict | None:
     if not kind.has_digests:
         return None
     listing = path / kind.listing
@@ -445,17 +438,17 @@ def be_of_a_later_version(kind: Kind, path: Path) -> Said | None:
 
 
 @mutation
-def name_a_tensor_that_is_nowhere(kind: Kind, path: Path) -> Said | None:
+def name_a_tensor_that_is_nowhere(kind: Kind, path: Path) -> Verdict | None:
     if not kind.listing.endswith("index.json"):
         return None
     file = kind.files(path)[0]
     _add_to_index(path / kind.listing, file.name)
     text = f"INCOMPLETE {shown(kind, path, file)}: the index assigns this tensor to the file, which does not have it"
-    return Said(text, "broken", "INCOMPLETE", ("INCOMPLETE",))
+    return Verdict(text, "broken", "INCOMPLETE", ("INCOMPLETE",))
 
 
 @mutation
-def name_a_file_that_is_nowhere(kind: Kind, path: Path) -> Said | None:
+def name_a_file_that_is_nowhere(kind: Kind, path: Path) -> Verdict | None:
     if not kind.listing.endswith("index.json"):
         return None
     file = path / f"model-00009-of-00009{kind.files(path)[0].suffix}"
@@ -473,14 +466,14 @@ def _add_to_index(listing: Path, file: str) -> None:
 
 
 @mutation
-def leave_a_hidden_file(kind: Kind, path: Path) -> Said | None:
+def leave_a_hidden_file(kind: Kind, path: Path) -> Verdict | None:
     file = kind.files(path)[0]
     file.with_name(f".{file.name}.{'0' * 16}.partial").write_bytes(b"x" * 50)
     return WHOLE
 
 
 @mutation
-def kill_an_export_over_it(kind: Kind, path: Path) -> Said | None:
+def kill_an_export_over_it(kind: Kind, path: Path) -> Verdict | None:
     if kind.format not in ("huggingface", "save") or kind.row is not None:
         return None
     program = f"""
@@ -489,16 +482,15 @@ state = {{"w": numpy.zeros(1000)}}
 stop = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 sx.export_checkpoint(state, {os.fspath(path)!r}, overwrite=True, on_progress=stop)
 """
-    home = os.fspath(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", program], cwd=home, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=HOME, capture_output=True, text=True, timeout=60)
     if "overwrite" in done.stderr:  # only a checkpoint of this package is replaced
         return WHOLE
     assert done.returncode == -9, done.stderr
-    return Said("WHOLE", "whole", "OK", ("OK",), beside="KILLED WRITER")
+    return Verdict("WHOLE", "whole", "OK", ("OK",), beside="KILLED WRITER")
 
 
 @mutation
-def kill_an_export_beside_it(kind: Kind, path: Path) -> Said | None:
+def kill_an_export_beside_it(kind: Kind, path: Path) -> Verdict | None:
     if kind.row is not None or kind.container == "other":
         return None
     program = f"""
@@ -506,29 +498,26 @@ import os, signal, numpy, statexchange as sx
 stop = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 sx.export_checkpoint({{"w": numpy.zeros(1000)}}, {os.fspath(path.parent / "new")!r}, on_progress=stop)
 """
-    home = os.fspath(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", program], cwd=home, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=HOME, capture_output=True, text=True, timeout=60)
     assert done.returncode == -9, done.stderr
     return dataclasses.replace(WHOLE, new="KILLED WRITER")
 
 
 FOREIGN = [name for name, kind in KINDS.items() if kind.container == "other"]
-PLAIN = (
-    "rank files",
-    "rank files of torch",
-)  # nothing says how the ranks divide the tensors, nor how many ranks there are
+# Nothing says how the ranks divide the tensors, nor how many ranks there are.
+PLAIN = ("rank files", "rank files of torch")
 DEEPSPEED = ("ZeRO-2", "ZeRO-3", "DeepSpeed pipeline", "Universal Checkpoint")
-INCOMPLETE = Said("INCOMPLETE", "broken", "INCOMPLETE", ("INCOMPLETE",))
-MISSING = Said("MISSING ", "broken", "INCOMPLETE", ("INCOMPLETE",))
-CORRUPT = Said("CORRUPT", "broken")
-STEP_ALONE = Said("", "", "USAGE", ("USAGE",))  # the directory of the step below is whole, and has to be named
+INCOMPLETE = Verdict("INCOMPLETE", "broken", "INCOMPLETE", ("INCOMPLETE",))
+MISSING = Verdict("MISSING ", "broken", "INCOMPLETE", ("INCOMPLETE",))
+CORRUPT = Verdict("CORRUPT", "broken")
+STEP_ALONE = Verdict("", "", "USAGE", ("USAGE",))  # the directory of the step below is whole, and has to be named
 
 
-def _all(names: Sequence[str], kinds: Sequence[str], said: Said) -> dict[tuple[str, str], Said]:
-    return {(name, kind): said for name in names for kind in kinds}
+def _all(names: Sequence[str], kinds: Sequence[str], verdict: Verdict) -> dict[tuple[str, str], Verdict]:
+    return {(name, kind): verdict for name in names for kind in kinds}
 
 
-OTHERWISE: dict[tuple[str, str], Said] = {
+EXCEPTIONS: dict[tuple[str, str], Verdict] = {
     # A config without any weights is no checkpoint; nothing says that there should be some.
     **_all(["lose_the_first_file", "make_a_directory_of_a_file"], ["huggingface", "torch file"], NOTHING),
     # The numbers in the names prove that all files are there; a round is also whole without the manifest of its commit.
@@ -566,7 +555,7 @@ OTHERWISE: dict[tuple[str, str], Said] = {
     **_all(["lose_the_last_file"], ["FSDP1", "torch_checkpointing"], INCOMPLETE),  # by the boxes of the others
     ("lose_all_files", "verl"): INCOMPLETE,
     ("empty_a_file", "dcp of safetensors"): CORRUPT,
-    ("make_a_dangling_link", "workspace"): Said("REFUSED", "broken", "UNSAFE", ("UNSAFE", "INCOMPLETE")),
+    ("make_a_dangling_link", "workspace"): Verdict("REFUSED", "broken", "UNSAFE", ("UNSAFE", "INCOMPLETE")),
     # Links are not followed in a workspace.
     **_all(["lose_the_listing"], [*DEEPSPEED, "Megatron legacy", "verl"], STEP_ALONE),
     **_all(["cut_the_listing"], DEEPSPEED, INCOMPLETE),  # it names a directory that is not there
@@ -574,16 +563,16 @@ OTHERWISE: dict[tuple[str, str], Said] = {
 }  # fmt: skip
 
 
-def expected(name: str, kind_name: str, said: Said) -> Said:
-    """The verdict that a mutation of a kind should get."""
+def expected(name: str, kind_name: str, verdict: Verdict) -> Verdict:
+    """Return the verdict that a mutation of a kind must get."""
     if kind_name in FOREIGN:
         return NEVER_WHOLE
-    if said.values is not None and kind_name in PLAIN:
-        said = dataclasses.replace(WHOLE, values=said.values)
-    said = OTHERWISE.get((name, kind_name), said)
-    if kind_name in PLAIN and said.verify == WHOLE.verify:
-        said = dataclasses.replace(said, verify=("FINDINGS",))  # plain tensors of ranks differ, so it is never "ok"
-    return said
+    if verdict.values is not None and kind_name in PLAIN:
+        verdict = dataclasses.replace(WHOLE, values=verdict.values)
+    verdict = EXCEPTIONS.get((name, kind_name), verdict)
+    if kind_name in PLAIN and verdict.verify == WHOLE.verify:  # plain tensors of ranks differ, so it is never "ok"
+        verdict = dataclasses.replace(verdict, verify=("FINDINGS",))
+    return verdict
 
 
 @cache
@@ -602,61 +591,54 @@ def _remove_templates() -> Iterator[None]:
 
 
 def _findings(verified: dict[str, Any]) -> list[dict[str, Any]]:
-    """The findings of `verify` in a checkpoint, or in all saves of a job."""
+    """Return the findings of `verify` in a checkpoint, or in all saves of a job."""
     data = verified["data"]
     return [one for record in data.get("saves", [data]) for one in record["findings"]]
 
 
-def _call(capsys: pytest.CaptureFixture[str], command: str, path: Path, *options: str) -> dict[str, object]:
-    with pytest.raises(SystemExit):
-        main([command, os.fspath(path), *options, "--json"])
-    found: dict[str, object] = json.loads(capsys.readouterr().out)
-    return found
-
-
-def wrong_verdicts(kind: Kind, said: Said, path: Path, call: Callable[..., dict[str, object]]) -> list[str]:
-    """A verdict on a checkpoint that is not the one that a person would give."""
+def wrong_verdicts(kind: Kind, verdict: Verdict, path: Path, run: Callable[..., dict[str, Any]]) -> list[str]:
+    """Return what commands report of a checkpoint other than its verdict."""
     wrong = []
-    scanned = call("scan", path.parent)
-    rows = scanned["data"]["checkpoints"]  # type: ignore[index]
+    scanned = run("scan", path.parent)
+    rows = scanned["data"]["checkpoints"]
     place = os.path.normpath(path / (kind.row or kind.at))
     verdicts = [(row["verdict"], row["status"]) for row in rows if os.path.normpath(row["path"]) == place]
-    if said.beside:
-        beside = [one for one in verdicts if re.match(said.beside, one[0])]
+    if verdict.beside:
+        beside = [one for one in verdicts if re.match(verdict.beside, one[0])]
         if not beside:
-            wrong.append(f"scan: {verdicts}, expected {said.beside!r} beside it")
+            wrong.append(f"scan: {verdicts}, expected {verdict.beside!r} beside it")
         verdicts = [one for one in verdicts if one not in beside]
-    if said.new:
+    if verdict.new:
         new = [row["verdict"] for row in rows if os.path.normpath(row["path"]) == os.path.normpath(path.parent / "new")]
-        if len(new) != 1 or not re.match(said.new, new[0]):
-            wrong.append(f"scan: {new}, expected {said.new!r} of the new one")
-    if said.values is not None:
-        name, check = said.values
-        found = call("verify", path / kind.at, "--values")
+        if len(new) != 1 or not re.match(verdict.new, new[0]):
+            wrong.append(f"scan: {new}, expected {verdict.new!r} of the new one")
+    if verdict.values is not None:
+        name, check = verdict.values
+        found = run("verify", path / kind.at, "--values")
         checks = {one.get("check") for one in _findings(found) if one["name"] == name} - {None}
         if checks != {check}:
             wrong.append(f"verify --values: {checks} of {name}, expected {check}")
-    if not said.scan and verdicts:
+    if not verdict.scan and verdicts:
         wrong.append(f"scan: {verdicts}, expected no row")
-    elif said.scan:
-        verdict, status = verdicts[0] if verdicts else ("no row", "")
-        is_right = re.match(said.scan, verdict) and (said.scan == "WHOLE") == (verdict == "WHOLE")
-        if not is_right or not re.fullmatch(said.status, status):
-            wrong.append(f"scan: {verdict!r} {status}, expected {said.scan!r} {said.status}")
-    info, verified = call("info", path / kind.at), call("verify", path / kind.at)
-    if not re.fullmatch(said.info, str(info["code"])):
-        wrong.append(f"info: {info['code']}, expected {said.info}")
-    if verified["code"] not in said.verify:
-        wrong.append(f"verify: {verified['code']}, expected {' or '.join(said.verify)}")
+    elif verdict.scan:
+        found_verdict, status = verdicts[0] if verdicts else ("no row", "")
+        is_right = re.match(verdict.scan, found_verdict) and (verdict.scan == "WHOLE") == (found_verdict == "WHOLE")
+        if not is_right or not re.fullmatch(verdict.status, status):
+            wrong.append(f"scan: {found_verdict!r} {status}, expected {verdict.scan!r} {verdict.status}")
+    info, verified = run("info", path / kind.at), run("verify", path / kind.at)
+    if not re.fullmatch(verdict.info, str(info["code"])):
+        wrong.append(f"info: {info['code']}, expected {verdict.info}")
+    if verified["code"] not in verdict.verify:
+        wrong.append(f"verify: {verified['code']}, expected {' or '.join(verdict.verify)}")
     return wrong
 
 
-def _without_override_rights(call: Callable[..., dict[str, object]]) -> Callable[..., dict[str, object]]:
-    """Return a call during which root, too, may not read files whose mode forbids it."""
+def _without_override_rights(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return a function that runs commands during which root, too, may not read files whose mode forbids it."""
 
-    def limited(command: str, path: Path, *options: str) -> dict[str, object]:
+    def limited(command: str, path: Path, *options: str) -> dict[str, Any]:
         if os.geteuid() != 0:
-            return call(command, path, *options)
+            return run(command, path, *options)
         libc = ctypes.CDLL(None, use_errno=True)
         header, rights = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
         assert libc.capget(header, rights) == 0
@@ -664,7 +646,7 @@ def _without_override_rights(call: Callable[..., dict[str, object]]) -> Callable
         rights[0] &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH of this thread
         assert libc.capset(header, rights) == 0
         try:
-            return call(command, path, *options)
+            return run(command, path, *options)
         finally:
             rights[0] = effective
             assert libc.capset(header, rights) == 0
@@ -673,28 +655,29 @@ def _without_override_rights(call: Callable[..., dict[str, object]]) -> Callable
 
 
 def _share(kind_name: str, every: int) -> list[str]:
-    """Every so many mutations, for each kind from another one on, so that over all kinds none is left out."""
+    """Return each `every`-th mutation, for each kind from another one on, so that over all kinds none is left out."""
     return list(MUTATIONS)[list(KINDS).index(kind_name) % every :: every]
 
 
 @pytest.mark.parametrize("every", [12, slow(1)], ids=["some", "all"])
 @pytest.mark.parametrize("kind_name", KINDS, ids=lambda text: text.replace(" ", "_"))
-def test_a_mutation_is_called_what_a_person_calls_it(
-    kind_name: str, every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_mutation_gets_the_verdict_that_is_expected(
+    kind_name: str, every: int, tmp_path: Path, call: CommandLine, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def run(*arguments: object) -> dict[str, Any]:
+        return dict(call.json(*arguments)[1])
+
     kind = KINDS[kind_name]
     applied, wrong = [], {}
     for name in _share(kind_name, every):
         path = tmp_path / name / "one"
         shutil.copytree(_template(kind_name) / "one", path)
-        said = MUTATIONS[name](kind, path)
-        if said is None:
+        verdict = MUTATIONS[name](kind, path)
+        if verdict is None:
             continue
         applied.append(name)
-        call = functools.partial(_call, capsys)
-        if name == "forbid_a_file":
-            call = _without_override_rights(call)
-        found = wrong_verdicts(kind, expected(name, kind_name, said), path, call)
+        limited = _without_override_rights(run) if name == "forbid_a_file" else run
+        found = wrong_verdicts(kind, expected(name, kind_name, verdict), path, limited)
         if found:
             wrong[name] = found
     with capsys.disabled():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stored import flip_bit
 
 import statexchange as sx
 from statexchange.storage.workspace import Workspace
@@ -22,7 +23,7 @@ def test_what_a_rank_writes_any_process_reads(tmp_path: Path) -> None:
     assert all(torch.equal(read[name], weights[name]) for name in weights)
 
 
-def test_without_a_path_it_is_not_initialized() -> None:
+def test_a_workspace_without_a_path_is_not_initialized() -> None:
     workspace = sx.NFSWorkspace(None)
     assert not workspace.is_initialized
     with pytest.raises(ValueError, match="not initialized"):
@@ -41,7 +42,7 @@ def test_none_is_a_value_and_not_a_missing_file(tmp_path: Path) -> None:
         workspace.read_configs_and_weights_from_rank(1)
 
 
-def test_rounds_are_counted_and_two_stay(tmp_path: Path) -> None:
+def test_rounds_are_counted_and_the_newest_two_are_kept(tmp_path: Path) -> None:
     workspace = sx.NFSWorkspace(tmp_path / "ws")
     for number in range(1, 6):
         workspace.write_configs_and_weights(number, {})
@@ -103,12 +104,10 @@ def test_a_launcher_without_an_identity_is_not_trusted(tmp_path: Path) -> None:
 def test_an_altered_file_is_an_error_that_names_tensor_rank_and_file(tmp_path: Path) -> None:
     sx.NFSWorkspace(tmp_path / "ws").write_configs_and_weights({}, {"layer.w": torch.ones(100)})
     (file,) = (tmp_path / "ws").rglob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 1
-    file.write_bytes(data)
+    flip_bit(file, -3)
     with pytest.raises(sx.errors.CorruptError, match=rf"digest.*'layer\.w', rank 0, .*{file.name}"):
         sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
-    file.write_bytes(data[:-50])
+    os.truncate(file, file.stat().st_size - 50)
     with pytest.raises(sx.errors.CorruptError, match=rf"truncated.*{file.name}"):
         sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
 

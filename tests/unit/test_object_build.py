@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,21 @@ import fsspec
 import publishing
 import pytest
 import torch
-from publishing import begin, build, names_at, plan_of, provenance_of, publish, state_of
+from publishing import (
+    OTHER_HOST,
+    begin,
+    build,
+    ended_owner,
+    names_at,
+    plan_of,
+    provenance_of,
+    publish,
+    run_sweep,
+    state_of,
+)
 from safetensors.torch import save_file
-from sweeps import slow
+from stored import flip_bit
+from sweeps import slow, steps
 from warm_python import warm_python
 
 import statexchange as sx
@@ -31,7 +41,6 @@ TENSORS = {
     "b.c": torch.arange(9).to(torch.int16),
     "z": torch.tensor(2.5),
 }
-ELSEWHERE = Owner("a-host-far-away", "0" * 36, 1, 2, 3)  # whether it runs cannot be determined here
 WHOLE = [
     "config.json",
     "model-00001-of-00002.safetensors",
@@ -49,10 +58,11 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def objects(store: Any, name: str) -> dict[str, bytes]:
+    """Return the bytes of each object below a path, by its name."""
     return {path.rpartition("/")[2]: store.cat_file(path) for path in store.find(f"/{name}")}
 
 
-def test_a_merge_into_a_store_is_the_merge_into_a_directory(store: Any, tmp_path: Path) -> None:
+def test_a_merge_into_a_store_writes_what_a_merge_into_a_directory_writes(store: Any, tmp_path: Path) -> None:
     sx.save_checkpoint(TENSORS, tmp_path / "saved")
     (tmp_path / "config.json").write_text("{}")
     options: dict[str, Any] = {"max_shard_size": 200_000, "files_from": tmp_path / "config.json"}
@@ -64,7 +74,7 @@ def test_a_merge_into_a_store_is_the_merge_into_a_directory(store: Any, tmp_path
     assert max(created, key=lambda name: created[name]) == "statexchange.json"
 
 
-def test_a_checkpoint_in_a_store_is_not_replaced_unasked(store: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_in_a_store_is_replaced_only_with_overwrite(store: Any, tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     sx.merge_checkpoint(tmp_path / "model.safetensors", "memory://out", max_shard_size=200_000)
     before = objects(store, "out")
@@ -91,10 +101,7 @@ def test_foreign_objects_are_never_mixed_with_a_checkpoint(store: Any) -> None:
 
 def test_a_merge_that_fails_leaves_no_object(store: Any, tmp_path: Path) -> None:
     sx.export_checkpoint(TENSORS, tmp_path / "local", max_shard_size=200_000)
-    last = sorted((tmp_path / "local").glob("*.safetensors"))[-1]
-    data = bytearray(last.read_bytes())
-    data[-1] ^= 1
-    last.write_bytes(data)
+    flip_bit(max((tmp_path / "local").glob("*.safetensors")), -1)
     with pytest.raises(sx.errors.CorruptError, match="differ from their digest"):
         sx.merge_checkpoint(tmp_path / "local", "memory://out")
     assert objects(store, "out") == {}
@@ -125,18 +132,16 @@ def test_during_a_replacement_the_claim_names_the_publisher(store: Any) -> None:
         assert claim_of(place.store) is None
 
 
-def left_by(store: Any, owner: Owner, *, names: list[str], nonce: str = "a" * 16) -> Claim:
-    claim = Claim(nonce, owner, "2026-01-01T00:00:00+00:00", "0" * 32, tuple(names))
+def left_by(store: Any, owner: Owner, *, names: list[str]) -> Claim:
+    """Put a claim on the names of objects, as a publisher that has not finished leaves it; return it."""
+    claim = Claim("a" * 16, owner, "2026-01-01T00:00:00+00:00", "0" * 32, tuple(names))
     store.pipe_file(f"/out/{CLAIM_NAME}", claim.to_bytes())
     return claim
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_what_a_killed_merge_left_is_taken_over(store: Any, overwrite: bool) -> None:
-    """C5: a second run was refused, with and without --overwrite."""
-    code = "import json; from statexchange.processes import Owner; print(json.dumps(Owner.current().to_json()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    left_by(store, Owner.from_json(json.loads(done.stdout)), names=[*WHOLE, "model-00003-of-00003.safetensors"])
+def test_the_claim_of_a_killed_merge_is_taken_over(store: Any, overwrite: bool) -> None:
+    left_by(store, ended_owner(), names=[*WHOLE, "model-00003-of-00003.safetensors"])
     store.pipe_file("/out/model-00003-of-00003.safetensors", b"half")
     publish("memory://out", 2, overwrite=overwrite)
     assert (state_of("memory://out"), names_at("memory://out")) == ("2", WHOLE)
@@ -145,23 +150,23 @@ def test_what_a_killed_merge_left_is_taken_over(store: Any, overwrite: bool) -> 
 def test_a_claim_of_another_host_is_taken_over_if_it_is_not_renewed_or_with_resume(
     store: Any, soon: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    left_by(store, ELSEWHERE, names=WHOLE)
+    left_by(store, OTHER_HOST, names=WHOLE)
     store.pipe_file("/out/config.json", b"half")
     publish("memory://out", 2, overwrite=False)
     assert "--resume" in caplog.text
     assert (state_of("memory://out"), names_at("memory://out")) == ("2", WHOLE)
-    left_by(store, ELSEWHERE, names=WHOLE)
+    left_by(store, OTHER_HOST, names=WHOLE)
     ObjectBuild.take_over_s = 3600.0
     with pytest.raises(TargetExistsError, match="overwrite=True"):
         publish("memory://out", 3, overwrite=False, resume=True)
     assert (state_of("memory://out"), names_at("memory://out")) == ("2", WHOLE)
-    left_by(store, ELSEWHERE, names=WHOLE)
+    left_by(store, OTHER_HOST, names=WHOLE)
     publish("memory://out", 3, resume=True)
     assert (state_of("memory://out"), names_at("memory://out")) == ("3", WHOLE)
 
 
 def test_a_claim_that_is_renewed_is_respected(store: Any, soon: None) -> None:
-    claim = left_by(store, ELSEWHERE, names=WHOLE)
+    claim = left_by(store, OTHER_HOST, names=WHOLE)
     timer = threading.Timer(0.2, lambda: store.pipe_file(f"/out/{CLAIM_NAME}", claim.to_bytes()))
     timer.start()
     with pytest.raises(TargetExistsError, match="process 2 on a-host-far-away is publishing to this target"):
@@ -180,7 +185,6 @@ def test_a_claim_that_cannot_be_read_is_named(store: Any) -> None:
 
 
 def test_web_servers_are_read_only() -> None:
-    """H6."""
     for url in ("http://127.0.0.1:9/out", "https://127.0.0.1:9/out"):
         with pytest.raises(UnsupportedError, match="read-only") as caught:
             publish(url, 1)
@@ -190,28 +194,10 @@ def test_web_servers_are_read_only() -> None:
 # Sweeps: something happens at each storage event of a publisher
 
 
-def sweep(name: str, place: Path, **options: Any) -> dict[str, Any]:
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import publishing; publishing.main(*sys.argv[2:])"
-    here = os.path.dirname(publishing.__file__)
-    command = [sys.executable, "-c", code, here, name, str(place), json.dumps(options)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if "skip" in found:
-        pytest.skip(found["skip"])
-    print(name, options, found)
-    return found
-
-
-def steps(every: int) -> list[Any]:
-    """Return every `every`-th event, and each one in slow tests."""
-    return [every, pytest.param(1, marks=pytest.mark.slow)]
-
-
 @pytest.mark.parametrize("step", steps(6))
 @pytest.mark.parametrize("before", [False, True])
 def test_after_a_kill_at_any_event_the_next_publisher_succeeds(sweep_path: Path, before: bool, step: int) -> None:
-    found = sweep("sweep_object_kills", sweep_path, base=f"disk://{sweep_path}", before=before, step=step)
+    found = run_sweep("sweep_object_kills", sweep_path, base=f"disk://{sweep_path}", before=before, step=step)
     assert found["points"] * step > 12
     assert found["being written"]
 
@@ -222,15 +208,15 @@ def test_after_a_kill_at_any_event_the_next_publisher_succeeds(sweep_path: Path,
 def test_of_two_publishers_one_wins_at_whatever_event_the_second_begins(
     sweep_path: Path, before: bool, overwrite: bool, elsewhere: bool, step: int
 ) -> None:
-    """C3, C4. With `elsewhere` the first is taken for dead, and then goes on."""
+    """With `elsewhere` the first is taken for dead, and then goes on."""
     options = {"before": before, "overwrite": overwrite, "elsewhere": elsewhere, "step": step}
-    assert sweep("sweep_object_races", sweep_path, base=f"disk://{sweep_path}", **options)["points"]
+    assert run_sweep("sweep_object_races", sweep_path, base=f"disk://{sweep_path}", **options)["points"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_after_a_kill_at_any_event_on_s3_the_next_publisher_succeeds(s3: str, sweep_path: Path) -> None:
-    assert sweep("sweep_object_kills", sweep_path, base=s3, before=True, step=6, first=2)["points"]
+    assert run_sweep("sweep_object_kills", sweep_path, base=s3, before=True, step=6, first=2)["points"]
 
 
 @pytest.mark.slow
@@ -238,7 +224,7 @@ def test_after_a_kill_at_any_event_on_s3_the_next_publisher_succeeds(s3: str, sw
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_of_two_publishers_on_s3_one_wins(s3: str, sweep_path: Path, elsewhere: bool) -> None:
     options = {"before": True, "overwrite": True, "elsewhere": elsewhere, "step": 6, "first": 2}
-    assert sweep("sweep_object_races", sweep_path, base=s3, **options)["points"]
+    assert run_sweep("sweep_object_races", sweep_path, base=s3, **options)["points"]
 
 
 @pytest.mark.slow
@@ -247,7 +233,7 @@ def test_on_s3_a_publisher_that_stalls_before_a_removal_removes_nothing_of_its_s
     s3: str, sweep_path: Path
 ) -> None:
     options = {"before": True, "overwrite": True, "elsewhere": True, "step": 2, "only": "remove if unchanged"}
-    assert sweep("sweep_object_races", sweep_path, base=s3, **options)["points"] > 1
+    assert run_sweep("sweep_object_races", sweep_path, base=s3, **options)["points"] > 1
 
 
 RACER = """
@@ -264,7 +250,7 @@ except TargetExistsError:
 
 
 @pytest.mark.parametrize("overwrite", [slow(False), True])
-def test_two_processes_that_publish_to_s3_at_once(s3: str, overwrite: bool) -> None:
+def test_two_processes_that_publish_to_s3_at_once_leave_one_whole_checkpoint(s3: str, overwrite: bool) -> None:
     here = os.path.dirname(publishing.__file__)
     command = [warm_python(), "-c", RACER, here, f"{s3}/out"]
     racers = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from commands import CommandLine
 from fsspec import AbstractFileSystem
 from safetensors.torch import load_file, save_file
 
@@ -31,7 +30,7 @@ def put(store: Any, directory: Path, name: str) -> str:
     return f"memory://{name}"
 
 
-def test_a_hugging_face_directory_at_a_url(store: Any, tmp_path: Path) -> None:
+def test_a_hugging_face_directory_at_a_url_is_opened_merged_and_loaded(store: Any, tmp_path: Path) -> None:
     sx.export_checkpoint(TENSORS, tmp_path / "local", max_shard_size=200_000)
     url = put(store, tmp_path / "local", "bucket/model")
     opened = sx.open_checkpoint(url)
@@ -45,7 +44,7 @@ def test_a_hugging_face_directory_at_a_url(store: Any, tmp_path: Path) -> None:
     assert all(torch.equal(live[name], TENSORS[name]) for name in TENSORS)
 
 
-def test_a_single_file_at_a_url(store: Any, tmp_path: Path) -> None:
+def test_a_single_file_at_a_url_is_merged(store: Any, tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     url = put(store, tmp_path, "bucket") + "/model.safetensors"
     sx.merge_checkpoint(url, tmp_path / "merged")
@@ -53,7 +52,7 @@ def test_a_single_file_at_a_url(store: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about saving without ranks
-def test_torchs_own_formats_at_a_url(store: Any, tmp_path: Path) -> None:
+def test_torchs_own_formats_at_a_url_are_merged(store: Any, tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     dcp.save(TENSORS, checkpoint_id=str(tmp_path / "dcp"))
@@ -66,7 +65,7 @@ def test_torchs_own_formats_at_a_url(store: Any, tmp_path: Path) -> None:
         assert all(torch.equal(merged[name], TENSORS[name]) for name in TENSORS)
 
 
-def test_a_workspace_that_was_copied_to_a_url(store: Any, tmp_path: Path) -> None:
+def test_a_workspace_that_was_copied_to_a_url_is_read(store: Any, tmp_path: Path) -> None:
     for value in range(2):
         sx.NFSWorkspace(tmp_path / "ws", run="job").write_configs_and_weights({"k": value}, TENSORS)
     url = put(store, tmp_path / "ws", "bucket/ws")
@@ -81,7 +80,7 @@ def test_a_workspace_that_was_copied_to_a_url(store: Any, tmp_path: Path) -> Non
     assert len(open_source(f"memory:/{file}").files) == 1
 
 
-def test_a_save_that_was_copied_to_a_url(store: Any, tmp_path: Path) -> None:
+def test_a_save_that_was_copied_to_a_url_is_read(store: Any, tmp_path: Path) -> None:
     sx.save_checkpoint({"model": TENSORS, "step": 1}, tmp_path / "saved")
     url = put(store, tmp_path / "saved", "bucket/saved")
     source = open_source(url)
@@ -182,13 +181,12 @@ def test_credentials_stay_out_of_messages() -> None:
     assert "hidden" not in str(caught.value)
 
 
-def test_the_command_line_takes_urls(tmp_path: Path) -> None:
+def test_the_command_line_takes_urls(tmp_path: Path, call: CommandLine) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
-    run = [sys.executable, "-m", "statexchange"]
     source, out = f"file://{tmp_path}/model.safetensors", f"file://{tmp_path}/out"
     for arguments in (["merge", source, out], ["verify", out], ["ls", out], ["info", out]):
-        done = subprocess.run([*run, *arguments], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
+        code, _, err = call(*arguments)
+        assert code == 0, err
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["a"], TENSORS["a"])
 
 

@@ -242,7 +242,7 @@ print(receipt.relative, receipt.nbytes)
 """
 
 
-def test_a_round_that_is_committed_while_another_job_sweeps_stays(tmp_path: Path) -> None:
+def test_a_round_that_is_committed_while_another_job_sweeps_is_kept(tmp_path: Path) -> None:
     path = str(tmp_path / "ws")
     written = subprocess.run([sys.executable, "-c", WRITING, path], capture_output=True, text=True, check=True)
     relative, nbytes = written.stdout.split()
@@ -311,7 +311,7 @@ def test_every_call_refuses_what_is_no_path(call: str, path: Any, checkpoint: Pa
 
 
 @pytest.mark.parametrize("call", ["export", "export in the background", "save", "save in the background", "merge to"])
-def test_a_tilde_is_the_home_directory_of_what_is_written(call: str, checkpoint: Path) -> None:
+def test_a_tilde_is_the_home_directory_where_a_checkpoint_is_written(call: str, checkpoint: Path) -> None:
     report = CALLS[call]("~/out")
     assert report.path == str(checkpoint.parent / "home/out")
     assert sorted(os.listdir()) == ["checkpoint", "home"]
@@ -321,7 +321,7 @@ def test_a_tilde_is_the_home_directory_of_what_is_written(call: str, checkpoint:
 
 
 @pytest.mark.parametrize("make", [Workspace, sx.NFSWorkspace])
-def test_a_tilde_is_the_home_directory_of_a_workspace(make: Call, checkpoint: Path) -> None:
+def test_a_tilde_is_the_home_directory_where_a_workspace_is_written(make: Call, checkpoint: Path) -> None:
     made = make("~/saved")
     if isinstance(made, sx.NFSWorkspace):
         made.write_configs_and_weights(None, STATE)

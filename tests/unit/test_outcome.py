@@ -32,7 +32,7 @@ def reachable(
     return seen, last
 
 
-# On one host: each rank reads the words of the others one after another, and writes its own
+# On one host: in shared memory each rank writes a word, and reads the words of the others one after another
 
 
 class Rank(NamedTuple):
@@ -94,8 +94,8 @@ def test_on_one_host_all_fail_or_all_succeed(size: int, dying: bool) -> None:
     assert outcomes - {frozenset()} == {frozenset({PASSED}), frozenset({FAILED})}, outcomes
 
 
-def test_a_single_pass_is_not_enough() -> None:
-    """With a single pass over the words the model must find a failure: this proves that the test can find one."""
+def test_with_a_single_pass_ranks_of_one_host_may_differ_in_their_outcome() -> None:
+    """This proves that the test above can find such a state."""
     start = (Rank(ABSENT, ABSENT, (), gives_up=False, alive=True),) * RANKS
     seen, _ = reachable(start, moves_on_a_host(dying=False, first=SEEN))
     assert any({PASSED, FAILED} <= {rank.own for rank in state} for state in seen)  # type: ignore[attr-defined]
@@ -113,7 +113,7 @@ class Member(NamedTuple):
     reachable: bool
 
 
-class Meeting(NamedTuple):
+class Collective(NamedTuple):
     members: tuple[Member, ...]
     closed: bool
     votes: tuple[int, ...]
@@ -121,14 +121,14 @@ class Meeting(NamedTuple):
     late: bool  # the coordinator has stopped waiting
 
 
-def own_moves(meeting: Meeting, me: int) -> Iterator[Member]:
-    member = meeting.members[me]
+def own_moves(collective: Collective, me: int) -> Iterator[Member]:
+    member = collective.members[me]
     if member.own in ENDED:
         return
     if member.own == ABSENT:
         yield member._replace(own=HERE)
         return
-    arrived = all(other.own != ABSENT for other in meeting.members)
+    arrived = all(other.own != ABSENT for other in collective.members)
     if member.own == HERE:
         if not member.gives_up:
             yield member._replace(gives_up=True)
@@ -140,62 +140,62 @@ def own_moves(meeting: Meeting, me: int) -> Iterator[Member]:
         elif member.gives_up:
             yield member._replace(own=next_phase(HERE, ABSENT, HERE, True))
         return
-    seen = meeting.decision if member.reachable and member.asked else HERE
+    seen = collective.decision if member.reachable and member.asked else HERE
     if seen == UNKNOWN or not member.reachable:
         yield member._replace(own=next_phase(CLOSING, HERE, HERE, True))
     elif seen != HERE:
         yield member._replace(own=next_phase(CLOSING, HERE, seen, False))
 
 
-def moves_of_a_meeting(state: State) -> Iterator[State]:
-    meeting: Meeting = state  # type: ignore[assignment]
+def moves_of_a_collective(state: State) -> Iterator[State]:
+    collective: Collective = state  # type: ignore[assignment]
 
-    def with_member(me: int, member: Member) -> Meeting:
-        return meeting._replace(members=(*meeting.members[:me], member, *meeting.members[me + 1 :]))
+    def with_member(me: int, member: Member) -> Collective:
+        return collective._replace(members=(*collective.members[:me], member, *collective.members[me + 1 :]))
 
-    for me, member in enumerate(meeting.members):
-        for after in own_moves(meeting, me):
+    for me, member in enumerate(collective.members):
+        for after in own_moves(collective, me):
             yield with_member(me, after)
-        if member.own == CLOSING and member.reachable and not meeting.closed:
-            yield meeting._replace(closed=True)
-        if meeting.closed and member.reachable and not member.asked:
+        if member.own == CLOSING and member.reachable and not collective.closed:
+            yield collective._replace(closed=True)
+        if collective.closed and member.reachable and not member.asked:
             yield with_member(me, member._replace(asked=True))
         if member.asked and member.answer is None:  # after it has received that: the other order would be a race
             yield with_member(me, member._replace(answer=PASSED if member.passed else CLOSING))
-        if member.answer is not None and member.reachable and meeting.votes[me] == HERE:
-            votes = list(meeting.votes)
+        if member.answer is not None and member.reachable and collective.votes[me] == HERE:
+            votes = list(collective.votes)
             votes[me] = member.answer
-            yield meeting._replace(votes=tuple(votes))
+            yield collective._replace(votes=tuple(votes))
         if me == 1 and member.reachable:  # one of the two, as they are symmetric
             yield with_member(me, member._replace(reachable=False))
-    if meeting.closed and meeting.decision == CLOSING:
-        if not meeting.late and not all(member.reachable for member in meeting.members):
-            yield meeting._replace(late=True)
-        after = next_phase(CLOSING, min(meeting.votes), max(meeting.votes), meeting.late)
+    if collective.closed and collective.decision == CLOSING:
+        if not collective.late and not all(member.reachable for member in collective.members):
+            yield collective._replace(late=True)
+        after = next_phase(CLOSING, min(collective.votes), max(collective.votes), collective.late)
         if after != CLOSING:
-            yield meeting._replace(decision=after)
+            yield collective._replace(decision=after)
 
 
 def alike(state: State) -> State:
     """Return one of two states that differ only in which of the ranks 0 and 2 is which."""
-    meeting: Meeting = state  # type: ignore[assignment]
-    other = meeting._replace(members=meeting.members[::-1], votes=meeting.votes[::-1])
-    return min(meeting, other, key=hash)
+    collective: Collective = state  # type: ignore[assignment]
+    other = collective._replace(members=collective.members[::-1], votes=collective.votes[::-1])
+    return min(collective, other, key=hash)
 
 
 @pytest.mark.slow
 def test_through_a_coordinator_no_rank_fails_if_another_has_passed() -> None:
     member = Member(ABSENT, passed=False, asked=False, answer=None, gives_up=False, reachable=True)
-    start = Meeting((member,) * RANKS, closed=False, votes=(HERE,) * RANKS, decision=CLOSING, late=False)
-    seen, last = reachable(start, moves_of_a_meeting, alike)
+    start = Collective((member,) * RANKS, closed=False, votes=(HERE,) * RANKS, decision=CLOSING, late=False)
+    seen, last = reachable(start, moves_of_a_collective, alike)
     assert len(seen) > 1000
     for state in seen:
-        meeting: Meeting = state  # type: ignore[assignment]
-        ends = {member.own for member in meeting.members}
-        assert not {PASSED, FAILED} <= ends, meeting
+        collective: Collective = state  # type: ignore[assignment]
+        ends = {member.own for member in collective.members}
+        assert not {PASSED, FAILED} <= ends, collective
     for state in last:
-        meeting = state  # type: ignore[assignment]
-        ends = {member.own for member in meeting.members}
-        assert ends <= set(ENDED), meeting
-        if all(member.reachable for member in meeting.members):
-            assert ends in ({PASSED}, {FAILED}), meeting
+        collective = state  # type: ignore[assignment]
+        ends = {member.own for member in collective.members}
+        assert ends <= set(ENDED), collective
+        if all(member.reachable for member in collective.members):
+            assert ends in ({PASSED}, {FAILED}), collective

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from stored import write_raw
+from stored import json_header, write_raw
 
 import statexchange as sx
 from statexchange.errors import CorruptError, UnsupportedError
@@ -32,12 +30,6 @@ def pairs(*shape: int, begin: int = 0) -> torch.Tensor:
 
 def content(tensor: torch.Tensor) -> list[Any]:
     found: list[Any] = tensor.contiguous().view(torch.uint8).tolist()
-    return found
-
-
-def header(path: Path) -> dict[str, Any]:
-    data = path.read_bytes()
-    found: dict[str, Any] = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
     return found
 
 
@@ -100,7 +92,7 @@ def test_ranks_save_export_and_load_parts(dim: int, tmp_path: Path) -> None:
 
 
 @needs_f4
-def test_a_transposed_or_scalar_tensor(tmp_path: Path) -> None:
+def test_a_transposed_packed_tensor_is_exported_and_a_scalar_is_refused(tmp_path: Path) -> None:
     state = {"w": pairs(2, 3).t()}
     sx.export_checkpoint(state, tmp_path / "out")
     assert content(load_file(tmp_path / "out/model.safetensors")["w"]) == content(state["w"])
@@ -116,7 +108,7 @@ def test_f4_is_not_read_into_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["F6_E2M3", "F6_E3M2"])
-def test_six_bits_are_carried(dtype: str, tmp_path: Path) -> None:
+def test_tensors_of_six_bits_are_shown_merged_and_read_as_bytes(dtype: str, tmp_path: Path) -> None:
     path = tmp_path / "in.safetensors"
     write_raw(path, {"w": (dtype, [2, 8], bytes(range(12))), "b": ("U8", [2], b"ab")})
     summary = summarize(path)
@@ -140,13 +132,13 @@ def test_columns_of_six_bits_are_merged(tmp_path: Path) -> None:
         data = bytes(range(6 * rank, 6 * rank + 6))
         write_raw(tmp_path / f"ranks/rank_{rank}.safetensors", {"w": ("F6_E2M3", [2, 4], data)})
     sx.merge_checkpoint(tmp_path / "ranks", tmp_path / "out", layout={"w": {"dim": 1}})
-    assert header(tmp_path / "out/model.safetensors")["w"]["shape"] == [2, 8]
+    assert json_header(tmp_path / "out/model.safetensors")["w"]["shape"] == [2, 8]
     with sx.open_checkpoint(tmp_path / "out") as checkpoint:
         assert checkpoint["w"].read().tolist() == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
 
 
 @pytest.mark.parametrize(("dtype", "shape", "nbytes"), [("F4", [2, 3], 3), ("F6_E2M3", [4, 2], 6), ("F8_NEW", [4], 4)])
-def test_what_is_no_whole_bytes_is_refused_and_hides_nothing(
+def test_a_packed_tensor_of_no_whole_bytes_is_refused_and_hides_no_other(
     dtype: str, shape: list[int], nbytes: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "in.safetensors"

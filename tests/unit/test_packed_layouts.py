@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import CommandLine
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from stored import DATA
 
 import statexchange as sx
-from statexchange.cli.main import main
 from statexchange.errors import UnsupportedError
 from statexchange.report.summary import summarize
 from statexchange.sharding.options import Rename
 
-SAMPLES = Path(__file__).parents[1] / "data" / "packed"
+SAMPLES = DATA / "packed"
 
 
 def note(path: Path) -> str:
@@ -42,14 +43,12 @@ def packed(path: Path, *names: str, dtype: str = "i4", config: dict[str, Any] | 
     return path
 
 
-def test_info_names_the_layout_and_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_names_the_layout_and_the_tool(tmp_path: Path, call: CommandLine) -> None:
     assert note(SAMPLES / "torchao").startswith("torchao: weights taken apart into _weight_qdata")
     found = note(SAMPLES / "bitsandbytes")
     assert found.startswith("bitsandbytes: weights packed into U8")
     assert "(4 bits, 'nf4'). transformers with bitsandbytes loads it" in found
-    with pytest.raises(SystemExit):
-        main(["info", str(SAMPLES / "bitsandbytes")])
-    assert f"note        {found}\n" in capsys.readouterr().out
+    assert f"note        {found}\n" in call("info", SAMPLES / "bitsandbytes")[1]
     shutil.copy(SAMPLES / "bitsandbytes/model.safetensors", tmp_path)  # without config.json
     assert note(tmp_path).startswith("bitsandbytes: ")
     assert note(tmp_path / "model.safetensors").startswith("bitsandbytes: ")
@@ -72,7 +71,7 @@ def test_names_of_tensors_show_the_layout(names: tuple[str, ...], layout: str, t
     assert note(packed(tmp_path / "x", *names)).partition(":")[0] == layout
 
 
-def test_config_json_decides(tmp_path: Path) -> None:
+def test_config_json_decides_which_layout_is_named(tmp_path: Path) -> None:
     names = ("l.qweight", "l.qzeros", "l.scales", "l.g_idx")
     path = packed(tmp_path / "x", *names, config={"quant_method": "awq", "bits": 4, "group_size": 128})
     assert note(path).startswith("AWQ: ")

@@ -144,7 +144,7 @@ def test_a_member_of_an_unknown_enum_is_opaque() -> None:
 
 
 class Colour(enum.Enum):
-    """Not known."""
+    """An enum that the reader does not know."""
 
     RED = 1
 

@@ -9,6 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from stored import write_raw
+from workspaces import commit_round, held
 
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import NotFoundError
@@ -17,9 +18,8 @@ from statexchange.formats.source import Source
 from statexchange.report.supply import Supplied, cells_of, supply_of
 from statexchange.report.supply_picture import supply_picture, tensor_picture
 from statexchange.report.text_pictures import curve, supply_bars
-from statexchange.sharding.shards import Box, Shard
+from statexchange.sharding.shards import Box
 from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import Workspace
 from statexchange.units import format_bytes, format_shape
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -28,16 +28,13 @@ Part = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
 
 def write_workspace(root: Path, ranks: Sequence[Sequence[Part]]) -> Path:
     """Write a workspace of U8 tensors; parts are (name, global shape, offsets, shape)."""
-    workspace = Workspace(root)
-    receipts = []
-    for rank, parts in enumerate(ranks):
-        held = []
-        for name, shape, offsets, size in parts:
-            shard = Shard(name, "U8", tuple(shape), (Box(tuple(offsets), tuple(size)),))
-            held.append(ShardData(shard, memoryview(bytes(shard.nbytes))))
-        receipts.append(workspace.write(held, run="job", round=1, rank=rank, world_size=len(ranks)))
-    workspace.commit(receipts, keep=2)
+    commit_round(root, *([zeros(*part) for part in parts] for parts in ranks))
     return root
+
+
+def zeros(name: str, shape: Sequence[int], offsets: Sequence[int], size: Sequence[int]) -> ShardData:
+    box = Box(tuple(offsets), tuple(size))
+    return held(name, bytes(box.numel), global_shape=tuple(shape), boxes=(box,))
 
 
 @pytest.fixture
@@ -72,7 +69,7 @@ def drawn(svg: str) -> dict[str, list[dict[str, str]]]:
 
 
 def legend(svg: str) -> dict[str, str]:
-    """Texts of the legend by colour."""
+    """Return the texts of the legend by colour."""
     children = list(ET.fromstring(svg))
     pairs = pairwise(children)
     return {a.get("fill", ""): b.text or "" for a, b in pairs if a.tag == f"{SVG}rect" and " · " in (b.text or "")}
@@ -165,7 +162,7 @@ def test_three_dims_that_are_all_cut_keep_their_shares(tmp_path: Path) -> None:
     assert sorted(found.values()) == [pytest.approx(n / 24, rel=1e-2) for n in (2, 2, 2, 2, 4, 4, 4, 4)]
 
 
-def test_small_tensors_are_summed(tmp_path: Path) -> None:
+def test_the_smallest_of_many_tensors_are_summed(tmp_path: Path) -> None:
     ranks = [[(f"t{number:02d}", (2, 2), (rank, 0), (1, 2)) for number in range(50)] for rank in (0, 1)]
     svg = picture(write_workspace(tmp_path / "ws", ranks))
     assert "and 30 more, summed by rank" in svg
@@ -205,14 +202,14 @@ def test_without_ranks_files_are_shown(tmp_path: Path) -> None:
     assert bars(tmp_path)[0].startswith("0: model-1.safetensors  ")
 
 
-def test_nothing_to_draw(tmp_path: Path) -> None:
+def test_a_picture_of_no_tensor_or_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no tensor"):
         picture(write_workspace(tmp_path / "ws", [[]]))
     with pytest.raises(NotFoundError, match="no such path"):
         bars(tmp_path / "nowhere")
 
 
-def test_bars_and_maps(quarters: Path) -> None:
+def test_text_pictures_have_a_bar_per_rank_and_a_map_per_tensor(quarters: Path) -> None:
     lines = bars(quarters, width=60)
     assert [line.split()[-3:] for line in lines[:4]] == [
         ["21", "B", "23.9%"],
@@ -242,7 +239,7 @@ def test_a_curve_falls_from_the_left_to_the_right() -> None:
     assert all(len(line) <= 8 + 60 for line in curve([float(n % 7) for n in range(1000)]))
 
 
-def test_sizes_for_people() -> None:
+def test_bytes_and_shapes_are_formatted_for_people() -> None:
     sizes = [0, 999, 1000, 4_214_400, 99_949, 99_950, 999_499, 999_500, 5 * 10**9, 3 * 10**15]
     assert [format_bytes(size) for size in sizes] == [
         "0 B",
@@ -259,7 +256,7 @@ def test_sizes_for_people() -> None:
     assert [format_shape(shape) for shape in ((), (3,), (2, 3))] == ["[]", "[3]", "[2,3]"]
 
 
-def test_the_picture_only_reads(quarters: Path) -> None:
+def test_a_picture_changes_no_file(quarters: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in quarters.rglob("*")}
     picture(os.fspath(quarters))
     assert {path: path.stat().st_mtime_ns for path in quarters.rglob("*")} == before

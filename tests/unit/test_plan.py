@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
+from stored import json_header
 
 import statexchange
 from statexchange.errors import (
@@ -278,7 +278,7 @@ def test_an_empty_part_does_not_count_for_ties() -> None:
     assert names_of(plan_merge([RankShards(0, parts, {"b": "a"}), RankShards(1, empty)])) == ["a"]
 
 
-def test_selecting_and_renaming() -> None:
+def test_tensors_are_selected_and_renamed_and_bad_patterns_are_refused() -> None:
     rank_shards = [RankShards(0, [whole("model.a", 1), whole("model.b", 1), whole("head", 1)])]
     assert names_of(plan_merge(rank_shards, ExportOptions(include=("model.*",), exclude=("*.b",)))) == ["model.a"]
     renamed = plan_merge(rank_shards, ExportOptions(rename=str.upper, include=("h*",))).files[0].tensors[0]
@@ -317,7 +317,7 @@ def test_file_names_that_readers_would_not_find_are_refused(pattern: str) -> Non
         ("9B", 9),
     ],
 )
-def test_sizes(text: int | str, nbytes: int) -> None:
+def test_a_size_is_a_number_of_bytes_or_a_text_with_a_unit(text: int | str, nbytes: int) -> None:
     assert ExportOptions(max_shard_size=text).max_shard_bytes == nbytes
 
 
@@ -420,8 +420,7 @@ def test_tensors_lie_in_a_file_where_safetensors_puts_them(
     save_file({k: torch.zeros(n, dtype=getattr(torch, d)) for k, (d, n) in case.sizes.items()}, path)
     holding = RankShards(0, [whole(name, n, dtype=SHORT[dtype]) for name, (dtype, n) in case.sizes.items()])
     (ours,) = plan_merge([holding], ExportOptions(max_shard_size=1 << 40)).files
-    raw = path.read_bytes()
-    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    header = json_header(path)
     assert {t.name: [t.begin, t.begin + t.nbytes] for t in ours.tensors} == {
         k: v["data_offsets"] for k, v in header.items()
     }

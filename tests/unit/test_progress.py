@@ -16,14 +16,13 @@ from pathlib import Path
 import click
 import numpy as np
 import pytest
+from commands import command_environment
 from sweeps import by_default
 from warm_python import warm_python
 
 import statexchange as sx
 from statexchange.cli.main import cli
 
-HOME = os.fspath(Path(sx.__file__).parents[1])
-LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "NO_COLOR", "COLUMNS")
 RUN = """
 import sys, threading, time
 import fsspec
@@ -78,7 +77,7 @@ SHORT = {
 }
 
 
-def test_each_command_is_here() -> None:
+def test_each_command_has_a_progress_test_or_a_reason_to_have_none() -> None:
     assert {name.split()[0] for name in LONG} | set(SHORT) == set(cli.list_commands(click.Context(cli)))
 
 
@@ -105,7 +104,8 @@ class Run:
     def __init__(self, arguments: list[str], root: Path, case: str) -> None:
         words = [word.format(root=root, case=case) for word in arguments]
         self.log = root / f"{'-'.join(arguments[:1])}-{case}.log"
-        kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+        environment = command_environment()
+        environment.pop("COLUMNS", None)  # the width is that of the pseudo-terminal
         more = ["-q"] if case == "quiet" else []
         speed = "1" if case in ("terminal", "quiet") else "60"
         self._terminal = -1
@@ -121,7 +121,7 @@ class Run:
             [warm_python("commands"), "-c", RUN, speed, *words, *more],
             stdout=subprocess.DEVNULL,
             stderr=error,
-            env={**kept, "PYTHONPATH": HOME},
+            env=environment,
         )
         if error >= 0:
             os.close(error)
@@ -143,7 +143,7 @@ class Run:
 
 
 def screen(written: str) -> str:
-    """What a terminal shows in the end."""
+    """Return what a terminal shows in the end."""
     lines = []
     for line in written.split("\n"):
         shown, at = "", 0
@@ -160,7 +160,7 @@ def screen(written: str) -> str:
 
 
 @pytest.mark.parametrize("name", by_default(LONG, 3, 6))
-def test_progress_is_shown_where_a_person_looks(name: str, root: Path) -> None:
+def test_progress_is_shown_on_a_terminal_and_in_a_log_and_nowhere_else(name: str, root: Path) -> None:
     arguments, pattern = LONG[name]
     runs = {case: Run(arguments, root, case) for case in CASES}
     written = {case: run.end() for case, run in runs.items()}

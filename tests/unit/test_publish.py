@@ -11,13 +11,24 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import publishing
 import pytest
-from publishing import begin, build, plan_of, provenance_of, publish, value_at, value_of
-from sweeps import EVERY, slow, some
-from test_workspace import in_pairs, strace, system_calls
+from publishing import (
+    OTHER_HOST,
+    begin,
+    build,
+    ended_owner,
+    plan_of,
+    provenance_of,
+    publish,
+    run_sweep,
+    value_at,
+    value_of,
+)
+from stored import contents_of
+from sweeps import EVERY, slow, some, steps
+from system_calls import in_pairs, strace, system_calls
 
 import statexchange as sx
 from statexchange.checkpoint.index import index_name
@@ -29,7 +40,6 @@ from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.files import hidden_prefix
 from statexchange.storage.location import location
 
-NO_EXCHANGE = "inject=renameat2:error=EINVAL"
 PUBLISHER = f"""
 import json, sys
 sys.path.insert(0, {os.path.dirname(publishing.__file__)!r})
@@ -40,18 +50,10 @@ try:
 except StateExchangeError as error:
     print(json.dumps([type(error).__name__, getattr(error, "errno", None), error.path]))
 """
-ELSEWHERE = Owner("a-host-far-away", "0" * 36, 1, 2, 3)  # whether it runs cannot be determined here
 
 
 def run(out: Path, value: int, *more: str, trace: str = "") -> subprocess.CompletedProcess[str]:
     return strace(trace, PUBLISHER, out, value, *more)
-
-
-def dead() -> Owner:
-    """Return a process of this host that has ended."""
-    code = "import json; from statexchange.processes import Owner; print(json.dumps(Owner.current().to_json()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return Owner.from_json(json.loads(done.stdout))
 
 
 def leave(
@@ -101,8 +103,14 @@ def test_a_publisher_that_fails_removes_the_directories_that_it_made_and_no_othe
             if kept not in (None, "new"):
                 (own / kept).write_text("mine")
         found = sorted(str(path.relative_to(own)) for path in own.rglob("*"))
-        assert found == {None: [], "new": ["new"], "new/mine.txt": ["new", "new/mine.txt"]}.get(
-            kept, ["new", "new/saves", "new/saves/mine.txt"]
+        assert (
+            found
+            == {
+                None: [],
+                "new": ["new"],
+                "new/saves/mine.txt": ["new", "new/saves", "new/saves/mine.txt"],
+                "new/mine.txt": ["new", "new/mine.txt"],
+            }[kept]
         )
 
 
@@ -120,7 +128,7 @@ def test_of_two_publishers_in_a_new_directory_the_one_that_made_it_may_fail(plac
         build(second, 2)
         first.abandon()
         assert (place / "saves").exists()
-        second.commit(publishing.provenance_of(publishing.plan_of(2), 2))
+        second.commit(provenance_of(plan_of(2), 2))
     assert value_of(place / "saves/out") == 2
     assert os.listdir(place / "saves") == ["out"]
 
@@ -136,35 +144,31 @@ def test_the_umask_is_honoured(place: Path, mask: int) -> None:
     assert (modes, (place / "out").stat().st_mode & 0o777) == ({0o666 & ~mask}, 0o777 & ~mask)
 
 
-def unchanged(place: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(place)): p.read_bytes() if p.is_file() else b"" for p in place.rglob("*")}
-
-
 def test_an_existing_target_is_refused_or_replaced_as_asked(place: Path) -> None:
     publish(place / "out", 1)
-    before = unchanged(place)
+    before = contents_of(place)
     with pytest.raises(TargetExistsError, match="--overwrite"):
         publish(place / "out", 2, overwrite=False)
-    assert unchanged(place) == before
+    assert contents_of(place) == before
     (place / "empty").mkdir()
     publish(place / "empty", 3)
     assert value_of(place / "empty") == 3
 
 
-@pytest.mark.parametrize("stranger", ["notes.txt", "model-00003-of-00003.safetensors", "sub", "link"])
-def test_files_that_no_manifest_lists_are_never_overwritten(place: Path, stranger: str) -> None:
+@pytest.mark.parametrize("name", ["notes.txt", "model-00003-of-00003.safetensors", "sub", "link"])
+def test_files_that_no_manifest_lists_are_never_overwritten(place: Path, name: str) -> None:
     publish(place / "out", 1)
-    path = place / "out" / stranger
-    if stranger == "sub":
+    path = place / "out" / name
+    if name == "sub":
         path.mkdir()
-    elif stranger == "link":
+    elif name == "link":
         path.symlink_to("/etc")
     else:
         path.write_text("mine")
-    before = unchanged(place)
-    with pytest.raises(UnsafeError, match=f"{stranger!r} is not listed"):
+    before = contents_of(place)
+    with pytest.raises(UnsafeError, match=f"{name!r} is not listed"):
         publish(place / "out", 2)
-    assert unchanged(place) == before
+    assert contents_of(place) == before
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "other directory", "broken manifest"])
@@ -178,30 +182,30 @@ def test_a_foreign_target_is_never_overwritten(place: Path, kind: str) -> None:
     else:
         target.mkdir()
         (target / ("x" if kind == "other directory" else "statexchange.json")).write_text("{")
-    before = unchanged(place)
+    before = contents_of(place)
     with pytest.raises((UnsafeError, CorruptError)) as caught:
         publish(target, 2)
     assert str(caught.value.path).startswith(str(target))
-    assert unchanged(place) == before
+    assert contents_of(place) == before
 
 
-def test_a_failure_while_building_leaves_the_old(place: Path) -> None:
+def test_a_failure_while_building_leaves_the_old_checkpoint(place: Path) -> None:
     publish(place / "out", 1)
-    before = unchanged(place)
+    before = contents_of(place)
     with pytest.raises(KeyboardInterrupt), begin(place / "out", 2, overwrite=True) as publication:
         build(publication, 2)
         raise KeyboardInterrupt
-    assert unchanged(place) == before
+    assert contents_of(place) == before
 
 
 def test_a_second_publisher_is_refused_while_the_first_works(place: Path) -> None:
     with begin(place / "out", 1) as publication:
         build(publication, 1)
-        before = unchanged(place)
+        before = contents_of(place)
         assert json.loads(run(place / "out", 2).stdout) == ["TargetExistsError", None, str(place / "out")]
         assert run(place / "other", 3).stdout == ""
         shutil.rmtree(place / "other")
-        assert unchanged(place) == before
+        assert contents_of(place) == before
         with pytest.raises(TargetExistsError, match=rf"process {os.getpid()} on .* is publishing to this target"):
             publish(place / "out", 2)
         publication.commit(provenance_of(plan_of(1), 1))
@@ -209,7 +213,7 @@ def test_a_second_publisher_is_refused_while_the_first_works(place: Path) -> Non
     assert os.listdir(place) == ["out"]
 
 
-def test_a_target_that_appears_meanwhile_is_not_lost(place: Path) -> None:
+def test_a_target_that_appears_before_the_commit_is_not_replaced(place: Path) -> None:
     for overwrite in (False, True):
         with begin(place / "out", 1, overwrite=overwrite) as publication:
             build(publication, 1)
@@ -217,7 +221,7 @@ def test_a_target_that_appears_meanwhile_is_not_lost(place: Path) -> None:
             (place / "out" / "precious").write_text("mine")
             with pytest.raises((TargetExistsError, UnsafeError)):
                 publication.commit(provenance_of(plan_of(1), 1))
-        assert unchanged(place) == {"out": b"", "out/precious": b"mine"}
+        assert contents_of(place) == {"out": None, "out/precious": b"mine"}
         shutil.rmtree(place / "out")
 
 
@@ -226,7 +230,7 @@ FAULTS += [("mkdir", "EROFS"), ("mkdirat", "EACCES")]
 
 
 @EVERY
-def test_a_failing_write_is_an_error_with_errno_and_the_old_stays(every: int, sweep_path: Path) -> None:
+def test_a_failing_write_is_an_error_with_errno_and_the_old_checkpoint_is_kept(every: int, sweep_path: Path) -> None:
     publish(sweep_path / "template" / "out", 1)
     shutil.copytree(sweep_path / "template", sweep_path / "trace")
     calls = Counter(system_calls(PUBLISHER, sweep_path / "trace" / "out", 2, log=sweep_path / "log"))
@@ -259,7 +263,7 @@ def test_a_failing_write_is_an_error_with_errno_and_the_old_stays(every: int, sw
     in_pairs(check, some(cases, every))
 
 
-def test_a_disk_that_cannot_reserve_room_is_written_all_the_same(place: Path) -> None:
+def test_publishing_works_where_the_disk_cannot_reserve_room(place: Path) -> None:
     assert run(place / "out", 2, trace="inject=fallocate:error=EOPNOTSUPP").stdout == ""
     assert value_of(place / "out") == 2
 
@@ -279,19 +283,16 @@ A, B = "a" * 16, "b" * 16
 
 def test_leftovers_of_dead_publishers_are_removed_and_similar_names_are_kept(place: Path) -> None:
     publish(place / "out", 2)
-    leave(place, A, dead(), "partial", "discarded", "replaced")
-    leave(place, B, dead())
+    leave(place, A, ended_owner(), "partial", "discarded", "replaced")
+    leave(place, B, ended_owner())
     others = [
         ".out.x.partial",
         f".other.{'0' * 32}.{A}.partial",
         f".out.{'0' * 32}.partial",
         f".out.{'c' * 16}.discarded",
     ]
-    others += [
-        f".out.{'0' * 32}.{'d' * 16}.partial",
-        ".out.replacement",
-        ".out.replaced",
-    ]  # no record, so not ours
+    # There is no record of these, so they are not ours.
+    others += [f".out.{'0' * 32}.{'d' * 16}.partial", ".out.replacement", ".out.replaced"]
     for name in others:
         (place / name).mkdir()
         (place / name / "precious").write_text("mine")
@@ -301,10 +302,10 @@ def test_leftovers_of_dead_publishers_are_removed_and_similar_names_are_kept(pla
 
 
 def test_leftovers_of_another_host_need_resume(place: Path, caplog: pytest.LogCaptureFixture) -> None:
-    left = leave(place, A, ELSEWHERE, "partial")["partial"]
-    before = unchanged(place)
+    left = leave(place, A, OTHER_HOST, "partial")["partial"]
+    before = contents_of(place)
     publish(place / "out", 1)
-    assert {name: data for name, data in unchanged(place).items() if not name.startswith("out")} == before
+    assert {name: data for name, data in contents_of(place).items() if not name.startswith("out")} == before
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "--resume" in warning
     assert left.name in warning
@@ -313,8 +314,8 @@ def test_leftovers_of_another_host_need_resume(place: Path, caplog: pytest.LogCa
     assert (os.listdir(place), value_of(place / "out")) == (["out"], 2)
 
 
-def test_finished_files_are_taken_over_from_the_dead_and_with_resume_from_others(place: Path) -> None:
-    for owner in (dead(), ELSEWHERE):
+def test_finished_files_are_reused_from_a_dead_publisher_and_with_resume_from_another_host(place: Path) -> None:
+    for owner in (ended_owner(), OTHER_HOST):
         with begin(place / "out", 1, reuse=True) as publication:
             build(publication, 1)
             (partial,) = [name for name in os.listdir(place) if name.endswith(".partial")]
@@ -322,7 +323,7 @@ def test_finished_files_are_taken_over_from_the_dead_and_with_resume_from_others
         (place / "copy").rename(place / partial.replace(partial.split(".")[3], A))
         (place / f".out.{A}.owner").write_text(json.dumps(owner.to_json()))
         names = [file.name for file in plan_of(1).files]
-        if owner is ELSEWHERE:
+        if owner is OTHER_HOST:
             assert publish(place / "out", 1, reuse=True) == []
             assert len(os.listdir(place)) == 3
         assert publish(place / "out", 1, reuse=True, resume=True) == names
@@ -341,7 +342,7 @@ def test_a_killed_publisher_leaves_a_record_of_its_process(place: Path, links: b
     assert (os.listdir(place), value_of(place / "out")) == (["out"], 2)
 
 
-def test_a_record_that_is_not_whole_is_removed_when_it_is_old(place: Path) -> None:
+def test_an_incomplete_owner_record_is_removed_once_it_is_old(place: Path) -> None:
     (place / f".out.{A}.owner").write_text("")
     publish(place / "out", 1)
     assert sorted(os.listdir(place)) == [f".out.{A}.owner", "out"]
@@ -350,18 +351,18 @@ def test_a_record_that_is_not_whole_is_removed_when_it_is_old(place: Path) -> No
     assert os.listdir(place) == ["out"]
 
 
-def test_an_interrupted_replacement_is_read_refused_and_completed(place: Path) -> None:
-    """C7: between two renames the target is absent, and the new one lies under a hidden name."""
-    for owner in (dead(), ELSEWHERE):
+def test_an_interrupted_replacement_is_readable_and_the_next_publisher_completes_it(place: Path) -> None:
+    """Between the two renames the target is absent, and the new checkpoint lies under a hidden name."""
+    for owner in (ended_owner(), OTHER_HOST):
         publish(place / "template", 1)
         left = leave(place, A, owner, "partial", value=5)
         publish(place / "old", 4)
         (place / "old").rename(place / f".out.{A}.replaced")
         assert value_at(place / "out") == 5
-        before = unchanged(place)
+        before = contents_of(place)
         with pytest.raises(TargetExistsError, match="--overwrite"):
             publish(place / "out", 2, overwrite=False)
-        assert unchanged(place) == before
+        assert contents_of(place) == before
         with begin(place / "out", 2, overwrite=True):
             assert value_of(place / "out") == 5  # any next publisher completes it
             assert not left["partial"].exists()
@@ -372,7 +373,7 @@ def test_an_interrupted_replacement_is_read_refused_and_completed(place: Path) -
 
 @pytest.mark.parametrize("plant", ["link", "file", "directory"])
 def test_leftovers_of_version_0_1_and_similar_names_are_never_touched(place: Path, plant: str) -> None:
-    """C6: a directory called .out.replacement made the target disappear."""
+    """Version 0.1 put the replacement of the target there; a directory of this name may also be a user's."""
     publish(place / "victim", 5)
     path = place / ".out.replacement"
     if plant == "link":
@@ -383,21 +384,21 @@ def test_leftovers_of_version_0_1_and_similar_names_are_never_touched(place: Pat
         path.mkdir()
     (place / "out").mkdir()
     (place / "out" / "mine.txt").write_text("x")
-    before = unchanged(place)
+    before = contents_of(place)
     for overwrite in (False, True):
         with pytest.raises((TargetExistsError, UnsafeError)):
             publish(place / "out", 2, overwrite=overwrite)
-    assert unchanged(place) == before
+    assert contents_of(place) == before
     shutil.rmtree(place / "out")
-    before = unchanged(place)
+    before = contents_of(place)
     with pytest.raises(UnsafeError, match=r"0\.1") as caught:
         publish(place / "out", 2)
-    assert (caught.value.path, unchanged(place)) == (str(path), before)
+    assert (caught.value.path, contents_of(place)) == (str(path), before)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
 def test_directories_of_another_user_are_left_alone(place: Path, tmp_path: Path) -> None:
-    owner = dead()
+    owner = ended_owner()
     for path in leave(place, A, owner, "partial").values():
         os.chown(path, 65534, 65534)
     victim = tmp_path / "victim"
@@ -407,9 +408,9 @@ def test_directories_of_another_user_are_left_alone(place: Path, tmp_path: Path)
     (place / f".out.{'0' * 32}.{B}.partial").symlink_to(victim)
     (place / f".out.{'c' * 16}.owner").write_text(json.dumps(owner.to_json()))
     os.chown(place / f".out.{'c' * 16}.owner", 65534, 65534)
-    before = unchanged(place)
+    before = contents_of(place)
     publish(place / "out", 1)
-    assert {name: data for name, data in unchanged(place).items() if not name.startswith("out")} == before
+    assert {name: data for name, data in contents_of(place).items() if not name.startswith("out")} == before
 
 
 SQUASHED = """
@@ -438,7 +439,7 @@ print(os.geteuid(), os.stat(out).st_uid, publishing.value_at(out), os.listdir(sy
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root is squashed")
 def test_files_that_a_server_maps_to_another_user_are_overwritten() -> None:
-    """C8: over NFS with root_squash, files that root makes belong to another user."""
+    """Over NFS with root_squash, files that root makes belong to another user."""
     here = os.path.dirname(publishing.__file__)
     with tempfile.TemporaryDirectory() as open_to_all:  # pytest's directories are closed to other users
         os.chmod(open_to_all, 0o777)
@@ -457,13 +458,12 @@ def test_links_in_the_old_checkpoint_are_not_followed(place: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("broken", ['{"files":5}', "[]", '{"files":[5]}', "{}"])
 def test_a_broken_manifest_is_named_and_nothing_is_removed(place: Path, broken: str) -> None:
-    """E13."""
     publish(place / "out", 1)
     (place / "out" / "statexchange.json").write_text(broken)
-    before = unchanged(place)
+    before = contents_of(place)
     with pytest.raises(CorruptError, match="manifest") as caught:
         publish(place / "out", 2)
-    assert (caught.value.path, unchanged(place)) == (str(place / "out" / "statexchange.json"), before)
+    assert (caught.value.path, contents_of(place)) == (str(place / "out" / "statexchange.json"), before)
 
 
 def test_without_locks_publishing_works(place: Path) -> None:
@@ -479,7 +479,7 @@ def test_without_a_lock_a_live_process_is_seen_by_its_record(place: Path) -> Non
         assert error == ["TargetExistsError", None, str(place / "out")]
 
 
-def test_more_output_files_than_descriptors(place: Path) -> None:
+def test_more_files_than_descriptors_are_written_at_once(place: Path) -> None:
     tensors = {f"t{n}": bytes([n % 256]) * 8 for n in range(300)}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with location(str(place / "out")).open_build("0" * 32, [*tensors, "last"], check=None) as opened:
@@ -495,7 +495,7 @@ def test_more_output_files_than_descriptors(place: Path) -> None:
     assert {name: (place / "out" / name).read_bytes() for name in tensors} == {n: b"hd" + d for n, d in tensors.items()}
 
 
-def test_an_export_into_more_files_than_descriptors(place: Path) -> None:
+def test_an_export_writes_more_files_than_descriptors(place: Path) -> None:
     import torch
 
     tensors = {f"t{n}": torch.full((100,), float(n)) for n in range(150)}
@@ -511,7 +511,7 @@ def test_an_export_into_more_files_than_descriptors(place: Path) -> None:
     assert all((opened[name].read() == tensor.numpy()).all() for name, tensor in tensors.items())
 
 
-def test_nothing_is_left_open(place: Path) -> None:
+def test_publishing_leaves_no_descriptor_open(place: Path) -> None:
     publish(place / "out", 1)
     before = sorted(os.listdir("/proc/self/fd"))
     publish(place / "out", 2)
@@ -525,34 +525,12 @@ def test_nothing_is_left_open(place: Path) -> None:
 # Sweeps: something happens at each storage event of a publisher
 
 
-def sweep(name: str, place: Path, *, exchange: bool = True, **options: Any) -> dict[str, Any]:
-    """Run a sweep in a process of its own; without `exchange` names cannot be exchanged, as on NFS."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import publishing; publishing.main(*sys.argv[2:])"
-    here = os.path.dirname(publishing.__file__)
-    command = [sys.executable, "-c", code, here, name, str(place), json.dumps(options)]
-    if not exchange:
-        strace_options = ["-e", "trace=renameat2", "-e", NO_EXCHANGE, "-o", "/dev/null"]
-        command = ["strace", "-f", "--seccomp-bpf", "-qq", *strace_options, *command]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if "skip" in found:
-        pytest.skip(found["skip"])
-    print(name, options, "with exchange" if exchange else "without exchange", found)
-    return found
-
-
-def steps(every: int) -> list[Any]:
-    """Return every `every`-th event, and each one in slow tests."""
-    return [every, pytest.param(1, marks=pytest.mark.slow)]
-
-
 @pytest.mark.parametrize("step", steps(12))
 @pytest.mark.parametrize("exchange", [True, False])
-def test_after_a_kill_at_any_event_the_old_or_the_new_is_there_and_the_next_publisher_cleans_up(
+def test_after_a_kill_at_any_event_the_old_or_new_checkpoint_is_there_and_the_next_publisher_cleans_up(
     sweep_path: Path, exchange: bool, step: int
 ) -> None:
-    found = sweep("sweep_kills", sweep_path, exchange=exchange, before=True, step=step)
+    found = run_sweep("sweep_kills", sweep_path, exchange=exchange, before=True, step=step)
     assert found["points"] * step > 60
     assert found["old"]
     assert found["new"]
@@ -561,7 +539,7 @@ def test_after_a_kill_at_any_event_the_old_or_the_new_is_there_and_the_next_publ
 
 @pytest.mark.parametrize("step", steps(24))
 def test_a_first_publisher_killed_at_any_event_leaves_nothing_that_looks_finished(sweep_path: Path, step: int) -> None:
-    found = sweep("sweep_kills", sweep_path, before=False, step=step)
+    found = run_sweep("sweep_kills", sweep_path, before=False, step=step)
     assert found["points"] * step > 45
     assert found["absent"]
 
@@ -570,13 +548,13 @@ def test_a_first_publisher_killed_at_any_event_leaves_nothing_that_looks_finishe
 def test_a_failing_publisher_that_removes_the_directory_at_any_event_stops_no_other(
     sweep_path: Path, step: int
 ) -> None:
-    found = sweep("sweep_removed_parents", sweep_path, step=step)
+    found = run_sweep("sweep_removed_parents", sweep_path, step=step)
     assert found["points"] * step > 45
 
 
 @pytest.mark.parametrize("step", steps(24))
 def test_after_a_kill_at_any_event_a_second_run_gives_the_same_directory(sweep_path: Path, step: int) -> None:
-    found = sweep("sweep_kills", sweep_path, before=True, reuse=True, step=step)
+    found = run_sweep("sweep_kills", sweep_path, before=True, reuse=True, step=step)
     assert {"0 kept", "2 kept"} <= found.keys()
 
 
@@ -585,8 +563,7 @@ def test_after_a_kill_at_any_event_a_second_run_gives_the_same_directory(sweep_p
 def test_after_an_interrupt_at_any_event_nothing_is_left_or_the_next_publisher_removes_it(
     sweep_path: Path, exchange: bool, step: int
 ) -> None:
-    """C10: Ctrl-C."""
-    found = sweep("sweep_interrupts", sweep_path, exchange=exchange, before=True, step=step)
+    found = run_sweep("sweep_interrupts", sweep_path, exchange=exchange, before=True, step=step)
     assert found["nothing left"] > found.get("something left", 0)  # only if the interrupt came during its clean-up
 
 
@@ -597,9 +574,9 @@ def test_after_an_interrupt_at_any_event_nothing_is_left_or_the_next_publisher_r
 def test_of_two_publishers_one_wins_at_whatever_event_the_second_begins(
     sweep_path: Path, before: bool, overwrite: bool, elsewhere: bool, exchange: bool, what: str, step: int
 ) -> None:
-    """C1: both failed, or one had the other's bytes under its manifest."""
+    """Never do both fail, and never has one the other's bytes under its manifest."""
     options = {"before": before, "overwrite": overwrite, "elsewhere": elsewhere, "what": what, "step": step}
-    assert sweep("sweep_races", sweep_path, exchange=exchange, **options)["points"]
+    assert run_sweep("sweep_races", sweep_path, exchange=exchange, **options)["points"]
 
 
 def test_paths_that_cannot_be_targets_are_refused(place: Path) -> None:
@@ -614,28 +591,28 @@ def test_paths_that_cannot_be_targets_are_refused(place: Path) -> None:
         begin(place / ("x" * 256), 1)
 
 
-def test_a_directory_that_takes_no_files_is_not_called_busy() -> None:
+def test_a_target_where_no_files_can_be_made_is_a_storage_error_with_the_reason() -> None:
     with pytest.raises(StorageError, match="cannot make files here: proc is an interface of the kernel") as caught:
         begin("/proc/nothing", 1)
     assert (caught.value.path, caught.value.errno) == ("/proc", errno.ENOENT)
 
 
 @pytest.mark.parametrize("name", ["x" * 230, "x" * 255, "ü" * 127])
-def test_every_name_that_a_file_system_accepts_works(place: Path, name: str) -> None:
-    twin = name[:-1] + "y"  # it differs from others where hidden names are truncated
-    with begin(place / twin, 3) as other:
+def test_a_target_may_have_any_name_that_the_file_system_accepts(place: Path, name: str) -> None:
+    similar = name[:-1] + "y"  # it differs only where hidden names are truncated
+    with begin(place / similar, 3) as other:
         for value in (1, 2):
             publish(place / name, value)
             assert value_of(place / name) == value
         build(other, 3)
         other.commit(provenance_of(plan_of(3), 3))
-    assert value_of(place / twin) == 3
-    assert sorted(os.listdir(place)) == sorted([name, twin])
+    assert value_of(place / similar) == 3
+    assert sorted(os.listdir(place)) == sorted([name, similar])
 
 
 def test_leftovers_of_a_long_name_are_read_and_taken_over(place: Path) -> None:
     name = "x" * 255
-    left = leave(place, A, dead(), "partial", "replaced", value=5, stem=hidden_prefix(name))
+    left = leave(place, A, ended_owner(), "partial", "replaced", value=5, stem=hidden_prefix(name))
     assert value_at(place / name) == 5
     publish(place / name, 2)
     assert not any(path.exists() for path in left.values())

@@ -8,6 +8,7 @@ are tested without a change here.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -20,7 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import CommandLine
 from safetensors.torch import save_file
+from stored import flip_bit
 
 import statexchange as sx
 from statexchange import values
@@ -41,7 +44,7 @@ import statexchange as sx
 from statexchange.report.verify import verify
 from statexchange.storage.claim import CLAIM_NAME, Claim
 
-path, trip = sys.argv[1:]
+path, how = sys.argv[1:]
 stop_at = looks = 0
 busy = False
 
@@ -60,22 +63,22 @@ def values(arrays):
     return sorted({float(v) for name, a in arrays for v in np.unique(a)})
 
 def run(number):
-    if trip == "open":
+    if how == "open":
         with sx.open_checkpoint(path) as checkpoint:
             return values((name, t.read()) for name, t in checkpoint.items())
-    if trip == "load":
+    if how == "load":
         state = {f"t{i}": np.zeros((6, 4), np.float32) for i in range(3)}
         sx.load_checkpoint(state, path)
         return values(state.items())
-    if trip == "merge":
+    if how == "merge":
         out = f"{path}-merged-{number}"
         sx.merge_checkpoint(path, out, threads=1)
         assert not verify(out).findings
         return values((name, t.read()) for name, t in sx.open_checkpoint(out).items())
-    if trip == "verify":
+    if how == "verify":
         findings = verify(path).findings
         return [0.0] if not findings else [str(f) for f in findings]
-    if trip == "saved":
+    if how == "saved":
         state = {"model": {f"t{i}": np.zeros((6, 4), np.float32) for i in range(3)}, "step": -1}
         sx.load_checkpoint(state, path)
         return sorted({*values(state["model"].items()), float(state["step"])})
@@ -98,9 +101,16 @@ for line in sys.stdin:
 class Reader:
     """A process that reads `path`, stopping at its n-th look."""
 
-    def __init__(self, path: Path, trip: str) -> None:
-        command = [sys.executable, "-c", READER, str(path), trip]
+    def __init__(self, path: Path, how: str) -> None:
+        command = [sys.executable, "-c", READER, str(path), how]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
 
     def _say(self, text: str) -> None:
         assert self._process.stdin is not None
@@ -108,7 +118,7 @@ class Reader:
         self._process.stdin.flush()
 
     def read(self, stop_at: int, meanwhile: Callable[[], None]) -> tuple[list[Any], bool]:
-        """Read once; stop at a look and call `meanwhile`. Returns the result, and whether there were so many looks."""
+        """Read once, and call `meanwhile` at a look; return the result, and whether there were so many looks."""
         assert self._process.stdout is not None
         self._say(json.dumps(stop_at))
         answer = json.loads(self._process.stdout.readline())
@@ -118,10 +128,6 @@ class Reader:
             self._say("")
             answer = json.loads(self._process.stdout.readline())
         return answer, stopped
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -141,36 +147,39 @@ def at_every_look(reader: Reader, publish: Callable[[float], None]) -> Iterator[
             assert number > 3
             return
         yield number, float(number), answer
-    raise AssertionError("a trip without an end")
+    raise AssertionError("a read without an end")
 
 
-@pytest.mark.parametrize("trip", ["open", "load", "merge"])
-def test_a_checkpoint_that_is_replaced_at_any_look_is_read_as_the_old_or_the_new_one(
-    trip: str, sweep_path: Path
-) -> None:
-    """A1, A2, A3."""
-    path = sweep_path / "out"
-    export(path, 0.0)
-    reader = Reader(path, trip)
-    try:
-        before = 0.0
-        for number, value, answer in at_every_look(reader, lambda value: export(path, value)):
+def assert_read_as_old_or_new(path: Path, how: str, publish: Callable[[float], None]) -> None:
+    """Publish the value 0, then another one at each look; a read finds only the value before it or this one."""
+    publish(0.0)
+    before = 0.0
+    with Reader(path, how) as reader:
+        for number, value, answer in at_every_look(reader, publish):
             assert answer[0] == "values", (number, answer)
             assert answer[1] in ([before], [value]), (number, answer)
             before = value
-    finally:
-        reader.close()
+
+
+def assert_verified(path: Path, publish: Callable[[float], None]) -> None:
+    """Publish, and again at each look of `verify`, which has no findings."""
+    publish(0.0)
+    with Reader(path, "verify") as reader:
+        for number, _, answer in at_every_look(reader, publish):
+            assert answer == ["values", [0.0]], number
+
+
+@pytest.mark.parametrize("how", ["open", "load", "merge"])
+def test_a_checkpoint_that_is_replaced_at_any_look_is_read_as_the_old_or_the_new_one(
+    how: str, sweep_path: Path
+) -> None:
+    path = sweep_path / "out"
+    assert_read_as_old_or_new(path, how, functools.partial(export, path))
 
 
 def test_a_checkpoint_that_is_replaced_at_any_look_verifies(sweep_path: Path) -> None:
     path = sweep_path / "out"
-    export(path, 0.0)
-    reader = Reader(path, "verify")
-    try:
-        for number, _, answer in at_every_look(reader, lambda value: export(path, value)):
-            assert answer == ["values", [0.0]], number
-    finally:
-        reader.close()
+    assert_verified(path, functools.partial(export, path))
 
 
 def commit_round(path: Path, value: float) -> None:
@@ -187,23 +196,13 @@ def commit_round(path: Path, value: float) -> None:
 
 
 def test_a_state_whose_round_is_dropped_at_any_look_is_read_as_the_old_or_a_newer_one(sweep_path: Path) -> None:
-    """A6."""
     path = sweep_path / "saved"
 
     def commit(value: float) -> None:
-        for step in (value, value, value):  # by the third the first of the two that were there is gone
-            commit_round(path, step)
+        for _ in range(3):  # by the third the first of the two that were there is gone
+            commit_round(path, value)
 
-    commit(0.0)
-    reader = Reader(path, "saved")
-    try:
-        before = 0.0
-        for number, value, answer in at_every_look(reader, commit):
-            assert answer[0] == "values", (number, answer)
-            assert answer[1] in ([before], [value]), (number, answer)
-            before = value
-    finally:
-        reader.close()
+    assert_read_as_old_or_new(path, "saved", commit)
 
 
 def save(path: Path, value: float) -> None:
@@ -212,71 +211,44 @@ def save(path: Path, value: float) -> None:
 
 def test_a_save_that_is_replaced_at_any_look_is_read_as_the_old_or_the_new_one(sweep_path: Path) -> None:
     path = sweep_path / "saved"
-    save(path, 0.0)
-    reader = Reader(path, "saved")
-    try:
-        before = 0.0
-        for number, value, answer in at_every_look(reader, lambda value: save(path, value)):
-            assert answer[0] == "values", (number, answer)
-            assert answer[1] in ([before], [value]), (number, answer)
-            before = value
-    finally:
-        reader.close()
+    assert_read_as_old_or_new(path, "saved", functools.partial(save, path))
 
 
 def test_a_save_that_is_replaced_at_any_look_verifies(sweep_path: Path) -> None:
     path = sweep_path / "saved"
-    save(path, 0.0)
-    reader = Reader(path, "verify")
-    try:
-        for number, _, answer in at_every_look(reader, lambda value: save(path, value)):
-            assert answer == ["values", [0.0]], number
-    finally:
-        reader.close()
+    assert_verified(path, functools.partial(save, path))
 
 
 def test_a_save_that_is_removed_at_any_look_is_read_whole_or_is_not_there(sweep_path: Path) -> None:
     path = sweep_path / "saved"
-    reader = Reader(path, "saved")
 
-    def remove(_: float) -> None:
+    def remove() -> None:
         (path / "save.json").unlink()  # no save any more, while its files are removed one by one
         shutil.rmtree(path)
 
-    try:
+    with Reader(path, "saved") as reader:
         for number in range(1, 500):
             save(path, 1.0)
-            answer, stopped = reader.read(number, lambda: remove(0.0))
+            answer, stopped = reader.read(number, remove)
             if not stopped:
                 break
             assert answer == ["values", [1.0]] or answer[:2] == ["error", "NotFoundError"], (number, answer)
-        assert number > 3
-    finally:
-        reader.close()
+    assert not stopped
+    assert number > 3
 
 
 def test_a_workspace_whose_rounds_are_dropped_at_any_look_is_read_as_the_old_or_a_newer_one(sweep_path: Path) -> None:
-    """H3."""
     workspace = sx.NFSWorkspace(sweep_path / "ws", run="r")
 
     def write(value: float) -> None:
         for _ in range(3):
             workspace.write_configs_and_weights({"k": value}, state_of(value))
 
-    write(0.0)
-    reader = Reader(sweep_path / "ws", "nfs")
-    try:
-        before = 0.0
-        for number, value, answer in at_every_look(reader, write):
-            assert answer[0] == "values", (number, answer)
-            assert answer[1] in ([before], [value]), (number, answer)
-            before = value
-    finally:
-        reader.close()
+    assert_read_as_old_or_new(sweep_path / "ws", "nfs", write)
 
 
-def test_a_checkpoint_that_is_held_open_is_read_as_it_was(tmp_path: Path) -> None:
-    """A3: the new publication has other tensors, in another order, at the old offsets."""
+def test_an_open_checkpoint_is_read_as_it_was_when_it_was_opened(tmp_path: Path) -> None:
+    """The checkpoint that replaces it has other tensors, in another order, at the old offsets."""
     path = tmp_path / "out"
     sx.export_checkpoint({"a": np.full(3, 1.0), "b": np.full(2, 2.0)}, path)
     with sx.open_checkpoint(path) as held:
@@ -313,7 +285,6 @@ def overwrite_in_place(path: Path, value: float) -> None:
 
 
 def test_a_source_that_is_changed_in_place_while_it_is_merged_is_merged_again(tmp_path: Path) -> None:
-    """A4."""
     plain_source(tmp_path / "source", 1.0)
     seen: list[int] = []
 
@@ -328,7 +299,6 @@ def test_a_source_that_is_changed_in_place_while_it_is_merged_is_merged_again(tm
 
 
 def test_a_source_that_is_changed_in_place_again_and_again_is_not_published(tmp_path: Path) -> None:
-    """A4."""
     plain_source(tmp_path / "source", 1.0)
     value = iter(range(2, 1000))
 
@@ -342,7 +312,7 @@ def test_a_source_that_is_changed_in_place_again_and_again_is_not_published(tmp_
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_a_tensor_that_is_changed_in_place_is_not_read_silently(tmp_path: Path) -> None:
+def test_reading_a_tensor_that_was_changed_in_place_is_an_error(tmp_path: Path) -> None:
     plain_source(tmp_path / "source", 1.0)
     with sx.open_checkpoint(tmp_path / "source") as held:
         overwrite_in_place(tmp_path / "source", 2.0)
@@ -355,7 +325,7 @@ NONCE, PLAN = "0123456789abcdef", "a" * 32
 
 
 def test_between_the_two_renames_of_a_replacement_the_new_checkpoint_is_read(tmp_path: Path) -> None:
-    """C7: a publisher that is killed there leaves this, on a file system that cannot exchange names."""
+    """A publisher that is killed there leaves this on a file system that cannot exchange names."""
     export(tmp_path / "out", 1.0)
     export(tmp_path / "new", 2.0)
     os.rename(tmp_path / "out", tmp_path / f".out.{NONCE}.replaced")
@@ -380,7 +350,7 @@ def test_a_partial_directory_alone_is_not_read(tmp_path: Path) -> None:
         sx.open_checkpoint(tmp_path / "out")
 
 
-# B: the manifest is compared with the files
+# The manifest is compared with the files
 
 
 @pytest.fixture(scope="module", params=["rows", "columns"])
@@ -395,21 +365,13 @@ def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return out
 
 
-def flipped(source: Path, path: Path, at: int) -> Path:
-    """Return a copy with one byte of the tensor changed."""
-    shutil.copytree(source, path)
-    data = bytearray((path / "model.safetensors").read_bytes())
-    data[at] ^= 1
-    (path / "model.safetensors").write_bytes(data)
-    return path
-
-
 @pytest.mark.parametrize("at", [-1, -96, -45])
 def test_a_flipped_byte_of_a_tensor_of_several_boxes_is_found_by_every_reader(
     sharded: Path, at: int, tmp_path: Path
 ) -> None:
-    """B1."""
-    broken = flipped(sharded, tmp_path / "broken", at)
+    broken = tmp_path / "broken"
+    shutil.copytree(sharded, broken)
+    flip_bit(broken / "model.safetensors", at)
     assert len(verify(broken).findings) == 1
     state = {"w": np.zeros(sx.open_checkpoint(sharded)["w"].shape, np.float32)}
     for read in (
@@ -441,7 +403,6 @@ def with_header(source: Path, path: Path, old: str, new: str) -> Path:
 
 
 def test_a_header_that_contradicts_the_manifest_is_corrupt(tmp_path: Path) -> None:
-    """B2."""
     sx.export_checkpoint({"w": np.arange(24, dtype=np.float32).reshape(4, 6)}, tmp_path / "good")
     for number, (old, new) in enumerate([("[4,6]", "[6,4]"), ('"F32"', '"I32"')]):
         broken = with_header(tmp_path / "good", tmp_path / f"bad{number}", old, new)
@@ -453,7 +414,7 @@ def test_a_header_that_contradicts_the_manifest_is_corrupt(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "pytorch_model-00001-of-00002.bin"])
 def test_missing_files_are_detected_by_the_count_in_file_names(name: str, tmp_path: Path) -> None:
-    """B3: what a merge that was killed in an object store leaves."""
+    """A merge to an object store that is killed leaves such a directory."""
     if name.endswith(".bin"):
         torch.save({"a": torch.ones(2)}, tmp_path / name)
     else:
@@ -463,8 +424,7 @@ def test_missing_files_are_detected_by_the_count_in_file_names(name: str, tmp_pa
     assert [type(finding) for finding in verify(tmp_path).findings] == [IncompleteError]
 
 
-def test_a_broken_source_is_shown_as_far_as_it_can_be_read_after_the_error(tmp_path: Path) -> None:
-    """B4."""
+def test_a_broken_source_is_shown_as_far_as_it_can_be_read_after_the_error(tmp_path: Path, call: CommandLine) -> None:
     export(tmp_path / "out", 1.0)
     name = "model-00002-of-00003.safetensors"
     os.truncate(tmp_path / "out" / name, os.path.getsize(tmp_path / "out" / name) - 1)
@@ -474,20 +434,15 @@ def test_a_broken_source_is_shown_as_far_as_it_can_be_read_after_the_error(tmp_p
     os.truncate(tmp_path / "one.safetensors", os.path.getsize(tmp_path / "one.safetensors") - 8)
     alone = summarize(tmp_path / "one.safetensors")
     assert (alone.num_tensors, alone.num_unreadable, alone.nbytes, alone.proven) == (1, 1, 24, False)
-    done = subprocess.run(
-        [sys.executable, "-m", "statexchange", "info", str(tmp_path / "one.safetensors")],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 4
-    assert "digests" in done.stdout
-    assert "known, not checked" not in done.stdout
-    assert "truncated" in done.stderr
+    code, out, err = call("info", tmp_path / "one.safetensors")
+    assert code == 4
+    assert "digests" in out
+    assert "known, not checked" not in out
+    assert "truncated" in err
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_dcp_directory_without_its_metadata_is_incomplete(tmp_path: Path) -> None:
-    """B4."""
     import torch.distributed.checkpoint as dcp
 
     dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
@@ -498,8 +453,7 @@ def test_a_dcp_directory_without_its_metadata_is_incomplete(tmp_path: Path) -> N
     assert (found.kind, found.proven, len(found.problems)) == ("dcp", False, 1)
 
 
-def test_foreign_files_are_checked_without_assert(tmp_path: Path) -> None:
-    """B5: under python -O as well."""
+def test_foreign_files_are_checked_also_under_python_o(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors", metadata={"DCP_SHARDING_INFO": "[1]"})
     (tmp_path / "out").mkdir()
     save_file({"a": torch.ones(2)}, tmp_path / "out" / "model.safetensors")
@@ -517,18 +471,16 @@ for path in sys.argv[1:]:
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\nTrue\n"
 
 
-def test_without_digests_verify_does_not_call_the_bytes_correct(tmp_path: Path) -> None:
-    """B6."""
+def test_without_digests_verify_does_not_call_the_bytes_correct(tmp_path: Path, call: CommandLine) -> None:
     save_file({"a": torch.full((2,), float("nan"))}, tmp_path / "a.safetensors")
-    command = [sys.executable, "-m", "statexchange", "verify", str(tmp_path / "a.safetensors")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "structure ok" in done.stdout
-    assert "bytes not checked" in done.stdout
+    code, out, _ = call("verify", tmp_path / "a.safetensors")
+    assert code == 0
+    assert "structure ok" in out
+    assert "bytes not checked" in out
 
 
 def test_a_directory_with_a_claim_and_no_manifest_is_being_written(tmp_path: Path) -> None:
-    """B3, C3: what readers of an object store meet while a checkpoint is published there."""
+    """Readers of an object store find this while a checkpoint is published there."""
     (tmp_path / CLAIM_NAME).write_bytes(Claim.new("0" * 16, PLAN, ("model.safetensors",)).to_bytes())
     with pytest.raises(IncompleteError, match=r"no complete checkpoint: process \d+ on \S+ has been publishing"):
         sx.open_checkpoint(tmp_path)
@@ -566,7 +518,7 @@ def test_a_closed_checkpoint_opens_nothing(tmp_path: Path) -> None:
             os.close(fd)
 
 
-def test_a_box_is_offsets_and_shape(tmp_path: Path) -> None:
+def test_a_box_is_given_as_offsets_and_shape_and_other_forms_are_refused(tmp_path: Path) -> None:
     save_file({"a": torch.arange(6).reshape(2, 3)}, tmp_path / "model.safetensors")
     with sx.open_checkpoint(tmp_path) as checkpoint:
         for box in (((0, 1), (2, 2)), [[0, 1], [2, 2]], (torch.Size((0, 1)), torch.Size((2, 2)))):
@@ -600,7 +552,7 @@ def test_a_box_outside_of_a_tensor_is_refused(box: Box, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
-def test_a_tensor_is_read_as_one_of_torch(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_tensor_is_read_as_a_torch_tensor_of_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {
         "w": torch.arange(12).reshape(3, 4).to(dtype),
         "scalar": torch.tensor(1).to(dtype),

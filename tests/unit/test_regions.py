@@ -46,7 +46,7 @@ def test_windows_follow_the_c_order_without_gaps_and_within_budget(shape: tuple[
     assert all(0 < part.nbytes <= budget for part in parts)
 
 
-def test_windows_of_nothing_and_of_very_long_rows() -> None:
+def test_windows_of_empty_and_scalar_tensors_and_of_very_long_rows() -> None:
     assert [w for w in windows((0, 5), 4) if w.numel] == []
     assert [w for w in windows((5, 0), 4) if w.numel] == []
     assert len(list(windows((2, 10**6), 4, 1 << 20))) == 8
@@ -103,7 +103,7 @@ def test_a_box_is_read_window_by_window(
 
 
 @pytest.mark.parametrize("reserved", [True, False])
-def test_long_and_short_runs_of_one_tensor(reserved: bool, tmp_path: Path) -> None:
+def test_boxes_of_long_and_of_short_runs_are_written_side_by_side(reserved: bool, tmp_path: Path) -> None:
     whole = np.arange(3 * 40_000, dtype=np.uint16).reshape(3, 40_000)
     path = tmp_path / "file"
     path.write_bytes(bytes(10 + whole.nbytes))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scripts import run_main
+from commands import CommandLine
 
 import statexchange as sx
 from statexchange.report.rename_hint import suggest_rename
@@ -32,31 +31,29 @@ def write(path: Path, prefix: str, names: list[str], more: list[str]) -> None:
     )
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+def run(call: CommandLine, *arguments: object) -> tuple[int, str]:
     """Run `diff`; return its exit code and stderr."""
-    code, _, err = run_main(capsys, "diff", *arguments)
+    code, _, err = call("diff", *arguments)
     return code, err
 
 
 @pytest.mark.parametrize(("a", "b"), PREFIXES)
-def test_the_rename_that_is_named_matches_all(
-    a: str, b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_rename_that_is_named_matches_all(a: str, b: str, tmp_path: Path, call: CommandLine) -> None:
     write(tmp_path / "a", a, PARTS, [])
     write(tmp_path / "b", b, PARTS, [])
-    code, err = run(capsys, tmp_path / "a", tmp_path / "b")
+    code, err = run(call, tmp_path / "a", tmp_path / "b")
     match = re.search(r"with (--rename .*) 36 of 36 tensors of A have names that B has", err)
     assert (code, match is not None) == (1, True), err
     assert match is not None
-    assert run(capsys, tmp_path / "a", tmp_path / "b", *shlex.split(match[1])) == (0, "")
-    _, out, _ = run_main(capsys, "diff", tmp_path / "a", tmp_path / "b", "--json")
-    assert json.loads(out)["data"]["notes"][-1] in err
+    assert run(call, tmp_path / "a", tmp_path / "b", *shlex.split(match[1])) == (0, "")
+    _, envelope = call.json("diff", tmp_path / "a", tmp_path / "b")
+    assert envelope["data"]["notes"][-1] in err
 
 
-def test_names_that_match_already_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rename_is_not_suggested_for_names_that_match_already(tmp_path: Path, call: CommandLine) -> None:
     write(tmp_path / "a", "model.", PARTS, ["head.weight"])
     write(tmp_path / "b", "", PARTS[:20], ["head.weight"])
-    _, err = run(capsys, tmp_path / "a", tmp_path / "b")
+    _, err = run(call, tmp_path / "a", tmp_path / "b")
     assert "with --rename '^model\\.=' 21 of 37 tensors" in err
 
 
@@ -72,7 +69,7 @@ def test_without_a_better_prefix_there_is_no_hint() -> None:
     assert suggest_rename(["a.b.w"], ["x=y.b.w"]) is None, "the option could not be parsed"
 
 
-def test_many_long_names_cost_little() -> None:
+def test_a_rename_is_found_among_many_long_names() -> None:
     names = [f"layers.{n}.{'x' * 200}.weight" for n in range(20_000)]
     found = suggest_rename((f"model.{name}" for name in names), names)
     assert found == ("^model\\.", "", 20_000)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from stored import contents_of, flip_bit
 
 import statexchange as sx
 from statexchange.errors import (
@@ -88,10 +89,6 @@ READERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def everything_below(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() if p.is_file() else b"" for p in sorted(path.rglob("*"))}
-
-
 # What a save is
 
 
@@ -133,7 +130,7 @@ def test_a_save_of_fewer_ranks_replaces_that_of_more_whole(saved: Path) -> None:
     assert value_of(saved) == 1.0
 
 
-def test_one_ranks_file_is_that_ranks_part(saved: Path) -> None:
+def test_the_file_of_one_rank_alone_is_opened_as_its_part(saved: Path) -> None:
     (saved / FILES[0]).unlink()
     with sx.open_checkpoint(saved / FILES[1]) as checkpoint:
         assert sorted(checkpoint) == ["own1", "same"]
@@ -148,7 +145,7 @@ def test_one_ranks_file_is_that_ranks_part(saved: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["save", "empty", "file", "checkpoint"])
 @pytest.mark.parametrize("background", [False, True])
-def test_what_exists_is_refused(tmp_path: Path, kind: str, background: bool) -> None:
+def test_a_save_to_a_path_that_exists_is_refused(tmp_path: Path, kind: str, background: bool) -> None:
     path = tmp_path / "saved"
     if kind == "save":
         save(path)
@@ -158,14 +155,14 @@ def test_what_exists_is_refused(tmp_path: Path, kind: str, background: bool) -> 
         path.write_text("mine")
     else:
         sx.export_checkpoint({"w": np.ones(2)}, path)
-    before = everything_below(tmp_path)
+    before = contents_of(tmp_path)
     with pytest.raises(TargetExistsError, match="the target exists; overwrite=True") as caught:
         if background:
             sx.save_checkpoint({"w": np.ones(3)}, path, background=True).result(30)
         else:
             save(path, 2.0)
     assert caught.value.path == str(path)
-    assert everything_below(tmp_path) == before
+    assert contents_of(tmp_path) == before
 
 
 def test_a_save_and_an_empty_directory_are_replaced_if_that_is_asked_for(tmp_path: Path) -> None:
@@ -180,7 +177,7 @@ def test_a_save_and_an_empty_directory_are_replaced_if_that_is_asked_for(tmp_pat
 @pytest.mark.parametrize(
     "kind", ["file", "link", "other directory", "broken manifest", "checkpoint", "more", "workspace"]
 )
-def test_what_is_no_save_is_never_replaced(tmp_path: Path, kind: str) -> None:
+def test_a_save_never_replaces_what_is_no_save(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "saved"
     if kind == "file":
         path.write_text("mine")
@@ -197,11 +194,11 @@ def test_what_is_no_save_is_never_replaced(tmp_path: Path, kind: str) -> None:
     else:
         save(path)
         (path / ("notes.txt" if kind == "more" else "save.json")).write_text("mine")
-    before = everything_below(tmp_path)
+    before = contents_of(tmp_path)
     with pytest.raises(CorruptError if kind == "broken manifest" else UnsafeError) as caught:
         save(path, 2.0, overwrite=True)
     assert str(caught.value.path).startswith(str(path))
-    assert everything_below(tmp_path) == before
+    assert contents_of(tmp_path) == before
 
 
 def test_a_checkpoint_does_not_replace_a_save(tmp_path: Path) -> None:
@@ -324,7 +321,7 @@ def test_without_its_manifest_a_save_is_incomplete(saved: Path, reader: str, wha
     assert caught.value.path == str(saved / "save.json")
 
 
-def test_a_file_of_that_name_from_another_program_is_a_checkpoint(tmp_path: Path) -> None:
+def test_a_file_of_another_program_with_the_name_of_a_ranks_file_is_a_checkpoint(tmp_path: Path) -> None:
     for number, name in enumerate(FILES):
         save_file({f"w{number}": np.ones(3, np.float32)}, tmp_path / name)
     for path, names in ((tmp_path, ["w0", "w1"]), (tmp_path / FILES[0], ["w0"])):
@@ -366,9 +363,8 @@ def test_a_file_of_another_size_is_corrupt(saved: Path, reader: str) -> None:
 
 @pytest.mark.parametrize("reader", ["load", "merge"])
 def test_a_changed_byte_of_a_tensor_is_found(saved: Path, reader: str) -> None:
-    data = bytearray((saved / FILES[1]).read_bytes())
-    data[data.index(np.full(5, 2.0, np.float32).tobytes())] ^= 1  # of own1, which no other file has
-    (saved / FILES[1]).write_bytes(data)
+    own1 = np.full(5, 2.0, np.float32).tobytes()  # which no other file has
+    flip_bit(saved / FILES[1], (saved / FILES[1]).read_bytes().index(own1))
     with pytest.raises(CorruptError, match="bytes differ from their digest"):
         READERS[reader](saved)
     (finding,) = verify(saved).findings

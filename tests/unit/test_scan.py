@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from commands import CommandLine
 from safetensors.torch import save_file
+from stored import DATA
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import statexchange as sx
-from statexchange.cli.main import main
 from statexchange.report.scan import ScanRow, scan
 from statexchange.testing import run_ranks
 
-DATA = Path(__file__).parents[1] / "data"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.save of one process
 
 
@@ -227,20 +227,18 @@ def test_an_export_that_runs_is_being_written(tmp_path: Path) -> None:
     assert verdicts_of(tmp_path) == {"out": "WHOLE"}
 
 
-def test_the_command_names_what_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scan_names_the_broken_checkpoint(tmp_path: Path, call: CommandLine) -> None:
     hugging_face(tmp_path / "whole")
     for function in (truncate, lose_the_metadata):
         function(tmp_path / function.__name__)
-    with pytest.raises(SystemExit, match="1"):
-        main(["scan", str(tmp_path), "--only", "broken", "--sort", "verdict"])
-    captured = capsys.readouterr()
-    lines = [line.split("\t") for line in captured.out.splitlines()]
+    code, out, err = call("scan", tmp_path, "--only", "broken", "--sort", "verdict")
+    assert code == 1
+    lines = [line.split("\t") for line in out.splitlines()]
     column = lines[0].index("VERDICT")
     assert [line[column] for line in lines[1:]] == ["NO .metadata", "TRUNCATED 50 % model.safetensors"]
-    assert captured.err == "3 checkpoints in 4 directories: 2 broken, 1 whole\n"
-    with pytest.raises(SystemExit, match="1"):
-        main(["scan", str(tmp_path), "--json"])
-    found = json.loads(capsys.readouterr().out)
+    assert err == "3 checkpoints in 4 directories: 2 broken, 1 whole\n"
+    code, found = call.json("scan", tmp_path)
+    assert code == 1
     assert (found["code"], found["data"]["num_broken"]) == ("FINDINGS", 2)
     assert [one["verdict"] for one in found["data"]["checkpoints"]] == [
         "NO .metadata",
@@ -249,8 +247,7 @@ def test_the_command_names_what_is_broken(tmp_path: Path, capsys: pytest.Capture
     ]
     shutil.rmtree(tmp_path / "truncate")
     shutil.rmtree(tmp_path / "lose_the_metadata")
-    with pytest.raises(SystemExit, match="0"):
-        main(["scan", str(tmp_path)])
+    assert call("scan", tmp_path)[0] == 0
 
 
 def test_a_directory_that_is_removed_meanwhile_is_left_out(tmp_path: Path) -> None:

@@ -7,26 +7,23 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 import pytest
+from commands import CommandLine
 from json_schemas import SCHEMAS, validator
 from jsonschema import Draft202012Validator
 from safetensors.numpy import save_file
 from whole_checkpoints import KINDS
 
-from statexchange.cli.main import cli, main
+from statexchange.cli.main import cli
 
 COMMANDS = tuple(cli.list_commands(None))  # type: ignore[arg-type]
 COMMON = {"--format", "--json", "--quiet", "--verbose"}  # which leave the JSON as it is, or choose it
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.save of one process
-HOME = Path(__file__).parents[2]
-LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 # The definitions of a command's schema that are a line of its JSON Lines.
 ROWS = {
     "ls": ("tensor", "save", "round"),
@@ -70,7 +67,7 @@ def objects(value: Any, where: str) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of many kinds, whole and broken."""
+    """Return a directory with checkpoints of many kinds, whole and broken."""
     home = tmp_path_factory.mktemp("place")
     kinds = ("save", "saves", "export", "workspace", "dcp", "torch file", "ZeRO-2", "Trainer", "gguf", "npz")
     for name in (*kinds, "huggingface shards", "rank files"):
@@ -133,21 +130,18 @@ prune saves --keep 1 --keep-every 10 --best loss:min --dry-run | demo --ranks 0 
 LISTED = [case.strip() for case in re.split(r"[|\n]", CASES) if case.strip()]
 
 
+@pytest.mark.usefixtures("plain_environment")
 @pytest.mark.parametrize("case", LISTED)
-def test_json_is_as_its_schema_says(
-    case: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_json_output_is_valid_by_its_schema(
+    case: str, place: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
-    for variable in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
     command, *rest = case.split()
     schema = f"{command if command in COMMANDS else 'errors'}.json"
     writes = command in ("merge", "seal", "prune") and "--dry-run" not in rest
     forms = [["--json"]] if writes or "--svg" in rest else [["--json"], ["--format", "jsonl"]]
     for form in forms:
-        with pytest.raises(SystemExit):
-            main([command, *rest, *form])
-        out, _ = capsys.readouterr()
+        _, out, _ = call(command, *rest, *form)
         if form == ["--json"]:
             validator(schema).validate(json.loads(out))
             continue
@@ -188,12 +182,8 @@ def test_no_object_may_have_a_key_that_its_schema_lacks() -> None:
             assert set(schema["required"]) <= set(schema["properties"]), where
 
 
-def test_another_key_is_refused(place: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "statexchange", "info", "export", "--json"],
-        capture_output=True, cwd=place, check=True, env={**os.environ, "PYTHONPATH": os.fspath(HOME)},
-    )  # fmt: skip
-    found = json.loads(done.stdout)
+def test_another_key_is_refused(place: Path, call: CommandLine) -> None:
+    _, found = call.json("info", place / "export")
     validator("info.json").validate(found)
     found["data"]["another"] = 1
     assert not validator("info.json").is_valid(found)

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import CommandLine, command_environment
 from safetensors.numpy import save_file
-from scripts import exit_code_of
+from stored import flip_bit
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
@@ -92,9 +93,7 @@ def test_nothing_but_the_manifest_is_new(folder: Path) -> None:
 def test_a_flipped_bit_is_found(folder: Path, at: str) -> None:
     seal_checkpoint(folder)
     path = folder / "model-00002-of-00002.safetensors"
-    data = bytearray(path.read_bytes())
-    data[{"first": len(data) - 8 * 700000, "middle": len(data) // 2, "last": -1}[at]] ^= 4
-    path.write_bytes(data)
+    flip_bit(path, {"first": -8 * 700_000, "middle": -4 * 700_000, "last": -1}[at], bit=2)
     (finding,) = verify(folder).findings
     assert isinstance(finding, CorruptError)
     assert finding.name == "b.weight"
@@ -154,7 +153,7 @@ def test_a_single_file_seals_its_directory(tmp_path: Path) -> None:
     assert verify(tmp_path).num_unproven == 0
 
 
-def test_one_of_several_files_is_refused(folder: Path) -> None:
+def test_sealing_one_of_several_files_is_refused(folder: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="seal the directory"):
         seal_checkpoint(folder / "model-00001-of-00002.safetensors")
 
@@ -204,10 +203,11 @@ def test_a_broken_manifest_is_replaced_if_asked(folder: Path) -> None:
     assert verify(folder).findings == ()
 
 
-def test_a_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_writes_nothing(folder: Path, call: CommandLine) -> None:
     listed = set(os.listdir(folder))
-    assert exit_code_of("seal", folder, "--dry-run") == 0
-    assert capsys.readouterr().out.startswith("would write ")
+    code, out, _ = call("seal", folder, "--dry-run")
+    assert code == 0
+    assert out.startswith("would write ")
     assert set(os.listdir(folder)) == listed
 
 
@@ -258,7 +258,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], type[StateExchangeError], str]] 
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_what_is_broken_is_not_sealed(folder: Path, how: str) -> None:
+def test_a_broken_checkpoint_is_not_sealed(folder: Path, how: str) -> None:
     breaks, kind, named = BROKEN[how]
     breaks(folder)
     for dry_run in (True, False):
@@ -300,7 +300,7 @@ def test_parts_of_tensors_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["grows", "is touched", "is added", "is removed"])
-def test_a_change_while_it_reads_is_noticed(folder: Path, change: str) -> None:
+def test_a_file_that_changes_while_it_is_sealed_is_an_error(folder: Path, change: str) -> None:
     def disturb(done: int, total: int) -> None:
         assert 0 < done <= total
         if change == "grows":
@@ -317,7 +317,7 @@ def test_a_change_while_it_reads_is_noticed(folder: Path, change: str) -> None:
     assert MANIFEST not in os.listdir(folder)
 
 
-def test_two_at_once_write_one_manifest(folder: Path) -> None:
+def test_of_two_seals_at_once_only_one_writes_its_manifest(folder: Path) -> None:
     def seal_first(done: int, total: int) -> None:
         if done == total:
             seal_checkpoint(folder)
@@ -327,7 +327,7 @@ def test_two_at_once_write_one_manifest(folder: Path) -> None:
     assert verify(folder).findings == ()
 
 
-def test_a_read_only_directory_is_refused_before_it_is_read() -> None:
+def test_a_read_only_directory_is_refused_before_its_files_are_read() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = write_files(Path(place) / "model")
         for path in (Path(place), *folder.glob("*.*")):
@@ -345,7 +345,7 @@ def test_a_read_only_directory_is_refused_before_it_is_read() -> None:
             folder.chmod(0o755)
 
 
-def test_objects_in_a_store(tmp_path: Path) -> None:
+def test_objects_in_a_store_are_sealed(tmp_path: Path) -> None:
     import fsspec
 
     files = write_files(tmp_path / "model")
@@ -365,19 +365,20 @@ def test_objects_in_a_store(tmp_path: Path) -> None:
         system.rm("/sealed", recursive=True)
 
 
-def test_other_ranks_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_other_than_0_does_not_seal(folder: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert exit_code_of("seal", folder) == 7
+    assert call("seal", folder)[0] == 7
     assert MANIFEST not in os.listdir(folder)
 
 
-def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code_of("seal", folder, "--json") == 0
-    data = json.loads(capsys.readouterr().out)["data"]
+def test_json_has_the_counts_or_the_code_of_the_error(folder: Path, call: CommandLine) -> None:
+    code, envelope = call.json("seal", folder)
+    assert code == 0
+    data = envelope["data"]
     assert (data["num_tensors"], data["num_files"], data["dry_run"]) == (4, 5, False)
-    assert exit_code_of("seal", folder, "--json") == 7
-    assert json.loads(capsys.readouterr().out)["code"] == "UNSAFE"
+    code, envelope = call.json("seal", folder)
+    assert (code, envelope["code"]) == (7, "UNSAFE")
 
 
 @pytest.mark.parametrize("sealed", [[], {"a": 1}, {"a": [1, 2, "x"]}, {"a": [1, 1, 3]}, {"a": [-1, -1, "x"]}])
@@ -399,7 +400,7 @@ def test_a_sealed_name_does_not_lead_out_of_the_directory(folder: Path, tmp_path
     assert isinstance(finding, UnsafeError)
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_seal_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"w": np.zeros(1)}, path)
     program = (
@@ -409,16 +410,14 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
         "sys.addaudithook(hook)\n"
         "main(['seal', sys.argv[1]])"
     )
-    environment = {**os.environ, "PYTHONPATH": os.fspath(Path(sx.__file__).parents[1])}
     command = [sys.executable, "-c", program, str(path)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=command_environment(), text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "reading\n"
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert said == "error: interrupted\n"
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "error: interrupted\n")
     assert os.listdir(tmp_path) == ["model.safetensors"]

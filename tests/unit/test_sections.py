@@ -1,16 +1,15 @@
 """Sections of a job's state: the model is chosen only where it is certain which part that is."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import CommandLine
 from safetensors.torch import load_file
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
-from statexchange.cli.main import main
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError
 from statexchange.formats.registry import open_source
 from statexchange.report.scan import scan
@@ -144,36 +143,29 @@ def test_a_broken_file_of_another_section_does_not_count(tmp_path: Path) -> None
         merged(tmp_path / "dcp", section="optimizer")
 
 
-def test_a_section_without_tensors_is_not_merged_to_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_section_without_tensors_is_not_merged_to_nothing(tmp_path: Path, call: CommandLine) -> None:
     torch.save({"model": {"w": one()}, "lr_scheduler": {"last": 1}, "step": 3}, tmp_path / "state.pt")
-    with pytest.raises(SystemExit) as ended:
-        main(["merge", str(tmp_path / "state.pt"), str(tmp_path / "out"), "--section", "scheduler"])
+    code, _, err = call("merge", tmp_path / "state.pt", tmp_path / "out", "--section", "scheduler")
     text = "there is nothing to merge: the section 'scheduler' has no tensor, only last (int 1), which a merge does not"
-    assert (ended.value.code, text in capsys.readouterr().err) == (2, True)
+    assert (code, text in err) == (2, True)
     assert not (tmp_path / "out").exists()
     torch.save({"step": 3}, tmp_path / "step.pt")
     with pytest.raises(InvalidArgumentError, match="the source has no tensor"):
         merge_checkpoint(tmp_path / "step.pt", tmp_path / "out", section="all")
 
 
-def test_the_command_line_shows_and_takes_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_shows_and_takes_sections(tmp_path: Path, call: CommandLine) -> None:
     torch.save({"model": {"w": one()}, "optimizer": MOMENTS, "step": 1}, tmp_path / "state.pt")
-
-    def run(*arguments: str) -> str:
-        with pytest.raises(SystemExit) as ended:
-            main(list(arguments))
-        assert ended.value.code == 0
-        return capsys.readouterr().out
-
-    state = str(tmp_path / "state.pt")
-    assert "sections    model 1 (4 B), optimizer 1 (4 B)\n" in run("info", state)
-    record = json.loads(run("info", state, "--json"))["data"]["sections"]
-    assert record["model"] == {"num_tensors": 1, "nbytes": 4}
-    run("merge", state, str(tmp_path / "out"), "--section", "optimizer")
+    state = tmp_path / "state.pt"
+    code, out, _ = call("info", state)
+    assert (code, "sections    model 1 (4 B), optimizer 1 (4 B)\n" in out) == (0, True)
+    code, envelope = call.json("info", state)
+    assert (code, envelope["data"]["sections"]["model"]) == (0, {"num_tensors": 1, "nbytes": 4})
+    assert call("merge", state, tmp_path / "out", "--section", "optimizer")[0] == 0
     assert load_file(tmp_path / "out/model.safetensors").keys() == {"state.0.exp_avg"}
 
 
-def test_parameters_are_those_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parameters_are_those_of_the_model(tmp_path: Path, call: CommandLine) -> None:
     model = {"w": torch.ones(3, 5), "b": torch.ones(3)}
     (tmp_path / "job").mkdir()
     torch.save({"model": model, "optimizer": MOMENTS, "step": 7}, tmp_path / "job" / "state.pt")
@@ -181,8 +173,6 @@ def test_parameters_are_those_of_the_model(tmp_path: Path, capsys: pytest.Captur
     torch.save(MOMENTS, tmp_path / "moments.pt")
     counts = {"job": "18 in the section model", "model.pt": "18", "moments.pt": "0 of the model, as no section is one"}
     for name, text in counts.items():
-        with pytest.raises(SystemExit):
-            main(["info", str(tmp_path / name)])
-        assert f"\nparameters  {text}\n" in capsys.readouterr().out
+        assert f"\nparameters  {text}\n" in call("info", tmp_path / name)[1]
         assert summarize(tmp_path / name).num_parameters == int(text.partition(" ")[0].rstrip(","))
     assert [row.num_parameters for row in scan(tmp_path / "job")] == [18]

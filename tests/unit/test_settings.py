@@ -68,7 +68,7 @@ def test_a_batch_script_is_one_process_and_a_step_is_many(monkeypatch: pytest.Mo
 STEP = {"SLURM_JOB_ID": 77, "SLURM_STEP_ID": 2, "SLURM_PROCID": 6, "SLURM_STEP_NUM_TASKS": 8, "SLURM_LOCALID": 2}
 
 
-def test_the_tasks_of_a_slurm_step_meet_on_its_first_host_at_a_port_of_their_own(
+def test_the_coordinator_of_a_slurm_step_is_its_first_host_with_a_port_of_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = launch(monkeypatch, **STEP, SLURM_STEP_NODELIST="node[009-010,3],x", SLURM_STEP_NUM_NODES=4)
@@ -104,7 +104,7 @@ def test_variables_of_the_job_script_have_priority_over_slurm(monkeypatch: pytes
         ("a", ["a"]),
     ],
 )
-def test_host_lists_of_slurm(text: str, hosts: list[str]) -> None:
+def test_a_host_list_of_slurm_is_expanded(text: str, hosts: list[str]) -> None:
     assert settings.expand_hosts(text) == hosts
 
 
@@ -180,7 +180,7 @@ def test_the_timeout_variable_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.default_timeout_s(), settings.no_color()) == (1.5, True)
 
 
-def test_importing_reads_nothing() -> None:
+def test_importing_settings_reads_no_environment() -> None:
     program = (
         "import os, builtins; os.environ = None; import statexchange.settings, statexchange.errors, statexchange.values"
     )

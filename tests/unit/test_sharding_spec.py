@@ -104,7 +104,7 @@ def names_of(plan: Plan) -> list[str]:
     return [tensor.name for file in plan.files for tensor in file.tensors]
 
 
-def test_selection_renames_ties_and_duplicate_names() -> None:
+def test_sharding_specs_are_selected_renamed_and_tied_as_shards_are() -> None:
     mesh = Placement((2,), (DimSplit(0),))
     a, b = ShardingSpec("a", "F32", (4,), mesh), ShardingSpec("b", "F32", (4,), mesh)
     plain = Shard("c", "I64", (3,), (full_box((3,)),))

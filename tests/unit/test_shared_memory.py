@@ -211,7 +211,7 @@ def test_arenas_are_reused() -> None:
     pool.close()
 
 
-def test_the_pool_makes_the_kind_that_it_was_made_for() -> None:
+def test_a_pool_makes_arenas_of_its_kind() -> None:
     pool = ArenaPool("file")
     arena = pool.acquire(1)
     assert os.path.exists(arena.address["path"])
@@ -312,7 +312,7 @@ def test_files_of_another_user_or_pid_namespace_are_left_alone() -> None:
     remove([*left, *theirs])
 
 
-def test_other_names_are_left_alone() -> None:
+def test_a_sweep_leaves_files_of_other_names_alone() -> None:
     owner, (name, *rest) = start_owner()
     kill(owner)
     ident, record = name.removeprefix("statexchange-").split(".", 1)

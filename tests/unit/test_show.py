@@ -9,18 +9,20 @@ import random
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from commands import CommandLine, command_environment
 from safetensors.numpy import save_file
+from stored import DATA, flip_bit, write_raw
+from workspaces import commit_round
 
 import statexchange as sx
 from statexchange import values
-from statexchange.cli.main import main
 from statexchange.errors import IncompleteError
 from statexchange.formats.registry import open_source
 from statexchange.report.rounds import list_rounds
@@ -30,8 +32,7 @@ from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
 
-DATA = Path(__file__).parents[1] / "data"
-HOME = os.fspath(Path(sx.__file__).parents[1])
+pytestmark = pytest.mark.usefixtures("plain_environment")
 HOSTILE = "evil\x1b]0;title\x07\x1b[2J\nrank 9: 1\u202e"
 
 
@@ -50,33 +51,6 @@ class Train:
     layers: int
     model: Model
     offset: int
-
-
-@pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "NO_COLOR"):
-        monkeypatch.delenv(variable, raising=False)
-
-
-class Call:
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        out, err = self._capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    def json(self, *arguments: object) -> tuple[int, dict[str, Any]]:
-        code, out, _ = self(*arguments, "--json")
-        envelope = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-        return code, envelope
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    return Call(capsys)
 
 
 def write_rank(
@@ -101,30 +75,11 @@ def held(name: str, data: Any, dtype: str, shape: Sequence[int], box: Box) -> Sh
     return ShardData(shard, memoryview(np.ascontiguousarray(data)).cast("B"))
 
 
-def commit(root: Path, ranks: Sequence[Sequence[ShardData]], **more: Any) -> None:
-    workspace = Workspace(root)
-    receipts = [
-        workspace.write(tensors, run="job", round=1, rank=rank, world_size=len(ranks), **more)
-        for rank, tensors in enumerate(ranks)
-    ]
-    workspace.commit(receipts, keep=1)
-
-
-def write_raw(path: Path, tensors: Mapping[str, tuple[str, Sequence[int], bytes]]) -> None:
-    """Write a safetensors file of any dtypes and names."""
-    entries, begin = {}, 0
-    for name, (dtype, shape, data) in tensors.items():
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + len(data)]}
-        begin += len(data)
-    text = json.dumps(entries).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors.values()))
-
-
-# --- info and ls --rounds ---
+# The commands info and ls --rounds
 
 
 def test_info_shows_how_far_each_rank_of_a_workspace_is(
-    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in range(4):
         write_rank(tmp_path, monkeypatch, rank, 5, [config_of(rank)] * (2 if rank == 3 else 3))
@@ -148,13 +103,13 @@ def test_info_shows_how_far_each_rank_of_a_workspace_is(
     assert (statuses[4]["path"], statuses[4]["config_type"]) == (None, None)
 
 
-def test_info_of_a_checkpoint_without_ranks_has_no_line_a_rank(tmp_path: Path, call: Call) -> None:
+def test_info_of_a_checkpoint_without_ranks_has_no_status_of_ranks(tmp_path: Path, call: CommandLine) -> None:
     save_file({"w": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
     _, envelope = call.json("info", tmp_path)
     assert envelope["data"]["rank_statuses"] == []
 
 
-def test_ls_lists_the_rounds_of_a_workspace(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ls_lists_the_rounds_of_a_workspace(tmp_path: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, rounds in ((0, 3), (1, 2)):
         write_rank(tmp_path, monkeypatch, rank, 3, [config_of(rank)] * rounds)
     folder = tmp_path / "job" / "000003"
@@ -186,9 +141,9 @@ def test_ls_lists_the_rounds_of_a_workspace(tmp_path: Path, call: Call, monkeypa
     assert rounds[2]["nbytes"] is None
 
 
-def test_rounds_know_commits_and_files_that_a_manifest_lists(tmp_path: Path, call: Call) -> None:
+def test_rounds_show_commits_and_files_that_are_missing_or_broken(tmp_path: Path, call: CommandLine) -> None:
     whole = Box((0,), (2,))
-    commit(tmp_path, [[held("w", np.zeros(2, np.uint8), "U8", (2,), whole)]] * 3)
+    commit_round(tmp_path, *[[held("w", np.zeros(2, np.uint8), "U8", (2,), whole)]] * 3)
     report = list_rounds(tmp_path)
     assert [(row.rank, row.state, row.is_committed) for row in report.rows] == [(n, "whole", True) for n in range(3)]
     next(tmp_path.glob("job/*/rank-00001-*")).unlink()
@@ -205,7 +160,7 @@ def test_rounds_know_commits_and_files_that_a_manifest_lists(tmp_path: Path, cal
     assert "size differs from its receipt" in err
 
 
-def test_a_name_that_claims_a_huge_world_size_costs_little(tmp_path: Path, call: Call) -> None:
+def test_a_round_of_a_huge_world_size_is_shown_as_a_short_list(tmp_path: Path, call: CommandLine) -> None:
     Workspace(tmp_path).write([], run="job", round=1, rank=0, world_size=900_000_000)
     code, out, err = call("ls", tmp_path, "--rounds")
     assert code == 0
@@ -213,7 +168,7 @@ def test_a_name_that_claims_a_huge_world_size_costs_little(tmp_path: Path, call:
     assert "899,998,999 more ranks have no file in round 1 of run job" in err
 
 
-def test_rounds_are_of_a_workspace(tmp_path: Path, call: Call) -> None:
+def test_rounds_of_what_is_no_workspace_are_a_usage_error(tmp_path: Path, call: CommandLine) -> None:
     save_file({"w": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
     code, _, err = call("ls", tmp_path, "--rounds")
     assert code == 2
@@ -222,7 +177,7 @@ def test_rounds_are_of_a_workspace(tmp_path: Path, call: Call) -> None:
     assert call("ls", tmp_path / "absent", "--rounds")[0] == 3
 
 
-# --- configs ---
+# Configs
 
 
 @pytest.fixture
@@ -232,7 +187,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "ws"
 
 
-def test_configs_are_shown_in_common_and_where_ranks_differ(workspace: Path, call: Call) -> None:
+def test_configs_are_shown_in_common_and_where_ranks_differ(workspace: Path, call: CommandLine) -> None:
     code, out, _ = call("show", workspace)
     assert code == 0
     assert out.splitlines() == [
@@ -270,7 +225,7 @@ def test_configs_are_shown_in_common_and_where_ranks_differ(workspace: Path, cal
     ]
 
 
-def test_a_rank_and_a_round_can_be_chosen(workspace: Path, call: Call) -> None:
+def test_show_takes_a_rank_and_a_round(workspace: Path, call: CommandLine) -> None:
     code, out, _ = call("show", workspace, "--rank", 3)
     assert code == 0
     assert "rank 3\n  layers: 3\n" in out
@@ -289,7 +244,7 @@ def test_a_rank_and_a_round_can_be_chosen(workspace: Path, call: Call) -> None:
 
 
 def test_absent_keys_lists_and_equal_numbers_of_other_types_differ(
-    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_rank(tmp_path, monkeypatch, 0, 2, [{"a": 1, "x": [{"n": 1}, {"n": 2}], "nan": float("nan"), "t": (1, 2)}])
     write_rank(tmp_path, monkeypatch, 1, 2, [{"a": True, "x": [{"n": 1}, {"n": 3}], "nan": float("nan"), "b": None}])
@@ -306,7 +261,7 @@ def test_absent_keys_lists_and_equal_numbers_of_other_types_differ(
     )
 
 
-def test_values_of_every_kind_become_plain() -> None:
+def test_values_of_every_kind_become_values_of_json() -> None:
     import datetime as dt
     import pathlib
 
@@ -337,7 +292,7 @@ def test_values_of_every_kind_become_plain() -> None:
         values.to_plain('{"$": "code"}')
 
 
-def test_a_save_shows_its_state_with_the_names_of_tensors(tmp_path: Path, call: Call) -> None:
+def test_a_save_shows_its_state_with_the_names_of_tensors(tmp_path: Path, call: CommandLine) -> None:
     pytest.importorskip("torch")
     sx.save_checkpoint({"model": {"w": np.ones((2, 2), np.float32)}, "step": 7}, tmp_path / "save")
     code, out, _ = call("show", tmp_path / "save")
@@ -346,7 +301,7 @@ def test_a_save_shows_its_state_with_the_names_of_tensors(tmp_path: Path, call: 
     assert "  step: 7\n" in out
 
 
-def test_a_state_as_deep_as_can_be_saved_is_shown(tmp_path: Path, call: Call) -> None:
+def test_a_state_of_the_greatest_depth_is_shown_and_loaded(tmp_path: Path, call: CommandLine) -> None:
     state: Any = np.float32(0.5)
     for number in range(values.MAX_DEPTH - 2):
         state = {number: state} if number % 2 else (state,)
@@ -360,7 +315,7 @@ def test_a_state_as_deep_as_can_be_saved_is_shown(tmp_path: Path, call: Call) ->
     assert loaded["a"] == state
 
 
-def test_long_values_are_cut_on_a_terminal_only(tmp_path: Path, call: Call) -> None:
+def test_long_values_are_cut_on_a_terminal_only(tmp_path: Path, call: CommandLine) -> None:
     state = {
         "generator": random.Random(1).getstate(),
         "octets": bytes(range(250)) * 20,
@@ -389,7 +344,7 @@ def test_long_values_are_cut_on_a_terminal_only(tmp_path: Path, call: Call) -> N
     assert "[2999]: [2999, 2999]" in piped
 
 
-def test_sources_without_configs_say_what_there_is(tmp_path: Path, call: Call) -> None:
+def test_show_prints_what_a_source_without_configs_has(tmp_path: Path, call: CommandLine) -> None:
     import torch
 
     hf = tmp_path / "hf"
@@ -421,7 +376,9 @@ def test_sources_without_configs_say_what_there_is(tmp_path: Path, call: Call) -
     assert "GGUF" in err
 
 
-def test_hostile_configs_and_names_are_harmless(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_configs_and_names_are_escaped(
+    tmp_path: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_rank(tmp_path / "ws", monkeypatch, 0, 2, [{HOSTILE: HOSTILE, "same": 1}])
     write_rank(tmp_path / "ws", monkeypatch, 1, 2, [{HOSTILE: 1, "same": 1}])
     (tmp_path / "hf").mkdir()
@@ -439,8 +396,8 @@ def test_hostile_configs_and_names_are_harmless(tmp_path: Path, call: Call, monk
     call.json("show", tmp_path / "ws")
 
 
-def test_a_broken_config_is_corrupt(tmp_path: Path, call: Call) -> None:
-    commit(tmp_path, [[]], config='{"$": "dtype"}')
+def test_a_broken_config_is_corrupt(tmp_path: Path, call: CommandLine) -> None:
+    commit_round(tmp_path, [], config='{"$": "dtype"}')
     code, _, err = call("show", tmp_path)
     assert code == 4
     assert "broken config" in err
@@ -448,7 +405,7 @@ def test_a_broken_config_is_corrupt(tmp_path: Path, call: Call) -> None:
     assert (code, out.splitlines()[1].split("\t")[5]) == (4, "broken, committed")
 
 
-def test_configs_are_shown_without_torch_and_numpy(workspace: Path) -> None:
+def test_show_and_info_of_configs_import_neither_torch_nor_numpy(workspace: Path) -> None:
     for words, loaded in ((["show"], ""), (["info"], ""), (["show", "w0"], "numpy")):
         command, *names = words
         arguments = [command, os.fspath(workspace), *names]
@@ -457,16 +414,17 @@ def test_configs_are_shown_without_torch_and_numpy(workspace: Path) -> None:
             "except SystemExit as ended: assert not ended.code\n"
             "print(*{'torch', 'numpy'} & set(sys.modules), file=sys.stderr)"
         )
-        environment = {**os.environ, "PYTHONPATH": HOME}
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=command_environment()
+        )
         assert (done.returncode, done.stderr) == (0, f"{loaded}\n")
 
 
-# --- one tensor ---
+# One tensor
 
 
-def stored(path: Path, name: str, dtype: str, shape: Sequence[int], data: bytes) -> dict[str, Any]:
-    """Write one tensor and return what show says of it in JSON."""
+def written_tensor(path: Path, name: str, dtype: str, shape: Sequence[int], data: bytes) -> dict[str, Any]:
+    """Write one tensor; return its facts, statistics and values, as `show` reads them."""
     write_raw(path, {name: (dtype, shape, data)})
     with open_source(path, strict=False) as source:
         facts = tensor_facts(source, name)
@@ -476,7 +434,7 @@ def stored(path: Path, name: str, dtype: str, shape: Sequence[int], data: bytes)
     return {"facts": facts, "statistics": statistics, "values": sliced.values}
 
 
-PLAIN = {
+NUMPY_DTYPES = {
     "BOOL": np.bool_,
     "U8": np.uint8,
     "I8": np.int8,
@@ -498,13 +456,13 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("dtype", PLAIN)
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
 def test_statistics_of_every_dtype_are_those_of_numpy(tmp_path: Path, dtype: str) -> None:
     octets = np.random.default_rng(1).integers(0, 256, 8 * 3 * 512, np.uint8)
     if dtype == "BOOL":
         octets &= 1
-    array = octets.view(PLAIN[dtype]).reshape(3, -1)
-    found = stored(tmp_path / "model.safetensors", "w", dtype, array.shape, octets.tobytes())
+    array = octets.view(NUMPY_DTYPES[dtype]).reshape(3, -1)
+    found = written_tensor(tmp_path / "model.safetensors", "w", dtype, array.shape, octets.tobytes())
     with np.errstate(all="ignore"):
         wide = array.astype(np.float64)
         finite = wide[np.isfinite(wide)]
@@ -537,7 +495,7 @@ def test_packed_values_are_decoded(tmp_path: Path, dtype: str, kind: str, bits: 
     expected = codes.view(getattr(ml_dtypes, kind)).astype(np.float32)
     stream = "".join(f"{code:0{bits}b}"[::-1] for code in codes.reshape(-1))  # lowest bits first
     data = bytes(int(stream[at : at + 8][::-1], 2) for at in range(0, len(stream), 8))
-    found = stored(tmp_path / "model.safetensors", "w", dtype, (3, 64), data)
+    found = written_tensor(tmp_path / "model.safetensors", "w", dtype, (3, 64), data)
     assert found["facts"].shape == (3, 64)
     assert np.array_equal(found["values"], expected)
     statistics = found["statistics"]
@@ -551,9 +509,9 @@ def test_packed_values_are_decoded(tmp_path: Path, dtype: str, kind: str, bits: 
         assert np.array_equal(part.values, expected[1:3, 3:9])
 
 
-@pytest.mark.parametrize("dtype", [*PLAIN, "C64"])
-def test_the_value_of_a_scalar_is_in_json_for_every_dtype(tmp_path: Path, dtype: str, call: Call) -> None:
-    data = np.ones((), PLAIN.get(dtype, np.complex64)).tobytes()
+@pytest.mark.parametrize("dtype", [*NUMPY_DTYPES, "C64"])
+def test_the_value_of_a_scalar_is_in_json_for_every_dtype(tmp_path: Path, dtype: str, call: CommandLine) -> None:
+    data = np.ones((), NUMPY_DTYPES.get(dtype, np.complex64)).tobytes()
     write_raw(tmp_path / "model.safetensors", {"w": (dtype, (), data)})
     code, envelope = call.json("show", tmp_path / "model.safetensors", "w")
     assert code == 0
@@ -564,7 +522,7 @@ def test_the_value_of_a_scalar_is_in_json_for_every_dtype(tmp_path: Path, dtype:
     assert envelope["data"]["name"] in out
 
 
-def test_complex_values_have_statistics_of_their_absolute_values(tmp_path: Path, call: Call) -> None:
+def test_complex_values_have_statistics_of_their_absolute_values(tmp_path: Path, call: CommandLine) -> None:
     sx.export_checkpoint({"w": np.array([3 + 4j, 0, complex("nan"), -1], np.complex64)}, tmp_path / "out")
     code, out, _ = call("show", tmp_path / "out", "w")
     assert code == 0
@@ -576,7 +534,7 @@ def test_complex_values_have_statistics_of_their_absolute_values(tmp_path: Path,
     assert envelope["data"]["statistics"]["num_nan"] == 1
 
 
-def test_show_of_a_tensor(tmp_path: Path, call: Call) -> None:
+def test_show_prints_regions_values_and_statistics_of_a_tensor(tmp_path: Path, call: CommandLine) -> None:
     w = np.arange(12, dtype=np.float32).reshape(4, 3)
     w[3, 2] = np.nan
     save_file({"up.weight": w, "empty": np.zeros((0, 3), np.float32)}, tmp_path / "model.safetensors")
@@ -611,7 +569,7 @@ def test_show_of_a_tensor(tmp_path: Path, call: Call) -> None:
     assert "elements  0" in out
 
 
-def test_slices(tmp_path: Path, call: Call) -> None:
+def test_a_slice_selects_values_and_a_wrong_one_is_a_usage_error(tmp_path: Path, call: CommandLine) -> None:
     w = np.arange(2 * 3 * 500 * 400, dtype=np.int32).reshape(2, 3, 500, 400)
     save_file({"w": w}, tmp_path / "model.safetensors")
 
@@ -638,13 +596,13 @@ def test_slices(tmp_path: Path, call: Call) -> None:
     assert "--slice selects values of a tensor" in err
 
 
-def test_regions_gaps_and_overlaps_are_named(tmp_path: Path, call: Call) -> None:
+def test_regions_gaps_and_overlaps_are_named(tmp_path: Path, call: CommandLine) -> None:
     w = np.arange(48, dtype=np.float32).reshape(8, 6)
 
     def part(begin: int, rows: int) -> ShardData:
         return held("w", w[begin : begin + rows], "F32", (8, 6), Box((begin, 0), (rows, 6)))
 
-    commit(tmp_path / "whole", [[part(0, 4)], [part(0, 4)], [part(4, 4)]])
+    commit_round(tmp_path / "whole", [part(0, 4)], [part(0, 4)], [part(4, 4)])
     code, out, _ = call("show", tmp_path / "whole", "w")
     assert code == 0
     assert [line.split("\t")[:3] for line in out.splitlines() if "safetensors" in line] == [
@@ -653,7 +611,7 @@ def test_regions_gaps_and_overlaps_are_named(tmp_path: Path, call: Call) -> None
     ]
     assert "elements  48\n" in out
 
-    commit(tmp_path / "gap", [[part(0, 2)], [part(5, 3)]])
+    commit_round(tmp_path / "gap", [part(0, 2)], [part(5, 3)])
     code, out, err = call("show", tmp_path / "gap", "w", "--slice", ":,0")
     assert code == 5
     assert "held by none  [2:5, 0:6]" in out
@@ -666,7 +624,7 @@ def test_regions_gaps_and_overlaps_are_named(tmp_path: Path, call: Call) -> None
     assert code == 0
     assert "elements  18 of 48" in out
 
-    commit(tmp_path / "twice", [[part(0, 5)], [part(3, 5)]])
+    commit_round(tmp_path / "twice", [part(0, 5)], [part(3, 5)])
     code, out, err = call("show", tmp_path / "twice", "w")
     assert code == 4
     assert "held twice  [3:5, 0:6] by 0-1" in out
@@ -674,24 +632,21 @@ def test_regions_gaps_and_overlaps_are_named(tmp_path: Path, call: Call) -> None
     assert "claimed twice" in err
 
 
-def test_copies_that_differ_and_bytes_that_do_are_named(tmp_path: Path, call: Call) -> None:
+def test_copies_and_digests_that_differ_are_named(tmp_path: Path, call: CommandLine) -> None:
     whole = Box((0,), (4,))
-    commit(tmp_path / "a", [[held("w", np.full(4, n, np.float32), "F32", (4,), whole)] for n in range(3)])
+    commit_round(tmp_path / "a", *[[held("w", np.full(4, n, np.float32), "F32", (4,), whole)] for n in range(3)])
     code, _, err = call("show", tmp_path / "a", "w")
     assert code == 1
     assert "ranks [1, 2] and rank 0 hold different values for region [0:4]" in err
 
-    commit(tmp_path / "b", [[held("w", np.ones(4, np.float32), "F32", (4,), whole)]])
-    file = next((tmp_path / "b").glob("job/*/rank-*"))
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    commit_round(tmp_path / "b", [held("w", np.ones(4, np.float32), "F32", (4,), whole)])
+    flip_bit(next((tmp_path / "b").glob("job/*/rank-*")), -1)
     code, _, err = call("show", tmp_path / "b", "w")
     assert code == 4
     assert "bytes differ from their digest" in err
 
 
-def test_a_name_that_matches_nothing_gets_close_names(tmp_path: Path, call: Call) -> None:
+def test_an_absent_tensor_is_not_found_and_close_names_are_suggested(tmp_path: Path, call: CommandLine) -> None:
     save_file({"model.layers.0.weight": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
     code, _, err = call("show", tmp_path, "model.layers.0.wieght")
     assert code == 3
@@ -701,14 +656,14 @@ def test_a_name_that_matches_nothing_gets_close_names(tmp_path: Path, call: Call
     assert "ls lists all names" in err
 
 
-def test_tensors_that_cannot_be_read_say_why(tmp_path: Path, call: Call) -> None:
+def test_a_tensor_that_cannot_be_read_is_an_error_with_the_reason(tmp_path: Path, call: CommandLine) -> None:
     write_raw(tmp_path / "model.safetensors", {"odd": ("F7_X", (2,), b"ab"), "w": ("U8", (2,), b"ab")})
     code, _, err = call("show", tmp_path, "odd")
     assert code == 7
     assert "dtype F7_X is not supported" in err
     assert call("show", tmp_path, "w")[0] == 0
     whole = Box((0,), (2,))
-    commit(tmp_path / "ws", [[held("w", np.zeros(2, np.uint8), "U8", (2,), whole)]])
+    commit_round(tmp_path / "ws", [held("w", np.zeros(2, np.uint8), "U8", (2,), whole)])
     file = next((tmp_path / "ws").glob("job/*/rank-*"))
     file.write_bytes(file.read_bytes()[:-1])
     code, _, err = call("show", tmp_path / "ws", "w")
@@ -720,7 +675,7 @@ def test_tensors_that_cannot_be_read_say_why(tmp_path: Path, call: Call) -> None
     "path",
     ["torch/dcp_safetensors", "torch/fsdp1", "trainer/sharded", "packed/torchao", "lightning", "accelerate", "verl"],
 )
-def test_tensors_of_every_source_are_those_that_open_checkpoint_reads(path: str) -> None:
+def test_statistics_of_every_source_are_those_of_what_open_checkpoint_reads(path: str) -> None:
     roots = [DATA / path, *(DATA / path).iterdir()]
     opened = 0
     for root in roots:
@@ -748,10 +703,12 @@ def test_tensors_of_every_source_are_those_that_open_checkpoint_reads(path: str)
     assert opened
 
 
-def test_histogram_of_extreme_and_equal_values(tmp_path: Path) -> None:
+def test_a_histogram_counts_extreme_and_equal_values(tmp_path: Path) -> None:
     def bins(*numbers: float) -> list[tuple[float, float, int]]:
         data = np.array(numbers, np.float64)
-        found = stored(tmp_path / "m.safetensors", "w", "F64", data.shape, data.tobytes())["statistics"].histogram
+        found = written_tensor(tmp_path / "m.safetensors", "w", "F64", data.shape, data.tobytes())[
+            "statistics"
+        ].histogram
         return [(one.low, one.high, one.count) for one in found]
 
     assert bins(3.5, 3.5) == [(3.5, 3.5, 2)]
@@ -766,7 +723,7 @@ def test_histogram_of_extreme_and_equal_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scale", [1e-308, 1e-170, 1e-120, 1.0, 1e120, 1e154, 1e200, 1.7e308])
 @pytest.mark.parametrize("kind", ["spread", "equal", "zeros first", "small first", "large first"])
-def test_mean_and_deviation_neither_overflow_nor_vanish(tmp_path: Path, kind: str, scale: float) -> None:
+def test_mean_and_deviation_neither_overflow_nor_underflow(tmp_path: Path, kind: str, scale: float) -> None:
     parts = np.random.default_rng(0).uniform(-1, 1, (3, 1 << 18))  # of the size in which they are summed
     if kind == "equal":
         parts[:] = 1
@@ -803,9 +760,7 @@ def test_memory_is_bounded_whatever_the_size_of_the_tensor(tmp_path: Path) -> No
         "except SystemExit as ended: assert not ended.code\n"
         "print(*(line.split()[1] for line in open('/proc/self/status') if line[:6] == 'VmHWM:'), file=sys.stderr)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": HOME}
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=command_environment())
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["data"]["statistics"]["num_zeros"] == math.prod(shape)
     assert int(done.stderr.splitlines()[-1]) << 10 < 256 << 20

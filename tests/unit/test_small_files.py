@@ -39,7 +39,7 @@ for call in json.load(sys.stdin):
 print(json.dumps(codes))
 """
 
-# By row of the defects and file: the exit codes of info and verify, and of merge.
+# By group and file of PICKLES: the exit codes of info and verify, and of merge.
 CODES: dict[str, dict[str, tuple[int, int]]] = {
     "worlds": {"of a name": (INCOMPLETE, INCOMPLETE), "of a manifest": (CORRUPT, CORRUPT)},
     "numbers": {"in names": (OK, INCOMPLETE), "in a shape": (OK, USAGE), "in a mesh": (OK, INCOMPLETE)},
@@ -83,10 +83,10 @@ CODES: dict[str, dict[str, tuple[int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("row", by_default(CODES, 0, 1))
-def test_a_small_hostile_file_costs_little(tmp_path: Path, row: str) -> None:
+@pytest.mark.parametrize("group", by_default(CODES, 0, 1))
+def test_small_hostile_files_are_read_or_refused_within_limits_of_memory_and_time(tmp_path: Path, group: str) -> None:
     calls = []
-    for number, build in enumerate(PICKLES[row].values()):
+    for number, build in enumerate(PICKLES[group].values()):
         folder = tmp_path / str(number)
         folder.mkdir()
         path, layout = str(build(folder)), folder / "layout.json"
@@ -95,7 +95,7 @@ def test_a_small_hostile_file_costs_little(tmp_path: Path, row: str) -> None:
     command = [sys.executable, "-c", COMMANDS, str(MEMORY_BYTES), str(CPU_S)]
     done = subprocess.run(command, input=json.dumps(calls), capture_output=True, text=True, timeout=200)
     codes = iter(json.loads(done.stdout))
-    found = {case: [next(codes), next(codes), next(codes)] for case in PICKLES[row]}
-    expected = {case: [looking, looking, merging] for case, (looking, merging) in CODES[row].items()}
+    found = {case: [next(codes), next(codes), next(codes)] for case in PICKLES[group]}
+    expected = {case: [looking, looking, merging] for case, (looking, merging) in CODES[group].items()}
     assert found == expected, done.stderr[-4000:]
     assert "Traceback" not in done.stderr

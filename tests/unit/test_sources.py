@@ -13,6 +13,8 @@ import pytest
 import torch
 from programs import require_root
 from safetensors.torch import save_file
+from stored import json_header, write_with_header
+from workspaces import held, write
 
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import (
@@ -22,19 +24,17 @@ from statexchange.errors import (
     NotFoundError,
 )
 from statexchange.formats.registry import open_checkpoint, open_source
-from statexchange.sharding.shards import Box, Shard
-from statexchange.storage.tensorfile import ShardData
+from statexchange.sharding.shards import Box
 from statexchange.storage.workspace import Receipt, Workspace
 
 
 def fill(path: Path, run: str = "job", ranks: int = 3, world_size: int = 3, number: int = 1) -> list[Receipt]:
     """Write a round of a workspace, in which each rank has one row of `w`."""
-    data = [memoryview(bytes([r] * 4)) for r in range(ranks)]
-    tensors = [[ShardData(Shard("w", "U8", (world_size, 4), (Box((r, 0), (1, 4)),)), data[r])] for r in range(ranks)]
-    return [
-        Workspace(path).write(h, run=run, round=number, rank=r, world_size=world_size, config=str(r))
-        for r, h in enumerate(tensors)
-    ]
+    receipts = []
+    for rank in range(ranks):
+        row = held(data=bytes([rank] * 4), global_shape=(world_size, 4), boxes=(Box((rank, 0), (1, 4)),))
+        receipts.append(write(Workspace(path), rank, world_size, run, number, tensors=[row], config=str(rank)))
+    return receipts
 
 
 def test_a_workspace_its_run_its_round_and_its_file_are_recognised(tmp_path: Path) -> None:
@@ -167,12 +167,10 @@ BROKEN_METADATA: list[tuple[dict[str, Any], str]] = [
 def test_metadata_that_contradicts_the_file_is_refused(tmp_path: Path, change: dict[str, Any], match: str) -> None:
     (receipt,) = fill(tmp_path, ranks=1, world_size=1)
     path = tmp_path / receipt.relative
-    data = path.read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    header = json_header(path)
     metadata = json.loads(header["__metadata__"]["statexchange"])
     header["__metadata__"]["statexchange"] = json.dumps({**metadata, **change})
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[-4:])
+    write_with_header(path, json.dumps(header).encode(), path.read_bytes()[-4:])
     with pytest.raises(CorruptError, match=match) as caught:
         open_source(tmp_path)
     assert caught.value.path == str(path)
@@ -338,7 +336,7 @@ except StorageError as error:
     assert done.stdout == f"13 {tmp_path / 'ws'}\n", done.stderr
 
 
-def test_other_names_beside_rounds_are_ignored(tmp_path: Path) -> None:
+def test_files_and_directories_of_other_names_beside_rounds_are_ignored(tmp_path: Path) -> None:
     fill(tmp_path)
     (tmp_path / "notes.txt").write_text("")
     (tmp_path / "job" / "0000002").mkdir()

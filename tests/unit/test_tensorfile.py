@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from stored import header_of
+from stored import header_of, write_with_header
 
 from statexchange.errors import CorruptError, InvalidArgumentError, NotFoundError, StateExchangeError, UnsafeError
 from statexchange.sharding.shards import Box, Shard, full_box
@@ -149,9 +149,9 @@ def entry(begin: int, end: int, dtype: Any = "F32", shape: Any = None, **more: A
     }
 
 
-def raw_file(path: Path, header: Any, data: int = 8) -> str:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * data)
+def raw_file(path: Path, header: Any) -> str:
+    """Write a file of a header, given as its bytes or as an object, and eight bytes of data."""
+    write_with_header(path, header if isinstance(header, bytes) else json.dumps(header).encode(), bytes(8))
     return str(path)
 
 

@@ -67,7 +67,7 @@ def test_keys_that_are_not_text_differ_from_those_that_are() -> None:
     assert len(found) == len(tree)
 
 
-def test_a_single_leaf_and_an_empty_tree() -> None:
+def test_a_single_leaf_and_an_empty_tree_are_flattened() -> None:
     assert flatten(3) == [("", 3)]
     assert flatten(None) == [("", None)]
     assert flatten({}) == flatten([]) == flatten(()) == []
@@ -166,7 +166,7 @@ def test_immutable_containers_are_replaced_by_new_ones_of_their_type() -> None:
     assert tree[1] == Frozen(0.1, 3)
 
 
-def test_without_changes_all_objects_stay() -> None:
+def test_a_tree_without_changes_is_the_same_object() -> None:
     tree = (Point(1, 2), {"a": Frozen(3)}, [torch.ones(2)])
     assert rebuild(tree, {}) is tree
     assert rebuild(tree, {"[1].a.rate": tree[1]["a"].rate}) is tree

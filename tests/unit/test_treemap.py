@@ -135,7 +135,7 @@ def test_the_ink_is_readable_on_every_colour() -> None:
 
 
 def contrast(a: str, b: str) -> float:
-    """The contrast ratio of WCAG 2."""
+    """Return the contrast ratio of WCAG 2."""
 
     def luminance(colour: str) -> float:
         channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
@@ -155,7 +155,7 @@ def contrast(a: str, b: str) -> float:
     ],
     ids=["flat", "experts", "long names"],
 )
-def test_the_size_is_bounded(names: list[str]) -> None:
+def test_the_size_of_a_treemap_is_bounded(names: list[str]) -> None:
     svg = treemap([row(name, 10) for name in names], name="large", kind="save")
     assert len(svg) < 3_000_000
     root = ET.fromstring(svg)
@@ -164,7 +164,7 @@ def test_the_size_is_bounded(names: list[str]) -> None:
     assert sum(w * h for _, (_, _, w, h), _ in areas(root)) == pytest.approx(WHOLE, rel=0.01)
 
 
-def test_hostile_names_are_text() -> None:
+def test_hostile_names_are_escaped_in_a_treemap() -> None:
     names = ["</title><script>alert(1)</script>\u202e&", '"\x00\x1b[31m', "a." * 5000 + "w", "", ".", "..", "a", "a.b"]
     names += ["9" * 5000, "x." + "\u00b2" * 20, "\ud800", "\u91cd\u307f" * 40]
     svg = treemap([row(name, 10 + n, 10) for n, name in enumerate(names)], name="</title>\u202e", kind="save")

@@ -63,7 +63,7 @@ def there_and_back(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal in value, type and sign, NaN included."""
+    """Return whether two values are equal in value, type and sign, NaN included."""
     if type(one) is not type(other):
         return False
     if isinstance(one, float):
@@ -120,7 +120,7 @@ def test_every_value_round_trips(value: Any) -> None:
     ],
     ids=repr,
 )
-def test_edge_cases_round_trip(value: Any) -> None:
+def test_a_value_at_an_edge_round_trips(value: Any) -> None:
     assert same(there_and_back(value), value)
 
 
@@ -218,7 +218,7 @@ def test_leaves_are_kept_by_name_and_two_of_one_name_are_refused() -> None:
 
 
 @pytest.mark.parametrize("wrap", [deque, lambda items: set(items), frozenset, lambda items: {(1, items[0]): 2}])
-def test_where_kept_objects_may_be(wrap: Any) -> None:
+def test_a_kept_object_in_a_set_a_deque_or_a_key_is_refused_if_that_is_asked_for(wrap: Any) -> None:
     kept = object()
 
     def keep(value: object, path: str) -> str | None:
@@ -231,7 +231,7 @@ def test_where_kept_objects_may_be(wrap: Any) -> None:
     assert encode({"a": [kept]}, keep, leaves_anywhere=False) == encode({"a": [kept]}, keep)
 
 
-def test_types_of_a_value_that_is_deeper_than_python_recurses() -> None:
+def test_types_are_found_in_a_value_that_is_deeper_than_python_recurses() -> None:
     deep: Any = Color.RED
     for _ in range(5000):
         deep = [deep]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,18 +13,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from commands import CommandLine
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
-from scripts import exit_code_of
 from stored import write_raw
+from workspaces import commit_round, held
 
 import statexchange as sx
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, NotFoundError
 from statexchange.report.value_checks import CHECKS, ValueFinding
 from statexchange.report.verify import verify
-from statexchange.sharding.shards import Box, Shard
+from statexchange.sharding.shards import Box
 from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import Workspace
 
 PAGE = 4096
 Array = np.ndarray[Any, Any]
@@ -99,26 +98,25 @@ def test_the_values_of_every_kind_of_checkpoint_are_checked(kind: str, tmp_path:
     }
 
 
-def test_parts_of_a_workspace_are_one_tensor(tmp_path: Path) -> None:
+def test_parts_of_a_workspace_are_checked_as_one_tensor(tmp_path: Path) -> None:
     def part(name: str, rank: int, values: Array) -> ShardData:
-        shard = Shard(name, "F32", (8, 1024), (Box((4 * rank, 0), (4, 1024)),))
-        return ShardData(shard, memoryview(values.astype(np.float32).tobytes()))
+        data = values.astype(np.float32).tobytes()
+        return held(name, data, dtype="F32", global_shape=(8, 1024), boxes=(Box((4 * rank, 0), (4, 1024)),))
 
     zeros, ones = np.zeros((4, 1024)), np.ones((4, 1024))
     bad = noise(4, 1024)
     bad[2, 3] = np.nan
-    workspace = Workspace(tmp_path)
-    receipts = []
-    for rank in range(2):
-        tensors = [
+    tensors_of_ranks = [
+        [
             part("zeros", rank, zeros),
             part("ones", rank, ones),
             part("differ", rank, ones * (rank + 1)),
             part("lost", rank, zeros if rank else noise(4, 1024)),
             part("nan", rank, bad if rank else noise(4, 1024)),
         ]
-        receipts.append(workspace.write(tensors, run="job", round=1, rank=rank, world_size=2))
-    workspace.commit(receipts, keep=1)
+        for rank in range(2)
+    ]
+    commit_round(tmp_path, *tensors_of_ranks)
     findings = {finding.name: finding for finding in verify(tmp_path, checks=CHECKS).values}
     assert {name: one.check for name, one in findings.items()} == {
         "zeros": "all-zero",
@@ -152,7 +150,7 @@ def findings_in_array(tmp_path: Path, values: Array) -> list[tuple[str, tuple[in
 
 
 @pytest.mark.parametrize("dtype", FLOATS + NAN_ONLY, ids=lambda dtype: dtype.__name__)
-def test_every_float_dtype_has_nan(dtype: Any, tmp_path: Path) -> None:
+def test_nan_is_found_in_every_float_dtype(dtype: Any, tmp_path: Path) -> None:
     values = noise(4, 8).astype(dtype)
     values[0, 0] = values[0, 0] * 2 if dtype is not ml_dtypes.float8_e8m0fnu else 2  # not all equal
     assert findings_in_array(tmp_path, values) == []
@@ -162,7 +160,7 @@ def test_every_float_dtype_has_nan(dtype: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("sign", [1, -1])
-def test_dtypes_with_infinity(dtype: Any, sign: int, tmp_path: Path) -> None:
+def test_infinity_is_found_in_every_dtype_that_has_it(dtype: Any, sign: int, tmp_path: Path) -> None:
     values = noise(4, 8).astype(dtype)
     values[1, 1] = values[1, 2] = sign * np.inf
     assert findings_in_array(tmp_path, values) == [("inf", (1, 1), 2)]
@@ -176,7 +174,7 @@ def test_a_complex_number_is_nan_or_infinite_by_its_parts(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", FLOATS + NAN_ONLY[:3], ids=lambda dtype: dtype.__name__)
-def test_zeros_of_every_float_dtype(dtype: Any, tmp_path: Path) -> None:
+def test_zeros_are_found_in_every_float_dtype(dtype: Any, tmp_path: Path) -> None:
     values = np.zeros((4, 8), dtype)
     assert findings_in_array(tmp_path, values) == [("all-zero", (0, 0), 32)]
     if not dtype.__name__.endswith("fnuz"):
@@ -205,7 +203,7 @@ def test_packed_groups_that_are_equal_are_not_equal_elements(tmp_path: Path) -> 
     assert findings_of(path) == []
 
 
-def test_what_may_be_zero_or_constant(tmp_path: Path) -> None:
+def test_zero_and_constant_values_are_no_finding_where_they_are_usual(tmp_path: Path) -> None:
     zeros, ones = np.zeros((64, 64), np.float32), np.ones(64, np.float32)
     assert (
         findings_in_tensors(
@@ -235,7 +233,7 @@ def test_what_may_be_zero_or_constant(tmp_path: Path) -> None:
     )
 
 
-def test_what_may_not_be_zero_constant_or_nan(tmp_path: Path) -> None:
+def test_zero_constant_and_nan_values_of_weights_are_findings(tmp_path: Path) -> None:
     assert findings_in_tensors(
         tmp_path,
         a__weight=np.zeros(64, np.float32),
@@ -253,17 +251,17 @@ def test_what_may_not_be_zero_constant_or_nan(tmp_path: Path) -> None:
 
 
 class TestZeroRuns:
-    def test_a_tail_of_less_than_a_page_says_nothing(self, tmp_path: Path) -> None:
+    def test_a_tail_of_less_than_a_page_is_no_finding(self, tmp_path: Path) -> None:
         values = noise(64, 64)
         values.reshape(-1)[-1023:] = 0
         assert findings_in_tensors(tmp_path, w=values) == []
 
-    def test_a_tail_of_a_page(self, tmp_path: Path) -> None:
+    def test_a_tail_of_a_page_is_a_finding(self, tmp_path: Path) -> None:
         values = noise(64, 64)
         values.reshape(-1)[-1024:] = 0
         assert findings_in_tensors(tmp_path, w=values) == [("zero-tail", "w")]
 
-    def test_a_file_that_was_truncated_and_extended(self, tmp_path: Path) -> None:
+    def test_a_file_that_was_truncated_and_extended_has_a_zero_tail(self, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
         save_file({"a.weight": noise(64, 64), "b.weight": noise(64, 64)}, path)
         size = path.stat().st_size
@@ -285,7 +283,7 @@ class TestZeroRuns:
         assert findings_of(path) == [("zero-tail", name)]
 
     @pytest.mark.parametrize("num_pages", [1, 3])
-    def test_a_page_that_did_not_arrive(self, num_pages: int, tmp_path: Path) -> None:
+    def test_pages_that_did_not_arrive_are_found(self, num_pages: int, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
         begin = write_raw(path, {"w": ("F32", [2048, 1024], noise(2048, 1024).tobytes())})
         hole = (begin // PAGE + 20) * PAGE
@@ -297,7 +295,7 @@ class TestZeroRuns:
         assert finding.count == num_pages * 1024
         assert finding.first == divmod((hole - begin) // 4, 1024)
 
-    def test_pages_across_the_windows_of_a_read(self, tmp_path: Path) -> None:
+    def test_pages_across_the_windows_of_a_read_are_found(self, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
         begin = write_raw(path, {"w": ("F32", [2048, 1024], noise(2048, 1024).tobytes())})
         with path.open("r+b") as file:
@@ -306,7 +304,7 @@ class TestZeroRuns:
         finding = the_finding(path)
         assert (finding.check, finding.count) == ("zero-pages", 3 * 1024)
 
-    def test_zeros_that_are_not_pages_say_nothing(self, tmp_path: Path) -> None:
+    def test_zeros_that_are_not_pages_are_no_finding(self, tmp_path: Path) -> None:
         values = noise(64, 1024)
         values[5, 3:] = 0
         values[6, :900] = 0
@@ -325,7 +323,7 @@ class TestZeroRuns:
         assert (finding.check, finding.name, finding.first, finding.count) == ("zero-tail", "a", (1024,), 512)
         assert "3,072 bytes of the tensors that follow" in finding.message
 
-    def test_padded_integers_say_nothing_unless_they_begin_a_page(self, tmp_path: Path) -> None:
+    def test_a_tail_of_zero_integers_is_a_finding_only_if_it_begins_a_page(self, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
         values = np.arange(1, 4097, dtype=np.int32)
         values[-1300:] = 0
@@ -344,40 +342,41 @@ class TestCommand:
         save_file({"w": values, "z": np.zeros((8, 8), np.float32)}, folder / "model.safetensors")
         return folder / "model.safetensors"
 
-    def test_findings_are_exit_code_1(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_findings_are_exit_code_1(self, tmp_path: Path, call: CommandLine) -> None:
         path = self.bad(tmp_path)
-        assert exit_code_of("verify", path) == 0
-        assert "bytes not checked" in capsys.readouterr().out
-        assert exit_code_of("verify", path, "--values") == 1
-        lines = capsys.readouterr().out.splitlines()
+        code, out, _ = call("verify", path)
+        assert code == 0
+        assert "bytes not checked" in out
+        code, out, _ = call("verify", path, "--values")
+        assert code == 1
+        lines = out.splitlines()
         assert lines[1].startswith("FINDINGS    nan: 1 of 4,096 elements is NaN, the first at [1,2] [tensor 'w', ")
         assert lines[2].startswith("FINDINGS    all-zero: all 64 elements are zero [tensor 'z', ")
         assert lines[3:] == ["2 findings"]
 
-    def test_checks_are_left_out(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_checks_are_left_out(self, tmp_path: Path, call: CommandLine) -> None:
         path = self.bad(tmp_path)
-        assert exit_code_of("verify", path, "--values", "--without", "nan") == 1
-        assert "nan:" not in capsys.readouterr().out
-        assert exit_code_of("verify", path, "--values", "--without", "nan", "--without", "all-zero") == 0
-        out = capsys.readouterr().out
+        code, out, _ = call("verify", path, "--values", "--without", "nan")
+        assert code == 1
+        assert "nan:" not in out
+        code, out, _ = call("verify", path, "--values", "--without", "nan", "--without", "all-zero")
+        assert code == 0
         assert "values: nothing found by inf, zero-tail, zero-pages, all-equal" in out
 
-    def test_arguments_that_check_nothing_are_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_arguments_that_check_nothing_are_refused(self, tmp_path: Path, call: CommandLine) -> None:
         path = self.bad(tmp_path)
-        assert exit_code_of("verify", path, "--without", "nan") == 2
-        assert "give --values, too" in capsys.readouterr().err
-        assert (
-            exit_code_of("verify", path, "--values", *(word for check in CHECKS for word in ("--without", check))) == 2
-        )
-        assert exit_code_of("verify", path, "--values", "--without", "nonsense") == 2
+        code, _, err = call("verify", path, "--without", "nan")
+        assert code == 2
+        assert "give --values, too" in err
+        assert call("verify", path, "--values", *(word for check in CHECKS for word in ("--without", check)))[0] == 2
+        assert call("verify", path, "--values", "--without", "nonsense")[0] == 2
         with pytest.raises(InvalidArgumentError, match="there is no check 'nonsense'"):
             verify(path, checks=["nonsense"])
 
-    def test_json(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert exit_code_of("verify", self.bad(tmp_path), "--values", "--json") == 1
-        shown = json.loads(capsys.readouterr().out)
-        assert (shown["ok"], shown["code"]) == (False, "FINDINGS")
-        first = shown["data"]["findings"][0]
+    def test_json_has_check_index_and_count_of_each_finding(self, tmp_path: Path, call: CommandLine) -> None:
+        code, envelope = call.json("verify", self.bad(tmp_path), "--values")
+        assert (code, envelope["code"]) == (1, "FINDINGS")
+        first = envelope["data"]["findings"][0]
         assert (first["code"], first["check"], first["name"], first["first"], first["count"]) == (
             "FINDINGS",
             "nan",
@@ -387,29 +386,28 @@ class TestCommand:
         )
         assert first["region"] == [[0, 0], [64, 64]]
 
-    def test_a_finding_of_values_does_not_hide_a_broken_file(self, tmp_path: Path) -> None:
+    def test_a_finding_of_values_does_not_hide_a_broken_file(self, tmp_path: Path, call: CommandLine) -> None:
         state = {"w": np.zeros((64, 64), np.float32)}
         sx.export_checkpoint(state, tmp_path / "out")
         with (tmp_path / "out" / "model.safetensors").open("r+b") as file:
             file.seek(-8, os.SEEK_END)
             file.write(b"\1")
-        assert exit_code_of("verify", tmp_path / "out", "--values") == 4
+        assert call("verify", tmp_path / "out", "--values")[0] == 4
 
-    def test_saves_of_a_job(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_values_of_the_saves_of_a_job_are_checked(self, tmp_path: Path, call: CommandLine) -> None:
         written("saves", tmp_path, {"w": torch.zeros(64, 64)})
-        assert exit_code_of("verify", tmp_path / "checkpoint") == 0
-        capsys.readouterr()
-        assert exit_code_of("verify", tmp_path / "checkpoint", "--values") == 1
-        out = capsys.readouterr().out
+        assert call("verify", tmp_path / "checkpoint")[0] == 0
+        code, out, _ = call("verify", tmp_path / "checkpoint", "--values")
+        assert code == 1
         assert "all-zero: all 4,096 elements are zero [tensor 'w', rank 0, " in out
         assert "1 of 1 saves are whole" in out
-        assert exit_code_of("verify", tmp_path / "checkpoint", "--against", tmp_path) == 2
+        assert call("verify", tmp_path / "checkpoint", "--against", tmp_path)[0] == 2
 
-    def test_a_hostile_name_is_escaped(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_hostile_name_is_escaped(self, tmp_path: Path, call: CommandLine) -> None:
         values = np.zeros((8, 8), np.float32)
         write_raw(tmp_path / "m.safetensors", {"\u202ew": ("F32", [8, 8], values.tobytes())})
-        assert exit_code_of("verify", tmp_path / "m.safetensors", "--values") == 1
-        out = capsys.readouterr().out
+        code, out, _ = call("verify", tmp_path / "m.safetensors", "--values")
+        assert code == 1
         assert "\u202e" not in out
         assert "\\u202ew" in out
 
@@ -444,7 +442,7 @@ class TestAgainst:
         files = {"model.safetensors": data, "config.json": b"{}\n", "empty.txt": b"", "onnx/model.onnx": b"onnx"}
         return downloaded(tmp_path / "repo", files, lfs=lambda name: name.endswith(("safetensors", "onnx")))
 
-    def test_a_download_as_it_was(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_download_that_did_not_change_has_no_findings(self, repo: Path, call: CommandLine) -> None:
         report = verify(repo, against=repo)
         assert report.findings == ()
         assert report.num_unproven == 0
@@ -452,12 +450,11 @@ class TestAgainst:
         assert report.hub.equal == ("config.json", "empty.txt", "model.safetensors", "onnx/model.onnx")
         assert report.hub.not_covered == ()
         assert report.hub.commits == (COMMIT,)
-        assert exit_code_of("verify", repo, "--against", repo) == 0
-        shown = capsys.readouterr()
-        assert "4 files have the hashes of the download; 0 not covered" in shown.out
-        assert shown.err == ""
+        code, out, err = call("verify", repo, "--against", repo)
+        assert (code, err) == (0, "")
+        assert "4 files have the hashes of the download; 0 not covered" in out
 
-    def test_a_copy_and_the_folder_itself(self, repo: Path, tmp_path: Path) -> None:
+    def test_a_copy_is_compared_with_the_metadata_in_the_download_folder(self, repo: Path, tmp_path: Path) -> None:
         copy = tmp_path / "copy"
         copy.mkdir()
         for name in ("model.safetensors", "config.json", "empty.txt"):
@@ -466,7 +463,7 @@ class TestAgainst:
         (copy / "onnx" / "model.onnx").write_bytes(b"onnx")
         assert verify(copy, against=repo / ".cache" / "huggingface" / "download").findings == ()
 
-    def test_a_file_that_differs(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_file_that_differs_is_corrupt(self, repo: Path, call: CommandLine) -> None:
         (repo / "config.json").write_bytes(b"{ \n")
         with (repo / "model.safetensors").open("r+b") as file:
             file.seek(-4, os.SEEK_END)
@@ -476,10 +473,13 @@ class TestAgainst:
             (CorruptError, "config.json"),
             (CorruptError, "model.safetensors"),
         }
-        assert exit_code_of("verify", repo, "--against", repo) == 4
-        assert "the SHA-256 differs from that of the download" in capsys.readouterr().out
+        code, out, _ = call("verify", repo, "--against", repo)
+        assert code == 4
+        assert "the SHA-256 differs from that of the download" in out
 
-    def test_a_file_that_is_missing_or_not_covered(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_missing_file_is_a_finding_and_one_without_a_hash_is_not_covered(
+        self, repo: Path, call: CommandLine
+    ) -> None:
         (repo / "onnx" / "model.onnx").unlink()
         (repo / "onnx" / "mine.onnx").write_bytes(b"mine")
         record = repo / ".cache" / "huggingface" / "download" / "empty.txt.metadata"
@@ -490,29 +490,31 @@ class TestAgainst:
         assert str(missing.path).endswith("onnx/model.onnx")
         assert report.hub is not None
         assert report.hub.not_covered == ("empty.txt", "onnx/mine.onnx")
-        assert exit_code_of("verify", repo, "--against", repo) == 5
-        assert "NOT COVERED  the metadata of the download has no hash of onnx/mine.onnx" in capsys.readouterr().out
+        code, out, _ = call("verify", repo, "--against", repo)
+        assert code == 5
+        assert "NOT COVERED  the metadata of the download has no hash of onnx/mine.onnx" in out
 
-    def test_one_file(self, repo: Path) -> None:
+    def test_one_file_is_compared_alone(self, repo: Path) -> None:
         report = verify(repo / "model.safetensors", against=repo)
         assert (report.findings, report.num_unproven) == ((), 0)
         assert report.hub is not None
         assert report.hub.equal == ("model.safetensors",)
 
     @pytest.mark.parametrize("text", ["", "x\n", f"{COMMIT}\n", f"{COMMIT}\nabc\nnever\n", "\x00" * 9000])
-    def test_broken_metadata(self, text: str, repo: Path) -> None:
+    def test_broken_metadata_is_corrupt(self, text: str, repo: Path) -> None:
         (repo / ".cache" / "huggingface" / "download" / "config.json.metadata").write_text(text)
         (finding,) = verify(repo, against=repo).findings
         assert isinstance(finding, CorruptError)
         assert str(finding.path).endswith("config.json.metadata")
 
-    def test_two_commits(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_files_of_two_commits_are_a_warning(self, repo: Path, call: CommandLine) -> None:
         record = repo / ".cache" / "huggingface" / "download" / "config.json.metadata"
         record.write_text(record.read_text().replace(COMMIT, "2" * 40))
-        assert exit_code_of("verify", repo, "--against", repo) == 0
-        assert "from 2 commits" in capsys.readouterr().err
+        code, _, err = call("verify", repo, "--against", repo)
+        assert code == 0
+        assert "from 2 commits" in err
 
-    def test_no_metadata(self, repo: Path, tmp_path: Path) -> None:
+    def test_a_folder_without_metadata_is_not_found(self, repo: Path, tmp_path: Path) -> None:
         for folder in ("dcp", "jobs/dcp"):
             (tmp_path / folder).mkdir(parents=True)
             (tmp_path / folder / ".metadata").write_bytes(b"of torch DCP")
@@ -523,8 +525,9 @@ class TestAgainst:
         with pytest.raises(InvalidArgumentError):
             verify(repo, against=repo / "config.json")
 
-    def test_json_says_what_was_compared(self, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert exit_code_of("verify", repo, "--against", repo, "--json") == 0
-        shown = json.loads(capsys.readouterr().out)["data"]["against"]
-        assert shown["equal"] == ["config.json", "empty.txt", "model.safetensors", "onnx/model.onnx"]
-        assert shown["commits"] == [COMMIT]
+    def test_json_has_the_files_that_were_compared(self, repo: Path, call: CommandLine) -> None:
+        code, envelope = call.json("verify", repo, "--against", repo)
+        assert code == 0
+        against = envelope["data"]["against"]
+        assert against["equal"] == ["config.json", "empty.txt", "model.safetensors", "onnx/model.onnx"]
+        assert against["commits"] == [COMMIT]

@@ -83,7 +83,7 @@ def both(*words: str | Path, folder: Path, **options: object) -> tuple[subproces
         ("-V",),
     ],
 )
-def test_it_ends_and_prints_as_a_new_interpreter(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_warm_python_ends_and_prints_as_a_new_interpreter(words: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text(MODULE)
     (tmp_path / "script.py").write_text(f"{SCRIPT}\nif 'fails' in sys.argv:\n    raise ValueError('no')")
     reader, writer = os.pipe()
@@ -104,7 +104,7 @@ SLEEPS = "import os, time\ntry:\n    print(os.getpid(), flush=True)\n    time.sl
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
-def test_a_signal_reaches_it(number: signal.Signals) -> None:
+def test_a_signal_reaches_the_process_of_a_warm_python(number: signal.Signals) -> None:
     command = [warm_python(), "-c", SLEEPS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as client:
         assert client.stdout is not None
@@ -136,7 +136,7 @@ LOADED = "import sys; print('statexchange' in sys.modules)"
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_in_other_surroundings_it_is_a_new_interpreter(changed: list[str], is_warm: bool) -> None:
+def test_in_other_surroundings_a_warm_python_is_a_new_interpreter(changed: list[str], is_warm: bool) -> None:
     require(changed[0])
     done = subprocess.run([*changed, warm_python(), "-c", LOADED], capture_output=True, text=True)
     assert done.stdout == f"{is_warm}\n"
@@ -144,7 +144,7 @@ def test_in_other_surroundings_it_is_a_new_interpreter(changed: list[str], is_wa
 
 @pytest.mark.parametrize(("option", "is_warm"), [("-B", True), ("-u", True), ("-O", False)])
 def test_options_that_a_fork_takes_over(option: str, is_warm: bool) -> None:
-    """Show that -B is one: multiprocessing gives it to its fork server where no bytecode is written, as in workers."""
+    """-B is one: multiprocessing gives it to its fork server where no bytecode is written, as in workers."""
     done = subprocess.run([warm_python(), option, "-c", LOADED], capture_output=True, text=True)
     assert done.stdout == f"{is_warm}\n"
 

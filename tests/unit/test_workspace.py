@@ -11,14 +11,17 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import require, require_mounts
+from programs import require_mounts
+from stored import flip_bit
 from sweeps import EVERY, some
+from system_calls import each_call, in_pairs, strace, system_calls
+from workspaces import held, manifests_of, write
 
 from statexchange.errors import (
     CorruptError,
@@ -29,48 +32,11 @@ from statexchange.errors import (
     UnsafeError,
 )
 from statexchange.formats.registry import open_source
-from statexchange.sharding.shards import Box, Shard, full_box
+from statexchange.sharding.shards import Box, full_box
 from statexchange.storage import atomic, files
 from statexchange.storage.local import local_path
 from statexchange.storage.sealed_json import seal
-from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import MANIFEST, Manifest, RankName, Receipt, Workspace, WorkspaceView
-
-WRITE_CALLS = ("mkdir", "mkdirat", "fallocate", "pwrite64", "ftruncate", "fsync", "rename", "renameat", "renameat2")
-WRITE_CALLS += ("link", "linkat", "unlink", "unlinkat", "rmdir")
-
-
-def manifests_of(workspace: Workspace) -> list[Manifest]:
-    """The manifests of all committed rounds, oldest first."""
-    with workspace.view() as view:
-        return view.manifests(view.all_rounds())
-
-
-def strace(trace: str, program: str, *arguments: object, output: str = "/dev/null") -> subprocess.CompletedProcess[str]:
-    """Run a Python program under strace, with `trace` as its -e options."""
-    require("strace")
-    options = [word for part in trace.split() for word in ("-e", part)]
-    command = ["strace", "-f", "-qq", "-o", output, *options, sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
-def system_calls(program: str, *arguments: object, log: Path, inject: str = "") -> list[str]:
-    """Run a program, which must succeed; return the names of its write-side system calls, in order."""
-    done = strace(f"trace={','.join(WRITE_CALLS)} {inject}", program, *arguments, output=str(log))
-    assert done.returncode == 0, done.stderr
-    return re.findall(r"^\d+ +(\w+)\(", log.read_text(), re.MULTILINE)
-
-
-def each_call(calls: Sequence[str]) -> list[tuple[str, int]]:
-    """Return (name, n) for every call, the n-th of its name."""
-    return [(name, n + 1) for name, count in Counter(calls).items() for n in range(count)]
-
-
-def in_pairs(check: Callable[[Any], None], cases: Sequence[Any]) -> None:
-    """Check all cases, two at a time."""
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(check, cases))
-
+from statexchange.storage.workspace import MANIFEST, RankName, Receipt, Workspace, WorkspaceView
 
 WRITER = """
 import json, sys
@@ -134,7 +100,7 @@ def test_a_manifest_with_wrong_types_is_broken_even_with_a_valid_digest(
 
 
 @EVERY
-def test_killed_at_any_write_the_old_round_or_the_new_one_is_there(
+def test_after_a_kill_at_any_write_the_old_round_or_the_new_one_is_there(
     every: int, two_rounds: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(two_rounds, tmp_path / "trace")
@@ -199,24 +165,22 @@ def test_a_failing_write_is_an_error_with_path_and_errno_and_leaves_nothing(
     in_pairs(check, some(cases, every))
 
 
-def test_a_round_that_cannot_be_dropped_stays_with_a_warning(two_rounds: Path, tmp_path: Path) -> None:
+def test_a_round_that_cannot_be_dropped_is_kept_with_a_warning(two_rounds: Path, tmp_path: Path) -> None:
     shutil.copytree(two_rounds, tmp_path / "ws")
     done = strace("inject=unlinkat:error=EIO", WRITER, tmp_path / "ws", 3)
     assert "cannot remove an old round" in done.stderr
-    assert [m.round for m in manifests_of(Workspace(tmp_path / "ws"))] == [
-        2,
-        3,
-    ]  # manifest gone, files still there
+    # Of round 1 the manifest is gone, and its files are still there.
+    assert [m.round for m in manifests_of(Workspace(tmp_path / "ws"))] == [2, 3]
     assert len(list((tmp_path / "ws" / "job" / "000001").iterdir())) > 1
     write_value(tmp_path / "ws", 4)
     assert [m.round for m in manifests_of(Workspace(tmp_path / "ws"))] == [3, 4]
     assert not (tmp_path / "ws" / "job" / "000001").exists()
 
 
-def test_a_full_disk_and_a_size_limit_are_named(tmp_path: Path) -> None:
+def test_a_full_disk_and_a_size_limit_are_storage_errors_with_their_errno(tmp_path: Path) -> None:
     limited = ["prlimit", "--fsize=4000", sys.executable, "-c", WRITER, str(tmp_path / "limited"), "1"]
     done = subprocess.run(limited, capture_output=True, text=True)
-    assert json.loads(done.stdout)[:2] == ["StorageError", 27], done.stderr
+    assert json.loads(done.stdout)[:2] == ["StorageError", errno.EFBIG], done.stderr
     require_mounts()
     mount = tmp_path / "small"
     mount.mkdir()
@@ -224,20 +188,8 @@ def test_a_full_disk_and_a_size_limit_are_named(tmp_path: Path) -> None:
     full = ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-c", WRITER, str(mount), "1"]
     done = subprocess.run(full, capture_output=True, text=True)
     kind, number, where = json.loads(done.stdout)  # which shows that ls printed nothing
-    assert (kind, number) == ("StorageError", 28), done.stderr
+    assert (kind, number) == ("StorageError", errno.ENOSPC), done.stderr
     assert where.startswith(f"{mount}/job/000001/rank-00000-of-00001.")
-
-
-def held(name: str = "w", data: bytes = b"12345678", **shard: Any) -> ShardData:
-    shape = (len(data),)
-    facts = {"dtype": "U8", "global_shape": shape, "boxes": (full_box(shape),)} | shard
-    return ShardData(Shard(name, **facts), memoryview(data))
-
-
-def write(
-    workspace: Workspace, rank: int = 0, world_size: int = 1, run: str = "job", number: int = 1, **more: Any
-) -> Receipt:
-    return workspace.write(more.pop("held", [held()]), run=run, round=number, rank=rank, world_size=world_size, **more)
 
 
 @pytest.fixture
@@ -252,7 +204,7 @@ def test_a_round_is_read_as_it_was_written(workspace: Workspace) -> None:
         held("empty", b""),
         held("scalar", b"x", global_shape=(), boxes=(full_box(()),)),
     ]
-    receipt = write(workspace, 2, 3, config='{"a":1}', extra={"aliases": {"v": "w"}, "rank": 99}, held=parts)
+    receipt = write(workspace, 2, 3, config='{"a":1}', extra={"aliases": {"v": "w"}, "rank": 99}, tensors=parts)
     with workspace.open(receipt) as file:
         assert {name: bytes(file.read(name)) for name in file.shards} == {"w": b"abcd", "empty": b"", "scalar": b"x"}
         assert (file.config, file.metadata["rank"], file.metadata["aliases"]) == ('{"a":1}', 2, {"v": "w"})
@@ -262,14 +214,14 @@ def test_a_round_is_read_as_it_was_written(workspace: Workspace) -> None:
     assert receipt.nbytes == os.stat(os.path.join(workspace.path, receipt.relative)).st_size
 
 
-def test_only_the_owner_may_read(workspace: Workspace) -> None:
+def test_files_and_directories_are_private_to_their_owner(workspace: Workspace) -> None:
     receipt = write(workspace)
     parts = Path(receipt.relative).parts
     modes = [os.stat(os.path.join(workspace.path, *parts[:n])).st_mode & 0o777 for n in range(4)]
     assert modes == [0o700, 0o700, 0o700, 0o600]
 
 
-def test_names_are_never_reused(workspace: Workspace) -> None:
+def test_names_of_files_are_never_reused(workspace: Workspace) -> None:
     assert len({write(workspace).relative for _ in range(20)}) == 20
 
 
@@ -300,13 +252,13 @@ def test_a_name_outside_of_the_workspace_is_refused(workspace: Workspace, name: 
 @pytest.mark.parametrize(
     "bad", [{"run": "../x"}, {"run": ""}, {"run": "a/b"}, {"number": -1}, {"rank": 5}, {"rank": -1}]
 )
-def test_a_writer_cannot_leave_its_directory(workspace: Workspace, bad: dict[str, Any]) -> None:
+def test_a_writer_cannot_write_outside_of_its_directory(workspace: Workspace, bad: dict[str, Any]) -> None:
     with pytest.raises(UnsafeError):
         write(workspace, **bad)
     assert not os.path.exists(workspace.path)
 
 
-def test_high_ranks_come_in_rank_order(workspace: Workspace) -> None:
+def test_files_are_listed_in_the_order_of_their_ranks(workspace: Workspace) -> None:
     for rank in (100_000, 20_000, 3):
         write(workspace, rank, 200_000)
     assert [name.rank for name in workspace.rank_names("job", 1)] == [3, 20_000, 100_000]
@@ -332,9 +284,9 @@ def damage(path: str, change: Callable[[bytearray], object]) -> None:
 
 
 def test_altered_bytes_name_rank_tensor_and_file(workspace: Workspace) -> None:
-    receipt = write(workspace, 1, 2, held=[held("v"), held("w")])
+    receipt = write(workspace, 1, 2, tensors=[held("v"), held("w")])
     path = os.path.join(workspace.path, receipt.relative)
-    damage(path, lambda data: data.__setitem__(-1, data[-1] ^ 1))
+    flip_bit(Path(path), -1)
     with workspace.open(receipt) as file:
         assert bytes(file.read("v")) == b"12345678"
         with pytest.raises(CorruptError, match="digest") as caught:
@@ -416,12 +368,12 @@ def commit(
     workspace: Workspace, value: bytes = b"x", run: str = "job", ranks: int = 2, **options: Any
 ) -> list[Receipt]:
     number = workspace.next_round(run)
-    receipts = [write(workspace, r, ranks, run, number, held=[held("w", value)]) for r in range(ranks)]
+    receipts = [write(workspace, r, ranks, run, number, tensors=[held("w", value)]) for r in range(ranks)]
     workspace.commit(receipts, **{"keep": 2} | options)
     return receipts
 
 
-def test_the_newest_rounds_of_each_run_stay(workspace: Workspace) -> None:
+def test_the_newest_rounds_of_each_run_are_kept(workspace: Workspace) -> None:
     for run in ("a", "a", "a", "b"):
         commit(workspace, run=run)
     assert [(m.run, m.round, m.generation) for m in manifests_of(workspace)] == [("a", 2, 2), ("a", 3, 3), ("b", 1, 4)]
@@ -495,8 +447,6 @@ def test_a_broken_manifest_is_an_error_for_readers_and_not_for_writers(workspace
 def test_two_commits_at_once_agree_on_the_order(workspace: Workspace) -> None:
     for run in ("b", "a"):
         commit(workspace, run=run, keep=9)
-    text = Path(workspace.path, "b", "000001", MANIFEST)
-    damage(str(text), lambda data: None)
     Path(workspace.path, "a", "000001", MANIFEST).unlink()
     receipts = [
         Receipt(n.relative, os.stat(os.path.join(workspace.path, n.relative)).st_size)
@@ -517,7 +467,7 @@ def test_rounds_are_counted_by_rank_and_by_run(workspace: Workspace) -> None:
     assert (workspace.next_round("job"), workspace.next_round("job", 0), workspace.next_round("job", 1)) == (5, 5, 3)
 
 
-def test_paths_of_workspaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_is_at_a_path_a_file_url_or_a_shm_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert local_path("ws") == str(tmp_path / "ws")
     assert local_path("file:///a/b") == "/a/b"
@@ -537,7 +487,7 @@ import os
 from pathlib import Path
 from statexchange.errors import UnsafeError
 from statexchange.storage.workspace import Workspace
-from test_workspace import write
+from workspaces import write
 
 workspace = Workspace("shm://test")
 base = Path(workspace.path).parent
@@ -581,7 +531,9 @@ def test_ranks_that_write_and_remove_at_once_do_not_disturb_each_other(tmp_path:
     assert not os.path.exists(workspace.path) or os.listdir(workspace.path) == []
 
 
-def test_the_visible_mount_decides_about_syncing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mount_that_is_visible_decides_whether_a_path_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     require_mounts()
     program = """
 import sys
@@ -631,7 +583,7 @@ def test_a_rename_that_was_done_but_reported_failed_is_a_success(
 
     def lost_answer(*arguments: Any, **options: Any) -> None:
         real(*arguments, **options)
-        raise FileExistsError(17, "File exists")  # as an NFS server answers a retransmission
+        raise FileExistsError(errno.EEXIST, "File exists")  # as an NFS server answers a retransmission
 
     monkeypatch.setattr(os, "link", lost_answer)
     with files.directory(str(tmp_path)) as fd:
@@ -640,7 +592,7 @@ def test_a_rename_that_was_done_but_reported_failed_is_a_success(
 
 
 def no_links(*_: Any, **__: Any) -> None:
-    raise PermissionError(1, "Operation not permitted")
+    raise PermissionError(errno.EPERM, "Operation not permitted")
 
 
 def test_a_name_that_exists_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -651,7 +603,7 @@ def test_a_name_that_exists_is_never_replaced(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(os, "link", no_links)  # as on exFAT
         with pytest.raises(TargetExistsError):
             atomic.write_new(fd, "x", [b"new"], nbytes=3, path="p")
-        monkeypatch.setattr(atomic, "_renameat2", lambda *_: 22)  # where the system has no such call either
+        monkeypatch.setattr(atomic, "_renameat2", lambda *_: errno.EINVAL)  # where the system has no such call either
         with pytest.raises(TargetExistsError):
             atomic.write_new(fd, "x", [b"new"], nbytes=3, path="p")
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"x": "old"}
@@ -678,7 +630,7 @@ def test_a_read_only_directory_is_a_storage_error(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert json.loads(done.stdout) == ["StorageError", 30, str(tmp_path / "ws")], done.stderr
+    assert json.loads(done.stdout) == ["StorageError", errno.EROFS, str(tmp_path / "ws")], done.stderr
     with pytest.raises(StorageError):
         Workspace("/proc/ws").write([], run="a", round=1, rank=0, world_size=1)
 
@@ -714,8 +666,8 @@ except UnsafeError as error:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may take another user for files")
-def test_files_that_a_server_maps_to_another_user_are_ours_and_a_planted_directory_is_not() -> None:
-    """C8: over NFS with all_squash, files that this user makes belong to another one."""
+def test_files_that_a_server_maps_to_another_user_are_accepted_and_a_planted_directory_is_not() -> None:
+    """Over NFS with all_squash, files that this user makes belong to another one."""
     with tempfile.TemporaryDirectory() as open_to_all:  # pytest's directories are closed to other users
         os.chmod(open_to_all, 0o777)
         done = subprocess.run([sys.executable, "-c", SQUASHED, open_to_all], capture_output=True, text=True)

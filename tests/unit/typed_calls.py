@@ -15,7 +15,7 @@ import statexchange as sx
 
 
 def valid_calls(net: torch.nn.Linear) -> None:
-    """Calls as users write them."""
+    """Call functions as users do."""
     done: str = sx.export_checkpoint(net, "x", dtype=torch.bfloat16, rename=[("a", "b")]).path
     later: int = sx.export_checkpoint({"w": torch.ones(1)}, Path(done), dtype="bf16", background=True).result().nbytes
     sx.export_checkpoint([net, net], f"x{later}", dtype=np.dtype("float32"), comm=sx.get_communicator())
@@ -31,7 +31,7 @@ def valid_calls(net: torch.nn.Linear) -> None:
 
 
 def collectives(comm: sx.comm.Communicator, weight: torch.nn.Parameter, flag: bool) -> None:
-    """Collectives return the type of tensor that they were given; with `async_op` a Work of it."""
+    """Check that collectives return the type of tensor that they were given, or with `async_op` a Work of it."""
     same: torch.nn.Parameter = comm.all_reduce(weight, "avg")
     array: np.ndarray[Any, Any] = comm.broadcast(np.ones(2))
     later: torch.Tensor = comm.all_reduce(torch.ones(2), torch.distributed.ReduceOp.SUM, async_op=True).wait()
@@ -43,7 +43,7 @@ def collectives(comm: sx.comm.Communicator, weight: torch.nn.Parameter, flag: bo
 
 
 def nonsense(comm: sx.comm.Communicator) -> None:
-    """Calls that no user means."""
+    """Call functions in ways that mypy must refuse."""
     sx.export_checkpoint(42, "x")  # type: ignore[call-overload]
     sx.export_checkpoint({}, "x", dtype=17)  # type: ignore[call-overload]
     sx.load_checkpoint({}, "x", dtype="bfloat16")  # type: ignore[arg-type]

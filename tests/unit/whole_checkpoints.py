@@ -13,16 +13,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from archives import unpack
 from safetensors.torch import save_file
+from stored import DATA
+from workspaces import commit_round, part
 
 import statexchange as sx
-from statexchange.sharding.shards import Box, Shard
-from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import Workspace
+from statexchange.sharding.shards import Box
 from statexchange.testing import run_ranks
 
 __all__ = ["KINDS", "Kind"]
 
-_DATA = Path(__file__).parents[1] / "data"
 _ROWS, _COLUMNS = 30, 200
 
 
@@ -53,7 +52,7 @@ class Kind:
     row: str | None = None
 
     def files(self, path: Path) -> list[Path]:
-        """The tensor files of a checkpoint of this kind, in the order of their names."""
+        """Return the tensor files of a checkpoint of this kind, in the order of their names."""
         return sorted(path.glob(self.tensor_files))
 
 
@@ -118,16 +117,8 @@ def _saves(path: Path) -> None:
 
 
 def _workspace(path: Path) -> None:
-    workspace = Workspace(path)
-    receipts = []
-    for rank in range(3):
-        shards = []
-        for name, tensor in _state().items():
-            data = tensor[10 * rank : 10 * rank + 10].numpy().tobytes()
-            shard = Shard(name, "F32", (_ROWS, _COLUMNS), (Box((10 * rank, 0), (10, _COLUMNS)),))
-            shards.append(ShardData(shard, memoryview(data)))
-        receipts.append(workspace.write(shards, run="job", round=1, rank=rank, world_size=3))
-    workspace.commit(receipts, keep=2)
+    boxes = [Box((10 * rank, 0), (10, _COLUMNS)) for rank in range(3)]
+    commit_round(path, *([part(name, tensor, box) for name, tensor in _state().items()] for box in boxes))
 
 
 def _dcp(path: Path) -> None:
@@ -137,7 +128,7 @@ def _dcp(path: Path) -> None:
 
 
 def _dcp_safetensors(path: Path) -> None:
-    shutil.copytree(_DATA / "torch/dcp_safetensors", path)
+    shutil.copytree(DATA / "torch/dcp_safetensors", path)
 
 
 def _torch_shards(path: Path, *, index: bool) -> None:
@@ -168,7 +159,7 @@ def _rank_files(path: Path, suffix: str) -> None:
 
 def _sample(*parts: str) -> Callable[[Path], None]:
     def build(path: Path) -> None:
-        shutil.copytree(_DATA.joinpath(*parts), path)
+        shutil.copytree(DATA.joinpath(*parts), path)
 
     return build
 
@@ -177,7 +168,7 @@ def _megatron(below: str) -> Callable[[Path], None]:
     def build(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         unpacked = path.parent / f".{path.name}.unpacked"
-        unpack(_DATA / "megatron/tp2_pp2.tar.xz", unpacked)
+        unpack(DATA / "megatron/tp2_pp2.tar.xz", unpacked)
         (unpacked / below).rename(path)
         shutil.rmtree(unpacked)
 
@@ -187,7 +178,7 @@ def _megatron(below: str) -> Callable[[Path], None]:
 def _file(name: str) -> Callable[[Path], None]:
     def build(path: Path) -> None:
         path.mkdir(parents=True)
-        shutil.copy(_DATA / "foreign" / name, path)
+        shutil.copy(DATA / "foreign" / name, path)
 
     return build
 

@@ -1,0 +1,65 @@
+"""Workspaces of tests: what ranks hold, files that they write, rounds that they commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from statexchange.sharding.shards import Box, Shard, full_box
+from statexchange.storage.tensorfile import ShardData
+from statexchange.storage.workspace import Manifest, Receipt, Workspace
+from statexchange.tensors import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    import torch
+
+
+def held(name: str = "w", data: bytes = b"12345678", **shard: Any) -> ShardData:
+    """Return what a rank holds: a whole vector of U8, unless the attributes of its shard are given."""
+    shape = (len(data),)
+    attributes = {"dtype": "U8", "global_shape": shape, "boxes": (full_box(shape),)} | shard
+    return ShardData(Shard(name, **attributes), memoryview(data))
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the elements of a tensor in C order."""
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def part(name: str, whole: torch.Tensor, *boxes: Box) -> ShardData:
+    """Return what a rank holds that has these boxes of a tensor."""
+    cut = [whole[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))] for box in boxes]
+    dtype = DTYPE_NAMES[str(whole.dtype).removeprefix("torch.")]
+    return ShardData(Shard(name, dtype, tuple(whole.shape), boxes), memoryview(b"".join(map(bytes_of, cut))))
+
+
+def write(
+    workspace: Workspace,
+    rank: int = 0,
+    world_size: int = 1,
+    run: str = "job",
+    number: int = 1,
+    *,
+    tensors: Sequence[ShardData] | None = None,
+    **options: Any,
+) -> Receipt:
+    """Write the file of a rank in a round; without `tensors` it holds `held()`."""
+    found = [held()] if tensors is None else tensors
+    return workspace.write(found, run=run, round=number, rank=rank, world_size=world_size, **options)
+
+
+def commit_round(root: Path, *ranks: Sequence[ShardData], **options: Any) -> list[Path]:
+    """Write what each rank holds as round 1 of the run "job", and commit it; return the files of the ranks."""
+    workspace = Workspace(root)
+    receipts = [write(workspace, rank, len(ranks), tensors=tensors, **options) for rank, tensors in enumerate(ranks)]
+    workspace.commit(receipts, keep=2)
+    return [root / receipt.relative for receipt in receipts]
+
+
+def manifests_of(workspace: Workspace) -> list[Manifest]:
+    """Return the manifests of all committed rounds, oldest first."""
+    with workspace.view() as view:
+        return view.manifests(view.all_rounds())
