@@ -11,14 +11,14 @@ import os
 import subprocess
 import sys
 
-from warm_python import MODULES
+from warm_python import warm_python
 
 __all__ = ["compile_imports"]
 
-# What the processes of tests import, each list in a process of its own.
+# What processes of tests import beside what `warm_python` does; last what imports torch, which is then compiled.
 _IMPORTED = (
-    (*MODULES["transformers"], "torch.distributed.run", "torch._inductor"),
-    ("moto.server", "s3fs", "hypothesis", "xdist", "numpy.testing", "mpi4py.util", "fsspec.implementations.http"),
+    *("moto.server", "s3fs", "hypothesis", "xdist", "numpy.testing", "mpi4py.util", "fsspec.implementations.http"),
+    *("torch.distributed.run", "torch._inductor"),
 )
 _IMPORT = """
 import importlib, sys
@@ -36,6 +36,5 @@ def compile_imports() -> None:
     if found is None or found.origin is None or os.path.exists(importlib.util.cache_from_source(found.origin)):
         return
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    started = [subprocess.Popen([sys.executable, "-c", _IMPORT, *names], env=environ) for names in _IMPORTED]
-    for process in started:
-        process.wait()
+    with subprocess.Popen([sys.executable, "-c", _IMPORT, *_IMPORTED], env=environ):
+        warm_python("transformers")  # at the same time

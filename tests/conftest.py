@@ -41,6 +41,7 @@ sys.dont_write_bytecode = False  # else each worker and rank rewrites the assert
 # Processes of tests write no bytecode: what all of them import is compiled here, before any starts. Where a write comes
 # short, as in tests of full disks and of limits on the size of files, Python 3.13.0 leaves truncated bytecode.
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+os.environ.setdefault("STATEXCHANGE_TEST_SESSION", os.urandom(8).hex())  # what `warm_python` has for all its workers
 if "PYTEST_XDIST_WORKER" not in os.environ:
     for _folder in ("statexchange", "tests"):
         compileall.compile_dir(Path(__file__).parents[1] / _folder, rx=re.compile(r"/test_[^/]*$"), quiet=2)
@@ -80,7 +81,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Fork the workers from a process with torch and transformers, from which ranks and scripts are forked, too."""
-    os.environ["PYTEST_XDIST_TESTRUNUID"] = config.pluginmanager.get_plugin("dsession").nodemanager.testrunuid
     for spec in specs:
         spec.python = warm_python("transformers")
 

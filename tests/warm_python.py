@@ -43,6 +43,7 @@ import tempfile
 import threading
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -51,7 +52,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from filelock import FileLock
 
-_TORCH = ("torch.distributed.fsdp", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "statexchange")
+_TORCH = (
+    *("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch._dynamo.backends.common"),
+    *("statexchange", "pytest"),
+)
 MODULES = {
     "commands": ("numpy", "xxhash", "filelock", "click", "fsspec.implementations.local"),
     "torch": _TORCH,
@@ -137,7 +141,7 @@ def warm_python(kind: str = "torch") -> str:
 
     With "commands" it has not imported torch: of processor time `-m statexchange` takes 0.07 s then, not 0.18 s.
     """
-    session = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    session = os.environ.get("STATEXCHANGE_TEST_SESSION", str(os.getpid()))
     folder = Path(tempfile.gettempdir(), f"statexchange-{session}-{kind}")
     with FileLock(f"{folder}.lock"):
         # The server ends when the last worker has closed its connection.
@@ -441,6 +445,8 @@ def import_for_forks(names: Sequence[str] = (), own: tuple[str, ...] = ("statexc
     for name in (*names, *(name for name in found if name.startswith(own) and not name.startswith(others))):
         with suppress(ImportError):
             importlib.import_module(name)
+    for finalizer in weakref.finalize._registry:  # of torch's registries of operators, as in `skip_destructors`
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
     use_huge_pages()
@@ -468,7 +474,9 @@ def use_huge_pages() -> None:
 def _serve(folder: str, kind: str) -> None:
     for number in _PASSED_ON:
         signal.signal(number, signal.SIG_DFL)
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, False  # as it may be the first to import all this
     import_for_forks(MODULES[kind], _COMMAND_LINE if kind == "commands" else ("statexchange.",))
+    sys.dont_write_bytecode = before
     server = _Server(folder)
     print("ready", flush=True)
     null = os.open(os.devnull, os.O_RDWR)
