@@ -146,6 +146,14 @@ def without_secrets(text: str) -> str:
     return _URL.sub(_shown_url, text)
 
 
+def _visible(text: str) -> str:
+    """Return a text with all control and invisible characters but newlines escaped: a file may have chosen it.
+
+    Otherwise a terminal that shows the error obeys them.
+    """
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
 def secrets_of(url: str) -> list[str]:
     """Return the credentials and queries in a URL or a chain of URLs, the longest first.
 
@@ -201,7 +209,7 @@ class StateExchangeError(Exception):
         found: object = None,
     ) -> None:
         super().__init__()  # first, because ImportError's clears name and path
-        self.message = without_secrets(message)
+        self.message = _visible(without_secrets(message))
         self.rank = rank
         self.path = None if path is None else without_secrets(str(path))
         self.name = name
@@ -224,7 +232,7 @@ class StateExchangeError(Exception):
     def _text(self) -> str:
         about = [] if self.name is None else [f"tensor {excerpt(self.name, _MAX_NAME)}"]
         about += [] if self.rank is None else [f"rank {self.rank}"]
-        about += [] if self.path is None else [self.path]
+        about += [] if self.path is None else [_visible(self.path)]
         sides = [] if self.expected is None else [f"expected {_side(self.expected)}"]
         sides += [] if self.found is None else [f"found {_side(self.found)}"]
         both = ": " + ", ".join(sides) if sides else ""

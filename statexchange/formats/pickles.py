@@ -382,7 +382,7 @@ def _is_class_name(name: str) -> bool:
 
 
 def _plain_text(value: Any) -> str:
-    return value[:60] if type(value) is str else f"<{type(value).__name__}>"
+    return ascii(value[:60])[1:-1] if type(value) is str else f"<{type(value).__name__}>"
 
 
 def _push(value: Any) -> _Operation:

@@ -190,6 +190,14 @@ def test_nested_names_that_become_equal_are_refused(tmp_path: Path) -> None:
     assert caught.value.name == "a.b"
 
 
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_many_small_values_are_read(protocol: int, tmp_path: Path) -> None:
+    """The work that a file may ask for is bounded by its bytes; a value of two bytes is within it."""
+    small = [[] for _ in range(100_000)]
+    torch.save({"w": torch.ones(1), "small": small}, tmp_path / "t.pt", pickle_protocol=protocol)
+    assert len(open_source(tmp_path / "t.pt").others) == len(small)
+
+
 def test_a_file_without_a_known_suffix_is_recognised_by_its_content(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "checkpoint")
     assert open_source(tmp_path / "checkpoint").kind == "torch"

@@ -63,6 +63,14 @@ def test_the_message_names_tensor_rank_and_path() -> None:
     assert text == "digest differs: expected aa, found bb [tensor 'layer.w', rank 3, /x]"
 
 
+def test_control_characters_of_files_are_escaped_in_the_message() -> None:
+    """A terminal would obey them. The attributes keep what was given."""
+    error = CorruptError("the class \x1b[31mred\nis unknown", name="a\x07", path="/x/\x1b]0;title\x07")
+    assert str(error) == "the class \\x1b[31mred\nis unknown [tensor 'a\\x07', /x/\\x1b]0;title\\x07]"
+    assert str(error.located(rank=1)).replace("\n", "").isprintable()
+    assert (error.name, error.path) == ("a\x07", "/x/\x1b]0;title\x07")
+
+
 def test_attributes_of_builtin_errors_are_overridden() -> None:
     error = pickle.loads(pickle.dumps(StorageError("no room", errno=28, path="/x", name="w")))
     assert (error.errno, error.path, error.name, error.expected, error.rank) == (28, "/x", "w", None, None)
