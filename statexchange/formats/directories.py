@@ -237,7 +237,7 @@ def _verl_below(store: Store) -> Store | None:
             f"{_VERL_LATEST} names {excerpt(name)[1:-1]}, which is missing; there are: {_listed(others)}. "
             "To read one of these, give its directory"
         )
-        raise IncompleteError(text, path=store.path_of(_VERL_LATEST))
+        raise IncompleteError(text, path=store.path_of(name))
     if re.fullmatch(rf"{_VERL_STEP}[0-9]+", store.path.rstrip("/").rpartition("/")[2]):
         roles = [role for role in _VERL_ROLES if store.listing.get(role) == "directory"]
         return store.below(roles[0]) if len(roles) == 1 else None

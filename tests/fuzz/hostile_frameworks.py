@@ -106,7 +106,7 @@ def a_list_in_itself(path: Path) -> None:
 
 def files_that_each_ask_for_little(path: Path) -> None:
     """Write files of which each alone would be read: its pickle visits one list often."""
-    value = _shared(listed([listed([])] * 1000), 28)
+    value = _shared(listed([listed([])] * 1000), 7)
     for rank in range(20):
         archive(path / f"model_rank_{rank}.pt", named({f"a{rank}": value}))
 
