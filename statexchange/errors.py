@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from statexchange.units import printable
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -151,7 +153,7 @@ def _visible(text: str) -> str:
 
     Otherwise a terminal that shows the error obeys them.
     """
-    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def secrets_of(url: str) -> list[str]:

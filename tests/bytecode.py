@@ -15,10 +15,18 @@ from warm_python import warm_python
 
 __all__ = ["compile_imports"]
 
-# What processes of tests import beside what `warm_python` does; last what imports torch, which is then compiled.
+# What processes of tests import beside MODULES of warm_python.py. What imports torch comes last: the warm server has
+# compiled torch by then.
 _IMPORTED = (
-    *("moto.server", "s3fs", "hypothesis", "xdist", "numpy.testing", "mpi4py.util", "fsspec.implementations.http"),
-    *("torch.distributed.run", "torch._inductor"),
+    "moto.server",
+    "s3fs",
+    "hypothesis",
+    "xdist",
+    "numpy.testing",
+    "mpi4py.util",
+    "fsspec.implementations.http",
+    "torch.distributed.run",
+    "torch._inductor",
 )
 _IMPORT = """
 import importlib, sys

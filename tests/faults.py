@@ -1,11 +1,10 @@
-"""Faults that happen to one rank during an export, a save or a load, and the states and files that tests compare."""
+"""Faults that happen to one rank during an export, a save or a load, and the states that tests compare."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ import torch
 LAYOUT = {"rows": {"dim": 0}}
 LEFT = (".out.lock", ".owner", ".partial", ".discarded")
 """The ends of names that a killed rank may leave, by docs/shared_storage.md."""
-Content = dict[str, bytes]
 
 
 class Trapped(dict[str, Any]):
@@ -42,8 +40,3 @@ def state_of(rank: int, value: float, world_size: int) -> dict[str, Any]:
     """Return a rank's rows of a tensor, its own tensor, and a copy of one that all ranks have; `value` fills them."""
     rows = torch.full((30, 100), value).tensor_split(world_size)[rank]
     return {"rows": rows, f"own{rank}": torch.full((50,), value), "same": torch.full((7,), value)}
-
-
-def content(path: Path) -> Content:
-    """Return the bytes of all files below a directory, by their paths relative to it."""
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}

@@ -1,4 +1,4 @@
-"""Files and directories of tests: read them as the package does, write what no library would write, compare."""
+"""Files and directories of tests: read them as the package does, write what no library would write."""
 
 from __future__ import annotations
 
@@ -73,15 +73,7 @@ def flip_bit(path: Path, at: int, bit: int = 0) -> None:
 
 
 def contents_of(root: Path) -> dict[str, bytes | None]:
-    """Return the bytes of each file below a directory, by its path in it; None for what is no file."""
+    """Return the bytes of each file below a directory, by its path in it; None for a directory."""
     return {
         os.fspath(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in root.rglob("*")
     }
-
-
-def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Assert that names, dtypes, shapes and values of torch tensors are equal."""
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert found[name].equal(tensor), name

@@ -53,8 +53,11 @@ from typing import Any, NamedTuple, NoReturn
 from filelock import FileLock
 
 _TORCH = (
-    *("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch._dynamo.backends.common"),
-    *("statexchange", "pytest"),
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo.backends.common",
+    "statexchange",
+    "pytest",
 )
 MODULES = {
     "commands": ("numpy", "xxhash", "filelock", "click", "fsspec.implementations.local"),

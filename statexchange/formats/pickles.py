@@ -29,6 +29,7 @@ from statexchange.errors import CorruptError, StateExchangeError, UnsafeError, e
 from statexchange.storage.budget import Budget
 from statexchange.storage.tensorfile import wrong_kind_of_bytes
 from statexchange.tensors import DTYPE_NAMES
+from statexchange.units import printable
 
 __all__ = ["MAX_PICKLE_BYTES", "GlobalRef", "OpaqueObject", "contents", "read_pickle"]
 
@@ -382,7 +383,7 @@ def _is_class_name(name: str) -> bool:
 
 
 def _plain_text(value: Any) -> str:
-    return ascii(value[:60])[1:-1] if type(value) is str else f"<{type(value).__name__}>"
+    return printable(value[:60]) if type(value) is str else f"<{type(value).__name__}>"
 
 
 def _push(value: Any) -> _Operation:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import LAYOUT, LEFT, Trapped, content, state_of, strike
+from faults import LAYOUT, LEFT, Trapped, state_of, strike
+from stored import contents_of
 from sweeps import slow
 from two_hosts import init_on_two_hosts, two_hosts
 
@@ -43,12 +44,12 @@ def fails(verb: str, out: str, how: str, rank: int) -> str:
     comm = init_on_two_hosts(15.0)
     act("save" if verb == "save" else "export", out, 1.0, None, rank)
     sees = os.path.isdir(out)
-    before = content(Path(out)) if sees else {}
+    before = contents_of(Path(out)) if sees else {}
     comm.barrier()
     with pytest.raises(sx.errors.PeerError) as caught:
         act(verb, out, 2.0, how, rank)
     if comm.rank == 0:
-        found = content(Path(out))
+        found = contents_of(Path(out))
         assert {name: data for name, data in found.items() if name in before} == before
         left = [name for name in os.listdir(os.path.dirname(out)) if name != os.path.basename(out)]
         assert all(name.endswith(LEFT) for name in left)

@@ -20,9 +20,10 @@ from typing import Any
 
 import pytest
 import torch
-from faults import LAYOUT, LEFT, Content, Trapped, content, state_of, strike
+from faults import LAYOUT, LEFT, Trapped, state_of, strike
 from programs import require
 from safetensors.torch import load_file
+from stored import contents_of
 from sweeps import by_default, slow
 
 import statexchange as sx
@@ -225,7 +226,7 @@ def test_a_killed_rank_is_named_by_the_others_and_the_next_run_succeeds(
 ) -> None:
     needs_strace(at, how)
     out = target(prepared, verb, tmp_path)
-    before = content(out)
+    before = contents_of(out)
     outcomes = run_ranks(
         runs_into, RANKS, backend="gloo", args=(verb, str(out), rank, at, how, when), allow_failure=True, timeout_s=120
     )
@@ -236,10 +237,10 @@ def test_a_killed_rank_is_named_by_the_others_and_the_next_run_succeeds(
     assert all(kind == "PeerError" and message.startswith(text) for kind, message in raised), raised
     assert value_of(verb, out) == (2.0 if (at, when) in PUBLISHED else 1.0)
     if verb == "load":
-        assert (content(out), left_beside(out)) == (before, [])
+        assert (contents_of(out), left_beside(out)) == (before, [])
         return
     if (at, when) not in PUBLISHED:
-        assert {name: data for name, data in content(out).items() if name in before} == before
+        assert {name: data for name, data in contents_of(out).items() if name in before} == before
     assert all(name.endswith(LEFT) for name in left_beside(out))
     run_next(verb, out)
 
@@ -257,22 +258,22 @@ def runs_into_over_mpi(out: str, rank: int) -> None:
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_mpi_job(prepared: Path, tmp_path: Path) -> None:
     out = target(prepared, "export", tmp_path)
-    before = content(out)
+    before = contents_of(out)
     outcomes = run_ranks(
         runs_into_over_mpi, RANKS, backend="mpi", args=(str(out), 1), allow_failure=True, timeout_s=120
     )
     assert not any(outcome.state in ("ok", "running") for outcome in outcomes)
-    assert content(out) == before
+    assert contents_of(out) == before
     run_next("export", out)
 
 
 # A rank that fails, is interrupted, or whose system calls fail
 
 
-def check_failure(raised: list[Any], out: Path, before: Content, verb: str) -> None:
+def check_failure(raised: list[Any], out: Path, before: dict[str, bytes | None], verb: str) -> None:
     """Check that all ranks raised one error, that nothing has changed or is left, and that the next run succeeds."""
     assert all(error == raised[0] for error in raised), raised
-    assert content(out) == before
+    assert contents_of(out) == before
     assert left_beside(out) == []
     if verb != "load":
         run_next(verb, out)
@@ -297,7 +298,7 @@ def test_an_exception_of_the_users_code_is_raised_on_all_ranks_and_changes_nothi
     verb: str, rank: int, at: str, phase: str, prepared: Path, tmp_path: Path
 ) -> None:
     out = target(prepared, verb, tmp_path)
-    before = content(out)
+    before = contents_of(out)
     raised = run_ranks(runs_into, RANKS, backend="gloo", args=(verb, str(out), rank, at, "raise", 0))
     message = f"rank {rank} on {platform.node()} failed in {CALLS[verb]} ({phase}): ZeroDivisionError: oops"
     assert raised[0] == ["PeerError", message]
@@ -318,7 +319,7 @@ def test_ctrl_c_on_one_rank_is_named_by_the_others_and_changes_nothing(
     verb: str, rank: int, at: str, prepared: Path, tmp_path: Path
 ) -> None:
     out = target(prepared, verb, tmp_path)
-    before = content(out)
+    before = contents_of(out)
     raised = run_ranks(runs_into, RANKS, backend="gloo", args=(verb, str(out), rank, at, "interrupt", 0))
     assert raised.pop(rank)[0] == "KeyboardInterrupt"
     assert raised[0][0] == "PeerError"
@@ -350,7 +351,7 @@ def test_a_system_error_on_one_rank_is_raised_on_all_and_changes_nothing(
 ) -> None:
     needs_strace(at, how)
     out = target(prepared, verb, tmp_path)
-    before = content(out)
+    before = contents_of(out)
     raised = run_ranks(runs_into, RANKS, backend="gloo", args=(verb, str(out), rank, at, how, when))
     kind, text = raised[0]
     assert kind == "StorageError", raised
@@ -366,7 +367,7 @@ def test_a_directory_that_only_root_may_not_write_is_an_error_on_all_ranks(verb:
         os.chmod(directory, 0o755)
         out = Path(directory, "out")
         shutil.copytree(prepared / verb, out)
-        before = content(out)
+        before = contents_of(out)
         raised = run_ranks(runs_into, RANKS, backend="gloo", args=(verb, str(out), 0, "rights", "", 0))
         kind, text = raised[0]
         assert kind == "StorageError", raised
@@ -416,7 +417,7 @@ def test_a_target_that_changes_during_an_export_is_replaced_or_kept_as_it_is(
     how: str, kind: str, prepared: Path, tmp_path: Path
 ) -> None:
     out = target(prepared, "export", tmp_path)
-    before = content(out)
+    before = contents_of(out)
     if how == "appears":
         shutil.rmtree(out)
     raised = run_ranks(target_changes, 2, args=(str(out), how))
@@ -428,7 +429,7 @@ def test_a_target_that_changes_during_an_export_is_replaced_or_kept_as_it_is(
     elif how == "appears":
         assert os.listdir(out) == ["theirs"]
     else:
-        assert content(out) == (before | {"notes.txt": b"mine"} if how == "another file" else before)
+        assert contents_of(out) == (before | {"notes.txt": b"mine"} if how == "another file" else before)
 
 
 def source_changes(out: str, how: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the four systems that this package replaces do: one test for each of their functions, with their own values.
+"""Functions of the four systems that this package replaces: one test for each, with that system's own values.
 
 These are ModelOpt's `export.distribute`, Lux's `DistributedUtils` (with FluxMPI's and Flux's differences), Bagua's
 `torch_api.distributed` and Flashlight's `fl::distributed`, as docs/migration.md lists them. A test is named after the

@@ -19,6 +19,7 @@ import pytest
 import torch
 from forked_jobs import ForkedJobs
 from starting import LAUNCHED_AS, start
+from stored import flip_bit
 from sweeps import EVERY, slow, some
 from warm_python import warm_python
 
@@ -268,12 +269,6 @@ def saves_in_the_background(path: str) -> None:
 
 
 # Copies that are not loaded
-
-
-def flip_bit(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def whole_copy(saves: Path, step: int) -> Path:

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from equality import assert_same
 from framework_scripts import run_framework_script
-from stored import assert_same
 from zero_files import check_written, merged, reported
 
 

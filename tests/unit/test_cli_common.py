@@ -1,4 +1,4 @@
-"""What all commands of the command line share: several PATHs, quiet and verbose, help, interrupts, closed streams."""
+"""Behaviour that all commands share: several PATHs, quiet and verbose, help, interrupts, closed streams."""
 
 import contextlib
 import json

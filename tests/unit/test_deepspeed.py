@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 from commands import CommandLine
+from equality import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from scripts import page_block, run_commands
-from stored import DATA, assert_same
+from stored import DATA
 from zero_files import check_written, merged, reported, write_zero
 
 import statexchange as sx

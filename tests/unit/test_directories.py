@@ -12,8 +12,9 @@ import fsspec
 import pytest
 import torch
 from commands import CommandLine
+from equality import assert_same
 from safetensors.torch import load_file
-from stored import DATA, assert_same
+from stored import DATA
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from commands import CommandLine
+from equality import assert_same
 from hypothesis import given, settings
 from random_layouts import State, cut_by_rules
 from safetensors.torch import load_file, save_file
-from stored import assert_same
 from workspaces import commit_round, part
 
 from statexchange.checkpoint.merge import merge_checkpoint

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from equality import assert_same
 from safetensors.torch import load_file
-from stored import assert_same
 
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.formats.registry import open_checkpoint
