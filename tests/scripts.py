@@ -32,6 +32,10 @@ def with_mpiexec(ranks: int) -> tuple[str, ...]:
     return ("mpiexec", "-n", str(ranks), sys.executable)
 
 
+CANNOT_RUN = 77
+"""The exit code of a lab that says what this machine lacks."""
+
+
 def run_lab(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a lab of tools/ with its output captured."""
     command = [sys.executable, f"tools/{name}", *arguments]

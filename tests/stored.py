@@ -73,7 +73,12 @@ def flip_bit(path: Path, at: int, bit: int = 0) -> None:
 
 
 def contents_of(root: Path) -> dict[str, bytes | None]:
-    """Return the bytes of each file below a directory, by its path in it; None for a directory."""
-    return {
-        os.fspath(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in root.rglob("*")
-    }
+    """Return by path the bytes of each file below a directory, the target of each link, and None for a directory."""
+    found: dict[str, bytes | None] = {}
+    for path in root.rglob("*"):
+        name = os.fspath(path.relative_to(root))
+        if path.is_symlink():
+            found[name] = os.fsencode(path.readlink())
+        else:
+            found[name] = path.read_bytes() if path.is_file() else None
+    return found

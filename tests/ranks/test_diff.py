@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import CommandLine
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file as np_save_file
 from safetensors.torch import load_file, save_file
 
 import statexchange as sx
-from statexchange.cli.main import main
 from statexchange.report.diff import TensorDiff
 from statexchange.testing import run_ranks
 
@@ -338,28 +337,20 @@ def test_a_byte_that_differs_from_its_digest_is_an_error(tmp_path: Path) -> None
         sx.diff_checkpoints(other, path)
 
 
-def test_the_command_prints_differences_as_lines_bars_and_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_differences_as_lines_bars_and_json(tmp_path: Path, call: CommandLine) -> None:
     a = published(tmp_path / "a", {"w": torch.ones(10, 10), "v": torch.ones(2)})
     b = published(tmp_path / "b", {"w": torch.full((10, 10), 1.5), "v": torch.ones(2)})
-    with pytest.raises(SystemExit, match="0"):
-        main(["diff", str(a), str(a)])
-    assert capsys.readouterr().out == "2 of 2 tensors are equal, 0 B read\n"
-    with pytest.raises(SystemExit, match="1"):
-        main(["diff", str(a), str(b)])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split("\t") == ["w", "values", "100", "0.5", "0.5", "1.000000", "[0,0]", "-"]
-    with pytest.raises(SystemExit, match="1"):
-        main(["diff", str(a), str(b), "--stat"])
-    assert capsys.readouterr().out.splitlines()[0].startswith("w |  5.0e-01 ")
-    with pytest.raises(SystemExit, match="1"):
-        main(["diff", str(a), str(b), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert (found["data"]["equal"], found["data"]["num_differing"]) == (False, 1)
+    assert call("diff", a, a) == (0, "2 of 2 tensors are equal, 0 B read\n", "")
+    code, out, _ = call("diff", a, b)
+    assert (code, out.splitlines()[1].split("\t")) == (
+        1, ["w", "values", "100", "0.5", "0.5", "1.000000", "[0,0]", "-"]
+    )  # fmt: skip
+    code, out, _ = call("diff", a, b, "--stat")
+    assert (code, out[:12]) == (1, "w |  5.0e-01")
+    code, found = call.json("diff", a, b)
+    assert (code, found["data"]["equal"], found["data"]["num_differing"]) == (1, False, 1)
     assert found["data"]["tensors"][1]["values"]["first"] == [0, 0]
-    with pytest.raises(SystemExit, match="3"):
-        main(["diff", str(a), str(tmp_path / "absent")])
+    assert call("diff", a, tmp_path / "absent")[0] == 3
 
 
 def compare_live(path: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from equality import assert_same
 from forked_jobs import ForkedJobs
+from stored import contents_of
 from sweeps import slow
 
 import statexchange as sx
@@ -92,15 +93,6 @@ def fill_with_files_of_others(path: Path) -> None:
             workspace.commit([receipt], keep=1)
 
 
-def entries_below(path: Path) -> dict[str, bytes | str | None]:
-    """Return the content of each file below a directory, the target of each link, and None for each directory."""
-    found: dict[str, bytes | str | None] = {}
-    for one in sorted(path.rglob("*")):
-        name = str(one.relative_to(path))
-        found[name] = os.readlink(one) if one.is_symlink() else one.read_bytes() if one.is_file() else None
-    return found
-
-
 JOBS = """
 from statexchange.testing import run_ranks
 from test_killed_gathers import RANKS, gathers
@@ -141,7 +133,7 @@ def test_a_rank_killed_at_any_call_is_named_and_the_next_gather_succeeds(
         path.parent.mkdir()
         if others:
             fill_with_files_of_others(path)
-        before = entries_below(path)
+        before = contents_of(path)
         killed = (str(path), victim, number, others)
         outcomes = run_ranks(gathers, RANKS, backend="gloo", args=killed, allow_failure=True, timeout_s=60)
         own, other = outcomes[victim], outcomes[1 - victim]
@@ -156,11 +148,11 @@ def test_a_rank_killed_at_any_call_is_named_and_the_next_gather_succeeds(
             assert error[0] == victim, (number, error)
             text = f"rank {victim} on {platform.node()} failed in gather_state ("
             assert error[1].startswith(text), (number, error)
-        after = entries_below(path)
+        after = contents_of(path)
         if not after.keys() <= before.keys() | notes_in(after):
             left.append(number)
         assert "create" in (jobs.run(str(path)) or ()), number  # no clean-up by hand
-        found = entries_below(path)
+        found = contents_of(path)
         notes = notes_in(found)
         assert len(notes) == 3 * others, (number, notes)
         assert {name: data for name, data in found.items() if name not in notes} == before, number

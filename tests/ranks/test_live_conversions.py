@@ -11,12 +11,13 @@ import pytest
 import torch
 from equality import State, are_same, load_directory
 from safetensors.torch import load_file, save_file
+from stored import DATA
 
 import statexchange as sx
 from statexchange.errors import CorruptError, InvalidArgumentError, NotFoundError, UnsafeError
 from statexchange.testing import run_ranks
 
-TORCHTITAN = Path(__file__).parents[1] / "data" / "torchtitan"
+TORCHTITAN = DATA / "torchtitan"
 LLAMA3, BACK = "torchtitan:llama3", "inverse:torchtitan:llama3"
 
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from starting import AND_MPI, LAUNCHED_AS, THREADS_AND_PROCESSES, launched_communicator, start
+from stored import flip_bit
 from sweeps import slow
 from torch import nn
 
@@ -124,10 +125,7 @@ def test_shapes_and_dtypes_must_be_equal(live: torch.Tensor, message: str, tmp_p
 
 def test_changed_bytes_are_detected(tmp_path: Path) -> None:
     sx.export_checkpoint({"a": torch.ones(1000)}, tmp_path / "out")
-    file = tmp_path / "out/model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-9] ^= 1
-    file.write_bytes(data)
+    flip_bit(tmp_path / "out/model.safetensors", -9)
     with pytest.raises(sx.errors.CorruptError, match=r"bytes differ from their digest.*'a'"):
         sx.load_checkpoint({"a": torch.zeros(1000)}, tmp_path / "out")
 
@@ -143,10 +141,7 @@ def test_the_digest_of_each_ranks_box_is_checked(rank: int, tmp_path: Path) -> N
     whole = {"a": torch.zeros(81, 30)}
     sx.load_checkpoint(whole, tmp_path / "out")
     assert whole["a"][:, 0].tolist() == [1.0] * 40 + [2.0] * 41
-    file = tmp_path / "out/model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-81 * 30 * 4 if rank == 0 else -1] ^= 1
-    file.write_bytes(data)
+    flip_bit(tmp_path / "out/model.safetensors", -81 * 30 * 4 if rank == 0 else -1)
     with pytest.raises(sx.errors.CorruptError, match=r"bytes differ from their digest.*'a'"):
         sx.load_checkpoint(whole, tmp_path / "out")
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from commands import CommandLine
 from equality import assert_same
 from safetensors.torch import load_file, save_file
 from tiny_models import build
 from transformers_logits import TOKENS, logits
 
 import statexchange as sx
-from statexchange.cli.main import main
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.testing import run_ranks
 
@@ -185,9 +185,7 @@ def test_a_wrong_tokenizer_and_several_active_adapters_are_refused(tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_merge_takes_the_small_files_of_a_hugging_face_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_merge_takes_the_small_files_of_a_hugging_face_directory(tmp_path: Path, call: CommandLine) -> None:
     from transformers import AutoModelForCausalLM
 
     model = build("llama")
@@ -202,9 +200,8 @@ def test_a_merge_takes_the_small_files_of_a_hugging_face_directory(
     report = sx.merge_checkpoint(tmp_path / "in", tmp_path / "bare", files_from=())
     note = "no config.json: transformers will not load this directory; give one by files_from (--files-from)"
     assert report.notes == (note,)
-    with pytest.raises(SystemExit) as ended:
-        main(["merge", str(tmp_path / "in"), str(tmp_path / "cli"), "--no-files"])
-    assert (ended.value.code, "no config.json" in capsys.readouterr().err) == (0, True)
+    code, _, err = call("merge", tmp_path / "in", tmp_path / "cli", "--no-files")
+    assert (code, "no config.json" in err) == (0, True)
     assert sorted(os.listdir(tmp_path / "cli")) == ["model.safetensors", "statexchange.json"]
 
 

@@ -21,7 +21,7 @@ import torch
 from checkpoint_jobs import LAYOUT, load_rows, save_rows, save_steps, shard_of, state_of, value_in
 from equality import assert_same
 from forked_jobs import ForkedJobs
-from publishing import names_at, use_object_stores
+from publishing import OTHER_HOST, names_at, use_object_stores
 from safetensors.torch import load_file
 from sweeps import slow, some
 
@@ -34,14 +34,13 @@ from statexchange.storage.object_build import ObjectBuild
 from statexchange.testing import run_ranks
 
 WHOLE = ["rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors", "save.json"]
-ELSEWHERE = Owner("a-host-far-away", "0" * 36, 1, 2, 3)  # whether it runs cannot be determined here
 
 
 def step_url(url: str, step: int) -> str:
     return f"{url}/step-{step:09d}"
 
 
-def put_claim(store: Any, path: str, owner: Owner = ELSEWHERE, plan: str = "0" * 32) -> Claim:
+def put_claim(store: Any, path: str, owner: Owner = OTHER_HOST, plan: str = "0" * 32) -> Claim:
     """Leave the claim of another process's save in a directory of a memory:// store."""
     claim = Claim("a" * 16, owner, "2026-01-01T00:00:00+00:00", plan, tuple(WHOLE))
     store.pipe_file(f"{path}/{CLAIM_NAME}", claim.to_bytes())

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import CommandLine
 from equality import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,6 @@ from safetensors.torch import load_file, save_file
 from sweeps import slow
 
 from statexchange.checkpoint.merge import merge_checkpoint
-from statexchange.cli.main import main
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -163,14 +163,12 @@ def test_nested_names_have_dots_and_other_values_are_listed(tmp_path: Path) -> N
     ]  # fmt: skip
 
 
-def test_the_commands_show_verify_and_merge_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_show_verify_and_merge_a_file(tmp_path: Path, call: CommandLine) -> None:
     torch.save({"model": {"w": torch.ones(2, 3).t()}, "step": 7}, tmp_path / "x.pt")
     outputs = {}
-    for command in (["info"], ["ls"], ["verify"], ["merge", str(tmp_path / "out")]):
-        with pytest.raises(SystemExit) as ended:
-            main([command[0], str(tmp_path / "x.pt"), *command[1:]])
-        outputs[command[0]] = capsys.readouterr().out
-        assert ended.value.code == 0
+    for command in (["info"], ["ls"], ["verify"], ["merge", tmp_path / "out"]):
+        code, outputs[command[0]], _ = call(command[0], tmp_path / "x.pt", *command[1:])
+        assert code == 0
     assert "kind        torch" in outputs["info"]
     assert "1: step (int 7)" in outputs["info"]
     assert "[3,2]" in outputs["ls"]
@@ -608,9 +606,7 @@ def rng_state() -> dict[str, Any]:
     return {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
 
 
-def test_objects_of_unknown_classes_are_named_and_tensors_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_objects_of_unknown_classes_are_named_and_tensors_are_read(tmp_path: Path, call: CommandLine) -> None:
     state = {
         "w": torch.arange(6.0).reshape(2, 3),
         "rng": rng_state(),
@@ -634,10 +630,8 @@ def test_objects_of_unknown_classes_are_named_and_tensors_are_read(
     assert note.startswith("9 entries are not tensors, not written: rng.python.0 (int 3), ")
     assert "args (opaque argparse.Namespace)" in note
     for command in ("info", "ls"):
-        with pytest.raises(SystemExit) as ended:
-            main([command, str(tmp_path / "x.pt")])
-        shown = capsys.readouterr()
-        assert (ended.value.code, "args (opaque argparse.Namespace)" in shown.out + shown.err) == (0, True)
+        code, out, err = call(command, tmp_path / "x.pt")
+        assert (code, "args (opaque argparse.Namespace)" in out + err) == (0, True)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,7 @@ import tempfile
 from functools import partial
 
 import pytest
-from scripts import HOME, run_lab
-
-CANNOT_RUN = 77
-
+from scripts import CANNOT_RUN, HOME, run_lab
 
 lab = partial(run_lab, "nfs_lab")
 

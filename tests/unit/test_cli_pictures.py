@@ -9,6 +9,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 from commands import CommandLine
+from drawn import SVG, texts
 from stored import write_raw
 from whole_checkpoints import KINDS
 
@@ -17,8 +18,6 @@ from statexchange.formats.registry import open_source
 from statexchange.report.supply import supply_of
 from statexchange.report.tensor_facts import tensor_facts
 from statexchange.storage.workspace import Workspace
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture
@@ -33,14 +32,14 @@ def write_safetensors(path: Path, tensors: dict[str, int]) -> None:
     write_raw(path, {name: ("U8", [size], bytes(size)) for name, size in tensors.items()})
 
 
+def texts_of(path: Path) -> list[str]:
+    return texts(ET.parse(path).getroot())
+
+
 def titles(path: Path) -> set[str]:
     """Return the names in the tooltips of a picture."""
     root = ET.parse(path).getroot()
     return {(title.text or "").split("\n")[0] for title in root.iter(f"{SVG}title")}
-
-
-def texts(path: Path) -> list[str]:
-    return [text.text or "" for text in ET.parse(path).getroot().iter(f"{SVG}text")]
 
 
 def test_info_draws_the_parameters_beside_its_summary(call: CommandLine, published: Path, tmp_path: Path) -> None:
@@ -48,14 +47,14 @@ def test_info_draws_the_parameters_beside_its_summary(call: CommandLine, publish
     picture = tmp_path / "parameters.svg"
     assert call("info", published, "--svg", picture) == plain
     assert titles(picture) >= {"Parameters of published", "up.weight", "down.weight", "norm"}
-    assert "huggingface · 26 parameters in 3 tensors · 104 B" in texts(picture)
+    assert "huggingface · 26 parameters in 3 tensors · 104 B" in texts_of(picture)
     assert stat.S_IMODE(picture.stat().st_mode) & 0o077 == 0o044
 
 
 def test_the_model_that_config_json_names_is_in_the_title(call: CommandLine, published: Path, tmp_path: Path) -> None:
     (published / "config.json").write_text('{"architectures": ["TinyForCausalLM"]}')
     assert call("info", published, "--svg", tmp_path / "p.svg")[0] == 0
-    assert "huggingface, TinyForCausalLM · 26 parameters in 3 tensors · 104 B" in texts(tmp_path / "p.svg")
+    assert "huggingface, TinyForCausalLM · 26 parameters in 3 tensors · 104 B" in texts_of(tmp_path / "p.svg")
 
 
 def test_the_parameters_are_those_of_the_model_as_in_the_summary(call: CommandLine, tmp_path: Path) -> None:
@@ -64,11 +63,11 @@ def test_the_parameters_are_those_of_the_model_as_in_the_summary(call: CommandLi
     sx.save_checkpoint({"model": {"w": weight}, "optimizer": optimizer}, tmp_path / "save")
     assert "parameters  10 in the section model" in call("info", tmp_path / "save")[1]
     assert call("info", tmp_path / "save", "--svg", tmp_path / "p.svg")[0] == 0
-    assert "save, section model · 10 parameters in 1 tensor · 40 B" in texts(tmp_path / "p.svg")
+    assert "save, section model · 10 parameters in 1 tensor · 40 B" in texts_of(tmp_path / "p.svg")
     assert not any("optimizer" in text for text in titles(tmp_path / "p.svg"))
     sx.save_checkpoint({"optimizer": optimizer}, tmp_path / "other")
     assert call("info", tmp_path / "other", "--svg", tmp_path / "o.svg")[0] == 0
-    assert "save · 1,000 parameters in 1 tensor · 4.00 kB" in texts(tmp_path / "o.svg")
+    assert "save · 1,000 parameters in 1 tensor · 4.00 kB" in texts_of(tmp_path / "o.svg")
 
 
 def test_ls_draws_the_listed_tensors(call: CommandLine, published: Path, tmp_path: Path) -> None:
@@ -77,7 +76,7 @@ def test_ls_draws_the_listed_tensors(call: CommandLine, published: Path, tmp_pat
     assert code == 0
     assert json.loads(out)["data"]["picture"] == os.fspath(picture)
     assert titles(picture) == {"Which rank supplied which bytes of published", "up.weight", "down.weight"}
-    assert "96 B in 2 tensors. All rows are equally wide; the parts of each are to scale." in texts(picture)
+    assert "96 B in 2 tensors. All rows are equally wide; the parts of each are to scale." in texts_of(picture)
 
 
 def test_show_draws_the_regions_of_one_tensor(call: CommandLine, published: Path, tmp_path: Path) -> None:
@@ -85,8 +84,8 @@ def test_show_draws_the_regions_of_one_tensor(call: CommandLine, published: Path
     plain = call("show", published, "up.weight")
     assert plain[0] == 0
     assert call("show", published, "up.weight", "--svg", picture) == plain
-    assert "F32 [4,3] · 48 B · 1 region" in texts(picture)
-    assert "[0:4,0:3]" in texts(picture)
+    assert "F32 [4,3] · 48 B · 1 region" in texts_of(picture)
+    assert "[0:4,0:3]" in texts_of(picture)
     assert call("show", published, "up.weight", "--svg", picture)[0] == 7
     code, _, err = call("show", published, "--svg", tmp_path / "none.svg")
     assert code == 2
@@ -101,13 +100,13 @@ def test_without_ranks_the_legend_has_the_names_of_the_files(call: CommandLine, 
     for number in (1, 2):
         write_safetensors(folder / f"model-0000{number}-of-00002.safetensors", {f"t{number}": 3})
     assert call("ls", folder, "--svg", tmp_path / "s.svg")[0] == 0
-    assert "1: model-00002-of-00002.safetensors · 3 B · 50.0%" in texts(tmp_path / "s.svg")
+    assert "1: model-00002-of-00002.safetensors · 3 B · 50.0%" in texts_of(tmp_path / "s.svg")
     assert call("seal", folder)[0] == 0
     assert call("ls", folder, "--svg", tmp_path / "sealed.svg")[0] == 0
     assert (tmp_path / "sealed.svg").read_text() == (tmp_path / "s.svg").read_text()
     assert call("merge", folder, tmp_path / "merged")[0] == 0
     assert call("ls", tmp_path / "merged", "--svg", tmp_path / "merged.svg")[0] == 0
-    assert {"Which file supplied which bytes of merged", "file 1 · 3 B · 50.0%"} <= {*texts(tmp_path / "merged.svg")}
+    assert {"Which file supplied which bytes of merged", "file 1 · 3 B · 50.0%"} <= {*texts_of(tmp_path / "merged.svg")}
 
 
 def test_tensors_of_a_missing_file_are_counted_in_the_picture(call: CommandLine, tmp_path: Path) -> None:
@@ -123,7 +122,7 @@ def test_tensors_of_a_missing_file_are_counted_in_the_picture(call: CommandLine,
     ):
         picture = tmp_path / f"{command}.svg"
         assert call(command, folder, "--svg", picture)[0] == 5
-        assert any(text in line for line in texts(picture)), texts(picture)
+        assert any(text in line for line in texts_of(picture)), texts_of(picture)
 
 
 @pytest.mark.parametrize("command", ["info", "ls"])

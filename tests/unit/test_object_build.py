@@ -12,6 +12,7 @@ import fsspec
 import publishing
 import pytest
 import torch
+from objects import TENSORS, objects
 from publishing import (
     OTHER_HOST,
     begin,
@@ -36,11 +37,6 @@ from statexchange.storage.claim import CLAIM_NAME, Claim, claim_of
 from statexchange.storage.object_build import ObjectBuild
 from statexchange.storage.opened_path import open_path
 
-TENSORS = {
-    "a": torch.arange(70_000.0).reshape(700, 100),
-    "b.c": torch.arange(9).to(torch.int16),
-    "z": torch.tensor(2.5),
-}
 WHOLE = [
     "config.json",
     "model-00001-of-00002.safetensors",
@@ -55,11 +51,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let claims be taken over after a short time."""
     monkeypatch.setattr(ObjectBuild, "take_over_s", 0.5)
     monkeypatch.setattr(ObjectBuild, "renew_s", 0.1)
-
-
-def objects(store: Any, name: str) -> dict[str, bytes]:
-    """Return the bytes of each object below a path, by its name."""
-    return {path.rpartition("/")[2]: store.cat_file(path) for path in store.find(f"/{name}")}
 
 
 def test_a_merge_into_a_store_writes_what_a_merge_into_a_directory_writes(store: Any, tmp_path: Path) -> None:

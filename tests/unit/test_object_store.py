@@ -11,23 +11,13 @@ import pytest
 import torch
 from commands import CommandLine
 from fsspec import AbstractFileSystem
+from objects import TENSORS, put
 from safetensors.torch import load_file, save_file
 
 import statexchange as sx
 from statexchange.formats.registry import open_source
 from statexchange.storage.location import location
 from statexchange.storage.opened_path import open_path
-
-TENSORS = {
-    "a": torch.arange(70_000.0).reshape(700, 100),
-    "b.c": torch.arange(9).to(torch.int16),
-    "z": torch.tensor(2.5),
-}
-
-
-def put(store: Any, directory: Path, name: str) -> str:
-    store.put(f"{directory}/", f"/{name}/", recursive=True)
-    return f"memory://{name}"
 
 
 def test_a_hugging_face_directory_at_a_url_is_opened_merged_and_loaded(store: Any, tmp_path: Path) -> None:

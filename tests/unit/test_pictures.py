@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from drawn import SVG, texts
 from stored import write_raw
 from workspaces import commit_round, held
 
@@ -22,7 +23,6 @@ from statexchange.sharding.shards import Box
 from statexchange.storage.tensorfile import ShardData
 from statexchange.units import format_bytes, format_shape
 
-SVG = "{http://www.w3.org/2000/svg}"
 Part = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
 
 
@@ -281,7 +281,7 @@ def test_one_tensor_is_drawn_to_scale_with_a_list_of_its_regions(quarters: Path)
     svg = svg_of_tensor(quarters, "matrix")
     found = shares(drawn(svg)["matrix"])
     assert [pytest.approx(share, rel=1e-3) for share in found.values()] == [18 / 80, 6 / 80, 42 / 80, 14 / 80]
-    written = [text.text for text in ET.fromstring(svg).iter(f"{SVG}text")]
+    written = texts(ET.fromstring(svg))
     assert written[:2] == [
         "Which rank supplied which bytes of matrix",
         "U8 [10,8] · 80 B · 4 regions · dim 0 runs down, dim 1 runs across",

@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-from scripts import run_lab
-
-CANNOT_RUN = 77
+from scripts import CANNOT_RUN, run_lab
 
 
 def test_what_the_machine_lacks_is_named(tmp_path: Path) -> None:

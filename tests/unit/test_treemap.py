@@ -6,13 +6,13 @@ from random import Random
 from xml.etree import ElementTree as ET
 
 import pytest
+from drawn import SVG, texts
 
 from statexchange.errors import NotFoundError
 from statexchange.report.summary import TensorRow
 from statexchange.report.svg import lightened, palette
 from statexchange.report.treemap import _INK, _OTHERS, _SHADES, treemap
 
-SVG = "{http://www.w3.org/2000/svg}"
 WHOLE = 860 * 520
 Rectangle = tuple[float, float, float, float]
 
@@ -39,10 +39,6 @@ def areas(root: ET.Element) -> Iterator[tuple[list[str], Rectangle, str]]:
     for rect in group:
         x, y, width, height = (float(rect.get(key, "")) for key in ("x", "y", "width", "height"))
         yield rect.findtext(f"{SVG}title", "").split("\n"), (x, y, width, height), rect.get("fill", "")
-
-
-def texts(root: ET.Element) -> list[str]:
-    return [text.text or "" for text in root.iter(f"{SVG}text")]
 
 
 def overlap(a: Rectangle, b: Rectangle) -> bool:
