@@ -26,7 +26,6 @@ _IMPORTED = (
     "mpi4py.util",
     "fsspec.implementations.http",
     "torch.distributed.run",
-    "torch._inductor",
 )
 _IMPORT = """
 import importlib, sys

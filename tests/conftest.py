@@ -24,7 +24,7 @@ import pytest
 from bytecode import compile_imports
 from commands import LAUNCHER_VARIABLES, CommandLine
 from filelock import FileLock
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from programs import require_mounts, require_mpi
 from scripts import BIN
 from warm_python import warm_python
@@ -46,7 +46,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     for _folder in ("statexchange", "tests"):
         compileall.compile_dir(Path(__file__).parents[1] / _folder, rx=re.compile(r"/test_[^/]*$"), quiet=2)
     compile_imports()
-settings.register_profile("statexchange", deadline=None)  # on a busy machine any example may take seconds
+# On a busy machine any example may take seconds.
+settings.register_profile("statexchange", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("statexchange")
 
 

@@ -656,7 +656,9 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
     assert run_ranks(stop_at, 3, backend="gloo", args=(str(tmp_path),)) == [([10, 16], True)] * 3
 
 
-@pytest.mark.parametrize("launcher", [("torchrun", "--nproc-per-node", "2"), ("python",)], ids=["torchrun", "alone"])
+@pytest.mark.parametrize(
+    "launcher", [slow(("torchrun", "--nproc-per-node", "2")), ("python",)], ids=["torchrun", "alone"]
+)
 def test_a_preempted_job_saves_and_goes_on(launcher: tuple[str, ...], tmp_path: Path) -> None:
     script = HOME / "tools/examples/preempted.py"
     words, environ = warm_command(launcher, script.read_text())

@@ -80,6 +80,7 @@ def test_strided_live_tensors_and_arrays_are_filled(tmp_path: Path) -> None:
     assert spread.tolist() == list(range(6))
 
 
+@pytest.mark.slow  # torch.compile imports its compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a warning of torch.compile
 def test_a_compiled_model_with_tied_weights_is_loaded_and_stays_tied(tmp_path: Path) -> None:
     class Tied(nn.Module):

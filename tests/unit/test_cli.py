@@ -215,7 +215,7 @@ def test_characters_that_stdout_cannot_encode_are_escaped(tmp_path: Path) -> Non
 def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write_raw(path, {f"layer.{number:05d}.{'x' * 60}": ("U8", (0,), b"") for number in range(5000)})
-    command = f"{sys.executable} -m statexchange ls {path} | head -n 1; echo ${{PIPESTATUS[0]}}"
+    command = f"{warm_python('commands')} -m statexchange ls {path} | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, env=command_environment(), timeout=60
     )
@@ -227,7 +227,7 @@ def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("form", ["human", "json"])
 def test_output_that_cannot_be_written_is_an_io_error(workspace: Path, form: str, unbuffered: str) -> None:
-    command = [sys.executable, "-m", "statexchange", "info", os.fspath(workspace), "--format", form]
+    command = [warm_python("commands"), "-m", "statexchange", "info", os.fspath(workspace), "--format", form]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             command,
@@ -622,7 +622,7 @@ def test_ctrl_c_in_a_merge_leaves_nothing(memory_directory: Path) -> None:
         f"main(['merge', {os.fspath(memory_directory / 'ws')!r}, {os.fspath(memory_directory / 'out')!r}])"
     )
     merging = subprocess.Popen(
-        [sys.executable, "-c", program],
+        [warm_python("commands"), "-c", program],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -154,7 +154,7 @@ def test_several_paths_as_json_lines_are_an_object_each(call: CommandLine, made:
 
 
 def test_data_and_messages_of_several_paths_are_in_order_in_one_file(made: Path) -> None:
-    command = [sys.executable, "-m", "statexchange", "info", made / "absent", made / "whole"]
+    command = [warm_python("commands"), "-m", "statexchange", "info", made / "absent", made / "whole"]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=command_environment(), timeout=60
     )
@@ -486,7 +486,7 @@ def test_the_examples_in_the_help_run(call: CommandLine, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_lists_commands_and_options(shell: str) -> None:
-    run = [sys.executable, "-c", "from statexchange.__main__ import main; main()"]
+    run = [warm_python("commands"), "-c", "from statexchange.__main__ import main; main()"]
     for words, expected in (("statexchange ", commands()), ("statexchange info --tr", ["--tree"])):
         # fish gives the word that is being typed in COMP_CWORD, the others its number.
         typed = words.split(" ")[-1] if shell == "fish" else str(len(words.split(" ")) - 1)

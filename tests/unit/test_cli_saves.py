@@ -399,7 +399,7 @@ def test_a_save_that_is_removed_while_ls_reads_is_left_out(saved: Path) -> None:
         "main(['ls', sys.argv[1]])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, os.fspath(saved)],
+        [warm_python("commands"), "-c", program, os.fspath(saved)],
         capture_output=True,
         text=True,
         env=command_environment(),

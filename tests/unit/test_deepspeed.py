@@ -173,7 +173,7 @@ def groups_of_shapes(draw: st.DrawFn) -> list[list[tuple[int, ...]]]:
     return draw(st.lists(st.lists(shapes, min_size=1, max_size=4), min_size=1, max_size=3))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(groups_of_shapes(), st.integers(1, 5), st.sampled_from([(2, False), (2, True), (3, False)]))
 def test_tensors_of_any_shapes_on_any_number_of_ranks_are_restored(
     tmp_path_factory: pytest.TempPathFactory,

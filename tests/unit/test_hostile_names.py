@@ -38,7 +38,7 @@ HOSTILE = {
     "format": "{0}%s{name}[bold]",
     "delete": "a\x7fb",
 }
-BY_DEFAULT = ("escape", "newline", "bidi", "surrogate", "long", "markup", "NUL")  # the others are more of these kinds
+BY_DEFAULT = ("escape", "newline", "bidi", "surrogate")  # the others are more of these kinds
 NAMES = [name if name in BY_DEFAULT else slow(name) for name in HOSTILE]
 pytestmark = pytest.mark.usefixtures("plain_environment")
 

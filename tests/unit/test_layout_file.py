@@ -278,7 +278,7 @@ def test_a_tp_plan_may_name_tensors_that_the_files_lack(tmp_path: Path) -> None:
     assert refuse(ReplicaError, "if each holds a part, give a layout", tmp_path / "b", plan, *both).name == "b.weight"
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(cut_by_rules())
 def test_random_layouts_restore_the_whole_tensors(tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
     layout, whole, states = case

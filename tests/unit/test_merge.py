@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from stored import contents_of, flip_bit, json_header, write_raw, write_with_header
+from warm_python import warm_python
 from workspaces import bytes_of, commit_round, part
 
 import statexchange as sx
@@ -122,7 +123,7 @@ def cut(draw: st.DrawFn) -> tuple[torch.Tensor, list[list[Box]]]:
     return torch.arange(torch.Size(shape).numel()).to(dtype).reshape(shape), ranks
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(cut(), st.integers(20, 300))
 def test_tensors_of_any_sharding_are_restored(tmp_path_factory: pytest.TempPathFactory, case: Any, window: int) -> None:
     from statexchange.formats import tensor_reader
@@ -692,7 +693,9 @@ merge.merge_checkpoint(source, out, max_shard_size=2_500_000, threads=1, overwri
 
 def kill_a_merge(source: Path, out: Path, when: str = "after") -> Path:
     """Kill a merge of four files when two are finished; return the directory that it leaves."""
-    done = subprocess.run([sys.executable, "-c", KILLED, str(source), str(out), when], capture_output=True, text=True)
+    done = subprocess.run(
+        [warm_python("commands"), "-c", KILLED, str(source), str(out), when], capture_output=True, text=True
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     (left,) = out.parent.glob(f".{out.name}.*.partial")
     return left

@@ -35,7 +35,7 @@ def split_of(placement: Any) -> DimSplit | None:
 
 
 @given(worlds())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_boxes_are_the_chunks_that_torch_gives_a_rank(world: tuple[list[int], list[int], list[int], list[Any]]) -> None:
     shape, mesh, coordinate, placements = world
     whole = torch.arange(math.prod(shape)).reshape(shape)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory, split_torch_state_dict_into_shards
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -382,6 +382,7 @@ cases = st.builds(
 SHORT = {"float32": "F32", "int8": "I8", "bfloat16": "BF16", "bool": "BOOL"}
 
 
+@settings(max_examples=40)
 @given(cases)
 def test_files_are_split_and_named_as_the_hub_does(case: Case) -> None:
     # huggingface_hub identifies tensors by their storage, and empty tensors have no storage to distinguish them by.

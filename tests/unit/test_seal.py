@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch
 from commands import CommandLine, command_environment
 from safetensors.numpy import save_file
 from stored import flip_bit
+from warm_python import warm_python
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
@@ -410,7 +410,7 @@ def test_an_interrupted_seal_leaves_nothing(tmp_path: Path) -> None:
         "sys.addaudithook(hook)\n"
         "main(['seal', sys.argv[1]])"
     )
-    command = [sys.executable, "-c", program, str(path)]
+    command = [warm_python("commands"), "-c", program, str(path)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=command_environment(), text=True
     ) as process:

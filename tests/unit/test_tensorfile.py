@@ -266,7 +266,7 @@ mutations = st.lists(
 )
 
 
-@settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mutations)
 def test_a_mutated_file_is_read_or_refused_and_nothing_else(tmp_path: Path, changes: list[Any]) -> None:
     path = tmp_path / "whole"
