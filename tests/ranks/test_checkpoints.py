@@ -730,13 +730,11 @@ def test_a_job_killed_at_any_call_goes_on_from_the_newest_whole_save(
         assert run_ranks(load_rows, 2, args=(str(sweep_path / "trace"),)) == [40, 40], number
 
 
-@pytest.mark.parametrize("every", [60, slow(1)], ids=["some", "all"])
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_job_killed_at_any_call_of_its_first_save_begins_again(
-    every: int, jobs: ForkedJobs, sweep_path: Path
-) -> None:
+def test_a_job_killed_at_any_call_of_its_first_save_begins_again(jobs: ForkedJobs, sweep_path: Path) -> None:
     calls = jobs.fewest_calls(*((str(sweep_path / f"trace {number}"), [10]) for number in range(3)))
-    for number in some(range(1, len(calls) + 1), every):
+    for number in range(1, len(calls) + 1):
         path = sweep_path / str(number)
         if jobs.run(str(path), [10], kill_at=number) is not None:  # the ranks made fewer calls than those counted
             assert number > len(calls) - 10, number

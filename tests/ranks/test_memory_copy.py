@@ -445,7 +445,7 @@ def jobs() -> Iterator[ForkedJobs]:
         yield started
 
 
-@pytest.mark.parametrize("every", [21, slow(5), pytest.param(1, marks=pytest.mark.long)], ids=["some", "more", "all"])
+@pytest.mark.parametrize("every", [30, slow(5), pytest.param(1, marks=pytest.mark.long)], ids=["some", "more", "all"])
 @pytest.mark.timeout(3600)
 def test_a_job_that_is_killed_at_any_call_goes_on_from_its_newest_save(
     every: int, jobs: ForkedJobs, tmp_path: Path

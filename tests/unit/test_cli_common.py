@@ -22,6 +22,7 @@ from archives import unpack
 from commands import CommandLine, command_environment
 from scripts import warm_program
 from stored import DATA, flip_bit, write_raw
+from sweeps import slow
 from warm_python import warm_python
 
 import statexchange as sx
@@ -178,8 +179,8 @@ COMMANDS = [
     pytest.param(["demo", "--ranks", "1", "--steps", "2"], marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
 ]
 SLOW = pytest.mark.slow
-# Marks of the forms of a command, text and JSON: of each other command one form is tried by default.
-SOME_FORMS = [([], [SLOW]), ([SLOW], [SLOW]), ([SLOW], []), ([SLOW], [SLOW])]
+# Marks of the forms of a command, text and JSON: of each third command one form is tried by default.
+SOME_FORMS = [([], [SLOW]), *[([SLOW], [SLOW])] * 2, ([SLOW], []), *[([SLOW], [SLOW])] * 2]
 REPEATABLE = COMMANDS[:-1]  # the demo prints other numbers and texts each time
 
 
@@ -533,7 +534,9 @@ def begin(*arguments: object) -> "subprocess.Popen[str]":
 @pytest.mark.parametrize(
     "moments", [3, pytest.param(25, marks=[pytest.mark.slow, pytest.mark.timeout(900)])], ids=["quick", "sweep"]
 )
-@pytest.mark.parametrize("command", [["info", "whole"], ["verify", "whole"], ["merge", "whole", "out", "--dry-run"]])
+@pytest.mark.parametrize(
+    "command", [slow(["info", "whole"]), slow(["verify", "whole"]), ["merge", "whole", "out", "--dry-run"]]
+)
 def test_ctrl_c_at_any_moment_ends_without_a_traceback(
     made: Path, command: list[str], moments: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -629,7 +632,7 @@ def test_an_interrupt_in_code_that_is_a_string_exits_with_130(made: Path, module
     [
         pytest.param(arguments_of(command), form, marks=[*getattr(command, "marks", ()), *marks])
         for number, command in enumerate(COMMANDS)
-        for form, marks in zip(([], ["--json"]), SOME_FORMS[number % 4], strict=True)
+        for form, marks in zip(([], ["--json"]), SOME_FORMS[number % 6], strict=True)
         if arguments_of(command)[0] != "demo" or not form  # it takes many seconds
     ],
     ids=lambda words: words[0] if words else "text",

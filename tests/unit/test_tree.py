@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import statexchange as sx
@@ -194,7 +194,6 @@ TREES = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(TREES)
 def test_any_tree_is_rebuilt_with_every_leaf_in_its_place(tree: Any) -> None:
     leaves = flatten(tree)
