@@ -160,6 +160,7 @@ def name_of_dtype(dtype: object) -> str | None:
     return DTYPE_NAMES.get(name, TORCH_PACKED.get(name))
 
 
+@functools.cache
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """Return numpy's dtype for a safetensors name; ml_dtypes has those that numpy lacks.
 
@@ -178,6 +179,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
+@functools.cache
 def torch_dtype(dtype: str) -> Any:
     """Return torch's dtype for a safetensors name; raise UnsupportedError if torch has none."""
     import torch
@@ -469,15 +471,13 @@ def own_bytes(tensor: Any) -> memoryview | None:
     """Return the memory of a tensor as bytes; None if its elements do not lie in C order, or not on the host."""
     import numpy as np
 
-    if is_array(tensor):
-        plain = np.asarray(tensor)  # np.matrix would stay two-dimensional
-        return memoryview(plain.reshape(-1).view(np.uint8).data) if plain.flags.c_contiguous else None
-    if tensor.device.type != "cpu":
-        return None
-    if not tensor.numel():
-        return memoryview(bytearray())
-    run = byte_view(tensor)
-    return None if run is None else memoryview(run.numpy().data)
+    if not is_array(tensor):
+        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return None
+        tensor = as_numpy(tensor.detach())
+    plain = np.asarray(tensor)  # np.matrix would stay two-dimensional
+    found: memoryview | None = plain.reshape(-1).view(np.uint8).data if plain.flags.c_contiguous else None
+    return found
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -501,8 +501,10 @@ def memory_span(tensor: Any) -> tuple[str, int, int] | None:
     first = tensor.data_ptr()
     if not first or not tensor.numel():
         return None
-    elements = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return str(tensor.device), first, first + elements * tensor.itemsize
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return "cpu" if tensor.is_cpu else str(tensor.device), first, first + (last + 1) * tensor.itemsize
 
 
 def same_memory(tensor: Any) -> tuple[Any, ...] | None:
