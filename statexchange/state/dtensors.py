@@ -42,8 +42,11 @@ def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]],
         raise UnsupportedError(layout.problem, name=name)
     if not layout.boxes:
         return [], layout.placement
+    import torch
+
     # Detached: a parameter's local part is a view in autograd's graph, which torch refuses to slice once it was filled.
-    local = wait_tensor(tensor.to_local()).detach()
+    with torch.no_grad():  # else `to_local` adds a node to the graph, which takes most of the time
+        local = wait_tensor(tensor.to_local()).detach()
     if layout.begins is None:
         return [(box, local) for box in layout.boxes], layout.placement
     found = []
