@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from statexchange.errors import CorruptError, ReplicaError, UnsafeError
 from statexchange.exchange.placing import parameter_names
@@ -22,8 +22,7 @@ __all__ = ["Catalog", "LivePlaces", "paths_of", "with_new_names", "without_unwan
 _MOST_NAMES = 3  # that a message lists
 
 
-@dataclass(frozen=True, slots=True)
-class _SavedPart:
+class _SavedPart(NamedTuple):
     """The part of a tensor that one rank has saved."""
 
     rank: int

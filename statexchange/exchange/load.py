@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from statexchange import values
 from statexchange.comm.calls import public_call
@@ -252,7 +252,7 @@ class _OpenedSource:
         holders = [[os.path.basename(holder.path), holder.nbytes, len(holder.tensors)] for holder in source.files]
         shared = [holder.file.shared_identity for holder in source.files]
         local = [holder.file.local_identity for holder in source.files]
-        content = [source.kind, source.run, source.round, holders, source.manifest, shared]
+        content = [source.kind, source.run, source.round, holders, source.manifest_digest, shared]
         where = f", round {source.round} of {source.run}" if source.round is not None else ""
         shown = source.path + where
         has_layout = options.layout is not None
@@ -420,7 +420,7 @@ class _Load:
             if whole.part is not None:
                 shard = replace(placed[target.name].shard, name=whole.shard.name)
                 whole = replace(whole, shard=shard, part=None)
-            found.append(replace(target, local=whole))
+            found.append(target._replace(local=whole))
         return found
 
 
@@ -510,6 +510,8 @@ class _SavedTree:
 
 def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
     """Return the saved tree under the state's names; None if the source has only tensors."""
+    if not catalog.source.configs:
+        return None
     types = values.types_of(state)
     configs = sorted(catalog.source.configs.items(), key=lambda item: (item[0] != catalog.own_rank, item[0]))
     ranks: dict[str, int] = {}  # the first rank with each text
@@ -518,7 +520,7 @@ def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
     kept: list[str] = []
     leaf, path, budget = _leaf_reader(kept, catalog), catalog.source.path, catalog.source.budget
     trees = {rank: decode_stored(text, path, budget, types=types, leaf=leaf) for text, rank in ranks.items()}
-    if not kept and (len(catalog) > 0 or not trees):  # configs that refer to no tensor
+    if not kept and len(catalog) > 0:  # configs that refer to no tensor
         return None
     for rule in catalog.layout.rules.values():
         if rule.renames:
@@ -609,8 +611,7 @@ def _fits(catalog: Catalog, stored: str, own: Any) -> bool:
     return found == stored or catalog.options.casts(stored, found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
+class _Target(NamedTuple):
     """A live tensor at `path` of the state, or a part of one, and the catalog's name of its source."""
 
     name: str

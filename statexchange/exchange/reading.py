@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from statexchange.comm.communicator import Communicator
 from statexchange.exchange.staging import Staging
+from statexchange.processes import collector_paused
 from statexchange.sharding import records
 from statexchange.sharding.shards import Box, intersect
 from statexchange.state.describe import LocalTensor
@@ -41,8 +42,7 @@ class WantedBox:
         return cls(records.text(name), Box.from_json(box), dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadItem:
+class ReadItem(NamedTuple):
     """A live tensor to fill, and the stored boxes of dtype `stored` that fill it; values are cast if dtypes differ."""
 
     name: str
@@ -98,13 +98,14 @@ def read_all(
     tensors = _first_tensors(items) if readers else {}
     received = {wanted for wanted, ranks in readers.items() if comm.rank in ranks[1:]}
     parts = []
-    for item in items:
-        for box, tensor in zip(item.local.shard.boxes, item.local.tensors, strict=True):
-            wanted = WantedBox(item.name, box, item.local.shard.dtype) if received else None
-            if wanted in received:
-                received.remove(wanted)  # only the first live tensor of a box receives it; any others read it
-            else:
-                parts.append((item, box, tensor))
+    with collector_paused():
+        for item in items:
+            for box, tensor in zip(item.local.shard.boxes, item.local.tensors, strict=True):
+                wanted = WantedBox(item.name, box, item.local.shard.dtype) if received else None
+                if wanted in received:
+                    received.remove(wanted)  # only the first live tensor of a box receives it; any others read it
+                else:
+                    parts.append((item, box, tensor))
     reading = _Reading(comm, sum(map(_nbytes_of, parts)) if on_progress is not None else 0, on_progress)
     for item, box, tensor in parts:
         reading.fill(item, box, tensor)
@@ -147,7 +148,10 @@ class _Reading:
         """Read the box `target` of a live tensor into `tensor`, the memory of that box."""
         dtype = item.stored
         needed = []
-        for box, stored in item.boxes.items():
+        # No two stored boxes overlap, so one that is the target is all that it needs.
+        stored_whole = item.boxes.get(target)
+        stored_boxes = item.boxes if stored_whole is None else {target: stored_whole}
+        for box, stored in stored_boxes.items():
             shared = intersect(box, target)
             if shared is not None:
                 digest = BoxDigest(stored, box, dtype, region=shared)

@@ -15,6 +15,7 @@ import numpy as np
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import ReplicaError, excerpt
 from statexchange.exchange.reading import ReadItem, read_box
+from statexchange.processes import collector_paused
 from statexchange.sharding.shards import Box, full_box
 from statexchange.storage.regions import slices_within, to_global, windows
 from statexchange.tensors import is_array, memory_span, same_memory
@@ -36,12 +37,9 @@ def check_shared_memory(items: Sequence[ReadItem], comm: Communicator) -> None:
         items: the items, whose tensors are filled.
         comm: the communicator to which progress is reported.
     """
-    parts = [
-        (item, box, tensor)
-        for item in items
-        for box, tensor in zip(item.local.shard.boxes, item.local.tensors, strict=True)
-    ]
-    for group in _overlapping(parts):
+    with collector_paused():
+        groups = list(_overlapping(items))
+    for group in groups:
         first = group[0]
         if all(_is_same(first, other) for other in group[1:]):
             continue
@@ -56,8 +54,13 @@ def check_shared_memory(items: Sequence[ReadItem], comm: Communicator) -> None:
                 )
 
 
-def _overlapping(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Yield groups of parts whose memory, from the first to the last byte of each, overlaps."""
+def _overlapping(items: Sequence[ReadItem]) -> Iterator[list[_Part]]:
+    """Yield groups of parts of the items whose memory, from the first to the last byte of each, overlaps."""
+    parts = [
+        (item, box, tensor)
+        for item in items
+        for box, tensor in zip(item.local.shard.boxes, item.local.tensors, strict=True)
+    ]
     spans = []
     for number, (*_, tensor) in enumerate(parts):
         span = memory_span(tensor)

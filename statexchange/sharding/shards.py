@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statexchange.errors import excerpt
 from statexchange.tensors import ITEMSIZE, itemsize_of
@@ -33,8 +33,7 @@ MAX_DIMS = 64
 _MAX_SIZE = 1 << 48
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A block of a tensor: it covers ``offsets[d] <= index[d] < offsets[d] + shape[d]`` in every dim d."""
 
     offsets: tuple[int, ...]

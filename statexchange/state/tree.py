@@ -32,8 +32,7 @@ __all__ = [
 IsLeaf = Callable[[Any], bool]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """A place in a tree: its path, its value, and the kind of container as text (None for a leaf)."""
 
     path: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from statexchange.sharding.shards import Box
 from statexchange.storage.store import StoredFile
@@ -11,8 +11,7 @@ from statexchange.storage.store import StoredFile
 __all__ = ["ByteRange"]
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRange:
+class ByteRange(NamedTuple):
     """The position of one box's bytes in a file, and their known digests.
 
     Attributes:
