@@ -269,7 +269,8 @@ def _write(
     staging = Staging()
     name = rank_file_name(comm.rank, comm.world_size)
     metadata = rank_metadata(start.save, comm.rank, comm.world_size, config, {"aliases": dict(described.aliases)})
-    shards = [shard_data(one, staging, comm.progress) for one in described.tensors.values()]
+    with collector_paused():
+        shards = [shard_data(one, staging, comm.progress) for one in described.tensors.values()]
     try:
         member = location(path).join_build(start.key, MANIFEST)
         return member.write_tensors(name, shards, metadata), member.folder
