@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from statexchange.errors import (
     CorruptError,
@@ -79,8 +79,7 @@ class RankShards:
     label: HolderLabel | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One box of an output tensor, supplied by box `box_index` of the shard of `holder`.
 
     `replicas` are (holder, box_index) of the other copies of the box.
@@ -92,8 +91,7 @@ class Piece:
     replicas: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlan:
+class TensorPlan(NamedTuple):
     """One output tensor.
 
     Attributes:
@@ -205,7 +203,7 @@ def _plan(rank_shards: Sequence[RankShards], options: ExportOptions, basis: str,
             tensor = _plan_spec(new, shards, options, dtypes, number)
         else:
             tensor = _plan_tensor(new, shards, rank_shards, options, dtypes, load)
-        tensors.append(tensor if reduce is None else replace(tensor, reduce=reduce))
+        tensors.append(tensor if reduce is None else tensor._replace(reduce=reduce))
     files = _assign_files(tensors, options)
     output_aliases = {options.renamed(alias): options.renamed(name) for alias, name in aliases.items()}
     return Plan(files, output_aliases, _digest(files, output_aliases, basis))
@@ -683,7 +681,7 @@ def _file_plan(index: int, count: int, tensors: list[TensorPlan], options: Expor
     placed = []
     begin = 0
     for tensor in sorted(tensors, key=lambda tensor: (-dtypes.index(tensor.dtype), tensor.name)):
-        placed.append(replace(tensor, begin=begin))
+        placed.append(tensor._replace(begin=begin))
         begin += tensor.nbytes
     suffix = "" if count == 1 else f"-{index + 1:05d}-of-{count:05d}"
     pattern = options.filename_pattern or MODEL_PATTERN
