@@ -129,12 +129,15 @@ def run_sweep(name: str, place: Path, *, exchange: bool = True, **options: Any) 
 
     Without `exchange` names cannot be exchanged, as on NFS.
     """
+    from warm_python import warm_python  # not where the processes of tests import this file
+
     code = "import sys; sys.path.insert(0, sys.argv[1]); import publishing; publishing.main(*sys.argv[2:])"
-    here = os.path.dirname(__file__)
-    command = [sys.executable, "-c", code, here, name, str(place), json.dumps(options)]
-    if not exchange:
+    arguments = ["-c", code, os.path.dirname(__file__), name, str(place), json.dumps(options)]
+    if exchange:
+        command = [warm_python("commands"), *arguments]
+    else:
         strace_options = ["-e", "trace=renameat2", "-e", "inject=renameat2:error=EINVAL", "-o", "/dev/null"]
-        command = ["strace", "-f", "--seccomp-bpf", "-qq", *strace_options, *command]
+        command = ["strace", "-f", "--seccomp-bpf", "-qq", *strace_options, sys.executable, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
