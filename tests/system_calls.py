@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from programs import require
+from warm_python import warm_python
 
 __all__ = ["each_call", "in_pairs", "strace", "system_calls"]
 
@@ -20,11 +22,17 @@ _WRITE_CALLS += ("link", "linkat", "unlink", "unlinkat", "rmdir")
 
 
 def strace(trace: str, program: str, *arguments: object, output: str = "/dev/null") -> subprocess.CompletedProcess[str]:
-    """Run a Python program under strace, with `trace` as its -e options; skip the running test without strace."""
+    """Run a Python program under strace, with `trace` as its -e options; skip the running test without strace.
+
+    The program is forked from a process that has imported what a command needs, and is traced from then on.
+    """
     require("strace")
-    options = [word for part in trace.split() for word in ("-e", part)]
-    command = ["strace", "-f", "-qq", "-o", output, *options, sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    options = ["-o", output, *(word for part in trace.split() for word in ("-e", part))]
+    code = f"from tracing import trace_this_process\ntrace_this_process(*{options})\n{program}"
+    command = [warm_python("commands"), "-c", code, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    # strace has stderr open, so this waits until it has written its output, too.
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
 
 def system_calls(program: str, *arguments: object, log: Path) -> list[str]:

@@ -11,10 +11,8 @@ import platform
 import resource
 import shutil
 import signal
-import subprocess
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from programs import require
 from safetensors.torch import load_file
 from stored import contents_of
 from sweeps import by_default, slow
+from tracing import trace_this_process
 
 import statexchange as sx
 from statexchange.report.verify import verify
@@ -49,12 +48,7 @@ class TrappedPath:
 def under_strace(call: str, what: str, when: int, path: str | None = None) -> None:
     """Inject a fault at the n-th system call of one kind in this process, of those on `path` if that is given."""
     mine = [] if path is None else ["-P", path]
-    command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={call}", *mine]
-    command += ["-e", f"inject={call}:{what}:when={when}", "-p", str(os.getpid())]
-    tracer = subprocess.Popen(command)
-    while "TracerPid:\t0" in Path("/proc/self/status").read_text():
-        assert tracer.poll() is None
-        time.sleep(0.005)
+    trace_this_process("-o", "/dev/null", "-e", f"trace={call}", *mine, "-e", f"inject={call}:{what}:when={when}")
 
 
 def close_fails(out: str, how: str) -> None:
