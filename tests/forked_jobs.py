@@ -15,13 +15,18 @@ from typing_extensions import Self
 from warm_python import import_for_forks, warm_python
 
 
-def serve(work: Callable[..., object], counts: Callable[[str], bool] = lambda path: True) -> None:
+def serve(
+    work: Callable[..., object],
+    counts: Callable[[str], bool] = lambda path: True,
+    own: tuple[str, ...] = ("statexchange.",),
+) -> None:
     """Run `work` in a forked process for each line of stdin, and print its exit code and its storage calls.
 
     A line has the number of the call at which to kill the process (0 for none), then the arguments. Only calls with
-    a path for which `counts` returns True are numbered.
+    a path for which `counts` returns True are numbered. Only modules whose names begin with one of `own` are imported
+    for all jobs.
     """
-    import_for_forks()
+    import_for_forks(own=own)
     for line in sys.stdin:
         kill_at, *task = json.loads(line)
         reader, writer = os.pipe()
@@ -64,10 +69,11 @@ class ForkedJobs:
     Args:
         program: the code that imports what jobs need and ends with a call of `serve`.
         wrapper: words before the command, such as strace with its options.
+        kind: what the process has imported, a key of `warm_python.MODULES`.
     """
 
-    def __init__(self, program: str, wrapper: Sequence[str] = ()) -> None:
-        command = [*wrapper, warm_python(), "-c", f"from forked_jobs import serve\n{program}"]
+    def __init__(self, program: str, wrapper: Sequence[str] = (), kind: str = "torch") -> None:
+        command = [*wrapper, warm_python(kind), "-c", f"from forked_jobs import serve\n{program}"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)

@@ -64,10 +64,11 @@ MODULES = {
     "torch": _TORCH,
     "transformers": (*_TORCH, "transformers.trainer", "transformers.models.llama.modeling_llama", "peft"),
 }
-_COMMAND_LINE = tuple(
+COMMAND_LINE = tuple(
     f"statexchange.{part}."
     for part in ("checkpoint", "cli", "conversions", "exchange", "formats", "report", "sharding", "storage")
 )
+"""What a command needs of statexchange: nothing of it imports torch."""
 _SCRIPTS = ("statexchange", "accelerate")  # which stand beside the program, as beside `sys.executable`
 _READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TORCH_LOGS")
 _NOT_AT_START = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHON_EXEC")
@@ -478,7 +479,7 @@ def _serve(folder: str, kind: str) -> None:
     for number in _PASSED_ON:
         signal.signal(number, signal.SIG_DFL)
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, False  # as it may be the first to import all this
-    import_for_forks(MODULES[kind], _COMMAND_LINE if kind == "commands" else ("statexchange.",))
+    import_for_forks(MODULES[kind], COMMAND_LINE if kind == "commands" else ("statexchange.",))
     sys.dont_write_bytecode = before
     server = _Server(folder)
     print("ready", flush=True)

@@ -21,11 +21,11 @@ from statexchange.storage.workspace import Workspace
 WRITER = """
 import numpy as np
 import statexchange as sx
-import statexchange.exchange.save, statexchange.exchange.nfs_workspace, statexchange.storage.directory_build
 from statexchange import values
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
+from warm_python import COMMAND_LINE
 
 def commit(path, state, value):
     workspace = Workspace(path)
@@ -47,7 +47,7 @@ def write(how, path, value):
         workspace = sx.NFSWorkspace(path, run="r")
         workspace.write_configs_and_weights({"k": value}, state)
 
-serve(write)
+serve(write, own=COMMAND_LINE)
 """
 NO_EXCHANGE = ["-e", "trace=renameat2", "-e", "inject=renameat2:error=EINVAL"]
 WITHOUT_EXCHANGE = ["strace", "-f", "--seccomp-bpf", "-qq", "-o", "/dev/null", *NO_EXCHANGE]
@@ -62,7 +62,7 @@ def start() -> Iterator[Callable[[bool], Writers]]:
         if not exchange:
             require("strace")
         if exchange not in started:
-            started[exchange] = Writers(WRITER, [] if exchange else WITHOUT_EXCHANGE)
+            started[exchange] = Writers(WRITER, [] if exchange else WITHOUT_EXCHANGE, "commands")
         return started[exchange]
 
     with contextlib.ExitStack() as running:
