@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import urllib.request
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -220,20 +221,25 @@ def s3_server() -> Iterator[None]:
     """Start an S3 server on this host; yield the environment variables by which s3fs finds it."""
     server = pytest.importorskip("moto.server", reason="moto is not installed")
     pytest.importorskip("s3fs", reason="s3fs is not installed")
+    from werkzeug.serving import make_server  # moto needs it
+
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
+    # The application of S3 alone: moto's own server finds out at each request which of all services is meant.
+    running = make_server("127.0.0.1", 0, server.create_backend_app("s3"), threaded=True)
+    thread = threading.Thread(target=running.serve_forever, daemon=True)
+    thread.start()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patch.setenv(name, "test")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{running.server_port}")
         patch.setenv("AWS_MAX_ATTEMPTS", "2")
         fsspec.get_filesystem_class("s3").clear_instance_cache()  # an instance made before has another environment
         yield
         fsspec.get_filesystem_class("s3").clear_instance_cache()
-    running.stop()
+    running.shutdown()
+    thread.join()
+    running.server_close()
 
 
 @pytest.fixture
