@@ -6,7 +6,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from warm_python import warm_python
 
 import statexchange as sx
 from statexchange.report.verify import verify
@@ -67,7 +67,7 @@ class Actor:
     """A process that runs calls, each at a given time of a clock that all processes share."""
 
     def __init__(self, **environ: str) -> None:
-        command = [sys.executable, "-c", ACTOR]
+        command = [warm_python("commands"), "-c", ACTOR]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environ}
         )
