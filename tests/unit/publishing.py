@@ -116,8 +116,10 @@ def saved_value(path: Path) -> int:
 
 def ended_owner() -> Owner:
     """Return a process of this host that has ended."""
+    from warm_python import warm_python  # not where the processes of tests import this file
+
     code = "import json; from statexchange.processes import Owner; print(json.dumps(Owner.current().to_json()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([warm_python("commands"), "-c", code], capture_output=True, text=True, check=True)
     return Owner.from_json(json.loads(done.stdout))
 
 

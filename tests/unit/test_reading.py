@@ -24,6 +24,7 @@ import torch
 from commands import CommandLine
 from safetensors.torch import save_file
 from stored import flip_bit
+from warm_python import warm_python
 
 import statexchange as sx
 from statexchange import values
@@ -102,7 +103,7 @@ class Reader:
     """A process that reads `path`, stopping at its n-th look."""
 
     def __init__(self, path: Path, how: str) -> None:
-        command = [sys.executable, "-c", READER, str(path), how]
+        command = [warm_python("commands"), "-c", READER, str(path), how]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __enter__(self) -> Reader:

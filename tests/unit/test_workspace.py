@@ -21,6 +21,7 @@ from programs import require_mounts
 from stored import flip_bit
 from sweeps import EVERY, some
 from system_calls import each_call, in_pairs, strace, system_calls
+from warm_python import warm_python
 from workspaces import held, manifests_of, write
 
 from statexchange.errors import (
@@ -57,7 +58,8 @@ except StateExchangeError as error:
 
 
 def write_value(path: Path, value: int) -> None:
-    done = subprocess.run([sys.executable, "-c", WRITER, str(path), str(value)], capture_output=True, text=True)
+    command = [warm_python("commands"), "-c", WRITER, str(path), str(value)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
