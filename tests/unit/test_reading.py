@@ -24,6 +24,7 @@ import torch
 from commands import CommandLine
 from safetensors.torch import save_file
 from stored import flip_bit
+from sweeps import slow
 from warm_python import warm_python
 
 import statexchange as sx
@@ -170,7 +171,7 @@ def assert_verified(path: Path, publish: Callable[[float], None]) -> None:
             assert answer == ["values", [0.0]], number
 
 
-@pytest.mark.parametrize("how", ["open", "load", "merge"])
+@pytest.mark.parametrize("how", ["open", "load", slow("merge")])
 def test_a_checkpoint_that_is_replaced_at_any_look_is_read_as_the_old_or_the_new_one(
     how: str, sweep_path: Path
 ) -> None:
@@ -238,6 +239,7 @@ def test_a_save_that_is_removed_at_any_look_is_read_whole_or_is_not_there(sweep_
     assert number > 3
 
 
+@pytest.mark.slow
 def test_a_workspace_whose_rounds_are_dropped_at_any_look_is_read_as_the_old_or_a_newer_one(sweep_path: Path) -> None:
     workspace = sx.NFSWorkspace(sweep_path / "ws", run="r")
 
