@@ -191,13 +191,16 @@ def mounts() -> None:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> tuple[Path, str]:
-    """Run `statexchange demo` once for all workers; return the directory that it kept, and its output."""
+    """Run `statexchange demo` once for all workers; return the directory that it kept, and its output.
+
+    It trains for 30 steps instead of 100: more of them would only repeat the same calls.
+    """
     own = tmp_path_factory.getbasetemp()
     shared = own if worker_id == "master" else own.parent
     kept, printed = shared / "demo", shared / "demo.json"
     with FileLock(f"{printed}.lock"):
         if not printed.exists():
-            command = [BIN / "statexchange", "demo", "--keep", kept]
+            command = [BIN / "statexchange", "demo", "--steps", "30", "--keep", kept]
             done = subprocess.run(command, capture_output=True, text=True, timeout=800)
             printed.write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
     code, text, errors = json.loads(printed.read_text())
