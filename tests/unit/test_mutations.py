@@ -14,7 +14,6 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +27,7 @@ from commands import CommandLine
 from scripts import HOME
 from stored import flip_bit
 from sweeps import slow
+from warm_python import warm_python
 from whole_checkpoints import KINDS, Kind
 
 from statexchange.formats.registry import open_source
@@ -482,7 +482,7 @@ state = {{"w": numpy.zeros(1000)}}
 stop = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 sx.export_checkpoint(state, {os.fspath(path)!r}, overwrite=True, on_progress=stop)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=HOME, capture_output=True, text=True, timeout=60)
+    done = _run(program)
     if "overwrite" in done.stderr:  # only a checkpoint of this package is replaced
         return WHOLE
     assert done.returncode == -9, done.stderr
@@ -498,9 +498,14 @@ import os, signal, numpy, statexchange as sx
 stop = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 sx.export_checkpoint({{"w": numpy.zeros(1000)}}, {os.fspath(path.parent / "new")!r}, on_progress=stop)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=HOME, capture_output=True, text=True, timeout=60)
+    done = _run(program)
     assert done.returncode == -9, done.stderr
     return dataclasses.replace(WHOLE, new="KILLED WRITER")
+
+
+def _run(program: str) -> subprocess.CompletedProcess[str]:
+    command = [warm_python("commands"), "-c", program]
+    return subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=60)
 
 
 FOREIGN = [name for name, kind in KINDS.items() if kind.container == "other"]
