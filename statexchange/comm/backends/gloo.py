@@ -69,6 +69,7 @@ class _GlooBackend(Backend):
         self._group = group
         self._abandoned: list[Any] = []
         self._is_broken_off = False
+        self._breaking_off = threading.RLock()
         self._has_abandoned_message = False
         self.world_size = int(group.size())
         self.rank = int(group.rank())
@@ -77,6 +78,7 @@ class _GlooBackend(Backend):
     def disown(self) -> None:
         """Keep a forked child from closing the connections, which are those of the parent."""
         self._is_broken_off = True
+        self._breaking_off = threading.RLock()  # another thread of the parent may hold the old one
 
     def _run(self, wait: Wait, *posts: Callable[[], Any]) -> None:
         """Start all works, then wait for all. While a work is under way it holds its tensors."""
@@ -102,17 +104,21 @@ class _GlooBackend(Backend):
             self._break_off()
 
     def _break_off(self) -> None:
-        """Close the group's connections: a receive that times out makes Gloo do so. See the top of this file."""
-        if self._is_broken_off:
-            return
-        self._is_broken_off = True
-        for peer in range(self.world_size):
-            if peer == self.rank:
-                continue
-            # The wait always raises: the receive times out, or the connection is closed already.
-            with contextlib.suppress(RuntimeError):
-                receive = self._group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT_TAG)
-                receive.wait(timedelta(milliseconds=1))
+        """Close the group's connections: a receive that times out makes Gloo do so. See the top of this file.
+
+        If another thread does so already, return when it has finished: at exit no thread may be inside Gloo any more.
+        """
+        with self._breaking_off:
+            if self._is_broken_off:
+                return
+            self._is_broken_off = True
+            for peer in range(self.world_size):
+                if peer == self.rank:
+                    continue
+                # The wait always raises: the receive times out, or the connection is closed already.
+                with contextlib.suppress(RuntimeError):
+                    receive = self._group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT_TAG)
+                    receive.wait(timedelta(milliseconds=1))
 
     # Messages
 
