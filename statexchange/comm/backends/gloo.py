@@ -109,16 +109,18 @@ class _GlooBackend(Backend):
         If another thread does so already, return when it has finished: at exit no thread may be inside Gloo any more.
         """
         with self._breaking_off:
-            if self._is_broken_off:
-                return
-            self._is_broken_off = True
-            for peer in range(self.world_size):
-                if peer == self.rank:
-                    continue
-                # The wait always raises: the receive times out, or the connection is closed already.
-                with contextlib.suppress(RuntimeError):
-                    receive = self._group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT_TAG)
-                    receive.wait(timedelta(milliseconds=1))
+            if not self._is_broken_off:
+                self._is_broken_off = True
+                self._close_connections()
+
+    def _close_connections(self) -> None:
+        for peer in range(self.world_size):
+            if peer == self.rank:
+                continue
+            # The wait always raises: the receive times out, or the connection is closed already.
+            with contextlib.suppress(RuntimeError):
+                receive = self._group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT_TAG)
+                receive.wait(timedelta(milliseconds=1))
 
     # Messages
 
@@ -197,7 +199,11 @@ class _GlooBackend(Backend):
         work: Work[object] = Work(wait.operation)
 
         def wait_inside() -> None:
+            nonlocal native
             work.run(lambda: native.wait(timedelta(seconds=LONGEST_S)))
+            # Freed here, where the exit waits for it. Else the traceback of an error would keep it until the caller's
+            # thread drops that, and a daemon thread that frees it while the interpreter ends aborts the process.
+            native = None
             _waiting_threads.pop(thread, None)
 
         thread = threading.Thread(target=wait_inside, name=wait.operation, daemon=True)
