@@ -157,12 +157,12 @@ CASES = [
 ]
 
 URL_COMMANDS = [
-    "info http://joe:PW@127.0.0.1:9/x.safetensors?X-Amz-Signature=SIG",
-    "verify zip://a::http://joe:PW@127.0.0.1:9/x.zip?X-Amz-Signature=SIG",
-    "ls nosuch://joe:PW@127.0.0.1/x?SIG",
-    "info one http://joe:PW@127.0.0.1:9/x?SIG",
-    "info memory://joe:PW@host/x?SIG",
-    "merge memory://joe:PW@host/x?SIG https://joe:PW@127.0.0.1:9/x?SIG --json",
+    "info http://joe_SECRET:PW_SECRET@127.0.0.1:9/x.safetensors?X-Amz-Signature=SIG_SECRET",
+    "verify zip://a::http://joe_SECRET:PW_SECRET@127.0.0.1:9/x.zip?X-Amz-Signature=SIG_SECRET",
+    "ls nosuch://joe_SECRET:PW_SECRET@127.0.0.1/x?SIG_SECRET",
+    "info one http://joe_SECRET:PW_SECRET@127.0.0.1:9/x?SIG_SECRET",
+    "info memory://joe_SECRET:PW_SECRET@host/x?SIG_SECRET",
+    "merge memory://me_SECRET:PW_SECRET@host/x?SIG_SECRET https://me_SECRET:PW_SECRET@127.0.0.1:9/x?SIG_SECRET --json",
 ]
 
 
@@ -265,7 +265,7 @@ def test_the_command_line_shows_no_secrets(command: str, ended: dict[str, tuple[
     code, output = ended[command]
     assert code in (2, 3, 7, 8), output
     assert "Traceback" not in output
-    assert not any(secret in output for secret in ("joe", "PW", "SIG"))
+    assert "_SECRET" not in output  # no shorter word: the output names the current directory
 
 
 def test_special_files_behind_a_url_are_refused(tmp_path: Path) -> None:
