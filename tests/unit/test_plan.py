@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory, split_torch_state_dict_into_shards
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -56,9 +56,9 @@ def region_in(text: str) -> tuple[slice, ...]:
 
 
 @st.composite
-def meshes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Box]]]:
+def meshes(draw: st.DrawFn, fewest_dims: int = 0) -> tuple[tuple[int, ...], list[list[Box]]]:
     """Draw a global shape and each holder's boxes, by cutting dims into (uneven, empty, interleaved) parts."""
-    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=fewest_dims, max_size=3)))
     cuts = [draw(st.lists(st.integers(0, size), max_size=3).map(sorted)) for size in shape]
     ranges = [list(zip([0, *c], [*c, size], strict=True)) for c, size in zip(cuts, shape, strict=True)]
     boxes = [
@@ -397,11 +397,13 @@ def test_files_are_split_and_named_as_the_hub_does(case: Case) -> None:
     assert ours.num_tensors == len(state)
 
 
-@given(st.dictionaries(st.text(min_size=1, max_size=4), st.integers(0, 300), max_size=20), st.integers(1, 200))
+@given(
+    st.dictionaries(st.text(min_size=1, max_size=4), st.integers(0, 300), min_size=1, max_size=20),
+    st.integers(1, 200),
+)
 def test_files_are_split_as_the_hubs_factory_does_with_empty_and_oversized_tensors(
     sizes: dict[str, int], limit: int
 ) -> None:
-    assume(sizes)
     pattern = "model{suffix}.safetensors"
     hub = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern=pattern, max_shard_size=limit
@@ -430,10 +432,9 @@ def test_tensors_lie_in_a_file_where_safetensors_puts_them(
         assert set(opened.keys()) == {t.name for t in ours.tensors}
 
 
-@given(meshes())
+@given(meshes(fewest_dims=1))
 def test_the_plan_digest_changes_with_the_output(mesh: tuple[tuple[int, ...], list[list[Box]]]) -> None:
     shape, boxes_by_holder = mesh
-    assume(shape)
 
     def digest(rows: int, **options: Any) -> str:
         held_by = [RankShards(r, [Shard("w", "F32", shape, tuple(boxes))]) for r, boxes in enumerate(boxes_by_holder)]
