@@ -31,7 +31,7 @@ def strace(trace: str, program: str, *arguments: object, output: str = "/dev/nul
     code = f"from tracing import trace_this_process\ntrace_this_process(*{options})\n{program}"
     command = [warm_python("commands"), "-c", code, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    # strace has stderr open, so this waits until it has written its output, too.
+    # strace has stdout open, so this waits until it has written its output, too.
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
 

@@ -6,7 +6,6 @@ import ctypes
 import os
 import subprocess
 import time
-from pathlib import Path
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = -1
@@ -16,7 +15,11 @@ def trace_this_process(*options: str) -> None:
     """Start strace with these options, and return once it traces this process with all its threads."""
     # Where a process may only trace its descendants (Yama), this one allows it.
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(_PR_SET_PTRACER_ANY), 0, 0, 0)
-    tracer = subprocess.Popen(["strace", "-f", "-qq", *options, "-p", str(os.getpid())])
-    while "TracerPid:\t0" in Path("/proc/self/status").read_text():
-        assert tracer.poll() is None
+    messages = os.memfd_create("strace")
+    command = ["strace", "-f", "--quiet=personality,exit", *options, "-p", str(os.getpid())]
+    tracer = subprocess.Popen(command, stderr=messages)
+    # strace says so once it has interrupted all threads: from then on it sees each call. A TracerPid is there before.
+    while b" attached" not in os.pread(messages, 1 << 12, 0):
+        assert tracer.poll() is None, os.pread(messages, 1 << 12, 0)
         time.sleep(0.005)
+    os.close(messages)
