@@ -68,12 +68,11 @@ class ForkedJobs:
 
     Args:
         program: the code that imports what jobs need and ends with a call of `serve`.
-        wrapper: words before the command, such as strace with its options.
         kind: what the process has imported, a key of `warm_python.MODULES`.
     """
 
-    def __init__(self, program: str, wrapper: Sequence[str] = (), kind: str = "torch") -> None:
-        command = [*wrapper, warm_python(kind), "-c", f"from forked_jobs import serve\n{program}"]
+    def __init__(self, program: str, kind: str = "torch") -> None:
+        command = [warm_python(kind), "-c", f"from forked_jobs import serve\n{program}"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)

@@ -133,14 +133,10 @@ def run_sweep(name: str, place: Path, *, exchange: bool = True, **options: Any) 
     """
     from warm_python import warm_python  # not where the processes of tests import this file
 
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import publishing; publishing.main(*sys.argv[2:])"
-    arguments = ["-c", code, os.path.dirname(__file__), name, str(place), json.dumps(options)]
-    if exchange:
-        command = [warm_python("commands"), *arguments]
-    else:
-        strace_options = ["-e", "trace=renameat2", "-e", "inject=renameat2:error=EINVAL", "-o", "/dev/null"]
-        command = ["strace", "-f", "--seccomp-bpf", "-qq", *strace_options, sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    code = "import sys; import publishing; publishing.main(*sys.argv[1:])"
+    command = [warm_python("commands"), "-c", code, name, str(place), json.dumps(exchange), json.dumps(options)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if "skip" in found:
@@ -601,7 +597,11 @@ def warm_up() -> None:
     gc.freeze()
 
 
-def main(name: str, place: str, options: str) -> None:
+def main(name: str, place: str, exchange: str, options: str) -> None:
     """Run a sweep, and print its counts as JSON."""
+    if not json.loads(exchange):
+        from seccomp import refuse_exchange  # not where the processes of other tests import this file
+
+        refuse_exchange()
     warm_up()
     print(json.dumps(globals()[name](Path(place), **json.loads(options))))
