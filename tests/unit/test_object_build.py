@@ -243,7 +243,7 @@ except TargetExistsError:
 @pytest.mark.parametrize("overwrite", [slow(False), True])
 def test_two_processes_that_publish_to_s3_at_once_leave_one_whole_checkpoint(s3: str, overwrite: bool) -> None:
     here = os.path.dirname(publishing.__file__)
-    command = [warm_python(), "-c", RACER, here, f"{s3}/out"]
+    command = [warm_python("commands"), "-c", RACER, here, f"{s3}/out"]
     racers = [
         subprocess.Popen([*command, str(value), str(overwrite)], stdout=subprocess.PIPE, text=True) for value in (1, 2)
     ]
