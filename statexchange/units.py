@@ -106,6 +106,8 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 def printable(text: str) -> str:
     """Return a text with all control and invisible characters escaped."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
@@ -114,7 +116,7 @@ def shortened(text: str, width: int) -> str:
 
     The ends of a tensor's name are the most specific.
     """
-    shown = "".join(char if char.isprintable() else "?" for char in text)
+    shown = text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
     if len(shown) <= width:
         return shown
     head = (width - 3) // 2

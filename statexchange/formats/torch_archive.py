@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from statexchange.errors import CorruptError, TruncatedError, UnsupportedError, excerpt
-from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents, each_once
 from statexchange.sharding.shards import c_strides, sizes_from_json
 from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
@@ -315,8 +315,8 @@ def describe(value: Any) -> str:
     if type(value) in (str, int, float, bool, type(None)):
         shown = excerpt(value, 80)
         return shown if value is None else f"{type(value).__name__} {shown}"
-    items = value.values() if type(value) is dict else value
-    classes = {item.class_name: None for item in items if type(item) in (OpaqueObject, GlobalRef) and item.is_unknown}
+    items = each_once(value.values() if type(value) is dict else value, (OpaqueObject, GlobalRef))
+    classes = {item.class_name: None for item in items if item.is_unknown}
     more = "" if len(classes) <= _MAX_CLASSES else ", ..."
     opaque = f" (opaque {', '.join(islice(classes, _MAX_CLASSES))}{more})" if classes else ""
     return f"{type(value).__name__} of {len(value)}{opaque}"

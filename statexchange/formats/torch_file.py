@@ -23,7 +23,7 @@ from statexchange.errors import (
 )
 from statexchange.formats.huggingface import RANK, check_numbers, misplaced, names_by_file, read_index
 from statexchange.formats.part_names import StateFile, state_file
-from statexchange.formats.pickles import GlobalRef, OpaqueObject, read_pickle
+from statexchange.formats.pickles import GlobalRef, OpaqueObject, each_once, read_pickle
 from statexchange.formats.source import Part, Section, SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
 from statexchange.formats.torch_archive import (
     Archive,
@@ -358,11 +358,13 @@ def leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
     """Return (key, value) of each entry of a container; None for a leaf."""
     if type(value) is dict:
-        if any(type(key) is OpaqueObject for key in value):  # a name cannot be made of an object
+        if OpaqueObject in map(type, value):  # a name cannot be made of an object
             return None
         return list(value.items()) or None
-    if type(value) in (list, tuple) and any(type(item) in (dict, list, tuple) or is_tensor(item) for item in value):
-        return list(enumerate(value))
+    if type(value) in (list, tuple):
+        kinds = set(map(type, value))
+        if not kinds.isdisjoint((dict, list, tuple)) or any(map(is_tensor, each_once(value, (OpaqueObject,)))):
+            return list(enumerate(value))
     return None
 
 
