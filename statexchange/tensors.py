@@ -471,13 +471,15 @@ def own_bytes(tensor: Any) -> memoryview | None:
     """Return the memory of a tensor as bytes; None if its elements do not lie in C order, or not on the host."""
     import numpy as np
 
-    if not is_array(tensor):
-        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            return None
-        tensor = as_numpy(tensor.detach())
-    plain = np.asarray(tensor)  # np.matrix would stay two-dimensional
-    found: memoryview | None = plain.reshape(-1).view(np.uint8).data if plain.flags.c_contiguous else None
-    return found
+    if is_array(tensor):
+        plain = np.asarray(tensor)  # np.matrix would stay two-dimensional
+        return memoryview(plain.reshape(-1).view(np.uint8).data) if plain.flags.c_contiguous else None
+    if not tensor.is_cpu:
+        return None
+    if not tensor.numel():  # `numpy` would keep its storage from being resized
+        return memoryview(bytearray())
+    run = byte_view(tensor)
+    return None if run is None else memoryview(run.numpy().data)
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -486,7 +488,8 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     import torch
 
-    # A single element counts as contiguous whatever its stride.
+    # A single element counts as contiguous whatever its stride. `as_strided` refuses a storage that was freed or shrunk
+    # since the tensor was made, for which `numpy` would give other memory; and it makes a plain tensor of a subclass.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

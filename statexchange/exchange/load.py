@@ -252,7 +252,7 @@ class _OpenedSource:
         holders = [[os.path.basename(holder.path), holder.nbytes, len(holder.tensors)] for holder in source.files]
         shared = [holder.file.shared_identity for holder in source.files]
         local = [holder.file.local_identity for holder in source.files]
-        content = [source.kind, source.run, source.round, holders, source.manifest_digest, shared]
+        content = [source.kind, source.run, source.round, holders, source.manifest, shared]
         where = f", round {source.round} of {source.run}" if source.round is not None else ""
         shown = source.path + where
         has_layout = options.layout is not None

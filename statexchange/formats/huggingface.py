@@ -37,10 +37,10 @@ from statexchange.sharding.shards import (
 )
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.claim import CLAIM_NAME, claim_of
-from statexchange.storage.json_text import parse_json, read_json, read_json_text
+from statexchange.storage.json_text import parse_json, read_json
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import Store, StoredFile
-from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, digest, read_header
+from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_header
 from statexchange.storage.workspace import is_rank_file
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
@@ -97,12 +97,10 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
     store = opened.store
     problems: list[StateExchangeError] = []
     manifest: dict[str, Any] | None = None
-    manifest_digest: str | None = None
     weight_map: dict[str, str] = {}
     if opened.file is None:
         try:
-            if uses_manifest and MANIFEST in store.listing:
-                manifest, manifest_digest = _manifest(store)
+            manifest = _manifest(store) if uses_manifest else None
             problems += _unfinished(store, manifest)
             weight_map = _weight_map(store, manifest)
         except StateExchangeError as error:
@@ -143,7 +141,6 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
         opened,
         tuple(shard_files),
         manifest=manifest,
-        manifest_digest=manifest_digest,
         problems=tuple(problems),
         unreadable=tuple(unreadable),
         metadata=metadata,
@@ -285,14 +282,14 @@ def _shard_file(number: int, file: StoredFile, header: Header, published: Mappin
 def _published(shard: Shard, stored: ByteRange, records: Sequence[Any]) -> SourceTensor:
     """Return a published tensor with the digests of the boxes in its manifest, which `_check_record` has checked."""
     shape, itemsize = shard.global_shape, ITEMSIZE[shard.dtype]
-    boxes = {Box(tuple(offsets), tuple(sizes)): box_digest for offsets, sizes, box_digest, _ in records}
+    boxes = {Box(tuple(offsets), tuple(sizes)): digest for offsets, sizes, digest, _ in records}
     if len(boxes) == 1 and shard.boxes[0] in boxes:  # one box, that of the whole tensor
         return SourceTensor(shard, (ByteRange(stored.file, stored.begin, stored.nbytes, boxes[shard.boxes[0]]),))
     if not all(c_contiguous(box, shape) for box in boxes):
         return SourceTensor(shard, (stored._replace(parts=tuple(boxes.items())),))
     pieces = [
-        ByteRange(stored.file, stored.begin + linear_offset(box, shape) * itemsize, box.numel * itemsize, box_digest)
-        for box, box_digest in boxes.items()
+        ByteRange(stored.file, stored.begin + linear_offset(box, shape) * itemsize, box.numel * itemsize, digest)
+        for box, digest in boxes.items()
     ]
     return SourceTensor(Shard(shard.name, shard.dtype, shape, tuple(boxes)), tuple(pieces))
 
@@ -347,11 +344,12 @@ def _unfinished(store: Store, manifest: Mapping[str, Any] | None) -> list[StateE
     return [IncompleteError(text, path=store.path)]
 
 
-def _manifest(store: Store) -> tuple[dict[str, Any], str]:
-    """Return the checked content of statexchange.json, and the digest of its text."""
-    file = store.open(MANIFEST)
-    text = read_json_text(file)
-    manifest = parse_json(text, file.path, file.budget)
+def _manifest(store: Store) -> dict[str, Any] | None:
+    """Return the checked content of statexchange.json; None without one."""
+    if MANIFEST not in store.listing:
+        return None
+    path = store.path_of(MANIFEST)
+    manifest = read_json(store.open(MANIFEST))
     try:
         if not isinstance(manifest, dict):
             raise TypeError("not an object")
@@ -364,8 +362,8 @@ def _manifest(store: Store) -> tuple[dict[str, Any], str]:
             _check_record(record)
         parse_sealed(manifest.get(SEALED, {}))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"broken manifest: {excerpt(error, 200)}", path=file.path) from None
-    return manifest, digest(text)
+        raise CorruptError(f"broken manifest: {excerpt(error, 200)}", path=path) from None
+    return manifest
 
 
 def _check_record(record: Any) -> None:
@@ -375,12 +373,12 @@ def _check_record(record: Any) -> None:
     """
     itemsize_of(record["dtype"])
     shape = shape_from_json(record["shape"])
-    for offsets, sizes, box_digest, rank in record["boxes"]:
+    for offsets, sizes, digest, rank in record["boxes"]:
         box = Box.from_json([offsets, sizes])
         if not is_inside(box, shape):
             raise ValueError(f"box {box} lies outside of shape {shape}")
-        if not isinstance(box_digest, str) or type(rank) is not int or rank < 0:
-            raise ValueError(f"not a box: {excerpt([box_digest, rank])}")
+        if not isinstance(digest, str) or type(rank) is not int or rank < 0:
+            raise ValueError(f"not a box: {excerpt([digest, rank])}")
     if not isinstance(record["file"], str):
         raise TypeError("a tensor's file is not a name")
 

@@ -272,7 +272,6 @@ class Source:
         world_size: number of ranks, where the format has it.
         configs: each rank's config as JSON text of `values.encode`.
         manifest: content of the statexchange.json of a published directory.
-        manifest_digest: digest of that file's text.
         others: descriptions, by name, of entries that are not tensors.
         texts: those of `others` that are plain values, as JSON text of `values.encode`.
         problems: errors for everything that is missing or broken.
@@ -303,7 +302,6 @@ class Source:
     world_size: int | None = None
     configs: Mapping[int, str] = field(default_factory=dict)
     manifest: Mapping[str, Any] | None = None
-    manifest_digest: str | None = None
     others: Mapping[str, str] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[StateExchangeError, ...] = ()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from statexchange.storage.budget import Budget
     from statexchange.storage.store import StoredFile
 
-__all__ = ["MAX_MANIFEST_BYTES", "check_parsed_size", "parse_json", "read_json", "read_json_text"]
+__all__ = ["MAX_MANIFEST_BYTES", "check_parsed_size", "parse_json", "read_json"]
 
 MAX_MANIFEST_BYTES = 256 << 20  # limit of manifests, indexes and records: some four million boxes
 _WINDOW_BYTES = 8 << 20
@@ -28,15 +28,10 @@ _MAX_PARSED_BYTES = 1 << 30  # of one text, whatever its budget
 
 
 def read_json(file: StoredFile, limit: int = MAX_MANIFEST_BYTES) -> object:
-    """Return the JSON object in a file; raise CorruptError for anything else, and as `read_json_text` does."""
-    return parse_json(read_json_text(file, limit), file.path, file.budget)
+    """Return the JSON object in a file.
 
-
-def read_json_text(file: StoredFile, limit: int = MAX_MANIFEST_BYTES) -> bytearray:
-    """Return the text of a file that has a JSON object, for `parse_json`.
-
-    Raises CorruptError for a file of more than `limit` bytes. The file is read in windows and refused at the first
-    window that cannot be JSON, so that a large sparse file costs one window.
+    Raises CorruptError for anything else, and for a file of more than `limit` bytes. The file is read in windows and
+    refused at the first window that cannot be JSON, so that a large sparse file costs one window.
     """
     check_size(file.size, limit, file.path)
     data = bytearray()  # grows with each window: allocating the full size would touch all of its memory
@@ -49,7 +44,7 @@ def read_json_text(file: StoredFile, limit: int = MAX_MANIFEST_BYTES) -> bytearr
             problem = f"broken JSON: byte {len(data) + window.index(0)} is zero, as if it had not been written"
             raise CorruptError(problem, path=file.path)
         data += window
-    return data
+    return parse_json(data, file.path, file.budget)
 
 
 def parse_json(
