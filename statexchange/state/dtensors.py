@@ -44,8 +44,9 @@ def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]],
         return [], layout.placement
     import torch
 
-    # Detached: a parameter's local part is a view in autograd's graph, which torch refuses to slice once it was filled.
-    with torch.no_grad():  # else `to_local` adds a node to the graph, which takes most of the time
+    # Outside of autograd's graph: `to_local` would take most of the time to add a node to it, and torch refuses to
+    # slice the local part of a parameter there once it was filled.
+    with torch.no_grad():
         local = wait_tensor(tensor.to_local()).detach()
     if layout.begins is None:
         return [(box, local) for box in layout.boxes], layout.placement

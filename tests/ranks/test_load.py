@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from starting import AND_MPI, LAUNCHED_AS, THREADS_AND_PROCESSES, launched_commu
 from stored import flip_bit
 from sweeps import slow
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import statexchange as sx
 from statexchange.storage.workspace import Workspace
@@ -660,6 +662,25 @@ def test_a_box_that_several_ranks_of_a_host_need_is_read_from_a_store_once(backe
     assert min(found) > 0
 
 
+def loads_from_its_own_directory(directory: str, folder: str) -> list[float]:
+    comm = start("hierarchical", directory, "ab")
+    os.chdir(f"{folder}/{comm.rank}")
+    state = {"w": torch.zeros(6)}
+    sx.load_checkpoint(state, "/proc/self/cwd/out")
+    return list(state["w"].tolist())
+
+
+def test_copies_on_two_hosts_are_one_checkpoint_though_a_tool_has_indented_a_manifest(tmp_path: Path) -> None:
+    (tmp_path / "meet").mkdir()
+    sx.export_checkpoint({"w": torch.arange(6.0)}, tmp_path / "0" / "out")
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    manifest = tmp_path / "1" / "out" / "statexchange.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()), indent=2))
+    args = (str(tmp_path / "meet"), str(tmp_path))
+    found = run_ranks(loads_from_its_own_directory, 2, backend=LAUNCHED_AS["hierarchical"], args=args)
+    assert found == [[0, 1, 2, 3, 4, 5]] * 2
+
+
 def opens_another_checkpoint(backend: str, directory: str, folder: str) -> None:
     comm = start(backend, directory)
     with pytest.raises(sx.errors.InvalidArgumentError, match=r"rank 0 opened .*one and rank 1 opened .*two: pass"):
@@ -1299,3 +1320,60 @@ def test_without_strict_a_plain_value_may_be_missing_beside_any_state(tmp_path: 
 
     with pytest.raises(sx.errors.NotFoundError, match=r"the source has no tensor of the state; 1 missing .*: v"):
         sx.load_checkpoint({"v": torch.zeros(2), "step": 0}, tmp_path / "saved", strict=False)
+
+
+# Memory of tensors
+
+
+def test_empty_tensors_can_be_resized_after_a_save_and_a_load(tmp_path: Path) -> None:
+    whole = torch.ones(10)
+    state = {"w": torch.ones(3), "empty": torch.empty(0), "part": whole[:0]}
+    sx.save_checkpoint(state, tmp_path / "saved")
+    sx.load_checkpoint(state, tmp_path / "saved")
+    assert torch.add(state["w"], 1, out=state["empty"]).tolist() == [2, 2, 2]
+    whole.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("nbytes", [0, 64])
+def test_a_tensor_whose_memory_is_given_back_during_a_load_is_not_filled(nbytes: int, tmp_path: Path) -> None:
+    sx.save_checkpoint({"first": torch.ones(1 << 20), "last": torch.ones(1 << 20)}, tmp_path / "saved")
+    state = {"first": torch.zeros(1 << 20), "last": torch.zeros(1 << 20)}
+
+    def give_back(done: int, total: int) -> None:
+        state["last"].untyped_storage().resize_(nbytes)
+
+    with pytest.raises(RuntimeError, match="out of bounds for storage"):
+        sx.load_checkpoint(state, tmp_path / "saved", on_progress=give_back)
+
+
+class KeptByDetach(torch.Tensor):
+    """A subclass that `detach` keeps, as it must for a parameter; all other operations give plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+        return torch.Tensor._make_subclass(cls, found) if func is torch.ops.aten.detach.default else found
+
+
+def plain(value: Any) -> Any:
+    if not isinstance(value, KeptByDetach):
+        return value
+    with torch._C._DisableTorchDispatch():
+        return value.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_of_a_subclass_that_dispatches_is_saved_exported_and_loaded(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    def parameter(first: float) -> nn.Parameter:
+        return nn.Parameter(torch.Tensor._make_subclass(KeptByDetach, torch.arange(first, first + 4).to(dtype)))
+
+    sx.save_checkpoint({"w": parameter(1)}, tmp_path / "saved")
+    sx.export_checkpoint({"w": parameter(2)}, tmp_path / "out")
+    for name, first in (("saved", 1), ("out", 2)):
+        state = {"w": parameter(0)}
+        sx.load_checkpoint(state, tmp_path / name)
+        assert plain(state["w"]).tolist() == [first, first + 1, first + 2, first + 3]
