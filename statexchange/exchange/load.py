@@ -509,7 +509,7 @@ class _SavedTree:
 
 
 def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
-    """Return the saved tree under the state's names; None if the source has only tensors."""
+    """Return the saved tree under the state's names; None without configs, or if they refer to none of its tensors."""
     if not catalog.source.configs:
         return None
     types = values.types_of(state)
@@ -520,7 +520,7 @@ def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
     kept: list[str] = []
     leaf, path, budget = _leaf_reader(kept, catalog), catalog.source.path, catalog.source.budget
     trees = {rank: decode_stored(text, path, budget, types=types, leaf=leaf) for text, rank in ranks.items()}
-    if not kept and len(catalog) > 0:  # configs that refer to no tensor
+    if not kept and len(catalog) > 0:
         return None
     for rule in catalog.layout.rules.values():
         if rule.renames:

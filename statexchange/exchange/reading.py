@@ -148,7 +148,7 @@ class _Reading:
         """Read the box `target` of a live tensor into `tensor`, the memory of that box."""
         dtype = item.stored
         needed = []
-        # No two stored boxes overlap, so one that is the target is all that it needs.
+        # `prove_cover` has found that no two stored boxes overlap, so one that equals the target is all it needs.
         stored_whole = item.boxes.get(target)
         stored_boxes = item.boxes if stored_whole is None else {target: stored_whole}
         for box, stored in stored_boxes.items():

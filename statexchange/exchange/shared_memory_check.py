@@ -55,7 +55,7 @@ def check_shared_memory(items: Sequence[ReadItem], comm: Communicator) -> None:
 
 
 def _overlapping(items: Sequence[ReadItem]) -> Iterator[list[_Part]]:
-    """Yield groups of parts of the items whose memory, from the first to the last byte of each, overlaps."""
+    """Group the boxes of all items by memory: yield those whose spans, from first to last byte, overlap."""
     parts = [
         (item, box, tensor)
         for item in items

@@ -69,7 +69,7 @@ class _GlooBackend(Backend):
         self._group = group
         self._abandoned: list[Any] = []
         self._is_broken_off = False
-        self._breaking_off = threading.RLock()
+        self._break_off_lock = threading.RLock()  # a signal handler may call `_break_off` while this thread is in it
         self._has_abandoned_message = False
         self.world_size = int(group.size())
         self.rank = int(group.rank())
@@ -78,7 +78,7 @@ class _GlooBackend(Backend):
     def disown(self) -> None:
         """Keep a forked child from closing the connections, which are those of the parent."""
         self._is_broken_off = True
-        self._breaking_off = threading.RLock()  # another thread of the parent may hold the old one
+        self._break_off_lock = threading.RLock()  # another thread of the parent may hold the old one
 
     def _run(self, wait: Wait, *posts: Callable[[], Any]) -> None:
         """Start all works, then wait for all. While a work is under way it holds its tensors."""
@@ -104,16 +104,17 @@ class _GlooBackend(Backend):
             self._break_off()
 
     def _break_off(self) -> None:
-        """Close the group's connections: a receive that times out makes Gloo do so. See the top of this file.
+        """Close the group's connections, once; see the top of this file. While another thread does so, wait for it.
 
-        If another thread does so already, return when it has finished: at exit no thread may be inside Gloo any more.
+        At exit no thread may be inside Gloo any more.
         """
-        with self._breaking_off:
+        with self._break_off_lock:
             if not self._is_broken_off:
                 self._is_broken_off = True
                 self._close_connections()
 
     def _close_connections(self) -> None:
+        """Close the connection to each peer: a receive that times out makes Gloo do so."""
         for peer in range(self.world_size):
             if peer == self.rank:
                 continue
@@ -201,8 +202,8 @@ class _GlooBackend(Backend):
         def wait_inside() -> None:
             nonlocal native
             work.run(lambda: native.wait(timedelta(seconds=LONGEST_S)))
-            # Freed here, where the exit waits for it. Else the traceback of an error would keep it until the caller's
-            # thread drops that, and a daemon thread that frees it while the interpreter ends aborts the process.
+            # Free Gloo's work here, as the exit waits for this thread. If it fails, the traceback of its error keeps it
+            # alive in the caller's thread, and a daemon thread that frees it at exit aborts the process.
             native = None
             _waiting_threads.pop(thread, None)
 
