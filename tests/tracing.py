@@ -18,7 +18,8 @@ def trace_this_process(*options: str) -> None:
     messages = os.memfd_create("strace")
     command = ["strace", "-f", "--quiet=personality,exit", *options, "-p", str(os.getpid())]
     tracer = subprocess.Popen(command, stderr=messages)
-    # strace says so once it has interrupted all threads: from then on it sees each call. A TracerPid is there before.
+    # strace reports that it has attached once it has interrupted all threads: from then on it stops at each call.
+    # TracerPid is set before that.
     while b" attached" not in os.pread(messages, 1 << 12, 0):
         assert tracer.poll() is None, os.pread(messages, 1 << 12, 0)
         time.sleep(0.005)
