@@ -39,6 +39,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ports import free_port
 from warm_python import end_interpreter, imported_packages, skip_destructors
 
 from statexchange.testing.worlds import _fork_server
@@ -214,7 +215,7 @@ class TwoHosts:
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         """Start `function(*args)` on every rank; the ranks of an earlier start must have ended."""
-        port = self._free_port()
+        port = str(free_port())
         self._ranks = []
         for rank in range(self.world_size):
             node = int(rank >= self.counts[0])
@@ -239,11 +240,6 @@ class TwoHosts:
             "MASTER_ADDR": ADDRESSES[0],
             "GLOO_SOCKET_IFNAME": CABLE,
         }
-
-    def _free_port(self) -> str:
-        pick = "import socket; print(socket.create_server(('', 0)).getsockname()[1])"
-        command = self._hosts[0].inside(sys.executable, "-SEc", pick)
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
 
     def wait_for(self, word: Any, ranks: Sequence[int] | None = None, timeout_s: float = 30.0) -> float:
         """Return when all of `ranks` (default: all) have reported `word`; return the time of the last."""

@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port
 from programs import require_mpi
 from scripts import ALONE, warm_command, with_mpiexec, with_torchrun
 from shared_names import no_names_left
@@ -76,12 +76,6 @@ def test_ranks_started_by_hand_meet_in_a_directory(backend: str, name: str, tmp_
     found = run_ranks(initialises, 3, backend="processes", args=(f"file://{tmp_path}/new/meeting", backend))
     assert found == [[name, rank, 3, rank, 1, 6.0] for rank in range(3)]
     assert list(tmp_path.iterdir()) == []
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_ranks_started_by_hand_meet_at_an_address() -> None:
