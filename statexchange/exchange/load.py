@@ -326,18 +326,23 @@ class _Load:
     def run(self, state: Any, path: str | os.PathLike[str], given: Mapping[str, Any]) -> LoadReport:
         """Load once, with the options that were given; collective."""
         with contextlib.ExitStack() as holding:
-            with self._comm.phase("reading the headers", timeout_s=self._stall_timeout_s), collector_paused():
-                options = LoadOptions(**given)
-                source = holding.enter_context(_opened(path, state, self._comm, self._conversion))
-                if self._conversion is not None:
-                    source, self._without_rule = convert_for_load(source, self._conversion, strict=options.strict)
-            texts = {} if self._conversion is None else self._conversion.texts()
-            has_layout = _check_same(source, options, texts, self._comm)
-            return self._fill(state, source, options, has_layout=has_layout)
+            with collector_paused():
+                source, plan, items = self._plan(state, path, given, holding)
+            return self._fill(source, plan, items)
 
-    def _fill(self, state: Any, source: Source, options: LoadOptions, *, has_layout: bool) -> LoadReport:
+    def _plan(
+        self, state: Any, path: str | os.PathLike[str], given: Mapping[str, Any], holding: contextlib.ExitStack
+    ) -> tuple[Source, LoadPlan, list[ReadItem]]:
+        """Open the source, which `holding` closes; return it with the load plan and the items to read. Collective."""
         comm = self._comm
-        with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s), collector_paused():
+        with comm.phase("reading the headers", timeout_s=self._stall_timeout_s):
+            options = LoadOptions(**given)
+            source = holding.enter_context(_opened(path, state, comm, self._conversion))
+            if self._conversion is not None:
+                source, self._without_rule = convert_for_load(source, self._conversion, strict=options.strict)
+        texts = {} if self._conversion is None else self._conversion.texts()
+        has_layout = _check_same(source, options, texts, comm)
+        with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
             catalog = Catalog(source, options, comm.rank, comm.world_size)
             tree = _saved_tree(state, catalog)
             if not has_layout:
@@ -358,6 +363,11 @@ class _Load:
                 _check_names(plan, catalog)
             if (options.include or options.exclude) and all(names.is_empty for names in by_rank):
                 raise InvalidArgumentError(_selects_nothing(options), path=source.path)
+        return source, plan, items
+
+    def _fill(self, source: Source, plan: LoadPlan, items: Sequence[ReadItem]) -> LoadReport:
+        """Read the items, and run the plan's callbacks. Collective."""
+        comm = self._comm
         if self._before_reading is not None:
             self._before_reading(items)
         readers = assign_readers(items, comm) if source.opened.store.is_remote else {}

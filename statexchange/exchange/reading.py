@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from statexchange.comm.communicator import Communicator
-from statexchange.exchange.staging import Staging
+from statexchange.exchange.staging import Staging, memory_of
 from statexchange.processes import collector_paused
 from statexchange.sharding import records
 from statexchange.sharding.shards import Box, intersect
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.regions import BoxDigest, read_part, to_global
+from statexchange.storage.regions import READ_AHEAD_BYTES, BoxDigest, Run, one_run, read_part, to_global
 from statexchange.storage.store import StoredFile
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
@@ -97,7 +98,7 @@ def read_all(
     """
     tensors = _first_tensors(items) if readers else {}
     received = {wanted for wanted, ranks in readers.items() if comm.rank in ranks[1:]}
-    parts = []
+    reading = _Reading(comm)
     with collector_paused():
         for item in items:
             for box, tensor in zip(item.local.shard.boxes, item.local.tensors, strict=True):
@@ -105,10 +106,8 @@ def read_all(
                 if wanted in received:
                     received.remove(wanted)  # only the first live tensor of a box receives it; any others read it
                 else:
-                    parts.append((item, box, tensor))
-    reading = _Reading(comm, sum(map(_nbytes_of, parts)) if on_progress is not None else 0, on_progress)
-    for item, box, tensor in parts:
-        reading.fill(item, box, tensor)
+                    reading.add(item, box, tensor)
+    reading.run(on_progress)
     for file in reading.files:
         file.check_unchanged()
     for wanted, (reader, *others) in readers.items():
@@ -123,51 +122,150 @@ def read_all(
 
 def read_box(item: ReadItem, target: Box, tensor: Any, comm: Communicator) -> None:
     """Read the box `target` of an item into `tensor`. Not collective."""
-    _Reading(comm, 0, None).fill(item, target, tensor)
+    reading = _Reading(comm)
+    reading.add(item, target, tensor)
+    reading.run()
 
 
-def _nbytes_of(part: tuple[ReadItem, Box, Any]) -> int:
-    """Return the bytes to read for one box of a live tensor."""
-    item, target, _ = part
-    shared = (intersect(box, target) for box in item.boxes)
-    return sum(box.numel for box in shared if box is not None) * ITEMSIZE[item.stored]
+class _Piece(NamedTuple):
+    """The run of a file at byte `begin` that fills `memory`, the elements of `box`."""
+
+    begin: int
+    memory: memoryview
+    box: Box
+    digest: BoxDigest
+    name: str
+
+
+class _Parts(NamedTuple):
+    """A live tensor that is the memory of the box `target`, and (box, byte range, shared part) of what fills it."""
+
+    item: ReadItem
+    target: Box
+    tensor: Any
+    stored: Sequence[tuple[Box, ByteRange, Box]]
 
 
 class _Reading:
-    """Reads boxes of live tensors, and counts the bytes."""
+    """Reads boxes of live tensors, and counts the bytes.
 
-    def __init__(self, comm: Communicator, total: int, on_progress: Callable[[int, int], None] | None) -> None:
+    Small pieces that are near each other in a file are read together: a request to an object store takes as long as
+    reading megabytes, and most of the time for a small tensor is that of a system call.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
         self.nbytes = 0
-        self.files: dict[StoredFile, None] = {}  # read so far, each once
+        self.files: dict[StoredFile, list[_Piece]] = {}  # each that is to be read, with its small pieces
+        self._large: list[_Parts] = []
         self._comm = comm
-        self._total = total
-        self._on_progress = on_progress
+        self._total = 0
+        self._on_progress: Callable[[int, int], None] | None = None
         self._staging = Staging()
 
-    def fill(self, item: ReadItem, target: Box, tensor: Any) -> None:
-        """Read the box `target` of a live tensor into `tensor`, the memory of that box."""
+    def add(self, item: ReadItem, target: Box, tensor: Any) -> None:
+        """Let `run` read the box `target` of a live tensor into `tensor`, the memory of that box."""
         dtype = item.stored
-        needed = []
         # `prove_cover` has found that no two stored boxes overlap, so one that equals the target is all it needs.
         stored_whole = item.boxes.get(target)
         stored_boxes = item.boxes if stored_whole is None else {target: stored_whole}
+        stored_parts = []
         for box, stored in stored_boxes.items():
             shared = intersect(box, target)
             if shared is not None:
-                digest = BoxDigest(stored, box, dtype, region=shared)
-                needed.append((box, stored, shared, digest))
-                self.files[stored.file] = None
+                stored_parts.append((box, stored, shared))
+                self._total += shared.numel * ITEMSIZE[dtype]
+        runs = [_small_run(*part, dtype, target) for part in stored_parts]
+        own = memory_of(tensor, dtype) if any(runs) else None
+        large = []
+        for part, run in zip(stored_parts, runs, strict=True):
+            box, stored, shared = part
+            pieces = self.files.setdefault(stored.file, [])
+            if own is None or run is None:
+                large.append(part)
+                continue
+            memory = own[run.in_memory : run.in_memory + run.nbytes]
+            pieces.append(_Piece(run.in_file, memory, shared, BoxDigest(stored, box, dtype, region=shared), item.name))
+        if large:
+            self._large.append(_Parts(item, target, tensor, large))
+
+    def run(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Read all that was added."""
+        self._on_progress = on_progress
+        for parts in self._large:
+            self._read_large(parts)
+        for file, pieces in self.files.items():
+            pieces.sort(key=operator.itemgetter(0))
+            for together in _neighbours(pieces, _limits(file)):
+                self._read_together(file, together)
+
+    def _read_large(self, parts: _Parts) -> None:
+        item, target, tensor, stored_boxes = parts
+        dtype = item.stored
+        digests = [BoxDigest(stored, box, dtype, region=shared) for box, stored, shared in stored_boxes]
         for window, memory in self._staging.targets(tensor, dtype):
             placed = to_global(window, target)
-            for box, stored, shared, digest in needed:
+            for (box, stored, shared), digest in zip(stored_boxes, digests, strict=True):
                 inside = shared if placed == target else intersect(shared, placed)
                 if inside is not None:
                     read_part(stored, box, inside, dtype, memory, placed, digest, self._count)
-        for *_, digest in needed:
+        for digest in digests:
             digest.check(item.name)
+
+    def _read_together(self, file: StoredFile, pieces: Sequence[_Piece]) -> None:
+        buffers = []
+        begin = end = pieces[0].begin
+        for piece in pieces:
+            if piece.begin > end:
+                buffers.append(memoryview(bytearray(piece.begin - end)))
+            buffers.append(piece.memory)
+            end = piece.begin + len(piece.memory)
+        file.read_into_each(buffers, begin)
+        for piece in pieces:
+            if piece.digest:
+                piece.digest.update(piece.box, piece.memory)
+                piece.digest.check(piece.name)
+        self._count(sum(len(piece.memory) for piece in pieces))
 
     def _count(self, nbytes: int) -> None:
         self.nbytes += nbytes
         self._comm.progress()
         if self._on_progress is not None:
             self._on_progress(self.nbytes, self._total)
+
+
+class _Limits(NamedTuple):
+    """The most bytes of a small piece, between two pieces that are read together, and of all that are read together."""
+
+    piece: int
+    gap: int
+    together: int
+
+
+_LOCAL = _Limits(piece=64 << 10, gap=4 << 10, together=1 << 20)  # what fits the processor's cache until it is digested
+_REMOTE = _Limits(piece=READ_AHEAD_BYTES, gap=1 << 20, together=READ_AHEAD_BYTES)
+
+
+def _limits(file: StoredFile) -> _Limits:
+    return _REMOTE if file.is_remote else _LOCAL
+
+
+def _small_run(box: Box, stored: ByteRange, shared: Box, dtype: str, target: Box) -> Run | None:
+    """Return where a small piece lies if it is one run in the file and in memory; else None."""
+    run = one_run(stored, box, shared, dtype, target)
+    return None if run is None or run.nbytes > _limits(stored.file).piece else run
+
+
+def _neighbours(pieces: Sequence[_Piece], limits: _Limits) -> Iterator[list[_Piece]]:
+    """Divide pieces, in the order of a file, into those that are read together."""
+    together: list[_Piece] = []
+    for piece in pieces:
+        if together:
+            first, last = together[0], together[-1]
+            gap = piece.begin - last.begin - len(last.memory)
+            nbytes = piece.begin + len(piece.memory) - first.begin
+            if not 0 <= gap <= limits.gap or nbytes > limits.together:
+                yield together
+                together = []
+        together.append(piece)
+    if together:
+        yield together

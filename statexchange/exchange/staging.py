@@ -18,7 +18,7 @@ from statexchange.storage.regions import slices_within, windows
 from statexchange.storage.tensorfile import ShardData
 from statexchange.tensors import ITEMSIZE, converted, dtype_name, numpy_dtype, own_bytes, torch_dtype, unify_nans
 
-__all__ = ["Staging", "shard_data"]
+__all__ = ["Staging", "memory_of", "shard_data"]
 
 
 class Staging:
@@ -37,14 +37,14 @@ class Staging:
         `dtype` is the safetensors name of the yielded elements; a tensor of another dtype is cast.
         """
         shape, itemsize = tuple(tensor.shape), ITEMSIZE[dtype]
-        is_cast = not _has_dtype(tensor, dtype)
-        own = None if is_cast else own_bytes(tensor)
+        own = memory_of(tensor, dtype)
         if own is not None:
             at = 0
             for window in windows(shape, itemsize, self._window_bytes):
                 yield window, own[at : at + window.numel * itemsize]
                 at += window.numel * itemsize
             return
+        is_cast = not _has_dtype(tensor, dtype)
         previous: tuple[Box, memoryview, Any] | None = None
         for number, window in enumerate(windows(shape, itemsize, self._window_bytes)):
             buffer, memory = self._buffer(number, tensor, window, dtype)
@@ -61,7 +61,7 @@ class Staging:
         The tensor is complete when the iterator has ended. Not collective. `dtype` is the safetensors name of the
         elements that are filled in; they are cast for a tensor of another dtype.
         """
-        own = own_bytes(tensor) if _has_dtype(tensor, dtype) else None
+        own = memory_of(tensor, dtype)
         if own is not None:
             yield full_box(tuple(tensor.shape)), own
             return
@@ -108,6 +108,11 @@ def shard_data(local: LocalTensor, staging: Staging, progress: Callable[[], None
                 progress()
 
     return ShardData(local.shard, parts)
+
+
+def memory_of(tensor: Any, dtype: str) -> memoryview | None:
+    """Return the memory of a tensor; None if it is not in C order on the host, or of another dtype than `dtype`."""
+    return own_bytes(tensor) if _has_dtype(tensor, dtype) else None
 
 
 def _has_dtype(tensor: Any, dtype: str) -> bool:

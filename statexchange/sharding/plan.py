@@ -50,7 +50,7 @@ __all__ = [
 _MAX_CUT_DIMS = 12
 _MANY_BOXES = 1000
 _MAX_FILES, _MAX_NAME = 8, 100  # files in a message, and characters of a name
-_FEW_RANKS = 16  # the largest mesh for which the pieces of equal specs are cached
+_FEW_RANKS = 16  # the largest mesh for which the pieces of equal specs are cached, and the most boxes
 _MAX_CORNERS = 1 << 22  # corners that are counted at once; a box that is cut along n dims has 2**n
 _MAX_VISITS = 64  # how often, on average, a box may be looked at per dim while boxes are divided into slabs
 
@@ -455,21 +455,28 @@ def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[
         raise _flaw_error(name, shape, boxes, at)
 
 
-def _first_flaw(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[int, ...] | None:
+def _first_flaw(name: str, shape: tuple[int, ...], boxes: Collection[Box]) -> tuple[int, ...] | None:
     """Return the first element that is not covered exactly once; None if there is none."""
-    box_list = list(boxes)
-    whole = full_box(shape)
-    if box_list == [whole]:
-        return None
-    cut_dims = [dim for dim, size in enumerate(shape) if any(box.shape[dim] != size for box in box_list)]
-    if len(cut_dims) > _MAX_CUT_DIMS:
-        raise UnsupportedError(f"cut along {len(cut_dims)} dims; {_MAX_CUT_DIMS} are supported", name=name)
-    if not whole.numel:
-        return None
+    find = _cached_first_flaw if len(boxes) <= _FEW_RANKS else _first_flaw_in
     try:
-        return _CoverProof(len(box_list)).first_flaw(whole, box_list, cut_dims)
+        return find(shape, tuple(boxes))
     except UnsupportedError as error:
         raise error.located(name=name) from None
+
+
+def _first_flaw_in(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, ...] | None:
+    whole = full_box(shape)
+    if len(boxes) == 1 and boxes[0] == whole:
+        return None
+    cut_dims = [dim for dim, size in enumerate(shape) if any(box.shape[dim] != size for box in boxes)]
+    if len(cut_dims) > _MAX_CUT_DIMS:
+        raise UnsupportedError(f"cut along {len(cut_dims)} dims; {_MAX_CUT_DIMS} are supported")
+    if not whole.numel:
+        return None
+    return _CoverProof(len(boxes)).first_flaw(whole, boxes, cut_dims)
+
+
+_cached_first_flaw = functools.lru_cache(1024)(_first_flaw_in)  # a model has many tensors of few shapes and placements
 
 
 def _flaw_error(

@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -165,9 +165,14 @@ class FsspecFile(StoredFile):
         self.modified = _time_of_info(info)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        if not len(buffer):
+        self.read_into_each([buffer], offset)
+
+    def read_into_each(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill several buffers from byte `offset` by one request."""
+        nbytes = sum(map(len, buffers))
+        if not nbytes:
             return
-        end = offset + len(buffer)
+        end = offset + nbytes
         if end > self.size:
             raise TruncatedError("object is truncated", path=self.path, expected=end, found=self.size)
         try:
@@ -175,14 +180,17 @@ class FsspecFile(StoredFile):
                 data = self._system.cat_file(self._path, start=offset, end=end)
         except NotFoundError:  # it was there when it was opened
             raise ReplacedError("removed while it was read", path=self.path) from None
-        if len(data) == self.size > len(buffer):
+        if len(data) == self.size > nbytes:
             raise UnsupportedError(
                 "this server does not answer range requests: copy the file here first", path=self.path
             )
-        if len(data) != len(buffer):
+        if len(data) != nbytes:
             self.check_unchanged()
-            raise TruncatedError("object is truncated", path=self.path, expected=len(buffer), found=len(data))
-        buffer[:] = data
+            raise TruncatedError("object is truncated", path=self.path, expected=nbytes, found=len(data))
+        at = 0
+        for buffer in buffers:
+            buffer[:] = data[at : at + len(buffer)]
+            at += len(buffer)
 
     def check_unchanged(self) -> None:
         try:

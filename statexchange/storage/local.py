@@ -16,7 +16,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 try:
@@ -42,6 +42,7 @@ from statexchange.storage.files import (
     open_file,
     open_parent,
     pread_into,
+    preadv_into,
     read_error,
     stat_of,
 )
@@ -247,11 +248,22 @@ class LocalFile(StoredFile):
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from byte `offset`."""
+        with self._reading(offset + len(buffer)) as fd:
+            pread_into(fd, buffer, offset, self.path)
+
+    def read_into_each(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill several buffers from byte `offset` by one system call."""
+        with self._reading(offset + sum(map(len, buffers))) as fd:
+            preadv_into(fd, buffers, offset, self.path)
+
+    @contextlib.contextmanager
+    def _reading(self, end: int) -> Iterator[int]:
+        """Yield the descriptor, to read up to byte `end`."""
         fd = self._descriptors.borrow(self)
         try:
-            pread_into(fd, buffer, offset, self.path)
+            yield fd
         except CorruptError:
-            if offset + len(buffer) <= self.size:  # the file was long enough when it was opened
+            if end <= self.size:  # the file was long enough when it was opened
                 raise self._replaced() from None
             raise
         finally:

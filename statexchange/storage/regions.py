@@ -10,7 +10,7 @@ import heapq
 import math
 import mmap
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -30,7 +30,9 @@ __all__ = [
     "READ_AHEAD_BYTES",
     "BoxDigest",
     "BoxReader",
+    "Run",
     "blocks",
+    "one_run",
     "read_block",
     "read_part",
     "slices_within",
@@ -266,6 +268,34 @@ def blocks(
         yield window, part
 
 
+class Run(NamedTuple):
+    """Bytes that are contiguous in a file and in memory: where they begin in both, and how many they are."""
+
+    in_file: int
+    in_memory: int
+    nbytes: int
+
+
+def one_run(stored: ByteRange, box: Box, part: Box, dtype: str, target: Box) -> Run | None:
+    """Return where `part` of a stored box lies, if it is one run in the file and in the memory of `target`."""
+    if stored.strides is not None:
+        return None
+    itemsize = ITEMSIZE[dtype]
+    nbytes = part.numel * itemsize
+    in_file, in_memory = stored.begin, 0
+    if part != box:
+        source_box = to_local(part, box)
+        if not c_contiguous(source_box, box.shape):
+            return None
+        in_file += linear_offset(source_box, box.shape) * itemsize
+    if part != target:
+        target_box = to_local(part, target)
+        if not c_contiguous(target_box, target.shape):
+            return None
+        in_memory = linear_offset(target_box, target.shape) * itemsize
+    return Run(in_file, in_memory, nbytes)
+
+
 def read_part(
     stored: ByteRange,
     box: Box,
@@ -288,13 +318,14 @@ def read_part(
         digest: updated with the bytes of `part` in C order.
         progress: called with the number of bytes of each window.
     """
-    if part == box == target and stored.strides is None and len(memory) <= WINDOW_BYTES:
-        # The fast path of most tensors: one run in the file and in memory.
-        stored.file.read_into(memory, stored.begin)
+    run = one_run(stored, box, part, dtype, target)
+    if run is not None and run.nbytes <= WINDOW_BYTES:  # most tensors
+        data = memory[run.in_memory : run.in_memory + run.nbytes]
+        stored.file.read_into(data, run.in_file)
         if digest:
-            digest.update(part, memory)
+            digest.update(part, data)
         if progress is not None:
-            progress(len(memory))
+            progress(run.nbytes)
         return
     itemsize = ITEMSIZE[dtype]
     source_strides = c_strides(box.shape) if stored.strides is None else stored.strides

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Literal
 from urllib.parse import unquote
@@ -120,6 +120,15 @@ class StoredFile(_Budgeted, ABC):
             CorruptError: the file ends before the buffer is full.
             ReplacedError: the file was replaced or changed since it was opened.
         """
+
+    def read_into_each(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill several buffers with the bytes from `offset` on, one after the other, by one system call or request.
+
+        The errors are those of `read_into`.
+        """
+        for buffer in buffers:
+            self.read_into(buffer, offset)
+            offset += len(buffer)
 
     @abstractmethod
     def check_unchanged(self) -> None:

@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 _CHILD = "STATEXCHANGE_FUZZ_CHILD"  # only for the process that this one starts
 _COVERAGE = re.compile(rb"cov: (\d+) ft: (\d+) .*exec/s: (\d+)")
 _CPU_S, _HANG_S, _LIMIT_MB = 10, 300, 2048  # of one input; a busy machine may stop the process for long
-_MAX_BYTES, _MAX_DIRECTORY_BYTES = 1 << 16, 1 << 20
+MAX_BYTES, _MAX_DIRECTORY_BYTES = 1 << 16, 1 << 20
 TARGETS = ("pickle", "header", "manifest", "foreign", "frameworks")
 
 
@@ -64,7 +64,7 @@ def main() -> int:
 
 def _follow(arguments: list[str], options: argparse.Namespace) -> int:
     """Run libFuzzer in a process until it has found no new edge for long; print its progress."""
-    limits = [f"-timeout={_HANG_S}", f"-rss_limit_mb={_LIMIT_MB}", f"-max_len={_MAX_BYTES}", f"-seed={options.seed}"]
+    limits = [f"-timeout={_HANG_S}", f"-rss_limit_mb={_LIMIT_MB}", f"-max_len={MAX_BYTES}", f"-seed={options.seed}"]
     environment = {**os.environ, _CHILD: "\n".join([*arguments, *limits])}
     command = [sys.executable, __file__, options.target, "--seed", str(options.seed)]
     began = last = time.monotonic()
@@ -458,7 +458,7 @@ def _seeds(target: str) -> list[bytes]:
     if target == "frameworks":
         files = enumerate(_files_of_frameworks(SOURCES))
         found = [number.to_bytes(2, "big") + file.content for number, file in files]
-        return [data for data in found if len(data) < _MAX_BYTES]
+        return [data for data in found if len(data) < MAX_BYTES]
     found = []
     if target == "manifest":
         from statexchange.conversions.builtin import BUILTIN
@@ -475,12 +475,12 @@ def _seeds(target: str) -> list[bytes]:
             except ModuleNotFoundError:
                 continue
             for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-                if path.stat().st_size < _MAX_BYTES:
-                    found += _inputs(target, path)
-    return [data for data in found if len(data) < _MAX_BYTES]
+                if path.stat().st_size < MAX_BYTES:
+                    found += inputs_of(target, path)
+    return [data for data in found if len(data) < MAX_BYTES]
 
 
-def _inputs(target: str, path: Path) -> list[bytes]:
+def inputs_of(target: str, path: Path) -> list[bytes]:
     """Return the inputs for a target that a file of a source makes."""
     data, name = path.read_bytes(), path.name
     if target == "pickle":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,46 @@ def test_changed_bytes_are_detected(tmp_path: Path) -> None:
     flip_bit(tmp_path / "out/model.safetensors", -9)
     with pytest.raises(sx.errors.CorruptError, match=r"bytes differ from their digest.*'a'"):
         sx.load_checkpoint({"a": torch.zeros(1000)}, tmp_path / "out")
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.sampled_from([0, 1, 7, 500, 1030, 20_000]), min_size=1, max_size=40), st.randoms(use_true_random=False)
+)
+def test_any_choice_of_tensors_is_read_in_any_order(sizes: list[int], chance: random.Random) -> None:
+    numbers = torch.arange(20_000)
+    saved = {
+        f"{i:02}": (numbers[:size] + i).to(chance.choice([torch.int32, torch.uint8])) for i, size in enumerate(sizes)
+    }
+    chosen = chance.sample(sorted(saved), chance.randint(1, len(saved)))
+    with tempfile.TemporaryDirectory() as folder:
+        if chance.random() < 0.5:
+            save_file(saved, f"{folder}/model.safetensors")  # without digests
+        else:
+            sx.export_checkpoint(saved, folder, overwrite=True)
+        for path in (folder, f"local://{folder}"):
+            state = {name: torch.zeros_like(saved[name]) for name in chosen}
+            if (rows := next((name for name in chosen if saved[name].numel() == 500), None)) is not None:
+                state[rows] = torch.zeros(1000, dtype=saved[rows].dtype)[::2]  # not in C order
+            report = sx.load_checkpoint(state, path, strict=False)
+            assert equal(state, {name: saved[name] for name in chosen})
+            assert report.nbytes == sum(saved[name].nbytes for name in chosen)
+
+
+def test_thousands_of_tensors_are_read(tmp_path: Path) -> None:
+    saved = {str(i): torch.tensor([i]) for i in range(2500)}
+    sx.export_checkpoint(saved, tmp_path / "out")
+    state = {name: torch.zeros(1, dtype=torch.int64) for name in reversed(saved)}
+    sx.load_checkpoint(state, tmp_path / "out")
+    assert equal(state, saved)
+
+
+@pytest.mark.parametrize("damaged", [0, 20, 39])
+def test_of_many_tensors_the_one_with_changed_bytes_is_named(damaged: int, tmp_path: Path) -> None:
+    sx.export_checkpoint({f"{i:02}": torch.full((100,), i) for i in range(40)}, tmp_path / "out")
+    flip_bit(tmp_path / "out/model.safetensors", -(39 - damaged) * 800 - 400)
+    with pytest.raises(sx.errors.CorruptError, match=rf"bytes differ from their digest.*'{damaged:02}'"):
+        sx.load_checkpoint({f"{i:02}": torch.zeros(100, dtype=torch.int64) for i in range(40)}, tmp_path / "out")
 
 
 def exports_halves(out: str) -> None:

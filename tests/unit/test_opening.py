@@ -190,6 +190,23 @@ def test_an_open_checkpoint_can_be_pickled_and_copied(tmp_path: Path) -> None:
         pickle.loads(sent)
 
 
+@pytest.mark.parametrize("scheme", ["", "local://"])
+def test_several_buffers_are_filled_with_consecutive_bytes(scheme: str, tmp_path: Path) -> None:
+    content = np.random.default_rng(0).bytes(5000)
+    (tmp_path / "x").write_bytes(content)
+    with open_path(f"{scheme}{tmp_path}") as opened:
+        file = opened.store.open("x")
+        for count, nbytes in ((0, 0), (1, 9), (3, 0), (1, 4993), (2400, 2)):
+            buffers = [memoryview(bytearray(nbytes)) for _ in range(count)]
+            file.read_into_each(buffers, 7)
+            assert b"".join(buffers) == content[7 : 7 + count * nbytes]
+        with pytest.raises(sx.errors.CorruptError, match="truncated"):
+            file.read_into_each([memoryview(bytearray(4000)), memoryview(bytearray(994))], 7)
+        os.truncate(tmp_path / "x", 4000)
+        with pytest.raises(sx.errors.ReplacedError, match="changed while it was read"):
+            file.read_into_each([memoryview(bytearray(4000)), memoryview(bytearray(993))], 7)
+
+
 def test_a_closed_file_is_not_opened_again(tmp_path: Path) -> None:
     publish(tmp_path / "out", 3.0)
     opened = sx.open_checkpoint(tmp_path / "out")
