@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 from functools import cache
 
 import pytest
+from seccomp import RENAMEAT2
 
 from statexchange.testing.worlds import mpi_missing
 
@@ -38,6 +40,12 @@ def require_mounts() -> None:
 def _mounts_missing() -> str | None:
     tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, check=False)
     return f"no mount namespaces: {tried.stderr.strip()}" if tried.returncode else None
+
+
+def require_refusal_of_exchange() -> None:
+    """Skip the running test unless `seccomp.refuse_exchange` knows this processor."""
+    if platform.machine() not in RENAMEAT2:
+        pytest.skip(f"the number of renameat2 on {platform.machine()} is not known to tests/seccomp.py")
 
 
 def require_mpi() -> None:

@@ -8,7 +8,7 @@ import os
 import platform
 import struct
 
-_RENAMEAT2 = {"x86_64": 316, "aarch64": 276}
+RENAMEAT2 = {"x86_64": 316, "aarch64": 276}  # its number, by machine
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 _MODE_FILTER = 2
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
@@ -19,7 +19,7 @@ def refuse_exchange() -> None:
     """Let renameat2 fail in this process and all that it starts: names cannot be exchanged then, as on NFS."""
     instructions = [
         (_LOAD_WORD, 0, 0, 0),  # the number of the system call
-        (_JUMP_IF_EQUAL, 0, 1, _RENAMEAT2[platform.machine()]),
+        (_JUMP_IF_EQUAL, 0, 1, RENAMEAT2[platform.machine()]),
         (_RETURN, 0, 0, _ERRNO | errno.EINVAL),
         (_RETURN, 0, 0, _ALLOW),
     ]

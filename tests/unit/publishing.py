@@ -131,8 +131,11 @@ def run_sweep(name: str, place: Path, *, exchange: bool = True, **options: Any) 
 
     Without `exchange` names cannot be exchanged, as on NFS.
     """
-    from warm_python import warm_python  # not where the processes of tests import this file
+    from programs import require_refusal_of_exchange  # not where the processes of tests import this file
+    from warm_python import warm_python
 
+    if not exchange:
+        require_refusal_of_exchange()
     code = "import sys; import publishing; publishing.main(*sys.argv[1:])"
     command = [warm_python("commands"), "-c", code, name, str(place), json.dumps(exchange), json.dumps(options)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked_jobs import ForkedJobs
+from programs import require_refusal_of_exchange
 from sweeps import slow
 from workspaces import manifests_of
 
@@ -57,6 +58,8 @@ def start() -> Iterator[Callable[[bool], Writers]]:
     started: dict[bool, Writers] = {}
 
     def get(exchange: bool) -> Writers:
+        if not exchange:
+            require_refusal_of_exchange()
         if exchange not in started:
             started[exchange] = Writers(WRITER if exchange else WITHOUT_EXCHANGE, "commands")
         return started[exchange]
