@@ -17,9 +17,14 @@ def _interrupt_again(ignored: "sys.UnraisableHookArgs") -> None:
     if ignored.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(ignored)
         return
-    again = threading.Timer(0.005, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
-    again.daemon = True
-    again.start()
+    while True:
+        again = threading.Timer(0.005, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        again.daemon = True
+        try:
+            again.start()
+            return
+        except KeyboardInterrupt:  # on a busy machine it may come before this hook has ended
+            continue
 
 
 def main() -> None:

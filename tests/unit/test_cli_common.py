@@ -572,8 +572,23 @@ main()
 """
 
 
-def test_an_interrupt_is_not_lost_where_python_drops_exceptions() -> None:
-    run = [sys.executable, "-c", DROPPED_BY_PYTHON]
+# As on a busy machine: what a thread does may come before `start` has returned.
+STARTS_SLOWLY = """
+import threading, time
+begin = threading.Thread.start
+
+def start(self):
+    begin(self)
+    threading.Thread.start = begin
+    time.sleep(0.1)
+
+threading.Thread.start = start
+"""
+
+
+@pytest.mark.parametrize("before", ["", STARTS_SLOWLY], ids=["", "threads start slowly"])
+def test_an_interrupt_is_not_lost_where_python_drops_exceptions(before: str) -> None:
+    run = [sys.executable, "-c", before + DROPPED_BY_PYTHON]
     done = subprocess.run(run, capture_output=True, text=True, env=command_environment(), timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "went on\n", "error: interrupted\n")
 
