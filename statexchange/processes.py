@@ -200,8 +200,9 @@ def collector_paused() -> Iterator[None]:
     """Pause the cyclic garbage collector during short work that makes many objects without cycles.
 
     Describing, planning and reading make about a hundred objects for each tensor, all of which live until the end. The
-    collector would visit them again and again, which takes half of the time. If the blocks of several threads overlap,
-    the end of the block that began first resumes the collector, even while others still run.
+    collector would visit them again and again, which takes half of the time. Ranks may wait for each other in between.
+    If the blocks of several threads overlap, the end of the block that began first resumes the collector, even while
+    others still run.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from statexchange.comm.communicator import Communicator
+from statexchange.errors import CorruptError
 from statexchange.exchange.staging import Staging, memory_of
 from statexchange.processes import collector_paused
 from statexchange.sharding import records
@@ -128,22 +129,30 @@ def read_box(item: ReadItem, target: Box, tensor: Any, comm: Communicator) -> No
 
 
 class _Piece(NamedTuple):
-    """The run of a file at byte `begin` that fills `memory`, the elements of `box`."""
+    """A small run of bytes, from byte `begin` of a file on, and the memory that it fills: block `region` of `box`."""
 
     begin: int
     memory: memoryview
+    region: Box
     box: Box
-    digest: BoxDigest
-    name: str
+    byte_range: ByteRange
+    item: ReadItem
+
+    def check(self) -> None:
+        """Raise CorruptError if the memory differs from a digest."""
+        digest = BoxDigest(self.byte_range, self.box, self.item.stored, region=self.region)
+        if digest:
+            digest.update(self.region, self.memory)
+            digest.check(self.item.name)
 
 
-class _Parts(NamedTuple):
-    """A live tensor that is the memory of the box `target`, and (box, byte range, shared part) of what fills it."""
+class _Target(NamedTuple):
+    """A live tensor, the memory of `box`, and what fills it: stored boxes, their byte ranges and the blocks to read."""
 
     item: ReadItem
-    target: Box
+    box: Box
     tensor: Any
-    stored: Sequence[tuple[Box, ByteRange, Box]]
+    needed: Sequence[tuple[Box, ByteRange, Box]]
 
 
 class _Reading:
@@ -155,8 +164,8 @@ class _Reading:
 
     def __init__(self, comm: Communicator) -> None:
         self.nbytes = 0
-        self.files: dict[StoredFile, list[_Piece]] = {}  # each that is to be read, with its small pieces
-        self._large: list[_Parts] = []
+        self.files: dict[StoredFile, list[_Piece]] = {}  # each that is to be read, with the pieces to read together
+        self._alone: list[_Target] = []  # to be read one by one
         self._comm = comm
         self._total = 0
         self._on_progress: Callable[[int, int], None] | None = None
@@ -168,48 +177,46 @@ class _Reading:
         # `prove_cover` has found that no two stored boxes overlap, so one that equals the target is all it needs.
         stored_whole = item.boxes.get(target)
         stored_boxes = item.boxes if stored_whole is None else {target: stored_whole}
-        stored_parts = []
-        for box, stored in stored_boxes.items():
-            shared = intersect(box, target)
-            if shared is not None:
-                stored_parts.append((box, stored, shared))
-                self._total += shared.numel * ITEMSIZE[dtype]
-        runs = [_small_run(*part, dtype, target) for part in stored_parts]
+        needed = []
+        for box, byte_range in stored_boxes.items():
+            region = intersect(box, target)
+            if region is not None:
+                needed.append((box, byte_range, region))
+                self._total += region.numel * ITEMSIZE[dtype]
+        runs = [_small_run(*stored, dtype, target) for stored in needed]
         own = memory_of(tensor, dtype) if any(runs) else None
-        large = []
-        for part, run in zip(stored_parts, runs, strict=True):
-            box, stored, shared = part
-            pieces = self.files.setdefault(stored.file, [])
+        others = []
+        for (box, byte_range, region), run in zip(needed, runs, strict=True):
+            pieces = self.files.setdefault(byte_range.file, [])
             if own is None or run is None:
-                large.append(part)
-                continue
-            memory = own[run.in_memory : run.in_memory + run.nbytes]
-            pieces.append(_Piece(run.in_file, memory, shared, BoxDigest(stored, box, dtype, region=shared), item.name))
-        if large:
-            self._large.append(_Parts(item, target, tensor, large))
+                others.append((box, byte_range, region))
+            else:
+                memory = own[run.in_memory : run.in_memory + run.nbytes]
+                pieces.append(_Piece(run.in_file, memory, region, box, byte_range, item))
+        if others:
+            self._alone.append(_Target(item, target, tensor, others))
 
     def run(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Read all that was added."""
         self._on_progress = on_progress
-        for parts in self._large:
-            self._read_large(parts)
+        for target in self._alone:
+            self._read_alone(target)
         for file, pieces in self.files.items():
-            pieces.sort(key=operator.itemgetter(0))
+            pieces.sort(key=operator.attrgetter("begin"))
             for together in _neighbours(pieces, _limits(file)):
                 self._read_together(file, together)
 
-    def _read_large(self, parts: _Parts) -> None:
-        item, target, tensor, stored_boxes = parts
-        dtype = item.stored
-        digests = [BoxDigest(stored, box, dtype, region=shared) for box, stored, shared in stored_boxes]
-        for window, memory in self._staging.targets(tensor, dtype):
-            placed = to_global(window, target)
-            for (box, stored, shared), digest in zip(stored_boxes, digests, strict=True):
-                inside = shared if placed == target else intersect(shared, placed)
+    def _read_alone(self, target: _Target) -> None:
+        dtype = target.item.stored
+        digests = [BoxDigest(stored, box, dtype, region=region) for box, stored, region in target.needed]
+        for window, memory in self._staging.targets(target.tensor, dtype):
+            placed = to_global(window, target.box)
+            for (box, stored, region), digest in zip(target.needed, digests, strict=True):
+                inside = region if placed == target.box else intersect(region, placed)
                 if inside is not None:
                     read_part(stored, box, inside, dtype, memory, placed, digest, self._count)
         for digest in digests:
-            digest.check(item.name)
+            digest.check(target.item.name)
 
     def _read_together(self, file: StoredFile, pieces: Sequence[_Piece]) -> None:
         buffers = []
@@ -221,9 +228,11 @@ class _Reading:
             end = piece.begin + len(piece.memory)
         file.read_into_each(buffers, begin)
         for piece in pieces:
-            if piece.digest:
-                piece.digest.update(piece.box, piece.memory)
-                piece.digest.check(piece.name)
+            try:
+                piece.check()
+            except CorruptError:  # or another piece fills the same memory, which is reported in the end
+                file.read_into(piece.memory, piece.begin)
+                piece.check()
         self._count(sum(len(piece.memory) for piece in pieces))
 
     def _count(self, nbytes: int) -> None:
@@ -241,8 +250,10 @@ class _Limits(NamedTuple):
     together: int
 
 
-_LOCAL = _Limits(piece=64 << 10, gap=4 << 10, together=1 << 20)  # what fits the processor's cache until it is digested
-_REMOTE = _Limits(piece=READ_AHEAD_BYTES, gap=1 << 20, together=READ_AHEAD_BYTES)
+# A system call costs what reading 4 KiB costs. What is read together is digested while it is in the processor's cache.
+_LOCAL = _Limits(piece=64 << 10, gap=4 << 10, together=1 << 20)
+# Any request takes longer than reading 64 KiB more. Larger gaps would let each rank read the other ranks' parts, too.
+_REMOTE = _Limits(piece=READ_AHEAD_BYTES, gap=64 << 10, together=READ_AHEAD_BYTES)
 
 
 def _limits(file: StoredFile) -> _Limits:

@@ -1,8 +1,9 @@
 """After a load: check that live tensors which share memory have the values of all of their sources.
 
-Tied weights, and views of one buffer, are filled one after the other, so that the memory has the values of the last
-one. That is right only if the source has equal values for all of them. So tensors whose memory overlaps and that were
-filled from different stored bytes are read a second time, part by part, and compared with what the memory has now.
+Tied weights, and views of one buffer, are filled in the order of the source's files, and the memory has the values of
+the last one. That is right only if the source has equal values for all of them. So tensors whose memory overlaps and
+that were filled from different stored bytes are read a second time, part by part, and compared with what the memory has
+now.
 """
 
 from __future__ import annotations

@@ -122,7 +122,9 @@ def _has_dtype(tensor: Any, dtype: str) -> bool:
 
 
 def _window_of(tensor: Any, window: Box) -> Any:
-    return tensor[slices_within(window, full_box(tuple(tensor.shape)))]
+    return tensor[
+        (..., *slices_within(window, full_box(tuple(tensor.shape))))
+    ]  # with (): a scalar of an array without dims
 
 
 def _copy(target: Any, source: Any, tensor: Any) -> Any:

@@ -50,7 +50,8 @@ __all__ = [
 _MAX_CUT_DIMS = 12
 _MANY_BOXES = 1000
 _MAX_FILES, _MAX_NAME = 8, 100  # files in a message, and characters of a name
-_FEW_RANKS = 16  # the largest mesh for which the pieces of equal specs are cached, and the most boxes
+_FEW_RANKS = 16  # the largest mesh for which the pieces of equal specs are cached
+_FEW_BOXES = 16  # the most of one tensor for which the proof of their cover is cached
 _MAX_CORNERS = 1 << 22  # corners that are counted at once; a box that is cut along n dims has 2**n
 _MAX_VISITS = 64  # how often, on average, a box may be looked at per dim while boxes are divided into slabs
 
@@ -457,14 +458,15 @@ def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[
 
 def _first_flaw(name: str, shape: tuple[int, ...], boxes: Collection[Box]) -> tuple[int, ...] | None:
     """Return the first element that is not covered exactly once; None if there is none."""
-    find = _cached_first_flaw if len(boxes) <= _FEW_RANKS else _first_flaw_in
+    search = _search_cached if len(boxes) <= _FEW_BOXES else _search
     try:
-        return find(shape, tuple(boxes))
+        return search(shape, tuple(boxes))
     except UnsupportedError as error:
         raise error.located(name=name) from None
 
 
-def _first_flaw_in(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, ...] | None:
+def _search(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, ...] | None:
+    """Do `_first_flaw`; errors do not name the tensor."""
     whole = full_box(shape)
     if len(boxes) == 1 and boxes[0] == whole:
         return None
@@ -476,7 +478,7 @@ def _first_flaw_in(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, .
     return _CoverProof(len(boxes)).first_flaw(whole, boxes, cut_dims)
 
 
-_cached_first_flaw = functools.lru_cache(1024)(_first_flaw_in)  # a model has many tensors of few shapes and placements
+_search_cached = functools.lru_cache(1024)(_search)  # a model has many tensors of few shapes and placements
 
 
 def _flaw_error(

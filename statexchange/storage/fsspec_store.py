@@ -168,7 +168,7 @@ class FsspecFile(StoredFile):
         self.read_into_each([buffer], offset)
 
     def read_into_each(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill several buffers from byte `offset` by one request."""
+        """Fill several buffers from byte `offset`, by one request."""
         nbytes = sum(map(len, buffers))
         if not nbytes:
             return

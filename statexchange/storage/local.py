@@ -252,7 +252,7 @@ class LocalFile(StoredFile):
             pread_into(fd, buffer, offset, self.path)
 
     def read_into_each(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill several buffers from byte `offset` by one system call."""
+        """Fill several buffers from byte `offset`."""
         with self._reading(offset + sum(map(len, buffers))) as fd:
             preadv_into(fd, buffers, offset, self.path)
 

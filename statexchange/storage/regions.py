@@ -319,7 +319,7 @@ def read_part(
         progress: called with the number of bytes of each window.
     """
     run = one_run(stored, box, part, dtype, target)
-    if run is not None and run.nbytes <= WINDOW_BYTES:  # most tensors
+    if run is not None and run.nbytes <= WINDOW_BYTES:
         data = memory[run.in_memory : run.in_memory + run.nbytes]
         stored.file.read_into(data, run.in_file)
         if digest:

@@ -122,9 +122,10 @@ class StoredFile(_Budgeted, ABC):
         """
 
     def read_into_each(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill several buffers with the bytes from `offset` on, one after the other, by one system call or request.
+        """Fill several buffers, one after the other, with the bytes from `offset` on.
 
-        The errors are those of `read_into`.
+        A local file does it by one system call for every thousand buffers, an object by one request. The errors are
+        those of `read_into`.
         """
         for buffer in buffers:
             self.read_into(buffer, offset)

@@ -159,6 +159,27 @@ def test_any_choice_of_tensors_is_read_in_any_order(sizes: list[int], chance: ra
             assert report.nbytes == sum(saved[name].nbytes for name in chosen)
 
 
+@pytest.mark.parametrize("size", [4, 4000, 40_000])
+@pytest.mark.parametrize("scheme", ["", "local://"])
+def test_values_that_differ_for_one_memory_are_not_called_corrupt(size: int, scheme: str, tmp_path: Path) -> None:
+    saved = {"a": torch.ones(size), "b": torch.full((size,), 2.0), "c": torch.ones(size)}
+    sx.export_checkpoint(saved, tmp_path / "out")
+    memory = torch.zeros(2 * size - 1)
+    for state in ({"a": memory[:size], "b": memory[:size]}, {"a": memory[:size], "b": memory[size - 1 :]}):
+        with pytest.raises(sx.errors.ReplicaError, match=r"shares memory with '[ab]', for which the source has other"):
+            sx.load_checkpoint(state, f"{scheme}{tmp_path}/out", strict=False)
+    state = {"a": memory[:size], "c": memory[:size]}
+    sx.load_checkpoint(state, f"{scheme}{tmp_path}/out", strict=False)
+    assert equal(state, {"a": saved["a"], "c": saved["a"]})
+
+
+def test_an_array_without_dims_is_filled_with_a_cast(tmp_path: Path) -> None:
+    sx.export_checkpoint({"a": torch.tensor(3.0)}, tmp_path / "out")
+    state = {"a": np.zeros((), np.float64)}
+    sx.load_checkpoint(state, tmp_path / "out", dtype="state")
+    assert state["a"] == 3.0
+
+
 def test_thousands_of_tensors_are_read(tmp_path: Path) -> None:
     saved = {str(i): torch.tensor([i]) for i in range(2500)}
     sx.export_checkpoint(saved, tmp_path / "out")

@@ -71,21 +71,25 @@ def test_a_file_is_read_in_ranges(served: str) -> None:
         assert path == served.removesuffix("?signature=hidden")
 
 
-def test_small_tensors_that_lie_near_each_other_are_read_by_one_request(tmp_path: Path) -> None:
-    saved = {f"layer.{i}": np.full(200, i, dtype=np.float32) for i in range(300)}
+def test_small_tensors_near_each_other_are_read_by_one_request_and_large_gaps_are_not(tmp_path: Path) -> None:
+    saved = {f"layer.{i:03}.bias": np.full(200, i, dtype=np.float32) for i in range(300)}
+    saved |= {f"layer.{i:03}.weight": np.full(20_000, i, dtype=np.float32) for i in range(300) if i % 100 == 50}
     sx.export_checkpoint(saved, tmp_path / "out")
-    ranges = []
+    ranges: list[int] = []
 
     class Counted(WithRanges):
         def do_GET(self) -> None:
-            ranges.append(self.headers.get("Range"))
+            if "Range" in self.headers:  # not when the size is asked for
+                begin, end = self.headers["Range"].removeprefix("bytes=").split("-")
+                ranges.append(int(end) - int(begin) + 1)
             super().do_GET()
 
     with serving(tmp_path / "out", Counted) as url:
-        state = {name: np.zeros_like(array) for name, array in saved.items()}
-        sx.load_checkpoint(state, f"{url}/model.safetensors")
-    assert all(np.array_equal(state[name], array) for name, array in saved.items())
-    assert len(ranges) < 6, ranges  # for the header and for the data
+        state = {name: np.zeros_like(array) for name, array in saved.items() if name.endswith("bias")}
+        sx.load_checkpoint(state, f"{url}/model.safetensors", strict=False)
+    assert all(np.array_equal(array, saved[name]) for name, array in state.items())
+    assert len(ranges) < 10, ranges  # for the header, and for the data before, between and after the weights
+    assert sum(ranges) < 1.5 * sum(array.nbytes for array in state.values())
 
 
 @pytest.mark.parametrize("served", [WithoutRanges], indirect=True)
