@@ -99,7 +99,7 @@ def read_all(
     """
     tensors = _first_tensors(items) if readers else {}
     received = {wanted for wanted, ranks in readers.items() if comm.rank in ranks[1:]}
-    reading = _Reading(comm)
+    reading = _Reading(comm, on_progress)
     with collector_paused():
         for item in items:
             for box, tensor in zip(item.local.shard.boxes, item.local.tensors, strict=True):
@@ -108,7 +108,9 @@ def read_all(
                     received.remove(wanted)  # only the first live tensor of a box receives it; any others read it
                 else:
                     reading.add(item, box, tensor)
-    reading.run(on_progress)
+        reading.read_small(remote=False)
+    reading.read_small(remote=True)  # clients of object stores leave garbage that holds the bytes of a request
+    reading.read_alone()
     for file in reading.files:
         file.check_unchanged()
     for wanted, (reader, *others) in readers.items():
@@ -125,7 +127,9 @@ def read_box(item: ReadItem, target: Box, tensor: Any, comm: Communicator) -> No
     """Read the box `target` of an item into `tensor`. Not collective."""
     reading = _Reading(comm)
     reading.add(item, target, tensor)
-    reading.run()
+    for remote in (False, True):
+        reading.read_small(remote=remote)
+    reading.read_alone()
 
 
 class _Piece(NamedTuple):
@@ -162,17 +166,17 @@ class _Reading:
     reading megabytes, and most of the time for a small tensor is that of a system call.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, on_progress: Callable[[int, int], None] | None = None) -> None:
         self.nbytes = 0
-        self.files: dict[StoredFile, list[_Piece]] = {}  # each that is to be read, with the pieces to read together
-        self._alone: list[_Target] = []  # to be read one by one
+        self.files: dict[StoredFile, list[_Piece]] = {}  # each that is read, with its small pieces
+        self._alone: list[_Target] = []  # with pieces that are not small, or not one run in memory
         self._comm = comm
         self._total = 0
-        self._on_progress: Callable[[int, int], None] | None = None
+        self._on_progress = on_progress
         self._staging = Staging()
 
     def add(self, item: ReadItem, target: Box, tensor: Any) -> None:
-        """Let `run` read the box `target` of a live tensor into `tensor`, the memory of that box."""
+        """Let the calls below read the box `target` of a live tensor into `tensor`, the memory of that box."""
         dtype = item.stored
         # `prove_cover` has found that no two stored boxes overlap, so one that equals the target is all it needs.
         stored_whole = item.boxes.get(target)
@@ -196,15 +200,19 @@ class _Reading:
         if others:
             self._alone.append(_Target(item, target, tensor, others))
 
-    def run(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Read all that was added."""
-        self._on_progress = on_progress
+    def read_small(self, *, remote: bool) -> None:
+        """Read the small pieces of files that are remote, or of those that are not."""
+        for file, pieces in self.files.items():
+            if file.is_remote == remote:
+                pieces.sort(key=operator.attrgetter("begin"))
+                for together in _neighbours(pieces, _limits(file)):
+                    self._read_together(file, together)
+                pieces.clear()
+
+    def read_alone(self) -> None:
+        """Read all that is no small piece."""
         for target in self._alone:
             self._read_alone(target)
-        for file, pieces in self.files.items():
-            pieces.sort(key=operator.attrgetter("begin"))
-            for together in _neighbours(pieces, _limits(file)):
-                self._read_together(file, together)
 
     def _read_alone(self, target: _Target) -> None:
         dtype = target.item.stored
