@@ -31,6 +31,9 @@ __all__ = ["MAX_DEPTH", "decode", "encode", "has_text", "is_number", "register_c
 _TAG = "$"
 MAX_DEPTH = 100  # levels of nested containers in one value or state
 _MAX_EQUAL_HASHES = 64
+# Those of `is_number`. np.dtype() takes any text, and compiles a part of it as Python code.
+_NUMBER_DTYPES = ("bool", *(f"{sign}int{8 * size}" for sign in ("", "u") for size in (1, 2, 4, 8)))
+_NUMBER_DTYPES += ("float16", "float32", "float64", "complex64", "complex128")
 _registered: dict[str, type] = {}
 
 Leaf: TypeAlias = "Callable[[object, str], str | None]"
@@ -354,10 +357,9 @@ class _Decoder:
     def _number(self, raw: dict[str, Any]) -> object:
         import numpy as np
 
-        dtype = np.dtype(str(raw["dtype"]))
-        if dtype.kind not in "biufc":
-            raise ValueError(f"{raw['dtype']!r} is not the dtype of a number")
-        return dtype.type(self.value(raw["value"]))
+        if raw["dtype"] not in _NUMBER_DTYPES:
+            raise ValueError(f"{excerpt(raw['dtype'])} is not the dtype of a number")
+        return np.dtype(raw["dtype"]).type(self.value(raw["value"]))
 
     def _bytes(self, raw: dict[str, Any]) -> bytes:
         return base64.b64decode(raw["value"], validate=True)

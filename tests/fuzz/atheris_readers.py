@@ -508,6 +508,8 @@ def inputs_of(target: str, path: Path) -> list[bytes]:
         ".statexchange-claim.json": b"c",
     }
     kind = b"i" if name.endswith(".index.json") else kinds.get(name)
+    if kind is None and name.endswith(".json") and b'"rules"' in data:
+        kind = b"x"
     return [kind + data] if kind is not None else []
 
 

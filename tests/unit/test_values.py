@@ -217,6 +217,15 @@ def test_leaves_are_kept_by_name_and_two_of_one_name_are_refused() -> None:
         decode(encode(value, keep), leaf={}.__getitem__)
 
 
+@pytest.mark.parametrize(
+    "dtype", ["int64,,", "(" * 1000 + ",i4", "99999999i4", "i4,i4", "O", "M8[s]", ["int64"], 5, None]
+)
+def test_a_numpy_number_of_another_dtype_is_malformed(dtype: object) -> None:
+    text = json.dumps({"a": {"$": "number", "dtype": dtype, "value": 3}})
+    with pytest.raises(ValueError, match=r"is not the dtype of a number"):
+        decode(text)
+
+
 @pytest.mark.parametrize("wrap", [deque, lambda items: set(items), frozenset, lambda items: {(1, items[0]): 2}])
 def test_a_kept_object_in_a_set_a_deque_or_a_key_is_refused_if_that_is_asked_for(wrap: Any) -> None:
     kept = object()
