@@ -46,13 +46,14 @@ __all__ = [
     "is_torch",
     "itemsize_of",
     "mark_changed",
-    "memory_span",
     "name_of_dtype",
     "nonfinite",
     "numpy_dtype",
+    "overlapping",
     "own_bytes",
     "replicated_part",
     "same_memory",
+    "sorted_spans",
     "torch_dtype",
     "unify_nans",
     "wait_tensor",
@@ -493,7 +494,7 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def memory_span(tensor: Any) -> tuple[str, int, int] | None:
+def _memory_span(tensor: Any) -> tuple[str, int, int] | None:
     """Return the device and the addresses of the first byte and after the last byte; None for a tensor of no memory."""
     if is_array(tensor):
         first = last = tensor.__array_interface__["data"][0]
@@ -508,6 +509,28 @@ def memory_span(tensor: Any) -> tuple[str, int, int] | None:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         last += (size - 1) * stride
     return "cpu" if tensor.is_cpu else str(tensor.device), first, first + (last + 1) * tensor.itemsize
+
+
+def sorted_spans(tensors: Iterable[Any]) -> list[tuple[str, int, int, int]]:
+    """Return the device and span in memory of each tensor that has memory, with its number, in the order of memory."""
+    spans = ((_memory_span(tensor), number) for number, tensor in enumerate(tensors))
+    return sorted((*span, number) for span, number in spans if span is not None)
+
+
+def overlapping(tensors: Sequence[Any]) -> dict[int, int]:
+    """Return the numbers of tensors whose spans, from first to last byte, overlap; each with the number of another one.
+
+    Columns of one matrix are among them, although they have no byte in common.
+    """
+    found: dict[int, int] = {}
+    device, last_end, last = "", 0, 0  # of the span that reaches farthest so far
+    for where, begin, end, number in sorted_spans(tensors):
+        if where == device and begin < last_end:
+            found[number] = last
+            found.setdefault(last, number)
+        if where != device or end > last_end:
+            device, last_end, last = where, end, number
+    return found
 
 
 def same_memory(tensor: Any) -> tuple[Any, ...] | None:

@@ -196,7 +196,7 @@ def is_number(value: object) -> bool:
     """Whether `value` is a number of Python or numpy, no wider than a double. Not collective."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
-        return value.dtype.kind in "biufc" and not isinstance(value, numpy.longdouble | numpy.clongdouble)
+        return value.dtype.name in _NUMBER_DTYPES
     return type(value) in (bool, int, float, complex)
 
 

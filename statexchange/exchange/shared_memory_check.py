@@ -19,7 +19,7 @@ from statexchange.exchange.reading import ReadItem, read_box
 from statexchange.processes import collector_paused
 from statexchange.sharding.shards import Box, full_box
 from statexchange.storage.regions import slices_within, to_global, windows
-from statexchange.tensors import is_array, memory_span, same_memory
+from statexchange.tensors import is_array, same_memory, sorted_spans
 
 __all__ = ["check_shared_memory"]
 
@@ -62,15 +62,9 @@ def _overlapping(items: Sequence[ReadItem]) -> Iterator[list[_Part]]:
         for item in items
         for box, tensor in zip(item.local.shard.boxes, item.local.tensors, strict=True)
     ]
-    spans = []
-    for number, (*_, tensor) in enumerate(parts):
-        span = memory_span(tensor)
-        if span is not None:
-            spans.append((*span, number))
-    spans.sort()
     group: list[_Part] = []
     device, group_end = "", 0
-    for where, begin, end, number in spans:
+    for where, begin, end, number in sorted_spans(tensor for *_, tensor in parts):
         if where != device or begin >= group_end:
             if len(group) > 1:
                 yield group

@@ -30,7 +30,7 @@ from statexchange.state.optimizers import (
 )
 from statexchange.state.spec import StateSpec, dense_tensor, value_kind
 from statexchange.state.tree import flatten, rebuild, with_types_of
-from statexchange.tensors import TensorLike, same_memory
+from statexchange.tensors import DTYPE_NAMES, ITEMSIZE, TensorLike, numpy_dtype, same_memory
 
 __all__ = ["EncodedPayload", "PayloadReader", "encode_payload", "install_callback", "state_of"]
 
@@ -63,16 +63,21 @@ class _LeafSpec:
         return cls(kind, str(dtype), tuple(map(int, shape)), str(device_type))
 
     @classmethod
-    def of(cls, tensor: TensorLike) -> _LeafSpec:
-        """Return the spec of a tensor or array."""
+    def of(cls, tensor: TensorLike, path: str) -> _LeafSpec:
+        """Return the spec of a tensor or array; raise UnsupportedError if numpy has no text for an array's dtype."""
         if isinstance(tensor, np.ndarray):
-            return cls("array", tensor.dtype.str, tensor.shape)
+            dtype = tensor.dtype
+            if np.dtype(dtype.str) == dtype:
+                return cls("array", dtype.str, tensor.shape)
+            if dtype.name not in DTYPE_NAMES:
+                raise UnsupportedError(f"arrays of {dtype} cannot be sent in the state of an object", name=path)
+            return cls("array", DTYPE_NAMES[dtype.name], tensor.shape)  # one of ml_dtypes, which numpy writes as bytes
         return cls("tensor", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
 
     def fits(self, own: Any, device: torch.device) -> bool:
         """Whether `own` is such a tensor or array, on `device`."""
         if self.kind == "array":
-            return isinstance(own, np.ndarray) and own.dtype == np.dtype(self.dtype) and own.shape == self.shape
+            return isinstance(own, np.ndarray) and own.dtype == self._numpy_dtype() and own.shape == self.shape
         if not isinstance(own, torch.Tensor) or own.device != device:
             return False
         return own.dtype == getattr(torch, self.dtype) and tuple(own.shape) == self.shape
@@ -80,11 +85,14 @@ class _LeafSpec:
     def allocate(self, like: torch.Tensor | None, device: torch.device) -> TensorLike:
         """Allocate such a tensor or array, with the strides of the parameter `like` if that has the same shape."""
         if self.kind == "array":
-            return np.empty(self.shape, self.dtype)
+            return np.empty(self.shape, self._numpy_dtype())
         dtype = getattr(torch, self.dtype)
         if like is not None and tuple(like.shape) == self.shape and like.device == device:
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
         return torch.empty(self.shape, dtype=dtype, device=device)
+
+    def _numpy_dtype(self) -> np.dtype[Any]:
+        return numpy_dtype(self.dtype) if self.dtype in ITEMSIZE else np.dtype(self.dtype)
 
 
 class _Writer:
@@ -117,7 +125,7 @@ class _Writer:
         if isinstance(value, torch.Tensor | np.ndarray):
             tensor = dense_tensor(value, path, written=False)
             self.tensors.append(tensor)
-            return _LeafSpec.of(tensor)
+            return _LeafSpec.of(tensor, path)
         if value_kind(value) is not None or _is_container(value):
             return None
         check_no_state_in(value, path)

@@ -8,8 +8,10 @@ The protocol of a call:
    that shows both sides at the first path that differs.
 3. Each rank reads the payload and prepares the tensors that are to be filled, existing or new ones, and callbacks that
    install states. An error here is raised on all ranks, and still nothing has changed.
-4. Root sends the tensors as bytes: many small ones together, large ones in windows. Then callbacks run and values are
-   replaced.
+4. Root sends the tensors as bytes: many small ones together, large ones in windows.
+5. Tensors of a rank that share memory are filled one after the other, which is right only if root has equal values
+   where they overlap. So if any rank has such tensors, their digests are compared with root's.
+6. Callbacks run and values are replaced.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 
 from statexchange.comm.calls import public_call
@@ -31,7 +34,7 @@ from statexchange.state.leaves import is_leaf
 from statexchange.state.payload import EncodedPayload, PayloadReader, encode_payload, install_callback, state_of
 from statexchange.state.spec import EntryDetail, StateSpec, device_type_of, module_spec
 from statexchange.state.tree import rebuild
-from statexchange.tensors import TensorLike, byte_view
+from statexchange.tensors import TensorLike, byte_view, overlapping
 
 __all__ = ["allreduce_parameters", "broadcast_parameters", "synchronize"]
 
@@ -42,6 +45,7 @@ _WINDOW_BYTES = 64 << 20  # the largest message, and so the largest copy
 _ALONE_BYTES = 1 << 20  # a tensor of this size or more is sent by itself, without a copy
 _ALIGN_BYTES = 16  # the largest itemsize: any dtype may begin at a multiple of it
 _MAX_SHOWN_RANKS = 8
+_DIGEST_BYTES = 16
 
 
 @public_call("synchronize")
@@ -73,7 +77,8 @@ def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
 
     Raises:
         MismatchError: trees differ in paths, kinds, shapes or dtypes, or ranks passed different roots. It shows both
-            sides at the first path that differs; nothing has changed.
+            sides at the first path that differs; nothing has changed. Or tensors of a rank share memory, for which root
+            has different values; tensors have been filled by then.
         UnsupportedError: something cannot be synchronised, such as a sharded DTensor (replicated ones are filled), a
             sparse, quantised or meta tensor, or an array of objects; it names the path.
         InvalidArgumentError: a lazy parameter, a generator or a cycle; it names the path.
@@ -170,6 +175,8 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
         _broadcast(communicator, exact, 0)
         for window in _windows(inexact):
             communicator.all_reduce_multiple(window, "avg")
+        if compared.shares_memory:
+            _check_shared_memory(communicator, list(compared.spec.tensors.items()), 0)
 
 
 # Steps 1 and 2: compare
@@ -177,25 +184,33 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """This rank's spec, alike on all ranks, and root's payload; on root also the payload's tensors."""
+    """This rank's spec, alike on all ranks, and root's payload; on root also the payload's tensors.
+
+    `shares_memory`: whether tensors of a spec, on any rank, share memory.
+    """
 
     spec: StateSpec
     payload: Any
     payload_tensors: Sequence[TensorLike]
+    shares_memory: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """A rank's message in step 1: its `root` argument, digest and kinds of values; from root also the payload."""
+    """A rank's message in step 1: its `root` argument, what it holds, and from root also the payload.
+
+    `shares_memory`: whether tensors share memory.
+    """
 
     root: int
     digest: str
     kinds: Sequence[str | None]
+    shares_memory: bool
     payload: Any = None
 
     def to_json(self) -> list[Any]:
         """Return this as a JSON value."""
-        return [self.root, self.digest, list(self.kinds), self.payload]
+        return [self.root, self.digest, list(self.kinds), self.shares_memory, self.payload]
 
     def agrees_with(self, other: _Note) -> bool:
         """Whether two ranks hold the same, where the plain value None matches one of any kind."""
@@ -211,7 +226,8 @@ def _compare(comm: Communicator, root: int, describe: Describe) -> _Compared:
         spec = describe(written=comm.rank != root)
         if comm.rank == root:
             encoded = encode_payload(spec)
-        note = _Note(root, spec.digest, spec.kinds, encoded.json).to_json()
+        shares_memory = bool(overlapping(list(spec.tensors.values())))
+        note = _Note(root, spec.digest, spec.kinds, shares_memory, encoded.json).to_json()
     except Exception as error:  # noqa: BLE001 (agree raises it on all ranks)
         failure = error
     notes = [_Note(*raw) for raw in comm.agree(failure, phase="describing what it holds", note=note)]
@@ -226,7 +242,7 @@ def _compare(comm: Communicator, root: int, describe: Describe) -> _Compared:
         if comm.rank in different:
             failure = _difference(details, [EntryDetail(*entry) for entry in raw], comm.rank, root, different)
         comm.agree(failure, phase="comparing what ranks hold")
-    return _Compared(spec, notes[root].payload, encoded.tensors)
+    return _Compared(spec, notes[root].payload, encoded.tensors, any(theirs.shares_memory for theirs in notes))
 
 
 def _are_alike(kind: str | None, other: str | None) -> bool:
@@ -268,9 +284,12 @@ def _difference(
 
 @dataclass(slots=True)
 class _Changes:
-    """The changes that a payload requires: tensors to fill after those of the spec, callbacks, and new values."""
+    """The changes that a payload requires: tensors to fill after those of the spec, callbacks, and new values.
 
-    tensors: list[TensorLike]
+    A tensor comes with the path of the object that has it.
+    """
+
+    tensors: list[tuple[str, TensorLike]]
     callbacks: list[Callable[[], None]]
     values: dict[str, Any]
 
@@ -278,11 +297,22 @@ class _Changes:
 def _fill(comm: Communicator, root: int, describe: Describe) -> dict[str, Any]:
     """Give this rank root's tensors and states; return the values that differ here, by path. Collective."""
     compared = _compare(comm, root, describe)
-    changes = _Changes([*compared.payload_tensors], [], {})
-    with comm.phase("reading what root sent"):
+    changes = _Changes([("", tensor) for tensor in compared.payload_tensors], [], {})
+    failure: Exception | None = None
+    shares_memory = compared.shares_memory
+    named = [*compared.spec.tensors.items()]
+    try:
         if comm.rank != root:
             changes = _read(compared, comm.device)
-    _broadcast(comm, [*compared.spec.tensors.values(), *changes.tensors], root)
+        named += changes.tensors
+        if changes.tensors:
+            shares_memory |= bool(overlapping([tensor for _, tensor in named]))
+    except Exception as error:  # noqa: BLE001 (agree raises it on all ranks)
+        failure = error
+    shares_memory = any(comm.agree(failure, phase="reading what root sent", note=shares_memory))
+    _broadcast(comm, [tensor for _, tensor in named], root)
+    if shares_memory:
+        _check_shared_memory(comm, named, root)
     for callback in changes.callbacks:
         callback()
     return changes.values
@@ -299,7 +329,7 @@ def _read(compared: _Compared, device: torch.device) -> _Changes:
         own = state_of(obj, path)
         reader = PayloadReader(states[path], own, path, device)
         changes.callbacks.append(install_callback(obj, own, reader))
-        changes.tensors += reader.tensors
+        changes.tensors += [(path, tensor) for tensor in reader.tensors]
     return changes
 
 
@@ -322,6 +352,45 @@ def _broadcast(comm: Communicator, tensors: Sequence[TensorLike], root: int) -> 
         comm.broadcast(staging.flat, root=root)
         if comm.rank != root:
             staging.copy_out()
+
+
+def _check_shared_memory(comm: Communicator, named: Sequence[tuple[str, TensorLike]], root: int) -> None:
+    """Raise MismatchError if tensors that share memory, on any rank, have not got root's values. Collective."""
+    if comm.world_size == 1:
+        return
+    tensors = [tensor for _, tensor in named]
+    others = overlapping(tensors)
+    is_checked = np.zeros(len(tensors), np.uint8)
+    is_checked[list(others)] = 1
+    comm.all_reduce(is_checked, "max")
+    numbers = np.flatnonzero(is_checked)
+    own = np.frombuffer(b"".join(_digest(tensors[number]) for number in numbers), np.uint8).reshape(-1, _DIGEST_BYTES)
+    differs = np.any(own != comm.broadcast(own.copy(), root=root), axis=1)
+    wrong = [int(number) for number in numbers[differs]]
+    note = [wrong[0], wrong[0] in others] if wrong else None
+    notes = comm.agree(phase="comparing tensors that share memory", note=note)
+    first = min((note[0] for note in notes if note is not None), default=None)
+    sharing_ranks = [rank for rank, note in enumerate(notes) if note == [first, True]]
+    failure = None
+    if first is not None and comm.rank == (sharing_ranks[0] if sharing_ranks else root):
+        name, other = named[first][0], named[others[first]][0]
+        failure = MismatchError(
+            f"ranks have different values for it, since it shares memory with {other or 'another tensor'} on rank "
+            f"{comm.rank}: clone() one of them there, or let the two share memory on all ranks",
+            rank=comm.rank,
+            name=name or "(the whole)",
+        )
+    comm.agree(failure, phase="naming tensors that share memory")
+
+
+def _digest(tensor: TensorLike) -> bytes:
+    """Return the digest of a tensor's values, `_DIGEST_BYTES` long."""
+    hasher = xxhash.xxh3_128()
+    for piece in _pieces(tensor):
+        staging = _Staging([piece])
+        staging.copy_in()
+        hasher.update(staging.flat.cpu().numpy().data)
+    return hasher.digest()
 
 
 def _windows(tensors: Sequence[TensorLike]) -> Iterator[list[TensorLike]]:

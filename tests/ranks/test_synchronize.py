@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import re
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -348,6 +349,142 @@ def test_a_modules_parameters_and_buffers_get_roots_values() -> None:
     assert all(after[name] is before[name] for name in before)
     assert all(torch.equal(after[name], wanted[name]) for name in wanted)
     assert model.head.weight is model.embed.weight
+
+
+def apart(value: float) -> list[Any]:
+    return [torch.full((6,), value), torch.full((6,), value + 1)]
+
+
+def overlapping(value: float) -> list[Any]:
+    """Two tensors of which the first's last two elements are the second's first."""
+    flat = torch.full((10,), value + 1)
+    flat[:4] = value
+    return [flat[:6], flat[4:]]
+
+
+def columns(value: float) -> list[Any]:
+    """Two tensors that have no element in common, but whose spans in memory overlap."""
+    matrix = torch.full((6, 2), value)
+    matrix[:, 1] += 1
+    return list(matrix.T)
+
+
+def array_and_tensor(value: float) -> list[Any]:
+    """An array, and a tensor over its last elements."""
+    array = np.full(10, value, np.float32)
+    return [array, torch.from_numpy(array)[4:]]
+
+
+def transposed(value: float) -> list[Any]:
+    square = torch.full((6, 6), value)
+    return [square, square.T]
+
+
+def transposed_view(value: float) -> list[Any]:
+    square = torch.full((6, 6), value).T
+    return [square, square.T]
+
+
+def clones(value: float) -> list[Any]:
+    return [tensor.clone() for tensor in overlapping(value)]
+
+
+def columns_first(value: float) -> list[Any]:
+    images = torch.arange(24.0).add(value).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
+    return [images, images[1:]]
+
+
+def rows_first(value: float) -> list[Any]:
+    images = torch.arange(24.0).add(value).view(2, 3, 2, 2)
+    return [images, images[1:]]
+
+
+def conjugated(value: float) -> list[Any]:
+    numbers = torch.arange(6) + value * 1j
+    return [numbers, numbers[2:].conj()]
+
+
+def not_conjugated(value: float) -> list[Any]:
+    numbers = torch.arange(6) + value * 1j
+    return [numbers, numbers[2:]]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("on_root", "elsewhere"),
+    [
+        (overlapping, overlapping),
+        (overlapping, apart),
+        (clones, overlapping),
+        (array_and_tensor, array_and_tensor),
+        (columns, columns),
+        (apart, columns),
+        (columns, apart),
+        (transposed, transposed_view),
+        (rows_first, columns_first),
+        (columns_first, rows_first),
+        (conjugated, conjugated),
+    ],
+)
+def test_tensors_that_share_memory_are_filled_if_root_has_equal_values_for_them(on_root: Any, elsewhere: Any) -> None:
+    rank, _ = rank_and_size()
+    tree = (elsewhere, on_root)[rank](rank * 10.0)
+    synchronize(tree, root=1)
+    for found, wanted in zip(tree, on_root(10.0), strict=True):
+        assert equal_bits(torch.as_tensor(found), torch.as_tensor(wanted))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("on_root", "elsewhere"),
+    [
+        (apart, overlapping),
+        (lambda value: [torch.full((6,), value), torch.full((6,), value + 1)], overlapping),
+        (lambda value: [torch.arange(36.0).view(6, 6), torch.full((6, 6), value)], transposed),
+        (conjugated, not_conjugated),
+        (not_conjugated, conjugated),
+    ],
+)
+def test_tensors_that_share_memory_are_refused_if_root_has_different_values(on_root: Any, elsewhere: Any) -> None:
+    rank, _ = rank_and_size()
+    tree = (elsewhere if rank == 1 else on_root)(rank + 7.0)
+    with pytest.raises(sx.errors.MismatchError, match=r"shares memory with .* on rank 1: clone") as caught:
+        synchronize({"pair": tree})
+    assert caught.value.rank == 1
+    assert {caught.value.name, re.findall(r"pair\[.\]", str(caught.value))[0]} == {"pair[0]", "pair[1]"}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sharing_rank", [0, 1])
+def test_parameters_that_share_memory_on_one_rank_alone_are_not_averaged(sharing_rank: int) -> None:
+    rank, _ = rank_and_size()
+    tensors = (overlapping if rank == sharing_rank else apart)(float(rank))
+    with pytest.raises(
+        sx.errors.MismatchError, match=rf"shares memory with .* on rank {sharing_rank}: clone"
+    ) as caught:
+        allreduce_parameters(nn.ParameterList(tensors))
+    assert caught.value.rank == sharing_rank
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_share_memory_on_all_ranks_are_averaged() -> None:
+    rank, _ = rank_and_size()
+    model = nn.ParameterList(overlapping(float(rank)))
+    allreduce_parameters(model)
+    for found, wanted in zip(model, overlapping(0.5), strict=True):
+        assert equal_bits(found, wanted)
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizers_state_that_shares_memory_with_a_tensor_is_refused_if_root_has_different_values() -> None:
+    rank, _ = rank_and_size()
+    _, optimizer = trained("adam", rank, 1)
+    moment = next(iter(optimizer.state.values()))["exp_avg"]
+    mean = moment if rank == 1 else torch.full_like(moment, 7.0)
+    with pytest.raises(sx.errors.MismatchError, match=r"shares memory with") as caught:
+        synchronize({"mean": mean, "optimizer": optimizer})
+    assert caught.value.rank == 1
+    assert caught.value.name in ("mean", "optimizer")
 
 
 @pytest.mark.ranks(2)
@@ -887,6 +1024,38 @@ def test_in_a_world_of_one_nothing_changes() -> None:
         synchronize(torch.eye(2).to_sparse())
 
 
+class ArrayHolder:
+    """An object with one array as its state."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"array": self.array}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.array = state["array"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", ">i4", "<U3", "M8[s]", "V5"])
+@pytest.mark.parametrize("lacks_it", [False, True])
+def test_an_array_in_the_state_of_an_object_keeps_its_dtype(dtype: str, lacks_it: bool) -> None:
+    rank, _ = rank_and_size()
+    wanted = np.arange(4).astype("i8").astype(getattr(ml_dtypes, dtype, dtype))
+    holder = ArrayHolder(wanted if rank == 0 else None if lacks_it else np.zeros_like(wanted))
+    synchronize(holder)
+    assert holder.array.dtype == wanted.dtype
+    assert holder.array.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [[("x", "f4"), ("y", "i4")], ml_dtypes.int4])
+def test_an_array_of_a_dtype_without_text_in_the_state_of_an_object_is_refused(dtype: Any) -> None:
+    with pytest.raises(sx.errors.UnsupportedError, match="cannot be sent in the state of an object"):
+        synchronize({"holder": ArrayHolder(np.zeros(4, dtype))})
+
+
 # Over processes
 
 
@@ -925,6 +1094,8 @@ def test_every_kind_of_state_is_synchronized_between_processes() -> None:
     allreduce_parameters(model)
     assert (model.weight == 0.5).all()
     broadcast_parameters(nn.BatchNorm1d(3), root=1)
+    with pytest.raises(sx.errors.MismatchError, match="on rank 1: clone"):
+        synchronize(overlapping(7.0) if comm.rank == 1 else [torch.zeros(6), torch.ones(6)])
     with pytest.raises(
         sx.errors.MismatchError, match=r"expected float32\[2\] \(rank 0\), found float32\[3\] \(rank 1\)"
     ):

@@ -10,6 +10,8 @@ import sys
 from collections import OrderedDict, deque, namedtuple
 from typing import Any, NamedTuple
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -215,6 +217,27 @@ def test_leaves_are_kept_by_name_and_two_of_one_name_are_refused() -> None:
         decode(encode(value, keep))
     with pytest.raises(ValueError, match="malformed"):
         decode(encode(value, keep), leaf={}.__getitem__)
+
+
+NUMBERS = [np.bool_, *np.typecodes["AllInteger"], "e", "f", "d", "F", "D"]
+OTHERS = [
+    "g",
+    "G",
+    *(kind for kind in vars(ml_dtypes).values() if isinstance(kind, type) and not kind.__name__.endswith("info")),
+]
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_a_numpy_number_comes_back_with_its_dtype(kind: Any) -> None:
+    number = np.dtype(kind).type(1)
+    back = decode(encode(number))
+    assert (back, back.dtype) == (number, number.dtype)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_number_that_files_cannot_hold_is_refused(kind: Any) -> None:
+    with pytest.raises(UnsupportedError, match="as JSON"):
+        encode(np.dtype(kind).type(1))
 
 
 @pytest.mark.parametrize(
