@@ -517,17 +517,16 @@ def sorted_spans(tensors: Iterable[Any]) -> list[tuple[str, int, int, int]]:
     return sorted((*span, number) for span, number in spans if span is not None)
 
 
-def overlapping(tensors: Sequence[Any]) -> dict[int, int]:
-    """Return the numbers of tensors whose spans, from first to last byte, overlap; each with the number of another one.
+def overlapping(tensors: Sequence[Any]) -> set[int]:
+    """Return the numbers of tensors whose spans in memory, from first to last byte, overlap those of others.
 
     Columns of one matrix are among them, although they have no byte in common.
     """
-    found: dict[int, int] = {}
+    found: set[int] = set()
     device, last_end, last = "", 0, 0  # of the span that reaches farthest so far
     for where, begin, end, number in sorted_spans(tensors):
         if where == device and begin < last_end:
-            found[number] = last
-            found.setdefault(last, number)
+            found |= {last, number}
         if where != device or end > last_end:
             device, last_end, last = where, end, number
     return found

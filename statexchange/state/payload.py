@@ -69,7 +69,7 @@ class _LeafSpec:
             dtype = tensor.dtype
             if np.dtype(dtype.str) == dtype:
                 return cls("array", dtype.str, tensor.shape)
-            if dtype.name not in DTYPE_NAMES:
+            if dtype.name not in DTYPE_NAMES or not dtype.isnative:
                 raise UnsupportedError(f"arrays of {dtype} cannot be sent in the state of an object", name=path)
             return cls("array", DTYPE_NAMES[dtype.name], tensor.shape)  # one of ml_dtypes, which numpy writes as bytes
         return cls("tensor", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
@@ -174,7 +174,7 @@ class PayloadReader:
         self._leaf_specs = [_LeafSpec.from_json(raw) for raw in leaf_specs]
         self._path = path
         self._device = device
-        self._tensors: dict[int, TensorLike] = {}
+        self._tensors: dict[int, tuple[str, TensorLike]] = {}  # with their paths, by number
         # The memory of own tensors that are filled already; None stands for memory that cannot be identified.
         self._reused: set[tuple[Any, ...] | None] = {None}
         self.decoded = values.decode(text, types=values.types_of(own), leaf=lambda name: _Placeholder(int(name)))
@@ -185,29 +185,31 @@ class PayloadReader:
             )
 
     @property
-    def tensors(self) -> list[TensorLike]:
-        """The tensors to be filled, in root's order."""
+    def tensors(self) -> list[tuple[str, TensorLike]]:
+        """The tensors to be filled with their paths, in root's order."""
         found = [self._tensors[number] for number in sorted(self._tensors)]
-        return [dense_tensor(tensor, self._path, written=True) for tensor in found]
+        return [(path, dense_tensor(tensor, path, written=True)) for path, tensor in found]
 
-    def fill(self, decoded: Any, own: Any, like: torch.Tensor | None = None) -> Any:
+    def fill(self, decoded: Any, own: Any, like: torch.Tensor | None = None, *, step: str = "") -> Any:
         """Replace placeholders: by the tensor or object of `own` in the same place if it fits, else by a new tensor.
 
-        New tensors are on the device of the parameter `like` and have its strides where they have its shape.
+        New tensors are on the device of the parameter `like` and have its strides where they have its shape. `step`
+        leads from the whole part to `decoded`, for paths in errors.
         """
         own_leaves = dict(flatten(own))
         filled = {}
         for path, leaf in flatten(decoded):
             if isinstance(leaf, _Placeholder):
-                filled[path] = self._leaf(leaf.number, path, own_leaves, like)
+                filled[path] = self._leaf(leaf.number, path, own_leaves, like, step)
         return with_types_of(own, rebuild(decoded, filled))
 
-    def _leaf(self, number: int, path: str, own_leaves: Mapping[str, Any], like: torch.Tensor | None) -> Any:
+    def _leaf(self, number: int, path: str, own_leaves: Mapping[str, Any], like: torch.Tensor | None, step: str) -> Any:
         spec = self._leaf_specs[number]
         if spec.kind != "object":
             if number not in self._tensors:
-                self._tensors[number] = self._tensor_for(spec, own_leaves.get(path), like)
-            return self._tensors[number]
+                whole = f"{self._path}{step}{'' if path[:1] in ('', '[') else '.'}{path}".removeprefix(".")
+                self._tensors[number] = whole, self._tensor_for(spec, own_leaves.get(path), like)
+            return self._tensors[number][1]
         if path not in own_leaves:
             raise UnsupportedError(
                 f"root has an object at {path} that cannot be sent, and this rank has none there", name=self._path
@@ -237,12 +239,14 @@ def install_callback(obj: Any, own: Any, reader: PayloadReader) -> Callable[[], 
         return functools.partial(obj.load_state_dict, reader.fill(decoded, own))
     parameters = parameters_of(obj)
     groups = []
-    for saved, group in zip(decoded["param_groups"], obj.param_groups, strict=True):
-        groups.append(reader.fill(saved, hyperparameters(group), next(iter(group["params"]), None)))
+    for number, (saved, group) in enumerate(zip(decoded["param_groups"], obj.param_groups, strict=True)):
+        like = next(iter(group["params"]), None)
+        groups.append(reader.fill(saved, hyperparameters(group), like, step=f".param_groups[{number}]"))
     state: dict[Any, Any] = {}
     for number, saved in decoded["state"].items():
-        state[parameters[number]] = reader.fill(saved, own["state"].get(number, {}), parameters[number])
+        parameter = parameters[number]
+        state[parameter] = reader.fill(saved, own["state"].get(number, {}), parameter, step=f".state[{number}]")
     for key, saved in decoded["shared"].items():
-        state[key] = reader.fill(saved, own["shared"].get(key, {}))
+        state[key] = reader.fill(saved, own["shared"].get(key, {}), step=f".state[{key!r}]")
     dropped = [key for key in obj.state if key not in state]
     return functools.partial(set_optimizer, obj, groups, state, dropped)

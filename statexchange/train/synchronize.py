@@ -44,7 +44,7 @@ Describe = Callable[..., StateSpec]
 _WINDOW_BYTES = 64 << 20  # the largest message, and so the largest copy
 _ALONE_BYTES = 1 << 20  # a tensor of this size or more is sent by itself, without a copy
 _ALIGN_BYTES = 16  # the largest itemsize: any dtype may begin at a multiple of it
-_MAX_SHOWN_RANKS = 8
+_MAX_SHOWN_RANKS = _MAX_SHOWN_TENSORS = 8
 _DIGEST_BYTES = 16
 
 
@@ -78,7 +78,7 @@ def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
     Raises:
         MismatchError: trees differ in paths, kinds, shapes or dtypes, or ranks passed different roots. It shows both
             sides at the first path that differs; nothing has changed. Or tensors of a rank share memory, for which root
-            has different values; tensors have been filled by then.
+            has different values; tensors are filled then, and values and states are as before.
         UnsupportedError: something cannot be synchronised, such as a sharded DTensor (replicated ones are filled), a
             sparse, quantised or meta tensor, or an array of objects; it names the path.
         InvalidArgumentError: a lazy parameter, a generator or a cycle; it names the path.
@@ -118,7 +118,8 @@ def broadcast_parameters(
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
-        MismatchError: modules differ between ranks; nothing has changed.
+        MismatchError: modules differ between ranks; nothing has changed. Or tensors of a rank share memory, for which
+            root has different values; tensors are filled then.
         InvalidArgumentError: `module` is no module.
 
     Example:
@@ -147,7 +148,8 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
-        MismatchError: modules differ between ranks; nothing has changed.
+        MismatchError: modules differ between ranks; nothing has changed. Or tensors that share memory do not share it
+            alike on all ranks; tensors are changed then.
         UnsupportedError: a tensor is float8, or cannot be synchronised.
         InvalidArgumentError: `module` is no module.
 
@@ -286,7 +288,7 @@ def _difference(
 class _Changes:
     """The changes that a payload requires: tensors to fill after those of the spec, callbacks, and new values.
 
-    A tensor comes with the path of the object that has it.
+    Each tensor is paired with its path.
     """
 
     tensors: list[tuple[str, TensorLike]]
@@ -297,7 +299,7 @@ class _Changes:
 def _fill(comm: Communicator, root: int, describe: Describe) -> dict[str, Any]:
     """Give this rank root's tensors and states; return the values that differ here, by path. Collective."""
     compared = _compare(comm, root, describe)
-    changes = _Changes([("", tensor) for tensor in compared.payload_tensors], [], {})
+    changes = _Changes([("", tensor) for tensor in compared.payload_tensors], [], {})  # root names none of them
     failure: Exception | None = None
     shares_memory = compared.shares_memory
     named = [*compared.spec.tensors.items()]
@@ -329,7 +331,7 @@ def _read(compared: _Compared, device: torch.device) -> _Changes:
         own = state_of(obj, path)
         reader = PayloadReader(states[path], own, path, device)
         changes.callbacks.append(install_callback(obj, own, reader))
-        changes.tensors += [(path, tensor) for tensor in reader.tensors]
+        changes.tensors += reader.tensors
     return changes
 
 
@@ -355,32 +357,42 @@ def _broadcast(comm: Communicator, tensors: Sequence[TensorLike], root: int) -> 
 
 
 def _check_shared_memory(comm: Communicator, named: Sequence[tuple[str, TensorLike]], root: int) -> None:
-    """Raise MismatchError if tensors that share memory, on any rank, have not got root's values. Collective."""
+    """Raise MismatchError if tensors that share memory, on any rank, do not have root's values. Collective."""
     if comm.world_size == 1:
         return
     tensors = [tensor for _, tensor in named]
-    others = overlapping(tensors)
+    sharing = overlapping(tensors)
     is_checked = np.zeros(len(tensors), np.uint8)
-    is_checked[list(others)] = 1
+    is_checked[list(sharing)] = 1
     comm.all_reduce(is_checked, "max")
     numbers = np.flatnonzero(is_checked)
     own = np.frombuffer(b"".join(_digest(tensors[number]) for number in numbers), np.uint8).reshape(-1, _DIGEST_BYTES)
     differs = np.any(own != comm.broadcast(own.copy(), root=root), axis=1)
     wrong = [int(number) for number in numbers[differs]]
-    note = [wrong[0], wrong[0] in others] if wrong else None
+    note = [wrong[0], wrong[0] in sharing] if wrong else None
     notes = comm.agree(phase="comparing tensors that share memory", note=note)
     first = min((note[0] for note in notes if note is not None), default=None)
     sharing_ranks = [rank for rank, note in enumerate(notes) if note == [first, True]]
     failure = None
     if first is not None and comm.rank == (sharing_ranks[0] if sharing_ranks else root):
-        name, other = named[first][0], named[others[first]][0]
-        failure = MismatchError(
-            f"ranks have different values for it, since it shares memory with {other or 'another tensor'} on rank "
-            f"{comm.rank}: clone() one of them there, or let the two share memory on all ranks",
-            rank=comm.rank,
-            name=name or "(the whole)",
-        )
+        failure = _sharing_error(comm.rank, named, first)
     comm.agree(failure, phase="naming tensors that share memory")
+
+
+def _sharing_error(rank: int, named: Sequence[tuple[str, TensorLike]], number: int) -> MismatchError:
+    """Return the error of a rank on which tensor `number` shares memory with others."""
+    name, tensor = named[number]
+    others = [path for path, other in named if other is not tensor and overlapping([tensor, other])]
+    if others:
+        shown = ", ".join(others[:_MAX_SHOWN_TENSORS]) + (", ..." if len(others) > _MAX_SHOWN_TENSORS else "")
+        text = (
+            f"on rank {rank} this tensor shares memory with {'one of ' if len(others) > 1 else ''}{shown}, but other "
+            f"ranks have different values for the two: clone() one of them on rank {rank}, or let them share memory on "
+            "all ranks"
+        )
+    else:
+        text = "ranks have different values for this tensor: it was changed during the call"
+    return MismatchError(text, rank=rank, name=name or "(the whole)")
 
 
 def _digest(tensor: TensorLike) -> bytes:
@@ -388,6 +400,7 @@ def _digest(tensor: TensorLike) -> bytes:
     hasher = xxhash.xxh3_128()
     for piece in _pieces(tensor):
         staging = _Staging([piece])
+        staging.flat.zero_()  # the padding of numpy's structured dtypes is not copied
         staging.copy_in()
         hasher.update(staging.flat.cpu().numpy().data)
     return hasher.digest()
