@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, needing_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy as np
     import torch
@@ -49,11 +49,10 @@ __all__ = [
     "name_of_dtype",
     "nonfinite",
     "numpy_dtype",
-    "overlapping",
+    "overlap_groups",
     "own_bytes",
     "replicated_part",
     "same_memory",
-    "sorted_spans",
     "torch_dtype",
     "unify_nans",
     "wait_tensor",
@@ -511,25 +510,23 @@ def _memory_span(tensor: Any) -> tuple[str, int, int] | None:
     return "cpu" if tensor.is_cpu else str(tensor.device), first, first + (last + 1) * tensor.itemsize
 
 
-def sorted_spans(tensors: Iterable[Any]) -> list[tuple[str, int, int, int]]:
-    """Return the device and span in memory of each tensor that has memory, with its number, in the order of memory."""
-    spans = ((_memory_span(tensor), number) for number, tensor in enumerate(tensors))
-    return sorted((*span, number) for span, number in spans if span is not None)
+def overlap_groups(tensors: Iterable[Any]) -> Iterator[list[int]]:
+    """Yield the numbers of tensors whose spans in memory, from first to last byte, overlap, a list for each group.
 
-
-def overlapping(tensors: Sequence[Any]) -> set[int]:
-    """Return the numbers of tensors whose spans in memory, from first to last byte, overlap those of others.
-
-    Columns of one matrix are among them, although they have no byte in common.
+    Columns of one matrix are a group, although they have no byte in common. Groups are in the order of memory.
     """
-    found: set[int] = set()
-    device, last_end, last = "", 0, 0  # of the span that reaches farthest so far
-    for where, begin, end, number in sorted_spans(tensors):
-        if where == device and begin < last_end:
-            found |= {last, number}
-        if where != device or end > last_end:
-            device, last_end, last = where, end, number
-    return found
+    spans = ((_memory_span(tensor), number) for number, tensor in enumerate(tensors))
+    group: list[int] = []
+    device, group_end = "", 0
+    for where, begin, end, number in sorted((*span, number) for span, number in spans if span is not None):
+        if where != device or begin >= group_end:
+            if len(group) > 1:
+                yield group
+            device, group, group_end = where, [], 0
+        group.append(number)
+        group_end = max(group_end, end)
+    if len(group) > 1:
+        yield group
 
 
 def same_memory(tensor: Any) -> tuple[Any, ...] | None:

@@ -19,7 +19,7 @@ from statexchange.exchange.reading import ReadItem, read_box
 from statexchange.processes import collector_paused
 from statexchange.sharding.shards import Box, full_box
 from statexchange.storage.regions import slices_within, to_global, windows
-from statexchange.tensors import is_array, same_memory, sorted_spans
+from statexchange.tensors import is_array, overlap_groups, same_memory
 
 __all__ = ["check_shared_memory"]
 
@@ -62,17 +62,8 @@ def _overlapping(items: Sequence[ReadItem]) -> Iterator[list[_Part]]:
         for item in items
         for box, tensor in zip(item.local.shard.boxes, item.local.tensors, strict=True)
     ]
-    group: list[_Part] = []
-    device, group_end = "", 0
-    for where, begin, end, number in sorted_spans(tensor for *_, tensor in parts):
-        if where != device or begin >= group_end:
-            if len(group) > 1:
-                yield group
-            device, group, group_end = where, [], 0
-        group.append(parts[number])
-        group_end = max(group_end, end)
-    if len(group) > 1:
-        yield group
+    for group in overlap_groups(tensor for *_, tensor in parts):
+        yield [parts[number] for number in group]
 
 
 def _is_same(a: _Part, b: _Part) -> bool:

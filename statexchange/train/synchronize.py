@@ -34,7 +34,7 @@ from statexchange.state.leaves import is_leaf
 from statexchange.state.payload import EncodedPayload, PayloadReader, encode_payload, install_callback, state_of
 from statexchange.state.spec import EntryDetail, StateSpec, device_type_of, module_spec
 from statexchange.state.tree import rebuild
-from statexchange.tensors import TensorLike, byte_view, overlapping
+from statexchange.tensors import TensorLike, byte_view, overlap_groups
 
 __all__ = ["allreduce_parameters", "broadcast_parameters", "synchronize"]
 
@@ -44,7 +44,7 @@ Describe = Callable[..., StateSpec]
 _WINDOW_BYTES = 64 << 20  # the largest message, and so the largest copy
 _ALONE_BYTES = 1 << 20  # a tensor of this size or more is sent by itself, without a copy
 _ALIGN_BYTES = 16  # the largest itemsize: any dtype may begin at a multiple of it
-_MAX_SHOWN_RANKS = _MAX_SHOWN_TENSORS = 8
+_MAX_SHOWN = 8  # ranks or tensors in a message
 _DIGEST_BYTES = 16
 
 
@@ -228,7 +228,7 @@ def _compare(comm: Communicator, root: int, describe: Describe) -> _Compared:
         spec = describe(written=comm.rank != root)
         if comm.rank == root:
             encoded = encode_payload(spec)
-        shares_memory = bool(overlapping(list(spec.tensors.values())))
+        shares_memory = any(overlap_groups(spec.tensors.values()))
         note = _Note(root, spec.digest, spec.kinds, shares_memory, encoded.json).to_json()
     except Exception as error:  # noqa: BLE001 (agree raises it on all ranks)
         failure = error
@@ -269,11 +269,8 @@ def _difference(
         else:
             own_entry = nothing
     path = own_entry.path if root_entry is nothing else root_entry.path
-    ranks = ", ".join(map(str, different[:_MAX_SHOWN_RANKS]))
-    if len(different) > _MAX_SHOWN_RANKS:
-        ranks += ", ..."
     return MismatchError(
-        f"not all ranks hold what root, rank {root}, holds (different on: {ranks})",
+        f"not all ranks hold what root, rank {root}, holds (different on: {_listed(different)})",
         rank=rank,
         name=path or "(the whole)",
         expected=f"{root_entry.text} (rank {root})",
@@ -281,7 +278,12 @@ def _difference(
     )
 
 
-# Steps 3 and 4: read the payload and move tensors
+def _listed(items: Sequence[object]) -> str:
+    """Return the first items as text."""
+    return ", ".join(map(str, items[:_MAX_SHOWN])) + (", ..." if len(items) > _MAX_SHOWN else "")
+
+
+# Steps 3 to 6: read the payload, move tensors, and check those that share memory
 
 
 @dataclass(slots=True)
@@ -300,20 +302,12 @@ def _fill(comm: Communicator, root: int, describe: Describe) -> dict[str, Any]:
     """Give this rank root's tensors and states; return the values that differ here, by path. Collective."""
     compared = _compare(comm, root, describe)
     changes = _Changes([("", tensor) for tensor in compared.payload_tensors], [], {})  # root names none of them
-    failure: Exception | None = None
-    shares_memory = compared.shares_memory
-    named = [*compared.spec.tensors.items()]
-    try:
+    with comm.phase("reading what root sent"):
         if comm.rank != root:
             changes = _read(compared, comm.device)
-        named += changes.tensors
-        if changes.tensors:
-            shares_memory |= bool(overlapping([tensor for _, tensor in named]))
-    except Exception as error:  # noqa: BLE001 (agree raises it on all ranks)
-        failure = error
-    shares_memory = any(comm.agree(failure, phase="reading what root sent", note=shares_memory))
+    named = [*compared.spec.tensors.items(), *changes.tensors]
     _broadcast(comm, [tensor for _, tensor in named], root)
-    if shares_memory:
+    if compared.shares_memory or changes.tensors:  # the same on all ranks
         _check_shared_memory(comm, named, root)
     for callback in changes.callbacks:
         callback()
@@ -361,11 +355,13 @@ def _check_shared_memory(comm: Communicator, named: Sequence[tuple[str, TensorLi
     if comm.world_size == 1:
         return
     tensors = [tensor for _, tensor in named]
-    sharing = overlapping(tensors)
+    sharing = {*itertools.chain.from_iterable(overlap_groups(tensors))}
     is_checked = np.zeros(len(tensors), np.uint8)
     is_checked[list(sharing)] = 1
     comm.all_reduce(is_checked, "max")
     numbers = np.flatnonzero(is_checked)
+    if not len(numbers):
+        return
     own = np.frombuffer(b"".join(_digest(tensors[number]) for number in numbers), np.uint8).reshape(-1, _DIGEST_BYTES)
     differs = np.any(own != comm.broadcast(own.copy(), root=root), axis=1)
     wrong = [int(number) for number in numbers[differs]]
@@ -382,13 +378,12 @@ def _check_shared_memory(comm: Communicator, named: Sequence[tuple[str, TensorLi
 def _sharing_error(rank: int, named: Sequence[tuple[str, TensorLike]], number: int) -> MismatchError:
     """Return the error of a rank on which tensor `number` shares memory with others."""
     name, tensor = named[number]
-    others = [path for path, other in named if other is not tensor and overlapping([tensor, other])]
+    others = [path for path, other in named if other is not tensor and any(overlap_groups([tensor, other]))]
     if others:
-        shown = ", ".join(others[:_MAX_SHOWN_TENSORS]) + (", ..." if len(others) > _MAX_SHOWN_TENSORS else "")
         text = (
-            f"on rank {rank} this tensor shares memory with {'one of ' if len(others) > 1 else ''}{shown}, but other "
-            f"ranks have different values for the two: clone() one of them on rank {rank}, or let them share memory on "
-            "all ranks"
+            f"on rank {rank} this tensor shares memory with {'one of ' if len(others) > 1 else ''}{_listed(others)}, "
+            f"but other ranks have different values for the two: clone() one of them on rank {rank}, or let them share "
+            "memory on all ranks"
         )
     else:
         text = "ranks have different values for this tensor: it was changed during the call"
