@@ -168,6 +168,7 @@ def _gloo(task: dict[str, Any]) -> Iterator[None]:
     torch.set_num_threads(1)
     store = f"file://{task['directory']}/store"
     dist.init_process_group("gloo", init_method=store, rank=task["rank"], world_size=task["world_size"])
+    dist.barrier()  # a rank that has connected may fail and exit while its peers still connect: they would fail, too
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
