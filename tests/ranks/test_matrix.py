@@ -225,7 +225,7 @@ def random_values(rank: int, n: int, dtype: str) -> torch.Tensor:
     if dtype == "bool":
         return torch.randint(0, 2, (n,), generator=generator).bool()
     least = 0 if dtype.startswith(("uint", "float8")) else -3
-    most = 4 if dtype == "int8" else 6  # the products of four ranks must fit
+    most = 4 if dtype in ("int8", "uint8") else 6  # the products of four ranks must fit
     return torch.randint(least, most, (n,), generator=generator).to(torch_dtype(dtype))
 
 
