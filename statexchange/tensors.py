@@ -368,8 +368,8 @@ def check_dense(tensor: Any, name: str | None = None) -> None:
     """Raise UnsupportedError unless a tensor has contiguous or strided memory of its own."""
     if is_array(tensor):
         if tensor.dtype.hasobject or hasattr(tensor, "mask"):
-            kind = "array of objects" if tensor.dtype.hasobject else "masked array"
-            raise UnsupportedError(f"only dense tensors can be exchanged, not a {kind}", name=name)
+            kind = "an array of objects" if tensor.dtype.hasobject else "a masked array"
+            raise UnsupportedError(f"only dense tensors can be exchanged, not {kind}", name=name)
         return
     if hasattr(tensor, "materialize"):  # UninitializedParameter and UninitializedBuffer
         text = "this parameter has no shape yet: call the module once, on every rank"

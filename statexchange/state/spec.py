@@ -114,6 +114,8 @@ class StateSpec:
             self.values[path] = leaf
         elif isinstance(leaf, Generator | MappingView):
             raise InvalidArgumentError(f"{type_text(leaf)} cannot be filled in place: give a list", name=path)
+        elif _is_other_number(leaf):
+            raise UnsupportedError(f"a number of dtype {leaf.dtype} cannot be sent: give float() of it", name=path)
         else:
             check_no_state_in(leaf, path)
             self.entries.append((path, _OBJECT))
@@ -193,6 +195,12 @@ def value_kind(value: Any) -> str | None:
     if isinstance(value, enum.Enum):
         return f"enum {type(value).__qualname__}" if values.has_text(value) else None
     return {str: "str", torch.dtype: "dtype"}.get(type(value))
+
+
+def _is_other_number(value: Any) -> bool:
+    """Whether `value` is a number of numpy or ml_dtypes that is no plain value, such as a longdouble."""
+    others = (np.flexible, np.object_, np.datetime64, np.timedelta64)
+    return isinstance(value, np.generic) and not isinstance(value, others)
 
 
 # Tensors

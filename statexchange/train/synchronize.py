@@ -150,7 +150,7 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
     Raises:
         MismatchError: modules differ between ranks; nothing has changed. Or tensors that share memory do not share it
             alike on all ranks; tensors are changed then.
-        UnsupportedError: a tensor is float8, or cannot be synchronised.
+        UnsupportedError: a tensor is float8, shares memory with one of integers, or cannot be synchronised.
         InvalidArgumentError: `module` is no module.
 
     Example:
@@ -163,8 +163,9 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
     def describe(*, written: bool) -> StateSpec:  # noqa: ARG001 (the mean is written on every rank)
         spec = module_spec(module, written=True)
         for name, tensor in spec.tensors.items():
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.itemsize == 1:
+            if _is_averaged(tensor) and tensor.itemsize == 1:
                 raise UnsupportedError(f"{tensor.dtype} cannot be averaged", name=name)
+        _check_integer_views(spec.tensors)
         return spec
 
     with communicator.phase("averaging the parameters"):
@@ -172,13 +173,29 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
         exact: list[TensorLike] = []
         inexact: list[TensorLike] = []
         for tensor in compared.spec.tensors.values():
-            is_inexact = isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex())
-            (inexact if is_inexact else exact).append(tensor)
+            (inexact if _is_averaged(tensor) else exact).append(tensor)
         _broadcast(communicator, exact, 0)
         for window in _windows(inexact):
             communicator.all_reduce_multiple(window, "avg")
         if compared.shares_memory:
             _check_shared_memory(communicator, list(compared.spec.tensors.items()), 0)
+
+
+def _is_averaged(tensor: TensorLike) -> bool:
+    """Whether `allreduce_parameters` gives a tensor the mean; others become rank 0's."""
+    return isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _check_integer_views(tensors: dict[str, TensorLike]) -> None:
+    """Raise UnsupportedError if a tensor to average shares memory with one that becomes rank 0's."""
+    named = list(tensors.items())
+    for group in overlap_groups(tensors.values()):
+        averaged = [named[number] for number in group if _is_averaged(named[number][1])]
+        copied = [named[number] for number in group if not _is_averaged(named[number][1])]
+        for (name, tensor), (view_name, view) in itertools.product(averaged, copied):
+            if any(overlap_groups([tensor, view])):
+                text = f"this tensor cannot be averaged: it shares memory with {view_name}, which would become rank 0's"
+                raise UnsupportedError(f"{text}; clone() one of the two", name=name)
 
 
 # Steps 1 and 2: compare

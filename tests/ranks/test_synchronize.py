@@ -267,6 +267,17 @@ def test_any_array_gets_roots_values_in_place(limits: tuple[int, int], monkeypat
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "number", [np.longdouble(1), np.clongdouble(1), ml_dtypes.bfloat16(1), ml_dtypes.int4(1)], ids=repr
+)
+def test_a_number_that_is_no_plain_value_is_named(number: Any) -> None:
+    with pytest.raises(
+        sx.errors.UnsupportedError, match=rf"a number of dtype {number.dtype} .*: give float\(\).*'a\.b'"
+    ):
+        synchronize({"a": {"b": number}})
+
+
+@pytest.mark.ranks(2)
 def test_a_tensor_in_two_places_is_sent_once() -> None:
     weight = torch.full((3,), float(rank_and_size()[0]))
     tree = synchronize({"a": weight, "b": [weight, weight[:]]})
@@ -576,6 +587,28 @@ def test_float8_cannot_be_averaged() -> None:
     model.register_buffer("scale", torch.ones(1, dtype=torch.float8_e4m3fn))
     with pytest.raises(sx.errors.UnsupportedError, match=r"float8_e4m3fn cannot be averaged.*'scale'"):
         allreduce_parameters(model)
+
+
+@pytest.mark.ranks(2)
+def test_a_tensor_and_a_view_of_it_as_integers_cannot_be_averaged() -> None:
+    model = nn.Linear(2, 1)
+    model.register_buffer("mean", torch.full((4,), 1.0 + rank_and_size()[0]))
+    model.register_buffer("bits", model.mean.view(torch.int32)[:1])
+    with pytest.raises(sx.errors.UnsupportedError, match=r"shares memory with bits, .*rank 0's; clone\(\).*'mean'"):
+        allreduce_parameters(model)
+    assert (model.mean == 1.0 + rank_and_size()[0]).all()
+    model.bits = model.bits.clone()
+    allreduce_parameters(model)
+    assert (model.mean == 1.5).all()
+
+
+@pytest.mark.ranks(2)
+def test_views_of_one_dtype_are_averaged_once() -> None:
+    model = nn.Linear(2, 1)
+    model.register_buffer("mean", torch.full((4,), 1.0 + rank_and_size()[0]))
+    model.register_buffer("part", model.mean[1:3])
+    allreduce_parameters(model)
+    assert (model.mean == 1.5).all()
 
 
 # Optimizers
