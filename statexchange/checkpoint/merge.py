@@ -254,6 +254,7 @@ def merge_checkpoint(
     def merge_once() -> MergeReport:
         checkpoint, reductions = _open(source, section, weights, options, converts=conversion is not None)
         with checkpoint:
+            checkpoint.read_ahead()
             return merge_opened(checkpoint, reductions)
 
     def merge_opened(checkpoint: Source, reductions: Mapping[str, str]) -> MergeReport:

@@ -54,6 +54,7 @@ __all__ = [
 ]
 
 _MAX_LISTED, _MAX_NAME = 8, 100
+_AHEAD_BYTES = 64 << 20  # of all files of a source that is read ahead
 _MAX_SHOWN = 1000  # tensors in the table of a checkpoint
 TORCHAO_NAMES = "tensor_names"  # torchao's key of the metadata with a list of all weights (formats/packed.py)
 SourceKind = Literal[
@@ -399,6 +400,13 @@ class Source:
             for tensor in shard_file.tensors.values():
                 yield shard_file, tensor
 
+    def read_ahead(self) -> None:
+        """Let reads at a URL that follow one another be few requests, for callers that may read most of the tensors."""
+        if self.opened.store.is_remote:
+            files = {byte_range.file for _, tensor in self.shards() for byte_range in tensor.byte_ranges}
+            for file in files:
+                file.read_ahead(_AHEAD_BYTES // len(files))
+
     def check_unchanged(self) -> None:
         """Raise ReplacedError if bytes of any file may have changed since it was opened."""
         for shard_file in self.files:
@@ -574,6 +582,7 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
                 conflicts.setdefault(name, unreadable.unsupported)
                 stored = StoredTensor(name, unreadable.dtype or "?", unreadable.shape or (), {}, conflicts, source)
                 self._tensors.setdefault(name, stored)
+        source.read_ahead()
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._tensors[name]

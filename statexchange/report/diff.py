@@ -145,6 +145,8 @@ def diff_paths(
         open_source(a, section=section, weights=weights_a) as source_a,
         open_source(b, section=section, weights=weights_b) as source_b,
     ):
+        source_a.read_ahead()
+        source_b.read_ahead()
         if conversion is not None:  # the same files, which source_a closes
             configs = [*configs_beside(source_a), *configs_beside(source_b)]
             source_a = convert_source(source_a, conversion, numbers, configs).source  # noqa: PLW2901

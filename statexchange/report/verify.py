@@ -95,6 +95,7 @@ def verify(
         with open_source(path, strict=False) as source:
             if source.refusal is not None and not source.problems:
                 raise source.refusal
+            source.read_ahead()
             try:
                 hub = None if against is None else compare_with_hub(path, against, on_progress=on_progress)
                 check = _Check(source, checks, hub, on_progress)

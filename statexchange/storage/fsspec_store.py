@@ -29,6 +29,7 @@ from statexchange.errors import (
     secrets_of,
     without_secrets,
 )
+from statexchange.storage.read_ahead import ReadAhead
 from statexchange.storage.store import EntryKind, Store, StoredFile
 
 __all__ = ["FsspecStore", "file_system", "is_missing_bucket", "open_url", "storage_errors", "version_of_info"]
@@ -163,6 +164,11 @@ class FsspecFile(StoredFile):
         self.size = int(info["size"])
         self._version = version_of_info(info)
         self.modified = _time_of_info(info)
+        self._ahead: ReadAhead | None = None
+
+    def read_ahead(self, memory_bytes: int) -> None:
+        """Read ahead where reads follow one another, and keep at most `memory_bytes`."""
+        self._ahead = ReadAhead(self._request, self.size, memory_bytes)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         self.read_into_each([buffer], offset)
@@ -175,11 +181,20 @@ class FsspecFile(StoredFile):
         end = offset + nbytes
         if end > self.size:
             raise TruncatedError("object is truncated", path=self.path, expected=end, found=self.size)
+        data = self._request(offset, end) if self._ahead is None else b"".join(self._ahead.read(offset, end))
+        at = 0
+        for buffer in buffers:
+            buffer[:] = data[at : at + len(buffer)]
+            at += len(buffer)
+
+    def _request(self, begin: int, end: int) -> bytes:
+        """Return the bytes from `begin` to `end`, which is not beyond the object."""
         try:
             with storage_errors("read", self._url):
-                data = self._system.cat_file(self._path, start=offset, end=end)
+                data: bytes = self._system.cat_file(self._path, start=begin, end=end)
         except NotFoundError:  # it was there when it was opened
             raise ReplacedError("removed while it was read", path=self.path) from None
+        nbytes = end - begin
         if len(data) == self.size > nbytes:
             raise UnsupportedError(
                 "this server does not answer range requests: copy the file here first", path=self.path
@@ -187,10 +202,7 @@ class FsspecFile(StoredFile):
         if len(data) != nbytes:
             self.check_unchanged()
             raise TruncatedError("object is truncated", path=self.path, expected=nbytes, found=len(data))
-        at = 0
-        for buffer in buffers:
-            buffer[:] = data[at : at + len(buffer)]
-            at += len(buffer)
+        return data
 
     def check_unchanged(self) -> None:
         try:

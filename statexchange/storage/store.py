@@ -131,6 +131,12 @@ class StoredFile(_Budgeted, ABC):
             self.read_into(buffer, offset)
             offset += len(buffer)
 
+    def read_ahead(self, memory_bytes: int) -> None:
+        """Read a remote file ahead where reads follow one another, and keep at most `memory_bytes` of it.
+
+        For a file of which most is read, part by part. A local file is read ahead by the kernel.
+        """
+
     @abstractmethod
     def check_unchanged(self) -> None:
         """Raise ReplacedError if the file's bytes may have changed since it was opened."""

@@ -71,25 +71,57 @@ def test_a_file_is_read_in_ranges(served: str) -> None:
         assert path == served.removesuffix("?signature=hidden")
 
 
-def test_small_tensors_near_each_other_are_read_by_one_request_and_large_gaps_are_not(tmp_path: Path) -> None:
-    saved = {f"layer.{i:03}.bias": np.full(200, i, dtype=np.float32) for i in range(300)}
-    saved |= {f"layer.{i:03}.weight": np.full(20_000, i, dtype=np.float32) for i in range(300) if i % 100 == 50}
-    sx.export_checkpoint(saved, tmp_path / "out")
-    ranges: list[int] = []
+@contextmanager
+def counting(folder: Path) -> Iterator[tuple[str, list[int]]]:
+    """Serve a folder; yield the URL, and the sizes of the ranges that are read."""
+    sizes: list[int] = []
 
     class Counted(WithRanges):
         def do_GET(self) -> None:
             if "Range" in self.headers:  # not when the size is asked for
                 begin, end = self.headers["Range"].removeprefix("bytes=").split("-")
-                ranges.append(int(end) - int(begin) + 1)
+                sizes.append(int(end) - int(begin) + 1)
             super().do_GET()
 
-    with serving(tmp_path / "out", Counted) as url:
+    with serving(folder, Counted) as url:
+        yield url, sizes
+
+
+def test_small_tensors_near_each_other_are_read_by_one_request_and_large_gaps_are_not(tmp_path: Path) -> None:
+    saved = {f"layer.{i:03}.bias": np.full(200, i, dtype=np.float32) for i in range(300)}
+    saved |= {f"layer.{i:03}.weight": np.full(20_000, i, dtype=np.float32) for i in range(300) if i % 100 == 50}
+    sx.export_checkpoint(saved, tmp_path / "out")
+    with counting(tmp_path / "out") as (url, sizes):
         state = {name: np.zeros_like(array) for name, array in saved.items() if name.endswith("bias")}
         sx.load_checkpoint(state, f"{url}/model.safetensors", strict=False)
     assert all(np.array_equal(array, saved[name]) for name, array in state.items())
-    assert len(ranges) < 10, ranges  # for the header, and for the data before, between and after the weights
-    assert sum(ranges) < 1.5 * sum(array.nbytes for array in state.values())
+    assert len(sizes) < 10, sizes  # for the header, and for the data before, between and after the weights
+    assert sum(sizes) < 1.5 * sum(array.nbytes for array in state.values())
+
+
+@pytest.mark.parametrize("call", ["open", "verify", "merge", "diff", "diff of casts"])
+def test_a_whole_file_of_small_tensors_is_read_by_few_requests(call: str, tmp_path: Path) -> None:
+    saved = {f"layer.{i:04}.bias": np.full(100, i, dtype=np.float32) for i in range(2000)}
+    sx.export_checkpoint(saved, tmp_path / "out")
+    sx.merge_checkpoint(tmp_path / "out", tmp_path / "cast", dtype="float16")
+    with counting(tmp_path / "out") as (url, sizes):
+        file = f"{url}/model.safetensors"
+        if call == "open":
+            with sx.open_checkpoint(file) as opened:
+                assert all(np.array_equal(opened[name].read(), array) for name, array in saved.items())
+        elif call == "verify":
+            report = verify(file)
+            assert (report.num_tensors, report.nbytes, report.findings) == (2000, 800_000, ())
+        elif call == "merge":
+            sx.merge_checkpoint(file, tmp_path / "merged")
+            with sx.open_checkpoint(tmp_path / "merged") as merged:
+                assert all(np.array_equal(merged[name].read(), array) for name, array in saved.items())
+        else:
+            other = tmp_path / ("out" if call == "diff" else "cast")
+            report = sx.diff_checkpoints(file, other / "model.safetensors", threads=3)
+            assert {tensor.status for tensor in report.tensors} == {"equal" if call == "diff" else "dtype"}
+    assert len(sizes) < 30, sizes
+    assert sum(sizes) < 4 * (tmp_path / "out" / "model.safetensors").stat().st_size
 
 
 @pytest.mark.parametrize("served", [WithoutRanges], indirect=True)

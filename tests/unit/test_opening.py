@@ -178,16 +178,18 @@ def test_a_file_that_is_opened_again_is_the_one_that_was_opened(how: str, tmp_pa
     assert replaced > 50
 
 
-def test_an_open_checkpoint_can_be_pickled_and_copied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["", "local://"])
+def test_an_open_checkpoint_can_be_pickled_and_copied(scheme: str, tmp_path: Path) -> None:
     publish(tmp_path / "out", 3.0)
-    opened = sx.open_checkpoint(tmp_path / "out")
+    opened = sx.open_checkpoint(f"{scheme}{tmp_path}/out")
+    assert opened["a"].read().tolist() == [3.0] * 3
     for again in (pickle.loads(pickle.dumps(opened)), copy.deepcopy(opened)):
         assert again["a"].read().tolist() == [3.0] * 3
     assert pickle.loads(pickle.dumps(opened["a"])).read().tolist() == [3.0] * 3
     sent = pickle.dumps(opened)
     sx.export_checkpoint({"a": np.zeros(9)}, tmp_path / "out", overwrite=True)
     with pytest.raises(sx.errors.ReplacedError):
-        pickle.loads(sent)
+        pickle.loads(sent)["a"].read()
 
 
 @pytest.mark.parametrize("scheme", ["", "local://"])
