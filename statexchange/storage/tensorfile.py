@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import secrets
 import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,6 @@ WORKSPACE_KEY = "statexchange"
 # torch's HuggingFaceStorageWriter keeps a shard's offsets under this key, and its version beside it.
 TORCH_SHARDING_KEY, _TORCH_VERSION_KEY, _TORCH_VERSION = "DCP_SHARDING_INFO", "DCP_VERSION", "1.0"
 _PER_FILE_KEYS = (WORKSPACE_KEY, TORCH_SHARDING_KEY, _TORCH_VERSION_KEY)
-_NO_DIGEST = "0" * 32
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -306,18 +306,19 @@ def _check_contiguous(entries: Sequence[Entry], start: int, size: int | None, pa
         raise CorruptError("file has bytes after the last tensor", path=path, expected=at, found=size)
 
 
-def _header_metadata(
-    shards: Sequence[Shard], digests: Sequence[Sequence[str]], metadata: Mapping[str, Any]
-) -> dict[str, str]:
-    """Return the text metadata of a file: the workspace's, "format", and torch's sharding keys."""
+def _header_metadata(shards: Sequence[Shard], no_digest: str, metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the text metadata of a file: the workspace's, "format", and torch's sharding keys.
+
+    `no_digest` stands in the place of each digest.
+    """
     tensors = {}
     torch_sharding = {}
-    for shard, box_digests in zip(shards, digests, strict=True):
+    for shard in shards:
         tensors[shard.name] = {
             "dtype": shard.dtype,
             "global_shape": list(shard.global_shape),
             "boxes": [box.to_json() for box in shard.boxes],
-            "digests": box_digests,
+            "digests": [no_digest] * len(shard.boxes),
         }
         if len(shard.boxes) == 1:
             torch_sharding[shard.name] = {"saved_offsets": _saved_offsets(shard)}
@@ -349,15 +350,20 @@ def write_tensor_file(
     The digests are computed while the tensors are written, so the header, which has them, is written last.
     """
     ordered = _in_file_order(shards)
-    digests = _placeholders(ordered)
-
-    def header() -> bytes:
-        return _rank_header(ordered, digests, metadata)
-
-    begin = len(header())  # with placeholders: all digests have the same length
-    nbytes = begin + sum(data.shard.nbytes for data in ordered)
-    parts = _digested(ordered, digests)
-    write_new(dir_fd, name, parts, nbytes=nbytes, path=path, durable=durable, mode=mode, begin=begin, header=header)
+    header = _RankHeader(ordered, metadata)
+    digests: list[str] = []
+    nbytes = header.nbytes + sum(data.shard.nbytes for data in ordered)
+    write_new(
+        dir_fd,
+        name,
+        _digested(ordered, digests),
+        nbytes=nbytes,
+        path=path,
+        durable=durable,
+        mode=mode,
+        begin=header.nbytes,
+        header=lambda: header.with_digests(digests),
+    )
     return nbytes
 
 
@@ -375,18 +381,18 @@ class DigestedTensors:
     header: bytes
     nbytes: int
     _shards: tuple[ShardData, ...]
-    _digests: tuple[tuple[str, ...], ...]
+    _digests: tuple[str, ...]
 
     @classmethod
     def of(cls, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> DigestedTensors:
         """Read the tensors once, for their digests."""
         ordered = _in_file_order(shards)
-        digests = _placeholders(ordered)
+        digests: list[str] = []
         for _ in _digested(ordered, digests):
             pass
-        header = _rank_header(ordered, digests, metadata)
+        header = _RankHeader(ordered, metadata).with_digests(digests)
         nbytes = len(header) + sum(data.shard.nbytes for data in ordered)
-        return cls(header, nbytes, tuple(ordered), tuple(map(tuple, digests)))
+        return cls(header, nbytes, tuple(ordered), tuple(digests))
 
     def parts(self) -> Iterator[memoryview]:
         """Yield the bytes after the header; each part is valid until the next one is requested.
@@ -394,13 +400,14 @@ class DigestedTensors:
         Raises:
             CorruptError: a tensor was changed since its digest was made.
         """
-        digests = _placeholders(self._shards)
+        digests: list[str] = []
         # Each part is digested after its use, so that a change before or during the use is found.
         yield from _digested(self._shards, digests, after_use=True)
-        for data, expected, found in zip(self._shards, self._digests, digests, strict=True):
-            if tuple(found) != expected:
+        names = (data.shard.name for data in self._shards for _ in data.shard.boxes)
+        for name, expected, found in zip(names, self._digests, digests, strict=True):
+            if found != expected:
                 text = "changed while it was saved: do not write into the state during a save, or use background=True"
-                raise CorruptError(text, name=data.shard.name)
+                raise CorruptError(text, name=name)
 
 
 def _in_file_order(shards: Sequence[ShardData]) -> list[ShardData]:
@@ -408,29 +415,35 @@ def _in_file_order(shards: Sequence[ShardData]) -> list[ShardData]:
     return sorted(shards, key=lambda data: (-dtypes.index(data.shard.dtype), data.shard.name))
 
 
-def _placeholders(shards: Sequence[ShardData]) -> list[list[str]]:
-    return [[_NO_DIGEST for _ in data.shard.boxes] for data in shards]
+class _RankHeader:
+    """The header of a rank's file, encoded before the digests are known: they all have the same length."""
+
+    def __init__(self, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> None:
+        no_digest = secrets.token_hex(16)  # as long as a digest; random, so that no name and no value contains it
+        described = [data.shard for data in shards]
+        with collector_paused():
+            entries = [(shard.name, shard.dtype, shard.local_shape) for shard in described]
+            header = encode_header(entries, _header_metadata(described, no_digest, metadata))
+        self.nbytes = len(header)
+        self._between_digests = header.split(no_digest.encode())
+
+    def with_digests(self, digests: Sequence[str]) -> bytes:
+        """Return the header with the digests of all boxes."""
+        parts = [b""] * (2 * len(digests) + 1)
+        parts[::2] = self._between_digests
+        parts[1::2] = map(str.encode, digests)
+        return b"".join(parts)
 
 
-def _rank_header(shards: Sequence[ShardData], digests: Sequence[Sequence[str]], metadata: Mapping[str, Any]) -> bytes:
-    """Return the header of a rank's file."""
-    described = [data.shard for data in shards]
-    with collector_paused():
-        entries = [(shard.name, shard.dtype, shard.local_shape) for shard in described]
-        return encode_header(entries, _header_metadata(described, digests, metadata))
-
-
-def _digested(
-    shards: Sequence[ShardData], digests: Sequence[list[str]], *, after_use: bool = False
-) -> Iterator[memoryview]:
-    """Yield the bytes of all tensors, and store each box's digest in `digests` after its last part.
+def _digested(shards: Sequence[ShardData], digests: list[str], *, after_use: bool = False) -> Iterator[memoryview]:
+    """Yield the bytes of all tensors, and append each box's digest to `digests` after its last part.
 
     Each part is digested before it is yielded, while it is in the processor's cache, or with `after_use` afterwards.
     """
     import xxhash
 
-    for data, box_digests in zip(shards, digests, strict=True):
-        for index in range(len(box_digests)):
+    for data in shards:
+        for index in range(len(data.shard.boxes)):
             hasher = xxhash.xxh3_128()
             for part in data.box_parts(index):
                 if after_use:
@@ -439,4 +452,4 @@ def _digested(
                 else:
                     hasher.update(part)
                     yield part
-            box_digests[index] = hasher.hexdigest()
+            digests.append(hasher.hexdigest())
