@@ -5,6 +5,7 @@ numpy and torch are imported inside functions: code that only reads headers need
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import sys
@@ -14,6 +15,7 @@ from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt,
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     import numpy as np
     import torch
@@ -56,6 +58,7 @@ __all__ = [
     "torch_dtype",
     "unify_nans",
     "wait_tensor",
+    "without_grad",
 ]
 
 # A dtype as callers give it: torch's, numpy's, or a name such as "bfloat16" or "BF16".
@@ -338,6 +341,15 @@ def replicated_part(tensor: Any, name: str | None, advice: str) -> torch.Tensor:
         raise UnsupportedError(text, name=name)
     local: torch.Tensor = tensor.to_local()
     return local
+
+
+def without_grad() -> AbstractContextManager[object]:
+    """Return torch's `no_grad`, or a context that does nothing if torch is not imported.
+
+    Entering it takes as long as the rest of what is done to a small tensor: loops over tensors are in one.
+    """
+    torch = sys.modules.get("torch")
+    return contextlib.nullcontext() if torch is None else torch.no_grad()
 
 
 def wait_tensor(tensor: Any) -> Any:

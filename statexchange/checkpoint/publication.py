@@ -40,15 +40,28 @@ def target_path(path: str | os.PathLike[str]) -> str:
     return at.directory if at.is_remote else os.path.abspath(name)
 
 
-def _replaceable_files(store: Store) -> Sequence[str]:
-    """Return the files of a published checkpoint; raise UnsafeError if the directory has any other entry."""
-    listed = listed_files(store)
-    unlisted = sorted(name for name, kind in store.listing.items() if kind != "file" or name not in listed)
-    if unlisted:
-        raise UnsafeError(
-            f"refused to overwrite: {unlisted[0]!r} is not listed in the target's {MANIFEST} as a file", path=store.path
-        )
-    return listed
+class _ReplaceCheck:
+    """Finds the files of a published checkpoint that is to be replaced, and refuses it if it has any other entry.
+
+    A build asks at the start, and again before the new directory takes the name. A manifest that has not changed since
+    is not parsed again, which for many tensors would take as long as writing the new one.
+    """
+
+    def __init__(self) -> None:
+        self._version: list[str | int] = []
+        self._listed: list[str] = []
+
+    def __call__(self, store: Store) -> Sequence[str]:
+        """Return the files of the checkpoint; raise UnsafeError if the directory has any other entry."""
+        version = store.open(MANIFEST).version if MANIFEST in store.listing else []
+        if not version or version != self._version:
+            self._version, self._listed = version, listed_files(store)
+        listed = self._listed
+        unlisted = sorted(name for name, kind in store.listing.items() if kind != "file" or name not in listed)
+        if unlisted:
+            text = f"refused to overwrite: {unlisted[0]!r} is not listed in the target's {MANIFEST} as a file"
+            raise UnsafeError(text, path=store.path)
+        return listed
 
 
 class PlannedFile:
@@ -129,7 +142,7 @@ def check_publication(
         StorageError: as `Publication`.
     """
     draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA)
-    check = _replaceable_files if overwrite else None
+    check = _ReplaceCheck() if overwrite else None
     location(target_path(path)).check_build(MANIFEST, check=check, nbytes=draft.nbytes, resume=resume)
 
 
@@ -177,7 +190,7 @@ class Publication:
         self._build = location(target_path(path)).open_build(
             plan.digest,
             [*self._draft.names, MANIFEST],
-            check=_replaceable_files if overwrite else None,
+            check=_ReplaceCheck() if overwrite else None,
             reuse=reuse,
             resume=resume,
         )

@@ -44,7 +44,7 @@ from statexchange.state.modules import is_module, module_items
 from statexchange.state.tree import flatten, walk
 from statexchange.storage.stored_values import decode_stored
 from statexchange.storage.tensorfile import digest
-from statexchange.tensors import check_writable, dtype_name, mark_changed, name_of_dtype, torch_dtype
+from statexchange.tensors import check_writable, dtype_name, mark_changed, name_of_dtype, torch_dtype, without_grad
 from statexchange.units import format_transfer
 
 __all__ = ["LoadReport", "load_checkpoint", "load_now"]
@@ -637,12 +637,13 @@ def _targets(plan: LoadPlan, catalog: Catalog, rank: int) -> list[_Target]:
         like = {name: catalog.shape_like(name) for name, _, _ in plan.targets if name in catalog}
         layout.like = {name: parameter for name, parameter in like.items() if parameter is not None}
     found = []
-    for name, live, path in plan.targets:
-        is_padded = bool(getattr(live, "allow_shape_mismatch", False))
-        for local in describe_entry(path, live, layout, rank):
-            is_whole = local.shard.name == path
-            source = name if is_whole else local.shard.name
-            found.append(_Target(catalog.renumbered.get(source, source), path, local, is_padded))
+    with without_grad():
+        for name, live, path in plan.targets:
+            is_padded = bool(getattr(live, "allow_shape_mismatch", False))
+            for local in describe_entry(path, live, layout, rank):
+                is_whole = local.shard.name == path
+                source = name if is_whole else local.shard.name
+                found.append(_Target(catalog.renumbered.get(source, source), path, local, is_padded))
     return found
 
 

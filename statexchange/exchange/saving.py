@@ -25,6 +25,7 @@ from statexchange.checkpoint.publication import target_path
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, NotFoundError, without_secrets
 from statexchange.exchange.placing import parameter_names, place_parts
+from statexchange.exchange.progress import Progress
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.processes import collector_paused
 from statexchange.settings import check_timeout
@@ -270,7 +271,8 @@ def _write(
     name = rank_file_name(comm.rank, comm.world_size)
     metadata = rank_metadata(start.save, comm.rank, comm.world_size, config, {"aliases": dict(described.aliases)})
     with collector_paused():
-        shards = [shard_data(one, staging, comm.progress) for one in described.tensors.values()]
+        progress = Progress(comm)
+        shards = [shard_data(one, staging, progress) for one in described.tensors.values()]
     try:
         member = location(path).join_build(start.key, MANIFEST)
         return member.write_tensors(name, shards, metadata), member.folder

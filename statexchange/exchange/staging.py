@@ -6,11 +6,12 @@ GPU copies into or out of one while the host works on the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from statexchange.exchange.progress import Progress
 from statexchange.sharding.shards import Box, full_box
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.files import WINDOW_BYTES
@@ -95,17 +96,17 @@ class Staging:
         return self._buffers[key]
 
 
-def shard_data(local: LocalTensor, staging: Staging, progress: Callable[[], None] | None = None) -> ShardData:
+def shard_data(local: LocalTensor, staging: Staging, progress: Progress | None = None) -> ShardData:
     """Return a live tensor's shard with the bytes of its boxes, which are produced on request through `staging`.
 
-    `progress` is called for each part.
+    `progress` counts the parts.
     """
 
     def parts(box: int) -> Iterator[memoryview]:
         for _, part in staging.parts(local.tensors[box], local.shard.dtype):
             yield part
             if progress is not None:
-                progress()
+                progress.add(len(part))
 
     return ShardData(local.shard, parts)
 

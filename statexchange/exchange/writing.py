@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 from statexchange.comm.communicator import Communicator
+from statexchange.exchange.progress import Progress
 from statexchange.exchange.rank_metadata import local_box
 from statexchange.exchange.staging import Staging
 from statexchange.sharding import records
@@ -129,6 +130,7 @@ class _Writing:
 
     def __init__(self, comm: Communicator, described: Description, plan: WritePlan, nodes: Sequence[int]) -> None:
         self._comm = comm
+        self._progress = Progress(comm)
         self._described = described
         self._write_staging, self._send_staging = Staging(WINDOW_BYTES), Staging(_MESSAGE_BYTES)
         self._node_ranks: list[list[int]] = [[] for _ in range(comm.num_nodes)]
@@ -189,7 +191,7 @@ class _Writing:
                 opened.write(item, to_global(window, item.box), data)
                 opened.count(len(data))
             else:
-                self._comm.progress()
+                self._progress.add(len(data))
         return str(hasher.hexdigest())
 
     def _send(self, item: _WriteItem, opened: _Files) -> str:
@@ -208,7 +210,7 @@ class _Writing:
             part = data[: window.numel * item.itemsize]
             self._comm.recv(part, item.src)
             opened.write(item, to_global(window, item.box), part.data)
-            self._comm.progress()
+            self._progress.add(len(part))
 
 
 class _Files:
@@ -222,7 +224,7 @@ class _Files:
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self._files = planned
-        self._comm = comm
+        self._progress = Progress(comm)
         self._total = total
         self._done = 0
         self._dirty = 0
@@ -249,7 +251,7 @@ class _Files:
     def count(self, nbytes: int) -> None:
         """Count bytes that this rank has written or sent, and report progress."""
         self._done += nbytes
-        self._comm.progress()
+        self._progress.add(nbytes)
         if self._on_progress is not None:
             self._on_progress(self._done, self._total)
 

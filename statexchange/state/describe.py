@@ -14,7 +14,7 @@ from statexchange.sharding.shards import Shard, full_box
 from statexchange.state.dtensors import chunks_of
 from statexchange.state.megatron import MegatronTensor, holds_sharded, leaves, sharded_kind
 from statexchange.state.modules import is_extra_state, is_module, is_plain_entry, model_items
-from statexchange.tensors import dtype_name, is_tensor, same_memory, wait_tensor
+from statexchange.tensors import dtype_name, is_tensor, same_memory, wait_tensor, without_grad
 
 if TYPE_CHECKING:
     import torch
@@ -93,16 +93,18 @@ def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Descrip
     sources: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     rules = layout or Layout({})
-    for name, tensor in named_tensors(state):
-        for part in _local_tensors(name, wait_tensor(tensor), rules.rule_for(name), rank):
-            if part.shard.name in tensors:
-                raise InvalidArgumentError("two parts of the state use this name", name=part.shard.name)
-            tensors[part.shard.name] = part
-            if part.shard.name != name:
-                sources[part.shard.name] = name
-            key = tuple(map(same_memory, part.tensors))
-            if key and None not in key and seen.setdefault(key, part.shard.name) != part.shard.name:
-                aliases[part.shard.name] = seen[key]
+    named = list(named_tensors(state))
+    with without_grad():
+        for name, tensor in named:
+            for part in _local_tensors(name, wait_tensor(tensor), rules.rule_for(name), rank):
+                if part.shard.name in tensors:
+                    raise InvalidArgumentError("two parts of the state use this name", name=part.shard.name)
+                tensors[part.shard.name] = part
+                if part.shard.name != name:
+                    sources[part.shard.name] = name
+                key = tuple(map(same_memory, part.tensors))
+                if key and None not in key and seen.setdefault(key, part.shard.name) != part.shard.name:
+                    aliases[part.shard.name] = seen[key]
     return Description(tensors, aliases, tuple(sorted(rules.unused)), sources)
 
 

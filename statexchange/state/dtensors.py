@@ -42,18 +42,24 @@ def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]],
         raise UnsupportedError(layout.problem, name=name)
     if not layout.boxes:
         return [], layout.placement
-    import torch
-
-    # Outside of autograd's graph: `to_local` would take most of the time to add a node to it, and torch refuses to
-    # slice the local part of a parameter there once it was filled.
-    with torch.no_grad():
-        local = wait_tensor(tensor.to_local()).detach()
+    local = _local_part(tensor)
     if layout.begins is None:
         return [(box, local) for box in layout.boxes], layout.placement
     found = []
     for box, begin in zip(layout.boxes, layout.begins, strict=True):
         found.append((box, local[tuple(map(slice, begin, map(add, begin, box.shape)))]))
     return found, layout.placement
+
+
+def _local_part(tensor: Any) -> Any:
+    # Outside of autograd's graph: `to_local` would take most of the time to add a node to it, and torch refuses to
+    # slice the local part of a parameter there once it was filled.
+    import torch
+
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _local_part(tensor)
+    return wait_tensor(tensor.to_local()).detach()
 
 
 def _box(chunk: Any) -> Box:
