@@ -440,9 +440,9 @@ def _check_same(source: Source, options: LoadOptions, texts: Mapping[str, str], 
     Different checkpoints at one path are a ReplacedError, at different paths an InvalidArgumentError. Return whether
     any rank has a layout.
     """
-    ours = _OpenedSource.of(source, options, texts)
     if comm.world_size == 1:
-        return ours.has_layout
+        return options.layout is not None
+    ours = _OpenedSource.of(source, options, texts)
     sent = comm.all_gather_object(ours.to_json())
     found = [
         records.parsed(raw, _OpenedSource.from_json, "the description of the checkpoint", rank)
