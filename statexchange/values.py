@@ -26,11 +26,22 @@ from typing import Any, ClassVar, TypeAlias, cast
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
 
-__all__ = ["MAX_DEPTH", "decode", "encode", "has_text", "is_number", "register_config", "to_plain", "types_of"]
+__all__ = [
+    "MAX_DEPTH",
+    "decode",
+    "encode",
+    "has_text",
+    "is_number",
+    "is_same",
+    "register_config",
+    "to_plain",
+    "types_of",
+]
 
 _TAG = "$"
 MAX_DEPTH = 100  # levels of nested containers in one value or state
 _MAX_EQUAL_HASHES = 64
+_MAX_INT_BITS = 14_284  # no more than 4,300 digits: Python's own limit for texts of integers
 # Those of `is_number`. np.dtype() takes any text, and compiles a part of it as Python code.
 _NUMBER_DTYPES = ("bool", *(f"{sign}int{8 * size}" for sign in ("", "u") for size in (1, 2, 4, 8)))
 _NUMBER_DTYPES += ("float16", "float32", "float64", "complex64", "complex128")
@@ -127,6 +138,9 @@ def _encode(value: Any, path: str, leaf: Leaf, inside: Leaf, depth: int) -> Json
     if kept is not None:
         return {_TAG: "leaf", "name": kept}
     kind = type(value)
+    if kind is int and value.bit_length() > _MAX_INT_BITS:
+        where = path or "the top"
+        raise UnsupportedError(f"cannot write an integer of {value.bit_length():,} bits as JSON, at {where}")
     if value is None or kind in (bool, int, str):
         return cast("Json", value)
     if kind is float:
@@ -139,7 +153,10 @@ def _encode(value: Any, path: str, leaf: Leaf, inside: Leaf, depth: int) -> Json
         return _encode(child, path + step, inside, inside, depth + 1)
 
     if isinstance(value, enum.Enum):
-        return _typed("enum", kind, value=inner(value.value, ".value"))
+        member = inner(value.value, ".value")
+        if not _leads_back(value, member):
+            raise _refusal(kind, path)
+        return _typed("enum", kind, value=member)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {name: inner(item, f".{name}") for name, item in _fields(value, path).items()}
         return _typed("dataclass", kind, value=fields)
@@ -152,13 +169,19 @@ def _encode(value: Any, path: str, leaf: Leaf, inside: Leaf, depth: int) -> Json
     if isinstance(value, Mapping):
         if all(type(key) is str for key in value) and _TAG not in value:
             return {key: inner(item, f".{key}") for key, item in value.items()}
-        pairs = [[item_or_key(key, f"<key {key!r}>"), inner(item, f"[{key!r}]")] for key, item in value.items()]
+        pairs = [
+            [item_or_key(key, f"<key {excerpt(key)}>"), inner(item, f"[{excerpt(key)}]")] for key, item in value.items()
+        ]
         return {_TAG: "dict", "value": pairs}
     tagged = _tagged(value, item_or_key)
     if tagged is not None:
         return tagged
+    raise _refusal(kind, path)
+
+
+def _refusal(kind: type, path: str) -> UnsupportedError:
     where = path or "the top"
-    raise UnsupportedError(f"cannot write a {kind.__module__}.{kind.__qualname__} as JSON, at {where}{_advice(kind)}")
+    return UnsupportedError(f"cannot write a {kind.__module__}.{kind.__qualname__} as JSON, at {where}{_advice(kind)}")
 
 
 def _tagged(value: Any, inner: Callable[[object, str], Json]) -> Json:  # noqa: ANN401 (any value)
@@ -169,15 +192,20 @@ def _tagged(value: Any, inner: Callable[[object, str], Json]) -> Json:  # noqa: 
     if kind is bytes:
         return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
     if kind in (set, frozenset):  # sorted, so that equal sets have equal texts
-        items = [inner(item, f"<item {item!r}>") for item in value]
+        items = [inner(item, f"<item {excerpt(item)}>") for item in value]
         return {_TAG: kind.__name__, "value": sorted(items, key=json.dumps)}
     if kind is deque:
         items = [inner(item, f"[{i}]") for i, item in enumerate(value)]
         return {_TAG: "deque", "value": items, "maxlen": value.maxlen}
-    if isinstance(value, pathlib.PurePath):
+    if isinstance(value, type(pathlib.PurePath())):  # not one of another system
         return {_TAG: "path", "value": str(value)}
-    if kind in (dt.datetime, dt.date, dt.time):
-        return {_TAG: kind.__name__, "value": value.isoformat()}
+    if kind is dt.date:
+        return {_TAG: "date", "value": value.isoformat()}
+    if kind in (dt.datetime, dt.time):
+        fold = {"fold": value.fold} if value.fold else {}
+        text = value.isoformat()
+        has_text = repr(kind.fromisoformat(text).replace(**fold)) == repr(value)  # no text has the name of a time zone
+        return {_TAG: kind.__name__, "value": text, **fold} if has_text else None
     if kind is dt.timedelta:
         return {_TAG: "timedelta", "value": [value.days, value.seconds, value.microseconds]}
     if kind.__module__ == "torch" and kind.__name__ in ("dtype", "Size", "device"):
@@ -209,7 +237,24 @@ def has_text(value: object) -> bool:
     return True
 
 
+def is_same(value: object, other: object) -> bool:
+    """Whether two values have one type and one text. Not collective.
+
+    Stricter than ``==`` where that leaves something out: 0.0 and -0.0, ``[1]`` and ``[True]`` and dataclasses that
+    differ in a field with ``compare=False`` are not the same. NaN is the same as NaN. Values that `encode` cannot
+    encode never are.
+    """
+    try:
+        return type(value) is type(other) and encode(value) == encode(other)
+    except (TypeError, ValueError):
+        return False
+
+
 def _advice(kind: type) -> str:
+    if kind in (dt.datetime, dt.time):
+        return ": its time zone has no text that can be read back: give it in UTC, as astimezone(datetime.timezone.utc)"
+    if issubclass(kind, enum.Enum):
+        return ": its value does not lead back to it, as that of NaN"
     if kind.__name__ == "Generator" and kind.__module__.startswith("torch"):
         return ": give its get_state(), a tensor"
     if kind.__name__ == "DataLoader" and kind.__module__.startswith("torch"):
@@ -227,6 +272,14 @@ def _fields(value: Any, path: str) -> dict[str, Any]:  # noqa: ANN401 (a datacla
                 f"cannot write a {_type_name(type(value))} with field {name!r} unset, at {path or 'the top'}"
             )
     return {name: getattr(value, name) for name in names}
+
+
+def _leads_back(member: enum.Enum, encoded: Json) -> bool:
+    """Whether a member of an Enum is found by its value, once that is decoded."""
+    try:
+        return type(member)(decode(json.dumps(encoded), types=types_of(member.value))) is member
+    except ValueError:
+        return False
 
 
 def _typed(tag: str, cls: type, value: Json) -> dict[str, Any]:
@@ -376,7 +429,8 @@ class _Decoder:
         return pathlib.Path(raw["value"])
 
     def _time(self, raw: dict[str, Any]) -> object:
-        return getattr(dt, raw[_TAG]).fromisoformat(raw["value"])
+        time = getattr(dt, raw[_TAG]).fromisoformat(raw["value"])
+        return time.replace(fold=raw["fold"]) if "fold" in raw else time
 
     def _timedelta(self, raw: dict[str, Any]) -> dt.timedelta:
         days, seconds, microseconds = raw["value"]

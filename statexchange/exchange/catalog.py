@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from statexchange.sharding.options import LoadOptions, renamed
 from statexchange.sharding.plan import HolderLabel
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box, Shard, full_box
+from statexchange.state.load_plan import Conflicts
 from statexchange.state.modules import is_module
 from statexchange.state.tree import WalkStep, walk
 from statexchange.storage.byte_range import ByteRange
@@ -159,7 +160,7 @@ class Catalog:
                     holders.setdefault(box, []).append(part.label)
         return holders
 
-    def check_values(self, saved: Any, conflicts: Mapping[tuple[Any, ...], tuple[int, int]]) -> None:
+    def check_values(self, saved: Any, conflicts: Conflicts) -> None:
         """Raise ReplicaError for values in the saved tree that ranks saved differently, if they are to be equal.
 
         Args:
@@ -179,6 +180,21 @@ class Catalog:
             text = _differing(f"different values of {found[0]!r}{others}", _excluding(found), rank, other)
             raise ReplicaError(text, rank=other, path=self.source.path)
 
+    def check_unions(self, plain: Collection[str], unions: Conflicts) -> None:
+        """Raise ReplicaError for lists of param groups in plain values, if ranks saved different ones.
+
+        Args:
+            plain: the paths of the plain values that are loaded.
+            unions: two ranks that saved different lists, by the keys that lead there.
+        """
+        loaded = set(map(_with_dots, plain))
+        for keys, (rank, other) in unions.items():
+            name = self.new_name(".".join(map(str, keys)))
+            steps = _with_dots(name).split(".")
+            if any(".".join(steps[:count]) in loaded for count in range(1, len(steps) + 1)):
+                text = _differing(f"different values of {name!r}", name, rank, other)
+                raise ReplicaError(text, rank=other, path=self.source.path)
+
     def check_loaders(self, saved: Any, places: LivePlaces) -> None:
         """Raise ReplicaError for a data loader if its position was saved on another number of ranks.
 
@@ -197,6 +213,11 @@ class Catalog:
                     'the step, or pass replicas="root" to take rank 0\'s position as it is',
                     path=self.source.path,
                 )
+
+
+def _with_dots(path: str) -> str:
+    """Return a path with dots before indices, as in the names of conflicts."""
+    return path.replace("[", ".").replace("]", "")
 
 
 def _excluding(names: Sequence[str]) -> str | list[str]:

@@ -39,7 +39,16 @@ from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
-from statexchange.state.load_plan import LoadPlan, SavedTensor, merge_trees, plan_load, tree_from_names
+from statexchange.state.load_plan import (
+    NO_TREE,
+    Conflicts,
+    LoadPlan,
+    SavedTensor,
+    merge_trees,
+    plan_load,
+    tree_from_names,
+    with_other_entries,
+)
 from statexchange.state.modules import is_module, module_items
 from statexchange.state.tree import flatten, walk
 from statexchange.storage.stored_values import decode_stored
@@ -512,9 +521,18 @@ def _model_for(state: Any, source: Source) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class _SavedTree:
-    """The saved tree under the state's names; `left_out` are the paths that the options leave out."""
+    """The saved tree under the state's names.
+
+    Attributes:
+        tree: what any rank has saved.
+        of_one_rank: what plain values are taken from: what this rank saved, or the lowest; NO_TREE if ranks agree.
+        unions: lists of param groups that differ between ranks.
+        left_out: the paths that the options leave out.
+    """
 
     tree: Any
+    of_one_rank: Any
+    unions: Conflicts
     left_out: frozenset[str]
 
 
@@ -540,13 +558,20 @@ def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
                 path=catalog.source.path,
             )
     places = LivePlaces.of(state)
-    merged, conflicts = merge_trees(trees)
-    whole = with_new_names(merged, catalog, places)
+    merged = merge_trees(trees)
+    whole = with_new_names(merged.tree, catalog, places)
     tree = without_unwanted(whole, catalog.options, places)
     catalog.check_loaders(tree, places)
-    catalog.check_values(tree, conflicts)
+    catalog.check_values(tree, merged.conflicts)
     selects = catalog.options.include or catalog.options.exclude
-    return _SavedTree(tree, frozenset(paths_of(whole) - paths_of(tree) if selects else ()))
+    left_out = frozenset(paths_of(whole) - paths_of(tree) if selects else ())
+    first = next(iter(trees.values()))
+    if catalog.own_rank is None and catalog.options.replicas == "root":
+        first = with_other_entries(first, merged.tree)
+    elif catalog.own_rank is None or len(trees) == 1:
+        return _SavedTree(tree, NO_TREE, merged.unions, left_out)
+    of_one_rank = without_unwanted(with_new_names(first, catalog, places), catalog.options, places)
+    return _SavedTree(tree, of_one_rank, {}, left_out)
 
 
 def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPlan:
@@ -556,11 +581,15 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPla
         texts = {catalog.new_name(name): text for name, text in catalog.source.texts.items()}
         shape_of = partial(_shape_of, catalog)
         saved = tree_from_names(state, catalog.has, filter(options.wants, catalog), texts, catalog.keeps, shape_of)
+        tree_of_one_rank = NO_TREE
     else:
-        saved = tree.tree
+        saved, tree_of_one_rank = tree.tree, tree.of_one_rank
     left_out = frozenset() if tree is None else tree.left_out
     stays = partial(_stays, options, left_out) if options.include or options.exclude else None
-    plan = plan_load(state, saved, lambda name, own, like: _tensor_to_fill(catalog, name, own, like), stays)
+    allocate = partial(_tensor_to_fill, catalog)
+    plan = plan_load(state, saved, allocate, stays, tree_of_one_rank)
+    if tree is not None:
+        catalog.check_unions(plan.plain, tree.unions)
     if options.include or options.exclude:
         places = LivePlaces.of(state)
         plan.missing = [path for path in plan.missing if path not in left_out and places.may_want(path, options)]

@@ -136,7 +136,11 @@ def _copy(target: Any, source: Any, tensor: Any) -> Any:
     import torch
 
     with torch.no_grad():
-        target.detach().copy_(source.detach(), non_blocking=tensor.is_cuda)
+        target = target.detach()
+        source = source.detach().resolve_neg()  # on the CPU, a copy from float32 to float16 or back ignores the bit
+        if target.is_neg():
+            source = source.to(target.dtype)
+        target.copy_(source, non_blocking=tensor.is_cuda)
     if not tensor.is_cuda:
         return None
     with torch.cuda.device(tensor.device):

@@ -189,11 +189,14 @@ def plan_merge(
 
 def _plan(rank_shards: Sequence[RankShards], options: ExportOptions, basis: str, reductions: Mapping[str, str]) -> Plan:
     selected = _select(_by_name(rank_shards), options)
-    aliases = _aliases(rank_shards, selected)
-    for alias in aliases:
-        selected.pop(alias, None)
-    renamed = _renamed(selected, options)
     dtypes = _OutputDTypes(selected, options)
+    aliases = {}
+    for alias, name in _aliases(rank_shards, selected).items():
+        if _is_written_alike(selected[alias], selected[name], options, dtypes, reductions):
+            aliases[alias] = name
+    for alias in aliases:
+        del selected[alias]
+    renamed = _renamed(selected, options)
     load = [0] * len(rank_shards)  # bytes that each holder supplies
     tensors = []
     for number, (new, old) in enumerate(renamed.items()):
@@ -364,6 +367,33 @@ def _aliases(rank_shards: Sequence[RankShards], by_name: Mapping[str, _TensorSha
         if alias != target and alias in by_name and target in by_name and agreed.get(target) == target:
             aliases[alias] = target
     return aliases
+
+
+def _is_written_alike(
+    shards: _TensorShards,
+    others: _TensorShards,
+    options: ExportOptions,
+    dtypes: _OutputDTypes,
+    reductions: Mapping[str, str],
+) -> bool:
+    """Whether two tied tensors would be written with the same bytes.
+
+    Copies that differ may be reduced or left out. Then other holders, whose copies are not tied, change the bytes.
+    """
+    first = shards if isinstance(shards, ShardingSpec) else shards[0][1]
+    other = others if isinstance(others, ShardingSpec) else others[0][1]
+    reduction = reductions.get(first.name)
+    if reduction != reductions.get(other.name) or dtypes.of(first.name, first.dtype) != dtypes.of(
+        other.name, other.dtype
+    ):
+        return False
+    may_differ = reduction is not None or options.replicas == "root"
+    return not may_differ or _holders(shards) == _holders(others)
+
+
+def _holders(shards: _TensorShards) -> set[int]:
+    """Return the holders with elements; those of a spec are all ranks of its mesh, and are left out."""
+    return set() if isinstance(shards, ShardingSpec) else {holder for holder, shard in shards if shard.nbytes}
 
 
 def _is_untied_somewhere(spec: ShardingSpec, rank_shards: Sequence[RankShards]) -> bool:

@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, type_text
@@ -27,10 +27,21 @@ from statexchange.state.optimizers import (
     set_optimizer,
 )
 from statexchange.state.state_dict import ParameterName, modules_of, parameter_names
-from statexchange.state.tree import children, contains, flatten, is_mutable, rebuild, with_children, with_types_of
+from statexchange.state.tree import children, flatten, is_mutable, rebuild, with_children, with_types_of
 from statexchange.tensors import is_tensor
 
-__all__ = ["LoadPlan", "LoadTarget", "SavedTensor", "merge_trees", "plan_load", "tree_from_names"]
+__all__ = [
+    "NO_TREE",
+    "Conflicts",
+    "LoadPlan",
+    "LoadTarget",
+    "MergedTrees",
+    "SavedTensor",
+    "merge_trees",
+    "plan_load",
+    "tree_from_names",
+    "with_other_entries",
+]
 
 
 # States of an optimizer that have the shape of their parameter.
@@ -46,47 +57,73 @@ class SavedTensor:
         self.name = name
 
 
-def merge_trees(trees: Mapping[int, Any]) -> tuple[Any, dict[tuple[Any, ...], tuple[int, int]]]:
-    """Merge the trees that ranks saved: keep what any rank has, and the first rank's value where two differ.
+Conflicts: TypeAlias = dict[tuple[Any, ...], tuple[int, int]]
+"""Two ranks that saved different values, by the keys that lead there."""
 
-    Args:
-        trees: the tree of each rank.
 
-    Returns:
-        The tree; and by the keys that lead to each conflict, two ranks that saved different values there.
+class MergedTrees(NamedTuple):
+    """The trees that ranks saved, as one: what any rank has, and the first rank's value where two differ.
+
+    Attributes:
+        tree: the tree.
+        conflicts: places with different values.
+        unions: lists of param groups that were joined. That is right for an optimizer, which takes the groups of its
+            parameters, and wrong for a plain value.
     """
+
+    tree: Any
+    conflicts: Conflicts
+    unions: Conflicts
+
+
+def merge_trees(trees: Mapping[int, Any]) -> MergedTrees:
+    """Merge the trees that ranks saved, by rank."""
     (first, merged), *others = trees.items()
-    conflicts: dict[tuple[Any, ...], tuple[int, int]] = {}
+    conflicts: Conflicts = {}
+    unions: Conflicts = {}
     for rank, other in others:
         differing: list[tuple[Any, ...]] = []
-        merged = _merge(merged, other, (), differing)
+        united: list[tuple[Any, ...]] = []
+        merged = _merge(merged, other, (), differing, united)
         for keys in differing:
             conflicts.setdefault(keys, (first, rank))
-    return merged, conflicts
+        for keys in united:
+            unions.setdefault(keys, (first, rank))
+    return MergedTrees(merged, conflicts, unions)
 
 
-def _merge(one: Any, other: Any, keys: tuple[Any, ...], differing: list[tuple[Any, ...]]) -> Any:
+def _merge(
+    one: Any, other: Any, keys: tuple[Any, ...], differing: list[tuple[Any, ...]], united: list[tuple[Any, ...]]
+) -> Any:
     if isinstance(one, dict) and isinstance(other, dict):
-        both = {key: _merge(one[key], other[key], (*keys, key), differing) for key in one if key in other}
+        both = {key: _merge(one[key], other[key], (*keys, key), differing, united) for key in one if key in other}
         return {**other, **one, **both}
+    if _are_equal(one, other):
+        return one
     if _are_groups(one) and _are_groups(other):
+        united.append(keys)
         return [*one, *other]  # loading uses the first group that lists a parameter
-    if not _are_equal(one, other):
-        differing.append(keys)
+    differing.append(keys)
     return one
 
 
+def with_other_entries(tree: Any, merged: Any) -> Any:
+    """Return the tree of one rank, with the entries of mappings that only other ranks have."""
+    if not isinstance(tree, dict) or not isinstance(merged, dict):
+        return tree
+    return {**merged, **{key: with_other_entries(item, merged[key]) for key, item in tree.items()}}
+
+
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two saved values are equal; NaN equals NaN, and a SavedTensor another of the same name."""
+    """Whether two saved values are the same, whatever the order of keys, or SavedTensors of one name."""
     if type(one) is not type(other):
         return False
     if isinstance(one, SavedTensor):
         return bool(one.name == other.name)
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
-    return bool(one == other or (one != one and other != other))
+    items, others = children(one), children(other)
+    if items is None or others is None:
+        return values.is_same(one, other)
+    return items.keys() == others.keys() and all(_are_equal(item, others[key]) for key, item in items.items())
 
 
 def _are_groups(value: Any) -> bool:
@@ -115,6 +152,7 @@ class LoadPlan:
         stateful: those paths among them that are of tensors or of objects with a state.
         unexpected: saved paths that the live state does not have.
         num_values: the number of plain values, and of mappings and lists of such values, that were saved.
+        plain: the paths of these, and of states that objects load themselves.
     """
 
     targets: list[LoadTarget] = field(default_factory=list)
@@ -123,6 +161,7 @@ class LoadPlan:
     stateful: set[str] = field(default_factory=set)
     unexpected: list[str] = field(default_factory=list)
     num_values: int = 0
+    plain: set[str] = field(default_factory=set)
 
     @property
     def is_empty(self) -> bool:
@@ -131,10 +170,11 @@ class LoadPlan:
 
 
 Allocate = Callable[[str, Any, Any], Any]
+NO_TREE = object()  # where the tree of one rank has no entry, or there is no such tree
 Stays = Callable[[str, Any], bool]
 
 
-def plan_load(state: Any, saved: Any, allocate: Allocate, stays: Stays | None = None) -> LoadPlan:
+def plan_load(state: Any, saved: Any, allocate: Allocate, stays: Stays | None = None, own: Any = NO_TREE) -> LoadPlan:
     """Plan how `state` becomes the decoded tree `saved`. Not collective; nothing is changed yet.
 
     Args:
@@ -144,13 +184,15 @@ def plan_load(state: Any, saved: Any, allocate: Allocate, stays: Stays | None = 
             fits; else a new one, with the device and strides of the parameter `like`.
         stays: `stays(path, value)` returns whether this entry of a live mapping of plain values is kept although
             `saved` does not have it; by default none is.
+        own: the tree of one rank, from which plain values and the states of objects are taken where it has them: that
+            of this rank if as many ranks load as have saved. `saved` has what any rank has.
 
     Raises:
         InvalidArgumentError: something cannot be changed in place, or was saved as another kind; names the path.
     """
     names = {key: name.in_state for key, name in parameter_names(modules_of(state)).items()}
     planner = _Planner(allocate, names, _ShardedKeys.of(state, saved), stays)
-    if planner.visit(state, saved, "") is not state:
+    if planner.visit(state, saved, "", own) is not state:
         raise InvalidArgumentError(
             f"the state is {type_text(state)}, which cannot be changed in place: give a mapping that holds it"
         )
@@ -188,27 +230,30 @@ class _Planner:
         self._keys = keys
         self._stays = stays
 
-    def visit(self, live: Any, saved: Any, path: str) -> Any:
-        """Plan one place of both trees; return `live` if it can be changed in place, else its replacement."""
+    def visit(self, live: Any, saved: Any, path: str, own: Any = NO_TREE) -> Any:
+        """Plan one place of all trees; return `live` if it can be changed in place, else its replacement."""
         kind = sharded_kind(live)
+        of_one_rank = saved if own is NO_TREE else own
         if kind is not None:
-            self._sharded(live, kind, saved, path)
+            self._sharded(live, kind, of_one_rank if kind == "object" else saved, path)
         elif is_tensor(live):
             self._expect(isinstance(saved, SavedTensor), "a tensor", saved, path)
             self.plan.targets.append(LoadTarget(saved.name, live, _dotted(path)))
         elif is_module(live):
-            self._module(live, saved, path)
+            self._module(live, saved, path, own)
         elif is_optimizer(live):
             self._optimizer(live, saved, path)
         elif is_stateful(live):
             self._expect(isinstance(saved, Mapping), f"the state of {type_text(live)}", saved, path)
-            new = self._with_new_tensors(saved)
+            self.plan.plain.add(_dotted(path))
+            new = self._with_new_tensors(of_one_rank)
             self.plan.callbacks.append(lambda: live.load_state_dict(with_types_of(live.state_dict(), new)))
         elif _has_names(live, path) or (children(live) is not None and contains_state(live)):
-            return self._container(live, saved, path)
+            return self._container(live, saved, path, own)
         else:
             self.plan.num_values += 1
-            return self._value(live, self._with_new_tensors(saved), path)
+            self.plan.plain.add(_dotted(path))
+            return self._value(live, self._with_new_tensors(of_one_rank), path)
         return live
 
     def _value(self, live: Any, new: Any, path: str) -> Any:
@@ -219,8 +264,10 @@ class _Planner:
             self.plan.callbacks.append(functools.partial(_refill, live, new))
             return live
         new = with_types_of(live, new)
-        is_equal = type(new) is type(live) and not contains(new, is_tensor) and new == live
-        return live if is_equal else new
+        if type(new) is type(live) and is_mutable(live) and not isinstance(live, list):  # a dataclass
+            self.plan.callbacks.append(functools.partial(with_children, live, children(new) or {}))
+            return live
+        return live if values.is_same(live, new) else new
 
     def _sharded(self, live: Any, kind: Kind, saved: Any, path: str) -> None:
         """Plan an object of Megatron-Core: match tensors by key; merge what a factory builds into its parameter."""
@@ -238,19 +285,19 @@ class _Planner:
         elif kind == "object":
             self.plan.callbacks.append(functools.partial(setattr, live, "data", self._with_new_tensors(saved)))
 
-    def _container(self, live: Any, saved: Any, path: str) -> Any:
+    def _container(self, live: Any, saved: Any, path: str, own: Any) -> Any:
         """Plan the children of a container that holds state; return it, or a new one if it cannot be changed."""
         by_index = isinstance(live, list | tuple) and not hasattr(live, "_fields")
         entries = self._entries_for(live, saved, path, by_index=by_index)
         changed = {}
-        items = children(live) or {}
+        items, own_entries = children(live) or {}, children(own) or {}
         for key, value in items.items():
             inner = f"{path}[{key}]" if by_index else f"{path}.{key}"
             is_object = sharded_kind(value) == "object"
             if not is_object and holds_sharded(value):
                 self.visit(value, entries.get(key, {}), inner)
             elif key in entries:
-                new = self.visit(value, entries[key], inner)
+                new = self.visit(value, entries[key], inner, own_entries.get(key, NO_TREE))
                 if new is not value:
                     changed[key] = new
             elif not is_object or value.data is not None:  # an object without data needs no saved one
@@ -297,7 +344,7 @@ class _Planner:
     def _add_unexpected(self, path: str, names: Iterable[Any]) -> None:
         self.plan.unexpected += [_dotted(f"{path}.{name}") for name in names]
 
-    def _module(self, module: Any, saved: Any, path: str) -> None:
+    def _module(self, module: Any, saved: Any, path: str, own: Any) -> None:
         """Plan a module: parameters and buffers are filled, other entries go through its `load_state_dict`."""
         self._expect(isinstance(saved, Mapping), "the tensors of a module", saved, path)
         live, rest = live_items(module)
@@ -307,7 +354,8 @@ class _Planner:
                 self.visit(tensor, saved[name], f"{path}.{name}")
             elif id(tensor) not in loaded:  # a tied tensor is loaded under any of its names
                 self._add_missing([_dotted(f"{path}.{name}")])
-        extra = {name: self._with_new_tensors(saved[name]) for name in rest if name in saved}
+        of_one_rank = {**saved, **own} if isinstance(own, Mapping) else saved
+        extra = {name: self._with_new_tensors(of_one_rank[name]) for name in rest if name in saved}
         self._add_missing([_dotted(f"{path}.{name}") for name in rest if name not in saved], stateful=False)
         for name, new in extra.items():
             _check_like(rest[name], new, f"{path}.{name}")

@@ -238,6 +238,9 @@ def with_types_of(own: Any, decoded: Any) -> Any:
         if hasattr(own, "_fields"):
             return type(own)(*items) if len(items) == len(own) else decoded
         return items if isinstance(own, list) else tuple(items)
+    if _is_dataclass(own) and type(decoded) is type(own):
+        own_fields, fields = children(own) or {}, children(decoded) or {}
+        return _dataclass_with(decoded, {name: with_types_of(own_fields.get(name), fields[name]) for name in fields})
     return decoded
 
 

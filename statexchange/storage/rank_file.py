@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, TruncatedError
 from statexchange.sharding.shards import Box, Shard, sizes_from_json
+from statexchange.storage.sealed_json import unseal
 from statexchange.storage.tensorfile import Header, digest, read_header, storage_form
 from statexchange.tensors import ITEMSIZE
 
@@ -62,6 +63,7 @@ class RankFile:
             raise CorruptError(
                 "its metadata is of another version", path=path, expected=SCHEMA, found=metadata.get("schema")
             )
+        _check_digest(metadata, path, rank)
         self.metadata = metadata
         self.config = metadata.get("config", "null")
         if not isinstance(self.config, str):
@@ -113,6 +115,19 @@ class RankFile:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _check_digest(metadata: dict[str, Any], path: str, rank: int) -> None:
+    """Raise CorruptError if metadata differs from its own digest, which files of older versions do not have.
+
+    It covers the config and all else but the tensors, which are compared with the header and have digests.
+    """
+    if "digest" not in metadata:
+        return
+    try:
+        unseal({key: value for key, value in metadata.items() if key != "tensors"})
+    except ValueError:
+        raise CorruptError("its metadata differs from its own digest", path=path, rank=rank) from None
 
 
 def _shards(header: Header, metadata: dict[str, Any], path: str) -> tuple[dict[str, Shard], dict[str, tuple[str, ...]]]:

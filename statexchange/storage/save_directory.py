@@ -170,7 +170,7 @@ def removable_files(store: Store) -> list[str]:
 def rank_metadata(save: str, rank: int, world_size: int, config: str, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata of a rank's file; `config` is JSON text of `values.encode`."""
     identity = {"schema": SCHEMA, "save": save, "rank": rank, "world_size": world_size}
-    return {**extra, **identity, "config": config}
+    return seal({**extra, **identity, "config": config})
 
 
 def is_of_a_save(store: Store, name: str) -> bool:

@@ -428,7 +428,7 @@ class Workspace:
             **({"pending": Owner.current().to_json()} if pending else {}),
         }
         path = os.path.join(self.path, name.relative)
-        nbytes = self._retried(lambda: self._write(name, path, shards, metadata))
+        nbytes = self._retried(lambda: self._write(name, path, shards, seal(metadata)))
         return Receipt(name.relative, nbytes)
 
     def _write(self, name: RankName, path: str, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> int:

@@ -35,6 +35,7 @@ from statexchange.state.payload import EncodedPayload, PayloadReader, encode_pay
 from statexchange.state.spec import EntryDetail, StateSpec, device_type_of, module_spec
 from statexchange.state.tree import rebuild
 from statexchange.tensors import TensorLike, byte_view, overlap_groups
+from statexchange.values import is_same
 
 __all__ = ["allreduce_parameters", "broadcast_parameters", "synchronize"]
 
@@ -336,7 +337,7 @@ def _read(compared: _Compared, device: torch.device) -> _Changes:
     spec = compared.spec
     plain, states = compared.payload
     decoded = PayloadReader(plain, spec.values, "", device).decoded
-    values = {path: value for path, value in decoded.items() if not _is_same(value, spec.values[path])}
+    values = {path: value for path, value in decoded.items() if not is_same(value, spec.values[path])}
     changes = _Changes([], [], values)
     for path, obj in spec.stateful.items():
         own = state_of(obj, path)
@@ -344,10 +345,6 @@ def _read(compared: _Compared, device: torch.device) -> _Changes:
         changes.callbacks.append(install_callback(obj, own, reader))
         changes.tensors += reader.tensors
     return changes
-
-
-def _is_same(value: object, other: object) -> bool:
-    return type(value) is type(other) and value == other
 
 
 def _broadcast(comm: Communicator, tensors: Sequence[TensorLike], root: int) -> None:

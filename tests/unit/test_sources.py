@@ -25,6 +25,7 @@ from statexchange.errors import (
 )
 from statexchange.formats.registry import open_checkpoint, open_source
 from statexchange.sharding.shards import Box
+from statexchange.storage.sealed_json import seal
 from statexchange.storage.workspace import Receipt, Workspace
 
 
@@ -163,17 +164,33 @@ BROKEN_METADATA: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def write_metadata(path: Path, change: dict[str, Any], *, sealed: bool) -> None:
+    """Change the metadata of a rank's file, and its digest if `sealed`."""
+    header = json_header(path)
+    metadata = {**json.loads(header["__metadata__"]["statexchange"]), **change}
+    if sealed:
+        record = {key: value for key, value in metadata.items() if key not in ("digest", "tensors")}
+        metadata = {**seal(record), "tensors": metadata["tensors"]}
+    header["__metadata__"]["statexchange"] = json.dumps(metadata)
+    write_with_header(path, json.dumps(header).encode(), path.read_bytes()[-4:])
+
+
 @pytest.mark.parametrize(("change", "match"), BROKEN_METADATA)
 def test_metadata_that_contradicts_the_file_is_refused(tmp_path: Path, change: dict[str, Any], match: str) -> None:
     (receipt,) = fill(tmp_path, ranks=1, world_size=1)
     path = tmp_path / receipt.relative
-    header = json_header(path)
-    metadata = json.loads(header["__metadata__"]["statexchange"])
-    header["__metadata__"]["statexchange"] = json.dumps({**metadata, **change})
-    write_with_header(path, json.dumps(header).encode(), path.read_bytes()[-4:])
+    write_metadata(path, change, sealed=True)
     with pytest.raises(CorruptError, match=match) as caught:
         open_source(tmp_path)
     assert caught.value.path == str(path)
+
+
+@pytest.mark.parametrize("change", [{"config": '{"step":9}'}, {"aliases": {"v": "w"}}, {"more": 1}, {"digest": "0"}])
+def test_metadata_that_was_changed_is_found(tmp_path: Path, change: dict[str, Any]) -> None:
+    (receipt,) = fill(tmp_path, ranks=1, world_size=1)
+    write_metadata(tmp_path / receipt.relative, change, sealed=False)
+    with pytest.raises(CorruptError, match="its metadata differs from its own digest"):
+        open_source(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "statexchange.json"])
