@@ -10,10 +10,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, excerpt
 
 __all__ = [
     "Launch",
+    "check_flags",
+    "check_progress",
     "check_timeout",
     "default_timeout_s",
     "detect_launch",
@@ -222,6 +224,19 @@ def check_timeout(seconds: Any, name: str = "timeout_s", *, zero: bool = False) 
             return value
     least = "of at least 0" if zero else "above 0"
     raise InvalidArgumentError(f"{name} must be a number of seconds {least}, not {seconds!r}")
+
+
+def check_flags(**flags: object) -> None:
+    """Raise InvalidArgumentError unless all arguments are True or False: "no" would count as true. Not collective."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise InvalidArgumentError(f"{name} must be True or False, not {excerpt(value)}")
+
+
+def check_progress(on_progress: object) -> None:
+    """Raise InvalidArgumentError unless `on_progress` is None or can be called. Not collective."""
+    if on_progress is not None and not callable(on_progress):
+        raise InvalidArgumentError(f"on_progress must be a function of two numbers, not {excerpt(on_progress)}")
 
 
 def has_agent_store() -> bool:

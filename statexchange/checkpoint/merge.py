@@ -62,6 +62,7 @@ from statexchange.formats.replicas import check_tensor_copies, check_tied
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, no_section, section_of
 from statexchange.formats.source import Section, SectionName, Source, Weights, abbreviated_list
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
+from statexchange.settings import check_flags, check_progress
 from statexchange.sharding.layout_advice import layout_advice, rule_for_dim
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas
 from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
@@ -244,6 +245,10 @@ def merge_checkpoint(
         ['model.safetensors', 'statexchange.json']
     """
     began = time.perf_counter()
+    check_flags(overwrite=overwrite, resume=resume, dry_run=dry_run)
+    check_progress(on_progress)
+    if threads is not None and not (isinstance(threads, int) and threads >= 1):
+        raise InvalidArgumentError(f"threads must be a number from 1 on, not {excerpt(threads)}")
     options = ExportOptions(
         include, exclude, rename, replicas, dtype, max_shard_size, filename_pattern, _read_layout(layout)
     )
@@ -369,10 +374,15 @@ def _nothing_to_merge(source: Source, section: str | None) -> InvalidArgumentErr
 
 
 def _check_apart(source: Source, path: str) -> None:
-    """Raise UnsafeError if the source is in a target URL, whose objects would be replaced while they are read.
+    """Raise UnsafeError if the target is inside a save or a published checkpoint, or the source in a target URL.
 
-    A local target is built under another name.
+    What has files that its manifest does not list is never removed or replaced. The objects of a target URL would be
+    replaced while they are read; a local target is built under another name.
     """
+    folder = source.opened.store.path.rstrip("/")
+    if (source.kind == "save" or source.manifest is not None) and path.startswith(f"{folder}/"):
+        text = "refused: the target is inside the source, which could not be removed or replaced any more"
+        raise UnsafeError(f"{text}: choose a path outside of {without_secrets(folder)}", path=path)
     if not location(path).is_remote:
         return
     prefix = f"{without_secrets(path)}/"
@@ -562,7 +572,7 @@ class _Merge:
         self._plan = plan
         self._publication = publication
         self._on_progress = on_progress
-        self._done = 0
+        self._done, self._total = 0, plan.nbytes
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
@@ -611,4 +621,4 @@ class _Merge:
         with self._lock:
             self._done += nbytes
             if self._on_progress is not None:
-                self._on_progress(self._done, self._plan.nbytes)
+                self._on_progress(self._done, self._total)

@@ -15,6 +15,7 @@ from statexchange.errors import (
     TargetExistsError,
     without_secrets,
 )
+from statexchange.settings import check_flags, check_progress
 from statexchange.storage.location import location
 from statexchange.storage.opened_path import open_path
 from statexchange.storage.save_check import check_saves
@@ -123,6 +124,8 @@ def prune_saves(
         (20, 'kept', 'one of the newest 2')
         (30, 'kept', 'one of the newest 2')
     """
+    check_flags(dry_run=dry_run)
+    check_progress(on_progress)
     root = saves_path(path)
     rows: list[PruneRow] = []
     whole: dict[int, SaveManifest] = {}

@@ -45,9 +45,10 @@ from statexchange.errors import (
 from statexchange.exchange.background import raise_unreported, wait_for_end
 from statexchange.exchange.load import LoadReport, load_checkpoint, load_now
 from statexchange.exchange.memory_copy import COPY_ERRORS, MemoryCopies
+from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.save import save_in_background, save_now
 from statexchange.exchange.saving import SaveReport, SaveRequest
-from statexchange.settings import check_timeout, restart_grace_s
+from statexchange.settings import check_flags, check_timeout, restart_grace_s
 from statexchange.sharding import records
 from statexchange.state.describe import State
 from statexchange.storage.location import location
@@ -108,7 +109,8 @@ class Checkpoints:
             or that it needs the room.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         layout: rules for plain tensors that are parts of whole ones, as in `save_checkpoint`, for saves and loads.
-        stall_timeout_s: limit of the time in which no rank moves a byte, in seconds.
+        stall_timeout_s: limit of the time in which no rank moves a byte, in seconds. A rank that does not call at all
+            is waited for until the communicator's `timeout_s`.
 
     Raises:
         InvalidArgumentError: an argument is not accepted, or `on_signal` is used outside of the main thread.
@@ -152,6 +154,7 @@ class Checkpoints:
         self._agree_every = _whole(agree_every, "agree_every", least=1)
         self._grace_s = restart_grace_s() if grace_s is None else check_timeout(grace_s, "grace_s")
         self._stall_timeout_s = check_timeout(stall_timeout_s, "stall_timeout_s")
+        check_flags(memory=memory)
         self._memory = MemoryCopies(self.path, self._stall_timeout_s) if memory else None
         self._comm = comm
         self._layout = layout
@@ -294,6 +297,7 @@ class Checkpoints:
         comm = as_communicator(self._comm)
 
         def request() -> SaveRequest:
+            check_flags(background=background)
             return self._request(step, metrics, comm, overwrite=overwrite)
 
         with public_call("Checkpoints.save"):
@@ -476,6 +480,12 @@ class Checkpoints:
             with comm.phase("looking for saves"):
                 self._wait()
                 wanted = None if step is None else _whole(step, "step")
+                check_flags(missing_ok=missing_ok)
+            sent = comm.all_gather_object({"step": str(wanted), "missing_ok": str(missing_ok)})
+            with comm.phase("comparing what to load"):
+                check_equal_options(
+                    [records.parsed(raw, records.texts, "what to load", rank) for rank, raw in enumerate(sent)]
+                )
             if self._memory is not None:
                 report = self._load_from_memory(state, wanted, self._memory, options, comm)
                 if report is not None:

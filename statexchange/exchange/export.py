@@ -17,6 +17,7 @@ from statexchange.exchange.background import run_in_background
 from statexchange.exchange.converting import ChosenConversion
 from statexchange.exchange.exporting import ExportReport, ExportRequest, export_described
 from statexchange.processes import collector_paused
+from statexchange.settings import check_flags
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, Rename, Replicas
 from statexchange.state.describe import Description, State, describe
 from statexchange.state.pretrained import (
@@ -134,6 +135,7 @@ def export_checkpoint(
         overwrite: replace what is at `path`; else an existing target is a TargetExistsError.
         background: export a snapshot in a thread, and return a Future.
         stall_timeout_s: limit of the time in which no rank moves a byte, in seconds; the total time is not limited.
+            A rank that does not call at all is waited for until the communicator's `timeout_s`.
         on_progress: called with the bytes that this rank has written and those that it will write.
 
     Returns:
@@ -159,6 +161,7 @@ def export_checkpoint(
     communicator = as_communicator(comm)
 
     def new_request() -> ExportRequest:
+        check_flags(background=background)
         own_files = {}
         pattern = ADAPTER_PATTERN if filename_pattern is None and is_adapter_model(state) else filename_pattern
         if communicator.rank == 0:

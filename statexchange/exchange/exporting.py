@@ -33,7 +33,7 @@ from statexchange.exchange.rank_metadata import (
 from statexchange.exchange.reducing import reduce_copies
 from statexchange.exchange.writing import write_boxes, writing_nodes
 from statexchange.processes import collector_paused
-from statexchange.settings import check_timeout
+from statexchange.settings import check_flags, check_progress, check_timeout
 from statexchange.sharding import records
 from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.layout_advice import layout_advice
@@ -134,6 +134,8 @@ class ExportRequest:
     ) -> ExportRequest:
         """Check and keep the arguments of a call; `own_files` are the model's config files, `options` ExportOptions."""
         check_timeout(stall_timeout_s, "stall_timeout_s")
+        check_flags(overwrite=overwrite)
+        check_progress(on_progress)
         return cls(
             resolve_path(path, "a target"),
             ExportOptions(**options),

@@ -34,6 +34,7 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import Source
 from statexchange.processes import collector_paused
+from statexchange.settings import check_progress
 from statexchange.sharding import records
 from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
@@ -157,7 +158,8 @@ def load_checkpoint(
             value, such as BatchNorm's statistics under DistributedDataParallel: "equal" raises ReplicaError, "root"
             takes the lowest rank's. On the same number of ranks, each gets its own.
         on_progress: called with the bytes that this rank has read and those that it will read.
-        stall_timeout_s: limit of the time in which no rank moves a byte; the total time is not limited.
+        stall_timeout_s: limit of the time in which no rank moves a byte; the total time is not limited. A rank that
+            does not call at all is waited for until the communicator's `timeout_s`.
 
     Returns:
         The number of bytes and tensors that this rank has read, and the names that were missing or unexpected.
@@ -199,6 +201,7 @@ def load_checkpoint(
         "replicas": replicas,
     }
     with communicator.phase("choosing its conversion"):
+        check_progress(on_progress)
         conversion = ChosenConversion.of(convert, convert_with, state)
     return load_now(
         state,

@@ -14,6 +14,7 @@ from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.exchange.background import run_in_background
 from statexchange.exchange.saving import SaveReport, SaveRequest, describe_save, save_described
+from statexchange.settings import check_flags
 from statexchange.state.describe import Description, State
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def save_checkpoint(
             the new one is whole; at a URL, where nothing is replaced in one step, it is removed first.
         background: save a copy in a thread, and return a Future.
         stall_timeout_s: limit of the time in which no rank moves a byte, in seconds; the total time is not limited.
+            A rank that does not call at all is waited for until the communicator's `timeout_s`.
 
     Returns:
         The report, with this rank's number of tensors, or with `background` a Future of it.
@@ -101,6 +103,7 @@ def save_checkpoint(
     communicator = as_communicator(comm)
 
     def request() -> SaveRequest:
+        check_flags(background=background)
         return SaveRequest.of(
             path, layout=layout, job=communicator.run, overwrite=overwrite, stall_timeout_s=stall_timeout_s
         )

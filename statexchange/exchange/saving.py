@@ -28,7 +28,7 @@ from statexchange.exchange.placing import parameter_names, place_parts
 from statexchange.exchange.progress import Progress
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.processes import collector_paused
-from statexchange.settings import check_timeout
+from statexchange.settings import check_flags, check_timeout
 from statexchange.sharding import records
 from statexchange.sharding.rules import Layout
 from statexchange.state.describe import Description, State, describe
@@ -112,6 +112,7 @@ class SaveRequest:
     ) -> SaveRequest:
         """Check and keep the arguments of a call."""
         check_timeout(stall_timeout_s, "stall_timeout_s")
+        check_flags(overwrite=overwrite)
         target = target_path(path)
         return cls(target, layout, job, overwrite, stall_timeout_s, step, dict(metrics or {}), before, after, memory)
 

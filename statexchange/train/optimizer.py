@@ -59,7 +59,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         InvalidArgumentError: the optimizer has parameters that `module` or `reducer` lacks, or an option is invalid.
-        MismatchError: parameters or options differ between ranks.
+        MismatchError: parameters differ between ranks, or options that the averaging depends on.
 
     Example:
         >>> import torch

@@ -244,3 +244,43 @@ def test_a_tied_tensor_has_the_dtype_of_its_own_pattern(tmp_path: Path) -> None:
     sx.export_checkpoint({"a": tied, "b": tied}, tmp_path / "out", dtype={"b": "float32", "*": "bfloat16"})
     with sx.open_checkpoint(tmp_path / "out") as opened:
         assert {name: tensor.dtype for name, tensor in opened.items()} == {"a": "BF16", "b": "F32"}
+
+
+# Arguments
+
+
+def test_flags_that_are_no_bools_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    def calls() -> list[str]:
+        wrong: Any = "no" if sx.get_rank() else False
+        messages = []
+        for call in (
+            lambda: sx.export_checkpoint({"w": torch.ones(1)}, tmp_path / "out", overwrite=wrong),
+            lambda: sx.save_checkpoint({"w": torch.ones(1)}, tmp_path / "save", overwrite=wrong),
+            lambda: sx.load_checkpoint({"w": torch.ones(1)}, tmp_path / "out", on_progress=wrong or None),
+        ):
+            with pytest.raises(sx.errors.InvalidArgumentError) as caught:
+                call()
+            messages.append(str(caught.value))
+        return messages
+
+    for messages in run_ranks(calls, 2):
+        assert messages == [
+            "overwrite must be True or False, not 'no' [rank 1]",
+            "overwrite must be True or False, not 'no' [rank 1]",
+            "on_progress must be a function of two numbers, not 'no' [rank 1]",
+        ]
+    with pytest.raises(sx.errors.InvalidArgumentError, match="memory must be True or False, not 'yes'"):
+        sx.Checkpoints(tmp_path, memory="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"step": 1}, {"missing_ok": False}], ids=str)
+def test_a_load_of_another_step_on_one_rank_is_refused_on_all(options: dict[str, Any], tmp_path: Path) -> None:
+    def loads() -> None:
+        saves = sx.Checkpoints(tmp_path)
+        for step in (1, 2):
+            saves.save({"w": torch.ones(1)}, step)
+        (name,) = options
+        with pytest.raises(sx.errors.InvalidArgumentError, match=rf"{name} is .* on rank 0 and .* on rank 1: give all"):
+            saves.load({"w": torch.zeros(1)}, **(options if sx.get_rank() else {}))
+
+    run_ranks(loads, 2)

@@ -800,3 +800,33 @@ def test_a_dry_run_reports_the_sources_of_each_tensor(tmp_path: Path) -> None:
     listed = {t.name: (t.source, t.dtype, t.shape, t.file, t.num_boxes, len(t.ranks)) for t in report.tensors}
     assert listed["x"] == ("w", "F16", (4, 4), "model.safetensors", 2, 2)
     assert listed["n"] == ("n", "F16", (), "model.safetensors", 1, 1)
+
+
+@pytest.mark.parametrize("kind", ["save", "published"])
+def test_a_target_inside_a_save_or_a_published_checkpoint_is_refused(kind: str, tmp_path: Path) -> None:
+    state = {"w": torch.zeros(2)}
+    sx.save_checkpoint(state, tmp_path / "x") if kind == "save" else sx.export_checkpoint(state, tmp_path / "x")
+    before = sorted(path.name for path in (tmp_path / "x").iterdir())
+    with pytest.raises(sx.errors.UnsafeError, match=r"the target is inside the source.*: choose a path outside of"):
+        sx.merge_checkpoint(tmp_path / "x", tmp_path / "x/merged", include="w")
+    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == before
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"overwrite": "no"}, "overwrite must be True or False, not 'no'"),
+    ({"resume": 1}, "resume must be True or False, not 1"),
+    ({"dry_run": None}, "dry_run must be True or False, not None"),
+    ({"on_progress": 5}, "on_progress must be a function of two numbers, not 5"),
+    ({"threads": "2"}, "threads must be a number from 1 on, not '2'"),
+    ({"threads": 0}, "threads must be a number from 1 on, not 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "match"), WRONG, ids=repr)
+def test_an_option_of_another_type_is_refused(options: dict[str, Any], match: str, tmp_path: Path) -> None:
+    sx.export_checkpoint({"w": torch.zeros(2)}, tmp_path / "x")
+    sx.export_checkpoint({"w": torch.ones(2)}, tmp_path / "y")
+    with pytest.raises(sx.errors.InvalidArgumentError, match=match):
+        sx.merge_checkpoint(tmp_path / "x", tmp_path / "y", **options)
+    with sx.open_checkpoint(tmp_path / "y") as kept:
+        assert kept["w"].read().tolist() == [1, 1]
