@@ -269,8 +269,9 @@ def test_flags_that_are_no_bools_are_refused_on_all_ranks(tmp_path: Path) -> Non
             "overwrite must be True or False, not 'no' [rank 1]",
             "on_progress must be a function of two numbers, not 'no' [rank 1]",
         ]
+    yes: Any = "yes"
     with pytest.raises(sx.errors.InvalidArgumentError, match="memory must be True or False, not 'yes'"):
-        sx.Checkpoints(tmp_path, memory="yes")  # type: ignore[arg-type]
+        sx.Checkpoints(tmp_path, memory=yes)
 
 
 @pytest.mark.parametrize("options", [{"step": 1}, {"missing_ok": False}], ids=str)
