@@ -1,11 +1,14 @@
 """Tests that need a GPU: NCCL with one rank, and CUDA tensors on every other backend. Run with -m gpu."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_state_matrix import CALLS, KINDS, outcome, table
+from torch import nn
 
 import statexchange as sx
 from statexchange.testing import run_ranks
@@ -14,6 +17,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False"),
 ]
+DEVICE = "cuda:0"
 
 
 def checks_operations(comm: sx.comm.Communicator, device: str) -> None:
@@ -171,3 +175,218 @@ def takes_a_fused_step_after_a_load(folder: str) -> None:
 
 def test_a_fused_optimizer_continues_after_a_load(tmp_path: Path) -> None:
     run_ranks(takes_a_fused_step_after_a_load, 1, backend="processes", args=(str(tmp_path / "saved"),), timeout_s=120)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    model(torch.randn(6, 8, generator=generator).to(DEVICE)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def sharded_job(seed: int) -> dict[str, Any]:
+    """Return a model under FSDP2 and an optimizer whose `step` is on the GPU; each layer is a group of its own."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).to(DEVICE)
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    return {"model": model, "optimizer": optimizer, "random": sx.integrations.RandomState(), "step": seed}
+
+
+def resumes_under_fsdp2(folder: str) -> None:
+    """Check that a model under FSDP2 over torch's own NCCL group continues after a load as if it had not stopped."""
+    torch.distributed.init_process_group("nccl", rank=0, world_size=1, store=torch.distributed.HashStore())
+    sx.init()
+    job = sharded_job(1)
+    trained(job["model"], job["optimizer"], 1)
+    sx.save_checkpoint(job, f"{folder}/now")
+    future = sx.save_checkpoint(job, f"{folder}/background", background=True)
+    drawn = torch.rand(4, device=DEVICE)
+    trained(job["model"], job["optimizer"], 2)  # while the save above writes
+    future.result(60)
+    expected = {name: tensor.full_tensor() for name, tensor in job["model"].state_dict().items()}
+    for way in ("now", "background"):
+        again = sharded_job(2)
+        sx.load_checkpoint(again, f"{folder}/{way}")
+        assert again["step"] == 1
+        assert torch.equal(torch.rand(4, device=DEVICE), drawn)
+        trained(again["model"], again["optimizer"], 2)
+        for name, tensor in again["model"].state_dict().items():
+            assert torch.equal(tensor.full_tensor(), expected[name]), (way, name)
+    sx.export_checkpoint(job["model"], f"{folder}/exported")
+    merged = load_file(f"{folder}/exported/model.safetensors", device=DEVICE)
+    assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())
+    whole = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    sx.load_checkpoint({"model": whole}, f"{folder}/now", include="model.*")
+    sx.shutdown()
+    torch.distributed.destroy_process_group()
+
+
+def test_a_model_under_fsdp2_resumes(tmp_path: Path) -> None:
+    run_ranks(resumes_under_fsdp2, 1, backend="processes", args=(str(tmp_path),), timeout_s=120)
+
+
+def sharded_over(comm: sx.comm.Communicator, seed: int) -> dict[str, Any]:
+    """Return DTensors on the GPU, sharded unevenly over all ranks, replicated, and as an optimizer's state."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    n, rank = comm.world_size, comm.rank
+    mesh = init_device_mesh(torch.device(DEVICE).type, (n,))
+    whole = torch.arange(7 * 5, device=DEVICE).float().reshape(7, 5) * seed
+    rows = -(-7 // n)
+
+    def make(whole: torch.Tensor, dim: int | None) -> DTensor:
+        local = whole if dim is None else whole[rows * rank : rows * (rank + 1)].clone()
+        placement = Replicate() if dim is None else Shard(dim)
+        return DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+
+    parameter = nn.Parameter(make(whole, 0))
+    optimizer = torch.optim.Adam([parameter])
+    optimizer.state[parameter] = {
+        "step": torch.tensor(float(seed)),
+        "exp_avg": make(whole + 1, 0),
+        "exp_avg_sq": make(whole + 2, 0),
+    }
+    model = nn.Module()
+    model.register_parameter("weight", parameter)
+    return {"model": model, "optimizer": optimizer, "copy": make(whole + 3, None)}
+
+
+def local_parts(state: dict[str, Any]) -> list[torch.Tensor]:
+    parameter = state["model"].weight
+    tensors = [parameter, *state["optimizer"].state[parameter].values(), state["copy"]]
+    return [tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+
+
+def moves_shards(folder: str, way: str) -> None:
+    comm = sx.get_communicator()
+    expected = local_parts(sharded_over(comm, 2))
+    if way == "save":
+        sx.save_checkpoint(sharded_over(comm, 2), f"{folder}/saved")
+        sx.export_checkpoint({"w": sharded_over(comm, 2)["copy"]}, f"{folder}/exported")
+    live = sharded_over(comm, 3)
+    sx.load_checkpoint(live, f"{folder}/saved")
+    for found, wanted in zip(local_parts(live), expected, strict=True):
+        assert found.device == wanted.device
+        assert torch.equal(found, wanted)
+
+
+def test_dtensors_on_a_gpu_are_loaded_on_another_number_of_ranks(tmp_path: Path) -> None:
+    for world_size, way in ((2, "save"), (3, "load"), (1, "load")):
+        run_ranks(moves_shards, world_size, backend="gloo", args=(str(tmp_path), way), timeout_s=120)
+
+
+def trains_together(backend: str) -> str:
+    """Check the training layer with a model on the GPU: ranks hold the same bits, and what one rank alone computes."""
+    comm = sx.init(backend)
+    torch.manual_seed(comm.rank)
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 8)).to(DEVICE)
+    sx.train.broadcast_parameters(model)
+    alone = copy.deepcopy(model)
+    reference = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sx.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), module=model)
+    for seed in range(3):
+        trained(model, optimizer, seed)
+        trained(alone, reference, seed)
+    for name, tensor in model.named_parameters():
+        assert torch.allclose(tensor, dict(alone.named_parameters())[name], rtol=1e-5, atol=1e-6), name
+    for tensor in model.parameters():
+        copies = comm.all_gather(tensor.detach())
+        assert torch.equal(copies[0], copies[-1])
+    with torch.no_grad():
+        model[0].weight.fill_(comm.rank)
+    sx.train.allreduce_parameters(model)
+    assert bool((model[0].weight == (comm.world_size - 1) / 2).all())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, comm.rank)
+    sx.average_gradients(model)
+    assert all(bool((parameter.grad == (comm.world_size - 1) / 2).all()) for parameter in model.parameters())
+    found = sx.synchronize({"w": torch.full((3,), comm.rank, device=DEVICE)}, root=comm.world_size - 1)
+    assert found["w"].tolist() == [comm.world_size - 1] * 3
+    with sx.gather_state({"w": torch.full((3,), comm.rank, device=DEVICE)}) as states:
+        if comm.rank == 0:
+            assert [state["w"].tolist() for state in states] == [[rank] * 3 for rank in range(comm.world_size)]
+    return str(found["w"].device)
+
+
+@pytest.mark.parametrize(("backend", "world_size"), [("nccl", 1), ("auto", 2), ("shm", 3), ("mpi", 2), ("gloo", 2)])
+def test_models_on_a_gpu_train_together(backend: str, world_size: int) -> None:
+    launched_as = "processes" if backend == "nccl" else "mpi"
+    found = run_ranks(trains_together, world_size, backend=launched_as, args=(backend,), timeout_s=120)
+    assert found == [DEVICE] * world_size
+
+
+def scales_and_draws(folder: str) -> None:
+    """Check that a GradScaler, a capturable optimizer and CUDA's generator continue as if nothing had stopped."""
+    sx.init()
+
+    def job(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = nn.Linear(8, 8, device=DEVICE)
+        return {
+            "model": model,
+            "optimizer": torch.optim.Adam(model.parameters(), capturable=True, lr=torch.tensor(0.1, device=DEVICE)),
+            "scaler": torch.amp.GradScaler("cuda", init_scale=2.0**seed, growth_interval=1),
+            "random": sx.integrations.RandomState(),
+        }
+
+    def step(state: dict[str, Any]) -> torch.Tensor:
+        with torch.autocast("cuda", torch.float16):
+            loss = state["model"](torch.rand(4, 8, device=DEVICE)).square().mean()
+        state["scaler"].scale(loss).backward()
+        state["scaler"].step(state["optimizer"])
+        state["scaler"].update()
+        state["optimizer"].zero_grad()
+        return torch.stack([state["model"].weight.sum(), torch.tensor(state["scaler"].get_scale(), device=DEVICE)])
+
+    one, other = job(3), job(7)
+    step(one)
+    step(other)
+    sx.save_checkpoint(one, folder)
+    expected = step(one)
+    sx.load_checkpoint(other, folder)
+    assert torch.equal(step(other), expected)
+    state = other["optimizer"].state[other["model"].weight]
+    assert {value.device for value in state.values()} == {torch.device(DEVICE)}
+    assert other["optimizer"].param_groups[0]["lr"].device == torch.device(DEVICE)
+
+
+def test_scalers_generators_and_capturable_optimizers_continue(tmp_path: Path) -> None:
+    run_ranks(scales_and_draws, 1, backend="processes", args=(str(tmp_path / "saved"),), timeout_s=120)
+
+
+def saves_on_a_stream(folder: str) -> None:
+    """Save in the background what a stream other than the default one still computes, then change it there."""
+    sx.init()
+    tensor, stream = torch.ones(20_000_000, device=DEVICE), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        tensor.mul_(3)
+        future = sx.save_checkpoint({"w": tensor}, folder, background=True)
+        tensor.mul_(5)
+        future.result(60)
+        loaded = torch.zeros_like(tensor)
+        sx.load_checkpoint({"w": loaded}, folder)
+        total = loaded.sum()
+    assert float(total) == 3 * tensor.numel()
+
+
+def test_what_a_stream_still_computes_is_saved_as_it_will_be(tmp_path: Path) -> None:
+    run_ranks(saves_on_a_stream, 1, backend="processes", args=(str(tmp_path / "saved"),), timeout_s=120)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "quantized" not in kind])
+def test_each_call_keeps_or_refuses_a_kind_of_state_on_a_gpu(kind: str, tmp_path: Path) -> None:
+    def make(seed: int) -> Any:
+        with torch.device(DEVICE):
+            return KINDS[kind](seed)
+
+    found = [outcome(make, call, str(tmp_path / str(number))) for number, call in enumerate(CALLS)]
+    assert found == table()[kind]

@@ -302,11 +302,11 @@ CALLS: dict[str, Callable[[Callable[[int], Any], str], list[Any]]] = {
 }
 
 
-def outcome(kind: str, call: str, path: str) -> str:
-    """Return what a call does with a kind of state, as a cell of the table on the page."""
-    wanted = content(KINDS[kind](2))
+def outcome(make: Callable[[int], Any], call: str, path: str) -> str:
+    """Return what a call does with the state that `make` returns for a seed, as a cell of the table on the page."""
+    wanted = content(make(2))
     try:
-        found = CALLS[call](KINDS[kind], path)
+        found = CALLS[call](make, path)
     except Exception as error:  # noqa: BLE001 (its kind is the outcome)
         return "refused" if isinstance(error, sx.StateExchangeError) else f"another error: {error!r}"
     wrong = [(rank, one) for rank, one in enumerate(found) if not equal(one, wanted)]
@@ -315,7 +315,7 @@ def outcome(kind: str, call: str, path: str) -> str:
     plain = all(equal(one, wanted.as_subclass(torch.Tensor)) for one in found if isinstance(wanted, torch.Tensor))
     if plain and isinstance(wanted, torch.Tensor):
         return "same, as a plain tensor"
-    if call == "synchronize" and all(equal(one, content(KINDS[kind](3))) for _, one in wrong):
+    if call == "synchronize" and all(equal(one, content(make(3))) for _, one in wrong):
         return "each rank's own"
     rank, one = wrong[0]
     return f"rank {rank} has {one}, not {wanted}"
@@ -334,7 +334,7 @@ def table() -> dict[str, list[str]]:
     "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in TESTED_BY_OTHERS else ()) for kind in KINDS]
 )
 def test_each_call_keeps_or_refuses_a_kind_of_state_as_the_page_states(kind: str, tmp_path: Path) -> None:
-    found = [outcome(kind, call, str(tmp_path / str(number))) for number, call in enumerate(CALLS)]
+    found = [outcome(KINDS[kind], call, str(tmp_path / str(number))) for number, call in enumerate(CALLS)]
     assert found == table()[kind]
 
 
