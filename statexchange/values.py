@@ -21,7 +21,7 @@ import math
 import pathlib
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeAlias, cast
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
@@ -33,6 +33,7 @@ __all__ = [
     "has_text",
     "is_number",
     "is_same",
+    "parts_of",
     "register_config",
     "to_plain",
     "types_of",
@@ -288,27 +289,33 @@ def _typed(tag: str, cls: type, value: Json) -> dict[str, Any]:
 
 def types_of(value: object) -> dict[str, type]:
     """Return the dataclass, namedtuple and Enum types in `value` by qualified name, for `decode`."""
-    found: dict[str, type] = {}
-    _collect(value, found)
-    return found
+    return {_type_name(type(part)): type(part) for part in parts_of(value) if _has_type_name(part)}
 
 
-def _collect(value: object, found: dict[str, type]) -> None:
+def _has_type_name(value: object) -> bool:
+    """Whether the text of `value` names its type."""
+    if isinstance(value, enum.Enum) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return True
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def parts_of(value: object) -> Iterator[object]:
+    """Yield `value` and everything in it, each object once: entries, keys, items, fields and the values of Enums.
+
+    Not collective. Values may be nested deeper than Python recurses.
+    """
     waiting, seen = [value], {id(value)}
-    while waiting:  # a state may be nested deeper than Python recurses: the walks that follow refuse it
+    while waiting:
         value = waiting.pop()
+        yield value
         children: Iterable[object] = ()
         if isinstance(value, enum.Enum):
-            found[_type_name(type(value))] = type(value)
             children = [value.value]
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            found[_type_name(type(value))] = type(value)
             children = [getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)]
         elif isinstance(value, Mapping):
             children = [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple | set | frozenset | deque):
-            if hasattr(value, "_fields"):
-                found[_type_name(type(value))] = type(value)
             children = value
         for child in children:
             if id(child) not in seen:
@@ -321,6 +328,7 @@ def decode(
     *,
     types: Mapping[str, type] | None = None,
     leaf: Callable[[str], Any] | None = None,
+    unknown: Callable[[str, str], Any] | None = None,
     parse: Callable[[str | bytes], Any] = json.loads,
 ) -> Any:  # noqa: ANN401 (any value that `encode` takes)
     """Return the value that `encode` wrote. Not collective.
@@ -334,12 +342,13 @@ def decode(
         text: the text.
         types: types that may be built, by qualified name.
         leaf: `leaf(name)` returns the object that `encode`'s leaf kept under a name.
+        unknown: `unknown(type_name, text)` returns what a value of an unknown type becomes instead.
         parse: the parser. Text from a file goes through `stored_values.decode_stored`, which passes a strict parser.
 
     Raises:
         ValueError: `encode` cannot have written the text.
     """
-    return _decoded(_Decoder({**_registered, **(types or {})}, leaf), text, parse)
+    return _decoded(_Decoder({**_registered, **(types or {})}, leaf, unknown), text, parse)
 
 
 def to_plain(text: str | bytes, *, parse: Callable[[str | bytes], Any] = json.loads) -> Any:  # noqa: ANN401
@@ -371,9 +380,15 @@ def _decoded(decoder: _Decoder, text: str | bytes, parse: Callable[[str | bytes]
 class _Decoder:
     """Rebuilds values from parsed JSON; one method per tag."""
 
-    def __init__(self, types: Mapping[str, type], leaf: Callable[[str], Any] | None) -> None:
+    def __init__(
+        self,
+        types: Mapping[str, type],
+        leaf: Callable[[str], Any] | None,
+        unknown: Callable[[str, str], Any] | None = None,
+    ) -> None:
         self._types = types
         self._leaf = leaf
+        self._unknown = unknown
         self._depth = 0
 
     def value(self, raw: Json) -> Any:  # noqa: ANN401 (any value that `encode` takes)
@@ -472,7 +487,7 @@ class _Decoder:
         cls = self._type(raw, lambda known: issubclass(known, enum.Enum))
         value = self.value(raw["value"])
         if cls is None:
-            return {"__name__": _short(raw), "value": value}
+            return self._of_unknown_type(raw, {"value": value})
         member = cls(value)
         if member.value != value:  # some releases of Python drop unknown bits of a Flag
             raise ValueError(f"{raw['type']} has no member of this value")
@@ -485,6 +500,11 @@ class _Decoder:
             raise ValueError(f"{raw['type']} is not of kind {raw[_TAG]} here")
         return cls
 
+    def _of_unknown_type(self, raw: dict[str, Any], fields: dict[str, Any]) -> object:
+        if self._unknown is not None:
+            return self._unknown(str(raw["type"]), json.dumps(raw, separators=(",", ":"), sort_keys=True))
+        return {"__name__": _short(raw), **fields}
+
     def _named_fields(self, raw: dict[str, Any]) -> dict[str, Any]:
         return {key: self.value(item) for key, item in raw["value"].items()}
 
@@ -492,14 +512,14 @@ class _Decoder:
         cls = self._type(raw, lambda known: issubclass(known, tuple) and hasattr(known, "_fields"))
         fields = self._named_fields(raw)
         if cls is None:
-            return {"__name__": _short(raw), **fields}
+            return self._of_unknown_type(raw, fields)
         return cls._make(_complete(raw, cls._fields, cls._field_defaults, fields).values())
 
     def _dataclass(self, raw: dict[str, Any]) -> object:
         cls = self._type(raw, dataclasses.is_dataclass)
         fields = self._named_fields(raw)
         if cls is None:
-            return {"__name__": _short(raw), **fields}
+            return self._of_unknown_type(raw, fields)
         instance = object.__new__(cls)
         names = [f.name for f in dataclasses.fields(cls)]
         for name, item in _complete(raw, names, _defaults(cls), fields).items():

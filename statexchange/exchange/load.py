@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from statexchange import values
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
@@ -26,6 +25,7 @@ from statexchange.errors import (
 )
 from statexchange.exchange.catalog import Catalog, LivePlaces, paths_of, with_new_names, without_unwanted
 from statexchange.exchange.converting import ChosenConversion, convert_for_load
+from statexchange.exchange.new_tensors import tensor_to_fill
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.reading import ReadItem, assign_readers, read_all
@@ -44,7 +44,10 @@ from statexchange.state.load_plan import (
     NO_TREE,
     Conflicts,
     LoadPlan,
+    ObjectStates,
     SavedTensor,
+    UnknownValue,
+    live_types,
     merge_trees,
     plan_load,
     tree_from_names,
@@ -54,7 +57,7 @@ from statexchange.state.modules import is_module, module_items
 from statexchange.state.tree import flatten, walk
 from statexchange.storage.stored_values import decode_stored
 from statexchange.storage.tensorfile import digest
-from statexchange.tensors import check_writable, dtype_name, mark_changed, name_of_dtype, torch_dtype, without_grad
+from statexchange.tensors import check_writable, mark_changed, without_grad
 from statexchange.units import format_transfer
 
 __all__ = ["LoadReport", "load_checkpoint", "load_now"]
@@ -356,12 +359,13 @@ class _Load:
         has_layout = _check_same(source, options, texts, comm)
         with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
             catalog = Catalog(source, options, comm.rank, comm.world_size)
-            tree = _saved_tree(state, catalog)
+            objects = ObjectStates()
+            tree = _saved_tree(state, catalog, objects)
             if not has_layout:
-                plan = _load_plan(state, catalog, tree)
+                plan = _load_plan(state, catalog, tree, objects)
                 items = [_read_item(target, catalog) for target in _targets(plan, catalog, comm.rank)]
         if has_layout:
-            plan, items = self._plan_with_layout(state, catalog, tree)
+            plan, items = self._plan_with_layout(state, catalog, tree, objects)
         sent = comm.all_gather_object(_ComparedNames(plan.unexpected, plan.is_empty).to_json())
         with comm.phase("comparing the names"):
             by_rank = [
@@ -398,12 +402,12 @@ class _Load:
         return report
 
     def _plan_with_layout(
-        self, state: Any, catalog: Catalog, tree: _SavedTree | None
+        self, state: Any, catalog: Catalog, tree: _SavedTree | None, objects: ObjectStates
     ) -> tuple[LoadPlan, list[ReadItem]]:
         """Return the load plan and the items to read, if any rank has a layout. Collective."""
         catalog.renumbered = self._renumbered(state, catalog.layout, from_names=tree is None)
         with self._comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
-            plan = _load_plan(state, catalog, tree)
+            plan = _load_plan(state, catalog, tree, objects)
             targets = _targets(plan, catalog, self._comm.rank)
         targets = self._placed(targets, catalog)
         with self._comm.phase("comparing the tensors", timeout_s=self._stall_timeout_s):
@@ -539,18 +543,22 @@ class _SavedTree:
     left_out: frozenset[str]
 
 
-def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
+def _saved_tree(state: Any, catalog: Catalog, objects: ObjectStates) -> _SavedTree | None:
     """Return the saved tree under the state's names; None without configs, or if they refer to none of its tensors."""
     if not catalog.source.configs:
         return None
-    types = values.types_of(state)
+    names_types = any('"type"' in text for text in catalog.source.configs.values())
+    types = live_types(state, objects) if names_types else {}
     configs = sorted(catalog.source.configs.items(), key=lambda item: (item[0] != catalog.own_rank, item[0]))
     ranks: dict[str, int] = {}  # the first rank with each text
     for rank, text in configs:
         ranks.setdefault(text, rank)
     kept: list[str] = []
     leaf, path, budget = _leaf_reader(kept, catalog), catalog.source.path, catalog.source.budget
-    trees = {rank: decode_stored(text, path, budget, types=types, leaf=leaf) for text, rank in ranks.items()}
+    trees = {
+        rank: decode_stored(text, path, budget, types=types, leaf=leaf, unknown=UnknownValue)
+        for text, rank in ranks.items()
+    }
     if not kept and len(catalog) > 0:
         return None
     for rule in catalog.layout.rules.values():
@@ -577,7 +585,7 @@ def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
     return _SavedTree(tree, of_one_rank, {}, left_out)
 
 
-def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPlan:
+def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None, objects: ObjectStates) -> LoadPlan:
     """Plan the load: the live tensors with their names in the source, and the callbacks that restore the rest."""
     options = catalog.options
     if tree is None:
@@ -589,8 +597,8 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPla
         saved, tree_of_one_rank = tree.tree, tree.of_one_rank
     left_out = frozenset() if tree is None else tree.left_out
     stays = partial(_stays, options, left_out) if options.include or options.exclude else None
-    allocate = partial(_tensor_to_fill, catalog)
-    plan = plan_load(state, saved, allocate, stays, tree_of_one_rank)
+    allocate = partial(tensor_to_fill, catalog)
+    plan = plan_load(state, saved, allocate, objects, stays, tree_of_one_rank)
     if tree is not None:
         catalog.check_unions(plan.plain, tree.unions)
     if options.include or options.exclude:
@@ -628,29 +636,6 @@ def _leaf_reader(kept: list[str], catalog: Catalog) -> Callable[[str], SavedTens
         return SavedTensor(new)
 
     return leaf
-
-
-def _tensor_to_fill(catalog: Catalog, name: str, own: Any, like: Any) -> Any:
-    """Return `own` if the tensor fits into it, else a new one: sharded like `like` if shapes agree, else whole."""
-    import torch
-
-    shard = catalog.shard_of(name)
-    shape = shard.global_shape
-    if like is not None and catalog.options.layout is not None and catalog.shape_like(name) is not None:
-        shape = tuple(like.shape)  # a shard, as the parameter is
-    if isinstance(own, torch.Tensor) and tuple(own.shape) == shape and _fits(catalog, shard.dtype, own):
-        return own
-    if like is not None and tuple(like.shape) == shape:
-        is_step_count = len(shape) == 0
-        casts = not is_step_count and catalog.options.casts(shard.dtype, dtype_name(like, name))
-        return torch.zeros_like(like, dtype=like.dtype if casts else torch_dtype(shard.dtype), requires_grad=False)
-    return torch.empty(shape, dtype=torch_dtype(shard.dtype))
-
-
-def _fits(catalog: Catalog, stored: str, own: Any) -> bool:
-    """Whether values of the dtype `stored` can be read into `own`."""
-    found = name_of_dtype(own.dtype) or ""
-    return found == stored or catalog.options.casts(stored, found)
 
 
 class _Target(NamedTuple):

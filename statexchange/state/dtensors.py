@@ -1,4 +1,4 @@
-"""The boxes that this rank holds of a tensor that has torch's method `__create_chunk_list__`.
+"""The boxes that this rank holds of a tensor that has torch's method `__create_chunk_list__`, and new DTensors.
 
 A DTensor's boxes follow from its mesh and placements. Any other tensor lists its own chunks.
 """
@@ -6,6 +6,7 @@ A DTensor's boxes follow from its mesh and placements. Any other tensor lists it
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import add
 from typing import Any
@@ -16,7 +17,18 @@ from statexchange.sharding.sharding_spec import Placement, coordinate_of
 from statexchange.sharding.shards import Box
 from statexchange.tensors import wait_tensor
 
-__all__ = ["chunks_of"]
+__all__ = ["chunks_of", "new_dtensor"]
+
+
+def new_dtensor(like: Any, shape: Sequence[int], dtype: Any, dims: Collection[int]) -> Any:
+    """Return a new DTensor on the mesh of `like`, sharded as `like` is in the dims `dims`, and replicated in others.
+
+    Not collective.
+    """
+    from torch.distributed.tensor import Replicate, Shard, zeros
+
+    placements = [one if type(one) is Shard and one.dim in dims else Replicate() for one in like.placements]
+    return zeros(*shape, dtype=dtype, device_mesh=like.device_mesh, placements=placements)
 
 
 def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]], Placement | None]:

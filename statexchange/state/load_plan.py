@@ -14,21 +14,22 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError, type_text
+from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
 from statexchange.state.megatron import Kind, MegatronTensor, holds_sharded, leaves, sharded_kind
 from statexchange.state.modules import is_module, live_items, load_extra_state
 from statexchange.state.optimizers import (
     hyperparameters,
+    install_optimizer,
     is_optimizer,
     named_parameters,
     optimizer_tree,
     parameters_of,
-    set_optimizer,
+    state_of_optimizer,
 )
 from statexchange.state.state_dict import ParameterName, modules_of, parameter_names
-from statexchange.state.tree import children, flatten, is_mutable, rebuild, with_children, with_types_of
-from statexchange.tensors import is_tensor
+from statexchange.state.tree import children, flatten, is_mutable, nodes, with_children, with_types_of
+from statexchange.tensors import is_tensor, is_torch
 
 __all__ = [
     "NO_TREE",
@@ -36,7 +37,11 @@ __all__ = [
     "LoadPlan",
     "LoadTarget",
     "MergedTrees",
+    "ObjectStates",
+    "Place",
     "SavedTensor",
+    "UnknownValue",
+    "live_types",
     "merge_trees",
     "plan_load",
     "tree_from_names",
@@ -57,6 +62,68 @@ class SavedTensor:
         self.name = name
 
 
+class UnknownValue:
+    """A placeholder in a decoded tree for a value of a type that nothing in the live state has, with its JSON text."""
+
+    __slots__ = ("text", "type_name")
+
+    def __init__(self, type_name: str, text: str) -> None:
+        self.type_name = type_name
+        self.text = text
+
+
+class Place(NamedTuple):
+    """A place of the live state for a saved tensor that may need a new one.
+
+    Attributes:
+        own: the live tensor or array there, or None.
+        is_filled: whether `own` itself is filled if the saved tensor fits, or else always a new one like it.
+        parameter: the parameter whose optimizer state it is, or None.
+        parameter_name: the parameter's name in the state, or "".
+        is_step: whether it counts the parameter's steps.
+        on_host: whether a new tensor lies on the CPU, wherever the parameter is.
+    """
+
+    own: Any = None
+    is_filled: bool = True
+    parameter: Any = None
+    parameter_name: str = ""
+    is_step: bool = False
+    on_host: bool = False
+
+
+class ObjectStates:
+    """What `state_dict` of objects in the live state returns: each object is asked once, before anything changes.
+
+    A data loader may draw random numbers when it is asked.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Any]] = {}  # the objects themselves too, so that no other gets their id
+
+    def of(self, live: Any) -> Any:
+        """Return the present state of an object."""
+        if id(live) not in self._known:
+            self._known[id(live)] = live, live.state_dict()
+        return self._known[id(live)][1]
+
+
+def live_types(state: Any, objects: ObjectStates) -> dict[str, type]:
+    """Return the dataclass, namedtuple and Enum types in a state by qualified name. Not collective.
+
+    Those in the states of objects, modules and optimizers are among them.
+    """
+    found: dict[str, type] = values.types_of(state)
+    for node in nodes(state, is_leaf):
+        if is_module(node.value):
+            found |= values.types_of(live_items(node.value)[1])
+        elif is_optimizer(node.value):
+            found |= values.types_of([node.value.param_groups, list(node.value.state.values())])
+        elif is_stateful(node.value):
+            found |= values.types_of(objects.of(node.value))
+    return found
+
+
 Conflicts: TypeAlias = dict[tuple[Any, ...], tuple[int, int]]
 """Two ranks that saved different values, by the keys that lead there."""
 
@@ -68,7 +135,7 @@ class MergedTrees(NamedTuple):
         tree: the tree.
         conflicts: places with different values.
         unions: lists of param groups that were joined. That is right for an optimizer, which takes the groups of its
-            parameters, and wrong for a plain value.
+            parameters, unless ranks have other values for one parameter; and it is wrong for a plain value.
     """
 
     tree: Any
@@ -120,6 +187,8 @@ def _are_equal(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, SavedTensor):
         return bool(one.name == other.name)
+    if isinstance(one, UnknownValue):
+        return bool(one.text == other.text)
     items, others = children(one), children(other)
     if items is None or others is None:
         return values.is_same(one, other)
@@ -152,7 +221,8 @@ class LoadPlan:
         stateful: those paths among them that are of tensors or of objects with a state.
         unexpected: saved paths that the live state does not have.
         num_values: the number of plain values, and of mappings and lists of such values, that were saved.
-        plain: the paths of these, and of states that objects load themselves.
+        plain: the paths of these, of states that objects load themselves, and of the param groups of optimizers that
+            were saved with different values for one parameter.
     """
 
     targets: list[LoadTarget] = field(default_factory=list)
@@ -169,29 +239,38 @@ class LoadPlan:
         return not (self.targets or self.callbacks or self.num_values)
 
 
-Allocate = Callable[[str, Any, Any], Any]
+Allocate = Callable[[str, Place], Any]
 NO_TREE = object()  # where the tree of one rank has no entry, or there is no such tree
 Stays = Callable[[str, Any], bool]
 
 
-def plan_load(state: Any, saved: Any, allocate: Allocate, stays: Stays | None = None, own: Any = NO_TREE) -> LoadPlan:
+def plan_load(
+    state: Any,
+    saved: Any,
+    allocate: Allocate,
+    objects: ObjectStates,
+    stays: Stays | None = None,
+    own: Any = NO_TREE,
+) -> LoadPlan:
     """Plan how `state` becomes the decoded tree `saved`. Not collective; nothing is changed yet.
 
     Args:
         state: the live state.
         saved: the tree, with a SavedTensor for each tensor.
-        allocate: `allocate(name, own, like)` returns the tensor to fill: `own`, the live tensor in this place, if it
-            fits; else a new one, with the device and strides of the parameter `like`.
+        allocate: `allocate(name, place)` returns the tensor to fill: the live one of this place if it fits, else a new
+            one.
+        objects: the present states of objects.
         stays: `stays(path, value)` returns whether this entry of a live mapping of plain values is kept although
             `saved` does not have it; by default none is.
-        own: the tree of one rank, from which plain values and the states of objects are taken where it has them: that
-            of this rank if as many ranks load as have saved. `saved` has what any rank has.
+        own: the tree of one rank, from which plain values and the states of objects and of parameters are taken where
+            it has them: that of this rank if as many ranks load as have saved. `saved` has what any rank has.
 
     Raises:
         InvalidArgumentError: something cannot be changed in place, or was saved as another kind; names the path.
+        UnsupportedError: a value has a type that the live state does not have; names the path.
     """
     names = {key: name.in_state for key, name in parameter_names(modules_of(state)).items()}
-    planner = _Planner(allocate, names, _ShardedKeys.of(state, saved), stays)
+    planner = _Planner(allocate, names, _ShardedKeys.of(state, saved), objects, stays)
     if planner.visit(state, saved, "", own) is not state:
         raise InvalidArgumentError(
             f"the state is {type_text(state)}, which cannot be changed in place: give a mapping that holds it"
@@ -222,12 +301,18 @@ class _Planner:
     """Walks a live state and a saved tree together and writes the plan."""
 
     def __init__(
-        self, allocate: Allocate, names: Mapping[int, str], keys: _ShardedKeys, stays: Stays | None = None
+        self,
+        allocate: Allocate,
+        names: Mapping[int, str],
+        keys: _ShardedKeys,
+        objects: ObjectStates,
+        stays: Stays | None = None,
     ) -> None:
         self.plan = LoadPlan()
         self._allocate = allocate
         self._names = names
         self._keys = keys
+        self._objects = objects
         self._stays = stays
 
     def visit(self, live: Any, saved: Any, path: str, own: Any = NO_TREE) -> Any:
@@ -242,18 +327,18 @@ class _Planner:
         elif is_module(live):
             self._module(live, saved, path, own)
         elif is_optimizer(live):
-            self._optimizer(live, saved, path)
+            self._optimizer(live, saved, path, own)
         elif is_stateful(live):
             self._expect(isinstance(saved, Mapping), f"the state of {type_text(live)}", saved, path)
             self.plan.plain.add(_dotted(path))
-            new = self._with_new_tensors(of_one_rank)
-            self.plan.callbacks.append(lambda: live.load_state_dict(with_types_of(live.state_dict(), new)))
+            new = self._filled(of_one_rank, path, Place(self._objects.of(live), is_filled=False))
+            self.plan.callbacks.append(functools.partial(_load_object, live, live.load_state_dict, new, _dotted(path)))
         elif _has_names(live, path) or (children(live) is not None and contains_state(live)):
             return self._container(live, saved, path, own)
         else:
             self.plan.num_values += 1
             self.plan.plain.add(_dotted(path))
-            return self._value(live, self._with_new_tensors(of_one_rank), path)
+            return self._value(live, self._filled(of_one_rank, path), path)
         return live
 
     def _value(self, live: Any, new: Any, path: str) -> Any:
@@ -283,7 +368,7 @@ class _Planner:
             if all(part.key in self._keys.saved for _, part in parts):
                 self.plan.callbacks.append(functools.partial(_merge_built, live, built))
         elif kind == "object":
-            self.plan.callbacks.append(functools.partial(setattr, live, "data", self._with_new_tensors(saved)))
+            self.plan.callbacks.append(functools.partial(setattr, live, "data", self._filled(saved, path)))
 
     def _container(self, live: Any, saved: Any, path: str, own: Any) -> Any:
         """Plan the children of a container that holds state; return it, or a new one if it cannot be changed."""
@@ -355,70 +440,124 @@ class _Planner:
             elif id(tensor) not in loaded:  # a tied tensor is loaded under any of its names
                 self._add_missing([_dotted(f"{path}.{name}")])
         of_one_rank = {**saved, **own} if isinstance(own, Mapping) else saved
-        extra = {name: self._with_new_tensors(of_one_rank[name]) for name in rest if name in saved}
+        extra = {
+            name: self._filled(of_one_rank[name], f"{path}.{name}", Place(rest[name], is_filled=False))
+            for name in rest
+            if name in saved
+        }
         self._add_missing([_dotted(f"{path}.{name}") for name in rest if name not in saved], stateful=False)
         for name, new in extra.items():
             _check_like(rest[name], new, f"{path}.{name}")
         if extra:
-            typed = {name: with_types_of(rest[name], new) for name, new in extra.items()}
-            self.plan.callbacks.append(functools.partial(load_extra_state, module, typed))
+            load = functools.partial(load_extra_state, module)
+            self.plan.callbacks.append(functools.partial(_load_object, module, load, extra, _dotted(path)))
         self._add_unexpected(path, [name for name in saved if name not in live and name not in rest])
 
-    def _optimizer(self, optimizer: Any, saved: Any, path: str) -> None:
+    def _optimizer(self, optimizer: Any, saved: Any, path: str, own: Any) -> None:
+        """Plan an optimizer: each parameter gets its state and its group's hyperparameters, by name."""
         known = isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys()
         self._expect(known, "an optimizer", saved, path)
         parameters = named_parameters(optimizer, self._names)
-        groups: dict[str, Any] = {}
-        for group in saved["param_groups"]:
-            for name in group["params"]:
-                groups.setdefault(str(name), group)
+        entries = _SavedEntries.of(saved, own)
+        if entries.differ:
+            self.plan.plain.add(_dotted(f"{path}.param_groups"))
+        groups = [
+            self._group(group, entries, parameters, f"{path}.param_groups[{index}]")
+            for index, group in enumerate(optimizer.param_groups)
+        ]
         states: dict[Any, Any] = {}
-        for name, entries in saved["state"].items():
-            parameter = parameters.get(str(name))
-            if parameter is not None:
-                own_entries = optimizer.state.get(parameter, {})
-                states[parameter] = {
-                    key: self._state_entry(entry, own_entries.get(key), parameter) for key, entry in entries.items()
-                }
-            elif str(name) not in groups:  # state of the optimizer, not of a parameter
-                states[name] = self._with_new_tensors(entries)
-        self._add_missing([_dotted(f"{path}.{name}") for name in parameters if name not in groups])
-        others = [key for key in saved if key not in ("state", "param_groups")]
-        self._add_unexpected(path, [*(name for name in groups if name not in parameters), *others])
-        stateless = [param for name, param in parameters.items() if name in groups and name not in saved["state"]]
-        new_groups = [self._group(group, groups, parameters) for group in optimizer.param_groups]
-        self.plan.callbacks.append(functools.partial(set_optimizer, optimizer, new_groups, states, stateless))
+        for group, new in zip(optimizer.param_groups, groups, strict=True):
+            settings = group if new is None else new
+            on_host = not (settings.get("fused") or settings.get("capturable"))
+            in_group = set(map(id, group["params"]))
+            for name, parameter in parameters.items():
+                if id(parameter) in in_group and name in entries.state:
+                    place = Place(optimizer.state.get(parameter), parameter=parameter, parameter_name=name)
+                    states[parameter] = self._parameter_state(entries.state[name], path, place, on_host=on_host)
+        for key, shared in entries.shared.items():  # state of the optimizer, not of a parameter
+            states[key] = self._filled(shared, f"{path}.state.{key}", Place(optimizer.state.get(key)))
+        self._add_missing([_dotted(f"{path}.{name}") for name in parameters if name not in entries.groups])
+        self._add_unexpected(path, [name for name in entries.groups if name not in parameters])
+        dropped = [param for name, param in parameters.items() if name in entries.groups and param not in states]
+        if entries.groups:
+            dropped += [key for key in optimizer.state if not is_torch(key) and key not in states]
+        more = self._more(optimizer, entries.more, path)
+        self.plan.callbacks.append(functools.partial(install_optimizer, optimizer, groups, states, dropped, more))
+
+    def _more(self, optimizer: Any, saved: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Return the saved entries of a state dict beside ``state`` and ``param_groups``; others join the plan."""
+        own = state_of_optimizer(optimizer, _dotted(path))["more"]
+        self._add_missing([_dotted(f"{path}.{key}") for key in own if key not in saved], stateful=False)
+        self._add_unexpected(path, [key for key in saved if key not in own])
+        return {
+            key: self._filled(saved[key], f"{path}.{key}", Place(own[key], is_filled=False))
+            for key in own
+            if key in saved
+        }
 
     def _group(
-        self, live: Mapping[str, Any], groups: Mapping[str, Any], parameters: Mapping[str, Any]
+        self, live: Mapping[str, Any], entries: _SavedEntries, parameters: Mapping[str, Any], path: str
     ) -> dict[str, Any] | None:
-        """Return a group's saved hyperparameters, by its first parameter that was saved; None if none was."""
+        """Return a group's saved hyperparameters, by its parameters that were saved; None if none was."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         in_group = [names[id(parameter)] for parameter in live["params"]]
-        saved = next((groups[name] for name in in_group if name in groups), None)
-        if saved is None:
+        saved = [name for name in in_group if name in entries.groups]
+        if not saved and (in_group or not entries.empty_groups):
             return None
+        new = hyperparameters(entries.groups[saved[0]] if saved else entries.empty_groups.pop(0))
+        for name in saved[1:]:
+            other = hyperparameters(entries.groups[name])
+            if not _are_equal(new, other):
+                key = next(key for key in {**new, **other} if not _are_equal(new.get(key), other.get(key)))
+                raise InvalidArgumentError(
+                    f"this param group of the state joins {saved[0]!r} and {name!r}, which were saved with different "
+                    f"values of {key!r}: make the param groups of the job that saved them",
+                    name=_dotted(path),
+                    expected=new.get(key),
+                    found=other.get(key),
+                )
         found = hyperparameters(live)
-        for key, value in hyperparameters(saved).items():
-            found[key] = with_types_of(found.get(key), self._with_new_tensors(value))
-        return found
+        return found | {key: self._filled(value, f"{path}.{key}", Place(found.get(key))) for key, value in new.items()}
 
-    def _state_entry(self, saved: Any, own: Any, parameter: Any) -> Any:
-        """Return an entry of a parameter's state: a plain value, or the tensor to be filled."""
-        if not isinstance(saved, SavedTensor):
-            return with_types_of(own, self._with_new_tensors(saved))
-        live = self._allocate(saved.name, own, parameter)
-        self.plan.targets.append(LoadTarget(saved.name, live, saved.name))
-        return live
+    def _parameter_state(self, saved: Any, path: str, place: Place, *, on_host: bool) -> Any:
+        """Return a parameter's state; torch keeps ``step`` on the CPU unless it is fused or capturable."""
+        where = f"{path}.state.{place.parameter_name}"
+        if not isinstance(saved, Mapping):
+            return self._filled(saved, where, place)
+        own = place.own if isinstance(place.own, Mapping) else {}
+        found = {}
+        for key, entry in saved.items():
+            is_step = key == "step"
+            at = place._replace(own=own.get(key), is_step=is_step, on_host=is_step and on_host)
+            found[key] = self._filled(entry, f"{where}.{key}", at)
+        return with_types_of(place.own, found)
 
-    def _with_new_tensors(self, saved: Any) -> Any:
-        """Return a saved subtree with a new tensor in place of each SavedTensor; these tensors join the plan."""
-        new_tensors = {}
-        for path, leaf in flatten(saved):
-            if isinstance(leaf, SavedTensor):
-                new_tensors[path] = self._allocate(leaf.name, None, None)
-                self.plan.targets.append(LoadTarget(leaf.name, new_tensors[path], leaf.name))
-        return rebuild(saved, new_tensors)
+    def _filled(self, saved: Any, path: str, place: Place = Place()) -> Any:  # noqa: B008 (immutable)
+        """Return a saved subtree with a tensor in place of each SavedTensor, and containers of the live types.
+
+        The tensors join the plan.
+        """
+        return with_types_of(place.own, self._with_tensors(saved, path, place))
+
+    def _with_tensors(self, saved: Any, path: str, place: Place) -> Any:
+        if isinstance(saved, SavedTensor):
+            live = self._allocate(saved.name, place)
+            self.plan.targets.append(LoadTarget(saved.name, live, saved.name))
+            return live
+        items = children(saved)
+        if items is None:
+            _check_known(saved, path)
+            return saved
+        own = {} if is_leaf(place.own) else children(place.own) or {}
+        for key in items:
+            _check_known(key, path)
+        new = {
+            key: self._with_tensors(item, f"{path}.{key}", place._replace(own=own.get(key)))
+            for key, item in items.items()
+        }
+        if isinstance(saved, list):
+            return list(new.values())
+        return new if type(saved) is dict else with_children(saved, new)
 
     def _expect(self, holds: bool, wanted: str, saved: Any, path: str) -> None:
         if holds:
@@ -433,6 +572,80 @@ class _Planner:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _SavedEntries:
+    """An optimizer's saved state by the names of parameters, of all ranks or, where it has them, of one.
+
+    Attributes:
+        groups: each parameter's group.
+        empty_groups: the groups without parameters.
+        state: each parameter's state.
+        shared: state under other keys.
+        more: entries beside ``state`` and ``param_groups``.
+        differ: whether ranks saved groups of different values for one parameter.
+    """
+
+    groups: dict[str, Any]
+    empty_groups: list[Any]
+    state: dict[str, Any]
+    shared: dict[Any, Any]
+    more: dict[str, Any]
+    differ: bool
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any], own: Any) -> _SavedEntries:
+        """Sort the entries of an optimizer's saved tree; those of `own` come before those of other ranks."""
+        groups: dict[Any, Any] = {}
+        state: dict[Any, Any] = {}
+        differ = False
+        has_own = isinstance(own, Mapping) and {"state", "param_groups"} <= own.keys()
+        trees = [own, saved] if has_own else [saved]
+        for tree in trees:
+            of_tree: dict[Any, Any] = {}
+            for group in tree["param_groups"]:
+                for name in group["params"]:
+                    first = of_tree.setdefault(name, group)
+                    differ |= first is not group and not _are_equal(hyperparameters(first), hyperparameters(group))
+            new = {name: group for name, group in of_tree.items() if name not in groups}
+            state |= {name: tree["state"][name] for name in new if name in tree["state"]}
+            groups |= new
+        first = trees[0]
+        return cls(
+            {str(name): group for name, group in groups.items()},
+            [group for group in first["param_groups"] if not group["params"]],
+            {str(name): entry for name, entry in state.items()},
+            {key: entry for key, entry in first["state"].items() if key not in groups},
+            {key: entry for key, entry in first.items() if key not in ("state", "param_groups")},
+            differ and not has_own,
+        )
+
+
+def _load_object(live: Any, load: Callable[[Any], object], state: Any, path: str) -> None:
+    """Let an object load its state; its error becomes one that names the object."""
+    try:
+        load(state)
+    except StateExchangeError:
+        raise
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"{type_text(live)} does not take the state that was saved here, and raised {type(error).__name__}: "
+            f"{excerpt(error, 200)}. What comes before it in the state has been loaded: make the object as it was "
+            "saved, or leave it out by exclude",
+            name=path,
+        ) from error
+
+
+def _check_known(saved: Any, path: str) -> None:
+    """Raise UnsupportedError for a value, or a set or deque with one, of a type that the live state does not have."""
+    for part in () if isinstance(saved, str | int | float) else values.parts_of(saved):
+        if isinstance(part, UnknownValue):
+            raise UnsupportedError(
+                f"a {part.type_name} was saved here, and the state has no value of this type to build it by: give it "
+                "to register_config",
+                name=_dotted(path),
+            )
+
+
 def _dotted(path: str) -> str:
     """Return a path without its leading dot."""
     return path.removeprefix(".")
@@ -440,7 +653,7 @@ def _dotted(path: str) -> str:
 
 def _check_like(own: Any, saved: Any, path: str) -> None:
     """Raise InvalidArgumentError unless a tensor has the saved shape and dtype. For those that a module copies."""
-    if not is_tensor(own):
+    if not is_tensor(own) or not is_tensor(saved):
         return
     expected, found = (tuple(saved.shape), saved.dtype), (tuple(own.shape), own.dtype)
     if expected != found:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange import values
+from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.tensors import is_torch
 
 __all__ = [
     "OptimizerState",
     "check_optimizer",
     "hyperparameters",
+    "install_optimizer",
     "is_optimizer",
     "labelled_parameters",
     "named_parameters",
     "optimizer_tree",
     "parameters_of",
-    "set_optimizer",
     "state_of_optimizer",
 ]
 
 OptimizerState = dict[str, Any]
-"""``param_groups``: without parameters. ``state``: by a parameter's number. ``shared``: state under other keys."""
+"""``param_groups``: without parameters. ``state``: by a parameter's number. ``shared``: state under other keys.
+``more``: what the optimizer's own `state_dict` has besides."""
 
 
 def is_optimizer(value: Any) -> bool:
@@ -70,11 +73,12 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def state_of_optimizer(optimizer: Any, path: str) -> OptimizerState:
-    """Return an optimizer's state without calling the hooks of its `state_dict`. Not collective.
+    """Return an optimizer's state. Not collective.
 
     Raises:
         InvalidArgumentError: there is state of a tensor that is in no group; the error names `path`.
-        UnsupportedError: the optimizer shards its state itself; the error names `path`.
+        UnsupportedError: the optimizer shards its state itself, or its `state_dict` has another form than torch's; the
+            error names `path`.
     """
     check_optimizer(optimizer, path)
     numbers: dict[Any, int] = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
@@ -91,7 +95,39 @@ def state_of_optimizer(optimizer: Any, path: str) -> OptimizerState:
         "param_groups": [hyperparameters(group) for group in optimizer.param_groups],
         "state": state,
         "shared": shared,
+        "more": _more_state(optimizer, state, shared, path),
     }
+
+
+def _more_state(optimizer: Any, state: Mapping[int, Any], shared: Mapping[Any, Any], path: str) -> dict[str, Any]:
+    """Return the entries of an optimizer's state dict beside ``state`` and ``param_groups``, which `state` repeats.
+
+    torch's own `state_dict` has none. That of a class of its own may have some, or a hook may add some.
+    """
+    own = getattr(type(optimizer), "state_dict", None)
+    torch_optim = sys.modules.get("torch.optim")
+    has_hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    if own is None or (torch_optim is not None and own is torch_optim.Optimizer.state_dict and not has_hooks):
+        return {}
+    found = optimizer.state_dict()
+    if isinstance(found, Mapping) and {"state", "param_groups"} <= found.keys():
+        theirs, ours = found["state"], {**shared, **state}
+        if _are_alike(theirs, ours):
+            return {key: value for key, value in found.items() if key not in ("state", "param_groups")}
+    raise UnsupportedError(
+        f"the state_dict of {type_text(optimizer)} is not its param_groups and state, as that of torch's optimizers: "
+        "give the optimizer that it wraps, or what its state_dict() returns",
+        name=path,
+    )
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether two mappings have the same objects, or equal plain values."""
+    if one is other or values.is_same(one, other):
+        return True
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping) or one.keys() != other.keys():
+        return False
+    return all(_are_alike(value, other[key]) for key, value in one.items())
 
 
 def optimizer_tree(optimizer: Any, names: Mapping[int, str], path: str) -> dict[str, Any]:
@@ -104,11 +140,15 @@ def optimizer_tree(optimizer: Any, names: Mapping[int, str], path: str) -> dict[
         groups.append({**settings, "params": named[begin : begin + len(group["params"])]})
         begin += len(group["params"])
     state = {named[number]: entries for number, entries in numbered["state"].items()}
-    return {"state": {**state, **numbered["shared"]}, "param_groups": groups}
+    return {"state": {**state, **numbered["shared"]}, "param_groups": groups, **numbered["more"]}
 
 
-def set_optimizer(
-    optimizer: Any, groups: Sequence[Mapping[str, Any] | None], state: Mapping[Any, Any], dropped: Iterable[Any]
+def install_optimizer(
+    optimizer: Any,
+    groups: Sequence[Mapping[str, Any] | None],
+    state: Mapping[Any, Any],
+    dropped: Iterable[Any],
+    more: Mapping[str, Any],
 ) -> None:
     """Install hyperparameters and state in an optimizer. Not collective.
 
@@ -119,7 +159,17 @@ def set_optimizer(
         groups: the hyperparameters of each group; None leaves a group as it is.
         state: the state by key.
         dropped: keys whose state is removed.
+        more: the other entries of the optimizer's state dict.
     """
+    _install(optimizer, groups, state, dropped)
+    if more:
+        optimizer.load_state_dict({**optimizer.state_dict(), **more})
+        _install(optimizer, groups, state, dropped)  # torch's load_state_dict casts the state, and makes new dicts
+
+
+def _install(
+    optimizer: Any, groups: Sequence[Mapping[str, Any] | None], state: Mapping[Any, Any], dropped: Iterable[Any]
+) -> None:
     for group, new in zip(optimizer.param_groups, groups, strict=True):
         if new is not None:
             kept = {name: group[name] for name in ("params", "param_names") if name in group}

@@ -23,9 +23,9 @@ from statexchange.errors import UnsupportedError
 from statexchange.state.leaves import check_no_state_in
 from statexchange.state.optimizers import (
     hyperparameters,
+    install_optimizer,
     is_optimizer,
     parameters_of,
-    set_optimizer,
     state_of_optimizer,
 )
 from statexchange.state.spec import StateSpec, dense_tensor, value_kind
@@ -249,4 +249,5 @@ def install_callback(obj: Any, own: Any, reader: PayloadReader) -> Callable[[], 
     for key, saved in decoded["shared"].items():
         state[key] = reader.fill(saved, own["shared"].get(key, {}), step=f".state[{key!r}]")
     dropped = [key for key in obj.state if key not in state]
-    return functools.partial(set_optimizer, obj, groups, state, dropped)
+    more = {key: reader.fill(saved, own["more"].get(key), step=f".{key}") for key, saved in decoded["more"].items()}
+    return functools.partial(install_optimizer, obj, groups, state, dropped, more)

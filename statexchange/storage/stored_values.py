@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 from statexchange import values
@@ -31,10 +32,12 @@ def decode_stored(
     *,
     types: Mapping[str, type] | None = None,
     leaf: Callable[[str], Any] | None = None,
+    unknown: Callable[[str, str], Any] | None = None,
 ) -> Any:
     """Return `values.decode` of text from a file; raise CorruptError for text that `values.encode` cannot write."""
     with _broken_config(path):
-        return values.decode(text, types=types, leaf=leaf, parse=lambda data: parse_stored(data, path, budget))
+        parse = functools.partial(parse_stored, path=path, budget=budget)
+        return values.decode(text, types=types, leaf=leaf, unknown=unknown, parse=parse)
 
 
 def plain_stored(text: str, path: str, budget: Budget) -> Any:
