@@ -8,12 +8,13 @@ Megatron-Core's ShardedTensors are named by their keys, wherever in the state th
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
 from statexchange.state.megatron import Kind, MegatronTensor, sharded_kind
 from statexchange.state.modules import check_module, is_module, module_items
@@ -81,27 +82,44 @@ class _Context:
     sharded: dict[str, MegatronTensor] = field(default_factory=dict)
 
 
-def _plain(value: Any, path: str, context: _Context, depth: int = 0) -> Any:
-    """Return `value` with the states of objects, as mappings, in place of the objects."""
+def _plain(value: Any, path: str, context: _Context, depth: int = 0, owner: Any = None) -> Any:
+    """Return `value` with the states of objects, as mappings, in place of the objects.
+
+    `owner` is the object whose state `value` is a part of. A load gives that to the owner's `load_state_dict`, which
+    would find a mapping where the state has another object.
+    """
     if depth > values.MAX_DEPTH:
         raise InvalidArgumentError(
             f"the state at {path[:80]}... is nested deeper than {values.MAX_DEPTH}, or contains itself"
         )
 
     def inner(child: Any, key: object = "") -> Any:
-        return _plain(child, f"{path}.{key}" if key != "" else path, context, depth + 1)
+        return _plain(child, f"{path}.{key}" if key != "" else path, context, depth + 1, owner)
+
+    def state_of(child: Any) -> Any:
+        return _plain(child, path, context, depth + 1, value)
 
     kind = sharded_kind(value)
     if kind is not None:
         return _plain_sharded(value, kind, context, inner)
     if is_tensor(value):
         return value
+    if owner is not None and is_leaf(value) and not isinstance(value, enum.Enum):
+        raise UnsupportedError(
+            f"the state of {type_text(owner)} holds {type_text(value)}, which a load would replace by a mapping: let "
+            "its state_dict return that object's state_dict(), and its load_state_dict load it",
+            name=path.removeprefix("."),
+        )
     if is_module(value):
-        return inner(module_items(value))
+        return state_of(module_items(value))
     if is_optimizer(value):
-        return inner(optimizer_tree(value, context.names, path.removeprefix(".")))
+        return state_of(optimizer_tree(value, context.names, path.removeprefix(".")))
     if is_stateful(value):
-        return inner(value.state_dict())
+        state = value.state_dict()
+        if not isinstance(state, Mapping):
+            text = f"state_dict() of {type_text(value)} returned {type_text(state)}: only a mapping can be loaded again"
+            raise UnsupportedError(text, name=path.removeprefix("."))
+        return state_of(state)
     if isinstance(value, Mapping):
         return {key: inner(item, key) for key, item in value.items() if sharded_kind(item) != "local"}
     found = children(value)

@@ -375,7 +375,10 @@ def test_an_optimizer_of_fewer_or_more_parameters_is_loaded_without_strict(tmp_p
     sx.load_checkpoint({"model": fresh, "optimizer": fewer}, tmp_path / "saved", strict=False)
     assert equal(fewer.state[fresh[2].weight], optimizer.state[model[2].weight])
     assert fewer.state["global"] == {"seen": 3}
-    more = torch.optim.Adam(fresh.parameters())
+    joined = torch.optim.Adam(fresh.parameters())
+    with pytest.raises(ValueError, match=r"joins 'model\.0\.weight' and 'model\.2\.weight'.* different values of 'lr'"):
+        sx.load_checkpoint({"model": fresh, "optimizer": joined}, tmp_path / "saved", strict=False)
+    more = torch.optim.Adam([{"params": fresh[0].parameters()}, {"params": fresh[1:].parameters()}])
     trained(fresh, more)
     before = {key: value.clone() for key, value in more.state[fresh[1].weight].items()}
     report = sx.load_checkpoint({"model": fresh, "optimizer": more}, tmp_path / "saved", strict=False)
