@@ -69,6 +69,12 @@ if not (BIN / "prterun").exists():
     worlds._python = warm_python
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from all tests but those marked gpu: the others have more ranks than most machines have GPUs."""
+    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Run the tests of one file in this process, which starts sooner than a worker; more files by two workers per core.

@@ -42,7 +42,7 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, list):
         return isinstance(other, list) and len(one) == len(other) and all(map(equal, one, other))
     if isinstance(one, torch.Tensor):
-        if type(one) is not type(other) or one.dtype != other.dtype:
+        if type(one) is not type(other) or one.dtype != other.dtype or one.device != other.device:
             return False
         has_bits = one.layout is other.layout is torch.strided and not one.is_quantized
         return equal_bits(one, other) if has_bits else torch.equal(one, other)

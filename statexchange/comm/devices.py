@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, UnsupportedError
 
 __all__ = ["Devices", "check_devices", "choose"]
 
@@ -59,5 +59,9 @@ def _use(name: str) -> str:
     if name.startswith("cuda"):
         import torch
 
-        torch.cuda.set_device(name)
+        try:
+            torch.cuda.set_device(name)
+        except RuntimeError as error:  # as in a process that was forked after its parent had used CUDA
+            text = f"this process cannot use {name}: {error}. Start it by spawn, or give init devices=False"
+            raise UnsupportedError(text) from error
     return name

@@ -70,14 +70,11 @@ def one_rank_of_nccl() -> list[Any]:
     comm = sx.init("nccl")
     checks_operations(comm, "cuda:0")
     checks_operations(comm, "cpu")
-    found = [comm.backend, str(comm.device)]
-    sx.shutdown()
-    torch.distributed.destroy_process_group()
-    return found
+    return [comm.backend, str(comm.device)]
 
 
-def test_every_operation_runs_over_nccl_on_one_rank() -> None:
-    assert run_ranks(one_rank_of_nccl, 1, backend="processes", timeout_s=120) == [["nccl", "cuda:0"]]
+def test_a_world_of_one_needs_no_nccl() -> None:
+    assert run_ranks(one_rank_of_nccl, 1, backend="processes", timeout_s=120) == [["single", "cuda:0"]]
 
 
 def scales_while_computing() -> float:
@@ -236,7 +233,8 @@ def sharded_over(comm: sx.comm.Communicator, seed: int) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     n, rank = comm.world_size, comm.rank
-    mesh = init_device_mesh(torch.device(DEVICE).type, (n,))
+    torch.cuda.set_device(DEVICE)  # of which there are fewer than ranks
+    mesh = init_device_mesh("cuda", (n,))
     whole = torch.arange(7 * 5, device=DEVICE).float().reshape(7, 5) * seed
     rows = -(-7 // n)
 
@@ -353,7 +351,11 @@ def scales_and_draws(folder: str) -> None:
     assert torch.equal(step(other), expected)
     state = other["optimizer"].state[other["model"].weight]
     assert {value.device for value in state.values()} == {torch.device(DEVICE)}
-    assert other["optimizer"].param_groups[0]["lr"].device == torch.device(DEVICE)
+    fresh = job(7)
+    sx.load_checkpoint(fresh, folder)
+    assert torch.equal(step(fresh), expected)
+    for optimizer in (other["optimizer"], fresh["optimizer"]):
+        assert optimizer.param_groups[0]["lr"].device == torch.device(DEVICE)
 
 
 def test_scalers_generators_and_capturable_optimizers_continue(tmp_path: Path) -> None:
@@ -390,3 +392,25 @@ def test_each_call_keeps_or_refuses_a_kind_of_state_on_a_gpu(kind: str, tmp_path
 
     found = [outcome(make, call, str(tmp_path / str(number))) for number, call in enumerate(CALLS)]
     assert found == table()[kind]
+
+
+def makes_a_child_with_a_world() -> str:
+    """Use CUDA, then fork a child that calls init, and return its error."""
+    import multiprocessing
+
+    torch.zeros(1, device=DEVICE)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(error_of_init)
+
+
+def error_of_init() -> str:
+    try:
+        sx.init("single")
+    except sx.errors.UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_child_that_was_forked_after_cuda_is_told_what_to_do() -> None:
+    found = run_ranks(makes_a_child_with_a_world, 1, backend="processes", timeout_s=120)
+    assert "give init devices=False" in found[0]
