@@ -3,7 +3,7 @@
     python tools/bench/gpu.py [--megabytes 1024] [--rounds 5] [--dir /dev/shm]
 
 `copy_` works on pinned memory of the tensor's size, which was made before. Then export and load of one tensor are
-timed. All ways run warm and interleaved; medians.
+timed, and those of the same tensor in that memory. All ways run warm and interleaved; medians.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         out = f"{folder}/out"
 
-        def export() -> None:
+        def export(given: torch.Tensor) -> None:
             shutil.rmtree(out, ignore_errors=True)
-            sx.export_checkpoint({"w": tensor}, out)
+            sx.export_checkpoint({"w": given}, out)
 
         ways: dict[str, Callable[[], object]] = {
             "out, copy_ to pinned memory": lambda: pinned.copy_(tensor),
             "out, two buffers": lambda: [None for _ in staging.parts(tensor, "F32")],
             "in, copy_ from pinned memory": lambda: tensor.copy_(pinned),
             "in, two buffers": lambda: [None for _ in staging.targets(tensor, "F32")],
-            "export": export,
+            "export": lambda: export(tensor),
             "load": lambda: sx.load_checkpoint({"w": tensor}, out),
+            "export from the host": lambda: export(pinned),
+            "load to the host": lambda: sx.load_checkpoint({"w": pinned}, out),
         }
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(options.rounds + 1):  # the first warms up
