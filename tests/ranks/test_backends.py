@@ -468,7 +468,6 @@ def test_torchs_default_group_starts_on_a_store(tmp_path: Any) -> None:
     run_ranks(starts_gloo, 2, backend="processes", args=(str(tmp_path / "store"),))
 
 
-@pytest.mark.skipif(dist.is_nccl_available() and torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_gpu_names_what_is_missing() -> None:
     with pytest.raises(
         (sx.errors.MissingExtraError, sx.errors.UnsupportedError), match="NCCL needs a CUDA build of torch and a GPU"

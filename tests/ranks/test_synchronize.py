@@ -244,7 +244,7 @@ def odd_arrays(rank: int) -> dict[str, Any]:
         "empty": np.empty((0, 3)),
         "big_endian": np.arange(3, dtype=">i4") + np.array(rank, dtype=">i4"),
         "text": np.array(["abc", "de"]) if rank == 0 else np.array(["...", ".."]),
-        "date": np.array(["2024-02-01", "2025-01-01"], dtype="M8[D]") + rank,
+        "date": np.array(["2024-02-01", "2025-01-01"], dtype="M8[D]") + np.timedelta64(rank, "D"),
         "record": np.array([(1 + rank, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
         "bfloat16": np.array([1.5, rank], dtype=ml_dtypes.bfloat16),
         "matrix": np.ones((2, 2)) * rank,
