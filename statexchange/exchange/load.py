@@ -50,10 +50,10 @@ from statexchange.state.load_plan import (
     live_types,
     merge_trees,
     plan_load,
-    tree_from_names,
     with_other_entries,
 )
 from statexchange.state.modules import is_module, module_items
+from statexchange.state.names_tree import SourceNames, tree_from_names
 from statexchange.state.tree import flatten, walk
 from statexchange.storage.stored_values import decode_stored
 from statexchange.storage.tensorfile import digest
@@ -133,8 +133,8 @@ def load_checkpoint(
             are replaced. Megatron-Core's ShardedTensors are matched by their keys.
         path: a path or URL of anything that `merge_checkpoint` reads.
         comm: the communicator; by default the current one.
-        strict: raise an error for names of the state that the source lacks and for names of the source that no rank
-            has, as torch does; else the report lists them, and it is an error only if the source has no tensor of the
+        strict: raise an error for names of the state that the source lacks and for names of the source, of tensors and
+            of plain values, that no rank has; else the report lists them, and it is an error only if the source has no tensor of the
             state, or no entry of a state of plain values. Shapes and dtypes must be equal in any case.
         layout: rules for plain tensors of `state` that are parts of whole ones, as in `export_checkpoint`, by their
             dotted paths: ``{"*.up.weight": Shard(0)}``. Optimizer state of a parameter's shape follows the parameter's
@@ -420,7 +420,7 @@ class _Load:
             if from_names and any(rule.renumber for rule in layout.rules.values()):
                 live = [
                     leaf.name
-                    for _, leaf in flatten(tree_from_names(state, lambda _: True))
+                    for _, leaf in flatten(tree_from_names(state, SourceNames(lambda _: True)))
                     if isinstance(leaf, SavedTensor)
                 ]
                 for name in live:
@@ -589,10 +589,8 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None, objects: O
     """Plan the load: the live tensors with their names in the source, and the callbacks that restore the rest."""
     options = catalog.options
     if tree is None:
-        texts = {catalog.new_name(name): text for name, text in catalog.source.texts.items()}
-        shape_of = partial(_shape_of, catalog)
-        saved = tree_from_names(state, catalog.has, filter(options.wants, catalog), texts, catalog.keeps, shape_of)
-        tree_of_one_rank = NO_TREE
+        names = _source_names(catalog)
+        saved, tree_of_one_rank = tree_from_names(state, names), NO_TREE
     else:
         saved, tree_of_one_rank = tree.tree, tree.of_one_rank
     left_out = frozenset() if tree is None else tree.left_out
@@ -606,8 +604,10 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None, objects: O
         plan.missing = [path for path in plan.missing if path not in left_out and places.may_want(path, options)]
     if tree is None:
         taken = {catalog.stored(one) for name, _, _ in plan.targets for one in catalog.names_of(name)}
-        names = [*catalog, *map(catalog.new_name, catalog.source.unsupported)]
-        plan.unexpected = [name for name in names if name not in taken and options.wants(name)]
+        taken |= names.taken
+        holding = [name for name, text in names.texts.items() if text not in ("{}", "[]")]
+        found = [*catalog, *holding, *map(catalog.new_name, catalog.source.unsupported)]
+        plan.unexpected = [name for name in found if name not in taken and options.wants(name)]
     refusals = {catalog.new_name(name): error for name, error in catalog.source.unsupported.items()}
     for name in filter(refusals.__contains__, plan.missing):
         raise refusals[name]
@@ -617,6 +617,22 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None, objects: O
 def _stays(options: LoadOptions, left_out: frozenset[str], path: str, value: Any) -> bool:
     """Whether the entry at `path` of a live mapping of plain values is not to be loaded, nor anything in it."""
     return path in left_out or not any(options.wants(step.path) for step in walk(value, path=path) if step.is_leaf)
+
+
+def _source_names(catalog: Catalog) -> SourceNames:
+    """Return what the source has, by the state's names."""
+    source = catalog.source
+    raw = {catalog.new_name(name): name for name in source.others}
+    return SourceNames(
+        catalog.has,
+        list(filter(catalog.options.wants, catalog)),
+        {catalog.new_name(name): text for name, text in source.texts.items()},
+        {catalog.new_name(name): text for name, text in source.others.items() if name not in source.texts},
+        catalog.keeps,
+        partial(_shape_of, catalog),
+        catalog.new_name,
+        raw,
+    )
 
 
 def _shape_of(catalog: Catalog, name: str) -> tuple[int, ...] | None:

@@ -8,7 +8,6 @@ error leaves the live state as it was.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -23,11 +22,9 @@ from statexchange.state.optimizers import (
     install_optimizer,
     is_optimizer,
     named_parameters,
-    optimizer_tree,
-    parameters_of,
     state_of_optimizer,
 )
-from statexchange.state.state_dict import ParameterName, modules_of, parameter_names
+from statexchange.state.state_dict import modules_of, parameter_names
 from statexchange.state.tree import children, flatten, is_mutable, nodes, with_children, with_types_of
 from statexchange.tensors import is_tensor, is_torch
 
@@ -44,13 +41,8 @@ __all__ = [
     "live_types",
     "merge_trees",
     "plan_load",
-    "tree_from_names",
     "with_other_entries",
 ]
-
-
-# States of an optimizer that have the shape of their parameter.
-_OF_PARAMETERS_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 class SavedTensor:
@@ -702,169 +694,3 @@ def _with_data(built: Any) -> Any:
     if type(built) in (list, tuple):
         return type(built)(map(_with_data, built))
     return built.data if sharded_kind(built) == "tensor" else built
-
-
-def tree_from_names(
-    state: Any,
-    has: Callable[[str], bool],
-    listed: Iterable[str] = (),
-    texts: Mapping[str, str] | None = None,
-    keeps: Callable[[str, Any], bool] = lambda *_: True,
-    shape_of: Callable[[str], tuple[int, ...] | None] = lambda _: None,
-) -> Any:
-    """Build the tree that saving `state` with the tensors of a source would have given. Not collective.
-
-    A tensor's name is its path in the state, joined by dots. The modules of a list share one namespace. Names in
-    an optimizer's state are those of torch.distributed.checkpoint: ``state`` or ``param_groups``, then the parameter's
-    name in its module. Or, as in an optimizer's own `state_dict`, the parameter's number in the order of the param
-    groups; these must then have the sizes of the live ones.
-
-    Args:
-        state: the live state.
-        has: whether the source has a tensor of a name.
-        listed: the names of all tensors; an optimizer's are found among them.
-        texts: plain values by name, as JSON text of `values`. A hyperparameter that is not among them stays as it is.
-        keeps: `keeps(path, value)` returns whether an entry of a mapping is to be loaded.
-        shape_of: returns the global shape of a tensor, by which numbered parameters are checked; None for no check.
-
-    Raises:
-        InvalidArgumentError: the state has a value that is no tensor, and the source has no text for it; or an
-            optimizer's parameters are numbered, and do not fit the live ones.
-    """
-    known = parameter_names(modules_of(state))
-    return _NamesTree(has, keeps, tuple(listed), texts or {}, known, shape_of).build(state, "")
-
-
-@dataclass(frozen=True, slots=True)
-class _NamesTree:
-    """The names and texts of a source, and each parameter's names in the state and in its module."""
-
-    has: Callable[[str], bool]
-    keeps: Callable[[str, Any], bool]
-    listed: tuple[str, ...]
-    texts: Mapping[str, str]
-    parameters: Mapping[int, ParameterName]
-    shape_of: Callable[[str], tuple[int, ...] | None]
-
-    def build(self, state: Any, prefix: str) -> Any:
-        """Return the tree of `state`, whose tensors' names begin with `prefix`: "" or a path that ends with a dot."""
-        if is_module(state):
-            live, rest = live_items(state)
-            tensors = [*live, *(name for name, value in rest.items() if is_tensor(value))]
-            return {name: SavedTensor(prefix + name) for name in tensors if self.has(prefix + name)}
-        if is_tensor(state):
-            return SavedTensor(prefix.removesuffix("."))
-        if sharded_kind(state) in ("factory", "tensor"):
-            return [SavedTensor(part.key) for _, part in leaves(state) if self.has(part.key)]
-        if is_optimizer(state):
-            return self._optimizer(state, prefix)
-        if isinstance(state, list | tuple) and all(is_module(part) for part in state):
-            return [self.build(part, prefix) for part in state]
-        if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
-            return self._mapping(state, prefix)
-        what = f"is {type_text(state)}, but this source holds tensors only"
-        if not prefix:
-            raise InvalidArgumentError(f"the state {what}: give modules, optimizers or mappings of tensors")
-        raise InvalidArgumentError(
-            f"state at {prefix.removesuffix('.')!r} {what}: leave it out of the state, or load only what the source "
-            "has, as include='model.*' does"
-        )
-
-    def _mapping(self, state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        tree = {}
-        for key, value in state.items():
-            name = prefix + key
-            if not self.keeps(name, value) or sharded_kind(value) in ("object", "local"):
-                continue
-            if is_tensor(value) and not self.has(name):
-                continue
-            if name in self.texts and not is_leaf(value):
-                tree[key] = values.decode(self.texts[name])
-            else:
-                tree[key] = self.build(value, f"{name}.")
-        return tree
-
-    def _optimizer(self, optimizer: Any, prefix: str) -> Any:
-        """Return an optimizer's tree with the parameters that the source has."""
-        in_state_names: dict[str, str] = {}  # by the name in the module
-        for parameter in parameters_of(optimizer):
-            name = self.parameters.get(id(parameter))
-            if name is not None:
-                in_state_names[name.in_module] = name.in_state
-        prefixes = {f"{prefix}state.{in_module}": in_state for in_module, in_state in in_state_names.items()}
-        state: dict[str, dict[str, Any]] = {}
-        for listed in self.listed:
-            beginning, _, key = listed.rpartition(".")
-            if beginning in prefixes:
-                state.setdefault(prefixes[beginning], {})[key] = SavedTensor(listed)
-        names = {key: name.in_state for key, name in self.parameters.items()}
-        if not state and any(map(re.compile(rf"{re.escape(prefix)}state\.[0-9]+\.[^.]+").fullmatch, self.listed)):
-            return self._numbered(optimizer, prefix, named_parameters(optimizer, names))
-        groups = self._groups(prefix, in_state_names)
-        for group in optimizer_tree(optimizer, names, prefix[:-1])["param_groups"]:
-            for in_state in group["params"]:
-                if in_state in state:
-                    groups.setdefault(in_state, group)
-        return {"state": state, "param_groups": [{**group, "params": [name]} for name, group in groups.items()]}
-
-    def _groups(self, prefix: str, in_state_names: Mapping[str, str]) -> dict[str, Any]:
-        """Return the hyperparameters of each parameter in the source, by its name in the state.
-
-        A torch checkpoint has them by the number of a group, which lists its ``params``, or flattened by parameter.
-        """
-        by_owner: dict[str, dict[str, Any]] = {}
-        beginning = f"{prefix}param_groups."
-        for name, text in self.texts.items():
-            if name.startswith(beginning):
-                owner, _, key = name.removeprefix(beginning).rpartition(".")
-                by_owner.setdefault(owner, {})[key] = values.decode(text)
-        found = {}
-        for owner, group in by_owner.items():
-            for name in group.get("params", [owner]):
-                if name in in_state_names:
-                    found[in_state_names[name]] = group
-        return found
-
-    def _numbered(self, optimizer: Any, prefix: str, parameters: Mapping[str, Any]) -> Any:
-        """Return an optimizer's tree where the source numbers parameters, in the order of the param groups."""
-        saved: dict[int, dict[str, Any]] = {}
-        hyperparameters_by_group: dict[int, dict[str, Any]] = {}
-        for name, text in self.texts.items():
-            if name.startswith(prefix):
-                part, _, key = name.removeprefix(prefix).rpartition(".")
-                where, _, number = part.partition(".")
-                if number.isdecimal() and where in ("state", "param_groups"):
-                    entries = saved if where == "state" else hyperparameters_by_group
-                    entries.setdefault(int(number), {})[key] = values.decode(text)
-        groups = [hyperparameters_by_group[number] for number in sorted(hyperparameters_by_group)]
-        numbers = [one if isinstance(one, list) else [] for one in (group.get("params") for group in groups)]
-        sizes, own_sizes = [len(of_group) for of_group in numbers], [len(g["params"]) for g in optimizer.param_groups]
-        if sizes != own_sizes:
-            text = (
-                f"the source has this optimizer's parameters by number, in param groups of {sizes}, and the state's "
-                f"groups have {own_sizes}: make the groups of the job that saved it, or leave the optimizer out"
-            )
-            raise InvalidArgumentError(text, name=prefix.removesuffix("."))
-        labels = dict(zip([number for of_group in numbers for number in of_group], parameters, strict=True))
-        for listed in self.listed:
-            part, _, key = listed.removeprefix(prefix).rpartition(".")
-            number = part.removeprefix("state.")
-            if listed.startswith(prefix) and part != number and number.isdecimal():
-                self._check_numbered(listed, key, labels.get(int(number)), parameters)
-                saved.setdefault(int(number), {})[key] = SavedTensor(listed)
-        state = {labels[number]: entries for number, entries in saved.items() if number in labels}
-        named = [{**group, "params": [labels[number] for number in group["params"]]} for group in groups]
-        return {"state": state, "param_groups": named}
-
-    def _check_numbered(self, name: str, key: str, label: str | None, parameters: Mapping[str, Any]) -> None:
-        """Raise InvalidArgumentError if a tensor does not fit the parameter of its number, as the order differs."""
-        found = self.shape_of(name)
-        if label is None or key not in _OF_PARAMETERS_SHAPE or found is None:
-            return
-        expected = tuple(parameters[label].shape)
-        if found != expected:
-            text = (
-                f"the source has this optimizer's parameters by number, and this one does not fit {label!r}: give the "
-                "optimizer the parameters in the order of the job that saved it, or leave it out of the state"
-            )
-            raise InvalidArgumentError(text, name=name, expected=expected, found=found)

@@ -332,9 +332,9 @@ def test_an_optimizer_resumes_from_torchs_own_checkpoint(flatten: bool, tmp_path
         warnings.simplefilter("ignore")  # torch's warning that there is one process
         saved = {"model": model_state, "optim": optimizer_state, "step": 7, "seen": {"epochs": [1, 2]}}
         dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    live: dict[str, Any] = {"model": other, "optim": second, "step": 0}
+    live: dict[str, Any] = {"model": other, "optim": second, "step": 0, "seen": {}}
     sx.load_checkpoint(live, tmp_path / "dcp")
-    assert live["step"] == 7
+    assert (live["step"], live["seen"]) == (7, {"epochs": [1, 2]})
     for ours, theirs in zip(other.parameters(), one.parameters(), strict=True):
         assert torch.equal(ours, theirs)
         assert second.state[ours].keys() == first.state[theirs].keys()

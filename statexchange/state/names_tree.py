@@ -1,0 +1,319 @@
+"""Build the tree of a state from the names of a source that has none: a torch checkpoint, or files of tensors alone."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from statexchange import values
+from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
+from statexchange.state.leaves import contains_state, is_leaf
+from statexchange.state.load_plan import SavedTensor
+from statexchange.state.megatron import leaves, sharded_kind
+from statexchange.state.modules import is_module, live_items
+from statexchange.state.optimizers import is_optimizer, named_parameters, optimizer_tree, parameters_of
+from statexchange.state.state_dict import ParameterName, modules_of, parameter_names
+from statexchange.state.tree import children
+from statexchange.tensors import is_tensor
+
+__all__ = ["SourceNames", "tree_from_names"]
+
+# States of an optimizer that have the shape of their parameter.
+_OF_PARAMETERS_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+
+
+def _same(name: str) -> str:
+    return name
+
+
+@dataclass(slots=True)
+class SourceNames:
+    """What a source has, by the names of the state.
+
+    Attributes:
+        has: whether it has a tensor of a name, and the load wants it.
+        tensors: the names of the tensors that the load wants.
+        texts: plain values by name, as JSON text of `values`.
+        opaque: descriptions, by name, of the entries that are neither.
+        keeps: `keeps(path, value)` returns whether an entry of a live mapping is to be loaded.
+        shape_of: returns the global shape of a tensor, by which numbered parameters are checked; None for no check.
+        renamed: returns the state's name of one of the source.
+        raw: the source's own names by those of the state, where they differ.
+        taken: the names of `texts` that the tree has; `tree_from_names` adds them.
+    """
+
+    has: Callable[[str], bool]
+    tensors: Iterable[str] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
+    opaque: Mapping[str, str] = field(default_factory=dict)
+    keeps: Callable[[str, Any], bool] = lambda *_: True
+    shape_of: Callable[[str], tuple[int, ...] | None] = lambda _: None
+    renamed: Callable[[str], str] = _same
+    raw: Mapping[str, str] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+
+
+def tree_from_names(state: Any, source: SourceNames) -> Any:
+    """Build the tree that saving `state` with what a source has would have given. Not collective.
+
+    A name is the path in the state, joined by dots. The modules of a list share one namespace. Names in an optimizer's
+    state are those of torch.distributed.checkpoint: ``state`` or ``param_groups``, then the parameter's name in its
+    module. Or, as in an optimizer's own `state_dict`, the parameter's number in the order of the param groups; these
+    must then have the sizes of the live ones. A hyperparameter that the source lacks stays as it is.
+
+    Raises:
+        InvalidArgumentError: the state has a value that is no tensor, and the source has no text for it; or an
+            optimizer's parameters are numbered, and do not fit the live ones.
+        UnsupportedError: the source has a value that is no plain one where the state has a plain one or an optimizer.
+    """
+    known = parameter_names(modules_of(state))
+    return _NamesTree(source, known).build(state, "")
+
+
+class _Entry:
+    """An entry of the source, by its name."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _NamesTree:
+    """The names of a source in order, and each parameter's names in the state and in its module."""
+
+    def __init__(self, source: SourceNames, parameters: Mapping[int, ParameterName]) -> None:
+        self._source = source
+        self._parameters = parameters
+        self._names = sorted({*source.tensors, *source.texts, *source.opaque})
+
+    def build(self, state: Any, prefix: str) -> Any:
+        """Return the tree of `state`, whose tensors' names begin with `prefix`: "" or a path that ends with a dot."""
+        source = self._source
+        if is_module(state):
+            live, rest = live_items(state)
+            tensors = [*live, *(name for name, value in rest.items() if is_tensor(value))]
+            return {name: SavedTensor(prefix + name) for name in tensors if source.has(prefix + name)}
+        if is_tensor(state):
+            return SavedTensor(prefix.removesuffix("."))
+        if sharded_kind(state) in ("factory", "tensor"):
+            return [SavedTensor(part.key) for _, part in leaves(state) if source.has(part.key)]
+        if is_optimizer(state):
+            return self._optimizer(state, prefix)
+        if isinstance(state, list | tuple) and all(is_module(part) for part in state):
+            return [self.build(part, prefix) for part in state]
+        if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
+            return self._mapping(state, prefix)
+        what = f"is {type_text(state)}, but this source holds tensors only"
+        if not prefix:
+            raise InvalidArgumentError(f"the state {what}: give modules, optimizers or mappings of tensors")
+        raise InvalidArgumentError(
+            f"state at {prefix.removesuffix('.')!r} {what}: leave it out of the state, or load only what the source "
+            "has, as include='model.*' does"
+        )
+
+    def _mapping(self, state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        tree = {}
+        for key, value in state.items():
+            name = prefix + key
+            if not self._source.keeps(name, value) or sharded_kind(value) in ("object", "local"):
+                continue
+            if is_tensor(value) and not self._source.has(name):
+                continue
+            is_plain = not is_leaf(value) and not contains_state(value)
+            entries = self._entries(f"{name}.") if is_plain else {}
+            if (name in self._source.texts and not is_leaf(value)) or (is_plain and name in self._source.opaque):
+                tree[key] = self._readable(_Entry(name), value)
+            elif entries:
+                tree[key] = self._readable(_nested(entries), value)
+            else:
+                tree[key] = self.build(value, f"{name}.")
+        return tree
+
+    # Entries whose names have a common beginning
+
+    def _entries(self, prefix: str) -> dict[str, _Entry]:
+        """Return what the source has under names that begin with `prefix`, by the rest of the name."""
+        found = {}
+        for name in self._names[bisect.bisect_left(self._names, prefix) :]:
+            if not name.startswith(prefix):
+                break
+            found[name.removeprefix(prefix)] = _Entry(name)
+        return found
+
+    def _readable(self, found: Any, own: Any) -> Any:
+        """Return a nesting of entries as the value that was saved, with containers of the kinds that `own` has."""
+        if isinstance(found, _Entry):
+            return self._value(found.name)
+        own_items = {str(key): (key, value) for key, value in (children(own) or {}).items()}
+        items = {}
+        for text, inner in found.items():
+            key, value = own_items.get(text, (text, None))
+            items[key] = self._readable(inner, value)
+        has_numbers = [*found] == [str(number) for number in range(len(found))]
+        return list(items.values()) if has_numbers and not isinstance(own, Mapping) else items
+
+    def _value(self, name: str) -> Any:
+        if name in self._source.texts:
+            self._source.taken.add(name)
+            return values.decode(self._source.texts[name])
+        if name in self._source.opaque:
+            text = self._source.opaque[name]
+            raise UnsupportedError(
+                f"the source has something here that is neither a tensor nor a plain value: {text}. Load "
+                " what holds it with the program that wrote it, and leave it out of the state here",
+                name=name,
+            )
+        return SavedTensor(name)
+
+    # Optimizers
+
+    def _optimizer(self, optimizer: Any, prefix: str) -> Any:
+        """Return an optimizer's tree with the parameters that the source has."""
+        names = {key: name.in_state for key, name in self._parameters.items()}
+        states, groups = self._entries(f"{prefix}state."), self._entries(f"{prefix}param_groups.")
+        known = {  # by the names in their modules
+            self._parameters[id(parameter)].in_module: parameter
+            for parameter in parameters_of(optimizer)
+            if id(parameter) in self._parameters
+        }
+        if self._is_numbered(states, groups, known):
+            return self._numbered(optimizer, prefix, states, groups, named_parameters(optimizer, names))
+        in_state_names = {in_module: names[id(parameter)] for in_module, parameter in known.items()}
+        state = {
+            in_state_names[owner]: self._readable(_nested(entries), optimizer.state.get(known[owner]))
+            for owner, entries in _by_owner(states, known).items()
+        }
+        settings = self._groups(prefix, groups, in_state_names)
+        for group in optimizer_tree(optimizer, names, prefix[:-1])["param_groups"]:
+            for in_state in group["params"]:
+                if in_state in state:
+                    settings.setdefault(in_state, group)
+        return {"state": state, "param_groups": [{**group, "params": [name]} for name, group in settings.items()]}
+
+    def _is_numbered(self, states: Mapping[str, _Entry], groups: Mapping[str, _Entry], known: Collection[str]) -> bool:
+        """Whether the source has parameters by number: as its groups list them, or if no name is a known one's."""
+        for name, entry in groups.items():
+            if _is_listing(name) and entry.name in self._source.texts:
+                for parameter in values.decode(self._source.texts[entry.name]):
+                    return not isinstance(parameter, str)
+        return not _by_owner(states, known) and any(name.partition(".")[0].isdecimal() for name in states)
+
+    def _groups(
+        self, prefix: str, groups: Mapping[str, _Entry], in_state_names: Mapping[str, str]
+    ) -> dict[str, dict[str, Any]]:
+        """Return the hyperparameters of each parameter in the source, by its name in the state.
+
+        A torch checkpoint has them by the number of a group, which lists its ``params``, or flattened by parameter.
+        """
+        if not any(map(_is_listing, groups)):
+            owned = _by_owner(groups, in_state_names)
+            return {in_state_names[owner]: self._readable(_nested(group), None) for owner, group in owned.items()}
+        found: dict[str, dict[str, Any]] = {}
+        for number, group in _nested(groups).items():
+            params = self._readable(group.pop("params", {}), [])
+            listed = [self._in_module(f"{prefix}param_groups.{number}.params", prefix, name) for name in params]
+            of_state = [in_state_names[name] for name in listed if name in in_state_names]
+            found |= dict.fromkeys(of_state, self._readable(group, None)) if of_state else {}
+        return found
+
+    def _in_module(self, listing: str, prefix: str, name: str) -> str:
+        """Return the name in the state's module of a parameter that a group of the source lists."""
+        raw = self._source.raw.get(listing, listing)
+        example = f"{raw[: raw.rindex('param_groups.')]}state.{name}.step"
+        new = self._source.renamed(example)
+        return name if new == example else new.removeprefix(f"{prefix}state.").removesuffix(".step")
+
+    def _numbered(
+        self,
+        optimizer: Any,
+        prefix: str,
+        states: Mapping[str, _Entry],
+        groups: Mapping[str, _Entry],
+        parameters: Mapping[str, Any],
+    ) -> Any:
+        """Return an optimizer's tree where the source numbers parameters, in the order of the param groups."""
+        by_number = {int(number): self._readable(group, None) for number, group in _nested(groups).items()}
+        found = [by_number[number] for number in sorted(by_number)]
+        numbers = [list(map(str, group.get("params", ()))) for group in found]
+        sizes, own_sizes = [len(of_group) for of_group in numbers], [len(g["params"]) for g in optimizer.param_groups]
+        if sizes != own_sizes:
+            text = (
+                f"the source has this optimizer's parameters by number, in param groups of {sizes}, and the state's "
+                f"groups have {own_sizes}: make the groups of the job that saved it, or leave the optimizer out"
+            )
+            raise InvalidArgumentError(text, name=prefix.removesuffix("."))
+        labels = dict(zip([number for of_group in numbers for number in of_group], parameters, strict=True))
+        for rest, entry in states.items():
+            number, _, key = rest.partition(".")
+            if number in labels:
+                self._check_numbered(entry.name, key, labels[number], parameters)
+        state: dict[Any, Any] = {}
+        for number, entries in _nested(states).items():
+            if number in labels:
+                own = optimizer.state.get(parameters[labels[number]])
+                state[labels[number]] = self._readable(entries, own)
+            else:  # of the optimizer, not of a parameter
+                shared: int | str = int(number) if number.isdecimal() else number
+                state[shared] = self._readable(entries, optimizer.state.get(shared))
+        named = [
+            {**group, "params": [labels[number] for number in of_group]}
+            for group, of_group in zip(found, numbers, strict=True)
+        ]
+        return {"state": state, "param_groups": named}
+
+    def _check_numbered(self, name: str, key: str, label: str, parameters: Mapping[str, Any]) -> None:
+        """Raise InvalidArgumentError if a tensor does not fit the parameter of its number, as the order differs."""
+        if key not in _OF_PARAMETERS_SHAPE or name in self._source.texts or name in self._source.opaque:
+            return
+        found = self._source.shape_of(name)
+        expected = tuple(parameters[label].shape)
+        if found not in (None, expected):
+            text = (
+                f"the source has this optimizer's parameters by number, and this one does not fit {label!r}: give the "
+                "optimizer the parameters in the order of the job that saved it, or leave it out of the state"
+            )
+            raise InvalidArgumentError(text, name=name, expected=expected, found=found)
+
+
+def _is_listing(name: str) -> bool:
+    """Whether a name after ``param_groups.`` is that of a numbered group's parameters."""
+    number, _, key = name.partition(".")
+    return number.isdecimal() and key == "params"
+
+
+def _by_owner(entries: Mapping[str, _Entry], owners: Collection[str]) -> dict[str, dict[str, _Entry]]:
+    """Group entries by the owner whose name begins theirs, the longest of several."""
+    found: dict[str, dict[str, _Entry]] = {}
+    for name, entry in entries.items():
+        owner = name.rpartition(".")[0]
+        while owner and owner not in owners:
+            owner = owner.rpartition(".")[0]
+        if owner:
+            found.setdefault(owner, {})[name[len(owner) + 1 :]] = entry
+    return found
+
+
+def _nested(entries: Mapping[str, _Entry]) -> dict[str, Any]:
+    """Return entries by dotted names as nested dicts, with numbers in their order."""
+    nested: dict[str, Any] = {}
+    for name, entry in entries.items():
+        *outer, last = name.split(".")
+        inside = nested
+        for step in outer:
+            inside = inside.setdefault(step, {})
+            if isinstance(inside, _Entry):
+                raise InvalidArgumentError("the source has a value here, and entries of it", name=inside.name)
+        inside[last] = entry
+    return _in_order(nested)
+
+
+def _in_order(nested: dict[str, Any]) -> dict[str, Any]:
+    numeric = all(key.isdecimal() for key in nested)
+    found = {}
+    for key in sorted(nested, key=int) if numeric else nested:
+        inner = nested[key]
+        found[key] = inner if isinstance(inner, _Entry) else _in_order(inner)
+    return found
