@@ -136,12 +136,10 @@ class _NamesTree:
 
     def _entries(self, prefix: str) -> dict[str, _Entry]:
         """Return what the source has under names that begin with `prefix`, by the rest of the name."""
-        found = {}
-        for name in self._names[bisect.bisect_left(self._names, prefix) :]:
-            if not name.startswith(prefix):
-                break
-            found[name.removeprefix(prefix)] = _Entry(name)
-        return found
+        begin = end = bisect.bisect_left(self._names, prefix)
+        while end < len(self._names) and self._names[end].startswith(prefix):
+            end += 1
+        return {name[len(prefix) :]: _Entry(name) for name in self._names[begin:end]}
 
     def _readable(self, found: Any, own: Any) -> Any:
         """Return a nesting of entries as the value that was saved, with containers of the kinds that `own` has."""
