@@ -245,8 +245,12 @@ def is_same(value: object, other: object) -> bool:
     differ in a field with ``compare=False`` are not the same. NaN is the same as NaN. Values that `encode` cannot
     encode never are.
     """
+    if type(value) is not type(other):
+        return False
+    if type(value) in (bool, str, type(None)):
+        return value == other
     try:
-        return type(value) is type(other) and encode(value) == encode(other)
+        return encode(value) == encode(other)
     except (TypeError, ValueError):
         return False
 

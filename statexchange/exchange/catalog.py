@@ -180,14 +180,15 @@ class Catalog:
             text = _differing(f"different values of {found[0]!r}{others}", _excluding(found), rank, other)
             raise ReplicaError(text, rank=other, path=self.source.path)
 
-    def check_unions(self, plain: Collection[str], unions: Conflicts) -> None:
-        """Raise ReplicaError for lists of param groups in plain values, if ranks saved different ones.
+    def check_unions(self, plain: Collection[str], differing: Collection[str], unions: Conflicts) -> None:
+        """Raise ReplicaError for lists of param groups that are not to be joined, if ranks saved different ones.
 
         Args:
-            plain: the paths of the plain values that are loaded.
+            plain: the paths of the plain values that are loaded, and whose lists are to be equal.
+            differing: the paths of the groups of optimizers that have different values for one parameter.
             unions: two ranks that saved different lists, by the keys that lead there.
         """
-        loaded = set(map(_with_dots, plain))
+        loaded = {_with_dots(path) for path in (*plain, *differing)}
         for keys, (rank, other) in unions.items():
             name = self.new_name(".".join(map(str, keys)))
             steps = _with_dots(name).split(".")

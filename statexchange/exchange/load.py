@@ -134,8 +134,8 @@ def load_checkpoint(
         path: a path or URL of anything that `merge_checkpoint` reads.
         comm: the communicator; by default the current one.
         strict: raise an error for names of the state that the source lacks and for names of the source, of tensors and
-            of plain values, that no rank has; else the report lists them, and it is an error only if the source has no tensor of the
-            state, or no entry of a state of plain values. Shapes and dtypes must be equal in any case.
+            of plain values, that no rank has; else the report lists them, and it is an error only if the source has no
+            tensor of the state, or no entry of a state of plain values. Shapes and dtypes must be equal in any case.
         layout: rules for plain tensors of `state` that are parts of whole ones, as in `export_checkpoint`, by their
             dotted paths: ``{"*.up.weight": Shard(0)}``. Optimizer state of a parameter's shape follows the parameter's
             rule. A rule that renames (split, renumber) is for sources of tensors alone, such as a Hugging
@@ -582,7 +582,8 @@ def _saved_tree(state: Any, catalog: Catalog, objects: ObjectStates) -> _SavedTr
     elif catalog.own_rank is None or len(trees) == 1:
         return _SavedTree(tree, NO_TREE, merged.unions, left_out)
     of_one_rank = without_unwanted(with_new_names(first, catalog, places), catalog.options, places)
-    return _SavedTree(tree, of_one_rank, {}, left_out)
+    unions = {} if catalog.options.replicas == "root" else merged.unions
+    return _SavedTree(tree, of_one_rank, unions, left_out)
 
 
 def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None, objects: ObjectStates) -> LoadPlan:
@@ -598,7 +599,7 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None, objects: O
     allocate = partial(tensor_to_fill, catalog)
     plan = plan_load(state, saved, allocate, objects, stays, tree_of_one_rank)
     if tree is not None:
-        catalog.check_unions(plan.plain, tree.unions)
+        catalog.check_unions(plan.plain if tree.of_one_rank is NO_TREE else (), plan.differing, tree.unions)
     if options.include or options.exclude:
         places = LivePlaces.of(state)
         plan.missing = [path for path in plan.missing if path not in left_out and places.may_want(path, options)]

@@ -213,8 +213,8 @@ class LoadPlan:
         stateful: those paths among them that are of tensors or of objects with a state.
         unexpected: saved paths that the live state does not have.
         num_values: the number of plain values, and of mappings and lists of such values, that were saved.
-        plain: the paths of these, of states that objects load themselves, and of the param groups of optimizers that
-            were saved with different values for one parameter.
+        plain: the paths of these, and of states that objects load themselves.
+        differing: the paths of param groups that ranks saved with different values for one parameter.
     """
 
     targets: list[LoadTarget] = field(default_factory=list)
@@ -224,6 +224,7 @@ class LoadPlan:
     unexpected: list[str] = field(default_factory=list)
     num_values: int = 0
     plain: set[str] = field(default_factory=set)
+    differing: set[str] = field(default_factory=set)
 
     @property
     def is_empty(self) -> bool:
@@ -452,18 +453,17 @@ class _Planner:
         parameters = named_parameters(optimizer, self._names)
         entries = _SavedEntries.of(saved, own)
         if entries.differ:
-            self.plan.plain.add(_dotted(f"{path}.param_groups"))
-        groups = [
-            self._group(group, entries, parameters, f"{path}.param_groups[{index}]")
-            for index, group in enumerate(optimizer.param_groups)
-        ]
+            self.plan.differing.add(_dotted(f"{path}.param_groups"))
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        groups: list[dict[str, Any] | None] = []
         states: dict[Any, Any] = {}
-        for group, new in zip(optimizer.param_groups, groups, strict=True):
-            settings = group if new is None else new
+        for index, group in enumerate(optimizer.param_groups):
+            in_group = {names[id(parameter)]: parameter for parameter in group["params"]}
+            groups.append(self._group(group, [*in_group], entries, f"{path}.param_groups[{index}]"))
+            settings = groups[-1] or group
             on_host = not (settings.get("fused") or settings.get("capturable"))
-            in_group = set(map(id, group["params"]))
-            for name, parameter in parameters.items():
-                if id(parameter) in in_group and name in entries.state:
+            for name, parameter in in_group.items():
+                if name in entries.state:
                     place = Place(optimizer.state.get(parameter), parameter=parameter, parameter_name=name)
                     states[parameter] = self._parameter_state(entries.state[name], path, place, on_host=on_host)
         for key, shared in entries.shared.items():  # state of the optimizer, not of a parameter
@@ -488,18 +488,18 @@ class _Planner:
         }
 
     def _group(
-        self, live: Mapping[str, Any], entries: _SavedEntries, parameters: Mapping[str, Any], path: str
+        self, live: Mapping[str, Any], in_group: Sequence[str], entries: _SavedEntries, path: str
     ) -> dict[str, Any] | None:
         """Return a group's saved hyperparameters, by its parameters that were saved; None if none was."""
-        names = {id(parameter): name for name, parameter in parameters.items()}
-        in_group = [names[id(parameter)] for parameter in live["params"]]
         saved = [name for name in in_group if name in entries.groups]
         if not saved and (in_group or not entries.empty_groups):
             return None
-        new = hyperparameters(entries.groups[saved[0]] if saved else entries.empty_groups.pop(0))
+        first = entries.groups[saved[0]] if saved else entries.empty_groups.pop(0)
+        new = hyperparameters(first)
         for name in saved[1:]:
-            other = hyperparameters(entries.groups[name])
-            if not _are_equal(new, other):
+            group = entries.groups[name]
+            other = hyperparameters(group)
+            if group is not first and not _are_equal(new, other):
                 key = next(key for key in {**new, **other} if not _are_equal(new.get(key), other.get(key)))
                 raise InvalidArgumentError(
                     f"this param group of the state joins {saved[0]!r} and {name!r}, which were saved with different "
@@ -593,22 +593,22 @@ class _SavedEntries:
         has_own = isinstance(own, Mapping) and {"state", "param_groups"} <= own.keys()
         trees = [own, saved] if has_own else [saved]
         for tree in trees:
-            of_tree: dict[Any, Any] = {}
+            new: dict[Any, Any] = {}
             for group in tree["param_groups"]:
                 for name in group["params"]:
-                    first = of_tree.setdefault(name, group)
-                    differ |= first is not group and not _are_equal(hyperparameters(first), hyperparameters(group))
-            new = {name: group for name, group in of_tree.items() if name not in groups}
+                    if name not in groups:
+                        first = new.setdefault(name, group)
+                        differ |= first is not group and not _are_equal(hyperparameters(first), hyperparameters(group))
             state |= {name: tree["state"][name] for name in new if name in tree["state"]}
             groups |= new
-        first = trees[0]
+        one = trees[0]
         return cls(
             {str(name): group for name, group in groups.items()},
-            [group for group in first["param_groups"] if not group["params"]],
+            [group for group in one["param_groups"] if not group["params"]],
             {str(name): entry for name, entry in state.items()},
-            {key: entry for key, entry in first["state"].items() if key not in groups},
-            {key: entry for key, entry in first.items() if key not in ("state", "param_groups")},
-            differ and not has_own,
+            {key: entry for key, entry in one["state"].items() if key not in groups},
+            {key: entry for key, entry in one.items() if key not in ("state", "param_groups")},
+            differ,
         )
 
 

@@ -189,7 +189,11 @@ class _NamesTree:
             for in_state in group["params"]:
                 if in_state in state:
                     settings.setdefault(in_state, group)
-        return {"state": state, "param_groups": [{**group, "params": [name]} for name, group in settings.items()]}
+        names_by_group: dict[int, list[str]] = {}
+        for name, group in settings.items():
+            names_by_group.setdefault(id(group), []).append(name)
+        joined = [{**settings[of_group[0]], "params": of_group} for of_group in names_by_group.values()]
+        return {"state": state, "param_groups": joined}
 
     def _is_numbered(self, states: Mapping[str, _Entry], groups: Mapping[str, _Entry], known: Collection[str]) -> bool:
         """Whether the source has parameters by number: as its groups list them, or if no name is a known one's."""
@@ -214,7 +218,8 @@ class _NamesTree:
             params = self._readable(group.pop("params", {}), [])
             listed = [self._in_module(f"{prefix}param_groups.{number}.params", prefix, name) for name in params]
             of_state = [in_state_names[name] for name in listed if name in in_state_names]
-            found |= dict.fromkeys(of_state, self._readable(group, None)) if of_state else {}
+            if of_state:
+                found |= dict.fromkeys(of_state, self._readable(group, None))
         return found
 
     def _in_module(self, listing: str, prefix: str, name: str) -> str:
