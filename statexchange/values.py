@@ -249,6 +249,8 @@ def is_same(value: object, other: object) -> bool:
         return False
     if type(value) in (bool, str, type(None)):
         return value == other
+    if type(value) is float:
+        return repr(value) == repr(other)
     try:
         return encode(value) == encode(other)
     except (TypeError, ValueError):

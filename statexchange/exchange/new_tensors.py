@@ -30,9 +30,11 @@ def tensor_to_fill(catalog: Catalog, name: str, place: Place) -> Any:
     state it is: it lies on the same device, and is a DTensor on the same mesh. As in torch's `load_state_dict`, a count
     of steps lies on the CPU, or on the parameter's device if the optimizer is fused or capturable.
     """
-    stored = catalog.shard_of(name).dtype
-    shape = _shape(catalog, name, place)
-    own = place.own
+    shard, own = catalog.shard_of(name), place.own
+    stored = shard.dtype
+    shape: Sequence[int] = shard.global_shape
+    if place.parameter is not None and catalog.options.layout is not None and catalog.shape_like(name) is not None:
+        shape = tuple(place.parameter.shape)  # a shard, as the parameter is
     if place.is_filled and _fits(catalog, stored, shape, own):
         moves = place.is_step and not place.on_host and own.device != place.parameter.device
         if not moves:
@@ -40,14 +42,7 @@ def tensor_to_fill(catalog: Catalog, name: str, place: Place) -> Any:
     if is_array(own):
         return np.empty(shape, numpy_dtype(stored))
     like = own if is_torch(own) and not place.is_step else place.parameter
-    return _new(catalog, name, shape, place, like)
-
-
-def _shape(catalog: Catalog, name: str, place: Place) -> Sequence[int]:
-    """Return the shape of the tensor to be filled: the saved one, or that of the shard that its parameter is."""
-    if place.parameter is not None and catalog.options.layout is not None and catalog.shape_like(name) is not None:
-        return tuple(place.parameter.shape)
-    return catalog.shard_of(name).global_shape
+    return _new(catalog, name, stored, shape, place, like)
 
 
 def _fits(catalog: Catalog, stored: str, shape: Sequence[int], own: Any) -> bool:
@@ -58,11 +53,10 @@ def _fits(catalog: Catalog, stored: str, shape: Sequence[int], own: Any) -> bool
     return found == stored or catalog.options.casts(stored, found)
 
 
-def _new(catalog: Catalog, name: str, shape: Sequence[int], place: Place, like: Any) -> Any:
+def _new(catalog: Catalog, name: str, stored: str, shape: Sequence[int], place: Place, like: Any) -> Any:
     """Return a new tensor of `shape`, like the live tensor or parameter `like` if that is not None."""
     import torch
 
-    stored = catalog.shard_of(name).dtype
     dtype = torch_dtype(stored)
     if like is None or place.on_host or like.layout is not torch.strided or like.is_quantized:
         return torch.empty(shape, dtype=dtype)

@@ -177,6 +177,8 @@ def _are_equal(one: Any, other: Any) -> bool:
     """Whether two saved values are the same, whatever the order of keys, or SavedTensors of one name."""
     if type(one) is not type(other):
         return False
+    if isinstance(one, bool | int | float | str):
+        return values.is_same(one, other)
     if isinstance(one, SavedTensor):
         return bool(one.name == other.name)
     if isinstance(one, UnknownValue):
@@ -520,8 +522,8 @@ class _Planner:
         found = {}
         for key, entry in saved.items():
             is_step = key == "step"
-            at = place._replace(own=own.get(key), is_step=is_step, on_host=is_step and on_host)
-            found[key] = self._filled(entry, f"{where}.{key}", at)
+            at = Place(own.get(key), True, place.parameter, place.parameter_name, is_step, is_step and on_host)
+            found[key] = self._with_tensors(entry, f"{where}.{key}", at)
         return with_types_of(place.own, found)
 
     def _filled(self, saved: Any, path: str, place: Place = Place()) -> Any:  # noqa: B008 (immutable)

@@ -88,6 +88,7 @@ class _NamesTree:
         self._source = source
         self._parameters = parameters
         self._names = sorted({*source.tensors, *source.texts, *source.opaque})
+        self._decoded: dict[str, Any] = {}
 
     def build(self, state: Any, prefix: str) -> Any:
         """Return the tree of `state`, whose tensors' names begin with `prefix`: "" or a path that ends with a dot."""
@@ -156,7 +157,12 @@ class _NamesTree:
     def _value(self, name: str) -> Any:
         if name in self._source.texts:
             self._source.taken.add(name)
-            return values.decode(self._source.texts[name])
+            text = self._source.texts[name]
+            if text[0] in "[{":
+                return values.decode(text)
+            if text not in self._decoded:  # flattened groups repeat the same few values for each parameter
+                self._decoded[text] = values.decode(text)
+            return self._decoded[text]
         if name in self._source.opaque:
             text = self._source.opaque[name]
             raise UnsupportedError(
