@@ -622,7 +622,7 @@ def _load_object(live: Any, load: Callable[[Any], object], state: Any, path: str
         raise
     except Exception as error:
         raise InvalidArgumentError(
-            f"{type_text(live)} does not take the state that was saved here, and raised {type(error).__name__}: "
+            f"{type_text(live)} does not take the state that was saved here, and raised "
             f"{excerpt(error, 200)}. What comes before it in the state has been loaded: make the object as it was "
             "saved, or leave it out by exclude",
             name=path,
