@@ -334,7 +334,7 @@ def decode(
     *,
     types: Mapping[str, type] | None = None,
     leaf: Callable[[str], Any] | None = None,
-    unknown: Callable[[str, str], Any] | None = None,
+    unknown: Callable[[str, str, str], Any] | None = None,
     parse: Callable[[str | bytes], Any] = json.loads,
 ) -> Any:  # noqa: ANN401 (any value that `encode` takes)
     """Return the value that `encode` wrote. Not collective.
@@ -348,7 +348,8 @@ def decode(
         text: the text.
         types: types that may be built, by qualified name.
         leaf: `leaf(name)` returns the object that `encode`'s leaf kept under a name.
-        unknown: `unknown(type_name, text)` returns what a value of an unknown type becomes instead.
+        unknown: `unknown(type_name, text, problem)` returns what a value becomes instead whose type is unknown, or
+            cannot have the value, which `problem` then says.
         parse: the parser. Text from a file goes through `stored_values.decode_stored`, which passes a strict parser.
 
     Raises:
@@ -390,7 +391,7 @@ class _Decoder:
         self,
         types: Mapping[str, type],
         leaf: Callable[[str], Any] | None,
-        unknown: Callable[[str, str], Any] | None = None,
+        unknown: Callable[[str, str, str], Any] | None = None,
     ) -> None:
         self._types = types
         self._leaf = leaf
@@ -494,9 +495,14 @@ class _Decoder:
         value = self.value(raw["value"])
         if cls is None:
             return self._of_unknown_type(raw, {"value": value})
-        member = cls(value)
-        if member.value != value:  # some releases of Python drop unknown bits of a Flag
-            raise ValueError(f"{raw['type']} has no member of this value")
+        try:
+            member = cls(value)
+            if member.value != value:  # some releases of Python drop unknown bits of a Flag
+                raise ValueError(f"{raw['type']} has no member of this value")
+        except ValueError as error:
+            if self._unknown is None:
+                raise
+            return self._of_unknown_type(raw, {}, str(error))
         return member
 
     def _type(self, raw: dict[str, Any], fits: Callable[[type], bool]) -> type[Any] | None:
@@ -506,9 +512,9 @@ class _Decoder:
             raise ValueError(f"{raw['type']} is not of kind {raw[_TAG]} here")
         return cls
 
-    def _of_unknown_type(self, raw: dict[str, Any], fields: dict[str, Any]) -> object:
+    def _of_unknown_type(self, raw: dict[str, Any], fields: dict[str, Any], problem: str = "") -> object:
         if self._unknown is not None:
-            return self._unknown(str(raw["type"]), json.dumps(raw, separators=(",", ":"), sort_keys=True))
+            return self._unknown(str(raw["type"]), json.dumps(raw, separators=(",", ":"), sort_keys=True), problem)
         return {"__name__": _short(raw), **fields}
 
     def _named_fields(self, raw: dict[str, Any]) -> dict[str, Any]:
@@ -519,16 +525,28 @@ class _Decoder:
         fields = self._named_fields(raw)
         if cls is None:
             return self._of_unknown_type(raw, fields)
-        return cls._make(_complete(raw, cls._fields, cls._field_defaults, fields).values())
+        try:
+            whole = _complete(raw, cls._fields, cls._field_defaults, fields)
+        except ValueError as error:
+            if self._unknown is None:
+                raise
+            return self._of_unknown_type(raw, fields, str(error))
+        return cls._make(whole.values())
 
     def _dataclass(self, raw: dict[str, Any]) -> object:
         cls = self._type(raw, dataclasses.is_dataclass)
         fields = self._named_fields(raw)
         if cls is None:
             return self._of_unknown_type(raw, fields)
-        instance = object.__new__(cls)
         names = [f.name for f in dataclasses.fields(cls)]
-        for name, item in _complete(raw, names, _defaults(cls), fields).items():
+        try:
+            whole = _complete(raw, names, _defaults(cls), fields)
+        except ValueError as error:
+            if self._unknown is None:
+                raise
+            return self._of_unknown_type(raw, fields, str(error))
+        instance = object.__new__(cls)
+        for name, item in whole.items():
             object.__setattr__(instance, name, item)  # not __init__: the fields are the whole state, and nothing is run
         return instance
 

@@ -308,10 +308,12 @@ def _split(path: str, places: LivePlaces) -> list[Any]:
 
 
 def _renamed_optimizer(saved: Mapping[str, Any], catalog: Catalog) -> dict[str, Any]:
-    """Return an optimizer's saved state with its parameters renamed; numbered parameters stay."""
+    """Return an optimizer's saved state with its parameters renamed; numbers of parameters and other keys stay."""
+    listed = {key for group in saved["param_groups"] for key in group["params"]}
 
     def new_key(key: Any) -> Any:
-        return catalog.new_name(key) if isinstance(key, str) else key
+        is_name = isinstance(key, str) and key in listed and not key.isdecimal()
+        return catalog.new_name(key) if is_name else key
 
     groups = [{**group, "params": [new_key(key) for key in group["params"]]} for group in saved["param_groups"]]
     state = {new_key(key): entry for key, entry in saved["state"].items()}

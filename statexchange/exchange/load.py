@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from statexchange import values
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
@@ -547,18 +548,18 @@ def _saved_tree(state: Any, catalog: Catalog, objects: ObjectStates) -> _SavedTr
     """Return the saved tree under the state's names; None without configs, or if they refer to none of its tensors."""
     if not catalog.source.configs:
         return None
-    names_types = any('"type"' in text for text in catalog.source.configs.values())
-    types = live_types(state, objects) if names_types else {}
     configs = sorted(catalog.source.configs.items(), key=lambda item: (item[0] != catalog.own_rank, item[0]))
     ranks: dict[str, int] = {}  # the first rank with each text
     for rank, text in configs:
         ranks.setdefault(text, rank)
     kept: list[str] = []
-    leaf, path, budget = _leaf_reader(kept, catalog), catalog.source.path, catalog.source.budget
-    trees = {
-        rank: decode_stored(text, path, budget, types=types, leaf=leaf, unknown=UnknownValue)
-        for text, rank in ranks.items()
-    }
+    unknown: list[UnknownValue] = []
+    trees = _decoded_trees(catalog, ranks, values.types_of(state), kept, unknown)
+    places = LivePlaces.of(state)
+    if unknown:  # objects that are loaded may know their types
+        wanted = without_unwanted(with_new_names(merge_trees(trees).tree, catalog, places), catalog.options, places)
+        types = live_types(state, objects, paths_of(wanted) | {""})
+        trees = _decoded_trees(catalog, ranks, {**types, **values.types_of(state)}, kept, unknown)
     if not kept and len(catalog) > 0:
         return None
     for rule in catalog.layout.rules.values():
@@ -568,7 +569,6 @@ def _saved_tree(state: Any, catalog: Catalog, objects: ObjectStates) -> _SavedTr
                 "state has: leave it out",
                 path=catalog.source.path,
             )
-    places = LivePlaces.of(state)
     merged = merge_trees(trees)
     whole = with_new_names(merged.tree, catalog, places)
     tree = without_unwanted(whole, catalog.options, places)
@@ -584,6 +584,22 @@ def _saved_tree(state: Any, catalog: Catalog, objects: ObjectStates) -> _SavedTr
     of_one_rank = without_unwanted(with_new_names(first, catalog, places), catalog.options, places)
     unions = {} if catalog.options.replicas == "root" else merged.unions
     return _SavedTree(tree, of_one_rank, unions, left_out)
+
+
+def _decoded_trees(
+    catalog: Catalog, ranks: Mapping[str, int], types: Mapping[str, type], kept: list[str], unknown: list[UnknownValue]
+) -> dict[int, Any]:
+    """Return the trees that ranks saved; add the names of tensors and the values of unknown types to the lists."""
+    leaf, path, budget = _leaf_reader(kept, catalog), catalog.source.path, catalog.source.budget
+
+    def placeholder(type_name: str, text: str, problem: str) -> UnknownValue:
+        unknown.append(UnknownValue(type_name, text, problem))
+        return unknown[-1]
+
+    return {
+        rank: decode_stored(text, path, budget, types=types, leaf=leaf, unknown=placeholder)
+        for text, rank in ranks.items()
+    }
 
 
 def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None, objects: ObjectStates) -> LoadPlan:

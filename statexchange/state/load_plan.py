@@ -8,7 +8,7 @@ error leaves the live state as it was.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,7 +25,7 @@ from statexchange.state.optimizers import (
     state_of_optimizer,
 )
 from statexchange.state.state_dict import modules_of, parameter_names
-from statexchange.state.tree import children, flatten, is_mutable, nodes, with_children, with_types_of
+from statexchange.state.tree import children, flatten, is_mutable, walk, with_children, with_types_of
 from statexchange.tensors import is_tensor, is_torch
 
 __all__ = [
@@ -55,13 +55,20 @@ class SavedTensor:
 
 
 class UnknownValue:
-    """A placeholder in a decoded tree for a value of a type that nothing in the live state has, with its JSON text."""
+    """A placeholder in a decoded tree for a value that no type of the live state can hold, with its JSON text.
 
-    __slots__ = ("text", "type_name")
+    `problem` is why its type cannot have the value; "" if nothing in the live state has the type.
+    """
 
-    def __init__(self, type_name: str, text: str) -> None:
+    __slots__ = ("problem", "text", "type_name")
+
+    def __init__(self, type_name: str, text: str, problem: str) -> None:
         self.type_name = type_name
         self.text = text
+        self.problem = problem
+
+    def __repr__(self) -> str:
+        return f"<{self.type_name}>"
 
 
 class Place(NamedTuple):
@@ -93,26 +100,36 @@ class ObjectStates:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}  # the objects themselves too, so that no other gets their id
 
-    def of(self, live: Any) -> Any:
-        """Return the present state of an object."""
+    def of(self, live: Any, path: str) -> Any:
+        """Return the present state of the object at `path`; raise InvalidArgumentError if it raises an error."""
         if id(live) not in self._known:
-            self._known[id(live)] = live, live.state_dict()
+            try:
+                self._known[id(live)] = live, live.state_dict()
+            except StateExchangeError:
+                raise
+            except Exception as error:
+                text = f"state_dict() of {type_text(live)} raised {excerpt(error, 200)}: leave it out by exclude"
+                raise InvalidArgumentError(text, name=path) from error
         return self._known[id(live)][1]
 
 
-def live_types(state: Any, objects: ObjectStates) -> dict[str, type]:
-    """Return the dataclass, namedtuple and Enum types in a state by qualified name. Not collective.
+def live_types(state: Any, objects: ObjectStates, paths: Container[str]) -> dict[str, type]:
+    """Return the dataclass, namedtuple and Enum types in the states of the objects at `paths`, by qualified name.
 
-    Those in the states of objects, modules and optimizers are among them.
+    Not collective. The objects are modules, optimizers and others with a state.
     """
-    found: dict[str, type] = values.types_of(state)
-    for node in nodes(state, is_leaf):
-        if is_module(node.value):
-            found |= values.types_of(live_items(node.value)[1])
-        elif is_optimizer(node.value):
-            found |= values.types_of([node.value.param_groups, list(node.value.state.values())])
-        elif is_stateful(node.value):
-            found |= values.types_of(objects.of(node.value))
+    found: dict[str, type] = {}
+    for path, _, value, _ in walk(state, lambda _, value: not is_leaf(value)):
+        if path not in paths:
+            continue
+        if is_module(value):
+            found |= values.types_of(live_items(value)[1])
+        elif is_optimizer(value):
+            shared = {key: entry for key, entry in value.state.items() if not is_torch(key)}
+            more = state_of_optimizer(value, path)["more"]
+            found |= values.types_of([value.param_groups, list(value.state.values()), shared, more])
+        elif is_stateful(value):
+            found |= values.types_of(objects.of(value, path))
     return found
 
 
@@ -155,6 +172,8 @@ def _merge(
     one: Any, other: Any, keys: tuple[Any, ...], differing: list[tuple[Any, ...]], united: list[tuple[Any, ...]]
 ) -> Any:
     if isinstance(one, dict) and isinstance(other, dict):
+        if _is_optimizer(one) and _is_optimizer(other):
+            differing += [(*keys, "state", name) for name in _differing_states(one["state"], other["state"])]
         both = {key: _merge(one[key], other[key], (*keys, key), differing, united) for key in one if key in other}
         return {**other, **one, **both}
     if _are_equal(one, other):
@@ -166,10 +185,24 @@ def _merge(
     return one
 
 
+def _is_optimizer(tree: Any) -> bool:
+    """Whether a saved tree is that of an optimizer."""
+    is_mapping = isinstance(tree, Mapping) and {"state", "param_groups"} <= tree.keys()
+    return is_mapping and isinstance(tree["state"], Mapping) and isinstance(tree["param_groups"], list)
+
+
+def _differing_states(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[Any]:
+    """Return the parameters of which two ranks saved states with different keys: no rank had all of them."""
+    both = [(name, one[name], other[name]) for name in one if name in other]
+    return [name for name, a, b in both if isinstance(a, dict) and isinstance(b, dict) and a.keys() != b.keys()]
+
+
 def with_other_entries(tree: Any, merged: Any) -> Any:
     """Return the tree of one rank, with the entries of mappings that only other ranks have."""
     if not isinstance(tree, dict) or not isinstance(merged, dict):
         return tree
+    if _is_optimizer(tree) and _is_optimizer(merged):  # the state of a parameter is one rank's
+        return {**merged, **tree, "state": {**merged["state"], **tree["state"]}}
     return {**merged, **{key: with_other_entries(item, merged[key]) for key, item in tree.items()}}
 
 
@@ -308,6 +341,7 @@ class _Planner:
         self._names = names
         self._keys = keys
         self._objects = objects
+        self._hyperparameters: dict[int, Any] = {}  # live ones by id
         self._stays = stays
 
     def visit(self, live: Any, saved: Any, path: str, own: Any = NO_TREE) -> Any:
@@ -326,7 +360,7 @@ class _Planner:
         elif is_stateful(live):
             self._expect(isinstance(saved, Mapping), f"the state of {type_text(live)}", saved, path)
             self.plan.plain.add(_dotted(path))
-            new = self._filled(of_one_rank, path, Place(self._objects.of(live), is_filled=False))
+            new = self._filled(of_one_rank, path, Place(self._objects.of(live, _dotted(path)), is_filled=False))
             self.plan.callbacks.append(functools.partial(_load_object, live, live.load_state_dict, new, _dotted(path)))
         elif _has_names(live, path) or (children(live) is not None and contains_state(live)):
             return self._container(live, saved, path, own)
@@ -450,8 +484,7 @@ class _Planner:
 
     def _optimizer(self, optimizer: Any, saved: Any, path: str, own: Any) -> None:
         """Plan an optimizer: each parameter gets its state and its group's hyperparameters, by name."""
-        known = isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys()
-        self._expect(known, "an optimizer", saved, path)
+        self._expect(_is_optimizer(saved), "an optimizer", saved, path)
         parameters = named_parameters(optimizer, self._names)
         entries = _SavedEntries.of(saved, own)
         if entries.differ:
@@ -469,14 +502,20 @@ class _Planner:
                     place = Place(optimizer.state.get(parameter), parameter=parameter, parameter_name=name)
                     states[parameter] = self._parameter_state(entries.state[name], path, place, on_host=on_host)
         for key, shared in entries.shared.items():  # state of the optimizer, not of a parameter
+            _check_known(key, f"{path}.state")
             states[key] = self._filled(shared, f"{path}.state.{key}", Place(optimizer.state.get(key)))
         self._add_missing([_dotted(f"{path}.{name}") for name in parameters if name not in entries.groups])
         self._add_unexpected(path, [name for name in entries.groups if name not in parameters])
+        num_empty = sum(not group["params"] for group in optimizer.param_groups)
+        lacking = max(0, num_empty - entries.num_empty)
+        self._add_missing([_dotted(f"{path}.param_groups (without parameters)")] * min(1, lacking), stateful=False)
+        self._add_unexpected(path, ["param_groups (without parameters)"] * min(1, len(entries.empty_groups)))
         dropped = [param for name, param in parameters.items() if name in entries.groups and param not in states]
-        if entries.groups:
+        if entries.groups.keys() >= parameters.keys():
             dropped += [key for key in optimizer.state if not is_torch(key) and key not in states]
         more = self._more(optimizer, entries.more, path)
-        self.plan.callbacks.append(functools.partial(install_optimizer, optimizer, groups, states, dropped, more))
+        install = functools.partial(install_optimizer, optimizer, groups, states, dropped)
+        self.plan.callbacks.append(functools.partial(_load_object, optimizer, install, more, _dotted(path)))
 
     def _more(self, optimizer: Any, saved: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Return the saved entries of a state dict beside ``state`` and ``param_groups``; others join the plan."""
@@ -511,7 +550,13 @@ class _Planner:
                     found=other.get(key),
                 )
         found = hyperparameters(live)
-        return found | {key: self._filled(value, f"{path}.{key}", Place(found.get(key))) for key, value in new.items()}
+        for key, value in new.items():
+            _check_known(key, path)
+            own = found.get(key)
+            is_first = id(own) not in self._hyperparameters  # torch gives groups one tensor as the default lr
+            self._hyperparameters[id(own)] = own
+            found[key] = self._filled(value, f"{path}.{key}", Place(own, is_filled=is_first))
+        return found
 
     def _parameter_state(self, saved: Any, path: str, place: Place, *, on_host: bool) -> Any:
         """Return a parameter's state; torch keeps ``step`` on the CPU unless it is fused or capturable."""
@@ -521,6 +566,7 @@ class _Planner:
         own = place.own if isinstance(place.own, Mapping) else {}
         found = {}
         for key, entry in saved.items():
+            _check_known(key, where)
             is_step = key == "step"
             at = Place(own.get(key), True, place.parameter, place.parameter_name, is_step, is_step and on_host)
             found[key] = self._with_tensors(entry, f"{where}.{key}", at)
@@ -572,7 +618,7 @@ class _SavedEntries:
 
     Attributes:
         groups: each parameter's group.
-        empty_groups: the groups without parameters.
+        empty_groups: the groups without parameters that no live group has yet, and `num_empty` the number of all.
         state: each parameter's state.
         shared: state under other keys.
         more: entries beside ``state`` and ``param_groups``.
@@ -585,6 +631,7 @@ class _SavedEntries:
     shared: dict[Any, Any]
     more: dict[str, Any]
     differ: bool
+    num_empty: int
 
     @classmethod
     def of(cls, saved: Mapping[str, Any], own: Any) -> _SavedEntries:
@@ -592,8 +639,7 @@ class _SavedEntries:
         groups: dict[Any, Any] = {}
         state: dict[Any, Any] = {}
         differ = False
-        has_own = isinstance(own, Mapping) and {"state", "param_groups"} <= own.keys()
-        trees = [own, saved] if has_own else [saved]
+        trees = [own, saved] if _is_optimizer(own) else [saved]
         for tree in trees:
             new: dict[Any, Any] = {}
             for group in tree["param_groups"]:
@@ -604,13 +650,15 @@ class _SavedEntries:
             state |= {name: tree["state"][name] for name in new if name in tree["state"]}
             groups |= new
         one = trees[0]
+        empty_groups = [group for group in one["param_groups"] if not group["params"]]
         return cls(
             {str(name): group for name, group in groups.items()},
-            [group for group in one["param_groups"] if not group["params"]],
+            empty_groups,
             {str(name): entry for name, entry in state.items()},
             {key: entry for key, entry in one["state"].items() if key not in groups},
             {key: entry for key, entry in one.items() if key not in ("state", "param_groups")},
             differ,
+            len(empty_groups),
         )
 
 
@@ -633,11 +681,10 @@ def _check_known(saved: Any, path: str) -> None:
     """Raise UnsupportedError for a value, or a set or deque with one, of a type that the live state does not have."""
     for part in () if isinstance(saved, str | int | float) else values.parts_of(saved):
         if isinstance(part, UnknownValue):
-            raise UnsupportedError(
-                f"a {part.type_name} was saved here, and the state has no value of this type to build it by: give it "
-                "to register_config",
-                name=_dotted(path),
-            )
+            reason = "the state has no value of this type to build it by: give it to register_config"
+            if part.problem:
+                reason = f"it cannot be built here: {part.problem}"
+            raise UnsupportedError(f"a {part.type_name} was saved here, and {reason}", name=_dotted(path))
 
 
 def _dotted(path: str) -> str:

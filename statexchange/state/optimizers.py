@@ -8,7 +8,7 @@ from typing import Any
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
-from statexchange.tensors import is_torch
+from statexchange.tensors import is_dtensor, is_torch
 
 __all__ = [
     "OptimizerState",
@@ -81,6 +81,7 @@ def state_of_optimizer(optimizer: Any, path: str) -> OptimizerState:
             error names `path`.
     """
     check_optimizer(optimizer, path)
+    own = optimizer.state_dict() if _has_own_state_dict(optimizer) else None  # first, as a hook may change the state
     numbers: dict[Any, int] = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
     state: dict[int, Any] = {}
     shared: dict[Any, Any] = {}
@@ -91,28 +92,28 @@ def state_of_optimizer(optimizer: Any, path: str) -> OptimizerState:
             state[numbers[key]] = entries
         else:
             raise InvalidArgumentError("there is state of a tensor that is in no param group", name=path)
-    return {
-        "param_groups": [hyperparameters(group) for group in optimizer.param_groups],
-        "state": state,
-        "shared": shared,
-        "more": _more_state(optimizer, state, shared, path),
-    }
+    groups = [hyperparameters(group) for group in optimizer.param_groups]
+    more = {} if own is None else _more_entries(optimizer, own, {**shared, **state}, groups, path)
+    return {"param_groups": groups, "state": state, "shared": shared, "more": more}
 
 
-def _more_state(optimizer: Any, state: Mapping[int, Any], shared: Mapping[Any, Any], path: str) -> dict[str, Any]:
-    """Return the entries of an optimizer's state dict beside ``state`` and ``param_groups``, which `state` repeats.
-
-    torch's own `state_dict` has none. That of a class of its own may have some, or a hook may add some.
-    """
-    own = getattr(type(optimizer), "state_dict", None)
+def _has_own_state_dict(optimizer: Any) -> bool:
+    """Whether an optimizer's `state_dict` is not torch's alone: it may have further entries."""
     torch_optim = sys.modules.get("torch.optim")
-    has_hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
-    if own is None or (torch_optim is not None and own is torch_optim.Optimizer.state_dict and not has_hooks):
-        return {}
-    found = optimizer.state_dict()
+    of_type = getattr(type(optimizer), "state_dict", None)
+    if of_type is None or torch_optim is None:
+        return False
+    hooks = (getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post"))
+    return of_type is not torch_optim.Optimizer.state_dict or "state_dict" in vars(optimizer) or any(hooks)
+
+
+def _more_entries(
+    optimizer: Any, found: Any, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]], path: str
+) -> dict[str, Any]:
+    """Return the entries of an optimizer's state dict beside ``state`` and ``param_groups``, which must be as given."""
     if isinstance(found, Mapping) and {"state", "param_groups"} <= found.keys():
-        theirs, ours = found["state"], {**shared, **state}
-        if _are_alike(theirs, ours):
+        theirs = [hyperparameters(group) for group in found["param_groups"]]
+        if _are_alike(found["state"], state) and _are_alike(theirs, list(groups)):
             return {key: value for key, value in found.items() if key not in ("state", "param_groups")}
     raise UnsupportedError(
         f"the state_dict of {type_text(optimizer)} is not its param_groups and state, as that of torch's optimizers: "
@@ -122,12 +123,19 @@ def _more_state(optimizer: Any, state: Mapping[int, Any], shared: Mapping[Any, A
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """Whether two mappings have the same objects, or equal plain values."""
-    if one is other or values.is_same(one, other):
+    """Whether two nested values have the same objects, equal tensors or equal plain values."""
+    if one is other:
         return True
-    if not isinstance(one, Mapping) or not isinstance(other, Mapping) or one.keys() != other.keys():
-        return False
-    return all(_are_alike(value, other[key]) for key, value in one.items())
+    if is_torch(one) and is_torch(other):
+        if one.shape != other.shape or one.dtype != other.dtype or is_dtensor(one) != is_dtensor(other):
+            return False
+        one, other = (tensor.to_local() if is_dtensor(tensor) else tensor for tensor in (one, other))
+        return one.data_ptr() == other.data_ptr() or bool((one == other).all())
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_are_alike(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_are_alike, one, other))
+    return values.is_same(one, other)
 
 
 def optimizer_tree(optimizer: Any, names: Mapping[int, str], path: str) -> dict[str, Any]:
@@ -140,6 +148,12 @@ def optimizer_tree(optimizer: Any, names: Mapping[int, str], path: str) -> dict[
         groups.append({**settings, "params": named[begin : begin + len(group["params"])]})
         begin += len(group["params"])
     state = {named[number]: entries for number, entries in numbered["state"].items()}
+    taken = numbered["shared"].keys() & set(named)
+    if taken:
+        text = (
+            f"its state has the key {min(taken)!r}, which is the name of a parameter in what is saved: rename the key"
+        )
+        raise UnsupportedError(text, name=path)
     return {"state": {**state, **numbered["shared"]}, "param_groups": groups, **numbered["more"]}
 
 
@@ -163,8 +177,15 @@ def install_optimizer(
     """
     _install(optimizer, groups, state, dropped)
     if more:
+        # torch's load_state_dict casts the state and replaces the dicts, in a wrapper those of the inner optimizer.
+        holders = [one for one in (optimizer, *vars(optimizer).values()) if is_optimizer(one)]
+        before = [
+            (one, {name: vars(one)[name] for name in ("param_groups", "state") if name in vars(one)}) for one in holders
+        ]
         optimizer.load_state_dict({**optimizer.state_dict(), **more})
-        _install(optimizer, groups, state, dropped)  # torch's load_state_dict casts the state, and makes new dicts
+        for one, attributes in before:
+            vars(one).update(attributes)
+        _install(optimizer, groups, state, dropped)
 
 
 def _install(
@@ -174,13 +195,14 @@ def _install(
         if new is not None:
             kept = {name: group[name] for name in ("params", "param_names") if name in group}
             group.clear()
-            group.update(kept, **new)
+            group.update({**kept, **new})
     for key in dropped:
         optimizer.state.pop(key, None)
     for key, new in state.items():
         own = optimizer.state.get(key)
         if isinstance(own, dict) and isinstance(new, dict):
+            entries = dict(new)  # `own` may be `new`
             own.clear()
-            own.update(new)
+            own.update(entries)
         else:
             optimizer.state[key] = new

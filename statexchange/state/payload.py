@@ -165,14 +165,14 @@ class _Placeholder:
 class PayloadReader:
     """Reads one part of root's payload on a rank that has `own` in the same place.
 
-    `decoded` is the decoded text with placeholders. `fill` replaces those in a part of it. When all are replaced,
-    `tensors` are the tensors and arrays into which root's bytes are to be copied.
+    `path` is that of the part, and `decoded` the decoded text with placeholders. `fill` replaces those in a part of it.
+    When all are replaced, `tensors` are the tensors and arrays into which root's bytes are to be copied.
     """
 
     def __init__(self, part: Sequence[Any], own: Any, path: str, device: torch.device) -> None:
         text, leaf_specs, types = part
         self._leaf_specs = [_LeafSpec.from_json(raw) for raw in leaf_specs]
-        self._path = path
+        self.path = path
         self._device = device
         self._tensors: dict[int, tuple[str, TensorLike]] = {}  # with their paths, by number
         # The memory of own tensors that are filled already; None stands for memory that cannot be identified.
@@ -207,12 +207,12 @@ class PayloadReader:
         spec = self._leaf_specs[number]
         if spec.kind != "object":
             if number not in self._tensors:
-                whole = f"{self._path}{step}{'' if path[:1] in ('', '[') else '.'}{path}".removeprefix(".")
+                whole = f"{self.path}{step}{'' if path[:1] in ('', '[') else '.'}{path}".removeprefix(".")
                 self._tensors[number] = whole, self._tensor_for(spec, own_leaves.get(path), like)
             return self._tensors[number][1]
         if path not in own_leaves:
             raise UnsupportedError(
-                f"root has an object at {path} that cannot be sent, and this rank has none there", name=self._path
+                f"root has an object at {path} that cannot be sent, and this rank has none there", name=self.path
             )
         return own_leaves[path]
 
@@ -249,5 +249,9 @@ def install_callback(obj: Any, own: Any, reader: PayloadReader) -> Callable[[], 
     for key, saved in decoded["shared"].items():
         state[key] = reader.fill(saved, own["shared"].get(key, {}), step=f".state[{key!r}]")
     dropped = [key for key in obj.state if key not in state]
+    differing = decoded["more"].keys() ^ own["more"].keys()
+    if differing:
+        text = f"only one of root's state dict and this rank's has the entry {min(map(str, differing))!r}"
+        raise UnsupportedError(text, name=reader.path)
     more = {key: reader.fill(saved, own["more"].get(key), step=f".{key}") for key, saved in decoded["more"].items()}
     return functools.partial(install_optimizer, obj, groups, state, dropped, more)

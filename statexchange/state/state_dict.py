@@ -7,6 +7,7 @@ Megatron-Core's ShardedTensors are named by their keys, wherever in the state th
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Mapping
@@ -130,6 +131,8 @@ def _plain(value: Any, path: str, context: _Context, depth: int = 0, owner: Any 
     items = {key: inner(item, key) for key, item in found.items()}
     if isinstance(value, list):
         return list(items.values())
+    if owner is not None and dataclasses.is_dataclass(value):  # the owner loads it as what it was
+        return with_children(copy.copy(value), items)
     # Other containers become mappings: `with_children` would change a mutable one, which belongs to the live state.
     return with_children(value, items) if isinstance(value, tuple) else items
 

@@ -32,7 +32,7 @@ def decode_stored(
     *,
     types: Mapping[str, type] | None = None,
     leaf: Callable[[str], Any] | None = None,
-    unknown: Callable[[str, str], Any] | None = None,
+    unknown: Callable[[str, str, str], Any] | None = None,
 ) -> Any:
     """Return `values.decode` of text from a file; raise CorruptError for text that `values.encode` cannot write."""
     with _broken_config(path):
