@@ -13,11 +13,13 @@ from statexchange.errors import (
     NotFoundError,
     ReplacedError,
     StateExchangeError,
+    StorageError,
 )
 from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.opened_path import OpenedPath, open_path
 from statexchange.storage.rank_file import RankFile
+from statexchange.storage.steps import step_of
 from statexchange.storage.store import Store
 from statexchange.storage.workspace import (
     DROPPED,
@@ -54,16 +56,25 @@ def _depth(opened: OpenedPath) -> int | None:
 
 
 def _below(store: Store, matches_name: Callable[[str], bool]) -> Iterator[Store]:
-    """Yield the subdirectories whose names match.
+    """Yield the subdirectories whose names match, without those of a job's saves that cannot be read.
 
     Raises:
         ReplacedError: one was removed meanwhile; its round may have been dropped for a newer one.
+        StorageError: one cannot be read.
     """
     for name in filter(matches_name, store.directories):
         try:
-            yield store.below(name)
+            below = store.below(name)
+            below.listing  # noqa: B018 (read here, where an error of one that cannot be read is handled)
         except NotFoundError:
             raise ReplacedError("removed while it was opened", path=store.path_of(name)) from None
+        except ReplacedError:
+            raise
+        except StorageError:
+            if step_of(name) is None:
+                raise
+        else:
+            yield below
 
 
 def _is_round(store: Store, path: str) -> bool:

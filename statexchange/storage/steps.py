@@ -25,7 +25,9 @@ from statexchange.errors import (
     IncompleteError,
     InvalidArgumentError,
     NotFoundError,
+    ReplacedError,
     StateExchangeError,
+    StorageError,
     TargetExistsError,
     excerpt,
 )
@@ -161,20 +163,36 @@ def steps_text(steps: Iterable[int]) -> str:
 
 
 def list_steps(store: Store) -> list[int]:
-    """Return the steps of a directory whose saves are whole, oldest first. Not collective."""
-    found = []
+    """Return the steps of a directory whose saves are whole, oldest first. Not collective.
+
+    Raises:
+        StorageError: no save is whole as far as can be seen, and the directory of a step cannot be read.
+    """
+    found: list[int] = []
+    errors: list[StorageError] = []
     for step in named_steps(store):
-        with contextlib.suppress(NotFoundError):  # removed meanwhile
-            if MANIFEST in store.below(step_name(step)).listing:
-                found.append(step)
+        names = _names_below(store, step)
+        if isinstance(names, StorageError):
+            errors.append(names)
+        elif MANIFEST in names:
+            found.append(step)
+    if errors and not found:
+        raise errors[0]
     return found
 
 
 def is_saves_directory(store: Store) -> bool:
-    """Whether a directory has a whole or unfinished save of a step. Not collective."""
+    """Whether a directory has a whole or unfinished save of a step, or a step's directory that cannot be read.
+
+    Not collective.
+    """
     if any(_HIDDEN.fullmatch(name) is not None for name in store.listing):
         return True
-    return bool(list_steps(store)) or any(_is_unfinished(store, step) for step in named_steps(store))
+    for step in named_steps(store):
+        names = _names_below(store, step)
+        if isinstance(names, StorageError) or MANIFEST in names or (store.is_remote and CLAIM_NAME in names):
+            return True
+    return False
 
 
 def saved_steps(store: Store) -> list[int]:
@@ -189,11 +207,20 @@ def _is_unfinished(store: Store, step: int) -> bool:
     """Whether the directory of a step is an unfinished save or removal: at a URL, one with a claim alone."""
     if not store.is_remote:
         return False
+    names = _names_below(store, step)
+    return not isinstance(names, StorageError) and CLAIM_NAME in names and MANIFEST not in names
+
+
+def _names_below(store: Store, step: int) -> Collection[str] | StorageError:
+    """Return the names in the directory of a step, or the error if it cannot be read: other steps may be whole."""
     try:
-        names = store.below(step_name(step)).listing
+        return store.below(step_name(step)).listing
     except NotFoundError:  # removed meanwhile
-        return False
-    return CLAIM_NAME in names and MANIFEST not in names
+        return ()
+    except ReplacedError:
+        raise
+    except StorageError as error:
+        return error
 
 
 def named_steps(store: Store) -> list[int]:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import CommandLine, command_environment
+from programs import require_root
 from safetensors.numpy import load_file
 from stored import contents_of, flip_bit
 from warm_python import warm_python
@@ -29,6 +31,7 @@ from statexchange.testing import run_ranks
 from statexchange.units import format_bytes, format_time
 
 STEPS = (100, 200, 300, 400)
+NOBODY = 65534
 LOSSES = {100: 0.5, 200: 0.125, 300: float("nan"), 400: 0.25}
 
 
@@ -407,6 +410,55 @@ def test_a_save_that_is_removed_while_ls_reads_is_left_out(saved: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split("\t")[0] for line in done.stdout.splitlines()[1:]] == ["100", "300", "400"]
+
+
+@pytest.fixture
+def unreadable(saved: Path) -> Iterator[Path]:
+    """Return a directory of saves, as a user who may not open that of step 200."""
+    require_root()
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "saved"
+        shutil.copytree(saved, path)
+        for below in (path.parent, path, *path.rglob("*")):
+            os.chown(below, NOBODY, -1)
+        closed = folder(path, 200)
+        closed.chmod(0)
+        os.seteuid(NOBODY)
+        try:
+            yield path
+        finally:
+            os.seteuid(0)
+            closed.chmod(0o700)
+
+
+def test_a_save_that_may_not_be_opened_hides_no_other(unreadable: Path, call: CommandLine) -> None:
+    code, data = call.json("ls", unreadable)
+    assert code == EXIT_CODES["IO"]
+    states = {row["step"]: row["state"] for row in data["data"]["saves"]}
+    assert states == {100: "whole", 200: "cannot be read", 300: "whole", 400: "whole"}
+    code, data = call.json("verify", unreadable)
+    assert code == EXIT_CODES["IO"]
+    codes = {row["step"]: row["code"] for row in data["data"]["saves"]}
+    assert codes == {100: "OK", 200: "IO", 300: "OK", 400: "OK"}
+    code, out, _ = call("info", unreadable)
+    assert code == EXIT_CODES["IO"]
+    assert re.search(r"^broken +1: step 200 \(cannot be read\)$", out, re.MULTILINE)
+    code, data = call.json("prune", unreadable, "--keep", "1")
+    assert code == EXIT_CODES["IO"]
+    actions = {row["step"]: row["action"] for row in data["data"]["saves"]}
+    assert actions == {100: "removed", 200: "not removed", 300: "removed", 400: "kept"}
+    code, _, err = call("merge", unreadable, unreadable / "out")
+    assert (code, f"name one of them, such as {folder(unreadable, 400)}" in err) == (EXIT_CODES["USAGE"], True)
+
+
+def test_a_directory_whose_only_save_may_not_be_opened_is_listed(unreadable: Path, call: CommandLine) -> None:
+    for step in (100, 300, 400):
+        shutil.rmtree(folder(unreadable, step))
+    code, out, err = call("ls", unreadable)
+    assert (code, out.splitlines()[1].split("\t")) == (EXIT_CODES["IO"], ["200", "-", "-", "-", "-", "cannot be read"])
+    assert "Permission denied" in err
+    code, _, err = call("show", unreadable)
+    assert (code, "Permission denied" in err) == (EXIT_CODES["IO"], True)
 
 
 def test_ls_of_one_step_lists_its_tensors_with_their_ranks(saved: Path, call: CommandLine) -> None:
