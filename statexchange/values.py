@@ -77,7 +77,8 @@ def register_config(cls: type) -> type:
         >>> Config(8)
         Config(hidden_size=8)
     """
-    if not (dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum) or hasattr(cls, "_fields")):
+    is_type = isinstance(cls, type)
+    if not (is_type and (dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum) or hasattr(cls, "_fields"))):
         raise TypeError(f"{cls!r} is no dataclass, namedtuple or Enum")
     _registered[_type_name(cls)] = cls
     return cls
@@ -268,6 +269,8 @@ def _advice(kind: type) -> str:
         return ": use torchdata's StatefulDataLoader, which knows its position"
     if hasattr(kind, "state_dict"):
         return ": give its state_dict()"
+    if kind.__name__ == "ndarray" or hasattr(kind, "untyped_storage"):
+        return ": give its tolist(), or give tensors to a call that takes them, such as all_gather"
     return ": give plain values, tensors, or a dataclass of them"
 
 

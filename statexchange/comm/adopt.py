@@ -16,6 +16,7 @@ from statexchange.comm import forks
 from statexchange.comm.backends.single import SingleBackend
 from statexchange.comm.bootstrap import form_communicator, refuse_inherited
 from statexchange.comm.communicator import Communicator
+from statexchange.errors import InvalidArgumentError, type_text
 from statexchange.settings import check_timeout, default_timeout_s
 
 if TYPE_CHECKING:
@@ -134,6 +135,10 @@ def from_process_group(group: ProcessGroup, *, timeout_s: float | None = None) -
         1
         >>> dist.destroy_process_group()
     """
+    import torch.distributed as dist
+
+    if not isinstance(group, dist.ProcessGroup):
+        raise InvalidArgumentError(f"expected a ProcessGroup of torch.distributed, not {type_text(group)}")
     return _registry.adopt(group, lambda wait_s: form_over_process_group(group, wait_s), timeout_s)
 
 
@@ -171,6 +176,9 @@ def from_mpi(mpi_comm: MPI.Comm, *, timeout_s: float | None = None) -> Communica
         >>> comm = sx.comm.from_mpi(MPI.COMM_WORLD)  # doctest: +SKIP
     """
     from statexchange.comm.backends.mpi import MPIBackend
+
+    if not hasattr(mpi_comm, "Dup"):
+        raise InvalidArgumentError(f"expected a communicator of mpi4py, not {type_text(mpi_comm)}")
 
     def make(wait_s: float) -> Communicator:
         return form_communicator(MPIBackend(mpi_comm, timeout_s=wait_s), wait_s)

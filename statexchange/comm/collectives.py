@@ -21,7 +21,7 @@ from statexchange.comm.flat_tensor import FlatTensor, flat_for
 from statexchange.comm.session import Route
 from statexchange.comm.wait import Wait
 from statexchange.comm.work import Work
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, type_text
 from statexchange.tensors import TensorKindT, TensorLike, TensorT, as_numpy
 
 __all__ = [
@@ -276,6 +276,8 @@ def _metadata_from_json(message: bytes) -> list[_TensorMetadata]:
 
 def _one_per_rank(route: Route, tensors: Sequence[TensorLike]) -> tuple[list[FlatTensor[Any]], Backend]:
     """Return one flat tensor for each rank, and the backend for them: that of CPUs if they are on several devices."""
+    if not isinstance(tensors, list | tuple):
+        raise InvalidArgumentError(f"give a list with one tensor for each rank, not {type_text(tensors)}")
     if len(tensors) != route.world_size:
         raise InvalidArgumentError(
             "there must be one tensor for each rank", expected=route.world_size, found=len(tensors)

@@ -23,6 +23,7 @@ from statexchange.formats.sections import ALL
 from statexchange.formats.source import OpenCheckpoint, SectionName, Source, StoredTensor, Weights
 from statexchange.report.diff import DiffReport, TensorDiff, check_tolerance, diff_paths
 from statexchange.report.value_sums import ValueSums, same_bytes
+from statexchange.settings import check_progress
 from statexchange.sharding import records
 from statexchange.sharding.options import ExportOptions, Rename
 from statexchange.sharding.plan import RankShards, plan_merge
@@ -100,6 +101,7 @@ def diff_checkpoints(
         >>> diff_checkpoints({"w": torch.ones(4, dtype=torch.float64)}, "a.safetensors", include="w").equal
         True
     """
+    check_progress(on_progress)
     if isinstance(a, str | os.PathLike):
         return diff_paths(
             a,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange import values
 from statexchange.comm import defaults
-from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedError
+from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedError, excerpt
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.settings import check_timeout, detect_launch
 from statexchange.state.describe import describe
@@ -52,6 +52,8 @@ class NFSWorkspace:
     """
 
     def __init__(self, workspace_path: str | os.PathLike[str] | None = None, *, run: str | None = None) -> None:
+        if run is not None and not isinstance(run, str):
+            raise InvalidArgumentError(f"run must be text or None, not {excerpt(run)}")
         path = os.curdir if workspace_path == "" else workspace_path
         self._workspace = Workspace(path) if path is not None else None
         self._run = run

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 from statexchange.checkpoint.publication import target_path
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import InvalidArgumentError, NotFoundError, without_secrets
+from statexchange.errors import InvalidArgumentError, NotFoundError, type_text, without_secrets
 from statexchange.exchange.placing import parameter_names, place_parts
 from statexchange.exchange.progress import Progress
 from statexchange.exchange.staging import Staging, shard_data
@@ -32,7 +32,9 @@ from statexchange.settings import check_flags, check_timeout
 from statexchange.sharding import records
 from statexchange.sharding.rules import Layout
 from statexchange.state.describe import Description, State, describe
+from statexchange.state.leaves import is_leaf
 from statexchange.state.state_dict import encode_state
+from statexchange.state.tree import children
 from statexchange.storage.build import Build, WrittenFile
 from statexchange.storage.location import location
 from statexchange.storage.save_directory import (
@@ -128,6 +130,9 @@ class SavedState:
 
 def describe_save(state: State, layout: Mapping[str, Any] | None, rank: int) -> SavedState:
     """Describe the state of this rank. Not collective."""
+    if not is_leaf(state) and children(state) is None:
+        what = "a module, an optimizer, or a mapping or list of these and of tensors and values"
+        raise InvalidArgumentError(f"the state is {type_text(state)}: give {what}")
     with collector_paused():
         config, tensors = encode_state(state)
         rules = _parse_layout(layout, tensors)

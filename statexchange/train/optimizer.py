@@ -16,7 +16,7 @@ import torch
 
 from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, MismatchError
 from statexchange.state.optimizers import labelled_parameters, parameters_of
 from statexchange.train.buckets.options import ReducerOptions
 from statexchange.train.buckets.reducer import BucketReducer
@@ -110,6 +110,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             reducer = BucketReducer(named, self._comm, **settings)
         else:
             self._automatic = not reducer.delay_reduce
+        for rank, found in enumerate(self._comm.all_gather_object(accumulate)):
+            if found != accumulate:
+                raise MismatchError(
+                    "ranks average after different numbers of backwards: give all the same accumulate",
+                    rank=rank,
+                    expected=accumulate,
+                    found=found,
+                )
         self._reducer = reducer
         self._reducer.watch(self._backward_ended)
         self._arm()

@@ -180,3 +180,33 @@ def test_pythons_own_error_is_kept_as_the_cause() -> None:
     with pytest.raises(StateExchangeError, match="all_reduce: could not convert string to float: 'x'") as caught:
         comm().all_reduce(ones(), scale="x")  # type: ignore[arg-type]
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_values_of_other_types_are_refused_before_anything_happens(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    sx.save_checkpoint({"w": ones()}, path)
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: sx.comm.from_process_group(5), "expected a ProcessGroup"),
+        (lambda: sx.comm.from_mpi(5), "expected a communicator of mpi4py"),
+        (lambda: sx.NFSWorkspace(tmp_path, run=5), "run must be text"),
+        (lambda: sx.init("single").all_to_all(5), "one tensor for each rank"),
+        (lambda: sx.diff_checkpoints(path, path, on_progress=5), "on_progress must be a function"),
+        (lambda: sx.save_checkpoint(None, tmp_path / "none"), "the state is a NoneType: give a module"),
+        (lambda: sx.save_checkpoint(5, tmp_path / "five"), "the state is an int: give a module"),
+    ]
+    for call, text in calls:
+        with pytest.raises(InvalidArgumentError, match=text):
+            call()
+    assert [one.name for one in tmp_path.iterdir()] == ["saved"]
+    with pytest.raises(TypeError, match="5 is no dataclass"):
+        sx.register_config(5)
+    with pytest.raises(UnsupportedError, match=r"give its tolist\(\), or give tensors to a call that takes them"):
+        sx.init("single").all_gather_object([ones()])
+
+
+def test_ranks_that_accumulate_differently_are_told() -> None:
+    def ranks() -> None:
+        with pytest.raises(sx.errors.MismatchError, match="give all the same accumulate"):
+            sx.DistributedOptimizer(sgd(net()), accumulate=1 + sx.get_rank())
+
+    run_ranks(ranks, 2)

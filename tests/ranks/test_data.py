@@ -249,6 +249,7 @@ def test_persistent_workers_of_a_data_loader_follow_the_epoch(context: str) -> N
         assert torch.cat(list(loader)).tolist() == list(container)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # where one processor may be used
 def test_data_loaders_with_and_without_workers_give_the_samples_in_order() -> None:
     container = DistributedDataContainer((np.arange(10), list(range(10))))
     for workers in (0, 2):
