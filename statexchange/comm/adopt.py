@@ -135,16 +135,15 @@ def from_process_group(group: ProcessGroup, *, timeout_s: float | None = None) -
         1
         >>> dist.destroy_process_group()
     """
-    import torch.distributed as dist
-
-    if not isinstance(group, dist.ProcessGroup):
-        raise InvalidArgumentError(f"expected a ProcessGroup of torch.distributed, not {type_text(group)}")
     return _registry.adopt(group, lambda wait_s: form_over_process_group(group, wait_s), timeout_s)
 
 
 def form_over_process_group(group: ProcessGroup, timeout_s: float, *, check: bool = True) -> Communicator:
     """Form a communicator over a torch ProcessGroup, without registering it. Collective over the group."""
     import torch.distributed as dist
+
+    if not isinstance(group, dist.ProcessGroup):
+        raise InvalidArgumentError(f"expected a ProcessGroup of torch.distributed, not {type_text(group)}")
 
     from statexchange.comm.backends.gloo import TorchBackend
     from statexchange.comm.backends.nccl import NCCLBackend
@@ -177,10 +176,9 @@ def from_mpi(mpi_comm: MPI.Comm, *, timeout_s: float | None = None) -> Communica
     """
     from statexchange.comm.backends.mpi import MPIBackend
 
-    if not hasattr(mpi_comm, "Dup"):
-        raise InvalidArgumentError(f"expected a communicator of mpi4py, not {type_text(mpi_comm)}")
-
     def make(wait_s: float) -> Communicator:
+        if not hasattr(mpi_comm, "Dup"):
+            raise InvalidArgumentError(f"expected a communicator of mpi4py, not {type_text(mpi_comm)}")
         return form_communicator(MPIBackend(mpi_comm, timeout_s=wait_s), wait_s)
 
     return _registry.adopt(mpi_comm, make, timeout_s)

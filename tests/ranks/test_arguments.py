@@ -189,7 +189,7 @@ def test_values_of_other_types_are_refused_before_anything_happens(tmp_path: Pat
         (lambda: sx.comm.from_process_group(5), "expected a ProcessGroup"),
         (lambda: sx.comm.from_mpi(5), "expected a communicator of mpi4py"),
         (lambda: sx.NFSWorkspace(tmp_path, run=5), "run must be text"),
-        (lambda: sx.init("single").all_to_all(5), "one tensor for each rank"),
+        (lambda: comm().all_to_all(5), "one tensor for each rank"),
         (lambda: sx.diff_checkpoints(path, path, on_progress=5), "on_progress must be a function"),
         (lambda: sx.save_checkpoint(None, tmp_path / "none"), "the state is a NoneType: give a module"),
         (lambda: sx.save_checkpoint(5, tmp_path / "five"), "the state is an int: give a module"),
@@ -201,7 +201,7 @@ def test_values_of_other_types_are_refused_before_anything_happens(tmp_path: Pat
     with pytest.raises(TypeError, match="5 is no dataclass"):
         sx.register_config(5)
     with pytest.raises(UnsupportedError, match=r"give its tolist\(\), or give tensors to a call that takes them"):
-        sx.init("single").all_gather_object([ones()])
+        comm().all_gather_object([ones()])
 
 
 def test_ranks_that_accumulate_differently_are_told() -> None:
