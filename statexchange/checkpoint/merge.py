@@ -254,7 +254,7 @@ def merge_checkpoint(
     )
 
     conversion = None if convert is None else read_conversion(convert)
-    numbers = check_numbers(convert_with)
+    numbers = check_numbers(convert_with, convert)
 
     def merge_once() -> MergeReport:
         checkpoint, reductions = _open(source, section, weights, options, converts=conversion is not None)

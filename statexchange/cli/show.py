@@ -125,8 +125,9 @@ def _of_rank(source: Source, rank: int) -> Source:
         )
     files = tuple(shard_file for shard_file in source.files if shard_file.rank == rank)
     if not files:
-        known = format_ranks(shard_file.rank for shard_file in source.files) or "none"
-        raise NotFoundError(f"rank {rank} has no file here, only ranks {known}", path=source.path)
+        known = format_ranks(shard_file.rank for shard_file in source.files)
+        holders = f"these ranks have: {known}" if known else "no rank has one"
+        raise NotFoundError(f"rank {rank} has no file here; {holders}", path=source.path)
     return replace(source, files=files, configs={rank: source.configs[rank]} if rank in source.configs else {})
 
 

@@ -55,10 +55,15 @@ def conversion_of(names: Collection[str]) -> str | None:
     return None
 
 
-def check_numbers(numbers: object) -> dict[str, int]:
-    """Return the option `convert_with`, numbers by name; raise InvalidArgumentError for anything else."""
+def check_numbers(numbers: object, convert: object) -> dict[str, int]:
+    """Return the option `convert_with`, numbers by name; raise InvalidArgumentError for anything else.
+
+    `convert` is the option that needs the numbers.
+    """
     if numbers is None:
         return {}
+    if numbers and convert is None:
+        raise InvalidArgumentError("convert_with has numbers for a conversion: give convert, too")
     if not isinstance(numbers, Mapping):
         raise InvalidArgumentError(f"convert_with must be a mapping of names to numbers, not {excerpt(numbers)}")
     found = {}

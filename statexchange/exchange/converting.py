@@ -42,7 +42,7 @@ class ChosenConversion:
     @classmethod
     def of(cls, convert: Convert | None, numbers: Mapping[str, int] | None, state: Any) -> ChosenConversion | None:
         """Return the conversion that the options of a call name; None if they name none."""
-        given = check_numbers(numbers)
+        given = check_numbers(numbers, convert)
         if convert is None:
             return None
         config = model_config(state)

@@ -136,7 +136,7 @@ def diff_paths(
     if threads is not None and not (isinstance(threads, int) and threads >= 0):
         raise InvalidArgumentError(f"threads must be a number from 0 on, not {excerpt(threads)}")
     selected = ExportOptions(include=include, exclude=exclude)
-    conversion, numbers = None if convert is None else read_conversion(convert), check_numbers(convert_with)
+    conversion, numbers = None if convert is None else read_conversion(convert), check_numbers(convert_with, convert)
     weights_a, weights_b = weights, weights
     if weights is not None:  # for the one that has them, or for both
         has_a, has_b = has_master_weights(a), has_master_weights(b)

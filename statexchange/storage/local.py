@@ -70,6 +70,8 @@ def local_path(url: str) -> str:
                 f"digit or '_', not {rest!r}"
             )
         return f"/dev/shm/statexchange-{os.getuid()}/{rest}"  # noqa: S108 (0700, owner checked on use)
+    if scheme == "file":
+        raise InvalidArgumentError(f"{url!r} names a host: write file:///absolute/path, or the path alone")
     raise InvalidArgumentError(f"a workspace is a directory or shm://name; {scheme}:// is not supported")
 
 

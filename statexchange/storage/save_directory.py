@@ -114,7 +114,9 @@ class SaveManifest:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, StateExchangeError):
                 raise
-            raise CorruptError(f"broken manifest of a save: {error}", path=path) from None
+            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            text = f"broken manifest of a save: {what}. It was changed after the save: restore it, or load another save"
+            raise CorruptError(text, path=path) from None
         return found
 
     def _check(self, names: Sequence[str]) -> None:

@@ -966,3 +966,10 @@ def test_the_layout_in_the_help_of_merge_is_valid(call: CommandLine) -> None:
     text = call("merge", "--help")[1]
     lines = text[text.index('  {"mesh"') : text.index("Without a mesh")].replace("the ranks, slowest axis first", "")
     assert len(Layout.parse(json.loads(lines)).rules) == 5
+
+
+def test_a_host_in_a_file_url_and_numbers_without_a_conversion_are_refused(call: CommandLine, tmp_path: Path) -> None:
+    assert "write file:///absolute/path, or the path alone" in call("info", "file://x")[2]
+    save_file({"w": np.ones(2)}, tmp_path / "model.safetensors")
+    code, _, err = call("merge", tmp_path, tmp_path / "out", "--convert-with", "n_heads=2")
+    assert (code, "give convert, too" in err) == (EXIT_CODES["USAGE"], True)

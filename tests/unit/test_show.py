@@ -237,7 +237,7 @@ def test_show_takes_a_rank_and_a_round(workspace: Path, call: CommandLine) -> No
     assert "differ" not in out
     code, _, err = call("show", workspace, "--rank", 4)
     assert code == 3
-    assert "rank 4 has no file here, only ranks 0-3" in err
+    assert "rank 4 has no file here; these ranks have: 0-3" in err
     code, _, err = call("show", workspace, "--round", 7)
     assert code == 3
     assert "there is no round 7, only 1, 2" in err
