@@ -124,6 +124,11 @@ class Catalog:
         for part in parts[1:]:
             shard = part.tensor.shard
             if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
+                wholes = [one.boxes == (full_box(one.global_shape),) for one in (first, shard)]
+                if all(wholes) and self.source.world_size not in (None, self.world_size):
+                    what = f"{first.dtype} {list(first.global_shape)} and {shard.dtype} {list(shard.global_shape)} here"
+                    text = _differing(what, name, parts[0].rank, part.rank)
+                    raise ReplicaError(text, name=name, rank=part.rank, path=part.path)
                 raise CorruptError(
                     "two files disagree on dtype or shape",
                     name=name,

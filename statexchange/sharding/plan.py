@@ -22,6 +22,7 @@ from statexchange.errors import (
     IncompleteError,
     InvalidArgumentError,
     OverlapError,
+    ReplicaError,
     StateExchangeError,
     UnsafeError,
     UnsupportedError,
@@ -430,11 +431,15 @@ def _plan_tensor(
         ):
             if expected != found:
                 hint = ""
-                if field_name == "global_shape" and _is_whole(first) and _is_whole(shard):
+                are_whole = _is_whole(first) and _is_whole(
+                    shard
+                )  # each rank's own, as a load on as many ranks takes it
+                if field_name == "global_shape" and are_whole:
                     rules = layout_advice([first.global_shape, shard.global_shape], rule_for_dim(first.name))
                     hint = f"; if each holds a part, give a layout: {rules}" if rules else ""
                 holders = holders_text(_label_of(rank_shards[first_holder]), _label_of(rank_shards[holder]))
-                raise CorruptError(
+                kind = ReplicaError if are_whole else CorruptError
+                raise kind(
                     f"{holders} disagree on the {field_name}{hint}",
                     name=first.name,
                     rank=rank_shards[holder].rank,

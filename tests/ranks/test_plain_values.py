@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import statexchange as sx
-from statexchange.testing import run_ranks
+from statexchange.report.verify import verify
+from statexchange.testing import RankFailure, run_ranks
 
 
 @dataclasses.dataclass
@@ -285,3 +286,20 @@ def test_a_load_of_another_step_on_one_rank_is_refused_on_all(options: dict[str,
             saves.load({"w": torch.zeros(1)}, **(options if sx.get_rank() else {}))
 
     run_ranks(loads, 2)
+
+
+def test_tensors_of_other_shapes_on_other_ranks_are_each_ranks_own(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+
+    def loads() -> list[float]:
+        state = {"w": torch.zeros(2 + sx.get_rank())}
+        sx.load_checkpoint(state, path)
+        return state["w"].tolist()
+
+    run_ranks(lambda: sx.save_checkpoint({"w": torch.ones(2 + sx.get_rank())}, path) and None, 2)
+    assert run_ranks(loads, 2) == [[1, 1], [1, 1, 1]]
+    text = r"ranks 0 and 1 saved F32 \[2\] and F32 \[3\] here: load on as many ranks"
+    with pytest.raises(RankFailure, match=f"ReplicaError: {text}"):
+        run_ranks(loads, 3)
+    (finding,) = verify(path).findings
+    assert isinstance(finding, sx.errors.ReplicaError)
