@@ -66,6 +66,8 @@ def storage_errors(doing: str, url: str) -> Iterator[None]:
         raise StorageError(f"cannot {doing}: {reason}", errno=error.errno, path=url) from _cause(error, url)
     except Exception as error:  # noqa: BLE001 (it is translated)
         reason = _redacted(f"{type(error).__name__}: {error}", url)
+        if "Credentials" in type(error).__name__:  # of botocore and google.auth
+            reason += "; give them by the environment or the configuration file that the provider's own tools read"
         raise StorageError(f"cannot {doing}: {reason}", path=url) from _cause(error, url)
 
 

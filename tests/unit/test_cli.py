@@ -973,3 +973,14 @@ def test_a_host_in_a_file_url_and_numbers_without_a_conversion_are_refused(call:
     save_file({"w": np.ones(2)}, tmp_path / "model.safetensors")
     code, _, err = call("merge", tmp_path, tmp_path / "out", "--convert-with", "n_heads=2")
     assert (code, "give convert, too" in err) == (EXIT_CODES["USAGE"], True)
+
+
+def test_missing_credentials_are_named(call: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    code, _, err = call("info", "s3://bucket/x")
+    assert (code, "Unable to locate credentials; give them by the environment" in err) == (EXIT_CODES["IO"], True)
