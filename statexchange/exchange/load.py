@@ -134,9 +134,10 @@ def load_checkpoint(
             are replaced. Megatron-Core's ShardedTensors are matched by their keys.
         path: a path or URL of anything that `merge_checkpoint` reads.
         comm: the communicator; by default the current one.
-        strict: raise an error for names of the state that the source lacks and for names of the source, of tensors and
-            of plain values, that no rank has; else the report lists them, and it is an error only if the source has no
-            tensor of the state, or no entry of a state of plain values. Shapes and dtypes must be equal in any case.
+        strict: raise an error for names of the state that the source lacks and for names of the source that no rank
+            has, as torch does; else the report lists them, and it is an error only if the source has no tensor of the
+            state, or no entry of a state of plain values. Shapes and dtypes must be equal in any case. Plain values of
+            a torch checkpoint that no rank has are listed by the report alone.
         layout: rules for plain tensors of `state` that are parts of whole ones, as in `export_checkpoint`, by their
             dotted paths: ``{"*.up.weight": Shard(0)}``. Optimizer state of a parameter's shape follows the parameter's
             rule. A rule that renames (split, renumber) is for sources of tensors alone, such as a Hugging
@@ -712,7 +713,8 @@ def _selects_nothing(options: LoadOptions) -> str:
 
 def _check_names(plan: LoadPlan, catalog: Catalog) -> None:
     """Raise an error that lists all missing and unexpected names, as torch does."""
-    if not plan.missing and not plan.unexpected:
+    values = {*map(catalog.new_name, catalog.source.texts)}
+    if not plan.missing and all(name in values for name in plan.unexpected):
         return
     lists = [
         f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
