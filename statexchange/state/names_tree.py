@@ -13,7 +13,13 @@ from statexchange.state.leaves import contains_state, is_leaf
 from statexchange.state.load_plan import SavedTensor
 from statexchange.state.megatron import leaves, sharded_kind
 from statexchange.state.modules import is_module, live_items
-from statexchange.state.optimizers import is_optimizer, named_parameters, optimizer_tree, parameters_of
+from statexchange.state.optimizers import (
+    hyperparameters,
+    is_optimizer,
+    named_parameters,
+    optimizer_tree,
+    parameters_of,
+)
 from statexchange.state.state_dict import ParameterName, modules_of, parameter_names
 from statexchange.state.tree import children
 from statexchange.tensors import is_tensor
@@ -124,11 +130,11 @@ class _NamesTree:
             if is_tensor(value) and not self._source.has(name):
                 continue
             is_plain = not is_leaf(value) and not contains_state(value)
-            entries = self._entries(f"{name}.") if is_plain else {}
-            if (name in self._source.texts and not is_leaf(value)) or (is_plain and name in self._source.opaque):
-                tree[key] = self._readable(_Entry(name), value)
-            elif entries:
-                tree[key] = self._readable(_nested(entries), value)
+            is_value = name in self._source.texts and not is_leaf(value)
+            if is_value or (is_plain and name in self._source.opaque):
+                tree[key] = self._value(name)
+            elif is_plain and not _has_text_keys(value) and self._wanted(f"{name}."):
+                tree[key] = self._container(self._wanted(f"{name}."), value, name)
             else:
                 tree[key] = self.build(value, f"{name}.")
         return tree
@@ -142,17 +148,49 @@ class _NamesTree:
             end += 1
         return {name[len(prefix) :]: _Entry(name) for name in self._names[begin:end]}
 
-    def _readable(self, found: Any, own: Any) -> Any:
-        """Return a nesting of entries as the value that was saved, with containers of the kinds that `own` has."""
-        if isinstance(found, _Entry):
-            return self._value(found.name)
-        own_items = {str(key): (key, value) for key, value in (children(own) or {}).items()}
-        items = {}
-        for text, inner in found.items():
-            key, value = own_items.get(text, (text, None))
-            items[key] = self._readable(inner, value)
-        has_numbers = [*found] == [str(number) for number in range(len(found))]
-        return list(items.values()) if has_numbers and not isinstance(own, Mapping) else items
+    def _wanted(self, prefix: str) -> dict[str, _Entry]:
+        """Return those of `_entries` that are to be loaded."""
+        return {rest: entry for rest, entry in self._entries(prefix).items() if self._source.keeps(entry.name, None)}
+
+    def _container(self, entries: Mapping[str, _Entry], own: Any, name: str) -> Any:
+        """Return the container that was saved as `entries`, by the keys of the live one `own` in the same place.
+
+        The names do not show what it was: "a.0" may be an item of a list or an entry under a number, a text or a key
+        with a dot. So the live container decides, and what it cannot decide is refused.
+        """
+        if isinstance(own, list | tuple):
+            by_index = _by_key(entries, [str(number) for number in range(len(entries))])
+            if [*by_index] == [str(number) for number in range(len(by_index))] and sum(
+                map(len, by_index.values())
+            ) == len(entries):
+                items = [own[i] if i < len(own) else None for i in range(len(by_index))]
+                found = [self._item(by_index[str(i)], item, f"{name}.{i}") for i, item in enumerate(items)]
+                return found if isinstance(own, list) else tuple(found)
+        elif isinstance(own, Mapping):
+            keys = {str(key): key for key in own}
+            matched = _by_key(entries, keys)
+            found_entries = {}
+            for text, key in keys.items():
+                if text in matched:
+                    found_entries[key] = self._item(matched[text], own[key], f"{name}.{text}")
+                elif children(own[key]) == {}:  # torch's checkpoints leave out empty containers
+                    found_entries[key] = own[key]
+            taken = {
+                rest for text, below in matched.items() for rest in (f"{text}.{one}" if one else text for one in below)
+            }
+            others = {rest: entry for rest, entry in entries.items() if rest not in taken}
+            if all(rest.isidentifier() and rest not in ("True", "False", "None") for rest in others):
+                return found_entries | {rest: self._value(entry.name) for rest, entry in others.items()}
+        example = next(iter(entries.values())).name
+        raise InvalidArgumentError(
+            f"the source has {len(entries)} entries here, as {example!r}, and the state has no container of "
+            "the same keys to put them into: make it as it was saved, or leave it out by exclude",
+            name=name,
+        )
+
+    def _item(self, entries: Mapping[str, _Entry], own: Any, name: str) -> Any:
+        """Return an item of a container: a value, if its name ends here, or another container."""
+        return self._value(entries[""].name) if [*entries] == [""] else self._container(entries, own, name)
 
     def _value(self, name: str) -> Any:
         if name in self._source.texts:
@@ -167,7 +205,7 @@ class _NamesTree:
             text = self._source.opaque[name]
             raise UnsupportedError(
                 f"the source has something here that is neither a tensor nor a plain value: {text}. Load "
-                " what holds it with the program that wrote it, and leave it out of the state here",
+                "what holds it with the program that wrote it, and leave it out of the state here",
                 name=name,
             )
         return SavedTensor(name)
@@ -187,10 +225,18 @@ class _NamesTree:
             return self._numbered(optimizer, prefix, states, groups, named_parameters(optimizer, names))
         in_state_names = {in_module: names[id(parameter)] for in_module, parameter in known.items()}
         state = {
-            in_state_names[owner]: self._readable(_nested(entries), optimizer.state.get(known[owner]))
+            in_state_names[owner]: self._container(
+                entries, optimizer.state.get(known[owner], {}), f"{prefix}state.{owner}"
+            )
             for owner, entries in _by_owner(states, known).items()
         }
-        settings = self._groups(prefix, groups, in_state_names)
+        own_groups = {
+            names[id(parameter)]: hyperparameters(group)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in names
+        }
+        settings = self._groups(prefix, groups, in_state_names, own_groups)
         for group in optimizer_tree(optimizer, names, prefix[:-1])["param_groups"]:
             for in_state in group["params"]:
                 if in_state in state:
@@ -210,22 +256,31 @@ class _NamesTree:
         return not _by_owner(states, known) and any(name.partition(".")[0].isdecimal() for name in states)
 
     def _groups(
-        self, prefix: str, groups: Mapping[str, _Entry], in_state_names: Mapping[str, str]
+        self,
+        prefix: str,
+        groups: Mapping[str, _Entry],
+        in_state_names: Mapping[str, str],
+        own_groups: Mapping[str, Mapping[str, Any]],
     ) -> dict[str, dict[str, Any]]:
         """Return the hyperparameters of each parameter in the source, by its name in the state.
 
         A torch checkpoint has them by the number of a group, which lists its ``params``, or flattened by parameter.
         """
         if not any(map(_is_listing, groups)):
-            owned = _by_owner(groups, in_state_names)
-            return {in_state_names[owner]: self._readable(_nested(group), None) for owner, group in owned.items()}
+            return {
+                in_state_names[owner]: self._container(
+                    group, own_groups[in_state_names[owner]], f"{prefix}param_groups.{owner}"
+                )
+                for owner, group in _by_owner(groups, in_state_names).items()
+            }
         found: dict[str, dict[str, Any]] = {}
-        for number, group in _nested(groups).items():
-            params = self._readable(group.pop("params", {}), [])
+        for number, group in _by_number(groups).items():
+            params = self._value(group.pop("params").name) if "params" in group else []
             listed = [self._in_module(f"{prefix}param_groups.{number}.params", prefix, name) for name in params]
             of_state = [in_state_names[name] for name in listed if name in in_state_names]
             if of_state:
-                found |= dict.fromkeys(of_state, self._readable(group, None))
+                settings = self._container(group, own_groups[of_state[0]], f"{prefix}param_groups.{number}")
+                found |= dict.fromkeys(of_state, settings)
         return found
 
     def _in_module(self, listing: str, prefix: str, name: str) -> str:
@@ -244,8 +299,14 @@ class _NamesTree:
         parameters: Mapping[str, Any],
     ) -> Any:
         """Return an optimizer's tree where the source numbers parameters, in the order of the param groups."""
-        by_number = {int(number): self._readable(group, None) for number, group in _nested(groups).items()}
-        found = [by_number[number] for number in sorted(by_number)]
+        found: list[dict[str, Any]] = []
+        for number, group in sorted(_by_number(groups).items(), key=lambda item: int(item[0])):
+            own_group = optimizer.param_groups[len(found)] if len(found) < len(optimizer.param_groups) else {}
+            params = self._value(group.pop("params").name) if "params" in group else []
+            settings = (
+                self._container(group, hyperparameters(own_group), f"{prefix}param_groups.{number}") if group else {}
+            )
+            found.append({**settings, "params": params})
         numbers = [list(map(str, group.get("params", ()))) for group in found]
         sizes, own_sizes = [len(of_group) for of_group in numbers], [len(g["params"]) for g in optimizer.param_groups]
         if sizes != own_sizes:
@@ -260,13 +321,13 @@ class _NamesTree:
             if number in labels:
                 self._check_numbered(entry.name, key, labels[number], parameters)
         state: dict[Any, Any] = {}
-        for number, entries in _nested(states).items():
+        for number, entries in _by_first(states).items():
             if number in labels:
-                own = optimizer.state.get(parameters[labels[number]])
-                state[labels[number]] = self._readable(entries, own)
+                own = optimizer.state.get(parameters[labels[number]], {})
+                state[labels[number]] = self._item(entries, own, f"{prefix}state.{number}")
             else:  # of the optimizer, not of a parameter
                 shared: int | str = int(number) if number.isdecimal() else number
-                state[shared] = self._readable(entries, optimizer.state.get(shared))
+                state[shared] = self._item(entries, optimizer.state.get(shared, {}), f"{prefix}state.{number}")
         named = [
             {**group, "params": [labels[number] for number in of_group]}
             for group, of_group in zip(found, numbers, strict=True)
@@ -305,24 +366,32 @@ def _by_owner(entries: Mapping[str, _Entry], owners: Collection[str]) -> dict[st
     return found
 
 
-def _nested(entries: Mapping[str, _Entry]) -> dict[str, Any]:
-    """Return entries by dotted names as nested dicts, with numbers in their order."""
-    nested: dict[str, Any] = {}
+def _has_text_keys(value: Any) -> bool:
+    """Whether a value is a mapping of texts that has some: its entries are looked up by their names."""
+    return isinstance(value, Mapping) and len(value) > 0 and all(isinstance(key, str) for key in value)
+
+
+def _by_key(entries: Mapping[str, _Entry], keys: Collection[str]) -> dict[str, dict[str, _Entry]]:
+    """Group entries by the key that begins their names, the longest of several; the rest of a name may be ""."""
+    found: dict[str, dict[str, _Entry]] = {}
     for name, entry in entries.items():
-        *outer, last = name.split(".")
-        inside = nested
-        for step in outer:
-            inside = inside.setdefault(step, {})
-            if isinstance(inside, _Entry):
-                raise InvalidArgumentError("the source has a value here, and entries of it", name=inside.name)
-        inside[last] = entry
-    return _in_order(nested)
+        key = name
+        while key not in keys and "." in key:
+            key = key.rpartition(".")[0]
+        if key in keys:
+            found.setdefault(key, {})[name[len(key) + 1 :]] = entry
+    return {key: found[key] for key in keys if key in found}
 
 
-def _in_order(nested: dict[str, Any]) -> dict[str, Any]:
-    numeric = all(key.isdecimal() for key in nested)
-    found = {}
-    for key in sorted(nested, key=int) if numeric else nested:
-        inner = nested[key]
-        found[key] = inner if isinstance(inner, _Entry) else _in_order(inner)
+def _by_first(entries: Mapping[str, _Entry]) -> dict[str, dict[str, _Entry]]:
+    """Group entries by the first part of their names; the rest of a name may be ""."""
+    found: dict[str, dict[str, _Entry]] = {}
+    for name, entry in entries.items():
+        first, _, rest = name.partition(".")
+        found.setdefault(first, {})[rest] = entry
     return found
+
+
+def _by_number(groups: Mapping[str, _Entry]) -> dict[str, dict[str, _Entry]]:
+    """Group entries of numbered param groups by the number."""
+    return {number: group for number, group in _by_first(groups).items() if number.isdecimal()}
