@@ -93,14 +93,9 @@ class Catalog:
         names = [name] if rule is None else rule.names(name)
         return [self.renumbered.get(new, new) for new in names]
 
-    def keeps(self, path: str, value: Any) -> bool:
-        """Whether `value`, at this path of the state, or anything inside it is to be loaded."""
-        has_entries = is_module(value) or isinstance(value, Mapping | list | tuple) or hasattr(value, "load_state_dict")
-        return self.options.wants(path) or (has_entries and self.options.may_want(path))
-
     def has(self, name: str) -> bool:
-        """Whether the live tensor `name` is selected, and the source has it."""
-        return self.options.wants(name) and all(stored_name in self for stored_name in self.names_of(name))
+        """Whether the source has the live tensor `name`."""
+        return all(stored_name in self for stored_name in self.names_of(name))
 
     def shape_like(self, name: str) -> str | None:
         """Return the parameter of the same shape as this optimizer tensor, if a layout shards that parameter."""

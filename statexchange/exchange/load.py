@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -407,7 +407,7 @@ class _Load:
         self, state: Any, catalog: Catalog, tree: _SavedTree | None, objects: ObjectStates
     ) -> tuple[LoadPlan, list[ReadItem]]:
         """Return the load plan and the items to read, if any rank has a layout. Collective."""
-        catalog.renumbered = self._renumbered(state, catalog.layout, from_names=tree is None)
+        catalog.renumbered = self._renumbered(state, catalog.layout, None if tree is not None else objects)
         with self._comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
             plan = _load_plan(state, catalog, tree, objects)
             targets = _targets(plan, catalog, self._comm.rank)
@@ -415,16 +415,16 @@ class _Load:
         with self._comm.phase("comparing the tensors", timeout_s=self._stall_timeout_s):
             return plan, [_read_item(target, catalog) for target in targets]
 
-    def _renumbered(self, state: Any, layout: Layout, *, from_names: bool) -> dict[str, str]:
-        """Return the source's names of tensors that a layout renumbers over all ranks. Collective."""
+    def _renumbered(self, state: Any, layout: Layout, objects: ObjectStates | None) -> dict[str, str]:
+        """Return the source's names of tensors that a layout renumbers over all ranks. Collective.
+
+        `objects` is None if the source has a saved tree.
+        """
         ours: dict[str, str] = {}
         with self._comm.phase("naming its tensors"):
-            if from_names and any(rule.renumber for rule in layout.rules.values()):
-                live = [
-                    leaf.name
-                    for _, leaf in flatten(tree_from_names(state, SourceNames(lambda _: True)))
-                    if isinstance(leaf, SavedTensor)
-                ]
+            if objects is not None and any(rule.renumber for rule in layout.rules.values()):
+                tree = tree_from_names(state, SourceNames(lambda _: True), objects)
+                live = [leaf.name for _, leaf in flatten(tree) if isinstance(leaf, SavedTensor)]
                 for name in live:
                     rule = layout.rule_for(name)
                     ours |= dict.fromkeys([name] if rule is None else rule.names(name), name)
@@ -608,16 +608,18 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None, objects: O
     options = catalog.options
     if tree is None:
         names = _source_names(catalog)
-        saved, tree_of_one_rank = tree_from_names(state, names), NO_TREE
+        saved, tree_of_one_rank = tree_from_names(state, names, objects), NO_TREE
     else:
         saved, tree_of_one_rank = tree.tree, tree.of_one_rank
-    left_out = frozenset() if tree is None else tree.left_out
-    stays = partial(_stays, options, left_out) if options.include or options.exclude else None
+    left_out, lacking = (names.left_out, names.lacking) if tree is None else (tree.left_out, frozenset())
+    selects = options.include or options.exclude
+    stays = partial(_stays, options, left_out | lacking) if selects or lacking else None
     allocate = partial(tensor_to_fill, catalog)
     plan = plan_load(state, saved, allocate, objects, stays, tree_of_one_rank)
     if tree is not None:
         catalog.check_unions(plan.plain if tree.of_one_rank is NO_TREE else (), plan.differing, tree.unions)
-    if options.include or options.exclude:
+    plan.missing += sorted(lacking)
+    if selects:
         places = LivePlaces.of(state)
         plan.missing = [path for path in plan.missing if path not in left_out and places.may_want(path, options)]
     if tree is None:
@@ -632,7 +634,7 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None, objects: O
     return plan
 
 
-def _stays(options: LoadOptions, left_out: frozenset[str], path: str, value: Any) -> bool:
+def _stays(options: LoadOptions, left_out: Container[str], path: str, value: Any) -> bool:
     """Whether the entry at `path` of a live mapping of plain values is not to be loaded, nor anything in it."""
     return path in left_out or not any(options.wants(step.path) for step in walk(value, path=path) if step.is_leaf)
 
@@ -643,13 +645,14 @@ def _source_names(catalog: Catalog) -> SourceNames:
     raw = {catalog.new_name(name): name for name in source.others}
     return SourceNames(
         catalog.has,
-        list(filter(catalog.options.wants, catalog)),
+        catalog.options,
+        list(catalog),
         {catalog.new_name(name): text for name, text in source.texts.items()},
         {catalog.new_name(name): text for name, text in source.others.items() if name not in source.texts},
-        catalog.keeps,
         partial(_shape_of, catalog),
         catalog.new_name,
         raw,
+        leaves_out_empty=source.kind == "dcp",
     )
 
 

@@ -542,6 +542,12 @@ class _Planner:
             other = hyperparameters(group)
             if group is not first and not _are_equal(new, other):
                 key = next(key for key in {**new, **other} if not _are_equal(new.get(key), other.get(key)))
+                if isinstance(new.get(key), SavedTensor) and isinstance(other.get(key), SavedTensor):
+                    raise UnsupportedError(
+                        f"the source has {key!r} as a tensor for each parameter, and whether those of one group are "
+                        "equal is not known: save what the optimizer's state_dict() returns, or a number instead",
+                        name=_dotted(path),
+                    )
                 raise InvalidArgumentError(
                     f"this param group of the state joins {saved[0]!r} and {name!r}, which were saved with different "
                     f"values of {key!r}: make the param groups of the job that saved them",

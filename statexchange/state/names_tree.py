@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
-from statexchange.state.leaves import contains_state, is_leaf
-from statexchange.state.load_plan import SavedTensor
+from statexchange.errors import InvalidArgumentError, NotFoundError, UnsupportedError, type_text
+from statexchange.sharding.options import LoadOptions
+from statexchange.state.leaves import contains_state, is_leaf, is_stateful
+from statexchange.state.load_plan import ObjectStates, SavedTensor
 from statexchange.state.megatron import leaves, sharded_kind
 from statexchange.state.modules import is_module, live_items
 from statexchange.state.optimizers import (
@@ -21,7 +22,7 @@ from statexchange.state.optimizers import (
     parameters_of,
 )
 from statexchange.state.state_dict import ParameterName, modules_of, parameter_names
-from statexchange.state.tree import children
+from statexchange.state.tree import children, walk
 from statexchange.tensors import is_tensor
 
 __all__ = ["SourceNames", "tree_from_names"]
@@ -39,43 +40,60 @@ class SourceNames:
     """What a source has, by the names of the state.
 
     Attributes:
-        has: whether it has a tensor of a name, and the load wants it.
-        tensors: the names of the tensors that the load wants.
+        has: whether it has a tensor of a name.
+        options: what the load wants.
+        tensors: the names of the tensors.
         texts: plain values by name, as JSON text of `values`.
         opaque: descriptions, by name, of the entries that are neither.
-        keeps: `keeps(path, value)` returns whether an entry of a live mapping is to be loaded.
         shape_of: returns the global shape of a tensor, by which numbered parameters are checked; None for no check.
         renamed: returns the state's name of one of the source.
         raw: the source's own names by those of the state, where they differ.
-        taken: the names of `texts` that the tree has; `tree_from_names` adds them.
+        leaves_out_empty: whether it has no entries for empty mappings.
+        taken: the names of `texts` that the tree has, and all names of what the options leave out whole;
+            `tree_from_names` adds them.
+        left_out: the paths of what the options leave out whole; `tree_from_names` adds them.
+        lacking: the paths of plain values inside mappings of such values that the source lacks; `tree_from_names` adds
+            them.
     """
 
     has: Callable[[str], bool]
+    options: LoadOptions = field(default_factory=LoadOptions)
     tensors: Iterable[str] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
     opaque: Mapping[str, str] = field(default_factory=dict)
-    keeps: Callable[[str, Any], bool] = lambda *_: True
     shape_of: Callable[[str], tuple[int, ...] | None] = lambda _: None
     renamed: Callable[[str], str] = _same
     raw: Mapping[str, str] = field(default_factory=dict)
+    leaves_out_empty: bool = False
     taken: set[str] = field(default_factory=set)
+    left_out: set[str] = field(default_factory=set)
+    lacking: set[str] = field(default_factory=set)
 
 
-def tree_from_names(state: Any, source: SourceNames) -> Any:
+def tree_from_names(state: Any, source: SourceNames, objects: ObjectStates) -> Any:
     """Build the tree that saving `state` with what a source has would have given. Not collective.
 
     A name is the path in the state, joined by dots. The modules of a list share one namespace. Names in an optimizer's
     state are those of torch.distributed.checkpoint: ``state`` or ``param_groups``, then the parameter's name in its
     module. Or, as in an optimizer's own `state_dict`, the parameter's number in the order of the param groups; these
-    must then have the sizes of the live ones. A hyperparameter that the source lacks stays as it is.
+    must then have the sizes of the live ones. A hyperparameter that the source lacks stays as it is. Other objects with
+    a state have entries as their present one in `objects`.
 
     Raises:
-        InvalidArgumentError: the state has a value that is no tensor, and the source has no text for it; or an
-            optimizer's parameters are numbered, and do not fit the live ones.
+        NotFoundError: the source has nothing for a state that is no mapping.
+        InvalidArgumentError: a live container does not fit the source's entries; an optimizer's parameters are
+            numbered, and do not fit the live ones; or the state is a plain value.
         UnsupportedError: the source has a value that is no plain one where the state has a plain one or an optimizer.
     """
     known = parameter_names(modules_of(state))
-    return _NamesTree(source, known).build(state, "")
+    tree = _NamesTree(source, known, objects).entry(state, "")
+    if tree is not _ABSENT:
+        return tree
+    if isinstance(state, Mapping):
+        return {}
+    if contains_state(state):
+        raise NotFoundError("the source has nothing for the state")
+    raise InvalidArgumentError(f"the state is {type_text(state)}: give modules, optimizers or mappings")
 
 
 class _Entry:
@@ -87,57 +105,148 @@ class _Entry:
         self.name = name
 
 
+_ABSENT = object()  # where the source has nothing for the live state, or nothing that the load wants
+
+
 class _NamesTree:
     """The names of a source in order, and each parameter's names in the state and in its module."""
 
-    def __init__(self, source: SourceNames, parameters: Mapping[int, ParameterName]) -> None:
+    def __init__(self, source: SourceNames, parameters: Mapping[int, ParameterName], objects: ObjectStates) -> None:
         self._source = source
         self._parameters = parameters
-        self._names = sorted({*source.tensors, *source.texts, *source.opaque})
+        self._objects = objects
+        self._known = {*source.tensors, *source.texts, *source.opaque}
+        self._names = sorted(self._known)
         self._decoded: dict[str, Any] = {}
+        self._in_unit = False
 
-    def build(self, state: Any, prefix: str) -> Any:
-        """Return the tree of `state`, whose tensors' names begin with `prefix`: "" or a path that ends with a dot."""
+    def entry(self, value: Any, name: str) -> Any:
+        """Return the tree of the live `value` called `name`, "" for the whole state; `_ABSENT` for nothing."""
         source = self._source
-        if is_module(state):
-            live, rest = live_items(state)
-            tensors = [*live, *(name for name, value in rest.items() if is_tensor(value))]
-            return {name: SavedTensor(prefix + name) for name in tensors if source.has(prefix + name)}
-        if is_tensor(state):
-            return SavedTensor(prefix.removesuffix("."))
-        if sharded_kind(state) in ("factory", "tensor"):
-            return [SavedTensor(part.key) for _, part in leaves(state) if source.has(part.key)]
-        if is_optimizer(state):
-            return self._optimizer(state, prefix)
-        if isinstance(state, list | tuple) and all(is_module(part) for part in state):
-            return [self.build(part, prefix) for part in state]
-        if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
-            return self._mapping(state, prefix)
-        what = f"is {type_text(state)}, but this source holds tensors only"
-        if not prefix:
-            raise InvalidArgumentError(f"the state {what}: give modules, optimizers or mappings of tensors")
-        raise InvalidArgumentError(
-            f"state at {prefix.removesuffix('.')!r} {what}: leave it out of the state, or load only what the source "
-            "has, as include='model.*' does"
-        )
+        prefix = f"{name}." if name else ""
+        if is_tensor(value):
+            return SavedTensor(name) if self._wants(name) and source.has(name) else _ABSENT
+        kind = sharded_kind(value)
+        if _is_unit(value):
+            return self._unit(value, name, prefix)
+        if (name and not self._may_want(name, value)) or kind in ("object", "local"):
+            return _ABSENT
+        if kind is not None:
+            return [SavedTensor(part.key) for _, part in leaves(value) if source.has(part.key)]
+        if is_module(value):
+            return self._module(value, prefix)
+        if not contains_state(value):
+            return self._plain(value, name, prefix)
+        if name in source.texts or name in source.opaque:
+            return self._value(name)
+        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+            return [self._module(module, prefix) for module in value]
+        return self._mapping(value, prefix)
 
-    def _mapping(self, state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    def _wants(self, name: str) -> bool:
+        return self._in_unit or self._source.options.wants(name)
+
+    def _may_want(self, name: str, value: Any) -> bool:
+        """Whether the live `value`, or anything inside it, is to be loaded."""
+        has_entries = children(value) is not None or (is_leaf(value) and not is_tensor(value))
+        return self._wants(name) or (has_entries and self._source.options.may_want(name))
+
+    def _module(self, module: Any, prefix: str) -> dict[str, SavedTensor]:
+        live, rest = live_items(module)
+        names = [*live, *(name for name, value in rest.items() if is_tensor(value))]
+        has = self._source.has
+        return {name: SavedTensor(prefix + name) for name in names if self._wants(prefix + name) and has(prefix + name)}
+
+    def _mapping(self, live: Any, prefix: str) -> dict[Any, Any]:
+        """Return the entries of a live mapping, namedtuple or dataclass, each by its own name."""
+        items = live if isinstance(live, Mapping) else children(live) or {}
+        keys: dict[str, Any] = {}
         tree = {}
-        for key, value in state.items():
-            name = prefix + key
-            if not self._source.keeps(name, value) or sharded_kind(value) in ("object", "local"):
-                continue
-            if is_tensor(value) and not self._source.has(name):
-                continue
-            is_plain = not is_leaf(value) and not contains_state(value)
-            is_value = name in self._source.texts and not is_leaf(value)
-            if is_value or (is_plain and name in self._source.opaque):
-                tree[key] = self._value(name)
-            elif is_plain and not _has_text_keys(value) and self._wanted(f"{name}."):
-                tree[key] = self._container(self._wanted(f"{name}."), value, name)
-            else:
-                tree[key] = self.build(value, f"{name}.")
+        for key, value in items.items():
+            name = f"{prefix}{key}"
+            if keys.setdefault(name, key) is not key:
+                text = f"two keys of the mapping here look alike, {keys[name]!r} and {key!r}: make both text"
+                raise InvalidArgumentError(text, name=name)
+            item = self.entry(value, name)
+            if item is not _ABSENT:
+                tree[key] = item
         return tree
+
+    # Plain values
+
+    def _plain(self, live: Any, name: str, prefix: str) -> Any:
+        """Return a value without state: whole, or by entries of the source."""
+        if name in self._known:
+            return self._value(name)
+        if not _has_text_keys(live):
+            entries = self._wanted(prefix)
+            if entries:
+                return self._container(entries, live, name)
+            return {} if children(live) == {} and isinstance(live, Mapping) else _ABSENT
+        wanted = {f"{prefix}{key}": item for key, item in live.items() if self._may_want(f"{prefix}{key}", item)}
+        tree = self._mapping(live, prefix)
+        lacking = [path for path in wanted if path.removeprefix(prefix) not in tree]
+        if lacking and (not tree or self._in_unit):
+            return _ABSENT
+        self._source.lacking.update(lacking)
+        return tree
+
+    # Objects and lists, which are loaded or left out whole
+
+    def _unit(self, live: Any, name: str, prefix: str) -> Any:
+        """Return the tree of an object or a list that holds state; `_ABSENT` if it is not to be loaded."""
+        options = self._source.options
+        selects = (options.include or options.exclude) and not self._in_unit
+        names = [entry.name for entry in self._entries(prefix).values()] if selects else []
+        if selects and name and not options.may_want(name):
+            return self._left_out(name, names)
+        outer, self._in_unit = self._in_unit, True
+        tree = self._of_unit(live, name, prefix)
+        self._in_unit = outer
+        if selects and tree is not _ABSENT:
+            paths = {path for one in names for path in _outer(one, name)}
+            paths.update(step.path for step in walk(tree, path=name))
+            if not options.wants_object([*paths]):
+                return self._left_out(name, names)
+            self._source.taken.update(names)
+        return tree
+
+    def _left_out(self, path: str, names: Iterable[str]) -> Any:
+        self._source.taken.update(names)
+        self._source.left_out.add(path)
+        return _ABSENT
+
+    def _of_unit(self, live: Any, name: str, prefix: str) -> Any:
+        if name in self._source.texts or name in self._source.opaque:
+            return self._value(name)
+        if is_optimizer(live):
+            return self._optimizer(live, prefix)
+        if isinstance(live, list | tuple):
+            return self._list(live, name, prefix)
+        return self._object(live, name, prefix)
+
+    def _object(self, live: Any, name: str, prefix: str) -> Any:
+        """Return the state of an object that has `load_state_dict`."""
+        entries = self._entries(prefix)
+        own = self._objects.of(live, name)
+        if not name and not _by_first(entries).keys() & set(map(str, children(own) or {})):
+            return _ABSENT
+        if entries:
+            return self._container(entries, own, name)
+        return {} if children(own) == {} else _ABSENT
+
+    def _list(self, live: Any, name: str, prefix: str) -> Any:
+        items = [self.entry(item, f"{prefix}{i}") for i, item in enumerate(live)]
+        lacking = [i for i, item in enumerate(items) if item is _ABSENT]
+        if len(lacking) == len(items):
+            return _ABSENT
+        found = _by_first(self._entries(prefix)).keys()
+        others = [key for key in found if not (key.isdecimal() and int(key) < len(items))]
+        if lacking or others:
+            more = f"has {others[0]!r} besides" if others else f"lacks item {lacking[0]}"
+            text = f"the state has {len(items)} items here, and the source {more}: make the list as it was saved"
+            raise InvalidArgumentError(text, name=name)
+        return items
 
     # Entries whose names have a common beginning
 
@@ -150,7 +259,7 @@ class _NamesTree:
 
     def _wanted(self, prefix: str) -> dict[str, _Entry]:
         """Return those of `_entries` that are to be loaded."""
-        return {rest: entry for rest, entry in self._entries(prefix).items() if self._source.keeps(entry.name, None)}
+        return {rest: entry for rest, entry in self._entries(prefix).items() if self._wants(entry.name)}
 
     def _container(self, entries: Mapping[str, _Entry], own: Any, name: str) -> Any:
         """Return the container that was saved as `entries`, by the keys of the live one `own` in the same place.
@@ -159,13 +268,9 @@ class _NamesTree:
         with a dot. So the live container decides, and what it cannot decide is refused.
         """
         if isinstance(own, list | tuple):
-            by_index = _by_key(entries, [str(number) for number in range(len(entries))])
-            if [*by_index] == [str(number) for number in range(len(by_index))] and sum(
-                map(len, by_index.values())
-            ) == len(entries):
-                items = [own[i] if i < len(own) else None for i in range(len(by_index))]
-                found = [self._item(by_index[str(i)], item, f"{name}.{i}") for i, item in enumerate(items)]
-                return found if isinstance(own, list) else tuple(found)
+            items = self._items(entries, own, name)
+            if items is not None:
+                return items if isinstance(own, list) else tuple(items)
         elif isinstance(own, Mapping):
             keys = {str(key): key for key in own}
             matched = _by_key(entries, keys)
@@ -173,7 +278,7 @@ class _NamesTree:
             for text, key in keys.items():
                 if text in matched:
                     found_entries[key] = self._item(matched[text], own[key], f"{name}.{text}")
-                elif children(own[key]) == {}:  # torch's checkpoints leave out empty containers
+                elif self._may_be_empty(own[key], f"{name}.{text}"):
                     found_entries[key] = own[key]
             taken = {
                 rest for text, below in matched.items() for rest in (f"{text}.{one}" if one else text for one in below)
@@ -187,6 +292,37 @@ class _NamesTree:
             "the same keys to put them into: make it as it was saved, or leave it out by exclude",
             name=name,
         )
+
+    def _items(self, entries: Mapping[str, _Entry], own: Sequence[Any], name: str) -> list[Any] | None:
+        """Return the items of a list whose live one is `own`; None if the entries are not those of a list."""
+        by_index = _by_first(entries)
+        if not all(index.isdecimal() and str(int(index)) == index for index in by_index):
+            return None
+        items: list[Any] = []
+        for i in range(1 + max(map(int, by_index))) if len(by_index) > len(own) else range(len(own)):
+            live = own[i] if i < len(own) else None
+            if str(i) in by_index:
+                items.append(self._item(by_index.pop(str(i)), live, f"{name}.{i}"))
+            elif self._may_be_empty(live, f"{name}.{i}"):
+                items.append(live)
+            else:
+                break
+        return None if by_index else items
+
+    def _may_be_empty(self, own: Any, name: str) -> bool:
+        """Whether the source may have an empty mapping at `name`, as the state has, although it has no entry there.
+
+        Raise InvalidArgumentError if it may and the state's is not empty.
+        """
+        if not isinstance(own, Mapping):
+            return False
+        if own and self._source.leaves_out_empty:
+            text = (
+                "the source has nothing here, as torch leaves out empty mappings: empty that of the state, or leave it "
+                "out by exclude"
+            )
+            raise InvalidArgumentError(text, name=name)
+        return not own
 
     def _item(self, entries: Mapping[str, _Entry], own: Any, name: str) -> Any:
         """Return an item of a container: a value, if its name ends here, or another container."""
@@ -236,7 +372,8 @@ class _NamesTree:
             for parameter in group["params"]
             if id(parameter) in names
         }
-        settings = self._groups(prefix, groups, in_state_names, own_groups)
+        own_empty = [hyperparameters(group) for group in optimizer.param_groups if not group["params"]]
+        settings, empty = self._groups(prefix, groups, in_state_names, own_groups, own_empty)
         for group in optimizer_tree(optimizer, names, prefix[:-1])["param_groups"]:
             for in_state in group["params"]:
                 if in_state in state:
@@ -245,6 +382,7 @@ class _NamesTree:
         for name, group in settings.items():
             names_by_group.setdefault(id(group), []).append(name)
         joined = [{**settings[of_group[0]], "params": of_group} for of_group in names_by_group.values()]
+        joined += [{**group, "params": []} for group in empty]
         return {"state": state, "param_groups": joined}
 
     def _is_numbered(self, states: Mapping[str, _Entry], groups: Mapping[str, _Entry], known: Collection[str]) -> bool:
@@ -261,10 +399,12 @@ class _NamesTree:
         groups: Mapping[str, _Entry],
         in_state_names: Mapping[str, str],
         own_groups: Mapping[str, Mapping[str, Any]],
-    ) -> dict[str, dict[str, Any]]:
-        """Return the hyperparameters of each parameter in the source, by its name in the state.
+        own_empty: Sequence[Mapping[str, Any]],
+    ) -> tuple[dict[str, dict[str, Any]], list[Mapping[str, Any]]]:
+        """Return the hyperparameters of each parameter in the source, by its name in the state, and of empty groups.
 
-        A torch checkpoint has them by the number of a group, which lists its ``params``, or flattened by parameter.
+        A torch checkpoint has them by the number of a group, which lists its ``params``, or flattened by parameter; it
+        then has no empty groups, and the state's stay as they are.
         """
         if not any(map(_is_listing, groups)):
             return {
@@ -272,8 +412,9 @@ class _NamesTree:
                     group, own_groups[in_state_names[owner]], f"{prefix}param_groups.{owner}"
                 )
                 for owner, group in _by_owner(groups, in_state_names).items()
-            }
+            }, [*own_empty]
         found: dict[str, dict[str, Any]] = {}
+        empty: list[Mapping[str, Any]] = []
         for number, group in _by_number(groups).items():
             params = self._value(group.pop("params").name) if "params" in group else []
             listed = [self._in_module(f"{prefix}param_groups.{number}.params", prefix, name) for name in params]
@@ -281,7 +422,9 @@ class _NamesTree:
             if of_state:
                 settings = self._container(group, own_groups[of_state[0]], f"{prefix}param_groups.{number}")
                 found |= dict.fromkeys(of_state, settings)
-        return found
+            elif not params and len(empty) < len(own_empty):
+                empty.append(self._container(group, own_empty[len(empty)], f"{prefix}param_groups.{number}"))
+        return found, empty
 
     def _in_module(self, listing: str, prefix: str, name: str) -> str:
         """Return the name in the state's module of a parameter that a group of the source lists."""
@@ -346,6 +489,24 @@ class _NamesTree:
                 "optimizer the parameters in the order of the job that saved it, or leave it out of the state"
             )
             raise InvalidArgumentError(text, name=name, expected=expected, found=found)
+
+
+def _is_unit(live: Any) -> bool:
+    """Whether a live value is loaded or left out whole: an object with a state, or a list that holds state."""
+    if is_leaf(live):
+        return is_optimizer(live) or (is_stateful(live) and not is_module(live))
+    if isinstance(live, list | tuple) and not hasattr(live, "_fields"):
+        return contains_state(live) and not all(is_module(part) for part in live)
+    return False
+
+
+def _outer(name: str, prefix: str) -> list[str]:
+    """Return a name and all its beginnings, at dots, that are longer than `prefix`, and `prefix`."""
+    found = [prefix]
+    end = len(prefix)
+    while (end := name.find(".", end + 1)) >= 0:
+        found.append(name[:end])
+    return [*found, name]
 
 
 def _is_listing(name: str) -> bool:

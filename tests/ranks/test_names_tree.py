@@ -197,3 +197,190 @@ def test_a_value_that_cannot_be_read_is_refused_where_the_state_has_one(write: W
     with pytest.raises(sx.errors.UnsupportedError, match=r"a set.*'seen'"):
         sx.load_checkpoint({"w": torch.zeros(1), "seen": None}, path)
     sx.load_checkpoint({"w": torch.zeros(1)}, path)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("form", ["own", "named", "flat"])
+def test_patterns_load_or_leave_an_optimizer_whole(write: Writer, form: str, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    one = trained(model, lr=0.5)
+    options = torch.distributed.checkpoint.state_dict.StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+    state = one.state_dict() if form == "own" else get_optimizer_state_dict(model, one, options=options)
+    path = write({"model": model.state_dict(), "o": state}, tmp_path)
+    for patterns, is_loaded in (
+        ({"include": "*exp_avg*"}, True),
+        ({"include": "o"}, True),
+        ({"include": "o.state"}, True),
+        ({"include": "o.state.model.*"}, True),  # the name of the same entry in what save_checkpoint writes
+        ({"exclude": "*.step"}, False),
+        ({"exclude": "o.*"}, False),
+        ({"exclude": "o"}, False),
+        ({"exclude": "o.state"}, False),
+        ({"exclude": "o.state.model.*"}, False),
+        ({"include": "model.*"}, False),
+    ):
+        live = nn.Linear(3, 2)
+        other = trained(live, lr=0.125, steps=3)
+        before = in_torchs_form(other.state_dict())
+        report = sx.load_checkpoint({"model": live, "o": other}, path, **patterns)
+        expected = in_torchs_form(one.state_dict()) if is_loaded else before
+        assert in_torchs_form(other.state_dict()) == expected, patterns
+        assert (report.missing, report.unexpected) == ((), ()), patterns
+
+
+def schedulers_of(optimizer: Any) -> list[Any]:
+    kinds = torch.optim.lr_scheduler
+    parts = [kinds.ConstantLR(optimizer, 0.5), kinds.ExponentialLR(optimizer, 0.9)]
+    return [
+        kinds.StepLR(optimizer, 2),
+        kinds.MultiStepLR(optimizer, [2, 3, 3]),
+        kinds.OneCycleLR(optimizer, 0.5, total_steps=9),
+        kinds.CosineAnnealingWarmRestarts(optimizer, 3),
+        kinds.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
+        kinds.SequentialLR(optimizer, parts, [2]),
+        kinds.ReduceLROnPlateau(optimizer, patience=1),
+    ]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("number", range(7))
+def test_a_schedulers_own_state_dict_fills_one(write: Writer, number: int, tmp_path: Path) -> None:
+    def one_of() -> Any:
+        return schedulers_of(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0))[number]
+
+    one, other = one_of(), one_of()
+    for _ in range(3):
+        one.optimizer.step()
+        one.step(*([1.0] if number == 6 else []))
+    path = write({"w": torch.ones(1), "s": one.state_dict()}, tmp_path)
+    assert other.state_dict() != one.state_dict()
+    sx.load_checkpoint({"w": torch.zeros(1), "s": other}, path)
+    assert other.state_dict() == one.state_dict()
+    third = one_of()
+    before = third.state_dict()
+    assert sx.load_checkpoint({"w": torch.zeros(1), "s": third}, path, exclude="*last_epoch").unexpected == ()
+    assert third.state_dict() == before
+
+
+class Averages:
+    """An object whose state has tensors in containers."""
+
+    def __init__(self, value: float) -> None:
+        self.state: dict[str, Any] = {"n": int(value), "by": {3: torch.full((2,), value)}, "seen": {}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_an_objects_state_has_the_entries_of_its_present_one(write: Writer, tmp_path: Path) -> None:
+    one, other, counting = Averages(5.0), Averages(0.0), Averages(0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    path = write({"a": one.state_dict(), "scaler": scaler.state_dict()}, tmp_path)
+    live = torch.amp.GradScaler("cpu")
+    sx.load_checkpoint({"a": other, "scaler": live}, path)
+    assert str(other.state) == str(one.state)
+    assert live.state_dict() == scaler.state_dict()
+    counting.state["by"] = {4: torch.zeros(2)}
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"no container of the same keys.*'a\.by'"):
+        sx.load_checkpoint({"a": counting, "scaler": live}, path)
+    with pytest.raises(FileNotFoundError, match="1 missing in the source: b"):
+        sx.load_checkpoint({"a": other, "scaler": live, "b": Averages(1.0)}, path)
+    alone = Averages(0.0)
+    assert sx.load_checkpoint(alone, write(one.state_dict(), tmp_path / "alone")).missing == ()
+    assert str(alone.state) == str(one.state)
+    with pytest.raises(FileNotFoundError, match="nothing for the state"):
+        sx.load_checkpoint(torch.amp.GradScaler("cpu"), write({"w": torch.ones(1)}, tmp_path / "other"))
+
+
+def test_a_mapping_that_torch_may_have_left_out_is_refused(tmp_path: Path) -> None:
+    one, other = Averages(5.0), Averages(0.0)
+    other.state["seen"] = {"a": 1}
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"empty mappings.*'a\.seen'"):
+        sx.load_checkpoint({"a": other}, write_dcp({"a": one.state_dict()}, tmp_path))
+    sx.load_checkpoint({"a": other}, write_torch({"a": one.state_dict()}, tmp_path))
+    assert other.state["seen"] == {}
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_lists_that_hold_state_are_filled(write: Writer, tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    one = trained(model)
+
+    def state(value: float, optimizer: Any) -> dict[str, Any]:
+        means = [torch.full((2,), value), [torch.full((1,), value), {"n": int(value)}]]
+        return {"means": means, "parts": [optimizer, {0: torch.full((3,), value)}, {}]}
+
+    path = write(state(5.0, one.state_dict()), tmp_path)
+    live = state(0.0, trained(nn.Linear(1, 1), steps=0))
+    tensor, parts = live["means"][0], live["parts"]
+    sx.load_checkpoint(live, path)
+    assert str(live["means"]) == str(state(5.0, None)["means"])
+    assert live["means"][0] is tensor
+    assert live["parts"] is parts
+    assert parts[1][0].tolist() == [5, 5, 5]
+    assert in_torchs_form(parts[0].state_dict()) == in_torchs_form(one.state_dict())
+    live = state(0.0, trained(nn.Linear(1, 1), steps=0))
+    assert sx.load_checkpoint(live, path, exclude="*n").unexpected == ()
+    assert str(live["means"]) == str(state(0.0, None)["means"])
+    assert parts[0].state_dict()["state"]
+    for means, problem in ((live["means"][:1], r"has '1' besides"), ([*live["means"], torch.zeros(1)], "lacks item 2")):
+        with pytest.raises(sx.errors.InvalidArgumentError, match=rf"{len(means)} items here.*{problem}.*'means'"):
+            sx.load_checkpoint({**live, "means": means}, path)
+    pair = {"pair": (torch.ones(2), 1)}
+    path = write(pair, tmp_path / "tuple")
+    pair["pair"] = (torch.zeros(2), 0)
+    if write is write_dcp:  # torch pickles a tuple whole
+        with pytest.raises(sx.errors.UnsupportedError, match=r"tuple of 2, with tensors in it.*'pair'"):
+            sx.load_checkpoint(pair, path)
+    else:
+        sx.load_checkpoint(pair, path)
+        assert str(pair) == "{'pair': (tensor([1., 1.]), 1)}"
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_values_that_the_source_lacks_are_missing_and_stay(write: Writer, tmp_path: Path) -> None:
+    path = write({"w": torch.ones(1), "metrics": {"loss": 1.5, "inner": {}}, "step": torch.tensor(7)}, tmp_path)
+    live: dict[str, Any] = {"w": torch.zeros(1), "step": 0, "epoch": 3, "seen": {4: 5}, "names": {"a": {"b": 1}}}
+    live["metrics"] = {"loss": 0.0, "best": 2.5, "inner": {"x": 1}}
+    missing = "epoch, seen, names, metrics.best, metrics.inner"
+    if write is write_torch:  # it has an empty mapping there
+        missing = missing.removesuffix(", metrics.inner")
+        live["metrics"]["inner"] = {}
+    with pytest.raises(FileNotFoundError, match=f"missing in the source: {missing}; "):
+        sx.load_checkpoint(live, path)
+    assert sx.load_checkpoint(live, path, strict=False).missing == tuple(missing.split(", "))
+    assert live["metrics"] == {"loss": 1.5, "best": 2.5, "inner": live["metrics"]["inner"]}
+    assert (live["epoch"], live["seen"], live["names"]) == (3, {4: 5}, {"a": {"b": 1}})
+    assert live["step"].item() == 7
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("flatten", [True, False])
+def test_a_group_without_parameters_is_no_difference(write: Writer, flatten: bool, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+
+    def groups(lr: float) -> Any:
+        return torch.optim.SGD([{"params": [*model.parameters()]}, {"params": [], "lr": lr}], lr=0.5, momentum=0.9)
+
+    options = torch.distributed.checkpoint.state_dict.StateDictOptions(flatten_optimizer_state_dict=flatten)
+    state = get_optimizer_state_dict(model, groups(0.25), options=options)
+    path = write({"model": model.state_dict(), "o": state}, tmp_path)
+    other = groups(0.125)
+    assert sx.load_checkpoint({"model": model, "o": other}, path).missing == ()
+    assert other.param_groups[1]["lr"] == (0.125 if flatten else 0.25)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_tensor_for_each_parameter_as_lr_is_refused(write: Writer, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    options = torch.distributed.checkpoint.state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(model, trained(model, lr=torch.tensor(0.5)), options=options)
+    path = write({"model": model.state_dict(), "o": state}, tmp_path)
+    with pytest.raises(
+        sx.errors.UnsupportedError, match=r"'lr'.*a tensor for each parameter.*state_dict\(\).*'o\.param"
+    ):
+        sx.load_checkpoint({"model": model, "o": trained(model)}, path)
