@@ -73,11 +73,11 @@ class SourceNames:
 def tree_from_names(state: Any, source: SourceNames, objects: ObjectStates) -> Any:
     """Build the tree that saving `state` with what a source has would have given. Not collective.
 
-    A name is the path in the state, joined by dots. The modules of a list share one namespace. Names in an optimizer's
-    state are those of torch.distributed.checkpoint: ``state`` or ``param_groups``, then the parameter's name in its
-    module. Or, as in an optimizer's own `state_dict`, the parameter's number in the order of the param groups; these
-    must then have the sizes of the live ones. A hyperparameter that the source lacks stays as it is. Other objects with
-    a state have entries as their present one in `objects`.
+    A name is the path in the state, joined by dots. The modules of a list share one namespace, or have their indices in
+    names. Names in an optimizer's state are those of torch.distributed.checkpoint: ``state`` or ``param_groups``, then
+    the parameter's name in its module. Or, as in an optimizer's own `state_dict`, the parameter's number in the order
+    of the param groups; these must then have the sizes of the live ones. A hyperparameter that the source lacks stays
+    as it is. Other objects with a state have entries as their present one in `objects`.
 
     Raises:
         NotFoundError: the source has nothing for a state that is no mapping.
@@ -140,7 +140,8 @@ class _NamesTree:
         if name in source.texts or name in source.opaque:
             return self._value(name)
         if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-            return [self._module(module, prefix) for module in value]
+            shared = [self._module(module, prefix) for module in value]
+            return shared if any(shared) else [self._module(part, f"{prefix}{i}.") for i, part in enumerate(value)]
         return self._mapping(value, prefix)
 
     def _wants(self, name: str) -> bool:

@@ -384,3 +384,17 @@ def test_a_tensor_for_each_parameter_as_lr_is_refused(write: Writer, tmp_path: P
         sx.errors.UnsupportedError, match=r"'lr'.*a tensor for each parameter.*state_dict\(\).*'o\.param"
     ):
         sx.load_checkpoint({"model": model, "o": trained(model)}, path)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_modules_of_a_list_have_indices_as_names_or_share_them(write: Writer, tmp_path: Path) -> None:
+    modules = [nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 1)]
+    names = {
+        f"parts.{i}.{name}": tensor for i, part in enumerate(modules) for name, tensor in part.state_dict().items()
+    }
+    shared = {"parts": {**modules[0].state_dict(), **modules[1].state_dict()}}
+    for i, state in enumerate(({"parts": [part.state_dict() for part in modules]}, names, shared)):
+        live = [nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 1)]
+        sx.load_checkpoint({"parts": live}, write(state, tmp_path / str(i)))
+        for one, other in zip(modules, live, strict=True):
+            assert str(one.state_dict()) == str(other.state_dict())
