@@ -358,7 +358,7 @@ class _DcpFileReader:
             self.others[name] = error.message
             return
         description = describe(value)
-        if is_plain(value, budget):
+        if is_plain(value, len(data), budget):
             self.others[name], self.texts[name] = description, values.encode(value)
         elif not holds_tensor(value, budget, set()):
             self.others[name] = description

@@ -38,7 +38,7 @@ _ENTRY, _LOCAL = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")
 _MAX_DIRECTORY_BYTES = 256 << 20
 _AHEAD_BYTES = 2048  # read at once: a small tensor's archive without its data
 _PLAIN_TYPES = {bool, float, int, str, type(None)}
-_MAX_PLAIN_VALUES, _MAX_PLAIN_CHARACTERS = 10_000, 1000  # limits of a plain value, such as param groups
+_FREE_VALUES, _FREE_CHARACTERS = 10_000, 1000  # that a plain value may have, in however few bytes it was written
 _RESAVE = "if you trust it, load it with torch and save it again with torch.save"
 
 _STORAGES = {
@@ -280,23 +280,31 @@ def holds_tensor(value: Any, budget: Budget, without: set[int]) -> bool:
     return False
 
 
-def is_plain(value: Any, budget: Budget) -> bool:
-    """Whether a value consists of plain values, few enough to encode: a pickle can repeat one object without end."""
+def is_plain(value: Any, nbytes: int, budget: Budget) -> bool:
+    """Whether a value of a pickle of `nbytes` consists of plain values, few enough to encode.
+
+    A pickle can repeat one object without end. One that repeats none has at least a byte for each value and character.
+    """
     waiting = [value]
-    for _ in range(_MAX_PLAIN_VALUES):
+    most, characters = max(nbytes, _FREE_VALUES), 0
+    for _ in range(most):
         if not waiting:
             return True
         item = waiting.pop()
         if type(item) in (dict, list, tuple):
-            if len(item) > _MAX_PLAIN_VALUES:
+            if len(item) > most:
                 return False
             budget.spend(len(item))
         if type(item) is dict:
             waiting += [*item.keys(), *item.values()]
         elif type(item) in (list, tuple):
             waiting += item
-        elif type(item) not in _PLAIN_TYPES or (type(item) is str and len(item) > _MAX_PLAIN_CHARACTERS):
+        elif type(item) not in _PLAIN_TYPES:
             return False
+        elif type(item) is str and len(item) > _FREE_CHARACTERS:
+            characters += len(item)
+            if characters > nbytes:
+                return False
     return False
 
 

@@ -217,7 +217,7 @@ class TorchFile:
                     self._refuse(name, UnsupportedError(text))
                 else:
                     self.others[name] = description
-                if is_plain(value, self._budget):
+                if is_plain(value, len(data), self._budget):
                     text = self.texts[name] = values.encode(value)
                     self._budget.spend(1, len(text))
                 continue

@@ -398,3 +398,15 @@ def test_modules_of_a_list_have_indices_as_names_or_share_them(write: Writer, tm
         sx.load_checkpoint({"parts": live}, write(state, tmp_path / str(i)))
         for one, other in zip(modules, live, strict=True):
             assert str(one.state_dict()) == str(other.state_dict())
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_long_lists_and_texts_are_values(write: Writer, tmp_path: Path) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(10_001)]
+    one, other = torch.optim.SGD(parameters, lr=0.5), torch.optim.SGD(parameters, lr=0.25)
+    state = {"losses": [0.5] * 50_000, "config": "line\n" * 1000, "names": [f"{i}" * 300 for i in range(9)]}
+    path = write({"o": one.state_dict(), **state}, tmp_path)
+    live: dict[str, Any] = {"o": other, "losses": [], "config": "", "names": []}
+    sx.load_checkpoint(live, path)
+    assert other.param_groups[0]["lr"] == 0.5
+    assert live == {"o": other, **state}
