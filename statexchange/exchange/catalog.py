@@ -13,7 +13,7 @@ from statexchange.sharding.options import LoadOptions, renamed
 from statexchange.sharding.plan import HolderLabel
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box, Shard, full_box
-from statexchange.state.load_plan import Conflicts
+from statexchange.state.load_plan import Conflicts, is_state_of_optimizer
 from statexchange.state.modules import is_module
 from statexchange.state.tree import WalkStep, walk
 from statexchange.storage.byte_range import ByteRange
@@ -273,10 +273,6 @@ class LivePlaces:
         return options.wants(path)
 
 
-def _is_optimizer(saved: Any) -> bool:
-    return isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys()
-
-
 def with_new_names(saved: Any, catalog: Catalog, places: LivePlaces) -> Any:
     """Return a saved tree with its entries moved to the paths that `rename` gives them.
 
@@ -294,7 +290,7 @@ def with_new_names(saved: Any, catalog: Catalog, places: LivePlaces) -> Any:
             target = target.setdefault(key, {}) if isinstance(target, dict) else None
         if not isinstance(target, dict) or last_key in target:
             raise UnsafeError("rename gives one name to two entries of the source", name=new, path=catalog.source.path)
-        target[last_key] = _renamed_optimizer(unit.value, catalog) if _is_optimizer(unit.value) else unit.value
+        target[last_key] = _renamed_optimizer(unit.value, catalog) if is_state_of_optimizer(unit.value) else unit.value
     return moved
 
 
@@ -343,7 +339,12 @@ def _units(saved: Mapping[Any, Any], places: LivePlaces) -> Iterator[WalkStep]:
     def enters(path: str, value: Any) -> bool:
         if value is saved:
             return True
-        return isinstance(value, Mapping) and bool(value) and not _is_optimizer(value) and path not in places.objects
+        return (
+            isinstance(value, Mapping)
+            and bool(value)
+            and not is_state_of_optimizer(value)
+            and path not in places.objects
+        )
 
     return (step for step in walk(saved, enters) if step.is_leaf)
 

@@ -143,7 +143,8 @@ def load_checkpoint(
             rule. A rule that renames (split, renumber) is for sources of tensors alone, such as a Hugging
             Face checkpoint, and not for what `save_checkpoint` has written.
         include: shell patterns, one or several, of the names in `state` to load, by their dotted paths:
-            ``"model.encoder.*"``. All else stays as it is, is not read, and counts as neither missing nor unexpected.
+            ``"model.encoder.*"``, or ``"model"`` for all in it; the items of a list have their indices as names. All
+            else stays as it is, is not read, and counts as neither missing nor unexpected.
             An optimizer or another object with a state of its own is loaded whole if anything in it matches. Patterns
             that select nothing on any rank are an error.
         exclude: shell patterns, in the form of `include`, of the names in `state` to leave as they are: ``"random.*"``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,8 +176,8 @@ class LoadOptions:
     Args:
         strict: names that are missing or unexpected are an error.
         layout: rules for plain tensors of the state (`statexchange.sharding.rules`).
-        include: shell patterns of names in the state; by default all are loaded.
-        exclude: shell patterns of names in the state that are not loaded.
+        include: shell patterns of names in the state, or of what contains them; by default all are loaded.
+        exclude: shell patterns, in the same form, of what is not loaded.
         rename: from the source's names to the state's: a function, or (regex, replacement) pairs.
         dtype: None: dtypes must be equal; "state": floating values are cast to the dtype that the state has.
         replicas: "equal": several ranks' copies of a region must be equal, unless each rank loads its own; "root": the
@@ -218,10 +219,10 @@ class LoadOptions:
         return any(map(self._includes, names)) and not any(map(self._excludes, names))
 
     def _includes(self, name: str) -> bool:
-        return not self.include or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.include)
+        return not self.include or _matches(self.include, name)
 
     def _excludes(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
+        return bool(self.exclude) and _matches(self.exclude, name)
 
     def may_want(self, path: str) -> bool:
         """Whether anything below `path` may be loaded."""
@@ -243,6 +244,18 @@ class LoadOptions:
             "replicas": repr(self.replicas),
             **mesh_option(self.layout),
         }
+
+
+def _matches(patterns: Sequence[str], name: str) -> bool:
+    """Whether a pattern matches a path, or that of something that contains it. A list's index is a part, as "a.0"."""
+    fits = _regex(tuple(patterns)).fullmatch
+    return fits(name) is not None or ("[" in name and fits(name.replace("[", ".").replace("]", "")) is not None)
+
+
+@functools.lru_cache(maxsize=16)
+def _regex(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    # fnmatch's regex of a pattern, without the end of the text, which is its last two characters.
+    return re.compile("|".join(rf"{fnmatch.translate(pattern)[:-2]}(?s:[.\[].*)?" for pattern in patterns))
 
 
 def mesh_option(layout: Layout | None) -> dict[str, str]:

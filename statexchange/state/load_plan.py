@@ -38,6 +38,7 @@ __all__ = [
     "Place",
     "SavedTensor",
     "UnknownValue",
+    "is_state_of_optimizer",
     "live_types",
     "merge_trees",
     "plan_load",
@@ -172,7 +173,7 @@ def _merge(
     one: Any, other: Any, keys: tuple[Any, ...], differing: list[tuple[Any, ...]], united: list[tuple[Any, ...]]
 ) -> Any:
     if isinstance(one, dict) and isinstance(other, dict):
-        if _is_optimizer(one) and _is_optimizer(other):
+        if is_state_of_optimizer(one) and is_state_of_optimizer(other):
             differing += [(*keys, "state", name) for name in _differing_states(one["state"], other["state"])]
         both = {key: _merge(one[key], other[key], (*keys, key), differing, united) for key in one if key in other}
         return {**other, **one, **both}
@@ -185,8 +186,8 @@ def _merge(
     return one
 
 
-def _is_optimizer(tree: Any) -> bool:
-    """Whether a saved tree is that of an optimizer."""
+def is_state_of_optimizer(tree: Any) -> bool:
+    """Whether a tree is what an optimizer's `state_dict` returns. Not collective."""
     is_mapping = isinstance(tree, Mapping) and {"state", "param_groups"} <= tree.keys()
     return is_mapping and isinstance(tree["state"], Mapping) and isinstance(tree["param_groups"], list)
 
@@ -201,7 +202,7 @@ def with_other_entries(tree: Any, merged: Any) -> Any:
     """Return the tree of one rank, with the entries of mappings that only other ranks have."""
     if not isinstance(tree, dict) or not isinstance(merged, dict):
         return tree
-    if _is_optimizer(tree) and _is_optimizer(merged):  # the state of a parameter is one rank's
+    if is_state_of_optimizer(tree) and is_state_of_optimizer(merged):  # the state of a parameter is one rank's
         return {**merged, **tree, "state": {**merged["state"], **tree["state"]}}
     return {**merged, **{key: with_other_entries(item, merged[key]) for key, item in tree.items()}}
 
@@ -484,7 +485,7 @@ class _Planner:
 
     def _optimizer(self, optimizer: Any, saved: Any, path: str, own: Any) -> None:
         """Plan an optimizer: each parameter gets its state and its group's hyperparameters, by name."""
-        self._expect(_is_optimizer(saved), "an optimizer", saved, path)
+        self._expect(is_state_of_optimizer(saved), "an optimizer", saved, path)
         parameters = named_parameters(optimizer, self._names)
         entries = _SavedEntries.of(saved, own)
         if entries.differ:
@@ -645,7 +646,7 @@ class _SavedEntries:
         groups: dict[Any, Any] = {}
         state: dict[Any, Any] = {}
         differ = False
-        trees = [own, saved] if _is_optimizer(own) else [saved]
+        trees = [own, saved] if is_state_of_optimizer(own) else [saved]
         for tree in trees:
             new: dict[Any, Any] = {}
             for group in tree["param_groups"]:

@@ -11,7 +11,7 @@ from statexchange import values
 from statexchange.errors import InvalidArgumentError, NotFoundError, UnsupportedError, type_text
 from statexchange.sharding.options import LoadOptions
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
-from statexchange.state.load_plan import ObjectStates, SavedTensor
+from statexchange.state.load_plan import ObjectStates, SavedTensor, is_state_of_optimizer
 from statexchange.state.megatron import leaves, sharded_kind
 from statexchange.state.modules import is_module, live_items
 from statexchange.state.optimizers import (
@@ -22,7 +22,7 @@ from statexchange.state.optimizers import (
     parameters_of,
 )
 from statexchange.state.state_dict import ParameterName, modules_of, parameter_names
-from statexchange.state.tree import children, walk
+from statexchange.state.tree import children, contains, walk
 from statexchange.tensors import is_tensor
 
 __all__ = ["SourceNames", "tree_from_names"]
@@ -119,6 +119,7 @@ class _NamesTree:
         self._names = sorted(self._known)
         self._decoded: dict[str, Any] = {}
         self._in_unit = False
+        self._others: dict[str, set[str]] = {}  # `_longer` of the mappings that are being entered
 
     def entry(self, value: Any, name: str) -> Any:
         """Return the tree of the live `value` called `name`, "" for the whole state; `_ABSENT` for nothing."""
@@ -129,8 +130,10 @@ class _NamesTree:
         kind = sharded_kind(value)
         if _is_unit(value):
             return self._unit(value, name, prefix)
-        if (name and not self._may_want(name, value)) or kind in ("object", "local"):
+        if kind in ("object", "local"):
             return _ABSENT
+        if name and not self._may_want(name, value):
+            return self._left_out(name)
         if kind is not None:
             return [SavedTensor(part.key) for _, part in leaves(value) if source.has(part.key)]
         if is_module(value):
@@ -161,16 +164,19 @@ class _NamesTree:
     def _mapping(self, live: Any, prefix: str) -> dict[Any, Any]:
         """Return the entries of a live mapping, namedtuple or dataclass, each by its own name."""
         items = live if isinstance(live, Mapping) else children(live) or {}
-        keys: dict[str, Any] = {}
-        tree = {}
-        for key, value in items.items():
+        names: dict[str, Any] = {}
+        for key in items:
             name = f"{prefix}{key}"
-            if keys.setdefault(name, key) is not key:
-                text = f"two keys of the mapping here look alike, {keys[name]!r} and {key!r}: make both text"
+            if names.setdefault(name, key) is not key:
+                text = f"two keys of the mapping here look alike, {names[name]!r} and {key!r}: make both text"
                 raise InvalidArgumentError(text, name=name)
+        outer, self._others = self._others, {**self._others, **_longer(names, len(prefix))}
+        tree = {}
+        for name, (key, value) in zip(names, items.items(), strict=True):
             item = self.entry(value, name)
             if item is not _ABSENT:
                 tree[key] = item
+        self._others = outer
         return tree
 
     # Plain values
@@ -178,19 +184,36 @@ class _NamesTree:
     def _plain(self, live: Any, name: str, prefix: str) -> Any:
         """Return a value without state: whole, or by entries of the source."""
         if name in self._known:
-            return self._value(name)
+            return self._selected(self._value(name), name)
         if not _has_text_keys(live):
-            entries = self._wanted(prefix)
-            if entries:
-                return self._container(entries, live, name)
-            return {} if children(live) == {} and isinstance(live, Mapping) else _ABSENT
-        wanted = {f"{prefix}{key}": item for key, item in live.items() if self._may_want(f"{prefix}{key}", item)}
+            entries = {
+                rest: entry
+                for rest, entry in self._entries(prefix).items()
+                if self._wants(entry.name) or entry.name not in self._source.opaque
+            }
+            if any(self._wants(entry.name) for entry in entries.values()):
+                return self._selected(self._container(entries, live, name), name)
+            if entries or not self._wants(name):
+                return self._left_out(name)
+            return live if _has_no_leaves(live) else _ABSENT
         tree = self._mapping(live, prefix)
-        lacking = [path for path in wanted if path.removeprefix(prefix) not in tree]
+        lacking = {f"{prefix}{key}" for key in live if key not in tree} - self._source.left_out
+        if not lacking and not tree:
+            return self._left_out(name)
         if lacking and (not tree or self._in_unit):
             return _ABSENT
-        self._source.lacking.update(lacking)
+        self._source.lacking |= lacking
         return tree
+
+    def _selected(self, saved: Any, name: str) -> Any:
+        """Return a plain value without the entries of mappings that are not to be loaded; `_ABSENT` for nothing."""
+        if self._in_unit:
+            return saved
+        if isinstance(saved, Mapping) and saved:
+            items = {key: self._selected(item, f"{name}.{key}") for key, item in saved.items()}
+            return {key: item for key, item in items.items() if item is not _ABSENT} or self._left_out(name)
+        paths = [step.path for step in walk(saved, path=name)]
+        return saved if self._source.options.wants_object(paths) else self._left_out(name)
 
     # Objects and lists, which are loaded or left out whole
 
@@ -212,7 +235,7 @@ class _NamesTree:
             self._source.taken.update(names)
         return tree
 
-    def _left_out(self, path: str, names: Iterable[str]) -> Any:
+    def _left_out(self, path: str, names: Iterable[str] = ()) -> Any:
         self._source.taken.update(names)
         self._source.left_out.add(path)
         return _ABSENT
@@ -224,6 +247,8 @@ class _NamesTree:
             return self._optimizer(live, prefix)
         if isinstance(live, list | tuple):
             return self._list(live, name, prefix)
+        if isinstance(live, Mapping):
+            return self._plain(live, name, prefix) if not contains_state(live) else self._mapping(live, prefix)
         return self._object(live, name, prefix)
 
     def _object(self, live: Any, name: str, prefix: str) -> Any:
@@ -256,11 +281,11 @@ class _NamesTree:
         begin = end = bisect.bisect_left(self._names, prefix)
         while end < len(self._names) and self._names[end].startswith(prefix):
             end += 1
-        return {name[len(prefix) :]: _Entry(name) for name in self._names[begin:end]}
-
-    def _wanted(self, prefix: str) -> dict[str, _Entry]:
-        """Return those of `_entries` that are to be loaded."""
-        return {rest: entry for rest, entry in self._entries(prefix).items() if self._wants(entry.name)}
+        names = self._names[begin:end]
+        others = self._others.get(prefix.removesuffix("."))
+        if others:
+            names = [name for name in names if others.isdisjoint(_outer(name, prefix))]
+        return {name[len(prefix) :]: _Entry(name) for name in names}
 
     def _container(self, entries: Mapping[str, _Entry], own: Any, name: str) -> Any:
         """Return the container that was saved as `entries`, by the keys of the live one `own` in the same place.
@@ -311,19 +336,19 @@ class _NamesTree:
         return None if by_index else items
 
     def _may_be_empty(self, own: Any, name: str) -> bool:
-        """Whether the source may have an empty mapping at `name`, as the state has, although it has no entry there.
+        """Whether the source may have what the state has at `name`, although it has no entry there.
 
-        Raise InvalidArgumentError if it may and the state's is not empty.
+        Raise InvalidArgumentError if the source may have an empty mapping there, and the state has none.
         """
-        if not isinstance(own, Mapping):
-            return False
-        if own and self._source.leaves_out_empty:
+        if _has_no_leaves(own):
+            return True
+        if self._source.leaves_out_empty and contains(own, lambda part: isinstance(part, Mapping)):
             text = (
                 "the source has nothing here, as torch leaves out empty mappings: empty that of the state, or leave it "
                 "out by exclude"
             )
             raise InvalidArgumentError(text, name=name)
-        return not own
+        return False
 
     def _item(self, entries: Mapping[str, _Entry], own: Any, name: str) -> Any:
         """Return an item of a container: a value, if its name ends here, or another container."""
@@ -493,12 +518,33 @@ class _NamesTree:
 
 
 def _is_unit(live: Any) -> bool:
-    """Whether a live value is loaded or left out whole: an object with a state, or a list that holds state."""
+    """Whether a live value is loaded or left out whole.
+
+    That is an object with a state, what an optimizer's `state_dict` returns, or a list that holds state.
+    """
+    if isinstance(live, Mapping):
+        return is_state_of_optimizer(live)
     if is_leaf(live):
         return is_optimizer(live) or (is_stateful(live) and not is_module(live))
     if isinstance(live, list | tuple) and not hasattr(live, "_fields"):
         return contains_state(live) and not all(is_module(part) for part in live)
     return False
+
+
+def _longer(names: Iterable[str], start: int) -> dict[str, set[str]]:
+    """Return, for a name of a mapping's entry, the other names that seem to be inside it: "a.b" for "a".
+
+    `start` is the number of characters that are the mapping's own name.
+    """
+    known = {*names}
+    found: dict[str, set[str]] = {}
+    for name in known:
+        end = name.rfind(".", start)
+        while end > start:
+            if name[:end] in known:
+                found.setdefault(name[:end], set()).add(name)
+            end = name.rfind(".", start, end)
+    return found
 
 
 def _outer(name: str, prefix: str) -> list[str]:
@@ -531,6 +577,13 @@ def _by_owner(entries: Mapping[str, _Entry], owners: Collection[str]) -> dict[st
 def _has_text_keys(value: Any) -> bool:
     """Whether a value is a mapping of texts that has some: its entries are looked up by their names."""
     return isinstance(value, Mapping) and len(value) > 0 and all(isinstance(key, str) for key in value)
+
+
+def _has_no_leaves(value: Any) -> bool:
+    """Whether a value is an empty mapping, or holds nothing else."""
+    if isinstance(value, Mapping):
+        return all(map(_has_no_leaves, value.values()))
+    return isinstance(value, list) and len(value) > 0 and all(map(_has_no_leaves, value))
 
 
 def _by_key(entries: Mapping[str, _Entry], keys: Collection[str]) -> dict[str, dict[str, _Entry]]:
