@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from statexchange.errors import CorruptError, ReplicaError, UnsafeError
 from statexchange.exchange.placing import parameter_names
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.sharding.options import LoadOptions, renamed
-from statexchange.sharding.plan import HolderLabel
+from statexchange.sharding.plan import HolderLabel, holders_text
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.state.load_plan import Conflicts, is_state_of_optimizer
@@ -40,7 +40,16 @@ class Catalog:
     renumbers tensors over all ranks.
     """
 
-    def __init__(self, source: Source, options: LoadOptions, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        source: Source,
+        options: LoadOptions,
+        rank: int,
+        world_size: int,
+        progress: Callable[[], None] | None = None,
+    ) -> None:
+        self._progress = progress
+        self._boxes: dict[str, dict[Box, ByteRange]] = {}  # what `boxes_of` has returned
         self.source = source
         self.options = options
         self.layout = Layout({}) if options.layout is None else options.layout.unmatched()
@@ -122,7 +131,7 @@ class Catalog:
                 wholes = [one.boxes == (full_box(one.global_shape),) for one in (first, shard)]
                 if all(wholes) and self.source.world_size not in (None, self.world_size):
                     what = f"{first.dtype} {list(first.global_shape)} and {shard.dtype} {list(shard.global_shape)} here"
-                    text = _differing(what, name, parts[0].rank, part.rank)
+                    text = _differing(what, name, parts[0].label, part.label)
                     raise ReplicaError(text, name=name, rank=part.rank, path=part.path)
                 raise CorruptError(
                     "two files disagree on dtype or shape",
@@ -133,23 +142,31 @@ class Catalog:
                 )
         return first
 
-    def boxes_of(self, name: str) -> dict[Box, tuple[ByteRange, int]]:
-        """Return the byte range of each box, with the rank that saved it.
+    def boxes_of(self, name: str) -> dict[Box, ByteRange]:
+        """Return the byte range of each box. Copies without digests, as in torch's files, are read and compared.
 
         Raise ReplicaError if copies differ, unless this rank saved one itself or `replicas` is "root".
         """
-        boxes: dict[Box, tuple[ByteRange, int]] = {}
+        if name in self._boxes:
+            return self._boxes[name]
+        boxes: dict[Box, tuple[_SavedPart, int]] = {}  # the first part with each box, and its number there
         for part in self._parts_to_read(name):
-            for box, byte_range in zip(part.tensor.shard.boxes, part.tensor.byte_ranges, strict=True):
+            for number, box in enumerate(part.tensor.shard.boxes):
                 if not box.numel:
                     continue
-                first, first_rank = boxes.setdefault(box, (byte_range, part.rank))
-                if first_rank == self.own_rank or self.options.replicas == "root":
+                first, index = boxes.setdefault(box, (part, number))
+                if (
+                    (first is part and index == number)
+                    or first.rank == self.own_rank
+                    or self.options.replicas == "root"
+                ):
                     continue
-                if None not in (first.digest, byte_range.digest) and first.digest != byte_range.digest:
-                    text = _differing(f"different values for region {box}", name, first_rank, part.rank)
+                digests = [one.tensor.digest_of(at, self._progress) for one, at in ((first, index), (part, number))]
+                if digests[0] != digests[1]:
+                    text = _differing(f"different values for region {box}", name, first.label, part.label)
                     raise ReplicaError(text, name=name, rank=part.rank, path=part.path)
-        return boxes
+        found = {box: part.tensor.byte_ranges[index] for box, (part, index) in boxes.items()}
+        return self._boxes.setdefault(name, found)
 
     def holders_of(self, name: str) -> dict[Box, list[HolderLabel]]:
         """Return what messages call the holders of each box that is not empty."""
@@ -229,13 +246,15 @@ def _excluding(names: Sequence[str]) -> str | list[str]:
     return names[0] if len(names) == 1 else list(names)
 
 
-def _differing(what: str, exclude: str | list[str], rank: int, other: int) -> str:
-    """Return the message for a difference between the saves of two ranks, with the remedies."""
-    return (
-        f"ranks {rank} and {other} saved {what}: load on as many ranks as have saved, so that each gets its own, "
-        f'pass exclude={exclude!r} to leave the state as it is there, or pass replicas="root" to take rank '
-        f"{min(rank, other)}'s"
-    )
+def _differing(what: str, exclude: str | list[str], holder: HolderLabel, other: HolderLabel) -> str:
+    """Return the message for a difference between the saves of two ranks, or files, with the remedies."""
+    holders, leave = holders_text(holder, other), f"pass exclude={exclude!r} to leave the state as it is there"
+    if isinstance(holder, int) and isinstance(other, int):
+        return (
+            f"{holders} saved {what}: load on as many ranks as have saved, so that each gets its own, {leave}, or pass "
+            f'replicas="root" to take rank {min(holder, other)}\'s'
+        )
+    return f'{holders} have {what}: give one of the files, {leave}, or pass replicas="root" to take the first file\'s'
 
 
 # The saved tree

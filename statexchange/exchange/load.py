@@ -23,6 +23,7 @@ from statexchange.errors import (
     InvalidArgumentError,
     NotFoundError,
     ReplacedError,
+    UnsafeError,
 )
 from statexchange.exchange.catalog import Catalog, LivePlaces, paths_of, with_new_names, without_unwanted
 from statexchange.exchange.converting import ChosenConversion, convert_for_load
@@ -361,7 +362,7 @@ class _Load:
         texts = {} if self._conversion is None else self._conversion.texts()
         has_layout = _check_same(source, options, texts, comm)
         with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
-            catalog = Catalog(source, options, comm.rank, comm.world_size)
+            catalog = Catalog(source, options, comm.rank, comm.world_size, comm.progress)
             objects = ObjectStates()
             tree = _saved_tree(state, catalog, objects)
             if not has_layout:
@@ -643,11 +644,16 @@ def _stays(options: LoadOptions, left_out: Container[str], path: str, value: Any
 def _source_names(catalog: Catalog) -> SourceNames:
     """Return what the source has, by the state's names."""
     source = catalog.source
-    raw = {catalog.new_name(name): name for name in source.others}
+    raw: dict[str, str] = {}
+    for name in source.others:
+        new = catalog.new_name(name)
+        if raw.setdefault(new, name) != name or (new != name and new in catalog):
+            other = raw[new] if raw[new] != name else new
+            raise UnsafeError(f"rename gives one name to both {other!r} and {name!r}", name=new, path=source.path)
     return SourceNames(
         catalog.has,
         catalog.options,
-        list(catalog),
+        {*catalog},
         {catalog.new_name(name): text for name, text in source.texts.items()},
         {catalog.new_name(name): text for name, text in source.others.items() if name not in source.texts},
         partial(_shape_of, catalog),
@@ -778,4 +784,4 @@ def _read_item(target: _Target, catalog: Catalog) -> ReadItem:
     except (CorruptError, IncompleteError) as error:
         explained = catalog.source.explained(error)
         raise explained.located(name=target.name, path=catalog.source.path) from error
-    return ReadItem(target.name, local, {box: byte_range for box, (byte_range, _) in boxes.items()}, stored.dtype)
+    return ReadItem(target.name, local, boxes, stored.dtype)

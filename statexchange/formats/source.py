@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
@@ -93,8 +93,8 @@ class SourceTensor:
     shard: Shard
     byte_ranges: tuple[ByteRange, ...]
 
-    def digest_of(self, index: int) -> str:
-        """Return the known digest of a box, or else read its bytes and compute it."""
+    def digest_of(self, index: int, progress: Callable[[], None] | None = None) -> str:
+        """Return the known digest of a box, or else read its bytes, compute it, and call `progress` again and again."""
         from statexchange.storage import regions  # imports numpy, which reading headers does not need
 
         stored, box = self.byte_ranges[index], self.shard.boxes[index]
@@ -103,6 +103,8 @@ class SourceTensor:
         digest = regions.BoxDigest(stored, box, self.shard.dtype, always=True)
         for window, data in regions.blocks(stored, box.shape, self.shard.dtype):
             digest.update(regions.to_global(window, box), data)
+            if progress is not None:
+                progress()
         digest.check(self.shard.name)
         return digest.hexdigest()
 

@@ -83,7 +83,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     problems: list[StateExchangeError] = []
     shard_files: list[ShardFile] = []
     others: dict[str, str] = {}
-    texts: dict[str, set[str]] = {}
+    texts: dict[str, dict[str, str]] = {}  # each text of a value, with its description
     unreadable: list[UnreadableTensor] = []
     known: dict[str, StateFile] = {}  # by name of an entry
     indexed: dict[str, str] = {}
@@ -100,7 +100,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             shard_files.append(reader.shard_file)
             others |= reader.others
             for entry, text in reader.texts.items():
-                texts.setdefault(entry, set()).add(text)
+                texts.setdefault(entry, {}).setdefault(text, reader.others[entry])
             unreadable += reader.unsupported
             part = state_file(name)
             if part is not None:
@@ -112,6 +112,10 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             problems.append(error)
         path = store.path_of(name)
         unreadable += [UnreadableTensor(tensor, None, None, path) for tensor in listed_names.get(name, [])]
+    for entry, of_entry in texts.items():
+        if len(of_entry) > 1:
+            one, other, *_ = of_entry.values()
+            others[entry] = f"{one} in one file, {other} in another"
     listed = {name: file for name, file in indexed.items() if name not in others}
     problems += misplaced(listed, shard_files, unreadable)
     if opened.file is None and not any(shard_file.tensors for shard_file in shard_files) and not unreadable:

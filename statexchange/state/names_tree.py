@@ -17,18 +17,23 @@ from statexchange.state.modules import is_module, live_items
 from statexchange.state.optimizers import (
     hyperparameters,
     is_optimizer,
+    labelled_parameters,
     named_parameters,
     optimizer_tree,
     parameters_of,
 )
 from statexchange.state.state_dict import ParameterName, modules_of, parameter_names
 from statexchange.state.tree import children, contains, walk
-from statexchange.tensors import is_tensor
+from statexchange.tensors import is_tensor, is_torch
 
 __all__ = ["SourceNames", "tree_from_names"]
 
 # States of an optimizer that have the shape of their parameter.
-_OF_PARAMETERS_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+_OF_PARAMETERS_SHAPE = {
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf", "square_avg", "grad_avg", "acc_delta"),
+    *("sum", "prev", "step_size", "ax"),
+}
+_OF_FACTORED_SHAPE = {"row_var", "col_var"}  # Adafactor: 1 in the dim over which it is a mean
 
 
 def _same(name: str) -> str:
@@ -58,7 +63,7 @@ class SourceNames:
 
     has: Callable[[str], bool]
     options: LoadOptions = field(default_factory=LoadOptions)
-    tensors: Iterable[str] = ()
+    tensors: Collection[str] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
     opaque: Mapping[str, str] = field(default_factory=dict)
     shape_of: Callable[[str], tuple[int, ...] | None] = lambda _: None
@@ -299,6 +304,8 @@ class _NamesTree:
                 return items if isinstance(own, list) else tuple(items)
         elif isinstance(own, Mapping):
             keys = {str(key): key for key in own}
+            if len(keys) < len(own):
+                raise InvalidArgumentError("two keys of the mapping here look alike: make both text", name=name)
             matched = _by_key(entries, keys)
             found_entries = {}
             for text, key in keys.items():
@@ -310,12 +317,13 @@ class _NamesTree:
                 rest for text, below in matched.items() for rest in (f"{text}.{one}" if one else text for one in below)
             }
             others = {rest: entry for rest, entry in entries.items() if rest not in taken}
-            if all(rest.isidentifier() and rest not in ("True", "False", "None") for rest in others):
+            if all(map(_is_text, others)):
                 return found_entries | {rest: self._value(entry.name) for rest, entry in others.items()}
         example = next(iter(entries.values())).name
         raise InvalidArgumentError(
             f"the source has {len(entries)} entries here, as {example!r}, and the state has no container of "
-            "the same keys to put them into: make it as it was saved, or leave it out by exclude",
+            "the same keys to put them into: make it as it was saved (an optimizer has its containers once it has "
+            "taken a step), or leave it out by exclude",
             name=name,
         )
 
@@ -467,24 +475,40 @@ class _NamesTree:
         groups: Mapping[str, _Entry],
         parameters: Mapping[str, Any],
     ) -> Any:
-        """Return an optimizer's tree where the source numbers parameters, in the order of the param groups."""
-        found: list[dict[str, Any]] = []
-        for number, group in sorted(_by_number(groups).items(), key=lambda item: int(item[0])):
-            own_group = optimizer.param_groups[len(found)] if len(found) < len(optimizer.param_groups) else {}
-            params = self._value(group.pop("params").name) if "params" in group else []
-            settings = (
-                self._container(group, hyperparameters(own_group), f"{prefix}param_groups.{number}") if group else {}
-            )
-            found.append({**settings, "params": params})
-        numbers = [list(map(str, group.get("params", ()))) for group in found]
-        sizes, own_sizes = [len(of_group) for of_group in numbers], [len(g["params"]) for g in optimizer.param_groups]
-        if sizes != own_sizes:
-            text = (
-                f"the source has this optimizer's parameters by number, in param groups of {sizes}, and the state's "
-                f"groups have {own_sizes}: make the groups of the job that saved it, or leave the optimizer out"
-            )
-            raise InvalidArgumentError(text, name=prefix.removesuffix("."))
-        labels = dict(zip([number for of_group in numbers for number in of_group], parameters, strict=True))
+        """Return an optimizer's tree where the source numbers parameters.
+
+        The parameters are those of these numbers in the order of the live param groups, or those of the names that the
+        source's groups have for the numbers, if these are the live ones.
+        """
+        by_number = sorted(_by_number(groups).items(), key=lambda item: int(item[0]))
+        params = [self._value(group.pop("params").name) if "params" in group else [] for _, group in by_number]
+        numbers = [list(map(str, of_group)) for of_group in params]
+        names = [self._value(group["param_names"].name) for _, group in by_number if "param_names" in group]
+        labels = self._labels_by_name(optimizer, numbers, names, parameters)
+        if labels is None:
+            sizes, own_sizes = [[len(of_group) for of_group in one] for one in (numbers, _params_of(optimizer))]
+            if sizes != own_sizes:
+                text = (
+                    f"the source has this optimizer's parameters by number, in param groups of {sizes}, and the "
+                    f"state's groups have {own_sizes}: make the groups of the job that saved it, or leave the "
+                    "optimizer out"
+                )
+                raise InvalidArgumentError(text, name=prefix.removesuffix("."))
+            labels = dict(zip([number for of_group in numbers for number in of_group], parameters, strict=True))
+        own_groups = [hyperparameters(group) for group in optimizer.param_groups]
+        own_by_parameter = {
+            id(parameter): own
+            for own, of_group in zip(own_groups, _params_of(optimizer), strict=True)
+            for parameter in of_group
+        }
+        named = []
+        for position, (number, group) in enumerate(by_number):
+            of_group = [labels[one] for one in numbers[position]]
+            own_group = own_groups[position] if position < len(own_groups) else {}
+            if of_group:
+                own_group = own_by_parameter[id(parameters[of_group[0]])]
+            settings = self._container(group, own_group, f"{prefix}param_groups.{number}") if group else {}
+            named.append({**settings, "params": of_group})
         for rest, entry in states.items():
             number, _, key = rest.partition(".")
             if number in labels:
@@ -495,20 +519,51 @@ class _NamesTree:
                 own = optimizer.state.get(parameters[labels[number]], {})
                 state[labels[number]] = self._item(entries, own, f"{prefix}state.{number}")
             else:  # of the optimizer, not of a parameter
-                shared: int | str = int(number) if number.isdecimal() else number
+                shared = self._shared_key(optimizer, number, f"{prefix}state.{number}")
                 state[shared] = self._item(entries, optimizer.state.get(shared, {}), f"{prefix}state.{number}")
-        named = [
-            {**group, "params": [labels[number] for number in of_group]}
-            for group, of_group in zip(found, numbers, strict=True)
-        ]
         return {"state": state, "param_groups": named}
+
+    def _labels_by_name(
+        self,
+        optimizer: Any,
+        numbers: Sequence[Sequence[str]],
+        names: Sequence[Sequence[str]],
+        parameters: Mapping[str, Any],
+    ) -> dict[str, str] | None:
+        """Return labels of `parameters` by the numbers in a source that names them; None if it does not, or others."""
+        flat_numbers = [number for of_group in numbers for number in of_group]
+        flat_names = [name for of_group in names for name in of_group]
+        labels = {id(parameter): label for label, parameter in parameters.items()}
+        of_modules = {
+            self._parameters[key].in_module: label for key, label in labels.items() if key in self._parameters
+        }
+        of_groups = {name: labels[id(parameter)] for name, parameter in labelled_parameters(optimizer).items()}
+        for known in (of_groups, of_modules):
+            if len(flat_names) == len(flat_numbers) == len(known) and known.keys() == {*flat_names}:
+                return {number: known[name] for number, name in zip(flat_numbers, flat_names, strict=True)}
+        return None
+
+    def _shared_key(self, optimizer: Any, text: str, name: str) -> Any:
+        """Return the key of state that is no parameter's, by its text."""
+        own = [key for key in optimizer.state if not is_torch(key) and str(key) == text]
+        if len(own) == 1:
+            return own[0]
+        if own or not _is_text(text):
+            raise InvalidArgumentError(
+                "whether the key of this state was a text or something else is not known: give the state of the "
+                "optimizer this key, or leave the optimizer out",
+                name=name,
+            )
+        return text
 
     def _check_numbered(self, name: str, key: str, label: str, parameters: Mapping[str, Any]) -> None:
         """Raise InvalidArgumentError if a tensor does not fit the parameter of its number, as the order differs."""
-        if key not in _OF_PARAMETERS_SHAPE or name in self._source.texts or name in self._source.opaque:
+        if key not in _OF_PARAMETERS_SHAPE | _OF_FACTORED_SHAPE or name not in self._source.tensors:
             return
         found = self._source.shape_of(name)
         expected = tuple(parameters[label].shape)
+        if key in _OF_FACTORED_SHAPE and found is not None and len(found) == len(expected):
+            expected = tuple(1 if one == 1 else size for one, size in zip(found, expected, strict=True))
         if found not in (None, expected):
             text = (
                 f"the source has this optimizer's parameters by number, and this one does not fit {label!r}: give the "
@@ -584,6 +639,16 @@ def _has_no_leaves(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(map(_has_no_leaves, value.values()))
     return isinstance(value, list) and len(value) > 0 and all(map(_has_no_leaves, value))
+
+
+def _is_text(key: str) -> bool:
+    """Whether a key in a name was a text, and no number, None or True, or several keys with dots between them."""
+    return key.isidentifier() and key not in ("True", "False", "None", "inf", "nan")
+
+
+def _params_of(optimizer: Any) -> list[list[Any]]:
+    """Return the parameters of each group."""
+    return [list(group["params"]) for group in optimizer.param_groups]
 
 
 def _by_key(entries: Mapping[str, _Entry], keys: Collection[str]) -> dict[str, dict[str, _Entry]]:

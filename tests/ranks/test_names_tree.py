@@ -433,3 +433,62 @@ def test_containers_that_torch_leaves_out_stay_if_they_hold_nothing(tmp_path: Pa
     sx.load_checkpoint(live, write_dcp({**saved, "a": saved["a"].state_dict()}, tmp_path))
     assert str(live.pop("a").state) == str(saved.pop("a").state)
     assert str(live) == str(saved)
+
+
+@pytest.mark.parametrize("kind", ["RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD", "Adafactor", "Adamax", "SGD"])
+def test_numbered_state_that_does_not_fit_its_parameter_is_refused(kind: str, tmp_path: Path) -> None:
+    model = nn.Linear(3, 4)
+    kinds = {"SGD": lambda parameters: torch.optim.SGD(parameters, momentum=0.9)}
+    new = kinds.get(kind, getattr(torch.optim, kind))
+    one, other = new([model.weight, model.bias]), new([model.bias, model.weight])
+    model(torch.ones(1, 3)).sum().backward()
+    one.step()
+    path = write_torch({"o": one.state_dict()}, tmp_path)
+    before = str(other.state_dict())
+    with pytest.raises(sx.errors.InvalidArgumentError, match="by number, and this one does not fit"):
+        sx.load_checkpoint({"o": other}, path)
+    assert str(other.state_dict()) == before
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("live_names", [True, False])
+def test_numbered_parameters_are_matched_by_the_names_that_groups_have(
+    write: Writer, live_names: bool, tmp_path: Path
+) -> None:
+    model = nn.ParameterDict({name: torch.ones(2, 2) for name in "abc"})
+    named = dict(model.named_parameters())
+    one = torch.optim.Adam(
+        [{"params": [("a", named["a"])], "lr": 0.5}, {"params": [("b", named["b"]), ("c", named["c"])]}]
+    )
+    for number, parameter in enumerate(named.values()):
+        parameter.grad = torch.full((2, 2), 1.0 + number)
+    one.step()
+    path = write({"m": model.state_dict(), "o": one.state_dict()}, tmp_path)
+    last = [("c", named["c"]), ("b", named["b"])] if live_names else [named["c"], named["b"]]
+    first = [("a", named["a"])] if live_names else [named["a"]]
+    other = torch.optim.Adam([{"params": last}, {"params": first}])
+    sx.load_checkpoint({"m": model, "o": other}, path)
+    for parameter in named.values():
+        assert torch.equal(other.state[parameter]["exp_avg"], one.state[parameter]["exp_avg"])
+    assert [group["lr"] for group in other.param_groups] == [1e-3, 0.5]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_two_names_that_become_one_are_refused(write: Writer, tmp_path: Path) -> None:
+    path = write({"w": torch.ones(1), "old": 1, "s": 2}, tmp_path)
+    for new, live in (("s", {"w": torch.zeros(1), "s": 0}), ("w", {"w": torch.zeros(1)})):
+        with pytest.raises(sx.errors.UnsafeError, match=f"one name to both.*'old'.*'{new}'"):
+            sx.load_checkpoint(live, path, rename=[("^old$", new)])
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_keys_whose_type_is_not_known_are_refused(write: Writer, tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    one, other = trained(model), trained(model)
+    one.state[None], other.state[None] = {"x": 1}, {"x": 0}  # type: ignore[index]
+    path = write({"w": torch.ones(1), "d": {2: 3}, "e": {float("inf"): 5}, "o": one.state_dict()}, tmp_path)
+    for live in ({"d": {2: 5, "2": 0}}, {"e": {}}, {"o": trained(model)}):
+        with pytest.raises(sx.errors.InvalidArgumentError, match=r"look alike|no container of the same keys|not known"):
+            sx.load_checkpoint({"w": torch.zeros(1), **live}, path)
+    sx.load_checkpoint({"w": torch.zeros(1), "o": other}, path)
+    assert other.state[None] == {"x": 1}  # type: ignore[index]
