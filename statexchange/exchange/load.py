@@ -628,7 +628,7 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None, objects: O
         taken = {catalog.stored(one) for name, _, _ in plan.targets for one in catalog.names_of(name)}
         taken |= names.taken
         holding = [name for name, text in names.texts.items() if text not in ("{}", "[]")]
-        found = [*catalog, *holding, *map(catalog.new_name, catalog.source.unsupported)]
+        found = [*catalog, *holding, *names.opaque, *map(catalog.new_name, catalog.source.unsupported)]
         plan.unexpected = [name for name in found if name not in taken and options.wants(name)]
     refusals = {catalog.new_name(name): error for name, error in catalog.source.unsupported.items()}
     for name in filter(refusals.__contains__, plan.missing):
@@ -723,7 +723,7 @@ def _selects_nothing(options: LoadOptions) -> str:
 
 def _check_names(plan: LoadPlan, catalog: Catalog) -> None:
     """Raise an error that lists all missing and unexpected names, as torch does."""
-    values = {*map(catalog.new_name, catalog.source.texts)}
+    values = {*map(catalog.new_name, catalog.source.others)}
     if not plan.missing and all(name in values for name in plan.unexpected):
         return
     lists = [

@@ -21,6 +21,7 @@ from statexchange.state.optimizers import (
     named_parameters,
     optimizer_tree,
     parameters_of,
+    state_of_optimizer,
 )
 from statexchange.state.state_dict import ParameterName, modules_of, parameter_names
 from statexchange.state.tree import children, contains, walk
@@ -160,11 +161,20 @@ class _NamesTree:
         has_entries = children(value) is not None or (is_leaf(value) and not is_tensor(value))
         return self._wants(name) or (has_entries and self._source.options.may_want(name))
 
-    def _module(self, module: Any, prefix: str) -> dict[str, SavedTensor]:
+    def _module(self, module: Any, prefix: str) -> dict[str, Any]:
         live, rest = live_items(module)
-        names = [*live, *(name for name, value in rest.items() if is_tensor(value))]
         has = self._source.has
-        return {name: SavedTensor(prefix + name) for name in names if self._wants(prefix + name) and has(prefix + name)}
+        tree: dict[str, Any] = {
+            name: SavedTensor(prefix + name) for name in live if self._wants(prefix + name) and has(prefix + name)
+        }
+        for name, value in rest.items():  # extra state, which may be passed over if it is not understood
+            if self._wants(prefix + name) and prefix + name not in self._source.opaque:
+                outer, self._in_unit = self._in_unit, True
+                item = self.entry(value, prefix + name)
+                self._in_unit = outer
+                if item is not _ABSENT:
+                    tree[name] = item
+        return tree
 
     def _mapping(self, live: Any, prefix: str) -> dict[Any, Any]:
         """Return the entries of a live mapping, namedtuple or dataclass, each by its own name."""
@@ -249,7 +259,10 @@ class _NamesTree:
         if name in self._source.texts or name in self._source.opaque:
             return self._value(name)
         if is_optimizer(live):
-            return self._optimizer(live, prefix)
+            more = state_of_optimizer(live, name)["more"]
+            items = {key: self.entry(value, f"{prefix}{key}") for key, value in more.items()}
+            found = {key: item for key, item in items.items() if item is not _ABSENT}
+            return {**self._optimizer(live, prefix), **found}
         if isinstance(live, list | tuple):
             return self._list(live, name, prefix)
         if isinstance(live, Mapping):

@@ -184,9 +184,11 @@ def test_patterns_select_entries_of_plain_mappings(write: Writer, tmp_path: Path
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_values_that_the_state_lacks_are_listed(write: Writer, tmp_path: Path) -> None:
-    path = write({"w": torch.ones(1), "step": 3, "config": {"a": 1}}, tmp_path)
-    assert sx.load_checkpoint({"w": torch.zeros(1)}, path).unexpected == ("step", "config.a")
-    with pytest.raises(FileNotFoundError, match=r"1 missing in the source: x; 2 not in the state: step, config\.a"):
+    path = write({"w": torch.ones(1), "step": 3, "config": {"a": 1}, "seen": {1, 2}}, tmp_path)
+    assert sx.load_checkpoint({"w": torch.zeros(1)}, path).unexpected == ("step", "config.a", "seen")
+    with pytest.raises(
+        FileNotFoundError, match=r"1 missing in the source: x; 3 not in the state: step, config\.a, seen"
+    ):
         sx.load_checkpoint({"w": torch.zeros(1), "x": torch.zeros(1)}, path)
     assert sx.load_checkpoint({"w": torch.zeros(1)}, path, include="w").unexpected == ()
 
@@ -492,3 +494,57 @@ def test_keys_whose_type_is_not_known_are_refused(write: Writer, tmp_path: Path)
             sx.load_checkpoint({"w": torch.zeros(1), **live}, path)
     sx.load_checkpoint({"w": torch.zeros(1), "o": other}, path)
     assert other.state[None] == {"x": 1}  # type: ignore[index]
+
+
+@pytest.mark.parametrize("names", [("epoch_1.pt", "epoch_2.pt"), ("rank0.pt", "rank1.pt")])
+def test_files_of_a_directory_that_differ_are_refused(names: tuple[str, str], tmp_path: Path) -> None:
+    for number, name in enumerate(names):
+        torch.save({"w": torch.full((3,), number), "same": torch.ones(2), "step": number, "n": 3}, tmp_path / name)
+    problem = f"{names[0]} and {names[1]} have different values.*give one of the files.*exclude='w'"
+    with pytest.raises(sx.errors.ReplicaError, match=problem):
+        sx.load_checkpoint({"w": torch.zeros(3, dtype=torch.int64)}, tmp_path)
+    with pytest.raises(sx.errors.UnsupportedError, match=r"int 0 in one file, int 1 in another.*'step'"):
+        sx.load_checkpoint({"step": 5}, tmp_path, include="step")
+    live: dict[str, Any] = {"w": torch.ones(3, dtype=torch.int64), "same": torch.zeros(2), "n": 0}
+    sx.load_checkpoint(live, tmp_path, replicas="root")
+    assert (live["w"].tolist(), live["same"].tolist(), live["n"]) == ([0, 0, 0], [1, 1], 3)
+    live["same"].zero_()
+    sx.load_checkpoint(live, tmp_path, exclude="w")
+    assert live["same"].tolist() == [1, 1]
+
+
+class WithExtraState(nn.Linear):
+    """A module with a mapping as extra state."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(2, 1)
+        self.extra = {"n": value, "tensor": torch.full((2,), float(value))}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class WithVersion(torch.optim.SGD):
+    """An optimizer with one more entry in its state dict."""
+
+    version = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "version": self.version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
+        self.version = state["version"]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_further_entries_of_modules_and_optimizers_come_back(write: Writer, tmp_path: Path) -> None:
+    one, other = WithExtraState(5), WithExtraState(0)
+    optimizer, fresh = (WithVersion(module.parameters(), lr=0.5) for module in (one, other))
+    optimizer.version = 7
+    path = write({"m": one.state_dict(), "o": optimizer.state_dict()}, tmp_path)
+    report = sx.load_checkpoint({"m": other, "o": fresh}, path)
+    assert (report.missing, report.unexpected, fresh.version, str(other.extra)) == ((), (), 7, str(one.extra))
