@@ -29,11 +29,20 @@ FORMULAS: list[tuple[Algorithm, int]] = [
 ]
 
 
+SEGMENT_BYTES = 1448  # of data in a full TCP segment; one header is counted for many that are sent together
+
+
 def sent_bytes() -> int:
-    """Return the number of bytes that this host has sent over the cable so far."""
+    """Return the number of bytes that this host has sent over the cable so far, without what TCP sent again.
+
+    TCP sends again what a busy machine confirms late.
+    """
     with open("/proc/self/net/dev") as file:
         line = next(line for line in file if line.strip().startswith(f"{CABLE}:"))
-    return int(line.partition(":")[2].split()[8])
+    with open("/proc/self/net/snmp") as file:
+        names, numbers = (line.split() for line in file if line.startswith("Tcp:"))
+    sent_again = int(dict(zip(names, numbers, strict=True))["RetransSegs"])
+    return int(line.partition(":")[2].split()[8]) - sent_again * SEGMENT_BYTES
 
 
 def bytes_of_a_step() -> list[int]:
