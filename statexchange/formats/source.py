@@ -7,17 +7,17 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, overload
 
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
     InvalidArgumentError,
-    ReplicaError,
     StateExchangeError,
     UnsupportedError,
     excerpt,
 )
+from statexchange.sharding.copies import replica_error
 from statexchange.sharding.plan import HolderLabel, RankShards, prove_cover
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, is_inside
 from statexchange.storage.budget import Budget
@@ -54,6 +54,7 @@ __all__ = [
 ]
 
 _MAX_LISTED, _MAX_NAME = 8, 100
+_OPEN_ONE = "open one of the files"  # advice
 _AHEAD_BYTES = 64 << 20  # of all files of a source that is read ahead
 _MAX_SHOWN = 1000  # tensors in the table of a checkpoint
 TORCHAO_NAMES = "tensor_names"  # torchao's key of the metadata with a list of all weights (formats/packed.py)
@@ -425,6 +426,14 @@ class Source:
         self.close()
 
 
+class _Copy(NamedTuple):
+    """A further copy of a box, which has no digest or whose first copy has none."""
+
+    box: Box
+    stored: ByteRange
+    holder: HolderLabel
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of a checkpoint on disk. Its bytes are read on demand.
@@ -438,6 +447,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     _boxes: Mapping[Box, tuple[ByteRange, HolderLabel]]  # each stored box with its byte range and its file
     _conflicts: Mapping[str, StateExchangeError]  # by the names of tensors that cannot be read
+    _copies: dict[str, list[_Copy]]  # by the names of tensors whose copies have not been compared yet
     _source: Source
 
     @property
@@ -503,6 +513,7 @@ class StoredTensor:
         if self.name in self._conflicts:
             raise self._conflicts[self.name]
         self._check_cover()
+        self._check_copies()
         data = bytearray(target.numel * ITEMSIZE[self.dtype])
         found: NDArray[Any] | TorchTensor
         for stored_box, (stored, _) in self._boxes.items():
@@ -522,6 +533,16 @@ class StoredTensor:
         else:
             found = from_bytes(data, self.dtype, target.shape, as_numpy=framework == "np")
         return found
+
+    def _check_copies(self) -> None:
+        """Read copies without digests once, and raise ReplicaError if they differ."""
+        for copy in self._copies.get(self.name, ()):
+            first, holder = self._boxes[copy.box]
+            shard = Shard(self.name, self.dtype, self.shape, (copy.box,))
+            one, other = (SourceTensor(shard, (stored,)).digest_of(0) for stored in (first, copy.stored))
+            if one != other:
+                raise replica_error(self.name, copy.box, holder, copy.holder, _OPEN_ONE, path=copy.stored.path)
+        self._copies.pop(self.name, None)
 
     def _check_cover(self) -> None:
         if self._boxes.keys() != {full_box(self.shape)}:
@@ -560,29 +581,36 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         self._tensors: dict[str, StoredTensor] = {}
         conflicts: dict[str, StateExchangeError] = {}
         boxes: dict[str, dict[Box, tuple[ByteRange, HolderLabel]]] = {}
+        copies: dict[str, list[_Copy]] = {}
         for shard_file, tensor in source.shards():
             shard = tensor.shard
             stored = self._tensors.get(shard.name)
             if stored is None:
                 boxes[shard.name] = {}
-                stored = StoredTensor(shard.name, shard.dtype, shard.global_shape, boxes[shard.name], conflicts, source)
+                found = boxes[shard.name]
+                stored = StoredTensor(shard.name, shard.dtype, shard.global_shape, found, conflicts, copies, source)
                 self._tensors[shard.name] = stored
             elif (stored.dtype, stored.shape) != (shard.dtype, shard.global_shape):
                 raise CorruptError("two files disagree on dtype or shape", name=shard.name, path=shard_file.path)
             elif source.kind == "huggingface" and boxes[shard.name].keys() & set(shard.boxes):
                 raise CorruptError("two files have a tensor of this name", name=shard.name, path=shard_file.path)
             for box, byte_range in zip(shard.boxes, tensor.byte_ranges, strict=True):
-                first, _ = boxes[shard.name].setdefault(box, (byte_range, source.label_of(shard_file)))
-                if None not in (first.digest, byte_range.digest) and first.digest != byte_range.digest:
-                    text = f"two ranks hold different values for region {box}: open one rank's file"
-                    conflicts[shard.name] = ReplicaError(
-                        text, name=shard.name, rank=shard_file.rank, path=shard_file.path
-                    )
+                label = source.label_of(shard_file)
+                first, holder = boxes[shard.name].setdefault(box, (byte_range, label))
+                if first is byte_range:
+                    continue
+                if None in (first.digest, byte_range.digest):
+                    copies.setdefault(shard.name, []).append(_Copy(box, byte_range, label))
+                elif first.digest != byte_range.digest:
+                    error = replica_error(shard.name, box, holder, label, _OPEN_ONE, path=shard_file.path)
+                    conflicts[shard.name] = error
         for unreadable in source.unreadable:
             if unreadable.unsupported is not None:
                 name = unreadable.name
                 conflicts.setdefault(name, unreadable.unsupported)
-                stored = StoredTensor(name, unreadable.dtype or "?", unreadable.shape or (), {}, conflicts, source)
+                stored = StoredTensor(
+                    name, unreadable.dtype or "?", unreadable.shape or (), {}, conflicts, copies, source
+                )
                 self._tensors.setdefault(name, stored)
         source.read_ahead()
 

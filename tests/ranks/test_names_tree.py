@@ -503,6 +503,11 @@ def test_files_of_a_directory_that_differ_are_refused(names: tuple[str, str], tm
     problem = f"{names[0]} and {names[1]} have different values.*give one of the files.*exclude='w'"
     with pytest.raises(sx.errors.ReplicaError, match=problem):
         sx.load_checkpoint({"w": torch.zeros(3, dtype=torch.int64)}, tmp_path)
+    with sx.open_checkpoint(tmp_path) as checkpoint:
+        for _ in range(2):
+            with pytest.raises(sx.errors.ReplicaError, match=f"{names[0]} and {names[1]} hold different.*open one of"):
+                checkpoint["w"].read()
+            assert checkpoint["same"].read().tolist() == [1, 1]
     with pytest.raises(sx.errors.UnsupportedError, match=r"int 0 in one file, int 1 in another.*'step'"):
         sx.load_checkpoint({"step": 5}, tmp_path, include="step")
     live: dict[str, Any] = {"w": torch.ones(3, dtype=torch.int64), "same": torch.zeros(2), "n": 0}
