@@ -37,7 +37,7 @@ class Catalog:
 
     If as many ranks load as have saved, `own_rank` is this rank, and its own part comes first. Otherwise `own_rank` is
     None, and the lowest rank's part comes first. `renumbered` maps the state's names to the source's where a layout
-    renumbers tensors over all ranks.
+    renumbers tensors over all ranks. `progress` is called again and again while copies are read to be compared.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Catalog:
         options: LoadOptions,
         rank: int,
         world_size: int,
-        progress: Callable[[], None] | None = None,
+        progress: Callable[[], None],
     ) -> None:
         self._progress = progress
         self._boxes: dict[str, dict[Box, ByteRange]] = {}  # what `boxes_of` has returned
@@ -62,16 +62,22 @@ class Catalog:
         for shard_file in sorted(source.files, key=lambda file: (file.rank != self.own_rank, file.rank)):
             self._add_aliases(shard_file.aliases)
             for tensor in shard_file.tensors.values():
-                old = tensor.shard.name
-                new = self.new_name(old)
-                if old_names.setdefault(new, old) != old:
-                    text = f"rename gives one name to both {old_names[new]!r} and {old!r}"
-                    raise UnsafeError(text, name=new, path=source.path)
+                new = self._only_name(tensor.shard.name, old_names)
                 self._parts.setdefault(new, []).append(
                     _SavedPart(shard_file.rank, tensor, shard_file.path, source.label_of(shard_file))
                 )
+        for name in source.others:
+            self._only_name(name, old_names)
         if source.manifest is not None:
             self._add_aliases(source.manifest.get("aliases", {}))
+
+    def _only_name(self, old: str, old_names: dict[str, str]) -> str:
+        """Return the state's name of an entry; raise UnsafeError if another one in `old_names` has it, too."""
+        new = self.new_name(old)
+        if old_names.setdefault(new, old) != old:
+            text = f"rename gives one name to both {old_names[new]!r} and {old!r}"
+            raise UnsafeError(text, name=new, path=self.source.path)
+        return new
 
     def _add_aliases(self, aliases: Mapping[str, str]) -> None:
         for alias, name in aliases.items():
@@ -149,24 +155,26 @@ class Catalog:
         """
         if name in self._boxes:
             return self._boxes[name]
-        boxes: dict[Box, tuple[_SavedPart, int]] = {}  # the first part with each box, and its number there
+        boxes: dict[Box, ByteRange] = {}
+        firsts: dict[Box, tuple[_SavedPart, int]] = {}  # the first part with each box, and its number there
+        digests: dict[Box, str] = {}  # of the first copies that others were compared with
         for part in self._parts_to_read(name):
             for number, box in enumerate(part.tensor.shard.boxes):
                 if not box.numel:
                     continue
-                first, index = boxes.setdefault(box, (part, number))
-                if (
-                    (first is part and index == number)
-                    or first.rank == self.own_rank
-                    or self.options.replicas == "root"
-                ):
+                if box not in firsts:
+                    firsts[box], boxes[box] = (part, number), part.tensor.byte_ranges[number]
                     continue
-                digests = [one.tensor.digest_of(at, self._progress) for one, at in ((first, index), (part, number))]
-                if digests[0] != digests[1]:
+                first, index = firsts[box]
+                if first.rank == self.own_rank or self.options.replicas == "root":
+                    continue
+                if box not in digests:
+                    digests[box] = first.tensor.digest_of(index, self._progress)
+                if part.tensor.digest_of(number, self._progress) != digests[box]:
                     text = _differing(f"different values for region {box}", name, first.label, part.label)
                     raise ReplicaError(text, name=name, rank=part.rank, path=part.path)
-        found = {box: part.tensor.byte_ranges[index] for box, (part, index) in boxes.items()}
-        return self._boxes.setdefault(name, found)
+        self._boxes[name] = boxes
+        return boxes
 
     def holders_of(self, name: str) -> dict[Box, list[HolderLabel]]:
         """Return what messages call the holders of each box that is not empty."""

@@ -23,7 +23,6 @@ from statexchange.errors import (
     InvalidArgumentError,
     NotFoundError,
     ReplacedError,
-    UnsafeError,
 )
 from statexchange.exchange.catalog import Catalog, LivePlaces, paths_of, with_new_names, without_unwanted
 from statexchange.exchange.converting import ChosenConversion, convert_for_load
@@ -644,12 +643,7 @@ def _stays(options: LoadOptions, left_out: Container[str], path: str, value: Any
 def _source_names(catalog: Catalog) -> SourceNames:
     """Return what the source has, by the state's names."""
     source = catalog.source
-    raw: dict[str, str] = {}
-    for name in source.others:
-        new = catalog.new_name(name)
-        if raw.setdefault(new, name) != name or (new != name and new in catalog):
-            other = raw[new] if raw[new] != name else new
-            raise UnsafeError(f"rename gives one name to both {other!r} and {name!r}", name=new, path=source.path)
+    raw = {catalog.new_name(name): name for name in source.others}
     return SourceNames(
         catalog.has,
         catalog.options,

@@ -96,11 +96,11 @@ class SourceTensor:
 
     def digest_of(self, index: int, progress: Callable[[], None] | None = None) -> str:
         """Return the known digest of a box, or else read its bytes, compute it, and call `progress` again and again."""
-        from statexchange.storage import regions  # imports numpy, which reading headers does not need
-
         stored, box = self.byte_ranges[index], self.shard.boxes[index]
         if stored.digest is not None:
             return stored.digest
+        from statexchange.storage import regions  # imports numpy, which reading headers does not need
+
         digest = regions.BoxDigest(stored, box, self.shard.dtype, always=True)
         for window, data in regions.blocks(stored, box.shape, self.shard.dtype):
             digest.update(regions.to_global(window, box), data)
@@ -536,12 +536,17 @@ class StoredTensor:
 
     def _check_copies(self) -> None:
         """Read copies without digests once, and raise ReplicaError if they differ."""
-        for copy in self._copies.get(self.name, ()):
-            first, holder = self._boxes[copy.box]
-            shard = Shard(self.name, self.dtype, self.shape, (copy.box,))
-            one, other = (SourceTensor(shard, (stored,)).digest_of(0) for stored in (first, copy.stored))
-            if one != other:
-                raise replica_error(self.name, copy.box, holder, copy.holder, _OPEN_ONE, path=copy.stored.path)
+        digests: dict[Box, str] = {}  # of the first copies
+
+        def digest_of(box: Box, stored: ByteRange) -> str:
+            return SourceTensor(Shard(self.name, self.dtype, self.shape, (box,)), (stored,)).digest_of(0)
+
+        for box, stored, holder in self._copies.get(self.name, ()):
+            first, first_holder = self._boxes[box]
+            if box not in digests:
+                digests[box] = digest_of(box, first)
+            if digest_of(box, stored) != digests[box]:
+                raise replica_error(self.name, box, first_holder, holder, _OPEN_ONE, path=stored.path)
         self._copies.pop(self.name, None)
 
     def _check_cover(self) -> None:

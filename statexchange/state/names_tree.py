@@ -169,9 +169,7 @@ class _NamesTree:
         }
         for name, value in rest.items():  # extra state, which may be passed over if it is not understood
             if self._wants(prefix + name) and prefix + name not in self._source.opaque:
-                outer, self._in_unit = self._in_unit, True
-                item = self.entry(value, prefix + name)
-                self._in_unit = outer
+                item = self._whole(self.entry, value, prefix + name)
                 if item is not _ABSENT:
                     tree[name] = item
         return tree
@@ -239,15 +237,20 @@ class _NamesTree:
         names = [entry.name for entry in self._entries(prefix).values()] if selects else []
         if selects and name and not options.may_want(name):
             return self._left_out(name, names)
-        outer, self._in_unit = self._in_unit, True
-        tree = self._of_unit(live, name, prefix)
-        self._in_unit = outer
+        tree = self._whole(self._of_unit, live, name, prefix)
         if selects and tree is not _ABSENT:
             paths = {path for one in names for path in _outer(one, name)}
             paths.update(step.path for step in walk(tree, path=name))
             if not options.wants_object([*paths]):
                 return self._left_out(name, names)
             self._source.taken.update(names)
+        return tree
+
+    def _whole(self, build: Callable[..., Any], *args: Any) -> Any:
+        """Return what `build` returns if all that is inside is to be loaded."""
+        outer, self._in_unit = self._in_unit, True
+        tree = build(*args)
+        self._in_unit = outer
         return tree
 
     def _left_out(self, path: str, names: Iterable[str] = ()) -> Any:
@@ -259,10 +262,8 @@ class _NamesTree:
         if name in self._source.texts or name in self._source.opaque:
             return self._value(name)
         if is_optimizer(live):
-            more = state_of_optimizer(live, name)["more"]
-            items = {key: self.entry(value, f"{prefix}{key}") for key, value in more.items()}
-            found = {key: item for key, item in items.items() if item is not _ABSENT}
-            return {**self._optimizer(live, prefix), **found}
+            more = self._mapping(state_of_optimizer(live, name)["more"], prefix)
+            return {**self._optimizer(live, prefix), **more}
         if isinstance(live, list | tuple):
             return self._list(live, name, prefix)
         if isinstance(live, Mapping):
@@ -546,6 +547,8 @@ class _NamesTree:
         """Return labels of `parameters` by the numbers in a source that names them; None if it does not, or others."""
         flat_numbers = [number for of_group in numbers for number in of_group]
         flat_names = [name for of_group in names for name in of_group]
+        if not flat_names:
+            return None
         labels = {id(parameter): label for label, parameter in parameters.items()}
         of_modules = {
             self._parameters[key].in_module: label for key, label in labels.items() if key in self._parameters

@@ -487,18 +487,19 @@ def test_two_names_that_become_one_are_refused(write: Writer, tmp_path: Path) ->
 def test_keys_whose_type_is_not_known_are_refused(write: Writer, tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     one, other = trained(model), trained(model)
+    # torch takes any key for state of the optimizer itself; its type hints allow tensors alone.
     one.state[None], other.state[None] = {"x": 1}, {"x": 0}  # type: ignore[index]
     path = write({"w": torch.ones(1), "d": {2: 3}, "e": {float("inf"): 5}, "o": one.state_dict()}, tmp_path)
     for live in ({"d": {2: 5, "2": 0}}, {"e": {}}, {"o": trained(model)}):
         with pytest.raises(sx.errors.InvalidArgumentError, match=r"look alike|no container of the same keys|not known"):
             sx.load_checkpoint({"w": torch.zeros(1), **live}, path)
     sx.load_checkpoint({"w": torch.zeros(1), "o": other}, path)
-    assert other.state[None] == {"x": 1}  # type: ignore[index]
+    assert other.state[None] == {"x": 1}  # type: ignore[index]  # as above
 
 
 @pytest.mark.parametrize("names", [("epoch_1.pt", "epoch_2.pt"), ("rank0.pt", "rank1.pt")])
 def test_files_of_a_directory_that_differ_are_refused(names: tuple[str, str], tmp_path: Path) -> None:
-    for number, name in enumerate(names):
+    for number, name in enumerate(names):  # in torch's format, which is under test
         torch.save({"w": torch.full((3,), number), "same": torch.ones(2), "step": number, "n": 3}, tmp_path / name)
     problem = f"{names[0]} and {names[1]} have different values.*give one of the files.*exclude='w'"
     with pytest.raises(sx.errors.ReplicaError, match=problem):
