@@ -554,3 +554,10 @@ def test_further_entries_of_modules_and_optimizers_come_back(write: Writer, tmp_
     path = write({"m": one.state_dict(), "o": optimizer.state_dict()}, tmp_path)
     report = sx.load_checkpoint({"m": other, "o": fresh}, path)
     assert (report.missing, report.unexpected, fresh.version, str(other.extra)) == ((), (), 7, str(one.extra))
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_tensor_that_gets_the_name_of_a_value_is_refused(write: Writer, tmp_path: Path) -> None:
+    path = write({"w": torch.ones(1), "s": 2}, tmp_path)
+    with pytest.raises(sx.errors.UnsafeError, match="one name to both 'w' and 's'"):
+        sx.load_checkpoint({"s": torch.zeros(1)}, path, rename=[("^w$", "s")])
