@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from test_state_matrix import CALLS, KINDS, outcome, table
 from torch import nn
@@ -319,21 +320,23 @@ def test_models_on_a_gpu_train_together(backend: str, world_size: int) -> None:
     assert found == [DEVICE] * world_size
 
 
-def scales_and_draws(folder: str) -> None:
+def scales_and_draws(folder: str, form: str) -> None:
     """Check that a GradScaler, a capturable optimizer and CUDA's generator continue as if nothing had stopped."""
     sx.init()
 
     def job(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         model = nn.Linear(8, 8, device=DEVICE)
-        return {
+        state: dict[str, Any] = {
             "model": model,
             "optimizer": torch.optim.Adam(model.parameters(), capturable=True, lr=torch.tensor(0.1, device=DEVICE)),
             "scaler": torch.amp.GradScaler("cuda", init_scale=2.0**seed, growth_interval=1),
-            "random": sx.integrations.RandomState(),
         }
+        return state | {"random": sx.integrations.RandomState()} if form == "own" else state
 
     def step(state: dict[str, Any]) -> torch.Tensor:
+        if "random" not in state:
+            torch.manual_seed(1)
         with torch.autocast("cuda", torch.float16):
             loss = state["model"](torch.rand(4, 8, device=DEVICE)).square().mean()
         state["scaler"].scale(loss).backward()
@@ -345,7 +348,13 @@ def scales_and_draws(folder: str) -> None:
     one, other = job(3), job(7)
     step(one)
     step(other)
-    sx.save_checkpoint(one, folder)
+    states = {name: value.state_dict() for name, value in one.items()}
+    if form == "own":
+        sx.save_checkpoint(one, folder)
+    elif form == "pt":
+        torch.save(states, folder)  # the format under test
+    else:
+        dcp.save(states, checkpoint_id=folder, no_dist=True)
     expected = step(one)
     sx.load_checkpoint(other, folder)
     assert torch.equal(step(other), expected)
@@ -358,8 +367,9 @@ def scales_and_draws(folder: str) -> None:
         assert optimizer.param_groups[0]["lr"].device == torch.device(DEVICE)
 
 
-def test_scalers_generators_and_capturable_optimizers_continue(tmp_path: Path) -> None:
-    run_ranks(scales_and_draws, 1, backend="processes", args=(str(tmp_path / "saved"),), timeout_s=120)
+@pytest.mark.parametrize("form", ["own", "pt", "dcp"])
+def test_scalers_generators_and_capturable_optimizers_continue(form: str, tmp_path: Path) -> None:
+    run_ranks(scales_and_draws, 1, backend="processes", args=(str(tmp_path / "saved"), form), timeout_s=120)
 
 
 def saves_on_a_stream(folder: str) -> None:
