@@ -54,7 +54,8 @@ from statexchange.state.load_plan import (
     with_other_entries,
 )
 from statexchange.state.modules import is_module, module_items
-from statexchange.state.names_tree import SourceNames, tree_from_names
+from statexchange.state.names_tree import tree_from_names
+from statexchange.state.source_names import SourceNames
 from statexchange.state.tree import flatten, walk
 from statexchange.storage.stored_values import decode_stored
 from statexchange.storage.tensorfile import digest
@@ -424,7 +425,7 @@ class _Load:
         ours: dict[str, str] = {}
         with self._comm.phase("naming its tensors"):
             if objects is not None and any(rule.renumber for rule in layout.rules.values()):
-                tree = tree_from_names(state, SourceNames(lambda _: True), objects)
+                tree = tree_from_names(state, SourceNames(lambda _: True), objects).tree
                 live = [leaf.name for _, leaf in flatten(tree) if isinstance(leaf, SavedTensor)]
                 for name in live:
                     rule = layout.rule_for(name)
@@ -609,10 +610,10 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None, objects: O
     options = catalog.options
     if tree is None:
         names = _source_names(catalog)
-        saved, tree_of_one_rank = tree_from_names(state, names, objects), NO_TREE
+        named = tree_from_names(state, names, objects)
+        saved, tree_of_one_rank, left_out, lacking = named.tree, NO_TREE, named.left_out, named.lacking
     else:
-        saved, tree_of_one_rank = tree.tree, tree.of_one_rank
-    left_out, lacking = (names.left_out, names.lacking) if tree is None else (tree.left_out, frozenset())
+        saved, tree_of_one_rank, left_out, lacking = tree.tree, tree.of_one_rank, tree.left_out, frozenset()
     selects = options.include or options.exclude
     stays = partial(_stays, options, left_out | lacking) if selects or lacking else None
     allocate = partial(tensor_to_fill, catalog)
@@ -625,7 +626,7 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None, objects: O
         plan.missing = [path for path in plan.missing if path not in left_out and places.may_want(path, options)]
     if tree is None:
         taken = {catalog.stored(one) for name, _, _ in plan.targets for one in catalog.names_of(name)}
-        taken |= names.taken
+        taken |= named.taken
         holding = [name for name, text in names.texts.items() if text not in ("{}", "[]")]
         found = [*catalog, *holding, *names.opaque, *map(catalog.new_name, catalog.source.unsupported)]
         plan.unexpected = [name for name in found if name not in taken and options.wants(name)]

@@ -1,0 +1,251 @@
+"""The state of an optimizer from the names of a source: by its parameters' names, or by their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from statexchange import values
+from statexchange.errors import InvalidArgumentError
+from statexchange.state.optimizers import (
+    hyperparameters,
+    labelled_parameters,
+    named_parameters,
+    optimizer_tree,
+    parameters_of,
+)
+from statexchange.state.source_names import Entries, SourceNames, by_first, by_number, is_text
+from statexchange.state.state_dict import ParameterName
+from statexchange.tensors import is_torch
+
+__all__ = ["OptimizerNames"]
+
+# States of an optimizer that have the shape of their parameter.
+_OF_PARAMETERS_SHAPE = {
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf", "square_avg", "grad_avg", "acc_delta"),
+    *("sum", "prev", "step_size", "ax"),
+}
+_OF_FACTORED_SHAPE = {"row_var", "col_var"}  # Adafactor: 1 in the dim over which it is a mean
+
+
+class OptimizerNames:
+    """Builds optimizers' trees; `parameters` has each parameter's names, in the state and in its module, by its id."""
+
+    def __init__(self, source: SourceNames, entries: Entries, parameters: Mapping[int, ParameterName]) -> None:
+        self._source = source
+        self._entries = entries
+        self._parameters = parameters
+
+    def tree(self, optimizer: Any, prefix: str) -> Any:
+        """Return an optimizer's tree with the parameters that the source has."""
+        names = {key: name.in_state for key, name in self._parameters.items()}
+        states, groups = self._entries.below(f"{prefix}state."), self._entries.below(f"{prefix}param_groups.")
+        known = {  # by the names in their modules
+            self._parameters[id(parameter)].in_module: parameter
+            for parameter in parameters_of(optimizer)
+            if id(parameter) in self._parameters
+        }
+        if self._is_numbered(states, groups, known):
+            return self._numbered(optimizer, prefix, states, groups, named_parameters(optimizer, names))
+        in_state_names = {in_module: names[id(parameter)] for in_module, parameter in known.items()}
+        state = {
+            in_state_names[owner]: self._entries.container(
+                entries, optimizer.state.get(known[owner], {}), f"{prefix}state.{owner}"
+            )
+            for owner, entries in _by_owner(states, known).items()
+        }
+        own_groups = {
+            names[id(parameter)]: hyperparameters(group)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in names
+        }
+        own_empty = [hyperparameters(group) for group in optimizer.param_groups if not group["params"]]
+        settings, empty = self._groups(prefix, groups, in_state_names, own_groups, own_empty)
+        for group in optimizer_tree(optimizer, names, prefix[:-1])["param_groups"]:
+            for in_state in group["params"]:
+                if in_state in state:
+                    settings.setdefault(in_state, group)
+        names_by_group: dict[int, list[str]] = {}
+        for name, group in settings.items():
+            names_by_group.setdefault(id(group), []).append(name)
+        joined = [{**settings[of_group[0]], "params": of_group} for of_group in names_by_group.values()]
+        joined += [{**group, "params": []} for group in empty]
+        return {"state": state, "param_groups": joined}
+
+    def _is_numbered(self, states: Mapping[str, str], groups: Mapping[str, str], known: Collection[str]) -> bool:
+        """Whether the source has parameters by number: as its groups list them, or if no name is a known one's."""
+        for name, entry in groups.items():
+            if _is_listing(name) and entry in self._source.texts:
+                for parameter in values.decode(self._source.texts[entry]):
+                    return not isinstance(parameter, str)
+        return not _by_owner(states, known) and any(name.partition(".")[0].isdecimal() for name in states)
+
+    def _groups(
+        self,
+        prefix: str,
+        groups: Mapping[str, str],
+        in_state_names: Mapping[str, str],
+        own_groups: Mapping[str, Mapping[str, Any]],
+        own_empty: Sequence[Mapping[str, Any]],
+    ) -> tuple[dict[str, dict[str, Any]], list[Mapping[str, Any]]]:
+        """Return the hyperparameters of each parameter in the source, by its name in the state, and of empty groups.
+
+        A torch checkpoint has them by the number of a group, which lists its ``params``, or flattened by parameter; it
+        then has no empty groups, and the state's stay as they are.
+        """
+        if not any(map(_is_listing, groups)):
+            return {
+                in_state_names[owner]: self._entries.container(
+                    group, own_groups[in_state_names[owner]], f"{prefix}param_groups.{owner}"
+                )
+                for owner, group in _by_owner(groups, in_state_names).items()
+            }, [*own_empty]
+        found: dict[str, dict[str, Any]] = {}
+        empty: list[Mapping[str, Any]] = []
+        for number, group in by_number(groups).items():
+            params = self._entries.value(group.pop("params")) if "params" in group else []
+            listed = [self._in_module(f"{prefix}param_groups.{number}.params", prefix, name) for name in params]
+            of_state = [in_state_names[name] for name in listed if name in in_state_names]
+            if of_state:
+                settings = self._entries.container(group, own_groups[of_state[0]], f"{prefix}param_groups.{number}")
+                found |= dict.fromkeys(of_state, settings)
+            elif not params and len(empty) < len(own_empty):
+                empty.append(self._entries.container(group, own_empty[len(empty)], f"{prefix}param_groups.{number}"))
+        return found, empty
+
+    def _in_module(self, listing: str, prefix: str, name: str) -> str:
+        """Return the name in the state's module of a parameter that a group of the source lists."""
+        raw = self._source.raw.get(listing, listing)
+        example = f"{raw[: raw.rindex('param_groups.')]}state.{name}.step"
+        new = self._source.renamed(example)
+        return name if new == example else new.removeprefix(f"{prefix}state.").removesuffix(".step")
+
+    def _numbered(
+        self,
+        optimizer: Any,
+        prefix: str,
+        states: Mapping[str, str],
+        groups: Mapping[str, str],
+        parameters: Mapping[str, Any],
+    ) -> Any:
+        """Return an optimizer's tree where the source numbers parameters.
+
+        The parameters are those of these numbers in the order of the live param groups, or those of the names that the
+        source's groups have for the numbers, if these are the live ones.
+        """
+        numbered_groups = sorted(by_number(groups).items(), key=lambda item: int(item[0]))
+        params = [self._entries.value(group.pop("params")) if "params" in group else [] for _, group in numbered_groups]
+        numbers = [list(map(str, of_group)) for of_group in params]
+        names = [self._entries.value(group["param_names"]) for _, group in numbered_groups if "param_names" in group]
+        labels = self._labels_by_name(optimizer, numbers, names, parameters)
+        if labels is None:
+            sizes, own_sizes = [[len(of_group) for of_group in one] for one in (numbers, _params_of(optimizer))]
+            if sizes != own_sizes:
+                text = (
+                    f"the source has this optimizer's parameters by number, in param groups of {sizes}, and the "
+                    f"state's groups have {own_sizes}: make the groups of the job that saved it, or leave the "
+                    "optimizer out"
+                )
+                raise InvalidArgumentError(text, name=prefix.removesuffix("."))
+            labels = dict(zip([number for of_group in numbers for number in of_group], parameters, strict=True))
+        own_groups = [hyperparameters(group) for group in optimizer.param_groups]
+        own_by_parameter = {
+            id(parameter): own
+            for own, of_group in zip(own_groups, _params_of(optimizer), strict=True)
+            for parameter in of_group
+        }
+        named = []
+        for position, (number, group) in enumerate(numbered_groups):
+            of_group = [labels[one] for one in numbers[position]]
+            own_group = own_groups[position] if position < len(own_groups) else {}
+            if of_group:
+                own_group = own_by_parameter[id(parameters[of_group[0]])]
+            settings = self._entries.container(group, own_group, f"{prefix}param_groups.{number}") if group else {}
+            named.append({**settings, "params": of_group})
+        for rest, entry in states.items():
+            number, _, key = rest.partition(".")
+            if number in labels:
+                self._check_numbered(entry, key, labels[number], parameters)
+        state: dict[Any, Any] = {}
+        for number, entries in by_first(states).items():
+            if number in labels:
+                own = optimizer.state.get(parameters[labels[number]], {})
+                state[labels[number]] = self._entries.item(entries, own, f"{prefix}state.{number}")
+            else:  # of the optimizer, not of a parameter
+                shared = self._shared_key(optimizer, number, f"{prefix}state.{number}")
+                state[shared] = self._entries.item(entries, optimizer.state.get(shared, {}), f"{prefix}state.{number}")
+        return {"state": state, "param_groups": named}
+
+    def _labels_by_name(
+        self,
+        optimizer: Any,
+        numbers: Sequence[Sequence[str]],
+        names: Sequence[Sequence[str]],
+        parameters: Mapping[str, Any],
+    ) -> dict[str, str] | None:
+        """Return labels of `parameters` by the numbers in a source that names them; None if it does not, or others."""
+        flat_numbers = [number for of_group in numbers for number in of_group]
+        flat_names = [name for of_group in names for name in of_group]
+        if not flat_names:
+            return None
+        labels = {id(parameter): label for label, parameter in parameters.items()}
+        of_modules = {
+            self._parameters[key].in_module: label for key, label in labels.items() if key in self._parameters
+        }
+        of_groups = {name: labels[id(parameter)] for name, parameter in labelled_parameters(optimizer).items()}
+        for known in (of_groups, of_modules):
+            if len(flat_names) == len(flat_numbers) == len(known) and known.keys() == {*flat_names}:
+                return {number: known[name] for number, name in zip(flat_numbers, flat_names, strict=True)}
+        return None
+
+    def _shared_key(self, optimizer: Any, text: str, name: str) -> Any:
+        """Return the key of state that is no parameter's, by its text."""
+        own = [key for key in optimizer.state if not is_torch(key) and str(key) == text]
+        if len(own) == 1:
+            return own[0]
+        if own or not is_text(text):
+            raise InvalidArgumentError(
+                "whether the key of this state was a text or something else is not known: give the state of the "
+                "optimizer this key, or leave the optimizer out",
+                name=name,
+            )
+        return text
+
+    def _check_numbered(self, name: str, key: str, label: str, parameters: Mapping[str, Any]) -> None:
+        """Raise InvalidArgumentError if a tensor does not fit the parameter of its number, as the order differs."""
+        if key not in _OF_PARAMETERS_SHAPE | _OF_FACTORED_SHAPE or name not in self._source.tensors:
+            return
+        found = self._source.shape_of(name)
+        expected = tuple(parameters[label].shape)
+        if key in _OF_FACTORED_SHAPE and found is not None and len(found) == len(expected):
+            expected = tuple(1 if one == 1 else size for one, size in zip(found, expected, strict=True))
+        if found not in (None, expected):
+            text = (
+                f"the source has this optimizer's parameters by number, and this one does not fit {label!r}: give the "
+                "optimizer the parameters in the order of the job that saved it, or leave it out of the state"
+            )
+            raise InvalidArgumentError(text, name=name, expected=expected, found=found)
+
+
+def _is_listing(name: str) -> bool:
+    """Whether a name after ``param_groups.`` is that of a numbered group's parameters."""
+    number, _, key = name.partition(".")
+    return number.isdecimal() and key == "params"
+
+
+def _by_owner(entries: Mapping[str, str], owners: Collection[str]) -> dict[str, dict[str, str]]:
+    """Group entries by the owner whose name begins theirs, the longest of several."""
+    found: dict[str, dict[str, str]] = {}
+    for name, entry in entries.items():
+        owner = name.rpartition(".")[0]
+        while owner and owner not in owners:
+            owner = owner.rpartition(".")[0]
+        if owner:
+            found.setdefault(owner, {})[name[len(owner) + 1 :]] = entry
+    return found
+
+
+def _params_of(optimizer: Any) -> list[list[Any]]:
+    """Return the parameters of each group."""
+    return [list(group["params"]) for group in optimizer.param_groups]
