@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 from statexchange.errors import CorruptError, ReplicaError, UnsafeError
 from statexchange.exchange.placing import parameter_names
@@ -13,14 +12,9 @@ from statexchange.sharding.options import LoadOptions, renamed
 from statexchange.sharding.plan import HolderLabel, holders_text
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box, Shard, full_box
-from statexchange.state.load_plan import Conflicts, is_state_of_optimizer
-from statexchange.state.modules import is_module
-from statexchange.state.tree import WalkStep, walk
 from statexchange.storage.byte_range import ByteRange
 
-__all__ = ["Catalog", "LivePlaces", "paths_of", "with_new_names", "without_unwanted"]
-
-_MOST_NAMES = 3  # that a message lists
+__all__ = ["Catalog", "differing_text"]
 
 
 class _SavedPart(NamedTuple):
@@ -137,7 +131,7 @@ class Catalog:
                 wholes = [one.boxes == (full_box(one.global_shape),) for one in (first, shard)]
                 if all(wholes) and self.source.world_size not in (None, self.world_size):
                     what = f"{first.dtype} {list(first.global_shape)} and {shard.dtype} {list(shard.global_shape)} here"
-                    text = _differing(what, name, parts[0].label, part.label)
+                    text = differing_text(what, name, parts[0].label, part.label)
                     raise ReplicaError(text, name=name, rank=part.rank, path=part.path)
                 raise CorruptError(
                     "two files disagree on dtype or shape",
@@ -171,7 +165,7 @@ class Catalog:
                 if box not in digests:
                     digests[box] = first.tensor.digest_of(index, self._progress)
                 if part.tensor.digest_of(number, self._progress) != digests[box]:
-                    text = _differing(f"different values for region {box}", name, first.label, part.label)
+                    text = differing_text(f"different values for region {box}", name, first.label, part.label)
                     raise ReplicaError(text, name=name, rank=part.rank, path=part.path)
         self._boxes[name] = boxes
         return boxes
@@ -185,76 +179,8 @@ class Catalog:
                     holders.setdefault(box, []).append(part.label)
         return holders
 
-    def check_values(self, saved: Any, conflicts: Conflicts) -> None:
-        """Raise ReplicaError for values in the saved tree that ranks saved differently, if they are to be equal.
 
-        Args:
-            saved: the tree under the state's names, without what is not loaded.
-            conflicts: two ranks that saved different values, by the keys that lead there.
-        """
-        if self.own_rank is not None or self.options.replicas == "root" or not conflicts:
-            return
-        loaded = paths_of(saved)
-        names = {self.new_name(".".join(map(str, keys))): ranks for keys, ranks in conflicts.items()}
-        found = [name for name in names if name in loaded]
-        if found:
-            rank, other = names[found[0]]
-            others = ""
-            if len(found) > 1:
-                others = " and 1 other entry" if len(found) == 2 else f" and {len(found) - 1} other entries"
-            text = _differing(f"different values of {found[0]!r}{others}", _excluding(found), rank, other)
-            raise ReplicaError(text, rank=other, path=self.source.path)
-
-    def check_unions(self, plain: Collection[str], differing: Collection[str], unions: Conflicts) -> None:
-        """Raise ReplicaError for lists of param groups that are not to be joined, if ranks saved different ones.
-
-        Args:
-            plain: the paths of the plain values that are loaded, and whose lists are to be equal.
-            differing: the paths of the groups of optimizers that have different values for one parameter.
-            unions: two ranks that saved different lists, by the keys that lead there.
-        """
-        loaded = {_with_dots(path) for path in (*plain, *differing)}
-        for keys, (rank, other) in unions.items():
-            name = self.new_name(".".join(map(str, keys)))
-            steps = _with_dots(name).split(".")
-            if any(".".join(steps[:count]) in loaded for count in range(1, len(steps) + 1)):
-                text = _differing(f"different values of {name!r}", name, rank, other)
-                raise ReplicaError(text, rank=other, path=self.source.path)
-
-    def check_loaders(self, saved: Any, places: LivePlaces) -> None:
-        """Raise ReplicaError for a data loader if its position was saved on another number of ranks.
-
-        The position counts within one rank's share of the data, and is often equal on all ranks: restored on another
-        number of ranks, it would silently repeat or skip samples.
-        """
-        ranks = self.source.world_size
-        if ranks in (None, self.world_size) or self.options.replicas == "root" or not places.loaders:
-            return
-        loaded = paths_of(saved)
-        for path in sorted(places.loaders):
-            if any(name == path or name.startswith(f"{path}.") for name in loaded):
-                raise ReplicaError(
-                    f"the data loader {path!r} was saved with its position in the share of each of {ranks} ranks, and "
-                    f"the world size is {self.world_size} now: pass exclude='{path}.*' and compute the position from "
-                    'the step, or pass replicas="root" to take rank 0\'s position as it is',
-                    path=self.source.path,
-                )
-
-
-def _with_dots(path: str) -> str:
-    """Return a path with dots before indices, as in the names of conflicts."""
-    return path.replace("[", ".").replace("]", "")
-
-
-def _excluding(names: Sequence[str]) -> str | list[str]:
-    """Return what to pass as `exclude`: a few names, or patterns for the entries of the state that hold many."""
-    if len(names) > _MOST_NAMES:
-        parts = (name.partition(".") for name in names)
-        names = sorted({f"{entry}.*" if rest else entry for entry, _, rest in parts})
-    return names[0] if len(names) == 1 else list(names)
-
-
-def _differing(what: str, exclude: str | list[str], holder: HolderLabel, other: HolderLabel) -> str:
+def differing_text(what: str, exclude: str | list[str], holder: HolderLabel, other: HolderLabel) -> str:
     """Return the message for a difference between the saves of two ranks, or files, with the remedies."""
     holders, leave = holders_text(holder, other), f"pass exclude={exclude!r} to leave the state as it is there"
     if isinstance(holder, int) and isinstance(other, int):
@@ -263,119 +189,3 @@ def _differing(what: str, exclude: str | list[str], holder: HolderLabel, other: 
             f'replicas="root" to take rank {min(holder, other)}\'s'
         )
     return f'{holders} have {what}: give one of the files, {leave}, or pass replicas="root" to take the first file\'s'
-
-
-# The saved tree
-
-
-@dataclass(frozen=True, slots=True)
-class LivePlaces:
-    """The containers and stateful objects of a live state, by dotted path.
-
-    `containers` are mappings and modules, with the keys that lead to them; `objects` are optimizers, schedulers,
-    scalers and other objects with a state of their own. Of these `loaders` are data loaders with a position.
-    """
-
-    containers: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    objects: set[str] = field(default_factory=set)
-    loaders: set[str] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, state: Any) -> LivePlaces:
-        """Find the containers and objects of a state."""
-        places = cls()
-        for step in walk(state, lambda _, value: isinstance(value, Mapping) and not is_module(value)):
-            if not step.is_leaf or is_module(step.value):
-                places.containers[step.path] = step.keys
-            elif hasattr(step.value, "load_state_dict") or hasattr(step.value, "param_groups"):
-                places.objects.add(step.path)
-                if type(step.value).__module__.startswith("torchdata."):
-                    places.loaders.add(step.path)
-        return places
-
-    def may_want(self, path: str, options: LoadOptions) -> bool:
-        """Whether the entry at a path of the state, or anything inside it, is to be loaded."""
-        if path in self.containers or path in self.objects:
-            return options.may_want(path)
-        return options.wants(path)
-
-
-def with_new_names(saved: Any, catalog: Catalog, places: LivePlaces) -> Any:
-    """Return a saved tree with its entries moved to the paths that `rename` gives them.
-
-    A moved entry goes into the innermost mapping or module of the live state that contains its new path; the rest of
-    the path is its key. The parameters in an optimizer's state are renamed too.
-    """
-    if not catalog.options.rename or not isinstance(saved, Mapping):
-        return saved
-    moved: dict[Any, Any] = {}
-    for unit in _units(saved, places):
-        new = catalog.new_name(unit.path)
-        target: Any = moved
-        *outer_keys, last_key = unit.keys if new == unit.path else _split(new, places)
-        for key in outer_keys:
-            target = target.setdefault(key, {}) if isinstance(target, dict) else None
-        if not isinstance(target, dict) or last_key in target:
-            raise UnsafeError("rename gives one name to two entries of the source", name=new, path=catalog.source.path)
-        target[last_key] = _renamed_optimizer(unit.value, catalog) if is_state_of_optimizer(unit.value) else unit.value
-    return moved
-
-
-def _split(path: str, places: LivePlaces) -> list[Any]:
-    """Return the keys of the innermost live mapping or module that contains `path`, and the rest of the path."""
-    containing = [container for container in places.containers if container and path.startswith(f"{container}.")]
-    if not containing:
-        return [path]
-    innermost = max(containing, key=len)
-    return [*places.containers[innermost], path[len(innermost) + 1 :]]
-
-
-def _renamed_optimizer(saved: Mapping[str, Any], catalog: Catalog) -> dict[str, Any]:
-    """Return an optimizer's saved state with its parameters renamed; numbers of parameters and other keys stay."""
-    listed = {key for group in saved["param_groups"] for key in group["params"]}
-
-    def new_key(key: Any) -> Any:
-        is_name = isinstance(key, str) and key in listed and not key.isdecimal()
-        return catalog.new_name(key) if is_name else key
-
-    groups = [{**group, "params": [new_key(key) for key in group["params"]]} for group in saved["param_groups"]]
-    state = {new_key(key): entry for key, entry in saved["state"].items()}
-    return {**saved, "state": state, "param_groups": groups}
-
-
-def without_unwanted(saved: Any, options: LoadOptions, places: LivePlaces) -> Any:
-    """Return a saved tree without the entries that `include` does not select or `exclude` does.
-
-    A list, a tuple or the state of one object is kept or left out whole.
-    """
-    if not (options.include or options.exclude) or not isinstance(saved, Mapping):
-        return saved
-    selected: dict[Any, Any] = {}
-    for unit in _units(saved, places):
-        if options.wants_object([step.path for step in walk(unit.value, path=unit.path)]):
-            target = selected
-            for key in unit.keys[:-1]:
-                target = target.setdefault(key, {})
-            target[unit.keys[-1]] = unit.value
-    return selected
-
-
-def _units(saved: Mapping[Any, Any], places: LivePlaces) -> Iterator[WalkStep]:
-    """Yield the entries that are loaded as a unit: values in nested mappings, and whole states of objects."""
-
-    def enters(path: str, value: Any) -> bool:
-        if value is saved:
-            return True
-        return (
-            isinstance(value, Mapping)
-            and bool(value)
-            and not is_state_of_optimizer(value)
-            and path not in places.objects
-        )
-
-    return (step for step in walk(saved, enters) if step.is_leaf)
-
-
-def paths_of(saved: Any) -> set[str]:
-    """Return the paths of all entries of nested mappings."""
-    return {step.path for step in walk(saved, lambda _, value: isinstance(value, Mapping)) if step.keys}

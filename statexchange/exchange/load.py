@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from statexchange import values
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
@@ -24,12 +23,13 @@ from statexchange.errors import (
     NotFoundError,
     ReplacedError,
 )
-from statexchange.exchange.catalog import Catalog, LivePlaces, paths_of, with_new_names, without_unwanted
+from statexchange.exchange.catalog import Catalog
 from statexchange.exchange.converting import ChosenConversion, convert_for_load
 from statexchange.exchange.new_tensors import tensor_to_fill
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.reading import ReadItem, assign_readers, read_all
+from statexchange.exchange.saved_tree import LivePlaces, SavedTree, check_unions
 from statexchange.exchange.shared_memory_check import check_shared_memory
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
@@ -41,23 +41,12 @@ from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
-from statexchange.state.load_plan import (
-    NO_TREE,
-    Conflicts,
-    LoadPlan,
-    ObjectStates,
-    SavedTensor,
-    UnknownValue,
-    live_types,
-    merge_trees,
-    plan_load,
-    with_other_entries,
-)
+from statexchange.state.load_plan import NO_TREE, LoadPlan, ObjectStates, plan_load
 from statexchange.state.modules import is_module, module_items
 from statexchange.state.names_tree import tree_from_names
+from statexchange.state.saved_tree import SavedTensor
 from statexchange.state.source_names import SourceNames
 from statexchange.state.tree import flatten, walk
-from statexchange.storage.stored_values import decode_stored
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import check_writable, mark_changed, without_grad
 from statexchange.units import format_transfer
@@ -364,7 +353,7 @@ class _Load:
         with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
             catalog = Catalog(source, options, comm.rank, comm.world_size, comm.progress)
             objects = ObjectStates()
-            tree = _saved_tree(state, catalog, objects)
+            tree = SavedTree.of(state, catalog, objects)
             if not has_layout:
                 plan = _load_plan(state, catalog, tree, objects)
                 items = [_read_item(target, catalog) for target in _targets(plan, catalog, comm.rank)]
@@ -406,7 +395,7 @@ class _Load:
         return report
 
     def _plan_with_layout(
-        self, state: Any, catalog: Catalog, tree: _SavedTree | None, objects: ObjectStates
+        self, state: Any, catalog: Catalog, tree: SavedTree | None, objects: ObjectStates
     ) -> tuple[LoadPlan, list[ReadItem]]:
         """Return the load plan and the items to read, if any rank has a layout. Collective."""
         catalog.renumbered = self._renumbered(state, catalog.layout, None if tree is not None else objects)
@@ -530,82 +519,7 @@ def _model_for(state: Any, source: Source) -> Source:
 # The load plan
 
 
-@dataclass(frozen=True, slots=True)
-class _SavedTree:
-    """The saved tree under the state's names.
-
-    Attributes:
-        tree: what any rank has saved.
-        of_one_rank: what plain values are taken from: what this rank saved, or the lowest; NO_TREE if ranks agree.
-        unions: lists of param groups that differ between ranks.
-        left_out: the paths that the options leave out.
-    """
-
-    tree: Any
-    of_one_rank: Any
-    unions: Conflicts
-    left_out: frozenset[str]
-
-
-def _saved_tree(state: Any, catalog: Catalog, objects: ObjectStates) -> _SavedTree | None:
-    """Return the saved tree under the state's names; None without configs, or if they refer to none of its tensors."""
-    if not catalog.source.configs:
-        return None
-    configs = sorted(catalog.source.configs.items(), key=lambda item: (item[0] != catalog.own_rank, item[0]))
-    ranks: dict[str, int] = {}  # the first rank with each text
-    for rank, text in configs:
-        ranks.setdefault(text, rank)
-    kept: list[str] = []
-    unknown: list[UnknownValue] = []
-    trees = _decoded_trees(catalog, ranks, values.types_of(state), kept, unknown)
-    places = LivePlaces.of(state)
-    if unknown:  # objects that are loaded may know their types
-        wanted = without_unwanted(with_new_names(merge_trees(trees).tree, catalog, places), catalog.options, places)
-        types = live_types(state, objects, paths_of(wanted) | {""})
-        trees = _decoded_trees(catalog, ranks, {**types, **values.types_of(state)}, kept, unknown)
-    if not kept and len(catalog) > 0:
-        return None
-    for rule in catalog.layout.rules.values():
-        if rule.renames:
-            raise InvalidArgumentError(
-                f"layout rule for {rule.pattern!r} renames tensors, and this source was saved with the names that the "
-                "state has: leave it out",
-                path=catalog.source.path,
-            )
-    merged = merge_trees(trees)
-    whole = with_new_names(merged.tree, catalog, places)
-    tree = without_unwanted(whole, catalog.options, places)
-    catalog.check_loaders(tree, places)
-    catalog.check_values(tree, merged.conflicts)
-    selects = catalog.options.include or catalog.options.exclude
-    left_out = frozenset(paths_of(whole) - paths_of(tree) if selects else ())
-    first = next(iter(trees.values()))
-    if catalog.own_rank is None and catalog.options.replicas == "root":
-        first = with_other_entries(first, merged.tree)
-    elif catalog.own_rank is None or len(trees) == 1:
-        return _SavedTree(tree, NO_TREE, merged.unions, left_out)
-    of_one_rank = without_unwanted(with_new_names(first, catalog, places), catalog.options, places)
-    unions = {} if catalog.options.replicas == "root" else merged.unions
-    return _SavedTree(tree, of_one_rank, unions, left_out)
-
-
-def _decoded_trees(
-    catalog: Catalog, ranks: Mapping[str, int], types: Mapping[str, type], kept: list[str], unknown: list[UnknownValue]
-) -> dict[int, Any]:
-    """Return the trees that ranks saved; add the names of tensors and the values of unknown types to the lists."""
-    leaf, path, budget = _leaf_reader(kept, catalog), catalog.source.path, catalog.source.budget
-
-    def placeholder(type_name: str, text: str, problem: str) -> UnknownValue:
-        unknown.append(UnknownValue(type_name, text, problem))
-        return unknown[-1]
-
-    return {
-        rank: decode_stored(text, path, budget, types=types, leaf=leaf, unknown=placeholder)
-        for text, rank in ranks.items()
-    }
-
-
-def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None, objects: ObjectStates) -> LoadPlan:
+def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: ObjectStates) -> LoadPlan:
     """Plan the load: the live tensors with their names in the source, and the callbacks that restore the rest."""
     options = catalog.options
     if tree is None:
@@ -619,7 +533,7 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None, objects: O
     allocate = partial(tensor_to_fill, catalog)
     plan = plan_load(state, saved, allocate, objects, stays, tree_of_one_rank)
     if tree is not None:
-        catalog.check_unions(plan.plain if tree.of_one_rank is NO_TREE else (), plan.differing, tree.unions)
+        check_unions(plan.plain if tree.of_one_rank is NO_TREE else (), plan.differing, catalog, tree.unions)
     plan.missing += sorted(lacking)
     if selects:
         places = LivePlaces.of(state)
@@ -661,20 +575,6 @@ def _source_names(catalog: Catalog) -> SourceNames:
 def _shape_of(catalog: Catalog, name: str) -> tuple[int, ...] | None:
     """Return the global shape of a tensor; None if plain live tensors may be parts of whole ones."""
     return None if catalog.options.layout is not None else catalog.shard_of(name).global_shape
-
-
-def _leaf_reader(kept: list[str], catalog: Catalog) -> Callable[[str], SavedTensor]:
-    """Return a leaf decoder that adds tensor names to `kept`; CorruptError for a tensor that no file has."""
-
-    def leaf(name: str) -> SavedTensor:
-        kept.append(name)
-        new = catalog.new_name(name)
-        if new not in catalog:
-            text = "the saved state has this tensor, but no file has it"
-            raise CorruptError(text, name=name, path=catalog.source.path)
-        return SavedTensor(new)
-
-    return leaf
 
 
 class _Target(NamedTuple):

@@ -7,10 +7,12 @@ error leaves the live state as it was.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
-from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
@@ -21,55 +23,24 @@ from statexchange.state.optimizers import (
     hyperparameters,
     install_optimizer,
     is_optimizer,
+    is_state_of_optimizer,
     named_parameters,
     state_of_optimizer,
 )
+from statexchange.state.saved_tree import SavedTensor, UnknownValue, are_equal
 from statexchange.state.state_dict import modules_of, parameter_names
-from statexchange.state.tree import children, flatten, is_mutable, walk, with_children, with_types_of
+from statexchange.state.tree import children, flatten, is_copied_apart, is_mutable, walk, with_children, with_types_of
 from statexchange.tensors import is_tensor, is_torch
 
 __all__ = [
     "NO_TREE",
-    "Conflicts",
     "LoadPlan",
     "LoadTarget",
-    "MergedTrees",
     "ObjectStates",
     "Place",
-    "SavedTensor",
-    "UnknownValue",
-    "is_state_of_optimizer",
     "live_types",
-    "merge_trees",
     "plan_load",
-    "with_other_entries",
 ]
-
-
-class SavedTensor:
-    """A placeholder in a decoded tree for the saved tensor of this name."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-class UnknownValue:
-    """A placeholder in a decoded tree for a value that no type of the live state can hold, with its JSON text.
-
-    `problem` is why its type cannot have the value; "" if nothing in the live state has the type.
-    """
-
-    __slots__ = ("problem", "text", "type_name")
-
-    def __init__(self, type_name: str, text: str, problem: str) -> None:
-        self.type_name = type_name
-        self.text = text
-        self.problem = problem
-
-    def __repr__(self) -> str:
-        return f"<{self.type_name}>"
 
 
 class Place(NamedTuple):
@@ -134,102 +105,6 @@ def live_types(state: Any, objects: ObjectStates, paths: Container[str]) -> dict
     return found
 
 
-Conflicts: TypeAlias = dict[tuple[Any, ...], tuple[int, int]]
-"""Two ranks that saved different values, by the keys that lead there."""
-
-
-class MergedTrees(NamedTuple):
-    """The trees that ranks saved, as one: what any rank has, and the first rank's value where two differ.
-
-    Attributes:
-        tree: the tree.
-        conflicts: places with different values.
-        unions: lists of param groups that were joined. That is right for an optimizer, which takes the groups of its
-            parameters, unless ranks have other values for one parameter; and it is wrong for a plain value.
-    """
-
-    tree: Any
-    conflicts: Conflicts
-    unions: Conflicts
-
-
-def merge_trees(trees: Mapping[int, Any]) -> MergedTrees:
-    """Merge the trees that ranks saved, by rank."""
-    (first, merged), *others = trees.items()
-    conflicts: Conflicts = {}
-    unions: Conflicts = {}
-    for rank, other in others:
-        differing: list[tuple[Any, ...]] = []
-        united: list[tuple[Any, ...]] = []
-        merged = _merge(merged, other, (), differing, united)
-        for keys in differing:
-            conflicts.setdefault(keys, (first, rank))
-        for keys in united:
-            unions.setdefault(keys, (first, rank))
-    return MergedTrees(merged, conflicts, unions)
-
-
-def _merge(
-    one: Any, other: Any, keys: tuple[Any, ...], differing: list[tuple[Any, ...]], united: list[tuple[Any, ...]]
-) -> Any:
-    if isinstance(one, dict) and isinstance(other, dict):
-        if is_state_of_optimizer(one) and is_state_of_optimizer(other):
-            differing += [(*keys, "state", name) for name in _differing_states(one["state"], other["state"])]
-        both = {key: _merge(one[key], other[key], (*keys, key), differing, united) for key in one if key in other}
-        return {**other, **one, **both}
-    if _are_equal(one, other):
-        return one
-    if _are_groups(one) and _are_groups(other):
-        united.append(keys)
-        return [*one, *other]  # loading uses the first group that lists a parameter
-    differing.append(keys)
-    return one
-
-
-def is_state_of_optimizer(tree: Any) -> bool:
-    """Whether a tree is what an optimizer's `state_dict` returns. Not collective."""
-    is_mapping = isinstance(tree, Mapping) and {"state", "param_groups"} <= tree.keys()
-    return is_mapping and isinstance(tree["state"], Mapping) and isinstance(tree["param_groups"], list)
-
-
-def _differing_states(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[Any]:
-    """Return the parameters of which two ranks saved states with different keys: no rank had all of them."""
-    both = [(name, one[name], other[name]) for name in one if name in other]
-    return [name for name, a, b in both if isinstance(a, dict) and isinstance(b, dict) and a.keys() != b.keys()]
-
-
-def with_other_entries(tree: Any, merged: Any) -> Any:
-    """Return the tree of one rank, with the entries of mappings that only other ranks have."""
-    if not isinstance(tree, dict) or not isinstance(merged, dict):
-        return tree
-    if is_state_of_optimizer(tree) and is_state_of_optimizer(merged):  # the state of a parameter is one rank's
-        return {**merged, **tree, "state": {**merged["state"], **tree["state"]}}
-    return {**merged, **{key: with_other_entries(item, merged[key]) for key, item in tree.items()}}
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two saved values are the same, whatever the order of keys, or SavedTensors of one name."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, bool | int | float | str):
-        return values.is_same(one, other)
-    if isinstance(one, SavedTensor):
-        return bool(one.name == other.name)
-    if isinstance(one, UnknownValue):
-        return bool(one.text == other.text)
-    items, others = children(one), children(other)
-    if items is None or others is None:
-        return values.is_same(one, other)
-    return items.keys() == others.keys() and all(_are_equal(item, others[key]) for key, item in items.items())
-
-
-def _are_groups(value: Any) -> bool:
-    """Whether `value` is a list of an optimizer's param groups."""
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(group, dict) and "params" in group for group in value)
-
-
 class LoadTarget(NamedTuple):
     """A live tensor that is to be filled with the saved tensor `name`; `path` is its path for messages and layouts."""
 
@@ -254,7 +129,7 @@ class LoadPlan:
     """
 
     targets: list[LoadTarget] = field(default_factory=list)
-    callbacks: list[Callable[[], None]] = field(default_factory=list)
+    callbacks: list[Callable[[], object]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     stateful: set[str] = field(default_factory=set)
     unexpected: list[str] = field(default_factory=list)
@@ -376,13 +251,27 @@ class _Planner:
         if isinstance(live, MutableMapping) and isinstance(new, Mapping):
             if self._stays is not None:
                 new = _with_kept(live, new, path, self._stays)
-            self.plan.callbacks.append(functools.partial(_refill, live, new))
+            entries = {key: _typed(live.get(key), item, f"{path}.{key}") for key, item in new.items()}
+            if not values.is_same(dict(live), entries):
+                self._change(live, functools.partial(_refill, entries=entries), path)
             return live
-        new = with_types_of(live, new)
+        new = _typed(live, new, path)
+        if values.is_same(live, new):
+            return live
         if type(new) is type(live) and is_mutable(live) and not isinstance(live, list):  # a dataclass
-            self.plan.callbacks.append(functools.partial(with_children, live, children(new) or {}))
+            self._change(live, functools.partial(with_children, changed=children(new) or {}), path)
             return live
-        return live if values.is_same(live, new) else new
+        return new
+
+    def _change(self, container: Any, change: Callable[[Any], object], path: str) -> None:
+        """Plan the change of a mutable container; raise UnsupportedError if a copy of it refuses the change."""
+        if type(container) not in (dict, list) and is_copied_apart(container):
+            try:
+                change(copy.copy(container))
+            except Exception as error:
+                text = f"{type_text(container)} here refuses the new values, and raised {excerpt(error, 200)}"
+                raise UnsupportedError(f"{text}: leave it out by exclude", name=_dotted(path)) from error
+        self.plan.callbacks.append(functools.partial(change, container))
 
     def _sharded(self, live: Any, kind: Kind, saved: Any, path: str) -> None:
         """Plan an object of Megatron-Core: match tensors by key; merge what a factory builds into its parameter."""
@@ -420,9 +309,10 @@ class _Planner:
         unmatched = [key for key, value in entries.items() if key not in items and not self._is_matched_by_key(value)]
         self._add_unexpected(path, unmatched)
         if changed and is_mutable(live):
-            self.plan.callbacks.append(functools.partial(with_children, live, changed))
+            self._change(live, functools.partial(with_children, changed=changed), path)
             return live
-        return with_children(live, changed) if changed else live
+        with _named(path):
+            return with_children(live, changed) if changed else live
 
     def _entries_for(self, live: Any, saved: Any, path: str, *, by_index: bool) -> dict[Any, Any]:
         """Return the children of the saved tree where the live state has a container."""
@@ -541,8 +431,8 @@ class _Planner:
         for name in saved[1:]:
             group = entries.groups[name]
             other = hyperparameters(group)
-            if group is not first and not _are_equal(new, other):
-                key = next(key for key in {**new, **other} if not _are_equal(new.get(key), other.get(key)))
+            if group is not first and not are_equal(new, other):
+                key = next(key for key in {**new, **other} if not are_equal(new.get(key), other.get(key)))
                 if isinstance(new.get(key), SavedTensor) and isinstance(other.get(key), SavedTensor):
                     raise UnsupportedError(
                         f"the source has {key!r} as a tensor for each parameter, and whether those of one group are "
@@ -577,14 +467,14 @@ class _Planner:
             is_step = key == "step"
             at = Place(own.get(key), True, place.parameter, place.parameter_name, is_step, is_step and on_host)
             found[key] = self._with_tensors(entry, f"{where}.{key}", at)
-        return with_types_of(place.own, found)
+        return _typed(place.own, found, where)
 
     def _filled(self, saved: Any, path: str, place: Place = Place()) -> Any:  # noqa: B008 (immutable)
         """Return a saved subtree with a tensor in place of each SavedTensor, and containers of the live types.
 
         The tensors join the plan.
         """
-        return with_types_of(place.own, self._with_tensors(saved, path, place))
+        return _typed(place.own, self._with_tensors(saved, path, place), path)
 
     def _with_tensors(self, saved: Any, path: str, place: Place) -> Any:
         if isinstance(saved, SavedTensor):
@@ -604,7 +494,8 @@ class _Planner:
         }
         if isinstance(saved, list):
             return list(new.values())
-        return new if type(saved) is dict else with_children(saved, new)
+        with _named(path):
+            return new if type(saved) is dict else with_children(saved, new)
 
     def _expect(self, holds: bool, wanted: str, saved: Any, path: str) -> None:
         if holds:
@@ -653,7 +544,7 @@ class _SavedEntries:
                 for name in group["params"]:
                     if name not in groups:
                         first = new.setdefault(name, group)
-                        differ |= first is not group and not _are_equal(hyperparameters(first), hyperparameters(group))
+                        differ |= first is not group and not are_equal(hyperparameters(first), hyperparameters(group))
             state |= {name: tree["state"][name] for name in new if name in tree["state"]}
             groups |= new
         one = trees[0]
@@ -727,12 +618,25 @@ def _with_kept(own: Mapping[Any, Any], new: Mapping[Any, Any], path: str, stays:
     return entries
 
 
-def _refill(own: MutableMapping[Any, Any], new: Mapping[Any, Any]) -> None:
-    """Replace the entries of a mapping by those of `new`."""
-    items = {key: with_types_of(own.get(key), item) for key, item in new.items()}
+def _refill(own: MutableMapping[Any, Any], entries: Mapping[Any, Any]) -> None:
+    """Replace the entries of a mapping."""
     own.clear()
-    for key, item in items.items():
+    for key, item in entries.items():
         own[key] = item
+
+
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Let an error about a container name its path."""
+    try:
+        yield
+    except UnsupportedError as error:
+        raise (error if error.name is not None else error.located(name=_dotted(path))) from error.__cause__
+
+
+def _typed(own: Any, new: Any, path: str) -> Any:
+    with _named(path):
+        return with_types_of(own, new)
 
 
 def _merge_built(factory: Any, built: Any) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 from statexchange.errors import InvalidArgumentError, NotFoundError, type_text
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
-from statexchange.state.load_plan import ObjectStates, SavedTensor, is_state_of_optimizer
+from statexchange.state.load_plan import ObjectStates
 from statexchange.state.megatron import leaves, sharded_kind
 from statexchange.state.modules import is_module, live_items
 from statexchange.state.optimizer_names import OptimizerNames
-from statexchange.state.optimizers import is_optimizer, state_of_optimizer
+from statexchange.state.optimizers import is_optimizer, is_state_of_optimizer, state_of_optimizer
+from statexchange.state.saved_tree import SavedTensor
 from statexchange.state.source_names import Entries, SourceNames, by_first, has_no_leaves, names_above
 from statexchange.state.state_dict import ParameterName, modules_of, parameter_names
 from statexchange.state.tree import children, walk

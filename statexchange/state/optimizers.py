@@ -16,6 +16,7 @@ __all__ = [
     "hyperparameters",
     "install_optimizer",
     "is_optimizer",
+    "is_state_of_optimizer",
     "labelled_parameters",
     "named_parameters",
     "optimizer_tree",
@@ -31,6 +32,12 @@ OptimizerState = dict[str, Any]
 def is_optimizer(value: Any) -> bool:
     """Whether `value` is an optimizer, or looks like one. Not collective."""
     return hasattr(value, "param_groups") and hasattr(value, "state") and not isinstance(value, type)
+
+
+def is_state_of_optimizer(tree: Any) -> bool:
+    """Whether a tree is what an optimizer's `state_dict` returns. Not collective."""
+    is_mapping = isinstance(tree, Mapping) and {"state", "param_groups"} <= tree.keys()
+    return is_mapping and isinstance(tree["state"], Mapping) and isinstance(tree["param_groups"], list)
 
 
 def check_optimizer(optimizer: Any, path: str) -> None:

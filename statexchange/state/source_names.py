@@ -11,7 +11,7 @@ from typing import Any
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.sharding.options import LoadOptions
-from statexchange.state.load_plan import SavedTensor
+from statexchange.state.saved_tree import SavedTensor
 from statexchange.state.tree import contains
 
 __all__ = ["Entries", "SourceNames", "by_first", "by_number", "has_no_leaves", "is_text", "names_above"]

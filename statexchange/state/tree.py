@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
+from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
 
 __all__ = [
     "Node",
@@ -21,6 +21,7 @@ __all__ = [
     "children",
     "contains",
     "flatten",
+    "is_copied_apart",
     "is_mutable",
     "nodes",
     "rebuild",
@@ -205,43 +206,88 @@ def _rebuilt(value: Any, path: str, leaves: Mapping[str, Any], is_leaf: IsLeaf |
 
 
 def with_children(container: Any, changed: Mapping[Any, Any]) -> Any:
-    """Return `container` with the children in `changed`: itself if it is mutable, else a new one. Not collective."""
+    """Return `container` with the children in `changed`: itself if it is mutable, else a new one. Not collective.
+
+    Raises:
+        UnsupportedError: the type of an immutable container does not build one from its items.
+    """
     if _is_dataclass(container):
         return _dataclass_with(container, changed)
     if isinstance(container, list | MutableMapping):
         for key, child in changed.items():
             container[key] = child
         return container
-    kind: Any = type(container)
     if isinstance(container, Mapping):
-        return kind({**container, **changed})
+        return _built_like(container, {**container, **changed})
     if hasattr(container, "_fields"):
         return container._replace(**changed)
-    return kind(changed.get(index, child) for index, child in enumerate(container))
+    return _built_like(container, [changed.get(index, child) for index, child in enumerate(container)])
 
 
 def with_types_of(own: Any, decoded: Any) -> Any:
     """Return `decoded` with the types of the containers in `own`: mappings that were decoded from JSON are plain dicts.
 
     Not collective. `own` is not changed.
+
+    Raises:
+        UnsupportedError: a container in `own` has a type of which no other one can be made.
     """
-    if isinstance(own, MutableMapping) and isinstance(decoded, Mapping):
-        mapping = copy.copy(own)
-        mapping.clear()
-        for key, item in decoded.items():
-            mapping[key] = with_types_of(own.get(key), item)
-        return mapping
+    if decoded is own:
+        return own
+    if isinstance(own, Mapping) and isinstance(decoded, Mapping) and not _is_dataclass(own):
+        entries = {key: with_types_of(own.get(key), item) for key, item in decoded.items()}
+        return entries if type(own) is dict else _built_like(own, entries)
     if isinstance(own, list | tuple) and type(decoded) in (list, tuple):  # others, as torch.Size, have their type
         items = []
         for i, item in enumerate(decoded):
             items.append(with_types_of(own[i] if i < len(own) else None, item))
         if hasattr(own, "_fields"):
             return type(own)(*items) if len(items) == len(own) else decoded
-        return items if isinstance(own, list) else tuple(items)
+        return tuple(items) if type(own) is tuple else items if type(own) is list else _built_like(own, items)
     if _is_dataclass(own) and type(decoded) is type(own):
         own_fields, fields = children(own) or {}, children(decoded) or {}
-        return _dataclass_with(decoded, {name: with_types_of(own_fields.get(name), fields[name]) for name in fields})
+        new = {name: with_types_of(own_fields.get(name), fields[name]) for name in fields}
+        return _dataclass_with(copy.copy(own), new)  # of `own`, for its attributes that are no fields
     return decoded
+
+
+def _built_like(own: Any, items: dict[Any, Any] | list[Any]) -> Any:
+    """Return a container of the type of `own` with these items.
+
+    A mutable one is a copy of `own` that is refilled, so that it keeps what else it has, as a defaultdict's factory.
+    """
+    try:
+        if not isinstance(own, list | MutableMapping):
+            new = type(own)(items)
+        elif not is_copied_apart(own):
+            raise TypeError("its class has no __copy__")
+        else:
+            new = copy.copy(own)
+            new.clear()
+            if isinstance(new, list):
+                new.extend(items)
+            else:
+                for key, item in dict(items).items():
+                    new[key] = item
+        if isinstance(items, dict):
+            fits = new.keys() == items.keys()  # some classes convert the mappings in their items
+        else:
+            fits = len(new) == len(items) and all(one is other for one, other in zip(new, items, strict=True))
+    except Exception as error:
+        text = f"{type_text(own)} cannot be made with other items, and raised {excerpt(error, 200)}"
+        raise UnsupportedError(f"{text}: give a dict, list or tuple, or leave it out by exclude") from error
+    if not fits:
+        text = f"{type_text(own)} does not have the items that it is made with"
+        raise UnsupportedError(f"{text}: give a dict, list or tuple, or leave it out by exclude")
+    return new
+
+
+def is_copied_apart(container: Any) -> bool:
+    """Whether a copy by `copy.copy` can be changed without a change of the container itself. Not collective.
+
+    A class with its items in an attribute needs a ``__copy__``: Python's default copy would share them.
+    """
+    return isinstance(container, dict | list) or _is_dataclass(container) or hasattr(type(container), "__copy__")
 
 
 def is_mutable(container: Any) -> bool:

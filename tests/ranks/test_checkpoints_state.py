@@ -161,9 +161,7 @@ def test_a_stateful_data_loader_goes_on_where_its_rank_was(apart: int, tmp_path:
     pytest.importorskip("torchdata.stateful_dataloader")
     run_ranks(reads_the_rest, 2, backend="gloo", args=(str(tmp_path / "saves"), apart))
     alone = {"loader": own_part(0, 1), "step": 0}
-    with pytest.raises(
-        sx.errors.ReplicaError, match=r"loader 'loader' was saved .* each of 2 ranks.*exclude='loader\.\*'"
-    ):
+    with pytest.raises(sx.errors.ReplicaError, match=r"loader 'loader' was saved .* each of 2 ranks.*exclude='loader'"):
         sx.Checkpoints(tmp_path / "saves").load(alone)
     sx.Checkpoints(tmp_path / "saves").load(alone, exclude="loader.*")
     assert (len(list(alone["loader"])), alone["step"]) == (20, 3)

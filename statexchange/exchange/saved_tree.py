@@ -1,0 +1,358 @@
+"""The saved tree of a checkpoint under the names of the live state, and what the options of a load leave of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from statexchange import values
+from statexchange.errors import CorruptError, InvalidArgumentError, ReplicaError, UnsafeError
+from statexchange.exchange.catalog import Catalog, differing_text
+from statexchange.sharding.options import LoadOptions
+from statexchange.state.leaves import contains_state, is_leaf, is_stateful
+from statexchange.state.load_plan import NO_TREE, ObjectStates, live_types
+from statexchange.state.modules import is_module
+from statexchange.state.optimizers import is_optimizer, is_state_of_optimizer
+from statexchange.state.saved_tree import Conflicts, SavedTensor, UnknownValue, merge_trees, with_other_entries
+from statexchange.state.tree import WalkStep, children, walk
+from statexchange.storage.stored_values import decode_stored
+
+__all__ = ["LivePlaces", "SavedTree", "check_unions"]
+
+_MOST_NAMES = 3  # that a message lists
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTree:
+    """The saved tree under the state's names.
+
+    Attributes:
+        tree: what any rank has saved; NO_TREE if the state is one object, which is not to be loaded.
+        of_one_rank: what plain values are taken from: what this rank saved, or the lowest; NO_TREE if ranks agree.
+        unions: lists of param groups that differ between ranks.
+        left_out: the paths that the options leave out.
+    """
+
+    tree: Any
+    of_one_rank: Any
+    unions: Conflicts
+    left_out: frozenset[str]
+
+    @classmethod
+    def of(cls, state: Any, catalog: Catalog, objects: ObjectStates) -> SavedTree | None:
+        """Return the tree; None if the source has none, or one that refers to none of its tensors.
+
+        Raises:
+            ReplicaError: ranks saved different values that are to be equal, or a data loader's position is not of this
+                number of ranks.
+            UnsafeError: `rename` gives two entries one name, or a name of which the keys are not known.
+        """
+        if not catalog.source.configs:
+            return None
+        configs = sorted(catalog.source.configs.items(), key=lambda item: (item[0] != catalog.own_rank, item[0]))
+        ranks: dict[str, int] = {}  # the first rank with each text
+        for rank, text in configs:
+            ranks.setdefault(text, rank)
+        kept: list[str] = []
+        unknown: list[UnknownValue] = []
+        trees = _decoded_trees(catalog, ranks, values.types_of(state), kept, unknown)
+        places = LivePlaces.of(state)
+        if unknown:  # objects that are loaded may know their types
+            wanted = _without_unwanted(_with_new_names(merge_trees(trees).tree, catalog, places), catalog, places)
+            types = live_types(state, objects, _paths_of(wanted) | {""})
+            trees = _decoded_trees(catalog, ranks, {**types, **values.types_of(state)}, kept, unknown)
+        if not kept and len(catalog) > 0:
+            return None
+        for rule in catalog.layout.rules.values():
+            if rule.renames:
+                raise InvalidArgumentError(
+                    f"layout rule for {rule.pattern!r} renames tensors, and this source was saved with the names that "
+                    "the state has: leave it out",
+                    path=catalog.source.path,
+                )
+        merged = merge_trees(trees)
+        whole = _with_new_names(merged.tree, catalog, places)
+        tree = _without_unwanted(whole, catalog, places)
+        _check_loaders(tree, catalog, places)
+        _check_values(tree, catalog, merged.conflicts)
+        selects = catalog.options.include or catalog.options.exclude
+        left_out = frozenset(_paths_of(whole) - _paths_of(tree) if selects else ())
+        first = next(iter(trees.values()))
+        if catalog.own_rank is None and catalog.options.replicas == "root":
+            first = with_other_entries(first, merged.tree)
+        elif catalog.own_rank is None or len(trees) == 1:
+            return cls(tree, NO_TREE, merged.unions, left_out)
+        of_one_rank = _without_unwanted(_with_new_names(first, catalog, places), catalog, places)
+        unions = {} if catalog.options.replicas == "root" else merged.unions
+        return cls(tree, of_one_rank, unions, left_out)
+
+
+def _decoded_trees(
+    catalog: Catalog, ranks: Mapping[str, int], types: Mapping[str, type], kept: list[str], unknown: list[UnknownValue]
+) -> dict[int, Any]:
+    """Return the trees that ranks saved; add the names of tensors and the values of unknown types to the lists."""
+    leaf, path, budget = _leaf_reader(kept, catalog), catalog.source.path, catalog.source.budget
+
+    def placeholder(type_name: str, text: str, problem: str) -> UnknownValue:
+        unknown.append(UnknownValue(type_name, text, problem))
+        return unknown[-1]
+
+    return {
+        rank: decode_stored(text, path, budget, types=types, leaf=leaf, unknown=placeholder)
+        for text, rank in ranks.items()
+    }
+
+
+def _leaf_reader(kept: list[str], catalog: Catalog) -> Callable[[str], SavedTensor]:
+    """Return a leaf decoder that adds tensor names to `kept`; CorruptError for a tensor that no file has."""
+
+    def leaf(name: str) -> SavedTensor:
+        kept.append(name)
+        new = catalog.new_name(name)
+        if new not in catalog:
+            text = "the saved state has this tensor, but no file has it"
+            raise CorruptError(text, name=name, path=catalog.source.path)
+        return SavedTensor(new)
+
+    return leaf
+
+
+# The live state
+
+
+@dataclass(frozen=True, slots=True)
+class LivePlaces:
+    """The containers of a live state, and what in it is loaded whole, by dotted path.
+
+    `containers` are mappings and modules; `units` are objects with a state of their own, such as optimizers and
+    schedulers, and lists and dataclasses that hold state. `loaders` are the paths of data loaders with a position, and
+    the units that they are or are in.
+    """
+
+    containers: dict[str, WalkStep] = field(default_factory=dict)
+    units: dict[str, WalkStep] = field(default_factory=dict)
+    loaders: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: Any) -> LivePlaces:
+        """Find the places of a state."""
+        places = cls()
+        for step in walk(state, lambda _, value: isinstance(value, Mapping) and not is_module(value)):
+            value = step.value
+            if not step.is_leaf or is_module(value):
+                places.containers[step.path] = step
+            elif is_optimizer(value) or is_stateful(value) or (children(value) is not None and contains_state(value)):
+                places.units[step.path] = step
+                inside = walk(value, lambda _, one: not is_leaf(one), step.path)
+                places.loaders.update({one.path: step.path for one in inside if _is_loader(one.value)})
+        return places
+
+    def may_want(self, path: str, options: LoadOptions) -> bool:
+        """Whether the entry at a path of the state, or anything inside it, is to be loaded."""
+        if path in self.containers:
+            return options.may_want(path)
+        unit = next((one for one in self.units if _is_in(path, one)), None)
+        return options.wants(path) if unit is None else options.may_want(unit)
+
+
+def _is_loader(value: Any) -> bool:
+    """Whether a value is a data loader that saves its position: torchdata's StatefulDataLoader, or a class from it."""
+    return is_stateful(value) and any(base.__module__.startswith("torchdata.") for base in type(value).__mro__)
+
+
+def _is_in(path: str, outer: str) -> bool:
+    """Whether `path` is `outer` or a path inside it."""
+    return not outer or path == outer or path.startswith((f"{outer}.", f"{outer}["))
+
+
+# Options
+
+
+def _with_new_names(saved: Any, catalog: Catalog, places: LivePlaces) -> Any:
+    """Return a saved tree with its entries moved to the paths that `rename` gives them.
+
+    The parameters in an optimizer's state are renamed, too.
+    """
+    if not catalog.options.rename or not isinstance(saved, Mapping):
+        return saved
+    if "" in places.units:
+        return _with_new_parameters(saved, catalog)
+    moved: dict[Any, Any] = {}
+    for unit in _units(saved, lambda path: catalog.new_name(path) in places.units):
+        new = catalog.new_name(unit.path)
+        *outer_keys, last_key = unit.keys if new == unit.path else _keys_of(new, unit.keys, catalog, places)
+        target: Any = moved
+        for key in outer_keys:
+            target = target.setdefault(key, {}) if isinstance(target, dict) else None
+        if not isinstance(target, dict) or last_key in target:
+            raise UnsafeError("rename gives one name to two entries of the source", name=new, path=catalog.source.path)
+        target[last_key] = _with_new_parameters(unit.value, catalog)
+    return moved
+
+
+def _keys_of(path: str, old_keys: Sequence[Any], catalog: Catalog, places: LivePlaces) -> list[Any]:
+    """Return the keys that lead to a new path, as `rename` gives no more than a text with dots.
+
+    A key of the live state comes first, and names in a module are one key. Else the path ends with as many of the old
+    keys as fit, so that what moves with its mapping keeps its keys; the rest before them is a key in the innermost
+    mapping of the live state that contains it.
+    """
+    within = _innermost(path, places)
+    rest = _rest(path, within)
+    own_keys = {} if is_module(within.value) else {str(key): key for key in within.value}
+    if is_module(within.value) or rest in own_keys:
+        return [*within.keys, own_keys.get(rest, rest)]
+    head, kept = path, ()
+    for count in range(len(old_keys), 0, -1):
+        tail = ".".join(map(str, old_keys[-count:]))
+        if path == tail or path.endswith(f".{tail}"):
+            head, kept = path.removesuffix(tail).removesuffix("."), tuple(old_keys[-count:])
+            break
+    place = places.containers.get(head) or places.units.get(head)
+    if kept and (place is not None or not head):
+        return [*(() if place is None else place.keys), *kept]
+    within = _innermost(head, places)
+    rest = _rest(head, within)
+    if "." in rest and not contains_state(within.value) and (within.path or not within.value):
+        text = "rename moves an entry of the source to a path of which the keys are not known: make the mapping of it"
+        raise UnsafeError(text, name=path, path=catalog.source.path)
+    return [*within.keys, rest, *kept]
+
+
+def _innermost(path: str, places: LivePlaces) -> WalkStep:
+    """Return the innermost mapping or module of the live state that contains a path, or else an empty one."""
+    found = [one for one in places.containers if not one or path.startswith(f"{one}.")]
+    return places.containers[max(found, key=len)] if found else WalkStep("", (), {}, is_leaf=False)
+
+
+def _rest(path: str, within: WalkStep) -> str:
+    return path[len(within.path) + 1 :] if within.path else path
+
+
+def _with_new_parameters(saved: Any, catalog: Catalog) -> Any:
+    """Return an optimizer's saved state with its parameters renamed; all else, as numbers of parameters, stays."""
+    if not is_state_of_optimizer(saved):
+        return saved
+    listed = {key for group in saved["param_groups"] for key in group["params"]}
+
+    def new_key(key: Any) -> Any:
+        is_name = isinstance(key, str) and key in listed and not key.isdecimal()
+        return catalog.new_name(key) if is_name else key
+
+    groups = [{**group, "params": [new_key(key) for key in group["params"]]} for group in saved["param_groups"]]
+    state = {new_key(key): entry for key, entry in saved["state"].items()}
+    return {**saved, "state": state, "param_groups": groups}
+
+
+def _without_unwanted(saved: Any, catalog: Catalog, places: LivePlaces) -> Any:
+    """Return a saved tree without the entries that `include` does not select or `exclude` does.
+
+    A list, a tuple or the state of one object is kept or left out whole.
+    """
+    options = catalog.options
+    if not (options.include or options.exclude) or not isinstance(saved, Mapping):
+        return saved
+    if "" in places.units:
+        return saved if options.wants_object([step.path for step in walk(saved)]) else NO_TREE
+    selected: dict[Any, Any] = {}
+    for unit in _units(saved, places.units.__contains__):
+        if options.wants_object([step.path for step in walk(unit.value, path=unit.path)]):
+            target = selected
+            for key in unit.keys[:-1]:
+                target = target.setdefault(key, {})
+            target[unit.keys[-1]] = unit.value
+    return selected
+
+
+def _units(saved: Mapping[Any, Any], is_object: Callable[[str], bool]) -> Iterator[WalkStep]:
+    """Yield the entries that are loaded as a unit: values in nested mappings, and whole states of objects."""
+
+    def enters(path: str, value: Any) -> bool:
+        if value is saved:
+            return True
+        return isinstance(value, Mapping) and bool(value) and not is_state_of_optimizer(value) and not is_object(path)
+
+    return (step for step in walk(saved, enters) if step.is_leaf)
+
+
+def _paths_of(saved: Any) -> set[str]:
+    """Return the paths of all entries of nested mappings."""
+    return {step.path for step in walk(saved, lambda _, value: isinstance(value, Mapping)) if step.keys}
+
+
+# Values that differ between ranks
+
+
+def _check_values(saved: Any, catalog: Catalog, conflicts: Conflicts) -> None:
+    """Raise ReplicaError for values in the saved tree that ranks saved differently, if they are to be equal.
+
+    Args:
+        saved: the tree under the state's names, without what is not loaded.
+        catalog: has the source, and the options of the load.
+        conflicts: two ranks that saved different values, by the keys that lead there.
+    """
+    if catalog.own_rank is not None or catalog.options.replicas == "root" or not conflicts:
+        return
+    loaded = _paths_of(saved)
+    names = {catalog.new_name(".".join(map(str, keys))): ranks for keys, ranks in conflicts.items()}
+    found = [name for name in names if name in loaded]
+    if found:
+        rank, other = names[found[0]]
+        others = ""
+        if len(found) > 1:
+            others = " and 1 other entry" if len(found) == 2 else f" and {len(found) - 1} other entries"
+        text = differing_text(f"different values of {found[0]!r}{others}", _excluding(found), rank, other)
+        raise ReplicaError(text, rank=other, path=catalog.source.path)
+
+
+def check_unions(plain: Collection[str], differing: Collection[str], catalog: Catalog, unions: Conflicts) -> None:
+    """Raise ReplicaError for lists of param groups that are not to be joined, if ranks saved different ones.
+
+    Args:
+        plain: the paths of the plain values that are loaded, and whose lists are to be equal.
+        differing: the paths of the groups of optimizers that have different values for one parameter.
+        catalog: has the source, and the options of the load.
+        unions: two ranks that saved different lists, by the keys that lead there.
+    """
+    loaded = {_with_dots(path) for path in (*plain, *differing)}
+    for keys, (rank, other) in unions.items():
+        name = catalog.new_name(".".join(map(str, keys)))
+        steps = _with_dots(name).split(".")
+        if any(".".join(steps[:count]) in loaded for count in range(1, len(steps) + 1)):
+            text = differing_text(f"different values of {name!r}", name, rank, other)
+            raise ReplicaError(text, rank=other, path=catalog.source.path)
+
+
+def _check_loaders(saved: Any, catalog: Catalog, places: LivePlaces) -> None:
+    """Raise ReplicaError for a data loader if its position was saved on another number of ranks.
+
+    The position counts within one rank's share of the data, and is often equal on all ranks: restored on another
+    number of ranks, it would silently repeat or skip samples.
+    """
+    ranks = catalog.source.world_size
+    if ranks in (None, catalog.world_size) or catalog.options.replicas == "root" or not places.loaders:
+        return
+    loaded = _paths_of(saved)
+    for path, unit in sorted(places.loaders.items()):
+        if any(_is_in(name, unit) for name in loaded):
+            leave = f"pass exclude={unit!r} and compute the position from the step, or " if unit else ""
+            raise ReplicaError(
+                f"the data loader {path!r} was saved with its position in the share of each of {ranks} ranks, and "
+                f'the world size is {catalog.world_size} now: {leave}pass replicas="root" to take rank 0\'s position '
+                "as it is",
+                path=catalog.source.path,
+            )
+
+
+def _with_dots(path: str) -> str:
+    """Return a path with dots before indices, as in the names of conflicts."""
+    return path.replace("[", ".").replace("]", "")
+
+
+def _excluding(names: Sequence[str]) -> str | list[str]:
+    """Return what to pass as `exclude`: a few names, or patterns for the entries of the state that hold many."""
+    if len(names) > _MOST_NAMES:
+        parts = (name.partition(".") for name in names)
+        names = sorted({f"{entry}.*" if rest else entry for entry, _, rest in parts})
+    return names[0] if len(names) == 1 else list(names)

@@ -1,0 +1,136 @@
+"""Saved trees with placeholders for tensors, and the trees that ranks saved as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from statexchange import values
+from statexchange.state.optimizers import is_state_of_optimizer
+from statexchange.state.tree import children
+
+__all__ = [
+    "Conflicts",
+    "MergedTrees",
+    "SavedTensor",
+    "UnknownValue",
+    "are_equal",
+    "merge_trees",
+    "with_other_entries",
+]
+
+
+class SavedTensor:
+    """A placeholder in a decoded tree for the saved tensor of this name."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class UnknownValue:
+    """A placeholder in a decoded tree for a value that no type of the live state can hold, with its JSON text.
+
+    `problem` is why its type cannot have the value; "" if nothing in the live state has the type.
+    """
+
+    __slots__ = ("problem", "text", "type_name")
+
+    def __init__(self, type_name: str, text: str, problem: str) -> None:
+        self.type_name = type_name
+        self.text = text
+        self.problem = problem
+
+    def __repr__(self) -> str:
+        return f"<{self.type_name}>"
+
+
+Conflicts: TypeAlias = dict[tuple[Any, ...], tuple[int, int]]
+"""Two ranks that saved different values, by the keys that lead there."""
+
+
+class MergedTrees(NamedTuple):
+    """The trees that ranks saved, as one: what any rank has, and the first rank's value where two differ.
+
+    Attributes:
+        tree: the tree.
+        conflicts: places with different values.
+        unions: lists of param groups that were joined. That is right for an optimizer, which takes the groups of its
+            parameters, unless ranks have other values for one parameter; and it is wrong for a plain value.
+    """
+
+    tree: Any
+    conflicts: Conflicts
+    unions: Conflicts
+
+
+def merge_trees(trees: Mapping[int, Any]) -> MergedTrees:
+    """Merge the trees that ranks saved, by rank."""
+    (first, merged), *others = trees.items()
+    conflicts: Conflicts = {}
+    unions: Conflicts = {}
+    for rank, other in others:
+        differing: list[tuple[Any, ...]] = []
+        united: list[tuple[Any, ...]] = []
+        merged = _merge(merged, other, (), differing, united)
+        for keys in differing:
+            conflicts.setdefault(keys, (first, rank))
+        for keys in united:
+            unions.setdefault(keys, (first, rank))
+    return MergedTrees(merged, conflicts, unions)
+
+
+def _merge(
+    one: Any, other: Any, keys: tuple[Any, ...], differing: list[tuple[Any, ...]], united: list[tuple[Any, ...]]
+) -> Any:
+    if isinstance(one, dict) and isinstance(other, dict):
+        if is_state_of_optimizer(one) and is_state_of_optimizer(other):
+            differing += [(*keys, "state", name) for name in _differing_states(one["state"], other["state"])]
+        both = {key: _merge(one[key], other[key], (*keys, key), differing, united) for key in one if key in other}
+        return {**other, **one, **both}
+    if are_equal(one, other):
+        return one
+    if _are_groups(one) and _are_groups(other):
+        united.append(keys)
+        return [*one, *other]  # loading uses the first group that lists a parameter
+    differing.append(keys)
+    return one
+
+
+def _differing_states(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[Any]:
+    """Return the parameters of which two ranks saved states with different keys: no rank had all of them."""
+    both = [(name, one[name], other[name]) for name in one if name in other]
+    return [name for name, a, b in both if isinstance(a, dict) and isinstance(b, dict) and a.keys() != b.keys()]
+
+
+def with_other_entries(tree: Any, merged: Any) -> Any:
+    """Return the tree of one rank, with the entries of mappings that only other ranks have."""
+    if not isinstance(tree, dict) or not isinstance(merged, dict):
+        return tree
+    if is_state_of_optimizer(tree) and is_state_of_optimizer(merged):  # the state of a parameter is one rank's
+        return {**merged, **tree, "state": {**merged["state"], **tree["state"]}}
+    return {**merged, **{key: with_other_entries(item, merged[key]) for key, item in tree.items()}}
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two saved values are the same, whatever the order of keys, or SavedTensors of one name."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, bool | int | float | str):
+        return values.is_same(one, other)
+    if isinstance(one, SavedTensor):
+        return bool(one.name == other.name)
+    if isinstance(one, UnknownValue):
+        return bool(one.text == other.text)
+    items, others = children(one), children(other)
+    if items is None or others is None:
+        return values.is_same(one, other)
+    return items.keys() == others.keys() and all(are_equal(item, others[key]) for key, item in items.items())
+
+
+def _are_groups(value: Any) -> bool:
+    """Whether `value` is a list of an optimizer's param groups."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(group, dict) and "params" in group for group in value)
