@@ -232,7 +232,7 @@ class StateExchangeError(Exception):
         return error
 
     def _text(self) -> str:
-        about = [] if self.name is None else [f"tensor {excerpt(self.name, _MAX_NAME)}"]
+        about = [] if not self.name else [f"tensor {excerpt(self.name, _MAX_NAME)}"]
         about += [] if self.rank is None else [f"rank {self.rank}"]
         about += [] if self.path is None else [_visible(self.path)]
         sides = [] if self.expected is None else [f"expected {_side(self.expected)}"]

@@ -122,7 +122,7 @@ def command(
 
 def _note_on_names(report: DiffReport) -> list[str]:
     """Return the option that would give more tensors of A the names of tensors of B, if there is one."""
-    from statexchange.report.rename_hint import suggest_rename
+    from statexchange.sharding.rename_hint import suggest_rename
 
     names_a = [tensor.name for tensor in report.tensors if tensor.status != "only in b"]
     found = suggest_rename(names_a, (tensor.name for tensor in report.tensors if tensor.status != "only in a"))

@@ -54,7 +54,6 @@ class Catalog:
         self._parts: dict[str, list[_SavedPart]] = {}
         old_names: dict[str, str] = {}
         for shard_file in sorted(source.files, key=lambda file: (file.rank != self.own_rank, file.rank)):
-            self._add_aliases(shard_file.aliases)
             for tensor in shard_file.tensors.values():
                 new = self._only_name(tensor.shard.name, old_names)
                 self._parts.setdefault(new, []).append(
@@ -62,20 +61,31 @@ class Catalog:
                 )
         for name in source.others:
             self._only_name(name, old_names)
+        for shard_file in source.files:
+            self._add_aliases(shard_file.aliases, old_names)
         if source.manifest is not None:
-            self._add_aliases(source.manifest.get("aliases", {}))
+            self._add_aliases(source.manifest.get("aliases", {}), old_names)
 
     def _only_name(self, old: str, old_names: dict[str, str]) -> str:
         """Return the state's name of an entry; raise UnsafeError if another one in `old_names` has it, too."""
         new = self.new_name(old)
         if old_names.setdefault(new, old) != old:
-            text = f"rename gives one name to both {old_names[new]!r} and {old!r}"
-            raise UnsafeError(text, name=new, path=self.source.path)
+            raise self._two_of_one_name(new, old_names[new], old)
         return new
 
-    def _add_aliases(self, aliases: Mapping[str, str]) -> None:
+    def _two_of_one_name(self, new: str, first: str, second: str) -> UnsafeError:
+        text = f"rename gives one name to both {first!r} and {second!r}"
+        return UnsafeError(text, name=new, path=self.source.path)
+
+    def _add_aliases(self, aliases: Mapping[str, str], old_names: dict[str, str]) -> None:
+        """Add other names of tensors. Two of one tensor may become one name; those of two tensors may not."""
         for alias, name in aliases.items():
-            self._aliases[self.new_name(alias)] = self.new_name(name)
+            new, stored = self.new_name(alias), self.new_name(name)
+            first = old_names.setdefault(new, alias)
+            if first != alias and self._aliases.get(new, new) != stored:
+                raise self._two_of_one_name(new, first, alias)
+            if new != stored:
+                self._aliases[new] = stored
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
@@ -115,11 +125,11 @@ class Catalog:
         return None
 
     def _parts_to_read(self, name: str) -> list[_SavedPart]:
-        """Return the parts of a tensor to read from: only this rank's own part if that is the whole tensor."""
+        """Return the parts of a tensor to read from: one if that is the whole tensor, and this rank's own or root's."""
         parts = self._parts[self.stored(name)]
         shard = parts[0].tensor.shard
-        has_whole = parts[0].rank == self.own_rank and shard.boxes == (full_box(shard.global_shape),)
-        return parts[:1] if has_whole else parts
+        is_enough = parts[0].rank == self.own_rank or self.options.replicas == "root"
+        return parts[:1] if is_enough and shard.boxes == (full_box(shard.global_shape),) else parts
 
     def shard_of(self, name: str) -> Shard:
         """Return a tensor's dtype and shape; raise CorruptError if the source's files disagree."""

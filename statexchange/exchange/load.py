@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -22,6 +22,7 @@ from statexchange.errors import (
     InvalidArgumentError,
     NotFoundError,
     ReplacedError,
+    StateExchangeError,
 )
 from statexchange.exchange.catalog import Catalog
 from statexchange.exchange.converting import ChosenConversion, convert_for_load
@@ -39,10 +40,11 @@ from statexchange.settings import check_progress
 from statexchange.sharding import records
 from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
-from statexchange.sharding.rules import Layout, renumber_names
+from statexchange.sharding.rename_hint import suggest_rename
+from statexchange.sharding.rules import renumber_names
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
 from statexchange.state.load_plan import NO_TREE, LoadPlan, ObjectStates, plan_load
-from statexchange.state.modules import is_module, module_items
+from statexchange.state.modules import WRAPPERS, is_module, module_items
 from statexchange.state.names_tree import tree_from_names
 from statexchange.state.saved_tree import SavedTensor
 from statexchange.state.source_names import SourceNames
@@ -325,7 +327,6 @@ class _Load:
     ) -> None:
         self._comm = comm
         self._conversion = conversion
-        self._without_rule: tuple[str, ...] = ()
         self._stall_timeout_s = stall_timeout_s
         self._on_progress = on_progress
         self._before_reading = before_reading
@@ -346,8 +347,9 @@ class _Load:
         with comm.phase("reading the headers", timeout_s=self._stall_timeout_s):
             options = LoadOptions(**given)
             source = holding.enter_context(_opened(path, state, comm, self._conversion))
+            without_rule: tuple[str, ...] = ()
             if self._conversion is not None:
-                source, self._without_rule = convert_for_load(source, self._conversion, strict=options.strict)
+                source, without_rule = convert_for_load(source, self._conversion, strict=options.strict)
         texts = {} if self._conversion is None else self._conversion.texts()
         has_layout = _check_same(source, options, texts, comm)
         with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
@@ -367,7 +369,7 @@ class _Load:
             # A name is unexpected only if it is so on every rank.
             unexpected = [set(names.unexpected) for names in by_rank]
             plan.unexpected = [name for name in plan.unexpected if all(name in names for names in unexpected)]
-            plan.unexpected += self._without_rule
+            plan.unexpected += without_rule
             if options.strict or _loads_nothing(plan):
                 _check_names(plan, catalog)
             if (options.include or options.exclude) and all(names.is_empty for names in by_rank):
@@ -398,7 +400,7 @@ class _Load:
         self, state: Any, catalog: Catalog, tree: SavedTree | None, objects: ObjectStates
     ) -> tuple[LoadPlan, list[ReadItem]]:
         """Return the load plan and the items to read, if any rank has a layout. Collective."""
-        catalog.renumbered = self._renumbered(state, catalog.layout, None if tree is not None else objects)
+        catalog.renumbered = self._renumbered(state, catalog, None if tree is not None else objects)
         with self._comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
             plan = _load_plan(state, catalog, tree, objects)
             targets = _targets(plan, catalog, self._comm.rank)
@@ -406,15 +408,16 @@ class _Load:
         with self._comm.phase("comparing the tensors", timeout_s=self._stall_timeout_s):
             return plan, [_read_item(target, catalog) for target in targets]
 
-    def _renumbered(self, state: Any, layout: Layout, objects: ObjectStates | None) -> dict[str, str]:
+    def _renumbered(self, state: Any, catalog: Catalog, objects: ObjectStates | None) -> dict[str, str]:
         """Return the source's names of tensors that a layout renumbers over all ranks. Collective.
 
         `objects` is None if the source has a saved tree.
         """
         ours: dict[str, str] = {}
+        layout = catalog.layout
         with self._comm.phase("naming its tensors"):
             if objects is not None and any(rule.renumber for rule in layout.rules.values()):
-                tree = tree_from_names(state, SourceNames(lambda _: True), objects).tree
+                tree = tree_from_names(state, SourceNames(lambda _: True, catalog.options), objects).tree
                 live = [leaf.name for _, leaf in flatten(tree) if isinstance(leaf, SavedTensor)]
                 for name in live:
                     rule = layout.rule_for(name)
@@ -524,14 +527,18 @@ def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: Ob
     options = catalog.options
     if tree is None:
         names = _source_names(catalog)
-        named = tree_from_names(state, names, objects)
+        with _located(catalog.source.path):
+            named = tree_from_names(state, names, objects)
         saved, tree_of_one_rank, left_out, lacking = named.tree, NO_TREE, named.left_out, named.lacking
     else:
-        saved, tree_of_one_rank, left_out, lacking = tree.tree, tree.of_one_rank, tree.left_out, frozenset()
+        saved, tree_of_one_rank, left_out, lacking = tree.tree, tree.of_one_rank, tree.left_out, tree.lacking
     selects = options.include or options.exclude
     stays = partial(_stays, options, left_out | lacking) if selects or lacking else None
     allocate = partial(tensor_to_fill, catalog)
-    plan = plan_load(state, saved, allocate, objects, stays, tree_of_one_rank)
+    if saved is NO_TREE:
+        return LoadPlan()
+    with _located(catalog.source.path):
+        plan = plan_load(state, saved, allocate, objects, stays, tree_of_one_rank)
     if tree is not None:
         check_unions(plan.plain if tree.of_one_rank is NO_TREE else (), plan.differing, catalog, tree.unions)
     plan.missing += sorted(lacking)
@@ -550,6 +557,15 @@ def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: Ob
     return plan
 
 
+@contextlib.contextmanager
+def _located(path: str) -> Iterator[None]:
+    """Let an error about the state name the source, too."""
+    try:
+        yield
+    except StateExchangeError as error:
+        raise (error if error.path is not None else error.located(path=path)) from error.__cause__
+
+
 def _stays(options: LoadOptions, left_out: Container[str], path: str, value: Any) -> bool:
     """Whether the entry at `path` of a live mapping of plain values is not to be loaded, nor anything in it."""
     return path in left_out or not any(options.wants(step.path) for step in walk(value, path=path) if step.is_leaf)
@@ -558,16 +574,15 @@ def _stays(options: LoadOptions, left_out: Container[str], path: str, value: Any
 def _source_names(catalog: Catalog) -> SourceNames:
     """Return what the source has, by the state's names."""
     source = catalog.source
-    raw = {catalog.new_name(name): name for name in source.others}
     return SourceNames(
-        catalog.has,
-        catalog.options,
-        {*catalog},
-        {catalog.new_name(name): text for name, text in source.texts.items()},
-        {catalog.new_name(name): text for name, text in source.others.items() if name not in source.texts},
-        partial(_shape_of, catalog),
-        catalog.new_name,
-        raw,
+        has=catalog.has,
+        options=catalog.options,
+        tensors={*catalog},
+        texts={catalog.new_name(name): text for name, text in source.texts.items()},
+        opaque={catalog.new_name(name): text for name, text in source.others.items() if name not in source.texts},
+        shape_of=partial(_shape_of, catalog),
+        renamed=catalog.new_name,
+        raw={catalog.new_name(name): name for name in source.others},
         leaves_out_empty=source.kind == "dcp",
     )
 
@@ -618,8 +633,8 @@ def _selects_nothing(options: LoadOptions) -> str:
 
 def _check_names(plan: LoadPlan, catalog: Catalog) -> None:
     """Raise an error that lists all missing and unexpected names, as torch does."""
-    values = {*map(catalog.new_name, catalog.source.others)}
-    if not plan.missing and all(name in values for name in plan.unexpected):
+    value_names = {*map(catalog.new_name, catalog.source.others)}
+    if not plan.missing and all(name in value_names for name in plan.unexpected):
         return
     lists = [
         f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
@@ -640,14 +655,16 @@ def _check_names(plan: LoadPlan, catalog: Catalog) -> None:
 
 def _hint(plan: LoadPlan, catalog: Catalog) -> str:
     """Return advice if the source has all missing names under one prefix, or without theirs, else ""."""
-    for prefix in {name.split(".", 1)[0] for name in catalog if "." in name}:
-        if plan.missing and all(f"{prefix}.{name}" in catalog for name in plan.missing):
+    prefixes = dict.fromkeys(name.split(".", 1)[0] for name in catalog if "." in name)
+    for prefix in sorted(prefixes, key=lambda prefix: prefix not in SECTIONS):
+        if plan.missing and prefix not in WRAPPERS and all(f"{prefix}.{name}" in catalog for name in plan.missing):
             return f'the source has them under "{prefix}": give {{"{prefix}": state}}'
     free = {*catalog} - {name for name, _, _ in plan.targets}
-    for prefix in {name.split(".", 1)[0] for name in plan.missing if "." in name}:
+    for prefix in dict.fromkeys(name.split(".", 1)[0] for name in plan.missing if "." in name):
         if all(name.startswith(f"{prefix}.") and name[len(prefix) + 1 :] in free for name in plan.missing):
             return f'the source has them without "{prefix}": give state["{prefix}"]'
-    return ""
+    found = suggest_rename(free, plan.missing)
+    return f"rename=[{found[:2]!r}] gives {found[2]} tensors of the source names of the state" if found else ""
 
 
 def _read_item(target: _Target, catalog: Catalog) -> ReadItem:

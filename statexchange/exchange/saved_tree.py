@@ -9,12 +9,13 @@ from typing import Any
 from statexchange import values
 from statexchange.errors import CorruptError, InvalidArgumentError, ReplicaError, UnsafeError
 from statexchange.exchange.catalog import Catalog, differing_text
-from statexchange.sharding.options import LoadOptions
+from statexchange.sharding.options import LoadOptions, with_dots
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
-from statexchange.state.load_plan import NO_TREE, ObjectStates, live_types
+from statexchange.state.load_plan import NO_TREE, ObjectStates, live_paths, live_types
 from statexchange.state.modules import is_module
 from statexchange.state.optimizers import is_optimizer, is_state_of_optimizer
 from statexchange.state.saved_tree import Conflicts, SavedTensor, UnknownValue, merge_trees, with_other_entries
+from statexchange.state.state_dict import modules_of, parameter_names
 from statexchange.state.tree import WalkStep, children, walk
 from statexchange.storage.stored_values import decode_stored
 
@@ -32,12 +33,14 @@ class SavedTree:
         of_one_rank: what plain values are taken from: what this rank saved, or the lowest; NO_TREE if ranks agree.
         unions: lists of param groups that differ between ranks.
         left_out: the paths that the options leave out.
+        lacking: the paths in mappings of plain values that `include` selects, and the save does not have.
     """
 
     tree: Any
     of_one_rank: Any
     unions: Conflicts
     left_out: frozenset[str]
+    lacking: frozenset[str]
 
     @classmethod
     def of(cls, state: Any, catalog: Catalog, objects: ObjectStates) -> SavedTree | None:
@@ -56,12 +59,13 @@ class SavedTree:
             ranks.setdefault(text, rank)
         kept: list[str] = []
         unknown: list[UnknownValue] = []
-        trees = _decoded_trees(catalog, ranks, values.types_of(state), kept, unknown)
         places = LivePlaces.of(state)
+        trees = _decoded_trees(catalog, ranks, values.types_of(state), places, kept, unknown)
+        selection = _Selection(state, catalog.options, places, objects)
         if unknown:  # objects that are loaded may know their types
-            wanted = _without_unwanted(_with_new_names(merge_trees(trees).tree, catalog, places), catalog, places)
+            wanted = selection.of(merge_trees(trees).tree)
             types = live_types(state, objects, _paths_of(wanted) | {""})
-            trees = _decoded_trees(catalog, ranks, {**types, **values.types_of(state)}, kept, unknown)
+            trees = _decoded_trees(catalog, ranks, {**types, **values.types_of(state)}, places, kept, unknown)
         if not kept and len(catalog) > 0:
             return None
         for rule in catalog.layout.rules.values():
@@ -72,36 +76,46 @@ class SavedTree:
                     path=catalog.source.path,
                 )
         merged = merge_trees(trees)
-        whole = _with_new_names(merged.tree, catalog, places)
-        tree = _without_unwanted(whole, catalog, places)
+        tree = selection.of(merged.tree)
         _check_loaders(tree, catalog, places)
         _check_values(tree, catalog, merged.conflicts)
         selects = catalog.options.include or catalog.options.exclude
-        left_out = frozenset(_paths_of(whole) - _paths_of(tree) if selects else ())
+        left_out = frozenset(_paths_of(merged.tree) - _paths_of(tree) if selects else ())
+        saved = _paths_of(merged.tree) if catalog.options.include else ()
+        lacking = frozenset(places.lacking(saved, catalog.options))
         first = next(iter(trees.values()))
         if catalog.own_rank is None and catalog.options.replicas == "root":
             first = with_other_entries(first, merged.tree)
         elif catalog.own_rank is None or len(trees) == 1:
-            return cls(tree, NO_TREE, merged.unions, left_out)
-        of_one_rank = _without_unwanted(_with_new_names(first, catalog, places), catalog, places)
+            return cls(tree, NO_TREE, merged.unions, left_out, lacking)
+        of_one_rank = selection.of(first)
         unions = {} if catalog.options.replicas == "root" else merged.unions
-        return cls(tree, of_one_rank, unions, left_out)
+        return cls(tree, of_one_rank, unions, left_out, lacking)
 
 
 def _decoded_trees(
-    catalog: Catalog, ranks: Mapping[str, int], types: Mapping[str, type], kept: list[str], unknown: list[UnknownValue]
+    catalog: Catalog,
+    ranks: Mapping[str, int],
+    types: Mapping[str, type],
+    places: LivePlaces,
+    kept: list[str],
+    unknown: list[UnknownValue],
 ) -> dict[int, Any]:
-    """Return the trees that ranks saved; add the names of tensors and the values of unknown types to the lists."""
+    """Return the trees that ranks saved, under the state's names.
+
+    Add the names of tensors and the values of unknown types to the lists.
+    """
     leaf, path, budget = _leaf_reader(kept, catalog), catalog.source.path, catalog.source.budget
 
     def placeholder(type_name: str, text: str, problem: str) -> UnknownValue:
         unknown.append(UnknownValue(type_name, text, problem))
         return unknown[-1]
 
-    return {
-        rank: decode_stored(text, path, budget, types=types, leaf=leaf, unknown=placeholder)
-        for text, rank in ranks.items()
-    }
+    found = {}
+    for text, rank in ranks.items():
+        tree = decode_stored(text, path, budget, types=types, leaf=leaf, unknown=placeholder)
+        found[rank] = _with_new_names(tree, catalog, places)
+    return found
 
 
 def _leaf_reader(kept: list[str], catalog: Catalog) -> Callable[[str], SavedTensor]:
@@ -125,27 +139,25 @@ def _leaf_reader(kept: list[str], catalog: Catalog) -> Callable[[str], SavedTens
 class LivePlaces:
     """The containers of a live state, and what in it is loaded whole, by dotted path.
 
-    `containers` are mappings and modules; `units` are objects with a state of their own, such as optimizers and
-    schedulers, and lists and dataclasses that hold state. `loaders` are the paths of data loaders with a position, and
-    the units that they are or are in.
+    `containers` are modules, mappings, and other containers that hold state; `units` are objects with a state of their
+    own, such as optimizers and schedulers. Of these `loaders` are data loaders with a position.
     """
 
     containers: dict[str, WalkStep] = field(default_factory=dict)
     units: dict[str, WalkStep] = field(default_factory=dict)
-    loaders: dict[str, str] = field(default_factory=dict)
+    loaders: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, state: Any) -> LivePlaces:
         """Find the places of a state."""
         places = cls()
-        for step in walk(state, lambda _, value: isinstance(value, Mapping) and not is_module(value)):
-            value = step.value
-            if not step.is_leaf or is_module(value):
+        for step in walk(state, lambda _, value: _is_entered(value)):
+            if not step.is_leaf or is_module(step.value):
                 places.containers[step.path] = step
-            elif is_optimizer(value) or is_stateful(value) or (children(value) is not None and contains_state(value)):
+            elif is_optimizer(step.value) or is_stateful(step.value):
                 places.units[step.path] = step
-                inside = walk(value, lambda _, one: not is_leaf(one), step.path)
-                places.loaders.update({one.path: step.path for one in inside if _is_loader(one.value)})
+                if _is_loader(step.value):
+                    places.loaders.append(step.path)
         return places
 
     def may_want(self, path: str, options: LoadOptions) -> bool:
@@ -155,10 +167,27 @@ class LivePlaces:
         unit = next((one for one in self.units if _is_in(path, one)), None)
         return options.wants(path) if unit is None else options.may_want(unit)
 
+    def lacking(self, saved: Collection[str], options: LoadOptions) -> Iterator[str]:
+        """Yield the paths of plain values in mappings that were saved without them, if they are to be loaded."""
+        for path, step in self.containers.items():
+            if path not in saved or not isinstance(step.value, Mapping) or contains_state(step.value):
+                continue
+            for key, item in step.value.items():
+                inner = f"{path}.{key}"
+                if not isinstance(item, Mapping) and inner not in saved and options.wants(inner):
+                    yield inner
+
+
+def _is_entered(value: Any) -> bool:
+    """Whether what is in a live value is loaded or left by itself."""
+    if is_leaf(value):
+        return False
+    return isinstance(value, Mapping) or (children(value) is not None and contains_state(value))
+
 
 def _is_loader(value: Any) -> bool:
-    """Whether a value is a data loader that saves its position: torchdata's StatefulDataLoader, or a class from it."""
-    return is_stateful(value) and any(base.__module__.startswith("torchdata.") for base in type(value).__mro__)
+    """Whether an object is a data loader that saves its position: torchdata's StatefulDataLoader, or a class of it."""
+    return any(base.__module__.startswith("torchdata.") for base in type(value).__mro__)
 
 
 def _is_in(path: str, outer: str) -> bool:
@@ -179,7 +208,14 @@ def _with_new_names(saved: Any, catalog: Catalog, places: LivePlaces) -> Any:
     if "" in places.units:
         return _with_new_parameters(saved, catalog)
     moved: dict[Any, Any] = {}
-    for unit in _units(saved, lambda path: catalog.new_name(path) in places.units):
+
+    def enters(path: str, value: Any) -> bool:
+        is_mapping = isinstance(value, Mapping) and bool(value) and not is_state_of_optimizer(value)
+        return value is saved or (is_mapping and catalog.new_name(path) not in places.units)
+
+    for unit in walk(saved, enters):
+        if not unit.is_leaf:
+            continue
         new = catalog.new_name(unit.path)
         *outer_keys, last_key = unit.keys if new == unit.path else _keys_of(new, unit.keys, catalog, places)
         target: Any = moved
@@ -222,8 +258,12 @@ def _keys_of(path: str, old_keys: Sequence[Any], catalog: Catalog, places: LiveP
 
 def _innermost(path: str, places: LivePlaces) -> WalkStep:
     """Return the innermost mapping or module of the live state that contains a path, or else an empty one."""
-    found = [one for one in places.containers if not one or path.startswith(f"{one}.")]
-    return places.containers[max(found, key=len)] if found else WalkStep("", (), {}, is_leaf=False)
+    found = [
+        step
+        for one, step in places.containers.items()
+        if (not one or path.startswith(f"{one}.")) and (isinstance(step.value, Mapping) or is_module(step.value))
+    ]
+    return max(found, key=lambda step: len(step.path)) if found else WalkStep("", (), {}, is_leaf=False)
 
 
 def _rest(path: str, within: WalkStep) -> str:
@@ -245,40 +285,55 @@ def _with_new_parameters(saved: Any, catalog: Catalog) -> Any:
     return {**saved, "state": state, "param_groups": groups}
 
 
-def _without_unwanted(saved: Any, catalog: Catalog, places: LivePlaces) -> Any:
-    """Return a saved tree without the entries that `include` does not select or `exclude` does.
+class _Selection:
+    """What the options of a load leave of a saved tree.
 
-    A list, a tuple or the state of one object is kept or left out whole.
+    Mappings are loaded by entry, and so are lists and other containers of the live state that hold state, by item. All
+    else is loaded or left whole, by the paths that it has in the saved tree and in the live state: a load of an object
+    with an excluded entry would remove that entry if it was not saved.
     """
-    options = catalog.options
-    if not (options.include or options.exclude) or not isinstance(saved, Mapping):
-        return saved
-    if "" in places.units:
-        return saved if options.wants_object([step.path for step in walk(saved)]) else NO_TREE
-    selected: dict[Any, Any] = {}
-    for unit in _units(saved, places.units.__contains__):
-        if options.wants_object([step.path for step in walk(unit.value, path=unit.path)]):
-            target = selected
-            for key in unit.keys[:-1]:
-                target = target.setdefault(key, {})
-            target[unit.keys[-1]] = unit.value
-    return selected
 
+    def __init__(self, state: Any, options: LoadOptions, places: LivePlaces, objects: ObjectStates) -> None:
+        self._options = options
+        self._places = places
+        self._objects = objects
+        self._names: dict[int, str] = {}
+        if options.include or options.exclude:
+            self._names = {key: name.in_state for key, name in parameter_names(modules_of(state)).items()}
 
-def _units(saved: Mapping[Any, Any], is_object: Callable[[str], bool]) -> Iterator[WalkStep]:
-    """Yield the entries that are loaded as a unit: values in nested mappings, and whole states of objects."""
+    def of(self, saved: Any, path: str = "") -> Any:
+        """Return what is selected of the saved tree at `path`; NO_TREE if that is nothing."""
+        if not (self._options.include or self._options.exclude):
+            return saved
+        live = self._places.containers.get(path)
+        is_mapping = isinstance(saved, Mapping) and bool(saved or not path) and not is_state_of_optimizer(saved)
+        if is_mapping and path not in self._places.units:
+            entries = {key: self.of(item, f"{path}.{key}" if path else str(key)) for key, item in saved.items()}
+            selected = {key: item for key, item in entries.items() if item is not NO_TREE}
+            return selected if selected or not path else NO_TREE
+        if isinstance(saved, list | tuple) and live is not None and len(saved) == len(children(live.value) or ()):
+            if hasattr(saved, "_fields"):
+                return self.of(children(saved), path)
+            items = [self.of(item, f"{path}[{i}]") for i, item in enumerate(saved)]
+            return NO_TREE if all(item is NO_TREE for item in items) else items
+        return saved if self._wants(saved, path) else NO_TREE
 
-    def enters(path: str, value: Any) -> bool:
-        if value is saved:
-            return True
-        return isinstance(value, Mapping) and bool(value) and not is_state_of_optimizer(value) and not is_object(path)
-
-    return (step for step in walk(saved, enters) if step.is_leaf)
+    def _wants(self, saved: Any, path: str) -> bool:
+        paths = [step.path for step in walk(saved, path=path)]
+        if path in self._places.units:
+            if path and not self._options.may_want(path):
+                return False  # without asking the object for its state
+            paths += live_paths(self._places.units[path].value, path, self._names, self._objects)
+        return self._options.wants_object(paths)
 
 
 def _paths_of(saved: Any) -> set[str]:
-    """Return the paths of all entries of nested mappings."""
-    return {step.path for step in walk(saved, lambda _, value: isinstance(value, Mapping)) if step.keys}
+    """Return the paths of all entries of nested mappings and lists."""
+    return {
+        step.path
+        for step in walk(saved, lambda _, value: isinstance(value, Mapping | list | tuple))
+        if step.keys and step.value is not NO_TREE
+    }
 
 
 # Values that differ between ranks
@@ -290,12 +345,12 @@ def _check_values(saved: Any, catalog: Catalog, conflicts: Conflicts) -> None:
     Args:
         saved: the tree under the state's names, without what is not loaded.
         catalog: has the source, and the options of the load.
-        conflicts: two ranks that saved different values, by the keys that lead there.
+        conflicts: two ranks that saved different values, by the keys of the state that lead there.
     """
     if catalog.own_rank is not None or catalog.options.replicas == "root" or not conflicts:
         return
     loaded = _paths_of(saved)
-    names = {catalog.new_name(".".join(map(str, keys))): ranks for keys, ranks in conflicts.items()}
+    names = {".".join(map(str, keys)): ranks for keys, ranks in conflicts.items()}
     found = [name for name in names if name in loaded]
     if found:
         rank, other = names[found[0]]
@@ -313,12 +368,12 @@ def check_unions(plain: Collection[str], differing: Collection[str], catalog: Ca
         plain: the paths of the plain values that are loaded, and whose lists are to be equal.
         differing: the paths of the groups of optimizers that have different values for one parameter.
         catalog: has the source, and the options of the load.
-        unions: two ranks that saved different lists, by the keys that lead there.
+        unions: two ranks that saved different lists, by the keys of the state that lead there.
     """
-    loaded = {_with_dots(path) for path in (*plain, *differing)}
+    loaded = {with_dots(path) for path in (*plain, *differing)}
     for keys, (rank, other) in unions.items():
-        name = catalog.new_name(".".join(map(str, keys)))
-        steps = _with_dots(name).split(".")
+        name = ".".join(map(str, keys))
+        steps = with_dots(name).split(".")
         if any(".".join(steps[:count]) in loaded for count in range(1, len(steps) + 1)):
             text = differing_text(f"different values of {name!r}", name, rank, other)
             raise ReplicaError(text, rank=other, path=catalog.source.path)
@@ -334,20 +389,15 @@ def _check_loaders(saved: Any, catalog: Catalog, places: LivePlaces) -> None:
     if ranks in (None, catalog.world_size) or catalog.options.replicas == "root" or not places.loaders:
         return
     loaded = _paths_of(saved)
-    for path, unit in sorted(places.loaders.items()):
-        if any(_is_in(name, unit) for name in loaded):
-            leave = f"pass exclude={unit!r} and compute the position from the step, or " if unit else ""
+    for path in sorted(places.loaders):
+        if path in loaded or any(_is_in(name, path) for name in loaded):
+            leave = f"pass exclude={with_dots(path)!r} and compute the position from the step, or " if path else ""
             raise ReplicaError(
                 f"the data loader {path!r} was saved with its position in the share of each of {ranks} ranks, and "
                 f'the world size is {catalog.world_size} now: {leave}pass replicas="root" to take rank 0\'s position '
                 "as it is",
                 path=catalog.source.path,
             )
-
-
-def _with_dots(path: str) -> str:
-    """Return a path with dots before indices, as in the names of conflicts."""
-    return path.replace("[", ".").replace("]", "")
 
 
 def _excluding(names: Sequence[str]) -> str | list[str]:

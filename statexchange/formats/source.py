@@ -552,9 +552,9 @@ class StoredTensor:
     def _check_cover(self) -> None:
         if self._boxes.keys() != {full_box(self.shape)}:
             try:
-                prove_cover(self.name, self.shape, {box: [holder] for box, (_, holder) in self._boxes.items()})
-            except IncompleteError as error:
-                raise self._source.explained(error) from None
+                prove_cover(self.name, self.shape, {box: [one] for box, (_, one) in self._boxes.items() if box.numel})
+            except (CorruptError, IncompleteError) as error:
+                raise self._source.explained(error).located(path=self._source.path) from None
 
 
 def _box_of(box: object, name: str) -> Box:

@@ -349,7 +349,8 @@ def leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
             budget.spend(len(value))
         children = _children(value)
         if children is None:
-            yield name or "value", value
+            if name or type(value) is not dict:  # a whole file of an empty mapping has no entry
+                yield name or "value", value
             continue
         named_children = []
         for key, child in children:

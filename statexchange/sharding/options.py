@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from statexchange.errors import InvalidArgumentError, did_you_mean, excerpt
+from statexchange.settings import check_flags
 from statexchange.sharding.rules import Layout
 from statexchange.tensors import DTYPE_NAMES, LONG_NAMES
 
@@ -47,7 +48,7 @@ CAST_DTYPES = tuple(LONG_NAMES[name] for name in FLOATS)
 _FILENAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\{suffix\}[A-Za-z0-9._-]{0,80}\.safetensors")
 _EVERY_NAME = "*"
 _MAX_COMPARED = 1 << 16  # characters of an option that ranks compare
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,7 @@ class LoadOptions:
                 f'dtype must be None or "state", which casts to the dtype that the state has, not {excerpt(self.dtype)}'
             )
         check_replicas_option(self.replicas)
+        check_flags(strict=self.strict)
         accepted = {
             "layout": self.layout if isinstance(self.layout, Layout | None) else Layout.parse(self.layout),
             "include": name_patterns("include", self.include),
@@ -249,13 +251,21 @@ class LoadOptions:
 def _matches(patterns: Sequence[str], name: str) -> bool:
     """Whether a pattern matches a path, or that of something that contains it. A list's index is a part, as "a.0"."""
     fits = _regex(tuple(patterns)).fullmatch
-    return fits(name) is not None or ("[" in name and fits(name.replace("[", ".").replace("]", "")) is not None)
+    return fits(name) is not None or ("[" in name and fits(with_dots(name)) is not None)
+
+
+def with_dots(path: str) -> str:
+    """Return a path with dots before indices: "a.0" for "a[0]"."""
+    return path.replace("[", ".").replace("]", "")
 
 
 @functools.lru_cache(maxsize=16)
 def _regex(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    # fnmatch's regex of a pattern, without the end of the text, which is its last two characters.
-    return re.compile("|".join(rf"{fnmatch.translate(pattern)[:-2]}(?s:[.\[].*)?" for pattern in patterns))
+    # The end lets "model" match "model.a" and "model[0]". A path as messages show it, "a[0]", is a pattern for itself,
+    # and not for "a0" alone.
+    texts = [fnmatch.translate(pattern).removesuffix(r"\Z").removesuffix(r"\z") for pattern in patterns]
+    texts += [re.escape(with_dots(pattern)) for pattern in patterns if "[" in pattern]
+    return re.compile("|".join(rf"{text}(?s:[.\[].*)?" for text in texts))
 
 
 def mesh_option(layout: Layout | None) -> dict[str, str]:
@@ -287,7 +297,7 @@ def rename_rules(value: object) -> Rename:
     for pattern, _ in pairs:
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise InvalidArgumentError(f"rename pattern {excerpt(pattern)}: {error}") from None
     return tuple((pattern, replacement) for pattern, replacement in pairs)
 
@@ -300,7 +310,10 @@ def _is_pair(value: object) -> bool:
 def renamed(name: str, rename: Rename) -> str:
     """Return the new name of a tensor."""
     if callable(rename):
-        new = rename(name)
+        try:
+            new = rename(name)
+        except Exception as error:
+            raise InvalidArgumentError(f"rename raised {excerpt(error, 200)}", name=name) from error
         if not isinstance(new, str):
             raise InvalidArgumentError(f"rename must return a name, not {excerpt(new)}", name=name)
         return new

@@ -18,10 +18,14 @@ __all__ = ["check_no_state_in", "contains_state", "is_leaf", "is_stateful"]
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether `value` is an object with `state_dict` and `load_state_dict`, such as an LR scheduler. Not collective."""
-    if isinstance(value, type | Mapping):
+    """Whether `value` is an object with `state_dict` and `load_state_dict`, such as an LR scheduler. Not collective.
+
+    Of a mapping the class is asked, as its keys may be attributes.
+    """
+    if isinstance(value, type):
         return False
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+    holder = type(value) if isinstance(value, Mapping) else value
+    return all(callable(getattr(holder, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def is_leaf(value: Any) -> bool:

@@ -1,8 +1,9 @@
 """Plan the loading of a saved tree into live state: tensors to be read, and callbacks that run afterwards.
 
-Live objects stay the same objects: tensors are filled in place, and containers keep their type. Only a tuple or a
-frozen dataclass is replaced, in the container that holds it, by a new one of its type. Planning changes nothing: an
-error leaves the live state as it was.
+Tensors, modules, optimizers and other objects stay the same and are filled; so do the containers that hold them, except
+for tuples and frozen dataclasses. A mapping of plain values stays the same and is refilled; what is inside it, and any
+other plain value that differs, is replaced by a new one of the same type. Planning changes nothing: an error leaves the
+live state as it was.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from statexchange.state.optimizers import (
     is_optimizer,
     is_state_of_optimizer,
     named_parameters,
+    optimizer_tree,
     state_of_optimizer,
 )
 from statexchange.state.saved_tree import SavedTensor, UnknownValue, are_equal
@@ -38,6 +40,7 @@ __all__ = [
     "LoadTarget",
     "ObjectStates",
     "Place",
+    "live_paths",
     "live_types",
     "plan_load",
 ]
@@ -105,6 +108,19 @@ def live_types(state: Any, objects: ObjectStates, paths: Container[str]) -> dict
     return found
 
 
+def live_paths(live: Any, path: str, names: Mapping[int, str], objects: ObjectStates) -> list[str]:
+    """Return the paths of all that is in the state of the object or container `live` at `path`. Not collective.
+
+    `names` are the parameters' names by `id`; where one lacks, an optimizer's parameters have numbers.
+    """
+    tree = live
+    if is_optimizer(live):
+        tree = optimizer_tree(live, names, path)
+    elif is_stateful(live) and not is_module(live):
+        tree = objects.of(live, path)
+    return [step.path for step in walk(tree, path=path)]
+
+
 class LoadTarget(NamedTuple):
     """A live tensor that is to be filled with the saved tensor `name`; `path` is its path for messages and layouts."""
 
@@ -144,7 +160,7 @@ class LoadPlan:
 
 
 Allocate = Callable[[str, Place], Any]
-NO_TREE = object()  # where the tree of one rank has no entry, or there is no such tree
+NO_TREE = object()  # where a tree has no entry, or there is no tree: in a list, an item that stays as it is
 Stays = Callable[[str, Any], bool]
 
 
@@ -210,7 +226,7 @@ class _Planner:
         names: Mapping[int, str],
         keys: _ShardedKeys,
         objects: ObjectStates,
-        stays: Stays | None = None,
+        stays: Stays | None,
     ) -> None:
         self.plan = LoadPlan()
         self._allocate = allocate
@@ -238,7 +254,7 @@ class _Planner:
             self.plan.plain.add(_dotted(path))
             new = self._filled(of_one_rank, path, Place(self._objects.of(live, _dotted(path)), is_filled=False))
             self.plan.callbacks.append(functools.partial(_load_object, live, live.load_state_dict, new, _dotted(path)))
-        elif _has_names(live, path) or (children(live) is not None and contains_state(live)):
+        elif _is_nonempty_root(live, path) or (children(live) is not None and contains_state(live)):
             return self._container(live, saved, path, own)
         else:
             self.plan.num_values += 1
@@ -261,6 +277,9 @@ class _Planner:
         if type(new) is type(live) and is_mutable(live) and not isinstance(live, list):  # a dataclass
             self._change(live, functools.partial(with_children, changed=children(new) or {}), path)
             return live
+        if children(live) is None and not values.has_text(live):
+            text = f"the state has {type_text(live)} here, which a load would replace by {type_text(new)}: leave it out"
+            raise UnsupportedError(f"{text} by exclude", name=_dotted(path))
         return new
 
     def _change(self, container: Any, change: Callable[[Any], object], path: str) -> None:
@@ -297,6 +316,8 @@ class _Planner:
         items, own_entries = children(live) or {}, children(own) or {}
         for key, value in items.items():
             inner = f"{path}[{key}]" if by_index else f"{path}.{key}"
+            if entries.get(key) is NO_TREE:
+                continue
             is_object = sharded_kind(value) == "object"
             if not is_object and holds_sharded(value):
                 self.visit(value, entries.get(key, {}), inner)
@@ -306,8 +327,14 @@ class _Planner:
                     changed[key] = new
             elif not is_object or value.data is not None:  # an object without data needs no saved one
                 self._add_missing([_dotted(inner)], stateful=contains_state(value))
-        unmatched = [key for key, value in entries.items() if key not in items and not self._is_matched_by_key(value)]
-        self._add_unexpected(path, unmatched)
+        for key, value in entries.items():
+            if key not in items:
+                by_key = self._names_of_keys(value)
+                if by_key is None:
+                    self._add_unexpected(path, [key])
+                else:
+                    known = {*self._keys.live, *self.plan.unexpected}
+                    self.plan.unexpected += [name for name in by_key if name not in known]
         if changed and is_mutable(live):
             self._change(live, functools.partial(with_children, changed=changed), path)
             return live
@@ -321,25 +348,18 @@ class _Planner:
             return entries or {}
         if by_index:
             fits = isinstance(saved, list | tuple) and len(saved) == len(live)
-            self._expect(fits, f"{len(live)} items", saved, path)
+            self._expect(fits, _num_items(live), saved, path)
         else:
             self._expect(entries is not None and not isinstance(saved, list), "a mapping", saved, path)
         assert entries is not None  # `_expect` has checked it
         return entries
 
-    def _is_matched_by_key(self, saved: Any) -> bool:
-        """Whether a saved entry without a live one is empty, or has only tensors that are matched by key.
-
-        Keys that the live state lacks are added to the plan as unexpected.
-        """
-        if not self._keys.live:
-            return False
-        found = [leaf for _, leaf in flatten(saved) if leaf is not None]
-        if not all(isinstance(leaf, SavedTensor) for leaf in found):
-            return False
-        known = {*self._keys.live, *self.plan.unexpected}
-        self.plan.unexpected += dict.fromkeys(leaf.name for leaf in found if leaf.name not in known)
-        return True
+    def _names_of_keys(self, saved: Any) -> list[str] | None:
+        """Return the names in a saved entry without a live one, if all it has are tensors that are matched by key."""
+        found = [leaf for _, leaf in flatten(saved) if leaf is not None and leaf is not NO_TREE]
+        if not self._keys.live or not all(isinstance(leaf, SavedTensor) for leaf in found):
+            return None
+        return [*dict.fromkeys(leaf.name for leaf in found)]
 
     def _add_missing(self, paths: Sequence[str], *, stateful: bool = True) -> None:
         self.plan.missing += paths
@@ -398,9 +418,11 @@ class _Planner:
         self._add_missing([_dotted(f"{path}.{name}") for name in parameters if name not in entries.groups])
         self._add_unexpected(path, [name for name in entries.groups if name not in parameters])
         num_empty = sum(not group["params"] for group in optimizer.param_groups)
-        lacking = max(0, num_empty - entries.num_empty)
-        self._add_missing([_dotted(f"{path}.param_groups (without parameters)")] * min(1, lacking), stateful=False)
-        self._add_unexpected(path, ["param_groups (without parameters)"] * min(1, len(entries.empty_groups)))
+        empty_groups = "param_groups (without parameters)"
+        if num_empty > entries.num_empty:
+            self._add_missing([_dotted(f"{path}.{empty_groups}")], stateful=False)
+        if entries.empty_groups:
+            self._add_unexpected(path, [empty_groups])
         dropped = [param for name, param in parameters.items() if name in entries.groups and param not in states]
         if entries.groups.keys() >= parameters.keys():
             dropped += [key for key in optimizer.state if not is_torch(key) and key not in states]
@@ -500,14 +522,13 @@ class _Planner:
     def _expect(self, holds: bool, wanted: str, saved: Any, path: str) -> None:
         if holds:
             return
-        found = f"{type_text(saved)}"
+        found = type_text(saved)
         if isinstance(saved, SavedTensor):
             found = "a tensor"
         elif isinstance(saved, list | tuple):
-            found = f"{len(saved)} items"
-        raise InvalidArgumentError(
-            f"state{path} was saved as something else", name=_dotted(path), expected=wanted, found=found
-        )
+            found = _num_items(saved)
+        text = f"state{path} was saved as something else: build it as it was saved, or leave it out by exclude"
+        raise InvalidArgumentError(text, name=_dotted(path), expected=wanted, found=found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,6 +606,10 @@ def _check_known(saved: Any, path: str) -> None:
             raise UnsupportedError(f"a {part.type_name} was saved here, and {reason}", name=_dotted(path))
 
 
+def _num_items(items: Sequence[Any]) -> str:
+    return "1 item" if len(items) == 1 else f"{len(items)} items"
+
+
 def _dotted(path: str) -> str:
     """Return a path without its leading dot."""
     return path.removeprefix(".")
@@ -601,21 +626,24 @@ def _check_like(own: Any, saved: Any, path: str) -> None:
         )
 
 
-def _has_names(live: Any, path: str) -> bool:
+def _is_nonempty_root(live: Any, path: str) -> bool:
     """Whether this is the whole state, and a mapping whose keys are compared with the saved ones."""
     return path == "" and isinstance(live, Mapping) and len(live) > 0
 
 
 def _with_kept(own: Mapping[Any, Any], new: Mapping[Any, Any], path: str, stays: Stays) -> dict[Any, Any]:
-    """Return the entries of `new`, and those of a live mapping that stay, also of mappings inside."""
-    entries = dict(new)
+    """Return the entries of `new`, and those of a live mapping that stay, also of mappings inside; in its order."""
+    entries = {}
     for key, value in own.items():
         inner = f"{path}.{key}"
-        if key not in new and stays(_dotted(inner), value):
-            entries[key] = value
-        elif isinstance(value, Mapping) and isinstance(new.get(key), Mapping):
+        if key not in new:
+            if stays(_dotted(inner), value):
+                entries[key] = value
+        elif isinstance(value, Mapping) and isinstance(new[key], Mapping):
             entries[key] = _with_kept(value, new[key], inner, stays)
-    return entries
+        else:
+            entries[key] = new[key]
+    return {**entries, **{key: item for key, item in new.items() if key not in entries}}
 
 
 def _refill(own: MutableMapping[Any, Any], entries: Mapping[Any, Any]) -> None:

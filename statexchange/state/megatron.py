@@ -8,7 +8,7 @@ may occur several times on one rank: layers that are stacked along a prepended d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ def sharded_kind(value: Any) -> Kind | None:
     "tensor" is a ShardedTensor; "factory" a ShardedTensorFactory, which builds ShardedTensors of a parameter; "object"
     a ShardedObject, such as extra state; "local" a LocalNonpersistentObject, which is in no checkpoint.
     """
-    if is_tensor(value):  # first, as nearly all values of most states are tensors
+    if is_tensor(value) or isinstance(value, Mapping):  # first, as nearly all values of most states are tensors
         return None
     if _has(value, _OBJECT):
         return "tensor" if _has(value, _TENSOR) else "object"

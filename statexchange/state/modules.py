@@ -10,6 +10,7 @@ from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.tensors import is_tensor
 
 __all__ = [
+    "WRAPPERS",
     "check_module",
     "is_extra_state",
     "is_module",
@@ -22,12 +23,15 @@ __all__ = [
 ]
 
 # The names that torch.compile, FSDP1 and activation checkpointing put into the names of parameters
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 def is_module(value: Any) -> bool:
-    """Whether `value` is a torch module, or behaves like one."""
-    return hasattr(value, "state_dict") and hasattr(value, "modules")
+    """Whether `value` is a torch module, or of a class that behaves like one.
+
+    The class is asked, as a mapping whose keys are attributes may have, or seem to have, any attribute.
+    """
+    return hasattr(type(value), "state_dict") and hasattr(type(value), "modules")
 
 
 def module_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
@@ -116,4 +120,4 @@ def layers(module: Any) -> list[Any]:
 
 def _clean(name: str) -> str:
     """Return a name without the parts that wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, NotFoundError, type_text
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
-from statexchange.state.load_plan import ObjectStates
+from statexchange.state.load_plan import NO_TREE, ObjectStates, live_paths
 from statexchange.state.megatron import leaves, sharded_kind
 from statexchange.state.modules import is_module, live_items
 from statexchange.state.optimizer_names import OptimizerNames
 from statexchange.state.optimizers import is_optimizer, is_state_of_optimizer, state_of_optimizer
 from statexchange.state.saved_tree import SavedTensor
-from statexchange.state.source_names import Entries, SourceNames, by_first, has_no_leaves, names_above
+from statexchange.state.source_names import Entries, SourceNames, by_first, has_no_leaves, is_index, names_above
 from statexchange.state.state_dict import ParameterName, modules_of, parameter_names
 from statexchange.state.tree import children, walk
 from statexchange.tensors import is_tensor
@@ -29,7 +29,7 @@ class NamesTree:
     """The tree of a state from the names of a source.
 
     Attributes:
-        tree: the tree, as saving would have given it.
+        tree: the tree, as saving would have given it; NO_TREE if the options leave out the whole state.
         taken: the names of the plain values that it has, and all names of what the options leave out whole.
         left_out: the paths of what the options leave out whole.
         lacking: the paths of plain values inside mappings of such values that the source lacks.
@@ -56,14 +56,16 @@ def tree_from_names(state: Any, source: SourceNames, objects: ObjectStates) -> N
             numbered, and do not fit the live ones; or the state is a plain value.
         UnsupportedError: the source has a value that is no plain one where the state has a plain one or an optimizer.
     """
+    if not isinstance(state, Mapping) and not contains_state(state):
+        raise InvalidArgumentError(f"the state is {type_text(state)}: give modules, optimizers or mappings")
     builder = _Builder(source, parameter_names(modules_of(state)), objects)
     tree = builder.entry(state, "")
-    if tree is _ABSENT and not isinstance(state, Mapping):
-        if contains_state(state):
-            raise NotFoundError("the source has nothing for the state")
-        raise InvalidArgumentError(f"the state is {type_text(state)}: give modules, optimizers or mappings")
+    if tree is _ABSENT and isinstance(state, Mapping) and not is_leaf(state):
+        tree = {}
+    if tree is _ABSENT and "" not in builder.left_out:
+        raise NotFoundError(f"the source has nothing for the state, {type_text(state)}")
     sets = (builder.entries.taken, builder.left_out, builder.lacking)
-    return NamesTree({} if tree is _ABSENT else tree, *map(frozenset, sets))
+    return NamesTree(NO_TREE if tree is _ABSENT else tree, *map(frozenset, sets))
 
 
 class _Builder:
@@ -75,6 +77,9 @@ class _Builder:
         self.lacking: set[str] = set()
         self._source = source
         self._optimizers = OptimizerNames(source, self.entries, parameters)
+        in_state = {key: name.in_state for key, name in parameters.items()}
+        in_module = {key: name.in_module for key, name in parameters.items()}
+        self._parameter_names: list[Mapping[int, str]] = [in_state, in_module, {}]
         self._objects = objects
         self._in_unit = False
 
@@ -100,12 +105,14 @@ class _Builder:
         if name in source.texts or name in source.opaque:
             return self.entries.value(name)
         if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-            shared = [self._module(module, prefix) for module in value]
-            return shared if any(shared) else [self._module(part, f"{prefix}{i}.") for i, part in enumerate(value)]
+            return self._modules(value, prefix) if all(map(is_module, value)) else self._list(value, name, prefix)
         return self._mapping(value, prefix)
 
     def _wants(self, name: str) -> bool:
         return self._in_unit or self._source.options.wants(name)
+
+    def _wants_in(self, prefix: str, key: str) -> bool:
+        return self._source.options.may_want(f"{prefix}{key}")
 
     def _may_want(self, name: str, value: Any) -> bool:
         """Whether the live `value`, or anything inside it, is to be loaded."""
@@ -124,6 +131,11 @@ class _Builder:
                 if item is not _ABSENT:
                     tree[name] = item
         return tree
+
+    def _modules(self, live: Sequence[Any], prefix: str) -> list[dict[str, Any]]:
+        """Return the trees of a list of modules, which share one namespace or have their indices in names."""
+        shared = [self._module(module, prefix) for module in live]
+        return shared if any(shared) else [self._module(part, f"{prefix}{i}.") for i, part in enumerate(live)]
 
     def _mapping(self, live: Any, prefix: str) -> dict[Any, Any]:
         """Return the entries of a live mapping, namedtuple or dataclass, each by its own name."""
@@ -178,10 +190,10 @@ class _Builder:
         paths = [step.path for step in walk(saved, path=name)]
         return saved if self._source.options.wants_object(paths) else self._left_out(name)
 
-    # Objects and lists, which are loaded or left out whole
+    # Objects, which are loaded or left out whole
 
     def _unit(self, live: Any, name: str, prefix: str) -> Any:
-        """Return the tree of an object or a list that holds state; `_ABSENT` if it is not to be loaded."""
+        """Return the tree of an object with a state; `_ABSENT` if it is not to be loaded."""
         options = self._source.options
         selects = (options.include or options.exclude) and not self._in_unit
         names = [*self.entries.below(prefix).values()] if selects else []
@@ -191,6 +203,8 @@ class _Builder:
         if selects and tree is not _ABSENT:
             paths = {path for one in names for path in names_above(one, name)}
             paths.update(step.path for step in walk(tree, path=name))
+            for known in self._parameter_names:  # the names that its parameters may have in a source
+                paths.update(live_paths(live, name, known, self._objects))
             if not options.wants_object([*paths]):
                 return self._left_out(name, names)
             self.entries.taken.update(names)
@@ -214,9 +228,7 @@ class _Builder:
         if is_optimizer(live):
             more = self._mapping(state_of_optimizer(live, name)["more"], prefix)
             return {**self._optimizers.tree(live, prefix), **more}
-        if isinstance(live, list | tuple):
-            return self._list(live, name, prefix)
-        if isinstance(live, Mapping):
+        if isinstance(live, Mapping) and not is_leaf(live):
             return self._plain(live, name, prefix) if not contains_state(live) else self._mapping(live, prefix)
         return self._object(live, name, prefix)
 
@@ -230,13 +242,19 @@ class _Builder:
             return self.entries.container(entries, own, name)
         return {} if children(own) == {} else _ABSENT
 
-    def _list(self, live: Any, name: str, prefix: str) -> Any:
+    def _list(self, live: Sequence[Any], name: str, prefix: str) -> Any:
+        """Return the items of a list that holds state, with NO_TREE for those that are not to be loaded."""
         items = [self.entry(item, f"{prefix}{i}") for i, item in enumerate(live)]
+        for i, item in enumerate(live):
+            if items[i] is _ABSENT and (f"{prefix}{i}" in self.left_out or not self._may_want(f"{prefix}{i}", item)):
+                items[i] = NO_TREE
         lacking = [i for i, item in enumerate(items) if item is _ABSENT]
-        if len(lacking) == len(items):
+        if all(item is NO_TREE for item in items):
+            return self._left_out(name)
+        if all(item is _ABSENT or item is NO_TREE for item in items):
             return _ABSENT
-        found = by_first(self.entries.below(prefix))
-        others = [key for key in found if not (key.isdecimal() and int(key) < len(items))]
+        found = [key for key in by_first(self.entries.below(prefix)) if self._in_unit or self._wants_in(prefix, key)]
+        others = [key for key in found if not (is_index(key) and int(key) < len(items))]
         if lacking or others:
             more = f"has {others[0]!r} besides" if others else f"lacks item {lacking[0]}"
             text = f"the state has {len(items)} items here, and the source {more}: make the list as it was saved"
@@ -247,15 +265,11 @@ class _Builder:
 def _is_unit(live: Any) -> bool:
     """Whether a live value is loaded or left out whole.
 
-    That is an object with a state, what an optimizer's `state_dict` returns, or a list that holds state.
+    That is an object with a state, or what an optimizer's `state_dict` returns.
     """
-    if isinstance(live, Mapping):
-        return is_state_of_optimizer(live)
     if is_leaf(live):
         return is_optimizer(live) or (is_stateful(live) and not is_module(live))
-    if isinstance(live, list | tuple) and not hasattr(live, "_fields"):
-        return contains_state(live) and not all(is_module(part) for part in live)
-    return False
+    return is_state_of_optimizer(live)
 
 
 def _has_text_keys(value: Any) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from statexchange import values
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import CorruptError, InvalidArgumentError, excerpt, type_text
 from statexchange.state.optimizers import (
     hyperparameters,
     labelled_parameters,
@@ -14,7 +13,8 @@ from statexchange.state.optimizers import (
     optimizer_tree,
     parameters_of,
 )
-from statexchange.state.source_names import Entries, SourceNames, by_first, by_number, is_text
+from statexchange.state.saved_tree import SavedTensor
+from statexchange.state.source_names import Entries, SourceNames, by_first, by_number, is_index, is_text
 from statexchange.state.state_dict import ParameterName
 from statexchange.tensors import is_torch
 
@@ -40,13 +40,21 @@ class OptimizerNames:
         """Return an optimizer's tree with the parameters that the source has."""
         names = {key: name.in_state for key, name in self._parameters.items()}
         states, groups = self._entries.below(f"{prefix}state."), self._entries.below(f"{prefix}param_groups.")
-        known = {  # by the names in their modules
-            self._parameters[id(parameter)].in_module: parameter
-            for parameter in parameters_of(optimizer)
-            if id(parameter) in self._parameters
-        }
+        known: dict[str, Any] = {}  # by the names in their modules
+        twice: set[str] = set()
+        for parameter in parameters_of(optimizer):
+            if id(parameter) in self._parameters:
+                in_module = self._parameters[id(parameter)].in_module
+                if known.setdefault(in_module, parameter) is not parameter:
+                    twice.add(in_module)
         if self._is_numbered(states, groups, known):
             return self._numbered(optimizer, prefix, states, groups, named_parameters(optimizer, names))
+        if twice:
+            raise InvalidArgumentError(
+                f"the source has this optimizer's parameters by name, and two of the state's are called {min(twice)!r} "
+                "in their modules: save the optimizer's own state_dict(), or leave the optimizer out by exclude",
+                name=prefix.removesuffix("."),
+            )
         in_state_names = {in_module: names[id(parameter)] for in_module, parameter in known.items()}
         state = {
             in_state_names[owner]: self._entries.container(
@@ -77,9 +85,9 @@ class OptimizerNames:
         """Whether the source has parameters by number: as its groups list them, or if no name is a known one's."""
         for name, entry in groups.items():
             if _is_listing(name) and entry in self._source.texts:
-                for parameter in values.decode(self._source.texts[entry]):
+                for parameter in self._listed(entry):
                     return not isinstance(parameter, str)
-        return not _by_owner(states, known) and any(name.partition(".")[0].isdecimal() for name in states)
+        return not _by_owner(states, known) and any(is_index(name.partition(".")[0]) for name in states)
 
     def _groups(
         self,
@@ -104,7 +112,7 @@ class OptimizerNames:
         found: dict[str, dict[str, Any]] = {}
         empty: list[Mapping[str, Any]] = []
         for number, group in by_number(groups).items():
-            params = self._entries.value(group.pop("params")) if "params" in group else []
+            params = self._listed(group.pop("params")) if "params" in group else []
             listed = [self._in_module(f"{prefix}param_groups.{number}.params", prefix, name) for name in params]
             of_state = [in_state_names[name] for name in listed if name in in_state_names]
             if of_state:
@@ -116,10 +124,27 @@ class OptimizerNames:
 
     def _in_module(self, listing: str, prefix: str, name: str) -> str:
         """Return the name in the state's module of a parameter that a group of the source lists."""
-        raw = self._source.raw.get(listing, listing)
-        example = f"{raw[: raw.rindex('param_groups.')]}state.{name}.step"
+        # `rename` is given whole names: a listed one is renamed as a part of the name of its state.
+        before, found, _ = self._source.raw.get(listing, listing).rpartition("param_groups.")
+        example = f"{before}state.{name}.step"
         new = self._source.renamed(example)
-        return name if new == example else new.removeprefix(f"{prefix}state.").removesuffix(".step")
+        is_same = not found or new == example
+        return name if is_same else new.removeprefix(f"{prefix}state.").removesuffix(".step")
+
+    def _listed(self, entry: str) -> list[Any]:
+        """Return the parameters, or their names, that a group of the source lists; raise CorruptError if it does not.
+
+        Torch lists parameters by number or name.
+        """
+        found = self._entries.value(entry)
+        if not isinstance(found, list) or not all(isinstance(one, int | str) for one in found):
+            what = "a tensor" if isinstance(found, SavedTensor) else type_text(found)
+            text = (
+                f"the param group lists no parameters here, but has {what}: save what the optimizer's "
+                "state_dict() returns, or leave the optimizer out by exclude"
+            )
+            raise CorruptError(text, name=entry)
+        return found
 
     def _numbered(
         self,
@@ -135,10 +160,10 @@ class OptimizerNames:
         source's groups have for the numbers, if these are the live ones.
         """
         numbered_groups = sorted(by_number(groups).items(), key=lambda item: int(item[0]))
-        params = [self._entries.value(group.pop("params")) if "params" in group else [] for _, group in numbered_groups]
+        params = [self._listed(group.pop("params")) if "params" in group else [] for _, group in numbered_groups]
         numbers = [list(map(str, of_group)) for of_group in params]
-        names = [self._entries.value(group["param_names"]) for _, group in numbered_groups if "param_names" in group]
-        labels = self._labels_by_name(optimizer, numbers, names, parameters)
+        names = [self._listed(group["param_names"]) for _, group in numbered_groups if "param_names" in group]
+        labels = self._labels_by_name(optimizer, numbers, names, parameters, prefix.removesuffix("."))
         if labels is None:
             sizes, own_sizes = [[len(of_group) for of_group in one] for one in (numbers, _params_of(optimizer))]
             if sizes != own_sizes:
@@ -183,8 +208,13 @@ class OptimizerNames:
         numbers: Sequence[Sequence[str]],
         names: Sequence[Sequence[str]],
         parameters: Mapping[str, Any],
+        name: str,
     ) -> dict[str, str] | None:
-        """Return labels of `parameters` by the numbers in a source that names them; None if it does not, or others."""
+        """Return labels of `parameters` by the numbers in a source that names them; None if it does not.
+
+        None, too, if the state's optimizer has no names, and those of its modules are all different: then the order is
+        what both have in common. Names of which only some are the same contradict that order.
+        """
         flat_numbers = [number for of_group in numbers for number in of_group]
         flat_names = [name for of_group in names for name in of_group]
         if not flat_names:
@@ -197,6 +227,15 @@ class OptimizerNames:
         for known in (of_groups, of_modules):
             if len(flat_names) == len(flat_numbers) == len(known) and known.keys() == {*flat_names}:
                 return {number: known[name] for number, name in zip(flat_numbers, flat_names, strict=True)}
+        has_names = any("param_names" in group for group in optimizer.param_groups)
+        known = of_groups if has_names else of_modules
+        if has_names or not known.keys().isdisjoint(flat_names):
+            lists = [f"{excerpt(sorted(one), 80)} ({len(one)})" for one in ([*known], flat_names)]
+            raise InvalidArgumentError(
+                f"the state names the parameters of this optimizer {lists[0]}, and the source {lists[1]}: give it the "
+                "parameters and the names of the job that saved it, or leave it out by exclude",
+                name=name,
+            )
         return None
 
     def _shared_key(self, optimizer: Any, text: str, name: str) -> Any:
@@ -231,7 +270,7 @@ class OptimizerNames:
 def _is_listing(name: str) -> bool:
     """Whether a name after ``param_groups.`` is that of a numbered group's parameters."""
     number, _, key = name.partition(".")
-    return number.isdecimal() and key == "params"
+    return is_index(number) and key == "params"
 
 
 def _by_owner(entries: Mapping[str, str], owners: Collection[str]) -> dict[str, dict[str, str]]:

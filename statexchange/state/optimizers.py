@@ -8,6 +8,7 @@ from typing import Any
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
+from statexchange.state.modules import is_module
 from statexchange.tensors import is_dtensor, is_torch
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "check_optimizer",
     "hyperparameters",
     "install_optimizer",
+    "is_group",
     "is_optimizer",
     "is_state_of_optimizer",
     "labelled_parameters",
@@ -31,13 +33,24 @@ OptimizerState = dict[str, Any]
 
 def is_optimizer(value: Any) -> bool:
     """Whether `value` is an optimizer, or looks like one. Not collective."""
-    return hasattr(value, "param_groups") and hasattr(value, "state") and not isinstance(value, type)
+    if isinstance(value, type | Mapping) or is_module(value):
+        return False
+    return hasattr(value, "param_groups") and hasattr(value, "state")
 
 
 def is_state_of_optimizer(tree: Any) -> bool:
     """Whether a tree is what an optimizer's `state_dict` returns. Not collective."""
-    is_mapping = isinstance(tree, Mapping) and {"state", "param_groups"} <= tree.keys()
-    return is_mapping and isinstance(tree["state"], Mapping) and isinstance(tree["param_groups"], list)
+    if not isinstance(tree, Mapping) or not {"state", "param_groups"} <= tree.keys():
+        return False
+    groups = tree["param_groups"]
+    return isinstance(tree["state"], Mapping) and isinstance(groups, list) and all(map(is_group, groups))
+
+
+def is_group(value: Any) -> bool:
+    """Whether `value` is a param group of what an optimizer's `state_dict` returns. Not collective."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("params"), list):
+        return False
+    return all(isinstance(parameter, int | str) for parameter in value["params"])
 
 
 def check_optimizer(optimizer: Any, path: str) -> None:
@@ -61,6 +74,9 @@ def labelled_parameters(optimizer: Any) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for i, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [f"param_groups[{i}]['params'][{j}]" for j in range(len(group["params"]))]
+        if len(names) != len(group["params"]):
+            text = f"param group {i} has {len(group['params'])} parameters, and {len(names)} param_names"
+            raise InvalidArgumentError(text, name=f"param_groups[{i}]")
         named.update(zip(names, group["params"], strict=True))
     return named
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from statexchange import values
-from statexchange.state.optimizers import is_state_of_optimizer
+from statexchange.state.optimizers import is_group, is_state_of_optimizer
 from statexchange.state.tree import children
 
 __all__ = [
@@ -91,7 +91,7 @@ def _merge(
         return {**other, **one, **both}
     if are_equal(one, other):
         return one
-    if _are_groups(one) and _are_groups(other):
+    if _lists_groups(one) and _lists_groups(other):
         united.append(keys)
         return [*one, *other]  # loading uses the first group that lists a parameter
     differing.append(keys)
@@ -129,8 +129,6 @@ def are_equal(one: Any, other: Any) -> bool:
     return items.keys() == others.keys() and all(are_equal(item, others[key]) for key, item in items.items())
 
 
-def _are_groups(value: Any) -> bool:
+def _lists_groups(value: Any) -> bool:
     """Whether `value` is a list of an optimizer's param groups."""
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(group, dict) and "params" in group for group in value)
+    return isinstance(value, list) and len(value) > 0 and all(map(is_group, value))

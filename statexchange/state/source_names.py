@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.options import LoadOptions
 from statexchange.state.saved_tree import SavedTensor
 from statexchange.state.tree import contains
 
-__all__ = ["Entries", "SourceNames", "by_first", "by_number", "has_no_leaves", "is_text", "names_above"]
+__all__ = ["Entries", "SourceNames", "by_first", "by_number", "has_no_leaves", "is_index", "is_text", "names_above"]
+
+_MAX_DIGITS = 19  # of an index; Python refuses to convert texts of more than 4,300
 
 
 def _same(name: str) -> str:
@@ -140,17 +142,20 @@ class Entries:
             if all(map(is_text, others)):
                 return found_entries | {rest: self.value(entry) for rest, entry in others.items()}
         example = next(iter(entries.values()))
+        has = "None" if own is None else type_text(own)
+        if isinstance(own, Mapping | list | tuple):
+            has += " without their keys"
+        hint = " (an optimizer has its containers once it has taken a step)" if own == {} else ""
         raise InvalidArgumentError(
-            f"the source has {len(entries)} entries here, as {example!r}, and the state has no container of "
-            "the same keys to put them into: make it as it was saved (an optimizer has its containers once it has "
-            "taken a step), or leave it out by exclude",
+            f"the source has entries here, as {example!r}, and the state has {has} to put them into: make it as it "
+            f"was saved{hint}, or leave it out by exclude",
             name=name,
         )
 
     def _items(self, entries: Mapping[str, str], own: Sequence[Any], name: str) -> list[Any] | None:
         """Return the items of a list whose live one is `own`; None if the entries are not those of a list."""
         by_index = by_first(entries)
-        if not all(index.isdecimal() and str(int(index)) == index for index in by_index):
+        if not all(map(is_index, by_index)):
             return None
         items: list[Any] = []
         for i in range(1 + max(map(int, by_index))) if len(by_index) > len(own) else range(len(own)):
@@ -243,4 +248,9 @@ def by_first(entries: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 def by_number(groups: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """Group entries of numbered param groups by the number."""
-    return {number: group for number, group in by_first(groups).items() if number.isdecimal()}
+    return {number: group for number, group in by_first(groups).items() if is_index(number)}
+
+
+def is_index(text: str) -> bool:
+    """Whether a part of a name is an index as Python writes it, and short enough to be one."""
+    return len(text) < _MAX_DIGITS and text.isdecimal() and str(int(text)) == text

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
+from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
 from statexchange.state.megatron import Kind, MegatronTensor, sharded_kind
 from statexchange.state.modules import check_module, is_module, module_items
@@ -116,11 +116,20 @@ def _plain(value: Any, path: str, context: _Context, depth: int = 0, owner: Any 
     if is_optimizer(value):
         return state_of(optimizer_tree(value, context.names, path.removeprefix(".")))
     if is_stateful(value):
-        state = value.state_dict()
+        try:
+            state = value.state_dict()
+        except StateExchangeError:
+            raise
+        except Exception as error:
+            text = f"state_dict() of {type_text(value)} raised {excerpt(error, 200)}: leave it out of the state"
+            raise InvalidArgumentError(text, name=path.removeprefix(".")) from error
         if not isinstance(state, Mapping):
             text = f"state_dict() of {type_text(value)} returned {type_text(state)}: only a mapping can be loaded again"
             raise UnsupportedError(text, name=path.removeprefix("."))
         return state_of(state)
+    if isinstance(value, Mapping) and dataclasses.is_dataclass(value):
+        text = f"{type_text(value)} here is both a mapping and a dataclass, whose entries may differ: give a dict of it"
+        raise UnsupportedError(text, name=path.removeprefix("."))
     if isinstance(value, Mapping):
         return {key: inner(item, key) for key, item in value.items() if sharded_kind(item) != "local"}
     found = children(value)
@@ -134,7 +143,12 @@ def _plain(value: Any, path: str, context: _Context, depth: int = 0, owner: Any 
     if owner is not None and dataclasses.is_dataclass(value):  # the owner loads it as what it was
         return with_children(copy.copy(value), items)
     # Other containers become mappings: `with_children` would change a mutable one, which belongs to the live state.
-    return with_children(value, items) if isinstance(value, tuple) else items
+    if not isinstance(value, tuple):
+        return items
+    try:
+        return with_children(value, items)
+    except UnsupportedError as error:
+        raise error.located(name=path.removeprefix(".")) from error.__cause__
 
 
 def _plain_sharded(value: Any, kind: Kind, context: _Context, inner: Callable[[Any], Any]) -> Any:

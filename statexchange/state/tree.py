@@ -234,7 +234,7 @@ def with_types_of(own: Any, decoded: Any) -> Any:
     """
     if decoded is own:
         return own
-    if isinstance(own, Mapping) and isinstance(decoded, Mapping) and not _is_dataclass(own):
+    if isinstance(own, Mapping) and isinstance(decoded, Mapping):
         entries = {key: with_types_of(own.get(key), item) for key, item in decoded.items()}
         return entries if type(own) is dict else _built_like(own, entries)
     if isinstance(own, list | tuple) and type(decoded) in (list, tuple):  # others, as torch.Size, have their type
@@ -300,6 +300,10 @@ def is_mutable(container: Any) -> bool:
 def _dataclass_with(instance: Any, changed: Mapping[str, Any]) -> Any:
     frozen = type(instance).__dataclass_params__.frozen
     target = copy.copy(instance) if frozen else instance
-    for name, child in changed.items():
-        object.__setattr__(target, name, child) if frozen else setattr(target, name, child)
+    try:
+        for name, child in changed.items():
+            object.__setattr__(target, name, child) if frozen else setattr(target, name, child)
+    except Exception as error:
+        text = f"{type_text(instance)} refuses a new value of its field {name!r}, and raised {excerpt(error, 200)}"
+        raise UnsupportedError(f"{text}: leave it out by exclude") from error
     return target

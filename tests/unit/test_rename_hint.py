@@ -11,7 +11,7 @@ import pytest
 from commands import CommandLine
 
 import statexchange as sx
-from statexchange.report.rename_hint import suggest_rename
+from statexchange.sharding.rename_hint import suggest_rename
 
 PARTS = [f"layers.{n}.{part}.weight" for n in range(12) for part in ("q", "k", "norm")]
 PREFIXES = [
