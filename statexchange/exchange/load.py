@@ -656,7 +656,7 @@ def _check_names(plan: LoadPlan, catalog: Catalog) -> None:
 def _hint(plan: LoadPlan, catalog: Catalog) -> str:
     """Return advice if the source has all missing names under one prefix, or without theirs, else ""."""
     prefixes = dict.fromkeys(name.split(".", 1)[0] for name in catalog if "." in name)
-    for prefix in sorted(prefixes, key=lambda prefix: prefix not in SECTIONS):
+    for prefix in sorted(prefixes, key=lambda prefix: (prefix != "model", prefix not in SECTIONS)):
         if plan.missing and prefix not in WRAPPERS and all(f"{prefix}.{name}" in catalog for name in plan.missing):
             return f'the source has them under "{prefix}": give {{"{prefix}": state}}'
     free = {*catalog} - {name for name, _, _ in plan.targets}

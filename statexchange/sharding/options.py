@@ -228,7 +228,7 @@ class LoadOptions:
 
     def may_want(self, path: str) -> bool:
         """Whether anything below `path` may be loaded."""
-        begin = f"{path}."
+        begin = f"{with_dots(path)}."
         if self._excludes(path) or self._excludes(begin):
             return False
         heads = [re.split(r"[*?[]", pattern, maxsplit=1)[0] for pattern in self.include]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from statexchange import values
 from statexchange.errors import InvalidArgumentError, NotFoundError, type_text
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
 from statexchange.state.load_plan import NO_TREE, ObjectStates, live_paths
@@ -14,7 +15,15 @@ from statexchange.state.modules import is_module, live_items
 from statexchange.state.optimizer_names import OptimizerNames
 from statexchange.state.optimizers import is_optimizer, is_state_of_optimizer, state_of_optimizer
 from statexchange.state.saved_tree import SavedTensor
-from statexchange.state.source_names import Entries, SourceNames, by_first, has_no_leaves, is_index, names_above
+from statexchange.state.source_names import (
+    Entries,
+    SourceNames,
+    by_first,
+    dotted_siblings,
+    has_no_leaves,
+    is_index,
+    names_above,
+)
 from statexchange.state.state_dict import ParameterName, modules_of, parameter_names
 from statexchange.state.tree import children, walk
 from statexchange.tensors import is_tensor
@@ -85,10 +94,10 @@ class _Builder:
 
     def entry(self, value: Any, name: str) -> Any:
         """Return the tree of the live `value` called `name`, "" for the whole state; `_ABSENT` for nothing."""
-        source = self._source
+        has = self._source.has
         prefix = f"{name}." if name else ""
         if is_tensor(value):
-            return SavedTensor(name) if self._wants(name) and source.has(name) else _ABSENT
+            return SavedTensor(name) if self._wants(name) and has(name) else _ABSENT
         kind = sharded_kind(value)
         if _is_unit(value):
             return self._unit(value, name, prefix)
@@ -97,19 +106,27 @@ class _Builder:
         if name and not self._may_want(name, value):
             return self._left_out(name)
         if kind is not None:
-            return [SavedTensor(part.key) for _, part in leaves(value) if source.has(part.key)]
+            return [SavedTensor(part.key) for _, part in leaves(value) if has(part.key)]
         if is_module(value):
             return self._module(value, prefix)
         if not contains_state(value):
             return self._plain(value, name, prefix)
-        if name in source.texts or name in source.opaque:
-            return self.entries.value(name)
+        if self.entries.has_value(name):
+            return self._selected(self.entries.value(name), name, value)
         if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
             return self._modules(value, prefix) if all(map(is_module, value)) else self._list(value, name, prefix)
         return self._mapping(value, prefix)
 
     def _wants(self, name: str) -> bool:
         return self._in_unit or self._source.options.wants(name)
+
+    def _wants_in_value(self, name: str) -> bool:
+        """Whether an entry of the source is wanted, or anything in its value."""
+        if self._wants(name) or name not in self._source.texts:
+            return self._wants(name)
+        text = self._source.texts[name]
+        inside = walk(values.decode(text), path=name) if text[0] in "[{" else ()
+        return self._source.options.wants_object([step.path for step in inside])
 
     def _wants_in(self, prefix: str, key: str) -> bool:
         return self._source.options.may_want(f"{prefix}{key}")
@@ -147,27 +164,28 @@ class _Builder:
                 text = f"two keys of the mapping here look alike, {names[name]!r} and {key!r}: make both text"
                 raise InvalidArgumentError(text, name=name)
         tree = {}
-        with self.entries.of_mapping(names, len(prefix)):
-            for name, (key, value) in zip(names, items.items(), strict=True):
+        siblings = dotted_siblings(names, len(prefix))
+        for name, (key, value) in zip(names, items.items(), strict=True):
+            with self.entries.hiding(siblings.get(name, ())):
                 item = self.entry(value, name)
-                if item is not _ABSENT:
-                    tree[key] = item
+            if item is not _ABSENT:
+                tree[key] = item
         return tree
 
     # Plain values
 
     def _plain(self, live: Any, name: str, prefix: str) -> Any:
         """Return a value without state: whole, or by entries of the source."""
-        if name in self.entries.known:
-            return self._selected(self.entries.value(name), name)
+        if name in self._source.tensors or self.entries.has_value(name):
+            return self._selected(self.entries.value(name), name, live)
         if not _has_text_keys(live):
             entries = {
                 rest: entry
                 for rest, entry in self.entries.below(prefix).items()
                 if self._wants(entry) or entry not in self._source.opaque
             }
-            if any(self._wants(entry) for entry in entries.values()):
-                return self._selected(self.entries.container(entries, live, name), name)
+            if any(map(self._wants_in_value, entries.values())):
+                return self._selected(self.entries.container(entries, live, name), name, live)
             if entries or not self._wants(name):
                 return self._left_out(name)
             return live if has_no_leaves(live) else _ABSENT
@@ -175,19 +193,29 @@ class _Builder:
         lacking = {f"{prefix}{key}" for key in live if key not in tree} - self.left_out
         if not lacking and not tree:
             return self._left_out(name)
-        if lacking and (not tree or self._in_unit):
+        if lacking and (self._in_unit or len(lacking) == len(live)):
             return _ABSENT
         self.lacking |= lacking
         return tree
 
-    def _selected(self, saved: Any, name: str) -> Any:
-        """Return a plain value without the entries of mappings that are not to be loaded; `_ABSENT` for nothing."""
+    def _selected(self, saved: Any, name: str, live: Any) -> Any:
+        """Return what is to be loaded of a value that the source has in one piece; `_ABSENT` for nothing.
+
+        Entries of mappings are loaded or left by themselves, and so are the items of a list that holds state.
+        """
         if self._in_unit:
             return saved
-        if isinstance(saved, Mapping) and saved:
-            items = {key: self._selected(item, f"{name}.{key}") for key, item in saved.items()}
-            return {key: item for key, item in items.items() if item is not _ABSENT} or self._left_out(name)
+        own = {} if is_leaf(live) else children(live) or {}
+        if isinstance(saved, Mapping) and saved and not _is_unit(live):
+            entries = {key: self._selected(item, f"{name}.{key}", own.get(key)) for key, item in saved.items()}
+            return {key: item for key, item in entries.items() if item is not _ABSENT} or self._left_out(name)
+        if isinstance(saved, list | tuple) and len(saved) == len(own) and contains_state(live) and not is_leaf(live):
+            items = [self._selected(item, f"{name}.{i}", own.get(i)) for i, item in enumerate(saved)]
+            items = [NO_TREE if item is _ABSENT else item for item in items]
+            return self._left_out(name) if all(item is NO_TREE for item in items) else items
         paths = [step.path for step in walk(saved, path=name)]
+        if _is_unit(live):
+            paths += self._live_paths(live, name)
         return saved if self._source.options.wants_object(paths) else self._left_out(name)
 
     # Objects, which are loaded or left out whole
@@ -203,12 +231,15 @@ class _Builder:
         if selects and tree is not _ABSENT:
             paths = {path for one in names for path in names_above(one, name)}
             paths.update(step.path for step in walk(tree, path=name))
-            for known in self._parameter_names:  # the names that its parameters may have in a source
-                paths.update(live_paths(live, name, known, self._objects))
+            paths.update(self._live_paths(live, name))
             if not options.wants_object([*paths]):
                 return self._left_out(name, names)
             self.entries.taken.update(names)
         return tree
+
+    def _live_paths(self, live: Any, name: str) -> list[str]:
+        """Return the paths in the present state of an object, by all the names that parameters may have in a source."""
+        return [path for known in self._parameter_names for path in live_paths(live, name, known, self._objects)]
 
     def _whole(self, build: Callable[..., Any], *args: Any) -> Any:
         """Return what `build` returns if all that is inside is to be loaded."""
@@ -223,7 +254,7 @@ class _Builder:
         return _ABSENT
 
     def _of_unit(self, live: Any, name: str, prefix: str) -> Any:
-        if name in self._source.texts or name in self._source.opaque:
+        if self.entries.has_value(name):
             return self.entries.value(name)
         if is_optimizer(live):
             more = self._mapping(state_of_optimizer(live, name)["more"], prefix)

@@ -14,7 +14,17 @@ from statexchange.sharding.options import LoadOptions
 from statexchange.state.saved_tree import SavedTensor
 from statexchange.state.tree import contains
 
-__all__ = ["Entries", "SourceNames", "by_first", "by_number", "has_no_leaves", "is_index", "is_text", "names_above"]
+__all__ = [
+    "Entries",
+    "SourceNames",
+    "by_first",
+    "by_number",
+    "dotted_siblings",
+    "has_no_leaves",
+    "is_index",
+    "is_text",
+    "names_above",
+]
 
 _MAX_DIGITS = 19  # of an index; Python refuses to convert texts of more than 4,300
 
@@ -56,40 +66,54 @@ class Entries:
     Entries with a common beginning, ``prefix``, are a mapping: from the rest of each name to the whole name.
 
     Attributes:
-        known: the names of all entries.
         taken: the names of plain values that were read; callers may add others.
     """
 
     def __init__(self, source: SourceNames) -> None:
-        self.known = {*source.tensors, *source.texts, *source.opaque}
         self.taken: set[str] = set()
         self._source = source
-        self._names = sorted(self.known)
+        self._names = sorted({*source.tensors, *source.texts, *source.opaque})
         self._decoded: dict[str, Any] = {}
-        self._others: dict[str, set[str]] = {}  # `_longer` of the mappings that are being entered
+        self._hidden: set[str] = set()
 
     def below(self, prefix: str) -> dict[str, str]:
         """Return the entries whose names begin with `prefix`."""
         begin = end = bisect.bisect_left(self._names, prefix)
         while end < len(self._names) and self._names[end].startswith(prefix):
             end += 1
-        names = self._names[begin:end]
-        others = self._others.get(prefix.removesuffix("."))
-        if others:
-            names = [name for name in names if others.isdisjoint(names_above(name, prefix))]
-        return {name[len(prefix) :]: name for name in names}
+        return {name[len(prefix) :]: name for name in self._names[begin:end] if not self._is_hidden(name)}
 
     @contextmanager
-    def of_mapping(self, names: Iterable[str], start: int) -> Iterator[None]:
-        """Let `below` leave out the entries of siblings: those of "a.b" are not inside "a" if a mapping has both.
+    def hiding(self, names: Iterable[str]) -> Iterator[None]:
+        """Leave out the entries of these names, and those inside them.
 
-        `names` are those of the mapping's values, of which the first `start` characters are the mapping's own.
+        If a mapping has "a" and "a.b", the entries of "a.b" are not those of a "b" inside "a".
         """
-        outer, self._others = self._others, {**self._others, **_longer(names, start)}
+        outer, self._hidden = self._hidden, self._hidden.union(names)
         try:
             yield
         finally:
-            self._others = outer
+            self._hidden = outer
+
+    def _is_hidden(self, name: str) -> bool:
+        return any(name == hidden or name.startswith(f"{hidden}.") for hidden in self._hidden)
+
+    def has_value(self, name: str) -> bool:
+        """Whether the source has something other than a tensor under a name.
+
+        Raises:
+            InvalidArgumentError: the source has entries inside this name, too, so that a key has a dot.
+        """
+        if (name not in self._source.texts and name not in self._source.opaque) or self._is_hidden(name):
+            return False
+        inside = self.below(f"{name}.")
+        if inside:
+            text = (
+                f"the source has a value here, and {min(inside.values())!r} besides, so that one key has a dot, and "
+                "which is not known: save with keys without dots, or leave it out by exclude"
+            )
+            raise InvalidArgumentError(text, name=name)
+        return True
 
     def value(self, name: str) -> Any:
         """Return the plain value or the tensor of a name.
@@ -188,7 +212,7 @@ class Entries:
         return self.value(entries[""]) if [*entries] == [""] else self.container(entries, own, name)
 
 
-def _longer(names: Iterable[str], start: int) -> dict[str, set[str]]:
+def dotted_siblings(names: Iterable[str], start: int) -> dict[str, set[str]]:
     """Return, for a name of a mapping's entry, the other names that seem to be inside it: "a.b" for "a".
 
     `start` is the number of characters that are the mapping's own name.

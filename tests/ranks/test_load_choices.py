@@ -1,0 +1,627 @@
+"""What a load makes of renames, of patterns and of a user's own containers: what is asked for, or a refusal by name.
+
+A refused load changes nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import statexchange as sx
+from statexchange.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+Write = Callable[[Any, Path], Path]
+
+
+def write_save(state: Any, path: Path) -> Path:
+    sx.save_checkpoint(state, path / "save")
+    return path / "save"
+
+
+def write_torch(state: Any, path: Path) -> Path:
+    torch.save(with_states(state), path / "state.pt")  # the format under test
+    return path / "state.pt"
+
+
+def with_states(state: Any) -> Any:
+    if hasattr(type(state), "state_dict"):
+        return state.state_dict()
+    if isinstance(state, dict):
+        return {key: with_states(item) for key, item in state.items()}
+    return type(state)(map(with_states, state)) if type(state) in (list, tuple) else state
+
+
+WRITERS = [write_save, write_torch]
+
+
+class Counted:
+    """An object with a state, which takes what it is given."""
+
+    def __init__(self, **values: int) -> None:
+        self.values: dict[str, Any] = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.values = dict(state)
+
+    def __repr__(self) -> str:
+        return f"Counted({self.values})"
+
+
+def trained(model: nn.Module, **options: Any) -> torch.optim.Adam:
+    optimizer = torch.optim.Adam(model.parameters(), **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+# rename
+
+
+RENAMED: list[tuple[Any, Any, Any, Any]] = [
+    (
+        {"hist": {0: 0.5, None: 1, (1, 2): 4, "k": 5}},
+        {"s": {"hist": {}}},
+        lambda name: f"s.{name}",
+        {"s": {"hist": {0: 0.5, None: 1, (1, 2): 4, "k": 5}}},
+    ),
+    (
+        {"m": {0: 1, 1: 2}},
+        {"m": {0: 0, 1: 0}},
+        lambda name: {"m.0": "m.1", "m.1": "m.0"}.get(name, name),
+        {"m": {1: 1, 0: 2}},
+    ),
+    ({"m": {"a": {"b": 1}, "c": 2}}, {"n": {}}, [(r"^m\b", "n")], {"n": {"a": {"b": 1}, "c": 2}}),
+    ({"m": {"a": {"b": 1}, "c": 2}}, {"n": {"a": {}}}, [(r"^m\b", "n")], {"n": {"a": {"b": 1}, "c": 2}}),
+    ({"m": {"a": {"b": 1}}}, {"m": {"z": {"b": 0}}}, [(r"\.a\.", ".z.")], {"m": {"z": {"b": 1}}}),
+    ({"a": 1}, {"x.y": 0}, [("^a$", "x.y")], {"x.y": 1}),
+    ({"m": {"l.w": torch.ones(1)}}, {"l": {"w": torch.zeros(1)}}, [("^m.", "")], {"l": {"w": torch.ones(1)}}),
+    ({"x": {"sched": Counted(n=4)}}, {"sched": Counted(n=0)}, [(r"^x\.", "")], {"sched": Counted(n=4)}),
+    ({"sched": Counted(n=4)}, {"scheduler": Counted(n=0)}, [("^sched$", "scheduler")], {"scheduler": Counted(n=4)}),
+    ({"sched": Counted(n=4)}, {"scheduler": Counted(n=0)}, [(r"^sched\b", "scheduler")], {"scheduler": Counted(n=4)}),
+]
+
+
+@pytest.mark.parametrize(("saved", "live", "rename", "expected"), RENAMED)
+def test_what_moves_keeps_its_keys(saved: Any, live: Any, rename: Any, expected: Any, tmp_path: Path) -> None:
+    live = copy.deepcopy(live)
+    sx.load_checkpoint(live, write_save(saved, tmp_path), rename=rename)
+    assert repr(live) == repr(expected)
+
+
+def test_a_path_whose_keys_are_not_known_is_refused(tmp_path: Path) -> None:
+    live: dict[str, Any] = {"n": {}, "w": torch.zeros(1)}
+    path = write_save({"m": {"a": 1}, "w": torch.ones(1)}, tmp_path)
+    with pytest.raises(sx.errors.UnsafeError, match=r"keys are not known.*'n\.x\.y\.a'"):
+        sx.load_checkpoint(live, path, rename=[(r"^m\b", "n.x.y")])
+    assert repr(live) == "{'n': {}, 'w': tensor([0.])}"
+
+
+def test_other_names_of_two_tensors_do_not_become_one(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False)})
+    model["x"], model["y"] = model["a"], model["b"]
+    sx.export_checkpoint(model, tmp_path / "out")
+    for rename, first in (("^[xy]", "x"), ("^[xy].*", "x")):
+        state = {"z.weight" if rename == "^[xy]" else "z": torch.zeros(1, 1)}
+        with pytest.raises(sx.errors.UnsafeError, match=rf"one name to both '{first}\.weight' and 'y\.weight'"):
+            sx.load_checkpoint(state, tmp_path / "out", rename=[(rename, "z")], strict=False)
+    with pytest.raises(sx.errors.UnsafeError, match=r"one name to both 'b\.weight' and 'x\.weight'"):
+        sx.load_checkpoint({"b.weight": torch.zeros(1, 1)}, tmp_path / "out", rename=[("^x", "b")], strict=False)
+    state = {"x.weight": torch.zeros(1, 1)}
+    sx.load_checkpoint(state, tmp_path / "out", rename=[("^a", "x")], strict=False)
+    assert torch.equal(state["x.weight"], model["a"].weight)
+
+
+def test_values_that_ranks_saved_differently_are_found_under_their_new_name(tmp_path: Path) -> None:
+    def saves() -> None:
+        sx.save_checkpoint({"sched": Counted(n=sx.get_rank()), "w": torch.ones(1)}, tmp_path / "two")
+
+    run_ranks(saves, 2)
+    state = {"scheduler": Counted(n=9), "w": torch.zeros(1)}
+    with pytest.raises(sx.errors.ReplicaError, match=r"different values of 'scheduler\.n'"):
+        sx.load_checkpoint(state, tmp_path / "two", rename=[("^sched$", "scheduler")])
+    assert repr(state) == "{'scheduler': Counted({'n': 9}), 'w': tensor([0.])}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rename_that_raises_names_the_tensor(world_size: int, tmp_path: Path) -> None:
+    path = write_torch({"w": torch.ones(2)}, tmp_path)
+
+    def loads() -> str:
+        with pytest.raises(sx.errors.InvalidArgumentError, match=r"rename raised KeyError\('w'\) \[tensor 'w'"):
+            sx.load_checkpoint({"w": torch.zeros(2)}, path, rename={"a": "b"}.__getitem__)
+        return "refused"
+
+    assert run_ranks(loads, world_size) == ["refused"] * world_size
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"rename": [("a{99999999999999}", "b")]}, r"rename pattern 'a\{99999999999999\}'"),
+        ({"rename": [("(" * 5000 + ")" * 5000, "b")]}, "rename pattern"),
+        ({"strict": "no"}, "strict must be True or False, not 'no'"),
+        ({"strict": None}, "strict must be True or False"),
+    ],
+)
+def test_options_of_no_sense_are_refused(options: dict[str, Any], match: str, tmp_path: Path) -> None:
+    with pytest.raises(sx.errors.InvalidArgumentError, match=match):
+        sx.load_checkpoint({"w": torch.zeros(2)}, write_torch({"w": torch.ones(2)}, tmp_path), **options)
+    with pytest.raises(sx.errors.InvalidArgumentError, match="is not a size like"):
+        sx.export_checkpoint({"w": torch.ones(2)}, tmp_path / "out", max_shard_size="9" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "match"),
+    [
+        ({"_orig_mod.l.w": 1, "_orig_mod.l.b": 1}, {"l.w": 1, "l.b": 1}, r"rename=\[\('\^_orig_mod\\\\\.', ''\)\]"),
+        ({"m._orig_mod.l.w": 1, "m._orig_mod.l.b": 1}, {"m.l.w": 1, "m.l.b": 1}, r"\('\^m\\\\\._orig_mod.*, 'm\.'\)"),
+        ({"ema.w": 1, "model.w": 1}, {"w": 1}, r'give \{"model": state\}'),
+    ],
+)
+def test_the_error_says_how_the_names_would_fit(saved: Any, live: Any, match: str, tmp_path: Path) -> None:
+    path = write_torch({name: torch.ones(1) for name in saved}, tmp_path)
+    with pytest.raises(sx.errors.NotFoundError, match=match):
+        sx.load_checkpoint({name: torch.zeros(1) for name in live}, path)
+
+
+# include and exclude
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"exclude": "t.0"}, [[0, 2, 3], 1]),
+        ({"exclude": "t[0]"}, [[0, 2, 3], 1]),
+        ({"include": "t.1"}, [[0, 2, 0], 0]),
+        ({"include": ["t[2]", "w"]}, [[0, 0, 3], 1]),
+        ({"include": "*.n"}, [[0, 0, 3], 0]),
+        ({"exclude": ["t.2.n", "w"]}, [[1, 2, 0], 0]),
+    ],
+)
+def test_items_of_a_list_that_holds_state_are_selected(
+    write: Write, options: dict[str, Any], expected: Any, tmp_path: Path
+) -> None:
+    def state(one: int, two: int, three: int, four: int) -> dict[str, Any]:
+        return {"t": [torch.tensor(one), two, Counted(n=three)], "w": torch.tensor(four)}
+
+    live = state(0, 0, 0, 0)
+    report = sx.load_checkpoint(live, write(state(1, 2, 3, 1), tmp_path), **options)
+    one, two, three = live["t"]
+    assert [[int(one), two, three.values["n"]], int(live["w"])] == expected
+    assert (report.missing, report.unexpected) == ((), ())
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_an_object_stays_whole_if_its_present_state_has_what_is_excluded(write: Write, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    path = write({"o": torch.optim.Adam(model.parameters()), "x": Counted(a=1), "w": torch.ones(1)}, tmp_path)
+    for pattern in ("*exp_avg", "o.state.*", ["o.state.0.step", "o.state.weight.step"]):
+        state = {"o": trained(model), "x": Counted(a=0), "w": torch.zeros(1)}
+        sx.load_checkpoint(state, path, exclude=pattern)
+        assert len(state["o"].state) == 2
+    state = {"o": trained(model), "x": Counted(a=0, b=7), "w": torch.zeros(1)}
+    sx.load_checkpoint(state, path, exclude="x.b")
+    assert state["x"].values == {"a": 0, "b": 7}
+
+
+class Raising(Counted):
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("x")
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_an_object_that_is_left_out_is_not_asked(write: Write, tmp_path: Path) -> None:
+    path = write({"o": Counted(n=1), "w": {"0": torch.ones(2)}}, tmp_path)
+    state = {"o": Raising(n=0), "w": {"0": torch.zeros(2)}}
+    sx.load_checkpoint(state, path, exclude="o")
+    assert state["w"]["0"].tolist() == [1, 1]
+    if write is write_torch:
+        sx.load_checkpoint(state, path, exclude="o", layout={r"w.(\d+)": {"renumber": True}})
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"state_dict\(\) of a Raising raised KeyError.*'o'"):
+        sx.save_checkpoint(state, tmp_path / "other")
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_whole_state_that_is_one_object_is_loaded_whole(write: Write, tmp_path: Path) -> None:
+    path = write(Counted(a=4, b=5), tmp_path)
+    one = Counted(a=0, b=0)
+    for pattern in ("b", "*"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="selects no tensor and no value"):
+            sx.load_checkpoint(one, path, exclude=pattern)
+    assert one.values == {"a": 0, "b": 0}
+    sx.load_checkpoint(one, path, include="b")
+    assert one.values == {"a": 4, "b": 5}
+
+
+def test_one_optimizer_is_loaded_whole(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    path = write_save(trained(model), tmp_path)
+    fresh = torch.optim.Adam(model.parameters())
+    with pytest.raises(sx.errors.InvalidArgumentError, match="selects no tensor"):
+        sx.load_checkpoint(fresh, path, exclude="state.*.exp_avg")
+    assert not fresh.state
+    sx.load_checkpoint(fresh, path, include="state.0.exp_avg")
+    assert {*fresh.state[model.weight]} == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_parameters_that_the_source_lacks_are_missing_from_an_included_optimizer(tmp_path: Path) -> None:
+    small = nn.Sequential(nn.Linear(2, 2))
+    path = write_save({"model": small, "optimizer": trained(small)}, tmp_path)
+    large = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    state = {"model": large, "optimizer": torch.optim.Adam(large.parameters())}
+    for include in ("optimizer", "optimizer.state.*", "optimizer.param_groups"):
+        with pytest.raises(sx.errors.NotFoundError, match=r"2 missing in the source: optimizer\.model\.1\.weight"):
+            sx.load_checkpoint(state, path, include=include)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_an_included_value_that_was_not_saved_is_missing(write: Write, tmp_path: Path) -> None:
+    path = write({"b": {"y": 1}, "w": torch.ones(1)}, tmp_path)
+    state = {"b": {"x": 5, "y": 0}, "w": torch.zeros(1)}
+    with pytest.raises(sx.errors.NotFoundError, match=r"1 missing in the source: b\.x"):
+        sx.load_checkpoint(state, path, include=["b.x", "w"])
+    assert sx.load_checkpoint(state, path, include=["b.x", "w"], strict=False).missing == ("b.x",)
+    assert repr(state) == "{'b': {'x': 5, 'y': 0}, 'w': tensor([1.])}"
+
+
+def test_the_order_of_a_mapping_stays(tmp_path: Path) -> None:
+    path = write_save({"b": {"x": 1, "y": 2, "z": 3}}, tmp_path)
+    state = {"b": {"z": 0, "x": 0, "y": 0}}
+    sx.load_checkpoint(state, path, exclude="b.x")
+    assert repr(state) == "{'b': {'z': 3, 'x': 0, 'y': 2}}"
+
+
+# A user's own containers
+
+
+class Box(MutableMapping[str, Any]):
+    """A mapping that keeps its items in an attribute, and does not say how it is copied."""
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self.items_of_it = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_of_it[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_of_it[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_of_it[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.items_of_it)
+
+    def __len__(self) -> int:
+        return len(self.items_of_it)
+
+    def __repr__(self) -> str:
+        return f"Box({self.items_of_it})"
+
+
+class ReadOnly(dict[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("read only")
+
+
+class Fields(Mapping[str, Any]):
+    """A mapping that cannot be changed, nor made from a mapping."""
+
+    def __init__(self, **items: Any) -> None:
+        self.items_of_it = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_of_it[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.items_of_it)
+
+    def __len__(self) -> int:
+        return len(self.items_of_it)
+
+    def __repr__(self) -> str:
+        return f"Fields({self.items_of_it})"
+
+
+class Pair(tuple[Any, ...]):
+    """A tuple that is not made from one sequence."""
+
+    __slots__ = ()
+
+    def __new__(cls, *items: Any) -> Any:
+        return super().__new__(cls, items)
+
+
+@dataclasses.dataclass
+class Bounded:
+    a: int
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value > 5:
+            raise ValueError("too large")
+        super().__setattr__(name, value)
+
+
+def bounded(value: int) -> Bounded:
+    made = Bounded(0)
+    object.__setattr__(made, "a", value)
+    return made
+
+
+REFUSED: list[tuple[Any, Any, str]] = [
+    ([Box({"x": 1})], [Box({"x": 0, "old": 5})], r"Box .*no __copy__"),
+    (ReadOnly(a=1), ReadOnly(a=2), r"ReadOnly here refuses the new values, and raised TypeError\('read only'\)"),
+    ({"in": ReadOnly(a=1)}, {"in": ReadOnly(a=2)}, "ReadOnly cannot be made with other items"),
+    (Fields(a=1, t=torch.ones(1)), Fields(a=2, t=torch.zeros(1)), "Fields cannot be made with other items"),
+    (bounded(10), Bounded(1), r"Bounded refuses a new value of its field 'a', and raised ValueError\('too large'\)"),
+    (Counted(b=Box({"k": 1})), Counted(b=Box({"k": 7, "j": 8})), r"Box .*no __copy__"),
+    (1, torch.Generator(), "a Generator here, which a load would replace by an int"),
+]
+
+
+@pytest.mark.parametrize(("saved", "live", "match"), REFUSED)
+def test_containers_that_cannot_be_refilled_are_refused(saved: Any, live: Any, match: str, tmp_path: Path) -> None:
+    path = write_save({"v": saved, "w": torch.ones(1)}, tmp_path)
+    state = {"w": torch.zeros(1), "v": live}
+    before = repr(state)
+    with pytest.raises(sx.errors.UnsupportedError, match=rf"{match}.*'v.*{path}"):
+        sx.load_checkpoint(state, path)
+    assert repr(state) == before
+    sx.load_checkpoint(state, path, exclude="v")
+    assert repr(state) == before.replace("tensor([0.])", "tensor([1.])", 1)
+
+
+def test_a_load_that_is_refused_elsewhere_changes_no_container(tmp_path: Path) -> None:
+    boxes = {"k": Box({"x": 1})}
+    path = write_save({"b": Counted(**boxes), "w": torch.ones(1)}, tmp_path)  # type: ignore[arg-type]
+    state = {"b": Counted(k=Box({"x": 0, "old": 5})), "w": torch.ones(2)}  # type: ignore[arg-type]
+    before = repr(state)
+    with pytest.raises(sx.StateExchangeError):
+        sx.load_checkpoint(state, path)
+    assert repr(state) == before
+
+
+def test_a_read_only_mapping_of_the_same_values_stays(tmp_path: Path) -> None:
+    state = {"v": ReadOnly(a=1), "w": torch.zeros(1)}
+    sx.load_checkpoint(state, write_torch({"v": {"a": 1}, "w": torch.ones(1)}, tmp_path))
+    assert repr(state) == "{'v': {'a': 1}, 'w': tensor([1.])}"
+
+
+def test_a_tuple_that_does_not_have_the_items_it_is_made_with_is_refused(tmp_path: Path) -> None:
+    path = write_torch({"p": (1, torch.ones(2))}, tmp_path)
+    state = {"p": Pair(0, torch.zeros(2))}
+    with pytest.raises(sx.errors.UnsupportedError, match=r"Pair does not have the items.*'p'"):
+        sx.load_checkpoint(state, path)
+    assert repr(state) == "{'p': (0, tensor([0., 0.]))}"
+
+
+class Dotted(dict[str, Any]):
+    """The keys are attributes, and any attribute that it has not is None."""
+
+    __getattr__ = dict.get
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
+class Attributed(dict[str, Any]):
+    """The keys are attributes, and another one is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
+class History(list[Any]):
+    pass
+
+
+class Saved(dict[str, Any]):
+    """A mapping with a state of its own."""
+
+    position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, **self}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        entries = dict(state)
+        self.position = entries.pop("position")
+        self.clear()
+        self.update(entries)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("kind", [Dotted, Attributed, collections.OrderedDict])
+def test_mappings_whose_keys_are_attributes_are_mappings(write: Write, kind: Any, tmp_path: Path) -> None:
+    path = write({"cfg": {"lr": 1.0, "in": {"a": 1}}, "w": torch.ones(1)}, tmp_path)
+    state = {"cfg": kind(lr=0.0), "w": torch.zeros(1)}
+    state["cfg"]["in"] = kind(a=0)
+    sx.load_checkpoint(state, path)
+    assert state["cfg"] == {"lr": 1.0, "in": {"a": 1}}
+    assert {type(state["cfg"]), type(state["cfg"]["in"])} == {kind}
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_mapping_with_a_state_of_its_own_loads_it(write: Write, tmp_path: Path) -> None:
+    one, other = Saved(k=1), Saved(k=0)
+    one.position = 5
+    state = {"s": other, "w": torch.zeros(1)}
+    sx.load_checkpoint(state, write({"s": one, "w": torch.ones(1)}, tmp_path))
+    assert (state["s"], other.position, dict(other)) == (other, 5, {"k": 1})
+
+
+def test_a_list_keeps_its_type(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"h": History(), "w": torch.zeros(1)}
+    sx.load_checkpoint(state, write_save({"h": History([1.0, 2.0]), "w": torch.ones(1)}, tmp_path))
+    assert (type(state["h"]), state["h"]) == (History, [1.0, 2.0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    a: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", "of the live one")
+
+
+def test_a_frozen_dataclass_keeps_what_is_no_field(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"c": Derived(1)}
+    sx.load_checkpoint(state, write_save({"c": Derived(3)}, tmp_path))
+    assert vars(state["c"]) == {"a": 3, "name": "of the live one"}
+
+
+@dataclasses.dataclass
+class Output(collections.OrderedDict[str, Any]):
+    a: Any = None
+
+
+def test_a_mapping_that_is_a_dataclass_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(sx.errors.UnsupportedError, match=r"an Output here is both a mapping and a dataclass.*'d'"):
+        sx.save_checkpoint({"d": Output(5), "w": torch.ones(1)}, tmp_path / "save")
+
+
+class OddModule(nn.Module):
+    """A module with the attributes of an optimizer."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.state = nn.Parameter(torch.full((1,), value))
+        self.param_groups = nn.Parameter(torch.full((1,), value))
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_module_that_looks_like_an_optimizer_is_a_module(write: Write, tmp_path: Path) -> None:
+    state = {"m": OddModule(0.0)}
+    sx.load_checkpoint(state, write({"m": OddModule(2.0)}, tmp_path))
+    assert state["m"].state.item() == state["m"].param_groups.item() == 2.0
+
+
+def test_a_class_is_no_module(tmp_path: Path) -> None:
+    state = {"norm": {"kind": nn.LayerNorm}, "w": torch.zeros(1)}
+    path = write_torch({"w": torch.ones(1)}, tmp_path)
+    assert sx.load_checkpoint(state, path, strict=False).missing == ("norm",)
+    assert state["norm"]["kind"] is nn.LayerNorm
+
+
+# The names of parameters in torch's files
+
+
+def two_layers(*names: str) -> Any:
+    layers = [nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)]
+    parameters = [(name, layer.weight) for name, layer in zip(names, layers, strict=True)]
+    return layers, torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("names", [["y", "z"], ["module.y", "module.x"], ["x", "z"], ["u", "v"]])
+def test_names_of_parameters_that_contradict_the_source_are_refused(names: list[str], tmp_path: Path) -> None:
+    layers, one = two_layers("x", "y")
+    for value, layer in enumerate(layers):
+        layer.weight.grad = torch.full((2, 2), float(value))
+    one.step()
+    path = write_torch({"o": one}, tmp_path)
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"names the parameters of this optimizer .*'o'"):
+        sx.load_checkpoint({"o": two_layers(*names)[1]}, path)
+    layers, other = two_layers("y", "x")
+    sx.load_checkpoint({"o": other}, path)
+    assert [float(other.state[layer.weight]["momentum_buffer"][0, 0]) for layer in layers] == [1, 0]
+
+
+def test_two_parameters_of_one_name_in_their_modules_are_refused(tmp_path: Path) -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    named = get_optimizer_state_dict(one, trained(one))
+    path = write_torch({"g": one, "d": other, "o": named}, tmp_path)
+    state = {"g": one, "d": other, "o": torch.optim.Adam([*one.parameters(), *other.parameters()])}
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"two of the state's are called 'bias'.*'o'"):
+        sx.load_checkpoint(state, path, strict=False)
+    assert not state["o"].state
+
+
+@pytest.mark.parametrize("entry", ["params", "param_names"])
+@pytest.mark.parametrize(("value", "found"), [(5, "an int"), (None, "a NoneType"), (torch.ones(2), "a tensor")])
+def test_groups_that_list_no_parameters_are_refused(entry: str, value: Any, found: str, tmp_path: Path) -> None:
+    optimizer = trained(nn.Linear(2, 2))
+    saved = optimizer.state_dict()
+    saved["param_groups"][0][entry] = value
+    path = write_torch({"o": saved}, tmp_path)
+    with pytest.raises(sx.errors.CorruptError, match=rf"has {found}: save what.*'o\.param_groups\.0\.{entry}'"):
+        sx.load_checkpoint({"o": optimizer}, path)
+
+
+@pytest.mark.parametrize("groups", [[{"lr": 0.1}], [1], [{"params": 3}]])
+def test_a_saved_mapping_that_only_looks_like_an_optimizer_is_a_mapping(groups: Any, tmp_path: Path) -> None:
+    path = write_save({"o": {"state": {}, "param_groups": groups}, "x": 1}, tmp_path)
+    state: dict[str, Any] = {"o": {}, "y": 0}
+    sx.load_checkpoint(state, path, rename=[("^x$", "y")])
+    assert state == {"o": {"state": {}, "param_groups": groups}, "y": 1}
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"expected an optimizer.*'o'"):
+        sx.load_checkpoint({"o": trained(nn.Linear(1, 1)), "x": 0}, path)
+
+
+def test_fewer_names_than_parameters_are_refused(tmp_path: Path) -> None:
+    optimizer = two_layers("x", "y")[1]
+    path = write_torch({"o": optimizer}, tmp_path)
+    optimizer.param_groups[0]["param_names"] = ["x"]
+    with pytest.raises(sx.errors.InvalidArgumentError, match="has 2 parameters, and 1 param_names"):
+        sx.load_checkpoint({"o": optimizer}, path)
+
+
+# Other sources
+
+
+def test_an_empty_file_has_no_entry(tmp_path: Path) -> None:
+    state: dict[str, Any] = {}
+    sx.load_checkpoint(state, write_torch({}, tmp_path))
+    assert state == {}
+
+
+def test_entries_of_a_key_with_a_dot_are_not_those_of_another_key(tmp_path: Path) -> None:
+    saved = {"a": {"b": {}}, "a.b": 5}
+    dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    state = {"a": {"b": {}}, "a.b": 0}
+    sx.load_checkpoint(state, tmp_path / "dcp")
+    assert state == saved
+    path = write_torch({"a": {"b": {"step": 1}}, "a.b": None}, tmp_path)
+    state = {"a": {"b": {"step": 0}}, "a.b": 0}
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"a value here, and 'a\.b\.step' besides.*'a\.b'"):
+        sx.load_checkpoint(state, path)
+    assert state == {"a": {"b": {"step": 0}}, "a.b": 0}
+
+
+def test_root_gives_its_shape_too(tmp_path: Path) -> None:
+    def saves() -> None:
+        sx.save_checkpoint({"w": torch.ones(1 + sx.get_rank())}, tmp_path / "two")
+
+    run_ranks(saves, 2)
+    state = {"w": torch.zeros(1)}
+    with pytest.raises(sx.errors.ReplicaError, match=r'pass replicas="root"'):
+        sx.load_checkpoint(state, tmp_path / "two")
+    sx.load_checkpoint(state, tmp_path / "two", replicas="root")
+    assert state["w"].tolist() == [1]
+
+
+def test_a_huge_index_in_a_name_is_no_index(tmp_path: Path) -> None:
+    path = write_torch({"o": {"l": {"9" * 5000: torch.ones(1)}}}, tmp_path)
+    with pytest.raises(sx.errors.InvalidArgumentError, match="a list without their keys"):
+        sx.load_checkpoint({"o": Counted(l=[1, 2])}, path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("state", "kind"), [([1, 2], "a list"), ("abc", "a str"), (3, "an int")])
+def test_a_state_that_holds_nothing_is_refused(state: Any, kind: str, tmp_path: Path) -> None:
+    path = write_torch({"w": torch.ones(1)}, tmp_path)
+    with pytest.raises(sx.errors.InvalidArgumentError, match=rf"the state is {kind}: give modules.*\[{path}"):
+        sx.load_checkpoint(state, path)
