@@ -17,10 +17,11 @@ from statexchange.exchange.converting import ChosenConversion, convert_live
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.saving import describe_save
 from statexchange.exchange.staging import Staging
+from statexchange.formats.open_checkpoint import OpenCheckpoint, StoredTensor
 from statexchange.formats.registry import open_source
 from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies
 from statexchange.formats.sections import ALL
-from statexchange.formats.source import OpenCheckpoint, SectionName, Source, StoredTensor, Weights
+from statexchange.formats.source import SectionName, Source, Weights
 from statexchange.report.diff import DiffReport, TensorDiff, check_tolerance, diff_paths
 from statexchange.report.value_sums import ValueSums, same_bytes
 from statexchange.settings import check_progress

@@ -114,7 +114,8 @@ def export_checkpoint(
         layout: sharding rules by name pattern: torch's ``Shard(dim)`` or ``Replicate()``, ``{"dim": 0}``, keywords of
             transformers' `model.tp_plan`, or any rule of `statexchange.sharding.rules`. With ``{"reduce": "max"}`` the
             rank that writes the result needs memory for it.
-        include: shell patterns of the names to export, one or several; by default all.
+        include: shell patterns of the names to export, one or several; by default all. Unlike in `load_checkpoint`, a
+            pattern must match the whole name: ``"encoder.*"``.
         exclude: shell patterns of the names to leave out.
         rename: a function of a name, or (regex, replacement) pairs that are applied in order.
         convert: write the names and values of another model family: a built-in conversion such as "torchtitan:llama3",

@@ -129,20 +129,24 @@ def load_checkpoint(
         strict: raise an error for names of the state that the source lacks and for names of the source that no rank
             has, as torch does; else the report lists them, and it is an error only if the source has no tensor of the
             state, or no entry of a state of plain values. Shapes and dtypes must be equal in any case. Plain values of
-            a torch checkpoint that no rank has are listed by the report alone.
+            a torch checkpoint that no rank has are listed by the report alone. State of an optimizer of another shape
+            or dtype than the saved one is replaced.
         layout: rules for plain tensors of `state` that are parts of whole ones, as in `export_checkpoint`, by their
             dotted paths: ``{"*.up.weight": Shard(0)}``. Optimizer state of a parameter's shape follows the parameter's
             rule. A rule that renames (split, renumber) is for sources of tensors alone, such as a Hugging
             Face checkpoint, and not for what `save_checkpoint` has written.
         include: shell patterns, one or several, of the names in `state` to load, by their dotted paths:
-            ``"model.encoder.*"``, or ``"model"`` for all in it; the items of a list have their indices as names. All
-            else stays as it is, is not read, and counts as neither missing nor unexpected.
-            An optimizer or another object with a state of its own is loaded whole if anything in it matches. Patterns
-            that select nothing on any rank are an error.
+            ``"model.encoder.*"``, or ``"model"`` for all in it; the items of a list have their indices as names:
+            ``"optimizers.0"``. All else stays as it is, is not read, and counts as neither missing nor unexpected.
+            An optimizer or another object with a state of its own, or a list of plain values, is loaded whole if
+            anything in it matches, as it was saved or as it is now. It is an error if nothing at all is selected on any
+            rank; one of several patterns may match nothing.
         exclude: shell patterns, in the form of `include`, of the names in `state` to leave as they are: ``"random.*"``.
-            An optimizer or another object with a state of its own is left whole if anything in it matches.
+            An optimizer or another object with a state of its own, or a list of plain values, is left whole if anything
+            in it matches, as it was saved or as it is now.
         rename: from the source's names to those in `state`: a function, or (regex, replacement) pairs, which are
-            applied in order. Names are dotted paths; the parameters of optimizers are renamed too.
+            applied in order. Names are dotted paths; the parameters of optimizers are renamed too. What moves with its
+            mapping keeps its keys. What is inside a list, or in the state of another object, is not renamed.
         convert: convert the source's model to the names and values of the state first: a built-in conversion such as
             "torchtitan:llama3", the path of a JSON file (`statexchange.conversions.rules`), or the file's content.
             "inverse:" before the name or path converts in the other direction. Only the model's tensors are loaded
@@ -173,7 +177,7 @@ def load_checkpoint(
             source has different values for them; then the state has been changed.
         CorruptError: bytes differ from their digest, or files contradict each other.
         ReplacedError: the checkpoint was replaced during the load, twice.
-        UnsafeError: `rename` gives two tensors one name.
+        UnsafeError: `rename` gives two entries one name, or a path whose keys are not known.
         UnsupportedError, StorageError: see `statexchange.errors`.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.
@@ -529,18 +533,18 @@ def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: Ob
         names = _source_names(catalog)
         with _located(catalog.source.path):
             named = tree_from_names(state, names, objects)
-        saved, tree_of_one_rank, left_out, lacking = named.tree, NO_TREE, named.left_out, named.lacking
+        saved, rank_tree, left_out, lacking = named.tree, NO_TREE, named.left_out, named.lacking
     else:
-        saved, tree_of_one_rank, left_out, lacking = tree.tree, tree.of_one_rank, tree.left_out, tree.lacking
+        saved, rank_tree, left_out, lacking = tree.tree, tree.rank_tree, tree.left_out, tree.lacking
     selects = options.include or options.exclude
     stays = partial(_stays, options, left_out | lacking) if selects or lacking else None
     allocate = partial(tensor_to_fill, catalog)
     if saved is NO_TREE:
         return LoadPlan()
     with _located(catalog.source.path):
-        plan = plan_load(state, saved, allocate, objects, stays, tree_of_one_rank)
+        plan = plan_load(state, saved, allocate, objects, stays, rank_tree)
     if tree is not None:
-        check_unions(plan.plain if tree.of_one_rank is NO_TREE else (), plan.differing, catalog, tree.unions)
+        check_unions(plan.plain if tree.rank_tree is NO_TREE else (), plan.differing, catalog, tree.unions)
     plan.missing += sorted(lacking)
     if selects:
         places = LivePlaces.of(state)

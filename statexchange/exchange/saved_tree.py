@@ -30,14 +30,14 @@ class SavedTree:
 
     Attributes:
         tree: what any rank has saved; NO_TREE if the state is one object, which is not to be loaded.
-        of_one_rank: what plain values are taken from: what this rank saved, or the lowest; NO_TREE if ranks agree.
+        rank_tree: what plain values are taken from: what this rank saved, or the lowest; NO_TREE if ranks agree.
         unions: lists of param groups that differ between ranks.
         left_out: the paths that the options leave out.
         lacking: the paths in mappings of plain values that `include` selects, and the save does not have.
     """
 
     tree: Any
-    of_one_rank: Any
+    rank_tree: Any
     unions: Conflicts
     left_out: frozenset[str]
     lacking: frozenset[str]
@@ -88,9 +88,9 @@ class SavedTree:
             first = with_other_entries(first, merged.tree)
         elif catalog.own_rank is None or len(trees) == 1:
             return cls(tree, NO_TREE, merged.unions, left_out, lacking)
-        of_one_rank = selection.of(first)
+        rank_tree = selection.of(first)
         unions = {} if catalog.options.replicas == "root" else merged.unions
-        return cls(tree, of_one_rank, unions, left_out, lacking)
+        return cls(tree, rank_tree, unions, left_out, lacking)
 
 
 def _decoded_trees(

@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
-    InvalidArgumentError,
     StateExchangeError,
     UnsupportedError,
     excerpt,
 )
-from statexchange.sharding.copies import replica_error
 from statexchange.sharding.plan import HolderLabel, RankShards, prove_cover
-from statexchange.sharding.shards import Box, Shard, full_box, intersect, is_inside
+from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import Store, StoredFile
 from statexchange.storage.tensorfile import Header
-from statexchange.tensors import ITEMSIZE, PACKED, TorchTensor
+from statexchange.tensors import PACKED
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from typing_extensions import Self
 
 __all__ = [
+    "FLAT_PARAMETERS",
     "KINDS_WITH_RANKS",
     "TORCHAO_NAMES",
     "WEIGHTS",
-    "OpenCheckpoint",
     "Part",
     "Section",
     "SectionName",
@@ -44,19 +40,17 @@ __all__ = [
     "Source",
     "SourceKind",
     "SourceTensor",
-    "StoredTensor",
     "UnreadableTensor",
     "Weights",
     "abbreviated_list",
+    "abbreviated_names",
     "is_flat_parameter",
     "merged_metadata",
     "unknown_dtypes",
 ]
 
 _MAX_LISTED, _MAX_NAME = 8, 100
-_OPEN_ONE = "open one of the files"  # advice
 _AHEAD_BYTES = 64 << 20  # of all files of a source that is read ahead
-_MAX_SHOWN = 1000  # tensors in the table of a checkpoint
 TORCHAO_NAMES = "tensor_names"  # torchao's key of the metadata with a list of all weights (formats/packed.py)
 SourceKind = Literal[
     "save",
@@ -418,233 +412,6 @@ class Source:
     def close(self) -> None:
         """Close all files."""
         self.opened.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-class _Copy(NamedTuple):
-    """A further copy of a box, which has no digest or whose first copy has none."""
-
-    box: Box
-    stored: ByteRange
-    holder: HolderLabel
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of a checkpoint on disk. Its bytes are read on demand.
-
-    The last dim of F4 counts pairs of elements, as that of torch's float4_e2m1fn_x2 does, and that of F6_E2M3 and
-    F6_E3M2 groups of four.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    _boxes: Mapping[Box, tuple[ByteRange, HolderLabel]]  # each stored box with its byte range and its file
-    _conflicts: Mapping[str, StateExchangeError]  # by the names of tensors that cannot be read
-    _copies: dict[str, list[_Copy]]  # by the names of tensors whose copies have not been compared yet
-    _source: Source
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor; 0 if its dtype is unknown."""
-        return full_box(self.shape).numel * ITEMSIZE.get(self.dtype, 0)
-
-    @overload
-    def read(
-        self, box: Box | tuple[Sequence[int], Sequence[int]] | None = None, *, framework: Literal["np"] = "np"
-    ) -> NDArray[Any]: ...
-
-    @overload
-    def read(
-        self, box: Box | tuple[Sequence[int], Sequence[int]] | None = None, *, framework: Literal["pt"]
-    ) -> TorchTensor: ...
-
-    def read(
-        self, box: Box | tuple[Sequence[int], Sequence[int]] | None = None, *, framework: Literal["np", "pt"] = "np"
-    ) -> NDArray[Any] | TorchTensor:
-        """Read the tensor, or one block of it, into a new array of numpy or tensor of torch.
-
-        Not collective. Stored boxes that are read whole are checked against their digests, where these are known.
-
-        Args:
-            box: the block to read as (offsets, shape), with a number for each dim; None for the whole tensor.
-            framework: "np" for an array of numpy, "pt" for a tensor of torch in host memory.
-
-        Returns:
-            A new array or tensor. ml_dtypes supplies dtypes that numpy lacks. F4, F6_E2M3 and F6_E3M2, which numpy
-            and torch lack, come as their packed bytes.
-
-        Raises:
-            InvalidArgumentError: `box` is not a box, or lies outside of the tensor; there is no such framework; or the
-                checkpoint has been closed.
-            MissingExtraError: torch is not installed.
-            IncompleteError: a region is in no file.
-            ReplacedError: a file was changed or removed since the checkpoint was opened; open it again.
-            UnsupportedError: the tensor has an unsupported dtype, or is not a strided tensor.
-            ReplicaError: ranks hold different values of a region.
-            CorruptError: the bytes differ from their digest.
-            StorageError: a file cannot be read.
-
-        Example:
-            >>> import numpy
-            >>> from safetensors.numpy import save_file
-            >>> from statexchange.formats.registry import open_checkpoint
-            >>> save_file({"w": numpy.arange(6, dtype="int32").reshape(2, 3)}, "model.safetensors")
-            >>> with open_checkpoint("model.safetensors") as checkpoint:
-            ...     checkpoint["w"].read(((0, 1), (2, 2))).tolist()
-            [[1, 2], [4, 5]]
-        """
-        from statexchange.storage import regions
-        from statexchange.tensors import from_bytes
-
-        if framework not in ("np", "pt"):
-            raise InvalidArgumentError(f'framework must be "np" or "pt", not {excerpt(framework)}')
-        whole = full_box(self.shape)
-        target = whole if box is None else _box_of(box, self.name)
-        if not is_inside(target, self.shape):
-            text = f"box {target} is outside of the tensor, whose shape is {self.shape}"
-            raise InvalidArgumentError(text, name=self.name)
-        if self.name in self._conflicts:
-            raise self._conflicts[self.name]
-        self._check_cover()
-        self._check_copies()
-        data = bytearray(target.numel * ITEMSIZE[self.dtype])
-        found: NDArray[Any] | TorchTensor
-        for stored_box, (stored, _) in self._boxes.items():
-            part = target if stored_box == target and target.numel else intersect(stored_box, target)
-            if part is None:
-                continue
-            digest = regions.BoxDigest(stored, stored_box, self.dtype, region=part)
-            regions.read_part(stored, stored_box, part, self.dtype, memoryview(data), target, digest)
-            digest.check(self.name)
-            if not digest:
-                stored.file.check_unchanged()
-        if self.dtype in PACKED:
-            import numpy as np
-
-            rows = np.frombuffer(data, np.uint8).reshape(*target.shape[:-1], target.shape[-1] * ITEMSIZE[self.dtype])
-            found = from_bytes(rows, "U8", rows.shape, as_numpy=framework == "np")
-        else:
-            found = from_bytes(data, self.dtype, target.shape, as_numpy=framework == "np")
-        return found
-
-    def _check_copies(self) -> None:
-        """Read copies without digests once, and raise ReplicaError if they differ."""
-        digests: dict[Box, str] = {}  # of the first copies
-
-        def digest_of(box: Box, stored: ByteRange) -> str:
-            return SourceTensor(Shard(self.name, self.dtype, self.shape, (box,)), (stored,)).digest_of(0)
-
-        for box, stored, holder in self._copies.get(self.name, ()):
-            first, first_holder = self._boxes[box]
-            if box not in digests:
-                digests[box] = digest_of(box, first)
-            if digest_of(box, stored) != digests[box]:
-                raise replica_error(self.name, box, first_holder, holder, _OPEN_ONE, path=stored.path)
-        self._copies.pop(self.name, None)
-
-    def _check_cover(self) -> None:
-        if self._boxes.keys() != {full_box(self.shape)}:
-            try:
-                prove_cover(self.name, self.shape, {box: [one] for box, (_, one) in self._boxes.items() if box.numel})
-            except (CorruptError, IncompleteError) as error:
-                raise self._source.explained(error).located(path=self._source.path) from None
-
-
-def _box_of(box: object, name: str) -> Box:
-    """Return a box that a caller gave; raise InvalidArgumentError unless it is one, or (offsets, shape)."""
-    if isinstance(box, Box):
-        return box
-    try:
-        offsets, shape = (tuple(map(operator.index, sizes)) for sizes in box)  # type: ignore[attr-defined]
-        is_box = len(offsets) == len(shape)
-    except (TypeError, ValueError):
-        is_box = False
-    if not is_box:
-        text = f"box must be (offsets, shape), such as ((0, 0), (2, 8)), not {excerpt(box)}"
-        raise InvalidArgumentError(text, name=name)
-    return Box(offsets, shape)
-
-
-class OpenCheckpoint(Mapping[str, StoredTensor]):
-    """A lazy mapping of tensor names to `StoredTensor`; `open_checkpoint` returns it.
-
-    Not collective. Shards of one tensor, even in several files, are one entry. Unsupported tensors are entries too, and
-    their `read` raises UnsupportedError. The files stay open until `close`, the end of a with block, or until the
-    last reference is dropped.
-    """
-
-    def __init__(self, source: Source) -> None:
-        self.path = source.path
-        self._source = source
-        self._tensors: dict[str, StoredTensor] = {}
-        conflicts: dict[str, StateExchangeError] = {}
-        boxes: dict[str, dict[Box, tuple[ByteRange, HolderLabel]]] = {}
-        copies: dict[str, list[_Copy]] = {}
-        for shard_file, tensor in source.shards():
-            shard = tensor.shard
-            stored = self._tensors.get(shard.name)
-            if stored is None:
-                boxes[shard.name] = {}
-                found = boxes[shard.name]
-                stored = StoredTensor(shard.name, shard.dtype, shard.global_shape, found, conflicts, copies, source)
-                self._tensors[shard.name] = stored
-            elif (stored.dtype, stored.shape) != (shard.dtype, shard.global_shape):
-                raise CorruptError("two files disagree on dtype or shape", name=shard.name, path=shard_file.path)
-            elif source.kind == "huggingface" and boxes[shard.name].keys() & set(shard.boxes):
-                raise CorruptError("two files have a tensor of this name", name=shard.name, path=shard_file.path)
-            for box, byte_range in zip(shard.boxes, tensor.byte_ranges, strict=True):
-                label = source.label_of(shard_file)
-                first, holder = boxes[shard.name].setdefault(box, (byte_range, label))
-                if first is byte_range:
-                    continue
-                if None in (first.digest, byte_range.digest):
-                    copies.setdefault(shard.name, []).append(_Copy(box, byte_range, label))
-                elif first.digest != byte_range.digest:
-                    error = replica_error(shard.name, box, holder, label, _OPEN_ONE, path=shard_file.path)
-                    conflicts[shard.name] = error
-        for unreadable in source.unreadable:
-            if unreadable.unsupported is not None:
-                name = unreadable.name
-                conflicts.setdefault(name, unreadable.unsupported)
-                stored = StoredTensor(
-                    name, unreadable.dtype or "?", unreadable.shape or (), {}, conflicts, copies, source
-                )
-                self._tensors.setdefault(name, stored)
-        source.read_ahead()
-
-    def __getitem__(self, name: str) -> StoredTensor:
-        return self._tensors[name]
-
-    def __str__(self) -> str:
-        """Return a table of the tensors, of at most 1,000: name, dtype, shape and bytes."""
-        rows = []
-        for one in islice(self.values(), _MAX_SHOWN):
-            name = one.name if one.name.isprintable() else ascii(one.name)
-            rows.append((name, one.dtype, f"[{','.join(map(str, one.shape))}]", one.nbytes))
-        widths = [max((len(str(row[column])) for row in rows), default=0) for column in range(4)]
-        lines = [f"{self.path}: {self._source.kind}, {len(self):,} tensors"]
-        for name, dtype, shape, nbytes in rows:
-            lines.append(f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {nbytes:>{widths[3]}}")
-        if len(self) > len(rows):
-            lines.append(f"... and {len(self) - len(rows):,} more")
-        return "\n".join(lines)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def close(self) -> None:
-        """Close all files; then no tensor can be read."""
-        self._source.close()
 
     def __enter__(self) -> Self:
         return self

@@ -170,7 +170,7 @@ def plan_load(
     allocate: Allocate,
     objects: ObjectStates,
     stays: Stays | None = None,
-    own: Any = NO_TREE,
+    rank_tree: Any = NO_TREE,
 ) -> LoadPlan:
     """Plan how `state` becomes the decoded tree `saved`. Not collective; nothing is changed yet.
 
@@ -182,8 +182,9 @@ def plan_load(
         objects: the present states of objects.
         stays: `stays(path, value)` returns whether this entry of a live mapping of plain values is kept although
             `saved` does not have it; by default none is.
-        own: the tree of one rank, from which plain values and the states of objects and of parameters are taken where
-            it has them: that of this rank if as many ranks load as have saved. `saved` has what any rank has.
+        rank_tree: the tree of one rank: of this one if as many ranks load as have saved. `saved`, which has what any
+            rank has, decides what exists. Plain values and the states of objects and parameters are those of
+            `rank_tree`, where it has them.
 
     Raises:
         InvalidArgumentError: something cannot be changed in place, or was saved as another kind; names the path.
@@ -191,7 +192,7 @@ def plan_load(
     """
     names = {key: name.in_state for key, name in parameter_names(modules_of(state)).items()}
     planner = _Planner(allocate, names, _ShardedKeys.of(state, saved), objects, stays)
-    if planner.visit(state, saved, "", own) is not state:
+    if planner.visit(state, saved, "", rank_tree) is not state:
         raise InvalidArgumentError(
             f"the state is {type_text(state)}, which cannot be changed in place: give a mapping that holds it"
         )
@@ -236,30 +237,30 @@ class _Planner:
         self._hyperparameters: dict[int, Any] = {}  # live ones by id
         self._stays = stays
 
-    def visit(self, live: Any, saved: Any, path: str, own: Any = NO_TREE) -> Any:
+    def visit(self, live: Any, saved: Any, path: str, rank_tree: Any = NO_TREE) -> Any:
         """Plan one place of all trees; return `live` if it can be changed in place, else its replacement."""
         kind = sharded_kind(live)
-        of_one_rank = saved if own is NO_TREE else own
+        value = saved if rank_tree is NO_TREE else rank_tree
         if kind is not None:
-            self._sharded(live, kind, of_one_rank if kind == "object" else saved, path)
+            self._sharded(live, kind, value if kind == "object" else saved, path)
         elif is_tensor(live):
             self._expect(isinstance(saved, SavedTensor), "a tensor", saved, path)
             self.plan.targets.append(LoadTarget(saved.name, live, _dotted(path)))
         elif is_module(live):
-            self._module(live, saved, path, own)
+            self._module(live, saved, path, rank_tree)
         elif is_optimizer(live):
-            self._optimizer(live, saved, path, own)
+            self._optimizer(live, saved, path, rank_tree)
         elif is_stateful(live):
             self._expect(isinstance(saved, Mapping), f"the state of {type_text(live)}", saved, path)
             self.plan.plain.add(_dotted(path))
-            new = self._filled(of_one_rank, path, Place(self._objects.of(live, _dotted(path)), is_filled=False))
+            new = self._filled(value, path, Place(self._objects.of(live, _dotted(path)), is_filled=False))
             self.plan.callbacks.append(functools.partial(_load_object, live, live.load_state_dict, new, _dotted(path)))
         elif _is_nonempty_root(live, path) or (children(live) is not None and contains_state(live)):
-            return self._container(live, saved, path, own)
+            return self._container(live, saved, path, rank_tree)
         else:
             self.plan.num_values += 1
             self.plan.plain.add(_dotted(path))
-            return self._value(live, self._filled(of_one_rank, path), path)
+            return self._value(live, self._filled(value, path), path)
         return live
 
     def _value(self, live: Any, new: Any, path: str) -> Any:
@@ -308,12 +309,12 @@ class _Planner:
         elif kind == "object":
             self.plan.callbacks.append(functools.partial(setattr, live, "data", self._filled(saved, path)))
 
-    def _container(self, live: Any, saved: Any, path: str, own: Any) -> Any:
+    def _container(self, live: Any, saved: Any, path: str, rank_tree: Any) -> Any:
         """Plan the children of a container that holds state; return it, or a new one if it cannot be changed."""
         by_index = isinstance(live, list | tuple) and not hasattr(live, "_fields")
         entries = self._entries_for(live, saved, path, by_index=by_index)
         changed = {}
-        items, own_entries = children(live) or {}, children(own) or {}
+        items, of_rank = children(live) or {}, children(rank_tree) or {}
         for key, value in items.items():
             inner = f"{path}[{key}]" if by_index else f"{path}.{key}"
             if entries.get(key) is NO_TREE:
@@ -322,7 +323,7 @@ class _Planner:
             if not is_object and holds_sharded(value):
                 self.visit(value, entries.get(key, {}), inner)
             elif key in entries:
-                new = self.visit(value, entries[key], inner, own_entries.get(key, NO_TREE))
+                new = self.visit(value, entries[key], inner, of_rank.get(key, NO_TREE))
                 if new is not value:
                     changed[key] = new
             elif not is_object or value.data is not None:  # an object without data needs no saved one
@@ -369,7 +370,7 @@ class _Planner:
     def _add_unexpected(self, path: str, names: Iterable[Any]) -> None:
         self.plan.unexpected += [_dotted(f"{path}.{name}") for name in names]
 
-    def _module(self, module: Any, saved: Any, path: str, own: Any) -> None:
+    def _module(self, module: Any, saved: Any, path: str, rank_tree: Any) -> None:
         """Plan a module: parameters and buffers are filled, other entries go through its `load_state_dict`."""
         self._expect(isinstance(saved, Mapping), "the tensors of a module", saved, path)
         live, rest = live_items(module)
@@ -379,9 +380,9 @@ class _Planner:
                 self.visit(tensor, saved[name], f"{path}.{name}")
             elif id(tensor) not in loaded:  # a tied tensor is loaded under any of its names
                 self._add_missing([_dotted(f"{path}.{name}")])
-        of_one_rank = {**saved, **own} if isinstance(own, Mapping) else saved
+        values_of = {**saved, **rank_tree} if isinstance(rank_tree, Mapping) else saved
         extra = {
-            name: self._filled(of_one_rank[name], f"{path}.{name}", Place(rest[name], is_filled=False))
+            name: self._filled(values_of[name], f"{path}.{name}", Place(rest[name], is_filled=False))
             for name in rest
             if name in saved
         }
@@ -393,11 +394,11 @@ class _Planner:
             self.plan.callbacks.append(functools.partial(_load_object, module, load, extra, _dotted(path)))
         self._add_unexpected(path, [name for name in saved if name not in live and name not in rest])
 
-    def _optimizer(self, optimizer: Any, saved: Any, path: str, own: Any) -> None:
+    def _optimizer(self, optimizer: Any, saved: Any, path: str, rank_tree: Any) -> None:
         """Plan an optimizer: each parameter gets its state and its group's hyperparameters, by name."""
         self._expect(is_state_of_optimizer(saved), "an optimizer", saved, path)
         parameters = named_parameters(optimizer, self._names)
-        entries = _SavedEntries.of(saved, own)
+        entries = _SavedEntries.of(saved, rank_tree)
         if entries.differ:
             self.plan.differing.add(_dotted(f"{path}.param_groups"))
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -553,12 +554,12 @@ class _SavedEntries:
     num_empty: int
 
     @classmethod
-    def of(cls, saved: Mapping[str, Any], own: Any) -> _SavedEntries:
-        """Sort the entries of an optimizer's saved tree; those of `own` come before those of other ranks."""
+    def of(cls, saved: Mapping[str, Any], rank_tree: Any) -> _SavedEntries:
+        """Sort the entries of an optimizer's saved tree; those of `rank_tree` come before those of other ranks."""
         groups: dict[Any, Any] = {}
         state: dict[Any, Any] = {}
         differ = False
-        trees = [own, saved] if is_state_of_optimizer(own) else [saved]
+        trees = [rank_tree, saved] if is_state_of_optimizer(rank_tree) else [saved]
         for tree in trees:
             new: dict[Any, Any] = {}
             for group in tree["param_groups"]:

@@ -104,7 +104,7 @@ class _Builder:
         if kind in ("object", "local"):
             return _ABSENT
         if name and not self._may_want(name, value):
-            return self._left_out(name)
+            return self._leave_out(name)
         if kind is not None:
             return [SavedTensor(part.key) for _, part in leaves(value) if has(part.key)]
         if is_module(value):
@@ -187,12 +187,12 @@ class _Builder:
             if any(map(self._wants_in_value, entries.values())):
                 return self._selected(self.entries.container(entries, live, name), name, live)
             if entries or not self._wants(name):
-                return self._left_out(name)
+                return self._leave_out(name)
             return live if has_no_leaves(live) else _ABSENT
         tree = self._mapping(live, prefix)
         lacking = {f"{prefix}{key}" for key in live if key not in tree} - self.left_out
         if not lacking and not tree:
-            return self._left_out(name)
+            return self._leave_out(name)
         if lacking and (self._in_unit or len(lacking) == len(live)):
             return _ABSENT
         self.lacking |= lacking
@@ -208,15 +208,15 @@ class _Builder:
         own = {} if is_leaf(live) else children(live) or {}
         if isinstance(saved, Mapping) and saved and not _is_unit(live):
             entries = {key: self._selected(item, f"{name}.{key}", own.get(key)) for key, item in saved.items()}
-            return {key: item for key, item in entries.items() if item is not _ABSENT} or self._left_out(name)
+            return {key: item for key, item in entries.items() if item is not _ABSENT} or self._leave_out(name)
         if isinstance(saved, list | tuple) and len(saved) == len(own) and contains_state(live) and not is_leaf(live):
             items = [self._selected(item, f"{name}.{i}", own.get(i)) for i, item in enumerate(saved)]
             items = [NO_TREE if item is _ABSENT else item for item in items]
-            return self._left_out(name) if all(item is NO_TREE for item in items) else items
+            return self._leave_out(name) if all(item is NO_TREE for item in items) else items
         paths = [step.path for step in walk(saved, path=name)]
         if _is_unit(live):
             paths += self._live_paths(live, name)
-        return saved if self._source.options.wants_object(paths) else self._left_out(name)
+        return saved if self._source.options.wants_object(paths) else self._leave_out(name)
 
     # Objects, which are loaded or left out whole
 
@@ -226,14 +226,14 @@ class _Builder:
         selects = (options.include or options.exclude) and not self._in_unit
         names = [*self.entries.below(prefix).values()] if selects else []
         if selects and name and not options.may_want(name):
-            return self._left_out(name, names)
+            return self._leave_out(name, names)
         tree = self._whole(self._of_unit, live, name, prefix)
         if selects and tree is not _ABSENT:
             paths = {path for one in names for path in names_above(one, name)}
             paths.update(step.path for step in walk(tree, path=name))
             paths.update(self._live_paths(live, name))
             if not options.wants_object([*paths]):
-                return self._left_out(name, names)
+                return self._leave_out(name, names)
             self.entries.taken.update(names)
         return tree
 
@@ -248,7 +248,8 @@ class _Builder:
         self._in_unit = outer
         return tree
 
-    def _left_out(self, path: str, names: Iterable[str] = ()) -> Any:
+    def _leave_out(self, path: str, names: Iterable[str] = ()) -> Any:
+        """Note a path of the state that stays as it is, with the names of the source in it; return `_ABSENT`."""
         self.entries.taken.update(names)
         self.left_out.add(path)
         return _ABSENT
@@ -267,6 +268,7 @@ class _Builder:
         """Return the state of an object that has `load_state_dict`."""
         entries = self.entries.below(prefix)
         own = self._objects.of(live, name)
+        # A state that is one object does not take the entries of a source of something else.
         if not name and not by_first(entries).keys() & set(map(str, children(own) or {})):
             return _ABSENT
         if entries:
@@ -281,7 +283,7 @@ class _Builder:
                 items[i] = NO_TREE
         lacking = [i for i, item in enumerate(items) if item is _ABSENT]
         if all(item is NO_TREE for item in items):
-            return self._left_out(name)
+            return self._leave_out(name)
         if all(item is _ABSENT or item is NO_TREE for item in items):
             return _ABSENT
         found = [key for key in by_first(self.entries.below(prefix)) if self._in_unit or self._wants_in(prefix, key)]

@@ -184,7 +184,7 @@ class _Readers:
         from statexchange import errors
         from statexchange.conversions import plan
         from statexchange.conversions import rules as conversion_rules
-        from statexchange.formats import dcp, foreign, huggingface, registry, source, torch_file
+        from statexchange.formats import dcp, foreign, huggingface, open_checkpoint, registry, torch_file
         from statexchange.formats.foreign import directories, gguf, msgpack, numpy_files  # noqa: F401 (instrumented)
         from statexchange.sharding import rules
         from statexchange.storage import (
@@ -204,7 +204,7 @@ class _Readers:
 
         self._error = errors.StateExchangeError
         self._formats = {"torch": torch_file, "dcp": dcp, "hf": huggingface, "foreign": foreign}
-        self._open = source.OpenCheckpoint
+        self._open = open_checkpoint.OpenCheckpoint
         self._read_any = registry.read_opened
         self._layout = rules.Layout
         self._conversion = conversion_rules.ConversionRules

@@ -167,6 +167,23 @@ def test_a_stateful_data_loader_goes_on_where_its_rank_was(apart: int, tmp_path:
     assert (len(list(alone["loader"])), alone["step"]) == (20, 3)
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # which torchdata calls
+def test_a_data_loader_in_a_list_or_of_a_derived_class_is_found(tmp_path: Path) -> None:
+    base = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    class Derived(base):  # type: ignore[misc, valid-type]
+        pass
+
+    def state() -> dict[str, Any]:
+        return {"loaders": [base(range(4)), Derived(range(4))], "step": 0}
+
+    run_ranks(lambda: sx.save_checkpoint(state(), tmp_path / "save"), 2)
+    for others, found in (((), "0"), (["loaders.0"], "1")):
+        with pytest.raises(sx.errors.ReplicaError, match=rf"'loaders\[{found}\]'.*exclude='loaders\.{found}'"):
+            sx.load_checkpoint(state(), tmp_path / "save", exclude=others)
+    sx.load_checkpoint(state(), tmp_path / "save", exclude="loaders")
+
+
 @pytest.mark.parametrize("replicas", ["equal", "root"])
 def test_plain_values_that_ranks_saved_differently_are_named(replicas: Any, tmp_path: Path) -> None:
     """Entries that only some ranks have, NaN, and what the options leave out are not named."""
