@@ -60,12 +60,13 @@ class SavedTree:
         kept: list[str] = []
         unknown: list[UnknownValue] = []
         places = LivePlaces.of(state)
-        trees = _decoded_trees(catalog, ranks, values.types_of(state), places, kept, unknown)
+        renaming = _Renaming(catalog, places)
+        trees = _decoded_trees(catalog, ranks, values.types_of(state), renaming, kept, unknown)
         selection = _Selection(state, catalog.options, places, objects)
         if unknown:  # objects that are loaded may know their types
             wanted = selection.of(merge_trees(trees).tree)
             types = live_types(state, objects, _paths_of(wanted) | {""})
-            trees = _decoded_trees(catalog, ranks, {**types, **values.types_of(state)}, places, kept, unknown)
+            trees = _decoded_trees(catalog, ranks, {**types, **values.types_of(state)}, renaming, kept, unknown)
         if not kept and len(catalog) > 0:
             return None
         for rule in catalog.layout.rules.values():
@@ -97,7 +98,7 @@ def _decoded_trees(
     catalog: Catalog,
     ranks: Mapping[str, int],
     types: Mapping[str, type],
-    places: LivePlaces,
+    renaming: _Renaming,
     kept: list[str],
     unknown: list[UnknownValue],
 ) -> dict[int, Any]:
@@ -114,7 +115,7 @@ def _decoded_trees(
     found = {}
     for text, rank in ranks.items():
         tree = decode_stored(text, path, budget, types=types, leaf=leaf, unknown=placeholder)
-        found[rank] = _with_new_names(tree, catalog, places)
+        found[rank] = renaming.of(tree)
     return found
 
 
@@ -198,91 +199,98 @@ def _is_in(path: str, outer: str) -> bool:
 # Options
 
 
-def _with_new_names(saved: Any, catalog: Catalog, places: LivePlaces) -> Any:
-    """Return a saved tree with its entries moved to the paths that `rename` gives them.
+class _Renaming:
+    """Moves the entries of saved trees to the paths that `rename` gives them."""
 
-    The parameters in an optimizer's state are renamed, too.
-    """
-    if not catalog.options.rename or not isinstance(saved, Mapping):
-        return saved
-    if "" in places.units:
-        return _with_new_parameters(saved, catalog)
-    moved: dict[Any, Any] = {}
+    def __init__(self, catalog: Catalog, places: LivePlaces) -> None:
+        self._catalog = catalog
+        self._places = places
+        self._own_keys: dict[str, dict[str, Any]] = {}  # of mappings of the live state, by text
 
-    def enters(path: str, value: Any) -> bool:
-        is_mapping = isinstance(value, Mapping) and bool(value) and not is_state_of_optimizer(value)
-        return value is saved or (is_mapping and catalog.new_name(path) not in places.units)
+    def of(self, saved: Any) -> Any:
+        """Return a saved tree under the state's names; the parameters in an optimizer's state are renamed, too."""
+        catalog, units = self._catalog, self._places.units
+        if not catalog.options.rename or not isinstance(saved, Mapping):
+            return saved
+        if "" in units:
+            return self._with_new_parameters(saved)
+        moved: dict[Any, Any] = {}
 
-    for unit in walk(saved, enters):
-        if not unit.is_leaf:
-            continue
-        new = catalog.new_name(unit.path)
-        *outer_keys, last_key = unit.keys if new == unit.path else _keys_of(new, unit.keys, catalog, places)
-        target: Any = moved
-        for key in outer_keys:
-            target = target.setdefault(key, {}) if isinstance(target, dict) else None
-        if not isinstance(target, dict) or last_key in target:
-            raise UnsafeError("rename gives one name to two entries of the source", name=new, path=catalog.source.path)
-        target[last_key] = _with_new_parameters(unit.value, catalog)
-    return moved
+        def enters(path: str, value: Any) -> bool:
+            is_mapping = isinstance(value, Mapping) and bool(value) and not is_state_of_optimizer(value)
+            return value is saved or (is_mapping and catalog.new_name(path) not in units)
 
+        for unit in walk(saved, enters):
+            if not unit.is_leaf:
+                continue
+            new = catalog.new_name(unit.path)
+            *outer_keys, last_key = unit.keys if new == unit.path else self._keys_of(new, unit.keys)
+            target: Any = moved
+            for key in outer_keys:
+                target = target.setdefault(key, {}) if isinstance(target, dict) else None
+            if not isinstance(target, dict) or last_key in target:
+                text = "rename gives one name to two entries of the source"
+                raise UnsafeError(text, name=new, path=catalog.source.path)
+            target[last_key] = self._with_new_parameters(unit.value)
+        return moved
 
-def _keys_of(path: str, old_keys: Sequence[Any], catalog: Catalog, places: LivePlaces) -> list[Any]:
-    """Return the keys that lead to a new path, as `rename` gives no more than a text with dots.
+    def _keys_of(self, path: str, old_keys: Sequence[Any]) -> list[Any]:
+        """Return the keys that lead to a new path, as `rename` gives no more than a text with dots.
 
-    A key of the live state comes first, and names in a module are one key. Else the path ends with as many of the old
-    keys as fit, so that what moves with its mapping keeps its keys; the rest before them is a key in the innermost
-    mapping of the live state that contains it.
-    """
-    within = _innermost(path, places)
-    rest = _rest(path, within)
-    own_keys = {} if is_module(within.value) else {str(key): key for key in within.value}
-    if is_module(within.value) or rest in own_keys:
-        return [*within.keys, own_keys.get(rest, rest)]
-    head, kept = path, ()
-    for count in range(len(old_keys), 0, -1):
-        tail = ".".join(map(str, old_keys[-count:]))
-        if path == tail or path.endswith(f".{tail}"):
-            head, kept = path.removesuffix(tail).removesuffix("."), tuple(old_keys[-count:])
-            break
-    place = places.containers.get(head) or places.units.get(head)
-    if kept and (place is not None or not head):
-        return [*(() if place is None else place.keys), *kept]
-    within = _innermost(head, places)
-    rest = _rest(head, within)
-    if "." in rest and not contains_state(within.value) and (within.path or not within.value):
-        text = "rename moves an entry of the source to a path of which the keys are not known: make the mapping of it"
-        raise UnsafeError(text, name=path, path=catalog.source.path)
-    return [*within.keys, rest, *kept]
+        A key of the live state comes first, and names in a module are one key. Else the path ends with as many of the
+        old keys as fit, so that what moves with its mapping keeps its keys; the rest before them is a key in the
+        innermost mapping of the live state that contains it.
+        """
+        within = self._innermost(path)
+        rest = _rest(path, within)
+        if is_module(within.value):
+            return [*within.keys, rest]
+        if within.path not in self._own_keys:
+            self._own_keys[within.path] = {str(key): key for key in within.value}
+        if rest in self._own_keys[within.path]:
+            return [*within.keys, self._own_keys[within.path][rest]]
+        head, kept = path, ()
+        for count in range(len(old_keys), 0, -1):
+            tail = ".".join(map(str, old_keys[-count:]))
+            if path == tail or path.endswith(f".{tail}"):
+                head, kept = path.removesuffix(tail).removesuffix("."), tuple(old_keys[-count:])
+                break
+        place = self._places.containers.get(head) or self._places.units.get(head)
+        if kept and (place is not None or not head):
+            return [*(() if place is None else place.keys), *kept]
+        within = self._innermost(head)
+        rest = _rest(head, within)
+        if "." in rest and not contains_state(within.value) and (within.path or not within.value):
+            text = "rename moves an entry of the source to a path whose keys are not known: make the mapping of it"
+            raise UnsafeError(text, name=path, path=self._catalog.source.path)
+        return [*within.keys, rest, *kept]
 
+    def _innermost(self, path: str) -> WalkStep:
+        """Return the innermost mapping or module of the live state that contains a path, or else an empty one."""
+        while path:
+            path = path.rpartition(".")[0]
+            step = self._places.containers.get(path)
+            if step is not None and (isinstance(step.value, Mapping) or is_module(step.value)):
+                return step
+        return WalkStep("", (), {}, is_leaf=False)
 
-def _innermost(path: str, places: LivePlaces) -> WalkStep:
-    """Return the innermost mapping or module of the live state that contains a path, or else an empty one."""
-    found = [
-        step
-        for one, step in places.containers.items()
-        if (not one or path.startswith(f"{one}.")) and (isinstance(step.value, Mapping) or is_module(step.value))
-    ]
-    return max(found, key=lambda step: len(step.path)) if found else WalkStep("", (), {}, is_leaf=False)
+    def _with_new_parameters(self, saved: Any) -> Any:
+        """Return an optimizer's saved state with its parameters renamed; all else, as parameters' numbers, stays."""
+        if not is_state_of_optimizer(saved):
+            return saved
+        listed = {key for group in saved["param_groups"] for key in group["params"]}
+
+        def new_key(key: Any) -> Any:
+            is_name = isinstance(key, str) and key in listed and not key.isdecimal()
+            return self._catalog.new_name(key) if is_name else key
+
+        groups = [{**group, "params": [new_key(key) for key in group["params"]]} for group in saved["param_groups"]]
+        state = {new_key(key): entry for key, entry in saved["state"].items()}
+        return {**saved, "state": state, "param_groups": groups}
 
 
 def _rest(path: str, within: WalkStep) -> str:
     return path[len(within.path) + 1 :] if within.path else path
-
-
-def _with_new_parameters(saved: Any, catalog: Catalog) -> Any:
-    """Return an optimizer's saved state with its parameters renamed; all else, as numbers of parameters, stays."""
-    if not is_state_of_optimizer(saved):
-        return saved
-    listed = {key for group in saved["param_groups"] for key in group["params"]}
-
-    def new_key(key: Any) -> Any:
-        is_name = isinstance(key, str) and key in listed and not key.isdecimal()
-        return catalog.new_name(key) if is_name else key
-
-    groups = [{**group, "params": [new_key(key) for key in group["params"]]} for group in saved["param_groups"]]
-    state = {new_key(key): entry for key, entry in saved["state"].items()}
-    return {**saved, "state": state, "param_groups": groups}
 
 
 class _Selection:
