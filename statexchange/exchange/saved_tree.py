@@ -141,18 +141,24 @@ class LivePlaces:
     """The containers of a live state, and what in it is loaded whole, by dotted path.
 
     `containers` are modules, mappings, and other containers that hold state; `units` are objects with a state of their
-    own, such as optimizers and schedulers. Of these `loaders` are data loaders with a position.
+    own, such as optimizers and schedulers. Of these `loaders` are data loaders with a position. `alike` are paths of
+    two places, as of the keys 1 and "1".
     """
 
     containers: dict[str, WalkStep] = field(default_factory=dict)
     units: dict[str, WalkStep] = field(default_factory=dict)
     loaders: list[str] = field(default_factory=list)
+    alike: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, state: Any) -> LivePlaces:
         """Find the places of a state."""
         places = cls()
+        seen: set[str] = set()
         for step in walk(state, lambda _, value: _is_entered(value)):
+            if step.path in seen:
+                places.alike.add(step.path)
+            seen.add(step.path)
             if not step.is_leaf or is_module(step.value):
                 places.containers[step.path] = step
             elif is_optimizer(step.value) or is_stateful(step.value):
@@ -241,6 +247,12 @@ class _Renaming:
         old keys as fit, so that what moves with its mapping keeps its keys; the rest before them is a key in the
         innermost mapping of the live state that contains it.
         """
+        outer = path
+        while self._places.alike and outer:
+            if outer in self._places.alike:
+                text = "rename moves an entry of the source to a path that two keys of the state have: make both text"
+                raise UnsafeError(text, name=outer, path=self._catalog.source.path)
+            outer = outer.rpartition(".")[0]
         within = self._innermost(path)
         rest = _rest(path, within)
         if is_module(within.value):
