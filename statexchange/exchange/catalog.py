@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from statexchange.errors import CorruptError, ReplicaError, UnsafeError
-from statexchange.exchange.placing import parameter_names
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.sharding.options import LoadOptions, renamed
 from statexchange.sharding.plan import HolderLabel, holders_text
@@ -30,8 +29,9 @@ class Catalog:
     """The tensors of a source by the state's names: dtype, shape, and the byte range of every box.
 
     If as many ranks load as have saved, `own_rank` is this rank, and its own part comes first. Otherwise `own_rank` is
-    None, and the lowest rank's part comes first. `renumbered` maps the state's names to the source's where a layout
-    renumbers tensors over all ranks. `progress` is called again and again while copies are read to be compared.
+    None, and the lowest rank's part comes first. `old_names` has the source's own names. `renumbered` maps the state's
+    names to the source's where a layout renumbers tensors over all ranks. `progress` is called again and again while
+    copies are read to be compared.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class Catalog:
         self.own_rank = rank if source.world_size == world_size else None
         self._aliases: dict[str, str] = {}
         self._parts: dict[str, list[_SavedPart]] = {}
-        old_names: dict[str, str] = {}
+        self.old_names: dict[str, str] = {}
+        old_names = self.old_names
         for shard_file in sorted(source.files, key=lambda file: (file.rank != self.own_rank, file.rank)):
             for tensor in shard_file.tensors.values():
                 new = self._only_name(tensor.shard.name, old_names)
@@ -116,10 +117,10 @@ class Catalog:
         """Whether the source has the live tensor `name`."""
         return all(stored_name in self for stored_name in self.names_of(name))
 
-    def shape_like(self, name: str) -> str | None:
-        """Return the parameter of the same shape as this optimizer tensor, if a layout shards that parameter."""
+    def shape_like(self, name: str, parameters: Iterable[str]) -> str | None:
+        """Return the first of these parameters that has the shape of a tensor, if a layout shards it."""
         shape = self.shard_of(name).global_shape
-        for parameter in parameter_names(name):
+        for parameter in parameters:
             if parameter in self and self.shard_of(parameter).global_shape == shape:
                 return parameter if self.layout.rule_for(parameter) is not None else None
         return None
@@ -191,11 +192,15 @@ class Catalog:
 
 
 def differing_text(what: str, exclude: str | list[str], holder: HolderLabel, other: HolderLabel) -> str:
-    """Return the message for a difference between the saves of two ranks, or files, with the remedies."""
-    holders, leave = holders_text(holder, other), f"pass exclude={exclude!r} to leave the state as it is there"
+    """Return the message for a difference between the saves of two ranks, or files, with the remedies.
+
+    `exclude` is "" if the whole state differs.
+    """
+    holders = holders_text(holder, other)
+    leave = f"pass exclude={exclude!r} to leave the state as it is there, " if exclude else ""
     if isinstance(holder, int) and isinstance(other, int):
         return (
-            f"{holders} saved {what}: load on as many ranks as have saved, so that each gets its own, {leave}, or pass "
+            f"{holders} saved {what}: load on as many ranks as have saved, so that each gets its own, {leave}or pass "
             f'replicas="root" to take rank {min(holder, other)}\'s'
         )
-    return f'{holders} have {what}: give one of the files, {leave}, or pass replicas="root" to take the first file\'s'
+    return f'{holders} have {what}: give one of the files, {leave}or pass replicas="root" to take the first file\'s'

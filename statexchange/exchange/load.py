@@ -27,7 +27,7 @@ from statexchange.errors import (
 from statexchange.exchange.catalog import Catalog
 from statexchange.exchange.converting import ChosenConversion, convert_for_load
 from statexchange.exchange.new_tensors import tensor_to_fill
-from statexchange.exchange.placing import place_parts
+from statexchange.exchange.placing import parameter_names, place_parts
 from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.reading import ReadItem, assign_readers, read_all
 from statexchange.exchange.saved_tree import LivePlaces, SavedTree, check_unions
@@ -38,7 +38,7 @@ from statexchange.formats.source import Source
 from statexchange.processes import collector_paused
 from statexchange.settings import check_progress
 from statexchange.sharding import records
-from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
+from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas, with_dots
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rename_hint import suggest_rename
 from statexchange.sharding.rules import renumber_names
@@ -48,7 +48,7 @@ from statexchange.state.modules import WRAPPERS, is_module, module_items
 from statexchange.state.names_tree import tree_from_names
 from statexchange.state.saved_tree import SavedTensor
 from statexchange.state.source_names import SourceNames
-from statexchange.state.tree import flatten, walk
+from statexchange.state.tree import children, flatten, walk
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import check_writable, mark_changed, without_grad
 from statexchange.units import format_transfer
@@ -331,6 +331,7 @@ class _Load:
     ) -> None:
         self._comm = comm
         self._conversion = conversion
+        self._options: LoadOptions | None = None
         self._stall_timeout_s = stall_timeout_s
         self._on_progress = on_progress
         self._before_reading = before_reading
@@ -349,7 +350,9 @@ class _Load:
         """Open the source, which `holding` closes; return it with the load plan and the items to read. Collective."""
         comm = self._comm
         with comm.phase("reading the headers", timeout_s=self._stall_timeout_s):
-            options = LoadOptions(**given)
+            if self._options is None:  # once: a second run would find an iterator used up
+                self._options = LoadOptions(**given)
+            options = self._options
             source = holding.enter_context(_opened(path, state, comm, self._conversion))
             without_rule: tuple[str, ...] = ()
             if self._conversion is not None:
@@ -572,7 +575,9 @@ def _located(path: str) -> Iterator[None]:
 
 def _stays(options: LoadOptions, left_out: Container[str], path: str, value: Any) -> bool:
     """Whether the entry at `path` of a live mapping of plain values is not to be loaded, nor anything in it."""
-    return path in left_out or not any(options.wants(step.path) for step in walk(value, path=path) if step.is_leaf)
+    if path in left_out or with_dots(path) in left_out:
+        return True
+    return not options.wants_object([step.path for step in walk(value, path=path) if not children(step.value)])
 
 
 def _source_names(catalog: Catalog) -> SourceNames:
@@ -588,6 +593,8 @@ def _source_names(catalog: Catalog) -> SourceNames:
         renamed=catalog.new_name,
         raw={catalog.new_name(name): name for name in source.others},
         leaves_out_empty=source.kind == "dcp",
+        writes_empty=source.kind in ("torch", "lightning"),
+        old_names=catalog.old_names if catalog.options.rename else {},
     )
 
 
@@ -609,8 +616,10 @@ def _targets(plan: LoadPlan, catalog: Catalog, rank: int) -> list[_Target]:
     """Describe the live tensors to fill; a layout's rule may split one into several."""
     layout = catalog.layout
     if layout.rules:
-        like = {name: catalog.shape_like(name) for name, _, _ in plan.targets if name in catalog}
-        layout.like = {name: parameter for name, parameter in like.items() if parameter is not None}
+        like = {
+            path: catalog.shape_like(name, parameter_names(path)) for name, _, path in plan.targets if name in catalog
+        }
+        layout.like = {path: parameter for path, parameter in like.items() if parameter is not None}
     found = []
     with without_grad():
         for name, live, path in plan.targets:

@@ -33,7 +33,7 @@ def tensor_to_fill(catalog: Catalog, name: str, place: Place) -> Any:
     shard, own = catalog.shard_of(name), place.own
     stored = shard.dtype
     shape: Sequence[int] = shard.global_shape
-    if place.parameter is not None and catalog.options.layout is not None and catalog.shape_like(name) is not None:
+    if catalog.options.layout is not None and catalog.shape_like(name, [place.parameter_name]) is not None:
         shape = tuple(place.parameter.shape)  # a shard, as the parameter is
     if place.is_filled and _fits(catalog, stored, shape, own):
         moves = place.is_step and not place.on_host and own.device != place.parameter.device

@@ -89,7 +89,7 @@ class SavedTree:
             first = with_other_entries(first, merged.tree)
         elif catalog.own_rank is None or len(trees) == 1:
             return cls(tree, NO_TREE, merged.unions, left_out, lacking)
-        rank_tree = selection.of(first)
+        rank_tree = _restricted(first, tree) if selects else first
         unions = {} if catalog.options.replicas == "root" else merged.unions
         return cls(tree, rank_tree, unions, left_out, lacking)
 
@@ -141,12 +141,13 @@ class LivePlaces:
     """The containers of a live state, and what in it is loaded whole, by dotted path.
 
     `containers` are modules, mappings, and other containers that hold state; `units` are objects with a state of their
-    own, such as optimizers and schedulers. Of these `loaders` are data loaders with a position. `alike` are paths of
-    two places, as of the keys 1 and "1".
+    own, such as optimizers and schedulers; `leaves` are all other values. Of the units `loaders` are data loaders with
+    a position. `alike` are paths of two places, as of the keys 1 and "1".
     """
 
     containers: dict[str, WalkStep] = field(default_factory=dict)
     units: dict[str, WalkStep] = field(default_factory=dict)
+    leaves: dict[str, Any] = field(default_factory=dict)
     loaders: list[str] = field(default_factory=list)
     alike: set[str] = field(default_factory=set)
 
@@ -165,6 +166,8 @@ class LivePlaces:
                 places.units[step.path] = step
                 if _is_loader(step.value):
                     places.loaders.append(step.path)
+            else:
+                places.leaves[step.path] = step.value
         return places
 
     def may_want(self, path: str, options: LoadOptions) -> bool:
@@ -339,12 +342,25 @@ class _Selection:
         return saved if self._wants(saved, path) else NO_TREE
 
     def _wants(self, saved: Any, path: str) -> bool:
-        paths = [step.path for step in walk(saved, path=path)]
-        if path in self._places.units:
+        paths, places = [step.path for step in walk(saved, path=path)], self._places
+        if path in places.units:
             if path and not self._options.may_want(path):
                 return False  # without asking the object for its state
-            paths += live_paths(self._places.units[path].value, path, self._names, self._objects)
+            paths += live_paths(places.units[path].value, path, self._names, self._objects)
+        elif path in places.containers:
+            paths += [step.path for step in walk(places.containers[path].value, path=path)]
+        elif path in places.leaves:
+            paths += [step.path for step in walk(places.leaves[path], path=path)]
         return self._options.wants_object(paths)
+
+
+def _restricted(one: Any, selected: Any) -> Any:
+    """Return the tree of one rank without what was left out of `selected`, the tree of all ranks."""
+    if isinstance(one, dict) and isinstance(selected, dict):
+        return {key: _restricted(item, selected[key]) for key, item in one.items() if key in selected}
+    if isinstance(one, list | tuple) and type(selected) is list and len(one) == len(selected):
+        return [_restricted(item, other) for item, other in zip(one, selected, strict=True)]
+    return one
 
 
 def _paths_of(saved: Any) -> set[str]:
@@ -369,7 +385,7 @@ def _check_values(saved: Any, catalog: Catalog, conflicts: Conflicts) -> None:
     """
     if catalog.own_rank is not None or catalog.options.replicas == "root" or not conflicts:
         return
-    loaded = _paths_of(saved)
+    loaded = {"", *map(with_dots, _paths_of(saved))}
     names = {".".join(map(str, keys)): ranks for keys, ranks in conflicts.items()}
     found = [name for name in names if name in loaded]
     if found:
@@ -377,7 +393,8 @@ def _check_values(saved: Any, catalog: Catalog, conflicts: Conflicts) -> None:
         others = ""
         if len(found) > 1:
             others = " and 1 other entry" if len(found) == 2 else f" and {len(found) - 1} other entries"
-        text = differing_text(f"different values of {found[0]!r}{others}", _excluding(found), rank, other)
+        what = f"different values of {found[0]!r}{others}" if found[0] else "different states"
+        text = differing_text(what, _excluding(found), rank, other)
         raise ReplicaError(text, rank=other, path=catalog.source.path)
 
 

@@ -256,7 +256,7 @@ def _matches(patterns: Sequence[str], name: str) -> bool:
 
 def with_dots(path: str) -> str:
     """Return a path with dots before indices: "a.0" for "a[0]"."""
-    return path.replace("[", ".").replace("]", "")
+    return path.replace("[", ".").replace("]", "").removeprefix(".")
 
 
 @functools.lru_cache(maxsize=16)

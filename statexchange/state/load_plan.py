@@ -9,7 +9,6 @@ live state as it was.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +30,16 @@ from statexchange.state.optimizers import (
 )
 from statexchange.state.saved_tree import SavedTensor, UnknownValue, are_equal
 from statexchange.state.state_dict import modules_of, parameter_names
-from statexchange.state.tree import children, flatten, is_copied_apart, is_mutable, walk, with_children, with_types_of
+from statexchange.state.tree import (
+    check_change,
+    children,
+    flatten,
+    is_mutable,
+    refill,
+    walk,
+    with_children,
+    with_types_of,
+)
 from statexchange.tensors import is_tensor, is_torch
 
 __all__ = [
@@ -270,7 +278,7 @@ class _Planner:
                 new = _with_kept(live, new, path, self._stays)
             entries = {key: _typed(live.get(key), item, f"{path}.{key}") for key, item in new.items()}
             if not values.is_same(dict(live), entries):
-                self._change(live, functools.partial(_refill, entries=entries), path)
+                self._change(live, functools.partial(refill, items=entries), path)
             return live
         new = _typed(live, new, path)
         if values.is_same(live, new):
@@ -285,12 +293,8 @@ class _Planner:
 
     def _change(self, container: Any, change: Callable[[Any], object], path: str) -> None:
         """Plan the change of a mutable container; raise UnsupportedError if a copy of it refuses the change."""
-        if type(container) not in (dict, list) and is_copied_apart(container):
-            try:
-                change(copy.copy(container))
-            except Exception as error:
-                text = f"{type_text(container)} here refuses the new values, and raised {excerpt(error, 200)}"
-                raise UnsupportedError(f"{text}: leave it out by exclude", name=_dotted(path)) from error
+        with _named(path):
+            check_change(container, change)
         self.plan.callbacks.append(functools.partial(change, container))
 
     def _sharded(self, live: Any, kind: Kind, saved: Any, path: str) -> None:
@@ -502,7 +506,9 @@ class _Planner:
     def _with_tensors(self, saved: Any, path: str, place: Place) -> Any:
         if isinstance(saved, SavedTensor):
             live = self._allocate(saved.name, place)
-            self.plan.targets.append(LoadTarget(saved.name, live, saved.name))
+            # The parameter's own name in the live state leads to its layout rule, whatever the source calls it.
+            name = _dotted(path) if place.parameter_name else saved.name
+            self.plan.targets.append(LoadTarget(saved.name, live, name))
             return live
         items = children(saved)
         if items is None:
@@ -647,20 +653,16 @@ def _with_kept(own: Mapping[Any, Any], new: Mapping[Any, Any], path: str, stays:
     return {**entries, **{key: item for key, item in new.items() if key not in entries}}
 
 
-def _refill(own: MutableMapping[Any, Any], entries: Mapping[Any, Any]) -> None:
-    """Replace the entries of a mapping."""
-    own.clear()
-    for key, item in entries.items():
-        own[key] = item
-
-
 @contextlib.contextmanager
 def _named(path: str) -> Iterator[None]:
-    """Let an error about a container name its path."""
+    """Let an error about a container name its path, and say what to do."""
     try:
         yield
     except UnsupportedError as error:
-        raise (error if error.name is not None else error.located(name=_dotted(path))) from error.__cause__
+        if error.name is not None:
+            raise
+        text = f"{error.message}: give a dict, list or tuple, or leave it out by exclude"
+        raise UnsupportedError(text, name=_dotted(path)) from error.__cause__
 
 
 def _typed(own: Any, new: Any, path: str) -> Any:

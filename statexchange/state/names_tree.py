@@ -188,7 +188,7 @@ class _Builder:
                 return self._selected(self.entries.container(entries, live, name), name, live)
             if entries or not self._wants(name):
                 return self._leave_out(name)
-            return live if has_no_leaves(live) else _ABSENT
+            return live if has_no_leaves(live) and not self._source.writes_empty else _ABSENT
         tree = self._mapping(live, prefix)
         lacking = {f"{prefix}{key}" for key in live if key not in tree} - self.left_out
         if not lacking and not tree:
@@ -216,6 +216,8 @@ class _Builder:
         paths = [step.path for step in walk(saved, path=name)]
         if _is_unit(live):
             paths += self._live_paths(live, name)
+        elif not is_leaf(live):
+            paths += [step.path for step in walk(live, path=name)]
         return saved if self._source.options.wants_object(paths) else self._leave_out(name)
 
     # Objects, which are loaded or left out whole
@@ -234,7 +236,6 @@ class _Builder:
             paths.update(self._live_paths(live, name))
             if not options.wants_object([*paths]):
                 return self._leave_out(name, names)
-            self.entries.taken.update(names)
         return tree
 
     def _live_paths(self, live: Any, name: str) -> list[str]:

@@ -220,6 +220,9 @@ class OptimizerNames:
         if not flat_names:
             return None
         labels = {id(parameter): label for label, parameter in parameters.items()}
+        by_old_names = self._labels_by_old_names(flat_names, labels)
+        if by_old_names is not None and len(flat_names) == len(flat_numbers):
+            return {number: by_old_names[one] for number, one in zip(flat_numbers, flat_names, strict=True)}
         of_modules = {
             self._parameters[key].in_module: label for key, label in labels.items() if key in self._parameters
         }
@@ -237,6 +240,22 @@ class OptimizerNames:
                 name=name,
             )
         return None
+
+    def _labels_by_old_names(self, names: Sequence[str], labels: Mapping[int, str]) -> dict[str, str] | None:
+        """Return labels by a source's names for parameters, where `rename` has given their tensors other names.
+
+        A name in a module is the end of the tensor's name in the source. None if not all are found.
+        """
+        by_end: dict[str, set[str]] = {}
+        for key, label in labels.items():
+            old = self._source.old_names.get(self._parameters[key].in_state, "") if key in self._parameters else ""
+            while old:
+                by_end.setdefault(old, set()).add(label)
+                old = old.partition(".")[2]
+        found = {name: by_end.get(name, set()) for name in names}
+        if not all(len(one) == 1 for one in found.values()) or len(set.union(set(), *found.values())) < len(labels):
+            return None
+        return {name: label for name, (label,) in found.items()}
 
     def _shared_key(self, optimizer: Any, text: str, name: str) -> Any:
         """Return the key of state that is no parameter's, by its text."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from statexchange import values
 from statexchange.state.optimizers import is_group, is_state_of_optimizer
-from statexchange.state.tree import children
+from statexchange.state.tree import children, contains
 
 __all__ = [
     "Conflicts",
@@ -94,8 +94,17 @@ def _merge(
     if _lists_groups(one) and _lists_groups(other):
         united.append(keys)
         return [*one, *other]  # loading uses the first group that lists a parameter
+    if _holds_state(one) and type(one) is type(other) and len(one) == len(other):
+        items = [_merge(item, other[i], (*keys, i), differing, united) for i, item in enumerate(one)]
+        return type(one)(items)
     differing.append(keys)
     return one
+
+
+def _holds_state(value: Any) -> bool:
+    """Whether a value is a list whose items ranks may have saved apart; one of plain values is one value."""
+    is_list = type(value) in (list, tuple)
+    return is_list and contains(value, lambda item: isinstance(item, dict | SavedTensor))
 
 
 def _differing_states(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[Any]:

@@ -46,7 +46,9 @@ class SourceNames:
         shape_of: returns the global shape of a tensor, by which numbered parameters are checked; None for no check.
         renamed: returns the state's name of one of the source.
         raw: the source's own names by those of the state, where they differ.
-        leaves_out_empty: whether it has no entries for empty mappings.
+        leaves_out_empty: whether it has values, but no entries for empty mappings.
+        writes_empty: whether it has entries for all empty containers.
+        old_names: the source's own names of tensors by those of the state, if there is a `rename`.
     """
 
     has: Callable[[str], bool]
@@ -58,6 +60,8 @@ class SourceNames:
     renamed: Callable[[str], str] = _same
     raw: Mapping[str, str] = field(default_factory=dict)
     leaves_out_empty: bool = False
+    writes_empty: bool = False
+    old_names: Mapping[str, str] = field(default_factory=dict)
 
 
 class Entries:
@@ -198,7 +202,7 @@ class Entries:
         Raise InvalidArgumentError if the source may have an empty mapping there, and the state has none.
         """
         if has_no_leaves(own):
-            return True
+            return not self._source.writes_empty
         if self._source.leaves_out_empty and contains(own, lambda part: isinstance(part, Mapping)):
             text = (
                 "the source has nothing here, as torch leaves out empty mappings: empty that of the state, or leave it "

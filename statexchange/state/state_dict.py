@@ -148,7 +148,8 @@ def _plain(value: Any, path: str, context: _Context, depth: int = 0, owner: Any 
     try:
         return with_children(value, items)
     except UnsupportedError as error:
-        raise error.located(name=path.removeprefix(".")) from error.__cause__
+        text = f"{error.message}: give a list, or leave it out of the state"
+        raise UnsupportedError(text, name=path.removeprefix(".")) from error.__cause__
 
 
 def _plain_sharded(value: Any, kind: Kind, context: _Context, inner: Callable[[Any], Any]) -> Any:

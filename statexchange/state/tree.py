@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -18,19 +19,22 @@ from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt,
 __all__ = [
     "Node",
     "WalkStep",
+    "check_change",
+    "check_rebuild",
     "children",
     "contains",
     "flatten",
-    "is_copied_apart",
     "is_mutable",
     "nodes",
     "rebuild",
+    "refill",
     "walk",
     "with_children",
     "with_types_of",
 ]
 
 IsLeaf = Callable[[Any], bool]
+_PLAIN_CONTAINERS = (dict, list, set, deque)
 
 
 class Node(NamedTuple):
@@ -194,15 +198,88 @@ def _step(key: Any, path: str) -> str:
     return f"[{key!r}]"
 
 
-def _rebuilt(value: Any, path: str, leaves: Mapping[str, Any], is_leaf: IsLeaf | None) -> Any:
+def check_rebuild(tree: Any, leaves: Mapping[str, Any], is_leaf: IsLeaf | None = None) -> None:
+    """Raise what `rebuild` would raise, but change nothing. Not collective.
+
+    Raises:
+        UnsupportedError: a container refuses a new value; the error names its path.
+    """
+    _rebuilt(tree, "", leaves, is_leaf, on_copies=True)
+
+
+def _rebuilt(
+    value: Any, path: str, leaves: Mapping[str, Any], is_leaf: IsLeaf | None, *, on_copies: bool = False
+) -> Any:
     if (is_leaf is not None and is_leaf(value)) or _container(value) is None:
         return leaves.get(path, value)
     changed = {}
     for step, key, child in _steps(value, path):
-        new = _rebuilt(child, path + step if path else step.removeprefix("."), leaves, is_leaf)
+        new = _rebuilt(child, path + step if path else step.removeprefix("."), leaves, is_leaf, on_copies=on_copies)
         if new is not child:
             changed[key] = new
-    return with_children(value, changed) if changed else value
+    if not changed:
+        return value
+    try:
+        if on_copies and is_mutable(value):
+            check_change(value, lambda container: with_children(container, changed))
+            return value
+        return with_children(value, changed)
+    except UnsupportedError as error:
+        raise error.located(name=path or "(the whole)") from error.__cause__
+
+
+def check_change(container: Any, change: Callable[[Any], object]) -> None:
+    """Raise UnsupportedError if a copy of a mutable container refuses a change. Not collective."""
+    if type(container) in (dict, list) or not is_mutable(container):
+        return
+    try:
+        change(copy_apart(container))
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        text = f"{type_text(container)} refuses the new values here, and raised {excerpt(error, 200)}"
+        raise UnsupportedError(text) from error
+
+
+def copy_apart(container: Any) -> Any:
+    """Return a copy that holds the same items, and that can be changed without a change of `container`.
+
+    Not collective. Python's default copy shares the attributes, and so the items of a class that has them in one, or an
+    index of them; here those that are containers are copied. A class that says how it is copied does so itself.
+
+    Raises:
+        UnsupportedError: the items of a mapping are in an attribute that is no container.
+    """
+    kind = type(container)
+    if hasattr(kind, "__copy__") or (isinstance(container, dict | list) and not getattr(container, "__dict__", None)):
+        return copy.copy(container)
+    attributes = [getattr(container, name) for name in _attributes_of(container)]
+    inner = [value for value in attributes if isinstance(value, _PLAIN_CONTAINERS)]
+    others = [value for value in attributes if not isinstance(value, _PLAIN_CONTAINERS)]
+    in_place = isinstance(container, dict | list) or _is_dataclass(container)
+    if not in_place and not all(values.has_text(value) or callable(value) for value in others):
+        raise UnsupportedError(f"{type_text(container)} has no __copy__, and what it holds is not known")
+    shared = [*others, *(item for value in inner for item in _items_of(value))]
+    shared += _items_of(container) if in_place else []
+    return copy.deepcopy(container, {id(item): item for item in shared})
+
+
+def _attributes_of(container: Any) -> list[str]:
+    """Return the names of an object's attributes, also of those in slots."""
+    slots = [name for kind in type(container).__mro__ for name in _names_of_slots(kind)]
+    found = [*getattr(container, "__dict__", {}), *slots]
+    return [name for name in found if name not in ("__dict__", "__weakref__") and hasattr(container, name)]
+
+
+def _names_of_slots(kind: type) -> list[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    return [slots] if isinstance(slots, str) else list(slots)
+
+
+def _items_of(container: Any) -> list[Any]:
+    if isinstance(container, Mapping):
+        return [*container.keys(), *container.values()]
+    return [*(children(container) or {}).values()] if _is_dataclass(container) else list(container)
 
 
 def with_children(container: Any, changed: Mapping[Any, Any]) -> Any:
@@ -247,7 +324,7 @@ def with_types_of(own: Any, decoded: Any) -> Any:
     if _is_dataclass(own) and type(decoded) is type(own):
         own_fields, fields = children(own) or {}, children(decoded) or {}
         new = {name: with_types_of(own_fields.get(name), fields[name]) for name in fields}
-        return _dataclass_with(copy.copy(own), new)  # of `own`, for its attributes that are no fields
+        return _dataclass_with(copy_apart(own), new)  # of `own`, for its attributes that are no fields
     return decoded
 
 
@@ -257,37 +334,35 @@ def _built_like(own: Any, items: dict[Any, Any] | list[Any]) -> Any:
     A mutable one is a copy of `own` that is refilled, so that it keeps what else it has, as a defaultdict's factory.
     """
     try:
-        if not isinstance(own, list | MutableMapping):
-            new = type(own)(items)
-        elif not is_copied_apart(own):
-            raise TypeError("its class has no __copy__")
+        if isinstance(own, list | MutableMapping):
+            new = copy_apart(own)
+            refill(new, items)
         else:
-            new = copy.copy(own)
-            new.clear()
-            if isinstance(new, list):
-                new.extend(items)
-            else:
-                for key, item in dict(items).items():
-                    new[key] = item
+            new = type(own)(items)
         if isinstance(items, dict):
             fits = new.keys() == items.keys()  # some classes convert the mappings in their items
         else:
             fits = len(new) == len(items) and all(one is other for one, other in zip(new, items, strict=True))
+    except UnsupportedError:
+        raise
     except Exception as error:
         text = f"{type_text(own)} cannot be made with other items, and raised {excerpt(error, 200)}"
-        raise UnsupportedError(f"{text}: give a dict, list or tuple, or leave it out by exclude") from error
+        raise UnsupportedError(text) from error
     if not fits:
-        text = f"{type_text(own)} does not have the items that it is made with"
-        raise UnsupportedError(f"{text}: give a dict, list or tuple, or leave it out by exclude")
+        raise UnsupportedError(f"{type_text(own)} does not have the items that it is made with")
     return new
 
 
-def is_copied_apart(container: Any) -> bool:
-    """Whether a copy by `copy.copy` can be changed without a change of the container itself. Not collective.
-
-    A class with its items in an attribute needs a ``__copy__``: Python's default copy would share them.
-    """
-    return isinstance(container, dict | list) or _is_dataclass(container) or hasattr(type(container), "__copy__")
+def refill(container: Any, items: Mapping[Any, Any] | list[Any]) -> None:
+    """Replace the items of a list or mapping. Not collective. Keys that stay are not removed in between."""
+    if isinstance(container, list):
+        container[:] = items
+        return
+    assert isinstance(items, Mapping)
+    if [*container] != [*items]:
+        container.clear()
+    for key, item in items.items():
+        container[key] = item
 
 
 def is_mutable(container: Any) -> bool:
@@ -305,5 +380,5 @@ def _dataclass_with(instance: Any, changed: Mapping[str, Any]) -> Any:
             object.__setattr__(target, name, child) if frozen else setattr(target, name, child)
     except Exception as error:
         text = f"{type_text(instance)} refuses a new value of its field {name!r}, and raised {excerpt(error, 200)}"
-        raise UnsupportedError(f"{text}: leave it out by exclude") from error
+        raise UnsupportedError(text) from error
     return target

@@ -17,7 +17,7 @@ The protocol of a call:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ from statexchange.errors import MismatchError, UnsupportedError
 from statexchange.state.leaves import is_leaf
 from statexchange.state.payload import EncodedPayload, PayloadReader, encode_payload, install_callback, state_of
 from statexchange.state.spec import EntryDetail, StateSpec, device_type_of, module_spec
-from statexchange.state.tree import rebuild
+from statexchange.state.tree import check_rebuild, rebuild
 from statexchange.tensors import TensorLike, byte_view, overlap_groups
 from statexchange.values import is_same
 
@@ -98,8 +98,11 @@ def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
         spec.add_tree(tree)
         return spec
 
+    def check(new: Mapping[str, Any]) -> None:
+        check_rebuild(tree, new, is_leaf)
+
     with communicator.phase("filling the tree"):
-        filled: T = rebuild(tree, _fill(communicator, root, describe), is_leaf)
+        filled: T = rebuild(tree, _fill(communicator, root, describe, check), is_leaf)
     return filled
 
 
@@ -316,13 +319,19 @@ class _Changes:
     values: dict[str, Any]
 
 
-def _fill(comm: Communicator, root: int, describe: Describe) -> dict[str, Any]:
-    """Give this rank root's tensors and states; return the values that differ here, by path. Collective."""
+def _fill(
+    comm: Communicator, root: int, describe: Describe, check: Callable[[Mapping[str, Any]], None] = lambda _: None
+) -> dict[str, Any]:
+    """Give this rank root's tensors and states; return the values that differ here, by path. Collective.
+
+    `check` is given these values before anything changes.
+    """
     compared = _compare(comm, root, describe)
     changes = _Changes([("", tensor) for tensor in compared.payload_tensors], [], {})  # root names none of them
     with comm.phase("reading what root sent"):
         if comm.rank != root:
             changes = _read(compared, comm.device)
+            check(changes.values)
     named = [*compared.spec.tensors.items(), *changes.tensors]
     _broadcast(comm, [tensor for _, tensor in named], root)
     if compared.shares_memory or changes.tensors:  # the same on all ranks

@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import Shard
 
 import statexchange as sx
 from statexchange.testing import run_ranks
@@ -316,6 +317,29 @@ class Box(MutableMapping[str, Any]):
         return f"Box({self.items_of_it})"
 
 
+class Store:
+    def __init__(self, items: dict[str, Any]) -> None:
+        self.items = items
+
+
+class Kept(Box):
+    """A mapping of which the items are not found."""
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self.store = Store(items)
+
+    @property
+    def items_of_it(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.store.items
+
+
+class Ints(Box):
+    def __setitem__(self, key: str, value: Any) -> None:
+        if not isinstance(value, int):
+            raise TypeError("ints only")
+        super().__setitem__(key, value)
+
+
 class ReadOnly(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         raise TypeError("read only")
@@ -366,12 +390,14 @@ def bounded(value: int) -> Bounded:
 
 
 REFUSED: list[tuple[Any, Any, str]] = [
-    ([Box({"x": 1})], [Box({"x": 0, "old": 5})], r"Box .*no __copy__"),
-    (ReadOnly(a=1), ReadOnly(a=2), r"ReadOnly here refuses the new values, and raised TypeError\('read only'\)"),
+    ([Kept({"x": 1})], [Kept({"x": 0, "old": 5})], r"Kept has no __copy__"),
+    (Kept({"x": 1}), Kept({"x": 0, "old": 5}), r"Kept has no __copy__"),
+    (ReadOnly(a=1), ReadOnly(a=2), r"ReadOnly refuses the new values here, and raised TypeError\('read only'\)"),
+    (Box({"x": 1, "y": "2"}), Ints({"x": 0}), r"Ints refuses the new values here, and raised TypeError\('ints only'"),
     ({"in": ReadOnly(a=1)}, {"in": ReadOnly(a=2)}, "ReadOnly cannot be made with other items"),
     (Fields(a=1, t=torch.ones(1)), Fields(a=2, t=torch.zeros(1)), "Fields cannot be made with other items"),
     (bounded(10), Bounded(1), r"Bounded refuses a new value of its field 'a', and raised ValueError\('too large'\)"),
-    (Counted(b=Box({"k": 1})), Counted(b=Box({"k": 7, "j": 8})), r"Box .*no __copy__"),
+    (Counted(b=Kept({"k": 1})), Counted(b=Kept({"k": 7, "j": 8})), r"Kept has no __copy__"),
     (1, torch.Generator(), "a Generator here, which a load would replace by an int"),
 ]
 
@@ -388,14 +414,51 @@ def test_containers_that_cannot_be_refilled_are_refused(saved: Any, live: Any, m
     assert repr(state) == before.replace("tensor([0.])", "tensor([1.])", 1)
 
 
+class Indexed(dict[str, Any]):
+    """A mapping with an index of its values."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__()
+        self.keys_of: dict[Any, str] = {}
+        for key, value in items.items():
+            self[key] = value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self:
+            self.keys_of.pop(self[key], None)
+        super().__setitem__(key, value)
+        self.keys_of[value] = key
+
+    def clear(self) -> None:
+        super().clear()
+        self.keys_of.clear()
+
+
+class Fixed(Box):
+    def __delitem__(self, key: str) -> None:
+        raise TypeError("the keys are fixed")
+
+
+def test_keys_that_stay_are_not_removed_in_between(tmp_path: Path) -> None:
+    state = {"v": Fixed({"a": 0, "b": 0})}
+    sx.load_checkpoint(state, write_save({"v": {"a": 1, "b": 2}}, tmp_path))
+    assert repr(state) == "{'v': Box({'a': 1, 'b': 2})}"
+
+
 def test_a_load_that_is_refused_elsewhere_changes_no_container(tmp_path: Path) -> None:
     boxes = {"k": Box({"x": 1})}
-    path = write_save({"b": Counted(**boxes), "w": torch.ones(1)}, tmp_path)  # type: ignore[arg-type]
-    state = {"b": Counted(k=Box({"x": 0, "old": 5})), "w": torch.ones(2)}  # type: ignore[arg-type]
+    path = write_save({"b": Counted(**boxes), "i": Indexed(a=1), "w": torch.ones(1)}, tmp_path)  # type: ignore[arg-type]
+    state = {"b": Counted(k=Box({"x": 0, "old": 5})), "i": Indexed(a=7), "w": torch.ones(2)}  # type: ignore[arg-type]
+    state["in"] = {"i": state["i"]}
     before = repr(state)
     with pytest.raises(sx.StateExchangeError):
         sx.load_checkpoint(state, path)
-    assert repr(state) == before
+    assert (repr(state), state["i"].keys_of) == (before, {7: "a"})  # type: ignore[attr-defined]
+    state["w"] = torch.zeros(1)
+    del state["in"]
+    sx.load_checkpoint(state, path)
+    assert repr(state) == "{'b': Counted({'k': Box({'x': 1})}), 'i': {'a': 1}, 'w': tensor([1.])}"
+    assert state["i"].keys_of == {1: "a"}  # type: ignore[attr-defined]
 
 
 def test_a_read_only_mapping_of_the_same_values_stays(tmp_path: Path) -> None:
@@ -625,3 +688,228 @@ def test_a_state_that_holds_nothing_is_refused(state: Any, kind: str, tmp_path: 
     path = write_torch({"w": torch.ones(1)}, tmp_path)
     with pytest.raises(sx.errors.InvalidArgumentError, match=rf"the state is {kind}: give modules.*\[{path}"):
         sx.load_checkpoint(state, path)
+
+
+def test_an_iterator_of_patterns_is_used_once(tmp_path: Path) -> None:
+    path = write_save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path)
+    state = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    sx.load_checkpoint(state, path, include=iter(["a"]))  # type: ignore[arg-type]
+    assert (state["a"].item(), state["b"].item()) == (1, 0)
+
+
+# Several ranks, and layouts
+
+
+def trained_part(rank: int, ranks: int, *, steps: int = 1) -> Any:
+    """Return a rank's rows of a layer, with an optimizer that has taken a step."""
+    layer = nn.Linear(2, 4 // ranks, bias=False)
+    rows = torch.arange(8.0).reshape(4, 2).chunk(ranks)[rank]
+    layer.weight.data = rows.clone()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0, momentum=0.9)
+    for _ in range(steps):
+        layer.weight.grad = rows.clone()
+        optimizer.step()
+    return layer, optimizer
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("kind", ["save", "renamed save", "torch", "torch by name"])
+def test_optimizer_state_follows_its_parameters_rule(kind: str, steps: int, tmp_path: Path) -> None:
+    whole, optimizer = trained_part(0, 1)
+    state = {"m": whole, "o": optimizer}
+    if kind == "torch by name":
+        path = write_torch({"m": whole, "o": get_optimizer_state_dict(whole, optimizer)}, tmp_path)
+    else:
+        path = write_torch(state, tmp_path) if kind == "torch" else write_save(state, tmp_path)
+    rename = [(r"^m\b", "n")] if kind == "renamed save" else []
+    name = "n" if rename else "m"
+
+    def loads() -> Any:
+        rank = sx.get_rank()
+        part, own = trained_part(rank, 2, steps=steps)
+        part.weight.data.zero_()
+        sx.load_checkpoint({name: part, "o": own}, path, layout={f"{name}.weight": Shard(0)}, rename=rename)
+        assert torch.equal(part.weight, whole.weight.chunk(2)[rank])
+        assert torch.equal(own.state[part.weight]["momentum_buffer"], whole.weight.chunk(2)[rank])
+
+    run_ranks(loads, 2)
+
+
+class Stage(nn.Module):
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+        self.value = value
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        lambda rank: [Stage(10 + rank)],
+        lambda rank: (Counted(n=rank), {"w": torch.ones(1)}),
+        lambda rank: [Stage(1) for _ in range(rank + 1)],
+    ],
+)
+def test_states_that_are_lists_are_compared_between_ranks(state: Any, tmp_path: Path) -> None:
+    run_ranks(lambda: sx.save_checkpoint(state(sx.get_rank()), tmp_path / "save"), 2)
+    with pytest.raises(sx.errors.ReplicaError, match=r"different (values|states)"):
+        sx.load_checkpoint(state(0), tmp_path / "save")
+    sx.load_checkpoint(state(0), tmp_path / "save", replicas="root")
+
+
+def test_an_item_of_a_list_that_ranks_saved_differently_can_be_left_out(tmp_path: Path) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        return {"l": [Counted(n=rank), Counted(n=5)], "w": torch.ones(1)}
+
+    run_ranks(lambda: sx.save_checkpoint(state(sx.get_rank()), tmp_path / "save"), 2)
+    live = state(9)
+    with pytest.raises(sx.errors.ReplicaError, match=r"different values of 'l\.0\.n'.*exclude='l\.0\.n'"):
+        sx.load_checkpoint(live, tmp_path / "save")
+    live["l"][1] = Counted(n=0)
+    sx.load_checkpoint(live, tmp_path / "save", exclude="l.0.n")
+    assert repr(live["l"]) == "[Counted({'n': 9}), Counted({'n': 5})]"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"a": 2, "c": 2}),
+        ({"exclude": "x.a"}, {"a": 9, "c": 2}),
+        ({"exclude": ["x.a", "x.c"]}, {"a": 9, "c": 9}),
+        ({"include": ["x.only0", "w"]}, {"a": 9, "c": 9}),
+    ],
+)
+def test_no_rank_gets_what_another_one_saved(options: Any, expected: Any, tmp_path: Path) -> None:
+    def saves_and_loads() -> Any:
+        rank = sx.get_rank()
+        saved = {"a": 1, "c": 1, "only0": 5} if rank == 0 else {"a": 2, "c": 2}
+        sx.save_checkpoint({"x": saved, "w": torch.ones(1)}, tmp_path / "save")
+        state = {"x": dict.fromkeys(saved, 9), "w": torch.zeros(1)}
+        sx.load_checkpoint(state, tmp_path / "save", **options)
+        return state["x"]
+
+    assert run_ranks(saves_and_loads, 2)[1] == expected
+
+
+@dataclasses.dataclass
+class Once:
+    a: int
+
+    def __post_init__(self) -> None:
+        self.is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "a" and hasattr(self, "is_made"):
+            raise ValueError("a is final")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda rank: ReadOnly(a=rank), "ReadOnly refuses the new values here, and raised TypeError"),
+        (lambda rank: Pair(rank, 2), "Pair does not have the items"),
+        (lambda rank: Once(rank), "Once refuses a new value of its field 'a'"),
+    ],
+)
+def test_synchronize_changes_nothing_if_a_container_refuses(make: Any, match: str) -> None:
+    def synchronizes() -> str:
+        rank = sx.get_rank()
+        state = {"a": 10 + rank, "c": make(rank), "w": torch.tensor([float(rank)])}
+        before = repr(state)
+        with pytest.raises(sx.StateExchangeError) as raised:
+            sx.synchronize(state)
+        assert repr(state) == before
+        return str(raised.value)
+
+    text = run_ranks(synchronizes, 2)[1]
+    assert match in text
+    assert "tensor 'c'" in text
+
+
+# More of torch's files
+
+
+def test_renamed_tensors_lead_to_the_parameters_that_a_source_names(tmp_path: Path) -> None:
+    def job(prefix: str, order: str, *, named: bool) -> Any:
+        model = nn.ModuleDict({prefix + key: nn.Linear(1, 1, bias=False) for key in "ab"})
+        parameters = [(f"{prefix}{key}.weight", model[prefix + key].weight) for key in order]
+        given = parameters if named else [parameter for _, parameter in parameters]
+        return model, torch.optim.SGD(given, lr=0.1, momentum=0.9)  # type: ignore[arg-type]
+
+    def momenta(model: Any, optimizer: Any, names: list[str]) -> list[float]:
+        return [optimizer.state[model[name].weight]["momentum_buffer"].item() for name in names]
+
+    def saved(prefix: str) -> Path:
+        model, optimizer = job(prefix, "ab", named=True)
+        for value, name in enumerate(model):
+            model[name].weight.grad = torch.full((1, 1), 1.0 + value)
+        optimizer.step()
+        return write_torch({"m": model, "o": optimizer}, tmp_path)
+
+    path = saved("old")
+    for named in (False, True):
+        model, optimizer = job("new", "ba", named=named)
+        sx.load_checkpoint({"m": model, "o": optimizer}, path, rename=[(r"\bold", "new")])
+        assert momenta(model, optimizer, ["newa", "newb"]) == [1, 2]
+    path = saved("")
+    model, optimizer = job("", "ab", named=True)
+    swap = {"m.a.weight": "m.b.weight", "m.b.weight": "m.a.weight"}
+    sx.load_checkpoint({"m": model, "o": optimizer}, path, rename=lambda name: swap.get(name, name))
+    assert momenta(model, optimizer, ["a", "b"]) == [2, 1]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_empty_containers_of_the_live_state_go_if_they_were_not_saved(write: Write, tmp_path: Path) -> None:
+    path = write({"h": [{"a": 5}], "k": {2: 5}, "o": Counted(n=5)}, tmp_path)
+    state = {"h": [{"a": 1}, {}], "k": {1: {}, 2: 3}, "o": Counted(n=1, seen={})}  # type: ignore[arg-type]
+    sx.load_checkpoint(state, path)
+    assert repr(state) == "{'h': [{'a': 5}], 'k': {2: 5}, 'o': Counted({'n': 5})}"
+    if write is write_torch:
+        state = {"t": {"a": {}, "b": 3}}
+        with pytest.raises(sx.errors.NotFoundError, match=r"missing in the source: t\.a"):
+            sx.load_checkpoint(state, write_torch({"t": {"b": 5}}, tmp_path))
+
+
+EXCLUDED: list[tuple[Any, Any, Any, Any]] = [
+    (None, {"loss": 1.0, "epoch": 2}, "v.epoch", {"loss": 1.0, "epoch": 2}),
+    ([{"a": 5}], [{"a": 1, "secret": 2}], "*.secret", [{"a": 1, "secret": 2}]),
+    (7, [5, 5], "v.*", [5, 5]),
+    ([1, 2, 3], [0, 0, 0, 9], "v.3", [0, 0, 0, 9]),
+    ({2: 5}, {1: [], 2: 0}, "w", {2: 5}),
+    ({2: 5}, {1: 0, 2: 0}, "w", {2: 5}),
+    ({"b": 5}, {"a": {"x": 1, "y": 2}, "b": 0}, "v.a.x", {"a": {"x": 1, "y": 2}, "b": 5}),
+]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize(("saved", "live", "exclude", "expected"), EXCLUDED)
+def test_what_is_excluded_is_not_lost_with_what_holds_it(
+    write: Write, saved: Any, live: Any, exclude: str, expected: Any, tmp_path: Path
+) -> None:
+    state = {"v": copy.deepcopy(live), "w": 0}
+    sx.load_checkpoint(state, write({"v": saved, "w": 1}, tmp_path), exclude=exclude, strict=False)
+    assert state["v"] == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"include": ["m", "o"]}, {"exclude": "step"}, {"include": ["m", "o.state.*"]}])
+def test_patterns_hide_no_unexpected_entry_of_what_is_loaded(options: Any, tmp_path: Path) -> None:
+    large = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    small = nn.Sequential(nn.Linear(1, 1, bias=False))
+    named = get_optimizer_state_dict(large, trained(large))
+    path = write_torch({"o": named, "m": small, "step": 1}, tmp_path)
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"3 not in the state: o\.state\.1\.weight"):
+        sx.load_checkpoint({"o": trained(small), "m": small, "step": 0}, path, **options)
+
+
+def test_a_value_that_is_reported_missing_stays(tmp_path: Path) -> None:
+    path = write_torch({"t": [torch.ones(1), {"a": 5}], "m": {"a": 5}}, tmp_path)
+    state = {"t": [torch.zeros(1), {"a": 1, "b": 2}], "m": {"a": 1, "b": 2}}
+    assert sx.load_checkpoint(state, path, strict=False).missing == ("m.b", "t.1.b")
+    assert repr(state) == "{'t': [tensor([1.]), {'a': 5, 'b': 2}], 'm': {'a': 5, 'b': 2}}"

@@ -125,7 +125,7 @@ def test_a_value_that_is_only_equal_is_replaced(saved: Any, live: Any, tmp_path:
         sx.save_checkpoint({"value": live if sx.get_rank() else saved, "w": torch.zeros(1)}, tmp_path / "two")
 
     run_ranks(saves, 2)
-    with pytest.raises(sx.errors.ReplicaError, match="different values of 'value'"):
+    with pytest.raises(sx.errors.ReplicaError, match=r"different values of 'value(\.0)?'"):
         sx.load_checkpoint(state, tmp_path / "two")
 
 
