@@ -342,10 +342,11 @@ class _Selection:
         return saved if self._wants(saved, path) else NO_TREE
 
     def _wants(self, saved: Any, path: str) -> bool:
-        paths, places = [step.path for step in walk(saved, path=path)], self._places
+        places = self._places
+        if path in places.units and path and not self._options.may_want(path):
+            return False  # without asking the object for its state
+        paths = [step.path for step in walk(saved, path=path)]
         if path in places.units:
-            if path and not self._options.may_want(path):
-                return False  # without asking the object for its state
             paths += live_paths(places.units[path].value, path, self._names, self._objects)
         elif path in places.containers:
             paths += [step.path for step in walk(places.containers[path].value, path=path)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from statexchange.tensors import is_tensor
 
 __all__ = ["NamesTree", "tree_from_names"]
 
+_HIDING_NOTHING = contextlib.nullcontext()
 _ABSENT = object()  # where the source has nothing for the live state, or nothing that the load wants
 
 
@@ -128,9 +130,6 @@ class _Builder:
         inside = walk(values.decode(text), path=name) if text[0] in "[{" else ()
         return self._source.options.wants_object([step.path for step in inside])
 
-    def _wants_in(self, prefix: str, key: str) -> bool:
-        return self._source.options.may_want(f"{prefix}{key}")
-
     def _may_want(self, name: str, value: Any) -> bool:
         """Whether the live `value`, or anything inside it, is to be loaded."""
         has_entries = children(value) is not None or (is_leaf(value) and not is_tensor(value))
@@ -166,7 +165,7 @@ class _Builder:
         tree = {}
         siblings = dotted_siblings(names, len(prefix))
         for name, (key, value) in zip(names, items.items(), strict=True):
-            with self.entries.hiding(siblings.get(name, ())):
+            with self.entries.hiding(siblings[name]) if name in siblings else _HIDING_NOTHING:
                 item = self.entry(value, name)
             if item is not _ABSENT:
                 tree[key] = item
@@ -287,7 +286,8 @@ class _Builder:
             return self._leave_out(name)
         if all(item is _ABSENT or item is NO_TREE for item in items):
             return _ABSENT
-        found = [key for key in by_first(self.entries.below(prefix)) if self._in_unit or self._wants_in(prefix, key)]
+        may_want = self._source.options.may_want
+        found = [key for key in by_first(self.entries.below(prefix)) if self._in_unit or may_want(f"{prefix}{key}")]
         others = [key for key in found if not (is_index(key) and int(key) < len(items))]
         if lacking or others:
             more = f"has {others[0]!r} besides" if others else f"lacks item {lacking[0]}"
