@@ -44,9 +44,9 @@ from statexchange.sharding.rename_hint import suggest_rename
 from statexchange.sharding.rules import renumber_names
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
 from statexchange.state.load_plan import NO_TREE, LoadPlan, ObjectStates, plan_load
+from statexchange.state.merged_trees import SavedTensor
 from statexchange.state.modules import WRAPPERS, is_module, module_items
 from statexchange.state.names_tree import tree_from_names
-from statexchange.state.saved_tree import SavedTensor
 from statexchange.state.source_names import SourceNames
 from statexchange.state.tree import children, flatten, walk
 from statexchange.storage.tensorfile import digest
@@ -548,10 +548,11 @@ def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: Ob
         plan = plan_load(state, saved, allocate, objects, stays, rank_tree)
     if tree is not None:
         check_unions(plan.plain if tree.rank_tree is NO_TREE else (), plan.differing, catalog, tree.unions)
-    plan.missing += sorted(lacking)
+    plan.missing += sorted(lacking.difference(plan.missing))
     if selects:
         places = LivePlaces.of(state)
-        plan.missing = [path for path in plan.missing if path not in left_out and places.may_want(path, options)]
+        is_left_out = partial(_is_left_out, left_out)
+        plan.missing = [path for path in plan.missing if not is_left_out(path) and places.may_want(path, options)]
     if tree is None:
         taken = {catalog.stored(one) for name, _, _ in plan.targets for one in catalog.names_of(name)}
         taken |= named.taken
@@ -573,9 +574,14 @@ def _located(path: str) -> Iterator[None]:
         raise (error if error.path is not None else error.located(path=path)) from error.__cause__
 
 
+def _is_left_out(left_out: Container[str], path: str) -> bool:
+    """Whether a path is left out. Those of a source without a saved tree have dots before indices."""
+    return path in left_out or with_dots(path) in left_out
+
+
 def _stays(options: LoadOptions, left_out: Container[str], path: str, value: Any) -> bool:
     """Whether the entry at `path` of a live mapping of plain values is not to be loaded, nor anything in it."""
-    if path in left_out or with_dots(path) in left_out:
+    if _is_left_out(left_out, path):
         return True
     return not options.wants_object([step.path for step in walk(value, path=path) if not children(step.value)])
 
@@ -591,7 +597,6 @@ def _source_names(catalog: Catalog) -> SourceNames:
         opaque={catalog.new_name(name): text for name, text in source.others.items() if name not in source.texts},
         shape_of=partial(_shape_of, catalog),
         renamed=catalog.new_name,
-        raw={catalog.new_name(name): name for name in source.others},
         leaves_out_empty=source.kind == "dcp",
         writes_empty=source.kind in ("torch", "lightning"),
         old_names=catalog.old_names if catalog.options.rename else {},

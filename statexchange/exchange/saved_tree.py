@@ -12,9 +12,9 @@ from statexchange.exchange.catalog import Catalog, differing_text
 from statexchange.sharding.options import LoadOptions, with_dots
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
 from statexchange.state.load_plan import NO_TREE, ObjectStates, live_paths, live_types
+from statexchange.state.merged_trees import Conflicts, SavedTensor, UnknownValue, merge_trees, with_other_entries
 from statexchange.state.modules import is_module
 from statexchange.state.optimizers import is_optimizer, is_state_of_optimizer
-from statexchange.state.saved_tree import Conflicts, SavedTensor, UnknownValue, merge_trees, with_other_entries
 from statexchange.state.state_dict import modules_of, parameter_names
 from statexchange.state.tree import WalkStep, children, walk
 from statexchange.storage.stored_values import decode_stored
@@ -63,12 +63,14 @@ class SavedTree:
         renaming = _Renaming(catalog, places)
         trees = _decoded_trees(catalog, ranks, values.types_of(state), renaming, kept, unknown)
         selection = _Selection(state, catalog.options, places, objects)
-        if unknown:  # objects that are loaded may know their types
+        # Objects may know the types inside their states. To ask one for its state may have effects, so that only those
+        # that are loaded are asked, and only for a type that is not known yet.
+        if unknown:
             wanted = selection.of(merge_trees(trees).tree)
             types = live_types(state, objects, _paths_of(wanted) | {""})
             trees = _decoded_trees(catalog, ranks, {**types, **values.types_of(state)}, renaming, kept, unknown)
         if not kept and len(catalog) > 0:
-            return None
+            return None  # no saved state, but a config that was stored beside the tensors
         for rule in catalog.layout.rules.values():
             if rule.renames:
                 raise InvalidArgumentError(
@@ -178,13 +180,16 @@ class LivePlaces:
         return options.wants(path) if unit is None else options.may_want(unit)
 
     def lacking(self, saved: Collection[str], options: LoadOptions) -> Iterator[str]:
-        """Yield the paths of plain values in mappings that were saved without them, if they are to be loaded."""
+        """Yield the paths of plain values in mappings that were saved without them, if `include` selects them.
+
+        Without `include` a mapping becomes what was saved, and loses other entries.
+        """
         for path, step in self.containers.items():
             if path not in saved or not isinstance(step.value, Mapping) or contains_state(step.value):
                 continue
             for key, item in step.value.items():
                 inner = f"{path}.{key}"
-                if not isinstance(item, Mapping) and inner not in saved and options.wants(inner):
+                if inner not in saved and options.wants(inner) and not (isinstance(item, Mapping) and not item):
                     yield inner
 
 
@@ -215,6 +220,7 @@ class _Renaming:
         self._catalog = catalog
         self._places = places
         self._own_keys: dict[str, dict[str, Any]] = {}  # of mappings of the live state, by text
+        self._holds_state: dict[str, bool] = {}  # whether a mapping of the live state does
 
     def of(self, saved: Any) -> Any:
         """Return a saved tree under the state's names; the parameters in an optimizer's state are renamed, too."""
@@ -224,6 +230,7 @@ class _Renaming:
         if "" in units:
             return self._with_new_parameters(saved)
         moved: dict[Any, Any] = {}
+        old_paths: dict[str, str] = {}
 
         def enters(path: str, value: Any) -> bool:
             is_mapping = isinstance(value, Mapping) and bool(value) and not is_state_of_optimizer(value)
@@ -237,18 +244,23 @@ class _Renaming:
             target: Any = moved
             for key in outer_keys:
                 target = target.setdefault(key, {}) if isinstance(target, dict) else None
+            first = old_paths.setdefault(new, unit.path)
             if not isinstance(target, dict) or last_key in target:
-                text = "rename gives one name to two entries of the source"
-                raise UnsafeError(text, name=new, path=catalog.source.path)
+                text = f"rename gives one name to both {first!r} and {unit.path!r}"
+                if first == unit.path:
+                    text = f"rename moves {unit.path!r} to the place of another entry of the source, or into it"
+                raise UnsafeError(f"{text}: change rename", name=new, path=catalog.source.path)
             target[last_key] = self._with_new_parameters(unit.value)
         return moved
 
     def _keys_of(self, path: str, old_keys: Sequence[Any]) -> list[Any]:
-        """Return the keys that lead to a new path, as `rename` gives no more than a text with dots.
+        """Return the keys that lead to a path that `rename` returned.
 
-        A key of the live state comes first, and names in a module are one key. Else the path ends with as many of the
-        old keys as fit, so that what moves with its mapping keeps its keys; the rest before them is a key in the
-        innermost mapping of the live state that contains it.
+        The innermost mapping or module of the live state that contains the path gives the first keys. The rest is
+
+        1. one key, if that is a module or has such a key;
+        2. or as many of the old keys as the path still ends with, so that what moves with its mapping keeps its keys,
+           and before them the text that remains, if any, as one key.
         """
         outer = path
         while self._places.alike and outer:
@@ -275,8 +287,14 @@ class _Renaming:
             return [*(() if place is None else place.keys), *kept]
         within = self._innermost(head)
         rest = _rest(head, within)
-        if "." in rest and not contains_state(within.value) and (within.path or not within.value):
-            text = "rename moves an entry of the source to a path whose keys are not known: make the mapping of it"
+        if within.path not in self._holds_state:
+            self._holds_state[within.path] = contains_state(within.value)
+        # Elsewhere a wrong key is found: the names of what holds state, and those of a whole state, are compared.
+        if "." in rest and not self._holds_state[within.path] and (within.path or not within.value):
+            text = (
+                f"rename moves {'.'.join(map(str, old_keys))!r} into a mapping that the state does not have, so that "
+                "the keys that lead there are not known: make this mapping in the state, or change rename"
+            )
             raise UnsafeError(text, name=path, path=self._catalog.source.path)
         return [*within.keys, rest, *kept]
 
@@ -309,7 +327,7 @@ def _rest(path: str, within: WalkStep) -> str:
 
 
 class _Selection:
-    """What the options of a load leave of a saved tree.
+    """The part of a saved tree that `include` and `exclude` select.
 
     Mappings are loaded by entry, and so are lists and other containers of the live state that hold state, by item. All
     else is loaded or left whole, by the paths that it has in the saved tree and in the live state: a load of an object
@@ -334,12 +352,25 @@ class _Selection:
             entries = {key: self.of(item, f"{path}.{key}" if path else str(key)) for key, item in saved.items()}
             selected = {key: item for key, item in entries.items() if item is not NO_TREE}
             return selected if selected or not path else NO_TREE
-        if isinstance(saved, list | tuple) and live is not None and len(saved) == len(children(live.value) or ()):
-            if hasattr(saved, "_fields"):
-                return self.of(children(saved), path)
-            items = [self.of(item, f"{path}[{i}]") for i, item in enumerate(saved)]
-            return NO_TREE if all(item is NO_TREE for item in items) else items
+        if isinstance(saved, tuple) and hasattr(saved, "_fields") and live is not None:
+            return self.of(children(saved), path)
+        if isinstance(saved, list | tuple) and live is not None and isinstance(live.value, list | tuple):
+            return self._items(saved, len(live.value), path)
         return saved if self._wants(saved, path) else NO_TREE
+
+    def _items(self, saved: Sequence[Any], length: int, path: str) -> Any:
+        """Return the selected items of a list that has `length` items in the live state, NO_TREE for the others.
+
+        What lengths differ by may be left out; else the load refuses the list.
+        """
+        items = [self.of(item, f"{path}[{i}]") for i, item in enumerate(saved)]
+        if all(item is NO_TREE for item in items):
+            return NO_TREE
+        while len(items) > length and items[-1] is NO_TREE:
+            items.pop()
+        while len(items) < length and not self._places.may_want(f"{path}[{len(items)}]", self._options):
+            items.append(NO_TREE)
+        return items
 
     def _wants(self, saved: Any, path: str) -> bool:
         places = self._places
@@ -359,8 +390,8 @@ def _restricted(one: Any, selected: Any) -> Any:
     """Return the tree of one rank without what was left out of `selected`, the tree of all ranks."""
     if isinstance(one, dict) and isinstance(selected, dict):
         return {key: _restricted(item, selected[key]) for key, item in one.items() if key in selected}
-    if isinstance(one, list | tuple) and type(selected) is list and len(one) == len(selected):
-        return [_restricted(item, other) for item, other in zip(one, selected, strict=True)]
+    if isinstance(one, list | tuple) and type(selected) is list:
+        return [_restricted(item, other) for item, other in zip(one, selected, strict=False)]
     return one
 
 
@@ -388,7 +419,7 @@ def _check_values(saved: Any, catalog: Catalog, conflicts: Conflicts) -> None:
         return
     loaded = {"", *map(with_dots, _paths_of(saved))}
     names = {".".join(map(str, keys)): ranks for keys, ranks in conflicts.items()}
-    found = [name for name in names if name in loaded]
+    found = [name for name in names if with_dots(name) in loaded]
     if found:
         rank, other = names[found[0]]
         others = ""
@@ -430,8 +461,9 @@ def _check_loaders(saved: Any, catalog: Catalog, places: LivePlaces) -> None:
     for path in sorted(places.loaders):
         if path in loaded or any(_is_in(name, path) for name in loaded):
             leave = f"pass exclude={with_dots(path)!r} and compute the position from the step, or " if path else ""
+            what = f"the data loader {path!r}" if path else "the data loader"
             raise ReplicaError(
-                f"the data loader {path!r} was saved with its position in the share of each of {ranks} ranks, and "
+                f"{what} was saved with its position in the share of each of {ranks} ranks, and "
                 f'the world size is {catalog.world_size} now: {leave}pass replicas="root" to take rank 0\'s position '
                 "as it is",
                 path=catalog.source.path,
@@ -440,7 +472,9 @@ def _check_loaders(saved: Any, catalog: Catalog, places: LivePlaces) -> None:
 
 def _excluding(names: Sequence[str]) -> str | list[str]:
     """Return what to pass as `exclude`: a few names, or patterns for the entries of the state that hold many."""
-    if len(names) > _MOST_NAMES:
-        parts = (name.partition(".") for name in names)
-        names = sorted({f"{entry}.*" if rest else entry for entry, _, rest in parts})
+    while len(names) > _MOST_NAMES:
+        outer = sorted({f"{name.removesuffix('.*').rpartition('.')[0] or name.removesuffix('.*')}.*" for name in names})
+        if len(outer) == len(names):
+            break
+        names = outer
     return names[0] if len(names) == 1 else list(names)

@@ -123,9 +123,10 @@ def _has_dtype(tensor: Any, dtype: str) -> bool:
 
 
 def _window_of(tensor: Any, window: Box) -> Any:
-    return tensor[
-        (..., *slices_within(window, full_box(tuple(tensor.shape))))
-    ]  # with (): a scalar of an array without dims
+    if not isinstance(tensor, np.ndarray):
+        tensor = tensor.detach()  # a part of a parameter, changed since it was taken, cannot be sliced for autograd
+    slices = slices_within(window, full_box(tuple(tensor.shape)))
+    return tensor[(..., *slices)]  # with (...): a scalar of an array without dims
 
 
 def _copy(target: Any, source: Any, tensor: Any) -> Any:

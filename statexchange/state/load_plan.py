@@ -18,6 +18,7 @@ from statexchange import values
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
 from statexchange.state.megatron import Kind, MegatronTensor, holds_sharded, leaves, sharded_kind
+from statexchange.state.merged_trees import SavedTensor, UnknownValue, are_equal
 from statexchange.state.modules import is_module, live_items, load_extra_state
 from statexchange.state.optimizers import (
     hyperparameters,
@@ -28,7 +29,6 @@ from statexchange.state.optimizers import (
     optimizer_tree,
     state_of_optimizer,
 )
-from statexchange.state.saved_tree import SavedTensor, UnknownValue, are_equal
 from statexchange.state.state_dict import modules_of, parameter_names
 from statexchange.state.tree import (
     check_change,
@@ -75,9 +75,9 @@ class Place(NamedTuple):
 
 
 class ObjectStates:
-    """What `state_dict` of objects in the live state returns: each object is asked once, before anything changes.
+    """The present states of objects. Each object's `state_dict` is called once, before anything changes.
 
-    A data loader may draw random numbers when it is asked.
+    A data loader may draw random numbers in it.
     """
 
     def __init__(self) -> None:
@@ -253,21 +253,21 @@ class _Planner:
             self._sharded(live, kind, value if kind == "object" else saved, path)
         elif is_tensor(live):
             self._expect(isinstance(saved, SavedTensor), "a tensor", saved, path)
-            self.plan.targets.append(LoadTarget(saved.name, live, _dotted(path)))
+            self.plan.targets.append(LoadTarget(saved.name, live, _name_at(path)))
         elif is_module(live):
             self._module(live, saved, path, rank_tree)
         elif is_optimizer(live):
             self._optimizer(live, saved, path, rank_tree)
         elif is_stateful(live):
             self._expect(isinstance(saved, Mapping), f"the state of {type_text(live)}", saved, path)
-            self.plan.plain.add(_dotted(path))
-            new = self._filled(value, path, Place(self._objects.of(live, _dotted(path)), is_filled=False))
-            self.plan.callbacks.append(functools.partial(_load_object, live, live.load_state_dict, new, _dotted(path)))
+            self.plan.plain.add(_name_at(path))
+            new = self._filled(value, path, Place(self._objects.of(live, _name_at(path)), is_filled=False))
+            self.plan.callbacks.append(functools.partial(_load_object, live, live.load_state_dict, new, _name_at(path)))
         elif _is_nonempty_root(live, path) or (children(live) is not None and contains_state(live)):
             return self._container(live, saved, path, rank_tree)
         else:
             self.plan.num_values += 1
-            self.plan.plain.add(_dotted(path))
+            self.plan.plain.add(_name_at(path))
             return self._value(live, self._filled(value, path), path)
         return live
 
@@ -288,7 +288,7 @@ class _Planner:
             return live
         if children(live) is None and not values.has_text(live):
             text = f"the state has {type_text(live)} here, which a load would replace by {type_text(new)}: leave it out"
-            raise UnsupportedError(f"{text} by exclude", name=_dotted(path))
+            raise UnsupportedError(f"{text} by exclude", name=_name_at(path))
         return new
 
     def _change(self, container: Any, change: Callable[[Any], object], path: str) -> None:
@@ -331,15 +331,15 @@ class _Planner:
                 if new is not value:
                     changed[key] = new
             elif not is_object or value.data is not None:  # an object without data needs no saved one
-                self._add_missing([_dotted(inner)], stateful=contains_state(value))
+                self._add_missing([_name_at(inner)], stateful=contains_state(value))
+        known = {*self._keys.live, *self.plan.unexpected} if self._keys.live else set()
         for key, value in entries.items():
-            if key not in items:
-                by_key = self._names_of_keys(value)
-                if by_key is None:
-                    self._add_unexpected(path, [key])
-                else:
-                    known = {*self._keys.live, *self.plan.unexpected}
-                    self.plan.unexpected += [name for name in by_key if name not in known]
+            by_key = self._names_of_keys(value) if key not in items else []
+            if by_key is None:
+                self._add_unexpected(path, [key])
+            else:
+                self.plan.unexpected += [name for name in by_key if name not in known]
+                known.update(by_key)
         if changed and is_mutable(live):
             self._change(live, functools.partial(with_children, changed=changed), path)
             return live
@@ -372,7 +372,7 @@ class _Planner:
             self.plan.stateful.update(paths)
 
     def _add_unexpected(self, path: str, names: Iterable[Any]) -> None:
-        self.plan.unexpected += [_dotted(f"{path}.{name}") for name in names]
+        self.plan.unexpected += [_name_at(f"{path}.{name}") for name in names]
 
     def _module(self, module: Any, saved: Any, path: str, rank_tree: Any) -> None:
         """Plan a module: parameters and buffers are filled, other entries go through its `load_state_dict`."""
@@ -383,19 +383,19 @@ class _Planner:
             if name in saved:
                 self.visit(tensor, saved[name], f"{path}.{name}")
             elif id(tensor) not in loaded:  # a tied tensor is loaded under any of its names
-                self._add_missing([_dotted(f"{path}.{name}")])
+                self._add_missing([_name_at(f"{path}.{name}")])
         values_of = {**saved, **rank_tree} if isinstance(rank_tree, Mapping) else saved
         extra = {
             name: self._filled(values_of[name], f"{path}.{name}", Place(rest[name], is_filled=False))
             for name in rest
             if name in saved
         }
-        self._add_missing([_dotted(f"{path}.{name}") for name in rest if name not in saved], stateful=False)
+        self._add_missing([_name_at(f"{path}.{name}") for name in rest if name not in saved], stateful=False)
         for name, new in extra.items():
             _check_like(rest[name], new, f"{path}.{name}")
         if extra:
             load = functools.partial(load_extra_state, module)
-            self.plan.callbacks.append(functools.partial(_load_object, module, load, extra, _dotted(path)))
+            self.plan.callbacks.append(functools.partial(_load_object, module, load, extra, _name_at(path)))
         self._add_unexpected(path, [name for name in saved if name not in live and name not in rest])
 
     def _optimizer(self, optimizer: Any, saved: Any, path: str, rank_tree: Any) -> None:
@@ -404,7 +404,7 @@ class _Planner:
         parameters = named_parameters(optimizer, self._names)
         entries = _SavedEntries.of(saved, rank_tree)
         if entries.differ:
-            self.plan.differing.add(_dotted(f"{path}.param_groups"))
+            self.plan.differing.add(_name_at(f"{path}.param_groups"))
         names = {id(parameter): name for name, parameter in parameters.items()}
         groups: list[dict[str, Any] | None] = []
         states: dict[Any, Any] = {}
@@ -420,12 +420,12 @@ class _Planner:
         for key, shared in entries.shared.items():  # state of the optimizer, not of a parameter
             _check_known(key, f"{path}.state")
             states[key] = self._filled(shared, f"{path}.state.{key}", Place(optimizer.state.get(key)))
-        self._add_missing([_dotted(f"{path}.{name}") for name in parameters if name not in entries.groups])
+        self._add_missing([_name_at(f"{path}.{name}") for name in parameters if name not in entries.groups])
         self._add_unexpected(path, [name for name in entries.groups if name not in parameters])
         num_empty = sum(not group["params"] for group in optimizer.param_groups)
         empty_groups = "param_groups (without parameters)"
         if num_empty > entries.num_empty:
-            self._add_missing([_dotted(f"{path}.{empty_groups}")], stateful=False)
+            self._add_missing([_name_at(f"{path}.{empty_groups}")], stateful=False)
         if entries.empty_groups:
             self._add_unexpected(path, [empty_groups])
         dropped = [param for name, param in parameters.items() if name in entries.groups and param not in states]
@@ -433,12 +433,12 @@ class _Planner:
             dropped += [key for key in optimizer.state if not is_torch(key) and key not in states]
         more = self._more(optimizer, entries.more, path)
         install = functools.partial(install_optimizer, optimizer, groups, states, dropped)
-        self.plan.callbacks.append(functools.partial(_load_object, optimizer, install, more, _dotted(path)))
+        self.plan.callbacks.append(functools.partial(_load_object, optimizer, install, more, _name_at(path)))
 
     def _more(self, optimizer: Any, saved: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Return the saved entries of a state dict beside ``state`` and ``param_groups``; others join the plan."""
-        own = state_of_optimizer(optimizer, _dotted(path))["more"]
-        self._add_missing([_dotted(f"{path}.{key}") for key in own if key not in saved], stateful=False)
+        own = state_of_optimizer(optimizer, _name_at(path))["more"]
+        self._add_missing([_name_at(f"{path}.{key}") for key in own if key not in saved], stateful=False)
         self._add_unexpected(path, [key for key in saved if key not in own])
         return {
             key: self._filled(saved[key], f"{path}.{key}", Place(own[key], is_filled=False))
@@ -464,12 +464,12 @@ class _Planner:
                     raise UnsupportedError(
                         f"the source has {key!r} as a tensor for each parameter, and whether those of one group are "
                         "equal is not known: save what the optimizer's state_dict() returns, or a number instead",
-                        name=_dotted(path),
+                        name=_name_at(path),
                     )
                 raise InvalidArgumentError(
                     f"this param group of the state joins {saved[0]!r} and {name!r}, which were saved with different "
                     f"values of {key!r}: make the param groups of the job that saved them",
-                    name=_dotted(path),
+                    name=_name_at(path),
                     expected=new.get(key),
                     found=other.get(key),
                 )
@@ -507,7 +507,7 @@ class _Planner:
         if isinstance(saved, SavedTensor):
             live = self._allocate(saved.name, place)
             # The parameter's own name in the live state leads to its layout rule, whatever the source calls it.
-            name = _dotted(path) if place.parameter_name else saved.name
+            name = _name_at(path) if place.parameter_name else saved.name
             self.plan.targets.append(LoadTarget(saved.name, live, name))
             return live
         items = children(saved)
@@ -535,7 +535,7 @@ class _Planner:
         elif isinstance(saved, list | tuple):
             found = _num_items(saved)
         text = f"state{path} was saved as something else: build it as it was saved, or leave it out by exclude"
-        raise InvalidArgumentError(text, name=_dotted(path), expected=wanted, found=found)
+        raise InvalidArgumentError(text, name=_name_at(path), expected=wanted, found=found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -610,15 +610,15 @@ def _check_known(saved: Any, path: str) -> None:
             reason = "the state has no value of this type to build it by: give it to register_config"
             if part.problem:
                 reason = f"it cannot be built here: {part.problem}"
-            raise UnsupportedError(f"a {part.type_name} was saved here, and {reason}", name=_dotted(path))
+            raise UnsupportedError(f"a {part.type_name} was saved here, and {reason}", name=_name_at(path))
 
 
 def _num_items(items: Sequence[Any]) -> str:
     return "1 item" if len(items) == 1 else f"{len(items)} items"
 
 
-def _dotted(path: str) -> str:
-    """Return a path without its leading dot."""
+def _name_at(path: str) -> str:
+    """Return the name of a place of the state by its path, which begins with a dot."""
     return path.removeprefix(".")
 
 
@@ -629,7 +629,10 @@ def _check_like(own: Any, saved: Any, path: str) -> None:
     expected, found = (tuple(saved.shape), saved.dtype), (tuple(own.shape), own.dtype)
     if expected != found:
         raise InvalidArgumentError(
-            "the state's shape or dtype differs from the source's", name=_dotted(path), expected=expected, found=found
+            "the state's shape or dtype differs from the source's",
+            name=_name_at(path),
+            expected=expected,
+            found=found,
         )
 
 
@@ -644,7 +647,7 @@ def _with_kept(own: Mapping[Any, Any], new: Mapping[Any, Any], path: str, stays:
     for key, value in own.items():
         inner = f"{path}.{key}"
         if key not in new:
-            if stays(_dotted(inner), value):
+            if stays(_name_at(inner), value):
                 entries[key] = value
         elif isinstance(value, Mapping) and isinstance(new[key], Mapping):
             entries[key] = _with_kept(value, new[key], inner, stays)
@@ -662,7 +665,7 @@ def _named(path: str) -> Iterator[None]:
         if error.name is not None:
             raise
         text = f"{error.message}: give a dict, list or tuple, or leave it out by exclude"
-        raise UnsupportedError(text, name=_dotted(path)) from error.__cause__
+        raise UnsupportedError(text, name=_name_at(path)) from error.__cause__
 
 
 def _typed(own: Any, new: Any, path: str) -> Any:

@@ -12,10 +12,10 @@ from statexchange.errors import InvalidArgumentError, NotFoundError, type_text
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
 from statexchange.state.load_plan import NO_TREE, ObjectStates, live_paths
 from statexchange.state.megatron import leaves, sharded_kind
+from statexchange.state.merged_trees import SavedTensor
 from statexchange.state.modules import is_module, live_items
 from statexchange.state.optimizer_names import OptimizerNames
 from statexchange.state.optimizers import is_optimizer, is_state_of_optimizer, state_of_optimizer
-from statexchange.state.saved_tree import SavedTensor
 from statexchange.state.source_names import (
     Entries,
     SourceNames,
@@ -42,7 +42,7 @@ class NamesTree:
     Attributes:
         tree: the tree, as saving would have given it; NO_TREE if the options leave out the whole state.
         taken: the names of the plain values that it has, and all names of what the options leave out whole.
-        left_out: the paths of what the options leave out whole.
+        left_out: the paths of what the options leave out whole, with dots before indices.
         lacking: the paths of plain values inside mappings of such values that the source lacks.
     """
 
@@ -74,7 +74,10 @@ def tree_from_names(state: Any, source: SourceNames, objects: ObjectStates) -> N
     if tree is _ABSENT and isinstance(state, Mapping) and not is_leaf(state):
         tree = {}
     if tree is _ABSENT and "" not in builder.left_out:
-        raise NotFoundError(f"the source has nothing for the state, {type_text(state)}")
+        raise NotFoundError(
+            f"the source has nothing for the state, {type_text(state)}: give a state with the source's names, or a "
+            "mapping that has it under its name in the source"
+        )
     sets = (builder.entries.taken, builder.left_out, builder.lacking)
     return NamesTree(NO_TREE if tree is _ABSENT else tree, *map(frozenset, sets))
 
@@ -135,22 +138,32 @@ class _Builder:
         has_entries = children(value) is not None or (is_leaf(value) and not is_tensor(value))
         return self._wants(name) or (has_entries and self._source.options.may_want(name))
 
-    def _module(self, module: Any, prefix: str) -> dict[str, Any]:
+    def _module(self, module: Any, prefix: str, at: str = "") -> dict[str, Any]:
+        """Return a module's tree. Patterns may have its names in the source, or those after its place, `at`."""
         live, rest = live_items(module)
+        wanted = {name for name in (*live, *rest) if self._wants_of_module(name, prefix, at or prefix)}
         has = self._source.has
         tree: dict[str, Any] = {
-            name: SavedTensor(prefix + name) for name in live if self._wants(prefix + name) and has(prefix + name)
+            name: SavedTensor(prefix + name) for name in live if name in wanted and has(prefix + name)
         }
         for name, value in rest.items():  # extra state, which may be passed over if it is not understood
-            if self._wants(prefix + name) and prefix + name not in self._source.opaque:
+            if name in wanted and prefix + name not in self._source.opaque:
                 item = self._whole(self.entry, value, prefix + name)
                 if item is not _ABSENT:
                     tree[name] = item
         return tree
 
+    def _wants_of_module(self, name: str, prefix: str, at: str) -> bool:
+        if at == prefix:
+            return self._wants(prefix + name)
+        is_wanted = self._in_unit or self._source.options.wants_object([prefix + name, at + name])
+        if not is_wanted:
+            self._leave_out(at + name, [prefix + name])
+        return is_wanted
+
     def _modules(self, live: Sequence[Any], prefix: str) -> list[dict[str, Any]]:
         """Return the trees of a list of modules, which share one namespace or have their indices in names."""
-        shared = [self._module(module, prefix) for module in live]
+        shared = [self._module(module, prefix, f"{prefix}{i}.") for i, module in enumerate(live)]
         return shared if any(shared) else [self._module(part, f"{prefix}{i}.") for i, part in enumerate(live)]
 
     def _mapping(self, live: Any, prefix: str) -> dict[Any, Any]:
@@ -185,13 +198,15 @@ class _Builder:
             }
             if any(map(self._wants_in_value, entries.values())):
                 return self._selected(self.entries.container(entries, live, name), name, live)
-            if entries or not self._wants(name):
+            if entries or not self._wants(name):  # nothing in it is wanted
                 return self._leave_out(name)
+            # An empty container has no entry in some sources: it may have been saved.
             return live if has_no_leaves(live) and not self._source.writes_empty else _ABSENT
         tree = self._mapping(live, prefix)
         lacking = {f"{prefix}{key}" for key in live if key not in tree} - self.left_out
         if not lacking and not tree:
             return self._leave_out(name)
+        # An object takes its whole state or none; a mapping of which nothing was saved is missing as one.
         if lacking and (self._in_unit or len(lacking) == len(live)):
             return _ABSENT
         self.lacking |= lacking
@@ -206,10 +221,10 @@ class _Builder:
             return saved
         own = {} if is_leaf(live) else children(live) or {}
         if isinstance(saved, Mapping) and saved and not _is_unit(live):
-            entries = {key: self._selected(item, f"{name}.{key}", own.get(key)) for key, item in saved.items()}
+            entries = {key: self._selected(item, _inside(name, key), own.get(key)) for key, item in saved.items()}
             return {key: item for key, item in entries.items() if item is not _ABSENT} or self._leave_out(name)
         if isinstance(saved, list | tuple) and len(saved) == len(own) and contains_state(live) and not is_leaf(live):
-            items = [self._selected(item, f"{name}.{i}", own.get(i)) for i, item in enumerate(saved)]
+            items = [self._selected(item, _inside(name, i), own.get(i)) for i, item in enumerate(saved)]
             items = [NO_TREE if item is _ABSENT else item for item in items]
             return self._leave_out(name) if all(item is NO_TREE for item in items) else items
         paths = [step.path for step in walk(saved, path=name)]
@@ -290,10 +305,17 @@ class _Builder:
         found = [key for key in by_first(self.entries.below(prefix)) if self._in_unit or may_want(f"{prefix}{key}")]
         others = [key for key in found if not (is_index(key) and int(key) < len(items))]
         if lacking or others:
-            more = f"has {others[0]!r} besides" if others else f"lacks item {lacking[0]}"
-            text = f"the state has {len(items)} items here, and the source {more}: make the list as it was saved"
+            more = f"has {prefix + others[0]!r} besides" if others else f"lacks {f'{prefix}{lacking[0]}'!r}"
+            count = "1 item" if len(items) == 1 else f"{len(items)} items"
+            text = f"the state has {count} here, and the source {more}: make the list as it was saved, or leave it out "
+            text += "by exclude"
             raise InvalidArgumentError(text, name=name)
         return items
+
+
+def _inside(name: str, key: object) -> str:
+    """Return the name of an entry of what is called `name`."""
+    return f"{name}.{key}" if name else str(key)
 
 
 def _is_unit(live: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, excerpt, type_text
+from statexchange.state.merged_trees import SavedTensor
 from statexchange.state.optimizers import (
     hyperparameters,
     labelled_parameters,
@@ -13,7 +14,6 @@ from statexchange.state.optimizers import (
     optimizer_tree,
     parameters_of,
 )
-from statexchange.state.saved_tree import SavedTensor
 from statexchange.state.source_names import Entries, SourceNames, by_first, by_number, is_index, is_text
 from statexchange.state.state_dict import ParameterName
 from statexchange.tensors import is_torch
@@ -125,22 +125,19 @@ class OptimizerNames:
     def _in_module(self, listing: str, prefix: str, name: str) -> str:
         """Return the name in the state's module of a parameter that a group of the source lists."""
         # `rename` is given whole names: a listed one is renamed as a part of the name of its state.
-        before, found, _ = self._source.raw.get(listing, listing).rpartition("param_groups.")
+        before, found, _ = self._source.old_names.get(listing, listing).rpartition("param_groups.")
         example = f"{before}state.{name}.step"
         new = self._source.renamed(example)
         is_same = not found or new == example
         return name if is_same else new.removeprefix(f"{prefix}state.").removesuffix(".step")
 
-    def _listed(self, entry: str) -> list[Any]:
-        """Return the parameters, or their names, that a group of the source lists; raise CorruptError if it does not.
-
-        Torch lists parameters by number or name.
-        """
+    def _listed(self, entry: str, kind: str = "parameters", types: tuple[type, ...] = (int, str)) -> list[Any]:
+        """Return the parameters, by number or name, or the names that a group lists; raise CorruptError for else."""
         found = self._entries.value(entry)
-        if not isinstance(found, list) or not all(isinstance(one, int | str) for one in found):
+        if not isinstance(found, list) or not all(isinstance(one, types) for one in found):
             what = "a tensor" if isinstance(found, SavedTensor) else type_text(found)
             text = (
-                f"the param group lists no parameters here, but has {what}: save what the optimizer's "
+                f"the param group lists no {kind} here, but has {what}: save what the optimizer's "
                 "state_dict() returns, or leave the optimizer out by exclude"
             )
             raise CorruptError(text, name=entry)
@@ -159,10 +156,14 @@ class OptimizerNames:
         The parameters are those of these numbers in the order of the live param groups, or those of the names that the
         source's groups have for the numbers, if these are the live ones.
         """
-        numbered_groups = sorted(by_number(groups).items(), key=lambda item: int(item[0]))
+        numbered_groups = by_number(groups).items()
         params = [self._listed(group.pop("params")) if "params" in group else [] for _, group in numbered_groups]
         numbers = [list(map(str, of_group)) for of_group in params]
-        names = [self._listed(group["param_names"]) for _, group in numbered_groups if "param_names" in group]
+        names = [
+            self._listed(group["param_names"], "names", (str,))
+            for _, group in numbered_groups
+            if "param_names" in group
+        ]
         labels = self._labels_by_name(optimizer, numbers, names, parameters, prefix.removesuffix("."))
         if labels is None:
             sizes, own_sizes = [[len(of_group) for of_group in one] for one in (numbers, _params_of(optimizer))]
@@ -213,7 +214,7 @@ class OptimizerNames:
         """Return labels of `parameters` by the numbers in a source that names them; None if it does not.
 
         None, too, if the state's optimizer has no names, and those of its modules are all different: then the order is
-        what both have in common. Names of which only some are the same contradict that order.
+        what both have in common. Names of which only some are the same contradict that order, and so may a `rename`.
         """
         flat_numbers = [number for of_group in numbers for number in of_group]
         flat_names = [name for of_group in names for name in of_group]
@@ -232,7 +233,9 @@ class OptimizerNames:
                 return {number: known[name] for number, name in zip(flat_numbers, flat_names, strict=True)}
         has_names = any("param_names" in group for group in optimizer.param_groups)
         known = of_groups if has_names else of_modules
-        if has_names or not known.keys().isdisjoint(flat_names):
+        new_names = [self._parameters[key].in_state for key in labels if key in self._parameters]
+        is_renamed = any(self._source.old_names.get(name, name) != name for name in new_names)
+        if has_names or is_renamed or not known.keys().isdisjoint(flat_names):
             lists = [f"{excerpt(sorted(one), 80)} ({len(one)})" for one in ([*known], flat_names)]
             raise InvalidArgumentError(
                 f"the state names the parameters of this optimizer {lists[0]}, and the source {lists[1]}: give it the "
@@ -244,18 +247,18 @@ class OptimizerNames:
     def _labels_by_old_names(self, names: Sequence[str], labels: Mapping[int, str]) -> dict[str, str] | None:
         """Return labels by a source's names for parameters, where `rename` has given their tensors other names.
 
-        A name in a module is the end of the tensor's name in the source. None if not all are found.
+        The names are those of the tensors in the source after one beginning, that of the module. None if they are not.
         """
-        by_end: dict[str, set[str]] = {}
+        known: dict[str, str] = {}  # labels by the source's names of the tensors
         for key, label in labels.items():
-            old = self._source.old_names.get(self._parameters[key].in_state, "") if key in self._parameters else ""
-            while old:
-                by_end.setdefault(old, set()).add(label)
-                old = old.partition(".")[2]
-        found = {name: by_end.get(name, set()) for name in names}
-        if not all(len(one) == 1 for one in found.values()) or len(set.union(set(), *found.values())) < len(labels):
+            new = self._parameters[key].in_state if key in self._parameters else ""
+            if new in self._source.old_names:
+                known[self._source.old_names[new]] = label
+        if len(names) != len(labels) or len(known) < len(labels):
             return None
-        return {name: label for name, (label,) in found.items()}
+        beginnings = [old.removesuffix(names[0]) for old in known if f".{old}".endswith(f".{names[0]}")]
+        fitting = [begin for begin in beginnings if all(begin + name in known for name in names)]
+        return {name: known[fitting[0] + name] for name in names} if len(fitting) == 1 else None
 
     def _shared_key(self, optimizer: Any, text: str, name: str) -> Any:
         """Return the key of state that is no parameter's, by its text."""

@@ -1,4 +1,4 @@
-"""What a source without a saved tree has: values by name, and the containers that entries were saved from."""
+"""Look up the entries of a source without a saved tree, and rebuild containers from their names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.options import LoadOptions
-from statexchange.state.saved_tree import SavedTensor
+from statexchange.state.merged_trees import SavedTensor
 from statexchange.state.tree import contains
 
 __all__ = [
@@ -35,7 +35,7 @@ def _same(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SourceNames:
-    """What a source has, by the names of the state.
+    """The names and plain values of a source, by the names of the state.
 
     Attributes:
         has: whether it has a tensor of a name.
@@ -45,10 +45,9 @@ class SourceNames:
         opaque: descriptions, by name, of the entries that are neither.
         shape_of: returns the global shape of a tensor, by which numbered parameters are checked; None for no check.
         renamed: returns the state's name of one of the source.
-        raw: the source's own names by those of the state, where they differ.
         leaves_out_empty: whether it has values, but no entries for empty mappings.
         writes_empty: whether it has entries for all empty containers.
-        old_names: the source's own names of tensors by those of the state, if there is a `rename`.
+        old_names: the source's own names by those of the state; empty without a `rename`.
     """
 
     has: Callable[[str], bool]
@@ -58,7 +57,6 @@ class SourceNames:
     opaque: Mapping[str, str] = field(default_factory=dict)
     shape_of: Callable[[str], tuple[int, ...] | None] = lambda _: None
     renamed: Callable[[str], str] = _same
-    raw: Mapping[str, str] = field(default_factory=dict)
     leaves_out_empty: bool = False
     writes_empty: bool = False
     old_names: Mapping[str, str] = field(default_factory=dict)
@@ -100,7 +98,7 @@ class Entries:
             self._hidden = outer
 
     def _is_hidden(self, name: str) -> bool:
-        return any(name == hidden or name.startswith(f"{hidden}.") for hidden in self._hidden)
+        return bool(self._hidden) and not self._hidden.isdisjoint(names_above(name, ""))
 
     def has_value(self, name: str) -> bool:
         """Whether the source has something other than a tensor under a name.
@@ -275,8 +273,9 @@ def by_first(entries: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 def by_number(groups: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Group entries of numbered param groups by the number."""
-    return {number: group for number, group in by_first(groups).items() if is_index(number)}
+    """Group entries of numbered param groups by the number, in the order of the numbers."""
+    found = {number: group for number, group in by_first(groups).items() if is_index(number)}
+    return dict(sorted(found.items(), key=lambda item: int(item[0])))
 
 
 def is_index(text: str) -> bool:

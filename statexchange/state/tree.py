@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 IsLeaf = Callable[[Any], bool]
-_PLAIN_CONTAINERS = (dict, list, set, deque)
+_PLAIN_CONTAINERS = (dict, list, tuple, set, deque, OrderedDict, defaultdict)
 
 
 class Node(NamedTuple):
@@ -245,7 +245,8 @@ def copy_apart(container: Any) -> Any:
     """Return a copy that holds the same items, and that can be changed without a change of `container`.
 
     Not collective. Python's default copy shares the attributes, and so the items of a class that has them in one, or an
-    index of them; here those that are containers are copied. A class that says how it is copied does so itself.
+    index of them; here the plain containers in attributes are copied. A class that says how it is copied does so
+    itself.
 
     Raises:
         UnsupportedError: the items of a mapping are in an attribute that is no container.
@@ -254,14 +255,26 @@ def copy_apart(container: Any) -> Any:
     if hasattr(kind, "__copy__") or (isinstance(container, dict | list) and not getattr(container, "__dict__", None)):
         return copy.copy(container)
     attributes = [getattr(container, name) for name in _attributes_of(container)]
-    inner = [value for value in attributes if isinstance(value, _PLAIN_CONTAINERS)]
-    others = [value for value in attributes if not isinstance(value, _PLAIN_CONTAINERS)]
     in_place = isinstance(container, dict | list) or _is_dataclass(container)
-    if not in_place and not all(values.has_text(value) or callable(value) for value in others):
-        raise UnsupportedError(f"{type_text(container)} has no __copy__, and what it holds is not known")
-    shared = [*others, *(item for value in inner for item in _items_of(value))]
-    shared += _items_of(container) if in_place else []
+    for value in attributes if not in_place else ():
+        if not (type(value) in _PLAIN_CONTAINERS or values.has_text(value) or callable(value)):
+            raise UnsupportedError(f"{type_text(container)} has no __copy__, and what it holds is not known")
+    shared = _leaves_of(attributes) + (_items_of(container) if in_place else [])
     return copy.deepcopy(container, {id(item): item for item in shared})
+
+
+def _leaves_of(items: list[Any]) -> list[Any]:
+    """Return what plain containers hold, at any depth, but not the containers: those are copied."""
+    found: list[Any] = []
+    waiting, seen = list(items), set()
+    while waiting:
+        item = waiting.pop()
+        if type(item) not in _PLAIN_CONTAINERS:
+            found.append(item)
+        elif id(item) not in seen:
+            seen.add(id(item))
+            waiting += _items_of(item)
+    return found
 
 
 def _attributes_of(container: Any) -> list[str]:

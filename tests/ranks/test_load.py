@@ -1245,7 +1245,7 @@ def test_a_saved_tree_is_loaded_under_other_names(tmp_path: Path) -> None:
     assert (state["step"], its.param_groups[0]["lr"]) == (7, 0.5)
     for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
         assert equal(optimizer.state[one], its.state[other])
-    with pytest.raises(sx.errors.UnsafeError, match="rename gives one name to two entries"):
+    with pytest.raises(sx.errors.UnsafeError, match="rename gives one name to both"):
         sx.load_checkpoint(state, tmp_path / "saved", rename=[("^at.step$", "optimizer")])
     alone = model_of(3)
     sx.load_checkpoint(alone, tmp_path / "saved", rename=[(r"^net\.old\.", "")], include=["[0-9]*"])

@@ -108,7 +108,7 @@ def test_what_moves_keeps_its_keys(saved: Any, live: Any, rename: Any, expected:
 def test_a_path_whose_keys_are_not_known_is_refused(tmp_path: Path) -> None:
     live: dict[str, Any] = {"n": {}, "w": torch.zeros(1)}
     path = write_save({"m": {"a": 1}, "w": torch.ones(1)}, tmp_path)
-    with pytest.raises(sx.errors.UnsafeError, match=r"keys are not known.*'n\.x\.y\.a'"):
+    with pytest.raises(sx.errors.UnsafeError, match=r"moves 'm\.a' into a mapping.*not known.*'n\.x\.y\.a'"):
         sx.load_checkpoint(live, path, rename=[(r"^m\b", "n.x.y")])
     assert repr(live) == "{'n': {}, 'w': tensor([0.])}"
 
@@ -913,3 +913,226 @@ def test_a_value_that_is_reported_missing_stays(tmp_path: Path) -> None:
     state = {"t": [torch.zeros(1), {"a": 1, "b": 2}], "m": {"a": 1, "b": 2}}
     assert sx.load_checkpoint(state, path, strict=False).missing == ("m.b", "t.1.b")
     assert repr(state) == "{'t': [tensor([1.]), {'a': 5, 'b': 2}], 'm': {'a': 5, 'b': 2}}"
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_entries_of_a_whole_state_are_selected_by_any_key(write: Write, tmp_path: Path) -> None:
+    path = write({1: 7, "a": 8, 2: 3}, tmp_path)
+    state: dict[Any, int] = {1: 0, "a": 0, 2: 0}
+    sx.load_checkpoint(state, path, exclude=["1", "a"])
+    assert state == {1: 0, "a": 0, 2: 3}
+    sx.load_checkpoint(state, path, include="1")
+    assert state == {1: 7, "a": 0, 2: 3}
+
+
+def test_a_key_with_a_bracket_is_compared_between_ranks(tmp_path: Path) -> None:
+    run_ranks(lambda: sx.save_checkpoint({"lr[enc]": 0.1 * (sx.get_rank() + 1)}, tmp_path / "save"), 3)
+    with pytest.raises(sx.errors.ReplicaError, match=r"ranks 0 and 1 saved different values of 'lr\[enc\]'"):
+        sx.load_checkpoint({"lr[enc]": 0.0}, tmp_path / "save")
+
+
+def test_a_difference_names_the_ranks_that_have_the_value(tmp_path: Path) -> None:
+    def saves() -> None:
+        rank = sx.get_rank()
+        sx.save_checkpoint({"a": 1, **({"b": rank} if rank else {})}, tmp_path / "save")
+
+    run_ranks(saves, 3)
+    state = {"a": 0, "b": 0}
+    with pytest.raises(sx.errors.ReplicaError, match=r"ranks 1 and 2 saved different values of 'b'.*take rank 1's"):
+        sx.load_checkpoint(state, tmp_path / "save")
+    sx.load_checkpoint(state, tmp_path / "save", replicas="root")
+    assert state == {"a": 1, "b": 1}
+
+
+def test_the_advised_patterns_leave_out_what_differs(tmp_path: Path) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        rng = {f"r{number}": rank for number in range(5)}
+        return {"train": {"w": torch.full((1,), 5.0), "rng": rng}}
+
+    run_ranks(lambda: sx.save_checkpoint(state(sx.get_rank()), tmp_path / "save"), 2)
+    live = state(9)
+    live["train"]["w"].zero_()
+    with pytest.raises(sx.errors.ReplicaError, match=r"exclude='train\.rng\.\*'"):
+        sx.load_checkpoint(live, tmp_path / "save")
+    sx.load_checkpoint(live, tmp_path / "save", exclude="train.rng.*")
+    assert live["train"] == {"w": torch.full((1,), 5.0), "rng": state(9)["train"]["rng"]}
+
+
+@pytest.mark.parametrize("replicas", ["equal", "root"])
+def test_tensors_that_only_one_rank_has_in_a_list_are_loaded(replicas: Any, tmp_path: Path) -> None:
+    def saves() -> None:
+        rank = sx.get_rank()
+        sx.save_checkpoint({"x": [{f"w{rank}": torch.full((1,), 1.0 + rank)}, "same"]}, tmp_path / "save")
+
+    run_ranks(saves, 2)
+    state = {"x": [{"w0": torch.zeros(1), "w1": torch.zeros(1)}, ""]}
+    sx.load_checkpoint(state, tmp_path / "save", replicas=replicas)
+    assert repr(state) == "{'x': [{'w0': tensor([1.]), 'w1': tensor([2.])}, 'same']}"
+
+
+def test_what_is_left_out_in_a_list_is_not_missing(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    path = write_torch({"l": [{"opt": trained(model), "m": model}], "t": [{"w": torch.ones(1), "v": [1]}]}, tmp_path)
+    state = {"l": [{"opt": torch.optim.Adam(model.parameters()), "m": model}], "t": [{"w": torch.zeros(1), "v": [0]}]}
+    sx.load_checkpoint(state, path, exclude=["l.0.opt.state.*.exp_avg", "t.0.v.0"])
+    assert not state["l"][0]["opt"].state  # type: ignore[union-attr]
+    assert repr(state["t"]) == "[{'w': tensor([1.]), 'v': [0]}]"
+
+
+def test_groups_without_parameters_keep_their_order(tmp_path: Path) -> None:
+    def job(lr: float) -> Any:
+        model = nn.Linear(1, 1)
+        groups: list[dict[str, Any]] = [{"params": [model.weight], "lr": lr}]
+        groups += [{"params": [], "lr": lr + number} for number in range(1, 12)]
+        return model, torch.optim.SGD(groups)
+
+    model, optimizer = job(100)
+    named = get_optimizer_state_dict(model, optimizer)
+    path = write_torch({"m": model, "o": named}, tmp_path)
+    model, optimizer = job(0)
+    sx.load_checkpoint({"m": model, "o": optimizer}, path, strict=False)
+    assert [group["lr"] for group in optimizer.param_groups] == [100 + number for number in range(12)]
+
+
+def test_names_are_listed_once(tmp_path: Path) -> None:
+    path = write_torch({"a": 1}, tmp_path)
+    with pytest.raises(sx.errors.NotFoundError, match=r"1 missing in the source: b;"):
+        sx.load_checkpoint({"a": 0, "b": 0}, path, include=["a", "b"])
+    path = write_save({"c": {"d": {"a": 1}}}, tmp_path)
+    with pytest.raises(sx.errors.NotFoundError, match=r"1 missing in the source: c\.e;"):
+        sx.load_checkpoint({"c": {"d": {"a": 0}, "e": {"b": 0}}}, path, include="c")
+
+
+# Parts of parameters, lists of other lengths, and items that lie deeper
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parts_of_parameters_are_cast(world_size: int, tmp_path: Path) -> None:
+    whole = nn.Linear(2, 4, bias=False)
+    path = write_save({"m": whole}, tmp_path)
+
+    def loads() -> None:
+        part = nn.Linear(2, 4 // world_size, bias=False).bfloat16()
+        sx.load_checkpoint({"m": part}, path, layout={"m.*": Shard(0)}, dtype="state")
+        assert torch.equal(part.weight, whole.weight.chunk(world_size)[sx.get_rank()].bfloat16())
+
+    run_ranks(loads, world_size)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"exclude": "p.1"}, [[1, 0], 1]),
+        ({"include": ["p.0", "step"]}, [[1, 0], 1]),
+        ({"include": "p.0"}, [[1, 0], 0]),
+        ({"exclude": "p"}, [[0, 0], 1]),
+    ],
+)
+def test_items_that_are_left_out_need_not_be_there(write: Write, options: Any, expected: Any, tmp_path: Path) -> None:
+    def state(*values: int) -> dict[str, Any]:
+        return {"p": [Counted(n=value) for value in values], "step": 0}
+
+    path = write({**state(1), "step": 1}, tmp_path)
+    live = state(0, 0)
+    sx.load_checkpoint(live, path, **options)
+    assert [[one.values["n"] for one in live["p"]], live["step"]] == expected
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"'p"):
+        sx.load_checkpoint(live, path)
+
+
+def test_items_that_are_left_out_need_not_have_a_place(tmp_path: Path) -> None:
+    for write in WRITERS:
+        path = write({"p": [Counted(n=1), Counted(n=2)]}, tmp_path)
+        live = {"p": [Counted(n=0)]}
+        sx.load_checkpoint(live, path, exclude="p.1")
+        assert live["p"][0].values == {"n": 1}
+        with pytest.raises(sx.errors.InvalidArgumentError, match=r"'p"):
+            sx.load_checkpoint(live, path)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1, 1]),
+        ({"exclude": "m.0"}, [0, 1]),
+        ({"exclude": "m.l0.*"}, [0, 1]),
+        ({"include": "m.1"}, [0, 1]),
+        ({"include": "m.l0.*"}, [1, 0]),
+        ({"include": "m", "exclude": ["m.1.l1.weight"]}, [1, 0]),
+    ],
+)
+def test_modules_of_a_list_are_selected_by_name_or_index(options: Any, expected: Any, tmp_path: Path) -> None:
+    path = write_torch({"m": {"l0.weight": torch.ones(1, 1), "l1.weight": torch.ones(1, 1)}}, tmp_path)
+    parts = [nn.ModuleDict({f"l{number}": nn.Linear(1, 1, bias=False)}) for number in range(2)]
+    weights = [parameter for part in parts for parameter in part.parameters()]
+    for weight in weights:
+        weight.data.zero_()
+    report = sx.load_checkpoint({"m": parts}, path, **options)
+    assert ([weight.item() for weight in weights], report.missing, report.unexpected) == (expected, (), ())
+
+
+def test_names_that_end_alike_are_told_apart(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self, name: str, *, is_outer: bool = True) -> None:
+            super().__init__()
+            self.register_parameter(name, nn.Parameter(torch.zeros(1)))
+            if is_outer:
+                self.inner = Net(name, is_outer=False)
+
+    old = Net("scale")
+    optimizer = torch.optim.SGD(old.named_parameters(), lr=0.1, momentum=0.9)
+    for value, parameter in enumerate(old.parameters()):
+        parameter.grad = torch.full((1,), value + 1.0)
+    optimizer.step()
+    for value, parameter in enumerate(old.parameters()):
+        parameter.data.fill_(value + 1.0)  # as its momentum
+    path = write_torch({"m": old, "o": optimizer}, tmp_path)
+    swap = {"m.scale": "m.inner.scale", "m.inner.scale": "m.scale"}
+    renames: list[tuple[str, Any]] = [("gamma", [("scale$", "gamma")]), ("scale", lambda name: swap.get(name, name))]
+    for name, rename in renames:
+        new = Net(name)
+        for given in ([*new.parameters()][::-1], new.named_parameters()):
+            fresh = torch.optim.SGD(given, lr=0.1, momentum=0.9)
+            sx.load_checkpoint({"m": new, "o": fresh}, path, rename=rename)
+            for parameter in new.parameters():
+                assert torch.equal(parameter, fresh.state[parameter]["momentum_buffer"])
+
+
+class Layered(Box):
+    """A mapping with its items in a list of mappings."""
+
+    def __init__(self, *layers: dict[str, Any]) -> None:
+        self.layers = list(layers)
+
+    @property
+    def items_of_it(self) -> dict[str, Any]:  # type: ignore[override]
+        return {key: value for layer in self.layers[::-1] for key, value in layer.items()}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.layers[0][key] = value
+
+    def __delitem__(self, key: str) -> None:
+        for layer in self.layers:
+            layer.pop(key, None)
+
+
+def test_items_that_lie_deeper_are_not_changed_by_a_refused_load(tmp_path: Path) -> None:
+    path = write_save({"c": {"lr": 1, "bs": 2}, "w": torch.ones(1)}, tmp_path)
+    config = Layered({"lr": 0}, {"bs": 0})
+    state = {"c": config, "w": torch.zeros(1), "new": torch.zeros(1)}
+    with pytest.raises(sx.errors.NotFoundError, match="missing in the source: new"):
+        sx.load_checkpoint(state, path)
+    assert config.layers == [{"lr": 0}, {"bs": 0}]
+    sx.load_checkpoint(state, path, strict=False)
+    assert dict(config) == {"lr": 1, "bs": 2}
+
+
+def test_mappings_in_lists_of_plain_values_are_not_joined(tmp_path: Path) -> None:
+    def saves() -> None:
+        key = "a" if sx.get_rank() == 0 else "b"
+        sx.save_checkpoint({"l": [{key: 3}], "w": torch.ones(1)}, tmp_path / "save")
+
+    run_ranks(saves, 2)
+    with pytest.raises(sx.errors.ReplicaError, match=r"different values of 'l\.0'"):
+        sx.load_checkpoint({"l": [{}], "w": torch.zeros(1)}, tmp_path / "save")

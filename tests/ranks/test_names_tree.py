@@ -330,8 +330,11 @@ def test_lists_that_hold_state_are_filled(write: Writer, tmp_path: Path) -> None
     assert str(live["means"]) == "[tensor([5., 5.]), [tensor([5.]), {'n': 0}]]"
     assert live["parts"][1][0].tolist() == [0, 0, 0]
     assert live["parts"][0].state_dict()["state"]
-    for means, problem in ((live["means"][:1], r"has '1' besides"), ([*live["means"], torch.zeros(1)], "lacks item 2")):
-        with pytest.raises(sx.errors.InvalidArgumentError, match=rf"{len(means)} items here.*{problem}.*'means'"):
+    for means, problem in (
+        (live["means"][:1], r"has 'means\.1' besides"),
+        ([*live["means"], torch.zeros(1)], r"lacks 'means\.2'"),
+    ):
+        with pytest.raises(sx.errors.InvalidArgumentError, match=rf"{len(means)} items? here.*{problem}.*'means'"):
             sx.load_checkpoint({**live, "means": means}, path)
     pair = {"pair": (torch.ones(2), 1)}
     path = write(pair, tmp_path / "tuple")

@@ -46,6 +46,7 @@ class UnknownValue:
         return f"<{self.type_name}>"
 
 
+_NOWHERE = object()
 Conflicts: TypeAlias = dict[tuple[Any, ...], tuple[int, int]]
 """Two ranks that saved different values, by the keys that lead there."""
 
@@ -56,8 +57,8 @@ class MergedTrees(NamedTuple):
     Attributes:
         tree: the tree.
         conflicts: places with different values.
-        unions: lists of param groups that were joined. That is right for an optimizer, which takes the groups of its
-            parameters, unless ranks have other values for one parameter; and it is wrong for a plain value.
+        unions: lists of param groups that differed and were joined. That is right for an optimizer, which looks up the
+            group of each parameter, if all ranks have the same one for it; and it is wrong for a plain value.
     """
 
     tree: Any
@@ -67,38 +68,68 @@ class MergedTrees(NamedTuple):
 
 def merge_trees(trees: Mapping[int, Any]) -> MergedTrees:
     """Merge the trees that ranks saved, by rank."""
-    (first, merged), *others = trees.items()
+    (_, merged), *others = trees.items()
     conflicts: Conflicts = {}
     unions: Conflicts = {}
     for rank, other in others:
         differing: list[tuple[Any, ...]] = []
         united: list[tuple[Any, ...]] = []
         merged = _merge(merged, other, (), differing, united)
-        for keys in differing:
-            conflicts.setdefault(keys, (first, rank))
-        for keys in united:
-            unions.setdefault(keys, (first, rank))
+        for found, places in ((conflicts, differing), (unions, united)):
+            for keys in places:
+                found.setdefault(keys, (_first_with(keys, trees), rank))
     return MergedTrees(merged, conflicts, unions)
 
 
+def _first_with(keys: tuple[Any, ...], trees: Mapping[int, Any]) -> int:
+    """Return the first rank whose tree has a place."""
+    for rank, tree in trees.items():
+        place = tree
+        for key in keys:
+            if isinstance(place, dict):
+                place = place.get(key, _NOWHERE)
+            else:
+                place = place[key] if isinstance(place, list | tuple) and key in range(len(place)) else _NOWHERE
+        if place is not _NOWHERE:
+            return rank
+    raise KeyError(keys)
+
+
 def _merge(
-    one: Any, other: Any, keys: tuple[Any, ...], differing: list[tuple[Any, ...]], united: list[tuple[Any, ...]]
+    one: Any,
+    other: Any,
+    keys: tuple[Any, ...],
+    differing: list[tuple[Any, ...]],
+    united: list[tuple[Any, ...]],
+    *,
+    in_list: bool = False,
 ) -> Any:
-    if isinstance(one, dict) and isinstance(other, dict):
+    if isinstance(one, dict) and isinstance(other, dict) and not (in_list and _are_values_of_others(one, other)):
         if is_state_of_optimizer(one) and is_state_of_optimizer(other):
             differing += [(*keys, "state", name) for name in _differing_states(one["state"], other["state"])]
-        both = {key: _merge(one[key], other[key], (*keys, key), differing, united) for key in one if key in other}
-        return {**other, **one, **both}
+        both = {
+            key: _merge(one[key], other[key], (*keys, key), differing, united, in_list=in_list)
+            for key in one
+            if key in other
+        }
+        return {**one, **other, **both}
     if are_equal(one, other):
         return one
     if _lists_groups(one) and _lists_groups(other):
         united.append(keys)
         return [*one, *other]  # loading uses the first group that lists a parameter
     if _holds_state(one) and type(one) is type(other) and len(one) == len(other):
-        items = [_merge(item, other[i], (*keys, i), differing, united) for i, item in enumerate(one)]
+        items = [_merge(item, other[i], (*keys, i), differing, united, in_list=True) for i, item in enumerate(one)]
         return type(one)(items)
     differing.append(keys)
     return one
+
+
+def _are_values_of_others(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Whether two mappings of plain values in a list have other keys: joined, they would be no rank's."""
+    return one.keys() != other.keys() and not any(
+        contains(tree, lambda item: isinstance(item, SavedTensor)) for tree in (one, other)
+    )
 
 
 def _holds_state(value: Any) -> bool:
@@ -115,6 +146,8 @@ def _differing_states(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[
 
 def with_other_entries(tree: Any, merged: Any) -> Any:
     """Return the tree of one rank, with the entries of mappings that only other ranks have."""
+    if _holds_state(tree) and type(tree) is type(merged) and len(tree) == len(merged):
+        return type(tree)(map(with_other_entries, tree, merged))
     if not isinstance(tree, dict) or not isinstance(merged, dict):
         return tree
     if is_state_of_optimizer(tree) and is_state_of_optimizer(merged):  # the state of a parameter is one rank's
