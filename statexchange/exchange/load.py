@@ -42,13 +42,14 @@ from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas,
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rename_hint import suggest_rename
 from statexchange.sharding.rules import renumber_names
+from statexchange.state.containers import children
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
 from statexchange.state.load_plan import NO_TREE, LoadPlan, ObjectStates, plan_load
 from statexchange.state.merged_trees import SavedTensor
 from statexchange.state.modules import WRAPPERS, is_module, module_items
 from statexchange.state.names_tree import tree_from_names
 from statexchange.state.source_names import SourceNames
-from statexchange.state.tree import children, flatten, walk
+from statexchange.state.tree import flatten, walk
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import check_writable, mark_changed, without_grad
 from statexchange.units import format_transfer

@@ -10,13 +10,14 @@ from statexchange import values
 from statexchange.errors import CorruptError, InvalidArgumentError, ReplicaError, UnsafeError
 from statexchange.exchange.catalog import Catalog, differing_text
 from statexchange.sharding.options import LoadOptions, with_dots
+from statexchange.state.containers import children
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
 from statexchange.state.load_plan import NO_TREE, ObjectStates, live_paths, live_types
 from statexchange.state.merged_trees import Conflicts, SavedTensor, UnknownValue, merge_trees, with_other_entries
 from statexchange.state.modules import is_module
 from statexchange.state.optimizers import is_optimizer, is_state_of_optimizer
 from statexchange.state.state_dict import modules_of, parameter_names
-from statexchange.state.tree import WalkStep, children, walk
+from statexchange.state.tree import WalkStep, walk
 from statexchange.storage.stored_values import decode_stored
 
 __all__ = ["LivePlaces", "SavedTree", "check_unions"]

@@ -31,10 +31,10 @@ from statexchange.processes import collector_paused
 from statexchange.settings import check_flags, check_timeout
 from statexchange.sharding import records
 from statexchange.sharding.rules import Layout
+from statexchange.state.containers import children
 from statexchange.state.describe import Description, State, describe
 from statexchange.state.leaves import is_leaf
 from statexchange.state.state_dict import encode_state
-from statexchange.state.tree import children
 from statexchange.storage.build import Build, WrittenFile
 from statexchange.storage.location import location
 from statexchange.storage.save_directory import (

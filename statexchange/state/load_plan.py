@@ -16,6 +16,15 @@ from typing import Any, NamedTuple
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
+from statexchange.state.containers import (
+    check_change,
+    children,
+    has_indices,
+    is_mutable,
+    refill,
+    with_children,
+    with_types_of,
+)
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
 from statexchange.state.megatron import Kind, MegatronTensor, holds_sharded, leaves, sharded_kind
 from statexchange.state.merged_trees import SavedTensor, UnknownValue, are_equal
@@ -30,16 +39,7 @@ from statexchange.state.optimizers import (
     state_of_optimizer,
 )
 from statexchange.state.state_dict import modules_of, parameter_names
-from statexchange.state.tree import (
-    check_change,
-    children,
-    flatten,
-    is_mutable,
-    refill,
-    walk,
-    with_children,
-    with_types_of,
-)
+from statexchange.state.tree import flatten, walk
 from statexchange.tensors import is_tensor, is_torch
 
 __all__ = [
@@ -315,7 +315,7 @@ class _Planner:
 
     def _container(self, live: Any, saved: Any, path: str, rank_tree: Any) -> Any:
         """Plan the children of a container that holds state; return it, or a new one if it cannot be changed."""
-        by_index = isinstance(live, list | tuple) and not hasattr(live, "_fields")
+        by_index = has_indices(live)
         entries = self._entries_for(live, saved, path, by_index=by_index)
         changed = {}
         items, of_rank = children(live) or {}, children(rank_tree) or {}

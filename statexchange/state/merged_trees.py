@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from statexchange import values
+from statexchange.state.containers import children
 from statexchange.state.optimizers import is_group, is_state_of_optimizer
-from statexchange.state.tree import children, contains
+from statexchange.state.tree import contains
 
 __all__ = [
     "Conflicts",

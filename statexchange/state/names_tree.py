@@ -9,6 +9,7 @@ from typing import Any
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, NotFoundError, type_text
+from statexchange.state.containers import children, has_indices
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
 from statexchange.state.load_plan import NO_TREE, ObjectStates, live_paths
 from statexchange.state.megatron import leaves, sharded_kind
@@ -26,7 +27,7 @@ from statexchange.state.source_names import (
     names_above,
 )
 from statexchange.state.state_dict import ParameterName, modules_of, parameter_names
-from statexchange.state.tree import children, walk
+from statexchange.state.tree import walk
 from statexchange.tensors import is_tensor
 
 __all__ = ["NamesTree", "tree_from_names"]
@@ -118,7 +119,7 @@ class _Builder:
             return self._plain(value, name, prefix)
         if self.entries.has_value(name):
             return self._selected(self.entries.value(name), name, value)
-        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        if has_indices(value):
             return self._modules(value, prefix) if all(map(is_module, value)) else self._list(value, name, prefix)
         return self._mapping(value, prefix)
 

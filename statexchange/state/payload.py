@@ -20,6 +20,7 @@ import torch
 
 from statexchange import values
 from statexchange.errors import UnsupportedError
+from statexchange.state.containers import with_types_of
 from statexchange.state.leaves import check_no_state_in
 from statexchange.state.optimizers import (
     hyperparameters,
@@ -29,7 +30,7 @@ from statexchange.state.optimizers import (
     state_of_optimizer,
 )
 from statexchange.state.spec import StateSpec, dense_tensor, value_kind
-from statexchange.state.tree import flatten, rebuild, with_types_of
+from statexchange.state.tree import flatten, rebuild
 from statexchange.tensors import DTYPE_NAMES, ITEMSIZE, TensorLike, numpy_dtype, same_memory
 
 __all__ = ["EncodedPayload", "PayloadReader", "encode_payload", "install_callback", "state_of"]

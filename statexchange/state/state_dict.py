@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
+from statexchange.state.containers import children, with_children
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
 from statexchange.state.megatron import Kind, MegatronTensor, sharded_kind
 from statexchange.state.modules import check_module, is_module, module_items
 from statexchange.state.optimizers import is_optimizer, optimizer_tree
-from statexchange.state.tree import children, nodes, with_children
+from statexchange.state.tree import nodes
 from statexchange.tensors import is_tensor
 
 __all__ = ["ParameterName", "encode_state", "modules_of", "parameter_names"]
