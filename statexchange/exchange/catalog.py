@@ -11,6 +11,7 @@ from statexchange.sharding.options import LoadOptions, renamed
 from statexchange.sharding.plan import HolderLabel, holders_text
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box, Shard, full_box
+from statexchange.state.modules import without_wrappers
 from statexchange.storage.byte_range import ByteRange
 
 __all__ = ["Catalog", "differing_text"]
@@ -30,7 +31,8 @@ class Catalog:
 
     If as many ranks load as have saved, `own_rank` is this rank, and its own part comes first. Otherwise `own_rank` is
     None, and the lowest rank's part comes first. `old_names` has the source's own names. `renumbered` maps the state's
-    names to the source's where a layout renumbers tensors over all ranks. `progress` is called again and again while
+    names to the source's where a layout renumbers tensors over all ranks. With `strips_wrappers` names lose what
+    torch.compile and others put into them, as those of live modules do. `progress` is called again and again while
     copies are read to be compared.
     """
 
@@ -41,11 +43,16 @@ class Catalog:
         rank: int,
         world_size: int,
         progress: Callable[[], None],
+        *,
+        strips_wrappers: bool = False,
     ) -> None:
         self._progress = progress
         self._boxes: dict[str, dict[Box, ByteRange]] = {}  # what `boxes_of` has returned
         self.source = source
         self.options = options
+        names = {tensor for file in source.files for tensor in file.tensors} if strips_wrappers else set()
+        self._wrapped = {name for name in names if without_wrappers(name) not in names | {name}}
+        self._strips_wrappers = bool(self._wrapped)
         self.layout = Layout({}) if options.layout is None else options.layout.unmatched()
         self.renumbered: Mapping[str, str] = {}
         self.world_size = world_size
@@ -98,8 +105,9 @@ class Catalog:
         return isinstance(name, str) and self.stored(name) in self._parts
 
     def new_name(self, name: str) -> str:
-        """Return the state's name of the source's tensor `name`."""
-        return renamed(name, self.options.rename) if self.options.rename else name
+        """Return the state's name of the source's tensor `name`, as `rename` gives it, and without wrappers."""
+        new = renamed(name, self.options.rename) if self.options.rename else name
+        return without_wrappers(new) if self._strips_wrappers else new
 
     def stored(self, name: str) -> str:
         """Return the name under which a tensor was written; a tied tensor was written under one of its names."""

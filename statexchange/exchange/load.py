@@ -137,8 +137,9 @@ def load_checkpoint(
             rule. A rule that renames (split, renumber) is for sources of tensors alone, such as a Hugging
             Face checkpoint, and not for what `save_checkpoint` has written.
         include: shell patterns, one or several, of the names in `state` to load, by their dotted paths:
-            ``"model.encoder.*"``, or ``"model"`` for all in it; the items of a list have their indices as names:
-            ``"optimizers.0"``. All else stays as it is, is not read, and counts as neither missing nor unexpected.
+            ``"model.encoder.*"``, or ``"model"`` for all in it; the items of a list have their indices as names,
+            ``"optimizers.0"``, and a dataclass its fields. All else stays as it is, is not read, and counts as neither
+            missing nor unexpected.
             An optimizer or another object with a state of its own, or a list of plain values, is loaded whole if
             anything in it matches, as it was saved or as it is now. It is an error if nothing at all is selected on any
             rank; one of several patterns may match nothing.
@@ -361,7 +362,9 @@ class _Load:
         texts = {} if self._conversion is None else self._conversion.texts()
         has_layout = _check_same(source, options, texts, comm)
         with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
-            catalog = Catalog(source, options, comm.rank, comm.world_size, comm.progress)
+            catalog = Catalog(
+                source, options, comm.rank, comm.world_size, comm.progress, strips_wrappers=not _has_wrapped_keys(state)
+            )
             objects = ObjectStates()
             tree = SavedTree.of(state, catalog, objects)
             if not has_layout:
@@ -575,6 +578,12 @@ def _located(path: str) -> Iterator[None]:
         raise (error if error.path is not None else error.located(path=path)) from error.__cause__
 
 
+def _has_wrapped_keys(state: Any) -> bool:
+    """Whether a mapping of the state has names with the parts of wrappers, as the state dict of a compiled model."""
+    steps = walk(state, lambda _, value: isinstance(value, Mapping) and not is_module(value))
+    return any(WRAPPERS.intersection(str(step.keys[-1]).split(".")) for step in steps if step.keys)
+
+
 def _is_left_out(left_out: Container[str], path: str) -> bool:
     """Whether a path is left out. Those of a source without a saved tree have dots before indices."""
     return path in left_out or with_dots(path) in left_out
@@ -600,7 +609,7 @@ def _source_names(catalog: Catalog) -> SourceNames:
         renamed=catalog.new_name,
         leaves_out_empty=source.kind == "dcp",
         writes_empty=source.kind in ("torch", "lightning"),
-        old_names=catalog.old_names if catalog.options.rename else {},
+        old_names=catalog.old_names,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from statexchange import values
 from statexchange.errors import CorruptError, InvalidArgumentError, ReplicaError, UnsafeError
 from statexchange.exchange.catalog import Catalog, differing_text
 from statexchange.sharding.options import LoadOptions, with_dots
-from statexchange.state.containers import children
+from statexchange.state.containers import children, dataclass_with, is_dataclass
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
 from statexchange.state.load_plan import NO_TREE, ObjectStates, live_paths, live_types
 from statexchange.state.merged_trees import Conflicts, SavedTensor, UnknownValue, merge_trees, with_other_entries
@@ -92,7 +93,7 @@ class SavedTree:
             first = with_other_entries(first, merged.tree)
         elif catalog.own_rank is None or len(trees) == 1:
             return cls(tree, NO_TREE, merged.unions, left_out, lacking)
-        rank_tree = _restricted(first, tree) if selects else first
+        rank_tree = selection.restricted(first, tree) if selects else first
         unions = {} if catalog.options.replicas == "root" else merged.unions
         return cls(tree, rank_tree, unions, left_out, lacking)
 
@@ -330,9 +331,9 @@ def _rest(path: str, within: WalkStep) -> str:
 class _Selection:
     """The part of a saved tree that `include` and `exclude` select.
 
-    Mappings are loaded by entry, and so are lists and other containers of the live state that hold state, by item. All
-    else is loaded or left whole, by the paths that it has in the saved tree and in the live state: a load of an object
-    with an excluded entry would remove that entry if it was not saved.
+    Mappings are loaded by entry, dataclasses and namedtuples by field, and lists of the live state that hold state by
+    item. All else is loaded or left whole, by the paths that it has in the saved tree and in the live state: a load of
+    an object with an excluded entry would remove that entry if it was not saved.
     """
 
     def __init__(self, state: Any, options: LoadOptions, places: LivePlaces, objects: ObjectStates) -> None:
@@ -357,7 +358,36 @@ class _Selection:
             return self.of(children(saved), path)
         if isinstance(saved, list | tuple) and live is not None and isinstance(live.value, list | tuple):
             return self._items(saved, len(live.value), path)
+        own = self._places.leaves.get(path)
+        if type(saved) is type(own) and (is_dataclass(saved) or hasattr(saved, "_fields")):
+            return self._fields(saved, own, path)
         return saved if self._wants(saved, path) else NO_TREE
+
+    def _fields(self, saved: Any, own: Any, path: str) -> Any:
+        """Return a dataclass or namedtuple of plain values with the live values of the fields that are not selected."""
+        fields = children(saved) or {}
+        kept = [name for name, value in fields.items() if not self._wants(value, f"{path}.{name}")]
+        if len(kept) == len(fields):
+            return NO_TREE
+        own_fields = children(own) or {}
+        new = {name: own_fields[name] if name in kept else value for name, value in fields.items()}
+        return dataclass_with(copy.copy(saved), new) if is_dataclass(saved) else saved._replace(**new)
+
+    def restricted(self, one: Any, selected: Any, path: str = "") -> Any:
+        """Return the tree of one rank without what was left out of `selected`, the tree of all ranks."""
+        if isinstance(one, dict) and isinstance(selected, dict):
+            return {
+                key: self.restricted(item, selected[key], f"{path}.{key}" if path else str(key))
+                for key, item in one.items()
+                if key in selected
+            }
+        if isinstance(one, list | tuple) and type(selected) is list:
+            pairs = enumerate(zip(one, selected, strict=False))
+            return [self.restricted(item, other, f"{path}[{i}]") for i, (item, other) in pairs]
+        own = self._places.leaves.get(path)
+        if type(one) is type(own) and (is_dataclass(one) or hasattr(one, "_fields")):
+            return self._fields(one, own, path)
+        return one
 
     def _items(self, saved: Sequence[Any], length: int, path: str) -> Any:
         """Return the selected items of a list that has `length` items in the live state, NO_TREE for the others.
@@ -385,15 +415,6 @@ class _Selection:
         elif path in places.leaves:
             paths += [step.path for step in walk(places.leaves[path], path=path)]
         return self._options.wants_object(paths)
-
-
-def _restricted(one: Any, selected: Any) -> Any:
-    """Return the tree of one rank without what was left out of `selected`, the tree of all ranks."""
-    if isinstance(one, dict) and isinstance(selected, dict):
-        return {key: _restricted(item, selected[key]) for key, item in one.items() if key in selected}
-    if isinstance(one, list | tuple) and type(selected) is list:
-        return [_restricted(item, other) for item, other in zip(one, selected, strict=False)]
-    return one
 
 
 def _paths_of(saved: Any) -> set[str]:

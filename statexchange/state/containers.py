@@ -17,6 +17,7 @@ from statexchange.errors import UnsupportedError, excerpt, type_text
 __all__ = [
     "check_change",
     "children",
+    "dataclass_with",
     "has_indices",
     "is_dataclass",
     "is_mutable",
@@ -130,7 +131,7 @@ def with_children(container: Any, changed: Mapping[Any, Any]) -> Any:
         UnsupportedError: the type of an immutable container does not build one from its items.
     """
     if is_dataclass(container):
-        return _dataclass_with(container, changed)
+        return dataclass_with(container, changed)
     if isinstance(container, list | MutableMapping):
         for key, child in changed.items():
             container[key] = child
@@ -165,7 +166,7 @@ def with_types_of(own: Any, decoded: Any) -> Any:
     if is_dataclass(own) and type(decoded) is type(own):
         own_fields, fields = children(own) or {}, children(decoded) or {}
         new = {name: with_types_of(own_fields.get(name), fields[name]) for name in fields}
-        return _dataclass_with(copy_apart(own), new)  # of `own`, for its attributes that are no fields
+        return dataclass_with(copy_apart(own), new)  # of `own`, for its attributes that are no fields
     return decoded
 
 
@@ -206,7 +207,12 @@ def refill(container: Any, items: Mapping[Any, Any] | list[Any]) -> None:
         container[key] = item
 
 
-def _dataclass_with(instance: Any, changed: Mapping[str, Any]) -> Any:
+def dataclass_with(instance: Any, changed: Mapping[str, Any]) -> Any:
+    """Return a dataclass with other values of fields: itself unless it is frozen. Not collective.
+
+    Raises:
+        UnsupportedError: its class refuses a value.
+    """
     frozen = type(instance).__dataclass_params__.frozen
     target = copy.copy(instance) if frozen else instance
     try:

@@ -20,6 +20,7 @@ __all__ = [
     "load_extra_state",
     "model_items",
     "module_items",
+    "without_wrappers",
 ]
 
 # The names that torch.compile, FSDP1 and activation checkpointing put into the names of parameters
@@ -78,7 +79,7 @@ def model_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
     """Return `module_items` without the count of an AveragedModel."""
     clean: dict[str, Any] = {}
     for name, value in _unwrapped(module).state_dict(keep_vars=keep_vars).items():
-        _add(clean, _clean(name), value)
+        _add(clean, without_wrappers(name), value)
     return clean
 
 
@@ -102,7 +103,7 @@ def is_plain_entry(name: str, value: Any) -> bool:
 def load_extra_state(module: Any, extra: Mapping[str, Any]) -> None:
     """Load the second mapping that `live_items` returns into a module."""
     module = _unwrapped(module)
-    entries = {name: extra[_clean(name)] for name in module.state_dict() if _clean(name) in extra}
+    entries = {name: extra[without_wrappers(name)] for name in module.state_dict() if without_wrappers(name) in extra}
     module.load_state_dict(entries, strict=False)
 
 
@@ -118,6 +119,6 @@ def layers(module: Any) -> list[Any]:
     return found
 
 
-def _clean(name: str) -> str:
+def without_wrappers(name: str) -> str:
     """Return a name without the parts that wrappers put into it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

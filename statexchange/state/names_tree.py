@@ -163,9 +163,16 @@ class _Builder:
         return is_wanted
 
     def _modules(self, live: Sequence[Any], prefix: str) -> list[dict[str, Any]]:
-        """Return the trees of a list of modules, which share one namespace or have their indices in names."""
-        shared = [self._module(module, prefix, f"{prefix}{i}.") for i, module in enumerate(live)]
-        return shared if any(shared) else [self._module(part, f"{prefix}{i}.") for i, part in enumerate(live)]
+        """Return the trees of a list of modules, which share one namespace or have their indices in names.
+
+        "0.weight" may be a name in one module or that of the first one's weight: what the source has more of counts.
+        """
+        has = self._source.has
+        names = [(i, name) for i, module in enumerate(live) for name in live_items(module)[0]]
+        with_index = sum(has(f"{prefix}{i}.{name}") for i, name in names)
+        if with_index > sum(has(f"{prefix}{name}") for _, name in names):
+            return [self._module(module, f"{prefix}{i}.") for i, module in enumerate(live)]
+        return [self._module(module, prefix, f"{prefix}{i}.") for i, module in enumerate(live)]
 
     def _mapping(self, live: Any, prefix: str) -> dict[Any, Any]:
         """Return the entries of a live mapping, namedtuple or dataclass, each by its own name."""

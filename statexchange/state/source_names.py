@@ -47,7 +47,7 @@ class SourceNames:
         renamed: returns the state's name of one of the source.
         leaves_out_empty: whether it has values, but no entries for empty mappings.
         writes_empty: whether it has entries for all empty containers.
-        old_names: the source's own names by those of the state; empty without a `rename`.
+        old_names: the source's own names by those of the state.
     """
 
     has: Callable[[str], bool]

@@ -170,8 +170,7 @@ def test_options_of_no_sense_are_refused(options: dict[str, Any], match: str, tm
 @pytest.mark.parametrize(
     ("saved", "live", "match"),
     [
-        ({"_orig_mod.l.w": 1, "_orig_mod.l.b": 1}, {"l.w": 1, "l.b": 1}, r"rename=\[\('\^_orig_mod\\\\\.', ''\)\]"),
-        ({"m._orig_mod.l.w": 1, "m._orig_mod.l.b": 1}, {"m.l.w": 1, "m.l.b": 1}, r"\('\^m\\\\\._orig_mod.*, 'm\.'\)"),
+        ({"m.net.l.w": 1, "m.net.l.b": 1}, {"m.l.w": 1, "m.l.b": 1}, r"rename=\[\('\^m\\\\\.net\\\\\.', 'm\.'\)\]"),
         ({"ema.w": 1, "model.w": 1}, {"w": 1}, r'give \{"model": state\}'),
     ],
 )
@@ -1136,3 +1135,93 @@ def test_mappings_in_lists_of_plain_values_are_not_joined(tmp_path: Path) -> Non
     run_ranks(saves, 2)
     with pytest.raises(sx.errors.ReplicaError, match=r"different values of 'l\.0'"):
         sx.load_checkpoint({"l": [{}], "w": torch.zeros(1)}, tmp_path / "save")
+
+
+# What jobs have in their files
+
+
+@dataclasses.dataclass
+class Progress:
+    epoch: int = 0
+    step: int = 0
+    best: float = 9.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    epoch: int = 0
+    best: float = 9.0
+
+
+Score = collections.namedtuple("Score", ["epoch", "best"])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"exclude": "*.best"}, (Progress(1, 10, 9.0), Frozen(1, 9.0), Score(1, 9.0))),
+        ({"include": "*.epoch"}, (Progress(1, 0, 9.0), Frozen(1, 9.0), Score(1, 9.0))),
+        ({"exclude": ["p", "f.epoch"]}, (Progress(0, 0, 9.0), Frozen(0, 0.5), Score(1, 0.5))),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fields_of_plain_values_are_selected(options: Any, expected: Any, world_size: int, tmp_path: Path) -> None:
+    def saves_and_loads() -> Any:
+        later = 100 * sx.get_rank()
+        one = {"p": Progress(1 + later, 10, 0.5), "f": Frozen(1 + later, 0.5), "n": Score(1 + later, 0.5)}
+        sx.save_checkpoint({**one, "w": torch.ones(1)}, tmp_path / "save")
+        state = {"p": Progress(), "f": Frozen(), "n": Score(0, 9.0), "w": torch.ones(1)}
+        progress = state["p"]
+        sx.load_checkpoint(state, tmp_path / "save", **options)
+        assert state["p"] is progress
+        loaded = [dataclasses.asdict(progress), dataclasses.asdict(state["f"]), state["n"]._asdict()]  # type: ignore[arg-type, attr-defined]
+        return [{name: min(value, value % 100) for name, value in one.items()} for one in loaded]
+
+    progress, frozen, score = expected
+    found = [dataclasses.asdict(progress), dataclasses.asdict(frozen), score._asdict()]
+    assert run_ranks(saves_and_loads, world_size) == [found] * world_size
+
+
+@pytest.mark.parametrize("is_dcp", [False, True])
+@pytest.mark.parametrize("options", [{}, {"include": "parts.*"}, {"strict": False}])
+def test_parts_whose_names_look_like_those_of_others_are_told_apart(options: Any, is_dcp: bool, tmp_path: Path) -> None:
+    def parts() -> list[nn.Module]:
+        return [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2))]
+
+    saved, live = parts(), parts()
+    path = tmp_path / "dcp"
+    if is_dcp:
+        dcp.save({"parts": [part.state_dict() for part in saved]}, checkpoint_id=path, no_dist=True)
+    else:
+        path = write_torch({"parts": saved}, tmp_path)
+    report = sx.load_checkpoint({"parts": live}, path, **options)
+    assert (report.missing, report.unexpected) == ((), ())
+    for one, other in zip(saved, live, strict=True):
+        assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("kind", ["model", "layer"])
+def test_files_of_compiled_models_are_loaded(kind: str, named: bool, tmp_path: Path) -> None:
+    def job() -> Any:
+        model: Any = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        if kind == "layer":
+            model[0] = torch.compile(model[0], backend="eager")
+        model = torch.compile(model, backend="eager") if kind == "model" else model
+        optimizer = torch.optim.Adam(model.named_parameters() if named else model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    saved, live = job(), job()
+    report = sx.load_checkpoint(live, write_torch(saved, tmp_path))
+    assert (report.missing, report.unexpected) == ((), ())
+    pairs = zip(saved["model"].parameters(), live["model"].parameters(), strict=True)
+    for one, other in pairs:
+        assert torch.equal(one, other)
+        assert torch.equal(saved["optimizer"].state[one]["exp_avg"], live["optimizer"].state[other]["exp_avg"])
+    dicts = {"model": {name: torch.zeros_like(value) for name, value in saved["model"].state_dict().items()}}
+    sx.load_checkpoint(dicts, tmp_path / "state.pt", include="model")
+    for name, value in saved["model"].state_dict().items():
+        assert torch.equal(dicts["model"][name], value)
