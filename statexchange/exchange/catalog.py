@@ -50,9 +50,7 @@ class Catalog:
         self._boxes: dict[str, dict[Box, ByteRange]] = {}  # what `boxes_of` has returned
         self.source = source
         self.options = options
-        names = {tensor for file in source.files for tensor in file.tensors} if strips_wrappers else set()
-        self._wrapped = {name for name in names if without_wrappers(name) not in names | {name}}
-        self._strips_wrappers = bool(self._wrapped)
+        self._strips_wrappers = strips_wrappers
         self.layout = Layout({}) if options.layout is None else options.layout.unmatched()
         self.renumbered: Mapping[str, str] = {}
         self.world_size = world_size
@@ -60,36 +58,36 @@ class Catalog:
         self._aliases: dict[str, str] = {}
         self._parts: dict[str, list[_SavedPart]] = {}
         self.old_names: dict[str, str] = {}
-        old_names = self.old_names
         for shard_file in sorted(source.files, key=lambda file: (file.rank != self.own_rank, file.rank)):
             for tensor in shard_file.tensors.values():
-                new = self._only_name(tensor.shard.name, old_names)
+                new = self._only_name(tensor.shard.name)
                 self._parts.setdefault(new, []).append(
                     _SavedPart(shard_file.rank, tensor, shard_file.path, source.label_of(shard_file))
                 )
         for name in source.others:
-            self._only_name(name, old_names)
+            self._only_name(name)
         for shard_file in source.files:
-            self._add_aliases(shard_file.aliases, old_names)
+            self._add_aliases(shard_file.aliases)
         if source.manifest is not None:
-            self._add_aliases(source.manifest.get("aliases", {}), old_names)
+            self._add_aliases(source.manifest.get("aliases", {}))
 
-    def _only_name(self, old: str, old_names: dict[str, str]) -> str:
-        """Return the state's name of an entry; raise UnsafeError if another one in `old_names` has it, too."""
+    def _only_name(self, old: str) -> str:
+        """Return the state's name of an entry; raise UnsafeError if another one has it, too."""
         new = self.new_name(old)
-        if old_names.setdefault(new, old) != old:
-            raise self._two_of_one_name(new, old_names[new], old)
+        first = self.old_names.setdefault(new, old)
+        if first != old:
+            raise self._two_of_one_name(new, first, old)
         return new
 
     def _two_of_one_name(self, new: str, first: str, second: str) -> UnsafeError:
         text = f"rename gives one name to both {first!r} and {second!r}"
         return UnsafeError(text, name=new, path=self.source.path)
 
-    def _add_aliases(self, aliases: Mapping[str, str], old_names: dict[str, str]) -> None:
+    def _add_aliases(self, aliases: Mapping[str, str]) -> None:
         """Add other names of tensors. Two of one tensor may become one name; those of two tensors may not."""
         for alias, name in aliases.items():
             new, stored = self.new_name(alias), self.new_name(name)
-            first = old_names.setdefault(new, alias)
+            first = self.old_names.setdefault(new, alias)
             if first != alias and self._aliases.get(new, new) != stored:
                 raise self._two_of_one_name(new, first, alias)
             if new != stored:

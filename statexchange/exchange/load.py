@@ -46,7 +46,7 @@ from statexchange.state.containers import children
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
 from statexchange.state.load_plan import NO_TREE, LoadPlan, ObjectStates, plan_load
 from statexchange.state.merged_trees import SavedTensor
-from statexchange.state.modules import WRAPPERS, is_module, module_items
+from statexchange.state.modules import WRAPPERS, is_module, module_items, without_wrappers
 from statexchange.state.names_tree import tree_from_names
 from statexchange.state.source_names import SourceNames
 from statexchange.state.tree import flatten, walk
@@ -362,9 +362,8 @@ class _Load:
         texts = {} if self._conversion is None else self._conversion.texts()
         has_layout = _check_same(source, options, texts, comm)
         with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
-            catalog = Catalog(
-                source, options, comm.rank, comm.world_size, comm.progress, strips_wrappers=not _has_wrapped_keys(state)
-            )
+            strips = _strips_wrappers(source, state)
+            catalog = Catalog(source, options, comm.rank, comm.world_size, comm.progress, strips_wrappers=strips)
             objects = ObjectStates()
             tree = SavedTree.of(state, catalog, objects)
             if not has_layout:
@@ -554,7 +553,7 @@ def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: Ob
         check_unions(plan.plain if tree.rank_tree is NO_TREE else (), plan.differing, catalog, tree.unions)
     plan.missing += sorted(lacking.difference(plan.missing))
     if selects:
-        places = LivePlaces.of(state)
+        places = LivePlaces.of(state) if tree is None else tree.places
         is_left_out = partial(_is_left_out, left_out)
         plan.missing = [path for path in plan.missing if not is_left_out(path) and places.may_want(path, options)]
     if tree is None:
@@ -578,10 +577,17 @@ def _located(path: str) -> Iterator[None]:
         raise (error if error.path is not None else error.located(path=path)) from error.__cause__
 
 
-def _has_wrapped_keys(state: Any) -> bool:
-    """Whether a mapping of the state has names with the parts of wrappers, as the state dict of a compiled model."""
+def _strips_wrappers(source: Source, state: Any) -> bool:
+    """Whether names of the source have parts that wrappers have put into them, and those of the state do not.
+
+    Names of live modules have none; a mapping of the state may, as the state dict of a compiled model.
+    """
+    names = {name for file in source.files for name in file.tensors}
+    if all(name == without_wrappers(name) or without_wrappers(name) in names for name in names):
+        return False
     steps = walk(state, lambda _, value: isinstance(value, Mapping) and not is_module(value))
-    return any(WRAPPERS.intersection(str(step.keys[-1]).split(".")) for step in steps if step.keys)
+    keys = (str(step.keys[-1]) for step in steps if step.keys)
+    return all(key == without_wrappers(key) for key in keys)
 
 
 def _is_left_out(left_out: Container[str], path: str) -> bool:

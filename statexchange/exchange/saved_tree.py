@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,14 +10,15 @@ from statexchange import values
 from statexchange.errors import CorruptError, InvalidArgumentError, ReplicaError, UnsafeError
 from statexchange.exchange.catalog import Catalog, differing_text
 from statexchange.sharding.options import LoadOptions, with_dots
-from statexchange.state.containers import children, dataclass_with, is_dataclass
+from statexchange.state.containers import children, is_dataclass, other_with
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
 from statexchange.state.load_plan import NO_TREE, ObjectStates, live_paths, live_types
 from statexchange.state.merged_trees import Conflicts, SavedTensor, UnknownValue, merge_trees, with_other_entries
 from statexchange.state.modules import is_module
 from statexchange.state.optimizers import is_optimizer, is_state_of_optimizer
+from statexchange.state.source_names import names_above
 from statexchange.state.state_dict import modules_of, parameter_names
-from statexchange.state.tree import WalkStep, walk
+from statexchange.state.tree import WalkStep, entry_path, walk
 from statexchange.storage.stored_values import decode_stored
 
 __all__ = ["LivePlaces", "SavedTree", "check_unions"]
@@ -36,6 +36,7 @@ class SavedTree:
         unions: lists of param groups that differ between ranks.
         left_out: the paths that the options leave out.
         lacking: the paths in mappings of plain values that `include` selects, and the save does not have.
+        places: those of the live state.
     """
 
     tree: Any
@@ -43,6 +44,7 @@ class SavedTree:
     unions: Conflicts
     left_out: frozenset[str]
     lacking: frozenset[str]
+    places: LivePlaces
 
     @classmethod
     def of(cls, state: Any, catalog: Catalog, objects: ObjectStates) -> SavedTree | None:
@@ -85,17 +87,17 @@ class SavedTree:
         _check_loaders(tree, catalog, places)
         _check_values(tree, catalog, merged.conflicts)
         selects = catalog.options.include or catalog.options.exclude
-        left_out = frozenset(_paths_of(merged.tree) - _paths_of(tree) if selects else ())
-        saved = _paths_of(merged.tree) if catalog.options.include else ()
+        saved = _paths_of(merged.tree) if selects else set()
+        left_out = frozenset(saved - _paths_of(tree) if selects else ())
         lacking = frozenset(places.lacking(saved, catalog.options))
         first = next(iter(trees.values()))
         if catalog.own_rank is None and catalog.options.replicas == "root":
             first = with_other_entries(first, merged.tree)
         elif catalog.own_rank is None or len(trees) == 1:
-            return cls(tree, NO_TREE, merged.unions, left_out, lacking)
+            return cls(tree, NO_TREE, merged.unions, left_out, lacking, places)
         rank_tree = selection.restricted(first, tree) if selects else first
         unions = {} if catalog.options.replicas == "root" else merged.unions
-        return cls(tree, rank_tree, unions, left_out, lacking)
+        return cls(tree, rank_tree, unions, left_out, lacking, places)
 
 
 def _decoded_trees(
@@ -186,7 +188,7 @@ class LivePlaces:
 
         Without `include` a mapping becomes what was saved, and loses other entries.
         """
-        for path, step in self.containers.items():
+        for path, step in self.containers.items() if options.include else ():
             if path not in saved or not isinstance(step.value, Mapping) or contains_state(step.value):
                 continue
             for key, item in step.value.items():
@@ -264,12 +266,10 @@ class _Renaming:
         2. or as many of the old keys as the path still ends with, so that what moves with its mapping keeps its keys,
            and before them the text that remains, if any, as one key.
         """
-        outer = path
-        while self._places.alike and outer:
-            if outer in self._places.alike:
-                text = "rename moves an entry of the source to a path that two keys of the state have: make both text"
-                raise UnsafeError(text, name=outer, path=self._catalog.source.path)
-            outer = outer.rpartition(".")[0]
+        alike = self._places.alike.intersection(names_above(path, ""))
+        if alike:
+            text = "rename moves an entry of the source to a path that two keys of the state have: make both text"
+            raise UnsafeError(text, name=min(alike), path=self._catalog.source.path)
         within = self._innermost(path)
         rest = _rest(path, within)
         if is_module(within.value):
@@ -351,43 +351,40 @@ class _Selection:
         live = self._places.containers.get(path)
         is_mapping = isinstance(saved, Mapping) and bool(saved or not path) and not is_state_of_optimizer(saved)
         if is_mapping and path not in self._places.units:
-            entries = {key: self.of(item, f"{path}.{key}" if path else str(key)) for key, item in saved.items()}
+            entries = {key: self.of(item, entry_path(path, key)) for key, item in saved.items()}
             selected = {key: item for key, item in entries.items() if item is not NO_TREE}
             return selected if selected or not path else NO_TREE
         if isinstance(saved, tuple) and hasattr(saved, "_fields") and live is not None:
             return self.of(children(saved), path)
         if isinstance(saved, list | tuple) and live is not None and isinstance(live.value, list | tuple):
             return self._items(saved, len(live.value), path)
-        own = self._places.leaves.get(path)
-        if type(saved) is type(own) and (is_dataclass(saved) or hasattr(saved, "_fields")):
-            return self._fields(saved, own, path)
+        if self._has_fields(saved, path):
+            return self._fields(saved, path)
         return saved if self._wants(saved, path) else NO_TREE
 
-    def _fields(self, saved: Any, own: Any, path: str) -> Any:
+    def _has_fields(self, saved: Any, path: str) -> bool:
+        """Whether this is a dataclass or namedtuple of plain values, as the live one there."""
+        is_alike = type(saved) is type(self._places.leaves.get(path))
+        return is_alike and (is_dataclass(saved) or hasattr(saved, "_fields"))
+
+    def _fields(self, saved: Any, path: str) -> Any:
         """Return a dataclass or namedtuple of plain values with the live values of the fields that are not selected."""
-        fields = children(saved) or {}
-        kept = [name for name, value in fields.items() if not self._wants(value, f"{path}.{name}")]
-        if len(kept) == len(fields):
-            return NO_TREE
-        own_fields = children(own) or {}
-        new = {name: own_fields[name] if name in kept else value for name, value in fields.items()}
-        return dataclass_with(copy.copy(saved), new) if is_dataclass(saved) else saved._replace(**new)
+        fields, own = children(saved) or {}, children(self._places.leaves[path]) or {}
+        kept = {name: own[name] for name, value in fields.items() if not self._wants(value, entry_path(path, name))}
+        return NO_TREE if len(kept) == len(fields) else other_with(saved, kept)
 
     def restricted(self, one: Any, selected: Any, path: str = "") -> Any:
         """Return the tree of one rank without what was left out of `selected`, the tree of all ranks."""
         if isinstance(one, dict) and isinstance(selected, dict):
             return {
-                key: self.restricted(item, selected[key], f"{path}.{key}" if path else str(key))
+                key: self.restricted(item, selected[key], entry_path(path, key))
                 for key, item in one.items()
                 if key in selected
             }
         if isinstance(one, list | tuple) and type(selected) is list:
             pairs = enumerate(zip(one, selected, strict=False))
             return [self.restricted(item, other, f"{path}[{i}]") for i, (item, other) in pairs]
-        own = self._places.leaves.get(path)
-        if type(one) is type(own) and (is_dataclass(one) or hasattr(one, "_fields")):
-            return self._fields(one, own, path)
-        return one
+        return self._fields(one, path) if self._has_fields(one, path) else one
 
     def _items(self, saved: Sequence[Any], length: int, path: str) -> Any:
         """Return the selected items of a list that has `length` items in the live state, NO_TREE for the others.
@@ -481,7 +478,7 @@ def _check_loaders(saved: Any, catalog: Catalog, places: LivePlaces) -> None:
         return
     loaded = _paths_of(saved)
     for path in sorted(places.loaders):
-        if path in loaded or any(_is_in(name, path) for name in loaded):
+        if any(_is_in(name, path) for name in loaded):
             leave = f"pass exclude={with_dots(path)!r} and compute the position from the step, or " if path else ""
             what = f"the data loader {path!r}" if path else "the data loader"
             raise ReplicaError(
@@ -495,7 +492,8 @@ def _check_loaders(saved: Any, catalog: Catalog, places: LivePlaces) -> None:
 def _excluding(names: Sequence[str]) -> str | list[str]:
     """Return what to pass as `exclude`: a few names, or patterns for the entries of the state that hold many."""
     while len(names) > _MOST_NAMES:
-        outer = sorted({f"{name.removesuffix('.*').rpartition('.')[0] or name.removesuffix('.*')}.*" for name in names})
+        paths = [name.removesuffix(".*") for name in names]
+        outer = sorted({f"{path.rpartition('.')[0] or path}.*" for path in paths})
         if len(outer) == len(names):
             break
         names = outer

@@ -163,12 +163,12 @@ class StoredTensor:
                 raise self._source.explained(error).located(path=self._source.path) from None
 
 
-def _box_of(box: object, name: str) -> Box:
+def _box_of(box: Any, name: str) -> Box:
     """Return a box that a caller gave; raise InvalidArgumentError unless it is one, or (offsets, shape)."""
     if isinstance(box, Box):
         return box
     try:
-        offsets, shape = (tuple(map(operator.index, sizes)) for sizes in box)  # type: ignore[attr-defined]
+        offsets, shape = (tuple(map(operator.index, sizes)) for sizes in box)
         is_box = len(offsets) == len(shape)
     except (TypeError, ValueError):
         is_box = False

@@ -17,10 +17,10 @@ from statexchange.errors import UnsupportedError, excerpt, type_text
 __all__ = [
     "check_change",
     "children",
-    "dataclass_with",
     "has_indices",
     "is_dataclass",
     "is_mutable",
+    "other_with",
     "refill",
     "with_children",
     "with_types_of",
@@ -131,7 +131,7 @@ def with_children(container: Any, changed: Mapping[Any, Any]) -> Any:
         UnsupportedError: the type of an immutable container does not build one from its items.
     """
     if is_dataclass(container):
-        return dataclass_with(container, changed)
+        return _dataclass_with(container, changed)
     if isinstance(container, list | MutableMapping):
         for key, child in changed.items():
             container[key] = child
@@ -141,6 +141,15 @@ def with_children(container: Any, changed: Mapping[Any, Any]) -> Any:
     if hasattr(container, "_fields"):
         return container._replace(**changed)
     return _built_like(container, [changed.get(index, child) for index, child in enumerate(container)])
+
+
+def other_with(container: Any, changed: Mapping[Any, Any]) -> Any:
+    """Return another container with the children in `changed`; `container` stays as it is. Not collective.
+
+    Raises:
+        UnsupportedError: the type refuses a child, or one of which no other can be made.
+    """
+    return with_children(copy_apart(container) if is_mutable(container) else container, changed)
 
 
 def with_types_of(own: Any, decoded: Any) -> Any:
@@ -166,7 +175,7 @@ def with_types_of(own: Any, decoded: Any) -> Any:
     if is_dataclass(own) and type(decoded) is type(own):
         own_fields, fields = children(own) or {}, children(decoded) or {}
         new = {name: with_types_of(own_fields.get(name), fields[name]) for name in fields}
-        return dataclass_with(copy_apart(own), new)  # of `own`, for its attributes that are no fields
+        return other_with(own, new)  # than `own`, for its attributes that are no fields
     return decoded
 
 
@@ -207,12 +216,7 @@ def refill(container: Any, items: Mapping[Any, Any] | list[Any]) -> None:
         container[key] = item
 
 
-def dataclass_with(instance: Any, changed: Mapping[str, Any]) -> Any:
-    """Return a dataclass with other values of fields: itself unless it is frozen. Not collective.
-
-    Raises:
-        UnsupportedError: its class refuses a value.
-    """
+def _dataclass_with(instance: Any, changed: Mapping[str, Any]) -> Any:
     frozen = type(instance).__dataclass_params__.frozen
     target = copy.copy(instance) if frozen else instance
     try:

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from statexchange.errors import UnsupportedError, type_text
+from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
 from statexchange.state.megatron import sharded_kind
 from statexchange.state.modules import is_module
 from statexchange.state.optimizers import is_optimizer
 from statexchange.state.tree import contains
 from statexchange.tensors import is_tensor
 
-__all__ = ["check_no_state_in", "contains_state", "is_leaf", "is_stateful"]
+__all__ = ["check_no_state_in", "contains_state", "is_leaf", "is_stateful", "state_of_object"]
 
 
 def is_stateful(value: Any) -> bool:
@@ -26,6 +26,21 @@ def is_stateful(value: Any) -> bool:
         return False
     holder = type(value) if isinstance(value, Mapping) else value
     return all(callable(getattr(holder, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def state_of_object(value: Any, path: str, advice: str) -> Any:
+    """Return what `state_dict` of an object returns. Not collective.
+
+    Raises:
+        InvalidArgumentError: it raises an error, which becomes one that names `path` and ends with `advice`.
+    """
+    try:
+        return value.state_dict()
+    except StateExchangeError:
+        raise
+    except Exception as error:
+        text = f"state_dict() of {type_text(value)} raised {excerpt(error, 200)}: {advice}"
+        raise InvalidArgumentError(text, name=path) from error
 
 
 def is_leaf(value: Any) -> bool:

@@ -25,7 +25,7 @@ from statexchange.state.containers import (
     with_children,
     with_types_of,
 )
-from statexchange.state.leaves import contains_state, is_leaf, is_stateful
+from statexchange.state.leaves import contains_state, is_leaf, is_stateful, state_of_object
 from statexchange.state.megatron import Kind, MegatronTensor, holds_sharded, leaves, sharded_kind
 from statexchange.state.merged_trees import SavedTensor, UnknownValue, are_equal
 from statexchange.state.modules import is_module, live_items, load_extra_state
@@ -86,13 +86,7 @@ class ObjectStates:
     def of(self, live: Any, path: str) -> Any:
         """Return the present state of the object at `path`; raise InvalidArgumentError if it raises an error."""
         if id(live) not in self._known:
-            try:
-                self._known[id(live)] = live, live.state_dict()
-            except StateExchangeError:
-                raise
-            except Exception as error:
-                text = f"state_dict() of {type_text(live)} raised {excerpt(error, 200)}: leave it out by exclude"
-                raise InvalidArgumentError(text, name=path) from error
+            self._known[id(live)] = live, state_of_object(live, path, "leave it out by exclude")
         return self._known[id(live)][1]
 
 
@@ -334,7 +328,9 @@ class _Planner:
                 self._add_missing([_name_at(inner)], stateful=contains_state(value))
         known = {*self._keys.live, *self.plan.unexpected} if self._keys.live else set()
         for key, value in entries.items():
-            by_key = self._names_of_keys(value) if key not in items else []
+            if key in items:
+                continue
+            by_key = self._names_of_keys(value)
             if by_key is None:
                 self._add_unexpected(path, [key])
             else:
@@ -361,8 +357,10 @@ class _Planner:
 
     def _names_of_keys(self, saved: Any) -> list[str] | None:
         """Return the names in a saved entry without a live one, if all it has are tensors that are matched by key."""
+        if not self._keys.live:
+            return None
         found = [leaf for _, leaf in flatten(saved) if leaf is not None and leaf is not NO_TREE]
-        if not self._keys.live or not all(isinstance(leaf, SavedTensor) for leaf in found):
+        if not all(isinstance(leaf, SavedTensor) for leaf in found):
             return None
         return [*dict.fromkeys(leaf.name for leaf in found)]
 
@@ -523,8 +521,10 @@ class _Planner:
         }
         if isinstance(saved, list):
             return list(new.values())
+        if type(saved) is dict:
+            return new
         with _named(path):
-            return new if type(saved) is dict else with_children(saved, new)
+            return with_children(saved, new)
 
     def _expect(self, holds: bool, wanted: str, saved: Any, path: str) -> None:
         if holds:

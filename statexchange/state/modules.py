@@ -121,4 +121,6 @@ def layers(module: Any) -> list[Any]:
 
 def without_wrappers(name: str) -> str:
     """Return a name without the parts that wrappers put into it."""
+    if not any(part in name for part in WRAPPERS):  # nearly all
+        return name
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

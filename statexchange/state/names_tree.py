@@ -27,7 +27,7 @@ from statexchange.state.source_names import (
     names_above,
 )
 from statexchange.state.state_dict import ParameterName, modules_of, parameter_names
-from statexchange.state.tree import walk
+from statexchange.state.tree import entry_path, walk
 from statexchange.tensors import is_tensor
 
 __all__ = ["NamesTree", "tree_from_names"]
@@ -114,7 +114,7 @@ class _Builder:
         if kind is not None:
             return [SavedTensor(part.key) for _, part in leaves(value) if has(part.key)]
         if is_module(value):
-            return self._module(value, prefix)
+            return self._module(live_items(value), prefix)
         if not contains_state(value):
             return self._plain(value, name, prefix)
         if self.entries.has_value(name):
@@ -139,9 +139,12 @@ class _Builder:
         has_entries = children(value) is not None or (is_leaf(value) and not is_tensor(value))
         return self._wants(name) or (has_entries and self._source.options.may_want(name))
 
-    def _module(self, module: Any, prefix: str, at: str = "") -> dict[str, Any]:
-        """Return a module's tree. Patterns may have its names in the source, or those after its place, `at`."""
-        live, rest = live_items(module)
+    def _module(self, items: tuple[dict[str, Any], dict[str, Any]], prefix: str, at: str = "") -> dict[str, Any]:
+        """Return the tree of a module by its `live_items`.
+
+        Patterns may have its names in the source, or those after its place, `at`.
+        """
+        live, rest = items
         wanted = {name for name in (*live, *rest) if self._wants_of_module(name, prefix, at or prefix)}
         has = self._source.has
         tree: dict[str, Any] = {
@@ -167,12 +170,12 @@ class _Builder:
 
         "0.weight" may be a name in one module or that of the first one's weight: what the source has more of counts.
         """
-        has = self._source.has
-        names = [(i, name) for i, module in enumerate(live) for name in live_items(module)[0]]
+        has, modules = self._source.has, list(map(live_items, live))
+        names = [(i, name) for i, (tensors, _) in enumerate(modules) for name in tensors]
         with_index = sum(has(f"{prefix}{i}.{name}") for i, name in names)
         if with_index > sum(has(f"{prefix}{name}") for _, name in names):
-            return [self._module(module, f"{prefix}{i}.") for i, module in enumerate(live)]
-        return [self._module(module, prefix, f"{prefix}{i}.") for i, module in enumerate(live)]
+            return [self._module(items, f"{prefix}{i}.") for i, items in enumerate(modules)]
+        return [self._module(items, prefix, f"{prefix}{i}.") for i, items in enumerate(modules)]
 
     def _mapping(self, live: Any, prefix: str) -> dict[Any, Any]:
         """Return the entries of a live mapping, namedtuple or dataclass, each by its own name."""
@@ -229,10 +232,10 @@ class _Builder:
             return saved
         own = {} if is_leaf(live) else children(live) or {}
         if isinstance(saved, Mapping) and saved and not _is_unit(live):
-            entries = {key: self._selected(item, _inside(name, key), own.get(key)) for key, item in saved.items()}
+            entries = {key: self._selected(item, entry_path(name, key), own.get(key)) for key, item in saved.items()}
             return {key: item for key, item in entries.items() if item is not _ABSENT} or self._leave_out(name)
         if isinstance(saved, list | tuple) and len(saved) == len(own) and contains_state(live) and not is_leaf(live):
-            items = [self._selected(item, _inside(name, i), own.get(i)) for i, item in enumerate(saved)]
+            items = [self._selected(item, entry_path(name, i), own.get(i)) for i, item in enumerate(saved)]
             items = [NO_TREE if item is _ABSENT else item for item in items]
             return self._leave_out(name) if all(item is NO_TREE for item in items) else items
         paths = [step.path for step in walk(saved, path=name)]
@@ -319,11 +322,6 @@ class _Builder:
             text += "by exclude"
             raise InvalidArgumentError(text, name=name)
         return items
-
-
-def _inside(name: str, key: object) -> str:
-    """Return the name of an entry of what is called `name`."""
-    return f"{name}.{key}" if name else str(key)
 
 
 def _is_unit(live: Any) -> bool:

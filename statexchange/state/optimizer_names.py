@@ -245,9 +245,9 @@ class OptimizerNames:
         return None
 
     def _labels_by_old_names(self, names: Sequence[str], labels: Mapping[int, str]) -> dict[str, str] | None:
-        """Return labels by a source's names for parameters, where `rename` has given their tensors other names.
+        """Return labels by a source's names for parameters, which lead to the live ones by the tensors of the model.
 
-        The names are those of the tensors in the source after one beginning, that of the module. None if they are not.
+        They are the names of these tensors in the source after one beginning, that of the module. None if they are not.
         """
         known: dict[str, str] = {}  # labels by the source's names of the tensors
         for key, label in labels.items():

@@ -7,17 +7,15 @@ Megatron-Core's ShardedTensors are named by their keys, wherever in the state th
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
-from statexchange.state.containers import children, with_children
-from statexchange.state.leaves import contains_state, is_leaf, is_stateful
+from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
+from statexchange.state.containers import children, is_dataclass, other_with, with_children
+from statexchange.state.leaves import contains_state, is_leaf, is_stateful, state_of_object
 from statexchange.state.megatron import Kind, MegatronTensor, sharded_kind
 from statexchange.state.modules import check_module, is_module, module_items
 from statexchange.state.optimizers import is_optimizer, optimizer_tree
@@ -117,18 +115,12 @@ def _plain(value: Any, path: str, context: _Context, depth: int = 0, owner: Any 
     if is_optimizer(value):
         return state_of(optimizer_tree(value, context.names, path.removeprefix(".")))
     if is_stateful(value):
-        try:
-            state = value.state_dict()
-        except StateExchangeError:
-            raise
-        except Exception as error:
-            text = f"state_dict() of {type_text(value)} raised {excerpt(error, 200)}: leave it out of the state"
-            raise InvalidArgumentError(text, name=path.removeprefix(".")) from error
+        state = state_of_object(value, path.removeprefix("."), "leave it out of the state")
         if not isinstance(state, Mapping):
             text = f"state_dict() of {type_text(value)} returned {type_text(state)}: only a mapping can be loaded again"
             raise UnsupportedError(text, name=path.removeprefix("."))
         return state_of(state)
-    if isinstance(value, Mapping) and dataclasses.is_dataclass(value):
+    if isinstance(value, Mapping) and is_dataclass(value):
         text = f"{type_text(value)} here is both a mapping and a dataclass, whose entries may differ: give a dict of it"
         raise UnsupportedError(text, name=path.removeprefix("."))
     if isinstance(value, Mapping):
@@ -136,13 +128,13 @@ def _plain(value: Any, path: str, context: _Context, depth: int = 0, owner: Any 
     found = children(value)
     if found is None:
         return value
-    if dataclasses.is_dataclass(value) and not contains_state(value):
+    if is_dataclass(value) and not contains_state(value):
         return value
     items = {key: inner(item, key) for key, item in found.items()}
     if isinstance(value, list):
         return list(items.values())
-    if owner is not None and dataclasses.is_dataclass(value):  # the owner loads it as what it was
-        return with_children(copy.copy(value), items)
+    if owner is not None and is_dataclass(value):  # the owner loads it as what it was
+        return other_with(value, items)
     # Other containers become mappings: `with_children` would change a mutable one, which belongs to the live state.
     if not isinstance(value, tuple):
         return items

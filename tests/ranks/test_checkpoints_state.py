@@ -171,11 +171,10 @@ def test_a_stateful_data_loader_goes_on_where_its_rank_was(apart: int, tmp_path:
 def test_a_data_loader_in_a_list_or_of_a_derived_class_is_found(tmp_path: Path) -> None:
     base = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
-    class Derived(base):  # type: ignore[misc, valid-type]
-        pass
+    derived = type("Derived", (base,), {})
 
     def state() -> dict[str, Any]:
-        return {"loaders": [base(range(4)), Derived(range(4))], "step": 0}
+        return {"loaders": [base(range(4)), derived(range(4))], "step": 0}
 
     run_ranks(lambda: sx.save_checkpoint(state(), tmp_path / "save"), 2)
     for others, found in (((), "0"), (["loaders.0"], "1")):

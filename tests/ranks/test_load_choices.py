@@ -1,4 +1,4 @@
-"""What a load makes of renames, of patterns and of a user's own containers: what is asked for, or a refusal by name.
+"""Renames, patterns and a user's own containers in a load: what is asked for, or a refusal by name.
 
 A refused load changes nothing.
 """
@@ -50,8 +50,8 @@ WRITERS = [write_save, write_torch]
 class Counted:
     """An object with a state, which takes what it is given."""
 
-    def __init__(self, **values: int) -> None:
-        self.values: dict[str, Any] = values
+    def __init__(self, **values: Any) -> None:
+        self.values = values
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.values)
@@ -291,29 +291,38 @@ def test_the_order_of_a_mapping_stays(tmp_path: Path) -> None:
 # A user's own containers
 
 
-class Box(MutableMapping[str, Any]):
+class Holding(Mapping[str, Any]):
     """A mapping that keeps its items in an attribute, and does not say how it is copied."""
 
+    shown = "Fields"
+
     def __init__(self, items: dict[str, Any]) -> None:
-        self.items_of_it = items
+        self.own_items = items
+
+    def held(self) -> dict[str, Any]:
+        return self.own_items
 
     def __getitem__(self, key: str) -> Any:
-        return self.items_of_it[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.items_of_it[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self.items_of_it[key]
+        return self.held()[key]
 
     def __iter__(self) -> Any:
-        return iter(self.items_of_it)
+        return iter(self.held())
 
     def __len__(self) -> int:
-        return len(self.items_of_it)
+        return len(self.held())
 
     def __repr__(self) -> str:
-        return f"Box({self.items_of_it})"
+        return f"{self.shown}({self.held()})"
+
+
+class Box(Holding, MutableMapping[str, Any]):
+    shown = "Box"
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.held()[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.held()[key]
 
 
 class Store:
@@ -327,8 +336,7 @@ class Kept(Box):
     def __init__(self, items: dict[str, Any]) -> None:
         self.store = Store(items)
 
-    @property
-    def items_of_it(self) -> dict[str, Any]:  # type: ignore[override]
+    def held(self) -> dict[str, Any]:
         return self.store.items
 
 
@@ -344,23 +352,11 @@ class ReadOnly(dict[str, Any]):
         raise TypeError("read only")
 
 
-class Fields(Mapping[str, Any]):
+class Fields(Holding):
     """A mapping that cannot be changed, nor made from a mapping."""
 
     def __init__(self, **items: Any) -> None:
-        self.items_of_it = items
-
-    def __getitem__(self, key: str) -> Any:
-        return self.items_of_it[key]
-
-    def __iter__(self) -> Any:
-        return iter(self.items_of_it)
-
-    def __len__(self) -> int:
-        return len(self.items_of_it)
-
-    def __repr__(self) -> str:
-        return f"Fields({self.items_of_it})"
+        super().__init__(items)
 
 
 class Pair(tuple[Any, ...]):
@@ -446,18 +442,18 @@ def test_keys_that_stay_are_not_removed_in_between(tmp_path: Path) -> None:
 
 def test_a_load_that_is_refused_elsewhere_changes_no_container(tmp_path: Path) -> None:
     boxes = {"k": Box({"x": 1})}
-    path = write_save({"b": Counted(**boxes), "i": Indexed(a=1), "w": torch.ones(1)}, tmp_path)  # type: ignore[arg-type]
-    state = {"b": Counted(k=Box({"x": 0, "old": 5})), "i": Indexed(a=7), "w": torch.ones(2)}  # type: ignore[arg-type]
+    path = write_save({"b": Counted(**boxes), "i": Indexed(a=1), "w": torch.ones(1)}, tmp_path)
+    state: dict[str, Any] = {"b": Counted(k=Box({"x": 0, "old": 5})), "i": Indexed(a=7), "w": torch.ones(2)}
     state["in"] = {"i": state["i"]}
     before = repr(state)
     with pytest.raises(sx.StateExchangeError):
         sx.load_checkpoint(state, path)
-    assert (repr(state), state["i"].keys_of) == (before, {7: "a"})  # type: ignore[attr-defined]
+    assert (repr(state), state["i"].keys_of) == (before, {7: "a"})
     state["w"] = torch.zeros(1)
     del state["in"]
     sx.load_checkpoint(state, path)
     assert repr(state) == "{'b': Counted({'k': Box({'x': 1})}), 'i': {'a': 1}, 'w': tensor([1.])}"
-    assert state["i"].keys_of == {1: "a"}  # type: ignore[attr-defined]
+    assert state["i"].keys_of == {1: "a"}
 
 
 def test_a_read_only_mapping_of_the_same_values_stays(tmp_path: Path) -> None:
@@ -478,14 +474,14 @@ class Dotted(dict[str, Any]):
     """The keys are attributes, and any attribute that it has not is None."""
 
     __getattr__ = dict.get
-    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]  # the common recipe, of other argument names
 
 
 class Attributed(dict[str, Any]):
     """The keys are attributes, and another one is a KeyError."""
 
     __getattr__ = dict.__getitem__
-    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]  # the common recipe, of other argument names
 
 
 class History(list[Any]):
@@ -679,7 +675,7 @@ def test_root_gives_its_shape_too(tmp_path: Path) -> None:
 def test_a_huge_index_in_a_name_is_no_index(tmp_path: Path) -> None:
     path = write_torch({"o": {"l": {"9" * 5000: torch.ones(1)}}}, tmp_path)
     with pytest.raises(sx.errors.InvalidArgumentError, match="a list without their keys"):
-        sx.load_checkpoint({"o": Counted(l=[1, 2])}, path)  # type: ignore[arg-type]
+        sx.load_checkpoint({"o": Counted(l=[1, 2])}, path)
 
 
 @pytest.mark.parametrize(("state", "kind"), [([1, 2], "a list"), ("abc", "a str"), (3, "an int")])
@@ -692,7 +688,8 @@ def test_a_state_that_holds_nothing_is_refused(state: Any, kind: str, tmp_path: 
 def test_an_iterator_of_patterns_is_used_once(tmp_path: Path) -> None:
     path = write_save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path)
     state = {"a": torch.zeros(1), "b": torch.zeros(1)}
-    sx.load_checkpoint(state, path, include=iter(["a"]))  # type: ignore[arg-type]
+    patterns: Any = iter(["a"])
+    sx.load_checkpoint(state, path, include=patterns)
     assert (state["a"].item(), state["b"].item()) == (1, 0)
 
 
@@ -839,8 +836,8 @@ def test_renamed_tensors_lead_to_the_parameters_that_a_source_names(tmp_path: Pa
     def job(prefix: str, order: str, *, named: bool) -> Any:
         model = nn.ModuleDict({prefix + key: nn.Linear(1, 1, bias=False) for key in "ab"})
         parameters = [(f"{prefix}{key}.weight", model[prefix + key].weight) for key in order]
-        given = parameters if named else [parameter for _, parameter in parameters]
-        return model, torch.optim.SGD(given, lr=0.1, momentum=0.9)  # type: ignore[arg-type]
+        given: Any = parameters if named else [parameter for _, parameter in parameters]
+        return model, torch.optim.SGD(given, lr=0.1, momentum=0.9)
 
     def momenta(model: Any, optimizer: Any, names: list[str]) -> list[float]:
         return [optimizer.state[model[name].weight]["momentum_buffer"].item() for name in names]
@@ -867,7 +864,7 @@ def test_renamed_tensors_lead_to_the_parameters_that_a_source_names(tmp_path: Pa
 @pytest.mark.parametrize("write", WRITERS)
 def test_empty_containers_of_the_live_state_go_if_they_were_not_saved(write: Write, tmp_path: Path) -> None:
     path = write({"h": [{"a": 5}], "k": {2: 5}, "o": Counted(n=5)}, tmp_path)
-    state = {"h": [{"a": 1}, {}], "k": {1: {}, 2: 3}, "o": Counted(n=1, seen={})}  # type: ignore[arg-type]
+    state = {"h": [{"a": 1}, {}], "k": {1: {}, 2: 3}, "o": Counted(n=1, seen={})}
     sx.load_checkpoint(state, path)
     assert repr(state) == "{'h': [{'a': 5}], 'k': {2: 5}, 'o': Counted({'n': 5})}"
     if write is write_torch:
@@ -972,9 +969,10 @@ def test_tensors_that_only_one_rank_has_in_a_list_are_loaded(replicas: Any, tmp_
 def test_what_is_left_out_in_a_list_is_not_missing(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     path = write_torch({"l": [{"opt": trained(model), "m": model}], "t": [{"w": torch.ones(1), "v": [1]}]}, tmp_path)
-    state = {"l": [{"opt": torch.optim.Adam(model.parameters()), "m": model}], "t": [{"w": torch.zeros(1), "v": [0]}]}
+    loaded: dict[str, Any] = {"opt": torch.optim.Adam(model.parameters()), "m": model}
+    state = {"l": [loaded], "t": [{"w": torch.zeros(1), "v": [0]}]}
     sx.load_checkpoint(state, path, exclude=["l.0.opt.state.*.exp_avg", "t.0.v.0"])
-    assert not state["l"][0]["opt"].state  # type: ignore[union-attr]
+    assert not loaded["opt"].state
     assert repr(state["t"]) == "[{'w': tensor([1.]), 'v': [0]}]"
 
 
@@ -1104,8 +1102,7 @@ class Layered(Box):
     def __init__(self, *layers: dict[str, Any]) -> None:
         self.layers = list(layers)
 
-    @property
-    def items_of_it(self) -> dict[str, Any]:  # type: ignore[override]
+    def held(self) -> dict[str, Any]:
         return {key: value for layer in self.layers[::-1] for key, value in layer.items()}
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -1170,11 +1167,11 @@ def test_fields_of_plain_values_are_selected(options: Any, expected: Any, world_
         later = 100 * sx.get_rank()
         one = {"p": Progress(1 + later, 10, 0.5), "f": Frozen(1 + later, 0.5), "n": Score(1 + later, 0.5)}
         sx.save_checkpoint({**one, "w": torch.ones(1)}, tmp_path / "save")
-        state = {"p": Progress(), "f": Frozen(), "n": Score(0, 9.0), "w": torch.ones(1)}
+        state: dict[str, Any] = {"p": Progress(), "f": Frozen(), "n": Score(0, 9.0), "w": torch.ones(1)}
         progress = state["p"]
         sx.load_checkpoint(state, tmp_path / "save", **options)
         assert state["p"] is progress
-        loaded = [dataclasses.asdict(progress), dataclasses.asdict(state["f"]), state["n"]._asdict()]  # type: ignore[arg-type, attr-defined]
+        loaded = [dataclasses.asdict(progress), dataclasses.asdict(state["f"]), state["n"]._asdict()]
         return [{name: min(value, value % 100) for name, value in one.items()} for one in loaded]
 
     progress, frozen, score = expected
