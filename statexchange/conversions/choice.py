@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -34,7 +35,7 @@ def choose_conversion(convert: Convert, read: Callable[[str], object]) -> Conver
         raise InvalidArgumentError(f"convert must be a name, a path or a mapping, not {excerpt(convert)}")
     name = convert.removeprefix(INVERSE)
     if name in BUILTIN:
-        rules = ConversionRules.parse(BUILTIN[name], name)
+        rules = _built_in(name)
     elif name.endswith(".json"):
         rules = ConversionRules.parse(read(name), name)
     else:
@@ -47,12 +48,17 @@ def conversion_of(names: Collection[str]) -> str | None:
     """Return the built-in conversion that has a rule for each name of a model with layers; None if there is none."""
     if not any(".layers." in f".{name}" for name in names):
         return None
-    for known, content in BUILTIN.items():
-        conversion = ConversionRules.parse(content, known)
+    for known in BUILTIN:
+        conversion = _built_in(known)
         # Most models have names of other families: their first name shows it.
         if not unknown_names(conversion, [next(iter(names))]) and not unknown_names(conversion, names):
             return known
     return None
+
+
+@functools.cache
+def _built_in(name: str) -> ConversionRules:
+    return ConversionRules.parse(BUILTIN[name], name)
 
 
 def check_numbers(numbers: object, convert: object) -> dict[str, int]:

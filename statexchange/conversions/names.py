@@ -42,6 +42,10 @@ class NamePattern:
         return frozenset(name for name, _ in _PLACEHOLDER.findall(self.text))
 
     @cached_property
+    def _start(self) -> str:
+        return self.text.partition("{")[0]
+
+    @cached_property
     def _regex(self) -> re.Pattern[str]:
         parts = []
         end = 0
@@ -55,6 +59,8 @@ class NamePattern:
 
     def match(self, name: str) -> dict[str, str] | None:
         """Return what the placeholders stand for in a name; None if the name does not match."""
+        if not name.startswith(self._start):  # most names: then the expression is not even compiled
+            return None
         found = self._regex.fullmatch(name)
         return None if found is None else found.groupdict()
 
