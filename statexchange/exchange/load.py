@@ -548,7 +548,8 @@ def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: Ob
     if saved is NO_TREE:
         return LoadPlan()
     with _located(catalog.source.path):
-        plan = plan_load(state, saved, allocate, objects, stays, rank_tree)
+        old_names = None if tree is None else catalog.old_names
+        plan = plan_load(state, saved, allocate, objects, stays, rank_tree, old_names)
     if tree is not None:
         check_unions(plan.plain if tree.rank_tree is NO_TREE else (), plan.differing, catalog, tree.unions)
     plan.missing += sorted(lacking.difference(plan.missing))
@@ -688,7 +689,12 @@ def _check_names(plan: LoadPlan, catalog: Catalog) -> None:
 
 
 def _hint(plan: LoadPlan, catalog: Catalog) -> str:
-    """Return advice if the source has all missing names under one prefix, or without theirs, else ""."""
+    """Return advice if the source has names for an optimizer's parameters, or the missing ones with another prefix."""
+    if plan.nameless:
+        return (
+            f"the source has the parameters of {min(plan.nameless)!r} by their names in the state that was saved: "
+            "give the state what has these parameters, too, under the same name; exclude leaves it as it is"
+        )
     prefixes = dict.fromkeys(name.split(".", 1)[0] for name in catalog if "." in name)
     for prefix in sorted(prefixes, key=lambda prefix: (prefix != "model", prefix not in SECTIONS)):
         if plan.missing and prefix not in WRAPPERS and all(f"{prefix}.{name}" in catalog for name in plan.missing):

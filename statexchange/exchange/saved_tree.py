@@ -17,7 +17,7 @@ from statexchange.state.merged_trees import Conflicts, SavedTensor, UnknownValue
 from statexchange.state.modules import is_module
 from statexchange.state.optimizers import is_optimizer, is_state_of_optimizer
 from statexchange.state.source_names import names_above
-from statexchange.state.state_dict import modules_of, parameter_names
+from statexchange.state.state_dict import parameter_names
 from statexchange.state.tree import WalkStep, entry_path, walk
 from statexchange.storage.stored_values import decode_stored
 
@@ -342,7 +342,7 @@ class _Selection:
         self._objects = objects
         self._names: dict[int, str] = {}
         if options.include or options.exclude:
-            self._names = {key: name.in_state for key, name in parameter_names(modules_of(state)).items()}
+            self._names = {key: name.in_state for key, name in parameter_names(state).items()}
 
     def of(self, saved: Any, path: str = "") -> Any:
         """Return what is selected of the saved tree at `path`; NO_TREE if that is nothing."""

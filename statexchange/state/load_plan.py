@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from statexchange import values
@@ -29,6 +30,7 @@ from statexchange.state.leaves import contains_state, is_leaf, is_stateful, stat
 from statexchange.state.megatron import Kind, MegatronTensor, holds_sharded, leaves, sharded_kind
 from statexchange.state.merged_trees import SavedTensor, UnknownValue, are_equal
 from statexchange.state.modules import is_module, live_items, load_extra_state
+from statexchange.state.numbered_parameters import NumberedParameters, check_fits
 from statexchange.state.optimizers import (
     hyperparameters,
     install_optimizer,
@@ -38,7 +40,8 @@ from statexchange.state.optimizers import (
     optimizer_tree,
     state_of_optimizer,
 )
-from statexchange.state.state_dict import modules_of, parameter_names
+from statexchange.state.source_names import is_index
+from statexchange.state.state_dict import ParameterName, parameter_names
 from statexchange.state.tree import flatten, walk
 from statexchange.tensors import is_tensor, is_torch
 
@@ -144,6 +147,7 @@ class LoadPlan:
         num_values: the number of plain values, and of mappings and lists of such values, that were saved.
         plain: the paths of these, and of states that objects load themselves.
         differing: the paths of param groups that ranks saved with different values for one parameter.
+        nameless: the paths of optimizers whose parameters have names in the source, and only numbers in the live state.
     """
 
     targets: list[LoadTarget] = field(default_factory=list)
@@ -154,6 +158,7 @@ class LoadPlan:
     num_values: int = 0
     plain: set[str] = field(default_factory=set)
     differing: set[str] = field(default_factory=set)
+    nameless: set[str] = field(default_factory=set)
 
     @property
     def is_empty(self) -> bool:
@@ -173,6 +178,7 @@ def plan_load(
     objects: ObjectStates,
     stays: Stays | None = None,
     rank_tree: Any = NO_TREE,
+    old_names: Mapping[str, str] | None = None,
 ) -> LoadPlan:
     """Plan how `state` becomes the decoded tree `saved`. Not collective; nothing is changed yet.
 
@@ -187,13 +193,14 @@ def plan_load(
         rank_tree: the tree of one rank: of this one if as many ranks load as have saved. `saved`, which has what any
             rank has, decides what exists. Plain values and the states of objects and parameters are those of
             `rank_tree`, where it has them.
+        old_names: the source's own names of tensors by those of the state, where optimizers may have been saved with
+            numbers for parameters; None if `saved` has the names or numbers of the live parameters.
 
     Raises:
         InvalidArgumentError: something cannot be changed in place, or was saved as another kind; names the path.
         UnsupportedError: a value has a type that the live state does not have; names the path.
     """
-    names = {key: name.in_state for key, name in parameter_names(modules_of(state)).items()}
-    planner = _Planner(allocate, names, _ShardedKeys.of(state, saved), objects, stays)
+    planner = _Planner(allocate, parameter_names(state), _ShardedKeys.of(state, saved), objects, stays, old_names)
     if planner.visit(state, saved, "", rank_tree) is not state:
         raise InvalidArgumentError(
             f"the state is {type_text(state)}, which cannot be changed in place: give a mapping that holds it"
@@ -226,14 +233,16 @@ class _Planner:
     def __init__(
         self,
         allocate: Allocate,
-        names: Mapping[int, str],
+        parameters: Mapping[int, ParameterName],
         keys: _ShardedKeys,
         objects: ObjectStates,
         stays: Stays | None,
+        old_names: Mapping[str, str] | None,
     ) -> None:
         self.plan = LoadPlan()
         self._allocate = allocate
-        self._names = names
+        self._parameters = parameters
+        self._old_names = old_names
         self._keys = keys
         self._objects = objects
         self._hyperparameters: dict[int, Any] = {}  # live ones by id
@@ -399,8 +408,15 @@ class _Planner:
     def _optimizer(self, optimizer: Any, saved: Any, path: str, rank_tree: Any) -> None:
         """Plan an optimizer: each parameter gets its state and its group's hyperparameters, by name."""
         self._expect(is_state_of_optimizer(saved), "an optimizer", saved, path)
-        parameters = named_parameters(optimizer, self._names)
+        in_state = {key: name.in_state for key, name in self._parameters.items()}
+        parameters = named_parameters(optimizer, in_state)
         entries = _SavedEntries.of(saved, rank_tree)
+        is_numbered = self._old_names is not None and entries.are_numbered
+        if is_numbered:
+            numbered = entries.numbered(self._old_names or {}, _name_at(path))
+            entries = entries.relabelled(numbered.labels(optimizer, parameters, self._parameters))
+        elif entries.groups and parameters and not entries.are_numbered and all(map(is_index, parameters)):
+            self.plan.nameless.add(_name_at(path))
         if entries.differ:
             self.plan.differing.add(_name_at(f"{path}.param_groups"))
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -415,6 +431,8 @@ class _Planner:
                 if name in entries.state:
                     place = Place(optimizer.state.get(parameter), parameter=parameter, parameter_name=name)
                     states[parameter] = self._parameter_state(entries.state[name], path, place, on_host=on_host)
+                    if is_numbered:
+                        _check_numbered(states[parameter], place, f"{path}.state.{name}")
         for key, shared in entries.shared.items():  # state of the optimizer, not of a parameter
             _check_known(key, f"{path}.state")
             states[key] = self._filled(shared, f"{path}.state.{key}", Place(optimizer.state.get(key)))
@@ -559,6 +577,26 @@ class _SavedEntries:
     differ: bool
     num_empty: int
 
+    @property
+    def are_numbered(self) -> bool:
+        """Whether the parameters have numbers for names."""
+        return bool(self.groups) and all(map(is_index, self.groups))
+
+    def numbered(self, old_names: Mapping[str, str], path: str) -> NumberedParameters:
+        """Return the numbers of the parameters, by group, and the names that the groups have for them."""
+        by_group: dict[int, list[str]] = {}
+        names: dict[int, list[str]] = {}
+        for number, group in self.groups.items():
+            by_group.setdefault(id(group), []).append(number)
+            if isinstance(group.get("param_names"), list):
+                names[id(group)] = list(map(str, group["param_names"]))
+        return NumberedParameters([*by_group.values()], [*itertools.chain(*names.values())], old_names, path)
+
+    def relabelled(self, labels: Mapping[str, str]) -> _SavedEntries:
+        """Return the entries with labels for the names of the parameters."""
+        groups, state = ({labels.get(name, name): one[name] for name in one} for one in (self.groups, self.state))
+        return replace(self, groups=groups, state=state)
+
     @classmethod
     def of(cls, saved: Mapping[str, Any], rank_tree: Any) -> _SavedEntries:
         """Sort the entries of an optimizer's saved tree; those of `rank_tree` come before those of other ranks."""
@@ -586,6 +624,13 @@ class _SavedEntries:
             differ,
             len(empty_groups),
         )
+
+
+def _check_numbered(state: Any, place: Place, path: str) -> None:
+    """Raise InvalidArgumentError if the state of a parameter, found by its number, does not fit it."""
+    for key, tensor in state.items() if isinstance(state, Mapping) else ():
+        if is_tensor(tensor):
+            check_fits(key, tuple(tensor.shape), place.parameter, place.parameter_name, _name_at(f"{path}.{key}"))
 
 
 def _load_object(live: Any, load: Callable[[Any], object], state: Any, path: str) -> None:

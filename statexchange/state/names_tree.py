@@ -26,7 +26,7 @@ from statexchange.state.source_names import (
     is_index,
     names_above,
 )
-from statexchange.state.state_dict import ParameterName, modules_of, parameter_names
+from statexchange.state.state_dict import ParameterName, parameter_names
 from statexchange.state.tree import entry_path, walk
 from statexchange.tensors import is_tensor
 
@@ -70,7 +70,7 @@ def tree_from_names(state: Any, source: SourceNames, objects: ObjectStates) -> N
     """
     if not isinstance(state, Mapping) and not contains_state(state):
         raise InvalidArgumentError(f"the state is {type_text(state)}: give modules, optimizers or mappings")
-    builder = _Builder(source, parameter_names(modules_of(state)), objects)
+    builder = _Builder(source, parameter_names(state), objects)
     tree = builder.entry(state, "")
     if tree is _ABSENT and isinstance(state, Mapping) and not is_leaf(state):
         tree = {}
@@ -93,7 +93,7 @@ class _Builder:
         self._source = source
         self._optimizers = OptimizerNames(source, self.entries, parameters)
         in_state = {key: name.in_state for key, name in parameters.items()}
-        in_module = {key: name.in_module for key, name in parameters.items()}
+        in_module = {key: name.in_modules[0] for key, name in parameters.items()}
         self._parameter_names: list[Mapping[int, str]] = [in_state, in_module, {}]
         self._objects = objects
         self._in_unit = False

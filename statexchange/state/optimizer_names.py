@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from statexchange.errors import CorruptError, InvalidArgumentError, excerpt, type_text
+from statexchange.errors import CorruptError, InvalidArgumentError, type_text
 from statexchange.state.merged_trees import SavedTensor
-from statexchange.state.optimizers import (
-    hyperparameters,
-    labelled_parameters,
-    named_parameters,
-    optimizer_tree,
-    parameters_of,
-)
+from statexchange.state.numbered_parameters import NumberedParameters, check_fits
+from statexchange.state.optimizers import hyperparameters, named_parameters, optimizer_tree, parameters_of
 from statexchange.state.source_names import Entries, SourceNames, by_first, by_number, is_index, is_text
 from statexchange.state.state_dict import ParameterName
 from statexchange.tensors import is_torch
 
 __all__ = ["OptimizerNames"]
-
-# States of an optimizer that have the shape of their parameter.
-_OF_PARAMETERS_SHAPE = {
-    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf", "square_avg", "grad_avg", "acc_delta"),
-    *("sum", "prev", "step_size", "ax"),
-}
-_OF_FACTORED_SHAPE = {"row_var", "col_var"}  # Adafactor: 1 in the dim over which it is a mean
 
 
 class OptimizerNames:
@@ -44,18 +32,20 @@ class OptimizerNames:
         twice: set[str] = set()
         for parameter in parameters_of(optimizer):
             if id(parameter) in self._parameters:
-                in_module = self._parameters[id(parameter)].in_module
-                if known.setdefault(in_module, parameter) is not parameter:
-                    twice.add(in_module)
+                for name in self._parameters[id(parameter)].in_modules:
+                    if known.setdefault(name, parameter) is not parameter:
+                        twice.add(name)
         if self._is_numbered(states, groups, known):
             return self._numbered(optimizer, prefix, states, groups, named_parameters(optimizer, names))
-        if twice:
+        used = {*_by_owner(states, known), *self._listed_names(prefix, groups), *_by_owner(groups, known)}
+        if not twice.isdisjoint(used):
             raise InvalidArgumentError(
-                f"the source has this optimizer's parameters by name, and two of the state's are called {min(twice)!r} "
-                "in their modules: save the optimizer's own state_dict(), or leave the optimizer out by exclude",
+                "the source has this optimizer's parameters by name, and two of the state's are called "
+                f"{min(twice & used)!r} in their modules: save the optimizer's own state_dict(), or leave the "
+                "optimizer out by exclude",
                 name=prefix.removesuffix("."),
             )
-        in_state_names = {in_module: names[id(parameter)] for in_module, parameter in known.items()}
+        in_state_names = {name: names[id(parameter)] for name, parameter in known.items()}
         state = {
             in_state_names[owner]: self._entries.container(
                 entries, optimizer.state.get(known[owner], {}), f"{prefix}state.{owner}"
@@ -113,7 +103,7 @@ class OptimizerNames:
         empty: list[Mapping[str, Any]] = []
         for number, group in by_number(groups).items():
             params = self._listed(group.pop("params")) if "params" in group else []
-            listed = [self._in_module(f"{prefix}param_groups.{number}.params", prefix, name) for name in params]
+            listed = self._names_of(number, params, prefix)
             of_state = [in_state_names[name] for name in listed if name in in_state_names]
             if of_state:
                 settings = self._entries.container(group, own_groups[of_state[0]], f"{prefix}param_groups.{number}")
@@ -121,6 +111,17 @@ class OptimizerNames:
             elif not params and len(empty) < len(own_empty):
                 empty.append(self._entries.container(group, own_empty[len(empty)], f"{prefix}param_groups.{number}"))
         return found, empty
+
+    def _listed_names(self, prefix: str, groups: Mapping[str, str]) -> set[str]:
+        """Return the names of all parameters that groups of the source list."""
+        listing = {number: group["params"] for number, group in by_number(groups).items() if "params" in group}
+        return {
+            name for number, entry in listing.items() for name in self._names_of(number, self._listed(entry), prefix)
+        }
+
+    def _names_of(self, number: str, listed: Iterable[str], prefix: str) -> list[str]:
+        """Return the names in the state's modules of the parameters that a group of the source lists."""
+        return [self._in_module(f"{prefix}param_groups.{number}.params", prefix, name) for name in listed]
 
     def _in_module(self, listing: str, prefix: str, name: str) -> str:
         """Return the name in the state's module of a parameter that a group of the source lists."""
@@ -164,17 +165,9 @@ class OptimizerNames:
             for _, group in numbered_groups
             if "param_names" in group
         ]
-        labels = self._labels_by_name(optimizer, numbers, names, parameters, prefix.removesuffix("."))
-        if labels is None:
-            sizes, own_sizes = [[len(of_group) for of_group in one] for one in (numbers, _params_of(optimizer))]
-            if sizes != own_sizes:
-                text = (
-                    f"the source has this optimizer's parameters by number, in param groups of {sizes}, and the "
-                    f"state's groups have {own_sizes}: make the groups of the job that saved it, or leave the "
-                    "optimizer out"
-                )
-                raise InvalidArgumentError(text, name=prefix.removesuffix("."))
-            labels = dict(zip([number for of_group in numbers for number in of_group], parameters, strict=True))
+        flat_names = [name for of_group in names for name in of_group]
+        numbered = NumberedParameters(numbers, flat_names, self._source.old_names, prefix.removesuffix("."))
+        labels = numbered.labels(optimizer, parameters, self._parameters)
         own_groups = [hyperparameters(group) for group in optimizer.param_groups]
         own_by_parameter = {
             id(parameter): own
@@ -191,8 +184,9 @@ class OptimizerNames:
             named.append({**settings, "params": of_group})
         for rest, entry in states.items():
             number, _, key = rest.partition(".")
-            if number in labels:
-                self._check_numbered(entry, key, labels[number], parameters)
+            shape = self._source.shape_of(entry) if number in labels and entry in self._source.tensors else None
+            if shape is not None:
+                check_fits(key, shape, parameters[labels[number]], labels[number], entry)
         state: dict[Any, Any] = {}
         for number, entries in by_first(states).items():
             if number in labels:
@@ -202,63 +196,6 @@ class OptimizerNames:
                 shared = self._shared_key(optimizer, number, f"{prefix}state.{number}")
                 state[shared] = self._entries.item(entries, optimizer.state.get(shared, {}), f"{prefix}state.{number}")
         return {"state": state, "param_groups": named}
-
-    def _labels_by_name(
-        self,
-        optimizer: Any,
-        numbers: Sequence[Sequence[str]],
-        names: Sequence[Sequence[str]],
-        parameters: Mapping[str, Any],
-        name: str,
-    ) -> dict[str, str] | None:
-        """Return labels of `parameters` by the numbers in a source that names them; None if it does not.
-
-        None, too, if the state's optimizer has no names, and those of its modules are all different: then the order is
-        what both have in common. Names of which only some are the same contradict that order, and so may a `rename`.
-        """
-        flat_numbers = [number for of_group in numbers for number in of_group]
-        flat_names = [name for of_group in names for name in of_group]
-        if not flat_names:
-            return None
-        labels = {id(parameter): label for label, parameter in parameters.items()}
-        by_old_names = self._labels_by_old_names(flat_names, labels)
-        if by_old_names is not None and len(flat_names) == len(flat_numbers):
-            return {number: by_old_names[one] for number, one in zip(flat_numbers, flat_names, strict=True)}
-        of_modules = {
-            self._parameters[key].in_module: label for key, label in labels.items() if key in self._parameters
-        }
-        of_groups = {name: labels[id(parameter)] for name, parameter in labelled_parameters(optimizer).items()}
-        for known in (of_groups, of_modules):
-            if len(flat_names) == len(flat_numbers) == len(known) and known.keys() == {*flat_names}:
-                return {number: known[name] for number, name in zip(flat_numbers, flat_names, strict=True)}
-        has_names = any("param_names" in group for group in optimizer.param_groups)
-        known = of_groups if has_names else of_modules
-        new_names = [self._parameters[key].in_state for key in labels if key in self._parameters]
-        is_renamed = any(self._source.old_names.get(name, name) != name for name in new_names)
-        if has_names or is_renamed or not known.keys().isdisjoint(flat_names):
-            lists = [f"{excerpt(sorted(one), 80)} ({len(one)})" for one in ([*known], flat_names)]
-            raise InvalidArgumentError(
-                f"the state names the parameters of this optimizer {lists[0]}, and the source {lists[1]}: give it the "
-                "parameters and the names of the job that saved it, or leave it out by exclude",
-                name=name,
-            )
-        return None
-
-    def _labels_by_old_names(self, names: Sequence[str], labels: Mapping[int, str]) -> dict[str, str] | None:
-        """Return labels by a source's names for parameters, which lead to the live ones by the tensors of the model.
-
-        They are the names of these tensors in the source after one beginning, that of the module. None if they are not.
-        """
-        known: dict[str, str] = {}  # labels by the source's names of the tensors
-        for key, label in labels.items():
-            new = self._parameters[key].in_state if key in self._parameters else ""
-            if new in self._source.old_names:
-                known[self._source.old_names[new]] = label
-        if len(names) != len(labels) or len(known) < len(labels):
-            return None
-        beginnings = [old.removesuffix(names[0]) for old in known if f".{old}".endswith(f".{names[0]}")]
-        fitting = [begin for begin in beginnings if all(begin + name in known for name in names)]
-        return {name: known[fitting[0] + name] for name in names} if len(fitting) == 1 else None
 
     def _shared_key(self, optimizer: Any, text: str, name: str) -> Any:
         """Return the key of state that is no parameter's, by its text."""
@@ -272,21 +209,6 @@ class OptimizerNames:
                 name=name,
             )
         return text
-
-    def _check_numbered(self, name: str, key: str, label: str, parameters: Mapping[str, Any]) -> None:
-        """Raise InvalidArgumentError if a tensor does not fit the parameter of its number, as the order differs."""
-        if key not in _OF_PARAMETERS_SHAPE | _OF_FACTORED_SHAPE or name not in self._source.tensors:
-            return
-        found = self._source.shape_of(name)
-        expected = tuple(parameters[label].shape)
-        if key in _OF_FACTORED_SHAPE and found is not None and len(found) == len(expected):
-            expected = tuple(1 if one == 1 else size for one, size in zip(found, expected, strict=True))
-        if found not in (None, expected):
-            text = (
-                f"the source has this optimizer's parameters by number, and this one does not fit {label!r}: give the "
-                "optimizer the parameters in the order of the job that saved it, or leave it out of the state"
-            )
-            raise InvalidArgumentError(text, name=name, expected=expected, found=found)
 
 
 def _is_listing(name: str) -> bool:

@@ -162,13 +162,18 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 
 def optimizer_tree(optimizer: Any, names: Mapping[int, str], path: str) -> dict[str, Any]:
-    """Return an optimizer's state dict with names in place of the parameters' numbers; `names` has them by `id`."""
+    """Return an optimizer's state dict with names in place of the parameters' numbers; `names` has them by `id`.
+
+    If one has none there, all keep their numbers, and groups their ``param_names``, if they have any.
+    """
     numbered = state_of_optimizer(optimizer, path)
     named = list(named_parameters(optimizer, names))
+    are_in_state = all(id(parameter) in names for parameter in parameters_of(optimizer))
     begin = 0
     groups = []
     for group, settings in zip(optimizer.param_groups, numbered["param_groups"], strict=True):
-        groups.append({**settings, "params": named[begin : begin + len(group["params"])]})
+        own = {"param_names": [*group["param_names"]]} if "param_names" in group and not are_in_state else {}
+        groups.append({**settings, **own, "params": named[begin : begin + len(group["params"])]})
         begin += len(group["params"])
     state = {named[number]: entries for number, entries in numbered["state"].items()}
     taken = numbered["shared"].keys() & set(named)

@@ -26,6 +26,7 @@ __all__ = [
     "names_above",
 ]
 
+_NO_ITEM = object()  # where a live list has fewer items than the source
 _MAX_DIGITS = 19  # of an index; Python refuses to convert texts of more than 4,300
 
 
@@ -168,7 +169,7 @@ class Entries:
             if all(map(is_text, others)):
                 return found_entries | {rest: self.value(entry) for rest, entry in others.items()}
         example = next(iter(entries.values()))
-        has = "None" if own is None else type_text(own)
+        has = "no item" if own is _NO_ITEM else "None" if own is None else type_text(own)
         if isinstance(own, Mapping | list | tuple):
             has += " without their keys"
         hint = " (an optimizer has its containers once it has taken a step)" if own == {} else ""
@@ -185,7 +186,7 @@ class Entries:
             return None
         items: list[Any] = []
         for i in range(1 + max(map(int, by_index))) if len(by_index) > len(own) else range(len(own)):
-            live = own[i] if i < len(own) else None
+            live = own[i] if i < len(own) else _NO_ITEM
             if str(i) in by_index:
                 items.append(self.item(by_index.pop(str(i)), live, f"{name}.{i}"))
             elif self._may_be_empty(live, f"{name}.{i}"):

@@ -1,14 +1,14 @@
 """A training job's nested state as one tree of JSON values and named tensors; `load_plan` loads it again.
 
 In the tree a module is a mapping of its tensors by name, without the names that wrappers add. An optimizer's state is
-keyed by the names of its parameters, if their module is in the state too; so it can be loaded on any number of ranks.
-Megatron-Core's ShardedTensors are named by their keys, wherever in the state they lie.
+keyed by the names of its parameters, if they or their modules are in the state too; so it can be loaded on any number
+of ranks. Megatron-Core's ShardedTensors are named by their keys, wherever in the state they lie.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,9 +20,9 @@ from statexchange.state.megatron import Kind, MegatronTensor, sharded_kind
 from statexchange.state.modules import check_module, is_module, module_items
 from statexchange.state.optimizers import is_optimizer, optimizer_tree
 from statexchange.state.tree import nodes
-from statexchange.tensors import is_tensor
+from statexchange.tensors import is_tensor, is_torch
 
-__all__ = ["ParameterName", "encode_state", "modules_of", "parameter_names"]
+__all__ = ["ParameterName", "encode_state", "parameter_names"]
 
 
 def encode_state(state: Any) -> tuple[str, dict[str, Any]]:
@@ -41,37 +41,42 @@ def encode_state(state: Any) -> tuple[str, dict[str, Any]]:
         tensors[name] = value
         return name
 
-    modules = modules_of(state)
-    for _, module in modules:
-        check_module(module)
-    names = {key: name.in_state for key, name in parameter_names(modules).items()}
+    for node in nodes(state, is_leaf):
+        if is_module(node.value):
+            check_module(node.value)
+    names = {key: name.in_state for key, name in parameter_names(state).items()}
     return values.encode(_plain(state, "", _Context(names)), keep, leaves_anywhere=False), tensors
 
 
-def modules_of(state: Any) -> list[tuple[str, Any]]:
-    """Return the modules in a state with their paths. Not collective."""
-    return [(node.path, node.value) for node in nodes(state, is_leaf) if is_module(node.value)]
-
-
 class ParameterName(NamedTuple):
-    """A parameter's name in its module, and in the whole state, where it begins with the module's path."""
+    """A parameter's name in the whole state, which begins with the path of its module, and its names in modules.
+
+    A parameter that lies in the state itself, in no module, is called by its path.
+    """
 
     in_state: str
-    in_module: str
+    in_modules: tuple[str, ...]
 
 
-def parameter_names(modules: Iterable[tuple[str, Any]]) -> dict[int, ParameterName]:
-    """Return the first name of every parameter of `modules_of` a state, by identity. Not collective."""
+def parameter_names(state: Any) -> dict[int, ParameterName]:
+    """Return the names of all parameters in a state by `id`; of several in the state, the first. Not collective."""
     names: dict[int, ParameterName] = {}
-    for path, module in modules:
+    loose: dict[int, ParameterName] = {}
+    for path, value, _ in nodes(state, is_leaf):
+        if is_torch(value) and path:
+            loose.setdefault(id(value), ParameterName(path, (path,)))
+        if not is_module(value):
+            continue
         # The items first: a forward without a backward leaves parameters whole. A hook of `fully_shard` on state_dict()
         # puts back the sharded ones, which are those that optimizers know.
-        items = module_items(module, keep_vars=True)
-        parameters = {id(parameter) for parameter in module.parameters()}
-        for name, value in items.items():
-            if id(value) in parameters:
-                names.setdefault(id(value), ParameterName(f"{path}.{name}" if path else name, name))
-    return names
+        items = module_items(value, keep_vars=True)
+        parameters = {id(parameter) for parameter in value.parameters()}
+        for name, item in items.items():
+            if id(item) in parameters:
+                first = names.setdefault(id(item), ParameterName(f"{path}.{name}" if path else name, (name,)))
+                if name not in first.in_modules:
+                    names[id(item)] = first._replace(in_modules=(*first.in_modules, name))
+    return {**loose, **names}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,279 @@
+"""Each parameter gets its own optimizer state: by its name in the state, by the source's names, or by its number."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import statexchange as sx
+from statexchange import errors
+from statexchange.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+Write = Callable[[Any, Path], Path]
+
+
+def states_of(job: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in job.items()}
+
+
+def write_save(job: dict[str, Any], path: Path) -> Path:
+    sx.save_checkpoint(job, path / "save")
+    return path / "save"
+
+
+def write_states(job: dict[str, Any], path: Path) -> Path:
+    return write_save(states_of(job), path)
+
+
+def write_torch(job: dict[str, Any], path: Path) -> Path:
+    torch.save(states_of(job), path / "state.pt")  # the format under test
+    return path / "state.pt"
+
+
+def write_dcp(job: dict[str, Any], path: Path) -> Path:
+    dcp.save(states_of(job), checkpoint_id=path / "dcp", no_dist=True)
+    return path / "dcp"
+
+
+def stepped(optimizer: Any) -> Any:
+    """Give each parameter a state of its own, which `moments` returns."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def moments(optimizer: Any, parameters: Sequence[Any]) -> list[list[float]]:
+    return [optimizer.state[parameter]["exp_avg"].flatten().tolist() for parameter in parameters]
+
+
+# Parameters that lie in the state itself
+
+
+def loose_job(order: Sequence[int], *, named: bool = False) -> tuple[dict[str, Any], list[Any]]:
+    """A model and two parameters beside it; the optimizer has them in this order. Shapes cannot tell them apart."""
+    model = nn.Linear(3, 1, bias=False)
+    query, scale = nn.Parameter(torch.randn(1, 3)), nn.Parameter(torch.randn(1, 3))
+    known: list[Any] = [("weight", model.weight), ("query", query), ("scale", scale)]
+    chosen = [known[i] if named else known[i][1] for i in order]
+    job = {"model": model, "query": query, "more": [{"scale": scale}], "optimizer": torch.optim.Adam(chosen, lr=0.1)}
+    return job, [model.weight, query, scale]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_parameters_of_no_module_have_the_names_of_their_places(named: bool, tmp_path: Path) -> None:
+    saved, theirs = loose_job([0, 1, 2], named=named)
+    stepped(saved["optimizer"])
+    live, ours = loose_job([2, 0, 1], named=named)
+    report = sx.load_checkpoint(live, write_save(saved, tmp_path))
+    assert not report.missing + report.unexpected
+    assert moments(live["optimizer"], ours) == moments(saved["optimizer"], theirs)
+
+
+def test_the_first_of_two_places_names_a_parameter_that_a_module_has_too(tmp_path: Path) -> None:
+    saved, theirs = loose_job([0, 1, 2])
+    stepped(saved["optimizer"])
+    path = write_save({"a_weight": theirs[0], **saved}, tmp_path)
+    live, ours = loose_job([1, 2, 0])
+    sx.load_checkpoint(live, path, exclude="a_weight")
+    assert moments(live["optimizer"], ours) == moments(saved["optimizer"], theirs)
+
+
+def sharded_job(*, scale_first: bool = False) -> tuple[dict[str, Any], list[Any]]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False)
+    fully_shard(model)
+    scale = nn.Parameter(torch.zeros(4))
+    parameters = [scale, model.weight] if scale_first else [model.weight, scale]
+    return {"model": model, "scale": scale, "optimizer": torch.optim.Adam(parameters)}, [model.weight, scale]
+
+
+def saves_sharded(path: str, as_states: bool) -> None:
+    state, parameters = sharded_job()
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    state["optimizer"].step()
+    sx.save_checkpoint(states_of(state) if as_states else state, path)
+
+
+def loads_sharded(path: str, scale_first: bool) -> list[Any]:
+    state, parameters = sharded_job(scale_first=scale_first)
+    sx.load_checkpoint(state, path)
+    found = [state["optimizer"].state[parameter]["exp_avg"] for parameter in parameters]
+    whole = found[0].full_tensor()
+    return [list(whole.shape), float(whole.min()), float(whole.max()), found[1].tolist()]
+
+
+@pytest.mark.parametrize("num_loading", [1, 2, 3])
+@pytest.mark.parametrize("as_states", [False, True])
+def test_they_have_their_state_on_other_numbers_of_ranks(num_loading: int, as_states: bool, tmp_path: Path) -> None:
+    path = str(tmp_path / "save")
+    run_ranks(saves_sharded, 2, backend="gloo", args=(path, as_states))
+    expected = [[4, 4], pytest.approx(0.1), pytest.approx(0.1), pytest.approx([0.2] * 4)]
+    # What state_dict() returns has numbers, so that the order counts.
+    found = run_ranks(loads_sharded, num_loading, backend="gloo", args=(path, not as_states))
+    assert found == [expected] * num_loading
+
+
+# Parameters by number
+
+
+def hidden_job(shapes: Sequence[int], sizes: Sequence[int], *, names: Sequence[str] = ()) -> tuple[Any, list[Any]]:
+    """An optimizer whose parameters, in groups of these sizes, are not all in the state."""
+    parameters = [nn.Parameter(torch.randn(size)) for size in shapes]
+    entries: list[Any] = [*zip(names, parameters, strict=True)] if names else parameters
+    groups, begin = [], 0
+    for size in sizes:
+        groups.append({"params": entries[begin : begin + size]})
+        begin += size
+    return {"first": parameters[0], "optimizer": torch.optim.Adam(groups, lr=0.1)}, parameters
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sizes", "match"),
+    [
+        ([2, 3, 3], [1, 2], r"by number, in param groups of \[3\], and the state's groups have \[1, 2\]"),
+        ([2, 3], [2], r"in param groups of \[3\], and the state's groups have \[2\]"),
+        ([2, 4, 3], [3], r"does not fit '1'.*expected \(4,\).*found \(3,\)"),
+    ],
+)
+@pytest.mark.parametrize("write", [write_save, write_states, write_torch])
+def test_numbers_that_do_not_fit_are_refused(
+    shapes: list[int], sizes: list[int], match: str, write: Write, tmp_path: Path
+) -> None:
+    saved, _ = hidden_job([2, 3, 3], [3])
+    stepped(saved["optimizer"])
+    live, _ = hidden_job(shapes, sizes)
+    before = copy.deepcopy(live["optimizer"].state_dict())
+    with pytest.raises(errors.InvalidArgumentError, match=match):
+        sx.load_checkpoint(live, write(saved, tmp_path))
+    assert live["optimizer"].state_dict() == before
+
+
+@pytest.mark.parametrize("write", [write_save, write_states, write_torch])
+def test_names_that_groups_have_come_before_the_order(write: Write, tmp_path: Path) -> None:
+    saved, theirs = hidden_job([3, 3, 3], [3], names=["a", "b", "c"])
+    stepped(saved["optimizer"])
+    path = write(saved, tmp_path)
+    live, ours = hidden_job([3, 3, 3], [1, 2], names=["c", "a", "b"])
+    sx.load_checkpoint(live, path)
+    assert moments(live["optimizer"], [ours[1], ours[2], ours[0]]) == moments(saved["optimizer"], theirs)
+    assert [group["param_names"] for group in live["optimizer"].param_groups] == [["c"], ["a", "b"]]
+    live, _ = hidden_job([3, 3, 3], [3], names=["c", "a", "x"])
+    with pytest.raises(errors.InvalidArgumentError, match=r"names the parameters .*'x'.* and the source .*'b'"):
+        sx.load_checkpoint(live, path)
+
+
+def net(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_state_dicts_are_loaded_into_objects(named: bool, tmp_path: Path) -> None:
+    model = net(0)
+    saved = {
+        "model": model,
+        "optimizer": stepped(torch.optim.Adam(model.named_parameters() if named else model.parameters())),
+        "step": 7,
+    }
+    path = write_states(saved, tmp_path)
+    new = net(1)
+    parameters = [*new.named_parameters()][:: -1 if named else 1] if named else [*new.parameters()]
+    live = {"model": new, "optimizer": torch.optim.Adam(parameters), "step": 0}  # type: ignore[arg-type]
+    report = sx.load_checkpoint(live, path)
+    assert not report.missing + report.unexpected
+    assert live["step"] == 7
+    assert moments(live["optimizer"], [*new.parameters()]) == moments(saved["optimizer"], [*model.parameters()])
+
+
+def test_an_optimizer_without_its_model_says_what_is_missing(tmp_path: Path) -> None:
+    model = net(0)
+    saved = {"model": model, "optimizer": stepped(torch.optim.Adam(model.parameters()))}
+    path = write_save(saved, tmp_path)
+    new = net(1)
+    optimizer = torch.optim.Adam(new.parameters())
+    match = r"the parameters of 'optimizer' by their names in the state.*give the state what has these parameters, too"
+    with pytest.raises(errors.NotFoundError, match=match):
+        sx.load_checkpoint({"optimizer": optimizer}, path, include="optimizer")
+    before = new[0].weight.tolist()
+    sx.load_checkpoint({"optimizer": optimizer, "model": new}, path, exclude="model")
+    assert new[0].weight.tolist() == before
+    assert moments(optimizer, [*new.parameters()]) == moments(saved["optimizer"], [*model.parameters()])
+
+
+# Names that wrappers have changed
+
+
+class DistributedDataParallel(nn.Module):
+    """As torch's, a module with the wrapped one in `module`; names of its parameters begin with that."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("write", [write_states, write_torch, write_dcp])
+@pytest.mark.parametrize("wrap", [compiled, DistributedDataParallel])
+@pytest.mark.parametrize("is_live", [False, True])
+def test_names_in_groups_may_be_those_of_a_wrapped_model(
+    write: Write, wrap: Callable[[Any], Any], is_live: bool, tmp_path: Path
+) -> None:
+    def optimizer_of(model: nn.Module, wrapped: bool) -> Any:
+        named = [*(wrap(model) if wrapped else model).named_parameters()]
+        return torch.optim.Adam(named[:: -1 if wrapped else 1])
+
+    model, new = net(0), net(1)
+    saved = {"model": model, "optimizer": stepped(optimizer_of(model, not is_live))}
+    live = {"model": new, "optimizer": optimizer_of(new, is_live)}
+    sx.load_checkpoint(live, write(saved, tmp_path))
+    assert moments(live["optimizer"], [*new.parameters()]) == moments(saved["optimizer"], [*model.parameters()])
+
+
+def test_a_part_of_a_name_is_no_prefix(tmp_path: Path) -> None:
+    one, other = nn.Module(), nn.Module()
+    one.register_parameter("xa", nn.Parameter(torch.randn(3)))
+    one.register_parameter("xb", nn.Parameter(torch.randn(3)))
+    other.register_parameter("b", nn.Parameter(torch.randn(3)))
+    other.register_parameter("a", nn.Parameter(torch.randn(3)))
+    path = write_torch({"optimizer": stepped(torch.optim.Adam(one.named_parameters()))}, tmp_path)
+    with pytest.raises(errors.InvalidArgumentError, match=r"names the parameters .*'a', 'b'.*'xa', 'xb'"):
+        sx.load_checkpoint({"optimizer": torch.optim.Adam(other.named_parameters())}, path)
+
+
+# Several names of one parameter
+
+
+@pytest.mark.parametrize("write", [write_torch, write_dcp])
+def test_a_parameter_has_the_names_of_all_its_modules(write: Write, tmp_path: Path) -> None:
+    model, new = net(0), net(1)
+    optimizer = stepped(torch.optim.Adam(model.parameters()))
+    by_name = get_optimizer_state_dict(model, optimizer)
+    path = write({"model": model, "optimizer": by_name}, tmp_path)
+    live = {"backbone": new[0], "model": new, "optimizer": torch.optim.Adam(new.parameters())}
+    sx.load_checkpoint(live, path, exclude="backbone")
+    assert moments(live["optimizer"], [*new.parameters()]) == moments(optimizer, [*model.parameters()])
+
+
+def test_a_shorter_list_has_no_item_for_what_was_saved(tmp_path: Path) -> None:
+    path = write_torch({"model": net(0), "history": [{"loss": 0.5}, {"loss": 0.25}]}, tmp_path)
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"'history\.0\.loss', and the state has no item to put them into"
+    ):
+        sx.load_checkpoint({"model": net(1), "history": []}, path)
