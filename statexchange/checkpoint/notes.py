@@ -26,11 +26,10 @@ _SLOTS = (
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"
 )  # fmt: skip
 _MAX_PATTERNS = 4
-_DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
 
 
 def check_readable(source: Source, options: ExportOptions) -> None:
-    """Raise UnsupportedError for a selected tensor that is unsupported, flattened, or kept elsewhere by ZeRO-3."""
+    """Raise UnsupportedError for a selected tensor that is unsupported or flattened."""
     for name, error in source.unsupported.items():
         if options.wants(name):
             raise error
@@ -38,19 +37,6 @@ def check_readable(source: Source, options: ExportOptions) -> None:
         for name in filter(is_flat_parameter, shard_file.tensors):
             if options.wants(name):
                 raise UnsupportedError(FLAT_PARAMETERS, name=name, path=shard_file.path)
-    if source.kind != "torch" or not any(name.startswith(_DEEPSPEED) for name in source.others):
-        return
-    for shard_file in source.files:
-        shards = [tensor.shard for tensor in shard_file.tensors.values()]
-        empty = [shard.name for shard in shards if shard.global_shape == (0,)]
-        partitioned = list(filter(options.wants, empty))
-        if partitioned:
-            raise UnsupportedError(
-                f"DeepSpeed ZeRO-3 wrote {len(partitioned)} tensors of shape [0] here; their values are in the "
-                "*_optim_states.pt files: give the directory with all files, not one of them",
-                name=partitioned[0],
-                path=shard_file.path,
-            )
 
 
 def kept_metadata(source: Source, options: ExportOptions) -> tuple[dict[str, str], tuple[str, ...]]:

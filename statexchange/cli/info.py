@@ -10,7 +10,7 @@ from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
 from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError
-from statexchange.formats.source import abbreviated_list
+from statexchange.formats.source import abbreviated_list, abbreviated_reasons
 from statexchange.units import format_bytes, format_count, format_ranks, format_time, printable
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
     for problem in summary.problems:  # before the summary, which may be partial because of them
         output.warning(str(problem))
     if summary.unsupported:
-        output.warning(f"tensors that cannot be read: {abbreviated_list(summary.unsupported)}")
+        output.warning(f"tensors that cannot be read: {abbreviated_reasons(summary.unsupported)}")
     if picture is not None:
         _draw_parameters(path, picture)
     statuses = _rank_statuses(path, summary)

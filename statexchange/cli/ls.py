@@ -55,7 +55,7 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
       statexchange ls model trained --json
     """
     from statexchange.formats.registry import holds_saves, open_source
-    from statexchange.formats.source import abbreviated_list
+    from statexchange.formats.source import abbreviated_list, abbreviated_reasons
     from statexchange.report.summary import known_bytes, tensor_rows
 
     if rounds:
@@ -78,7 +78,7 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
         output.message(note)
     if source.unsupported:
         output.warning(
-            f"tensors that cannot be read: {abbreviated_list({n: e.message for n, e in source.unsupported.items()})}"
+            f"tensors that cannot be read: {abbreviated_reasons({n: e.message for n, e in source.unsupported.items()})}"
         )
     for problem in source.problems:
         output.warning(str(problem))

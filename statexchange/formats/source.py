@@ -44,6 +44,7 @@ __all__ = [
     "Weights",
     "abbreviated_list",
     "abbreviated_names",
+    "abbreviated_reasons",
     "is_flat_parameter",
     "merged_metadata",
     "unknown_dtypes",
@@ -150,6 +151,15 @@ def _with_hidden(shown: Sequence[str], count: int) -> str:
 def abbreviated_names(names: Sequence[str]) -> str:
     """Return the first names and the number of the others, for a message."""
     return _with_hidden([excerpt(name, _MAX_NAME)[1:-1] for name in names[:_MAX_LISTED]], len(names))
+
+
+def abbreviated_reasons(reasons: Mapping[str, str]) -> str:
+    """Return the first reasons, which are by name, after the first names that each is about, for a message."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    listed = islice(names.items(), _MAX_LISTED)
+    return _with_hidden([f"{abbreviated_names(of_reason)} ({reason})" for reason, of_reason in listed], len(names))
 
 
 def unknown_dtypes(header: Header, path: str) -> list[UnreadableTensor]:

@@ -54,6 +54,7 @@ _ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 # Files without a tensor that stand beside those of a DCP, and what writes them.
 _SIDE_FILES = {"meta.pt": "Lightning", "common.pt": "Megatron"}
+_OF_DEEPSPEED = ("ds_version", "ds_config", "param_shapes")  # entries of its files of model states
 _STEPS_PER_LEAF = 8  # to encode it takes about 15 us; an empty list has 2 bytes of a pickle
 _STEPS_PER_REFUSAL = 256  # an error takes about 2,000 bytes; a tensor's pickle has 200
 _MAX_KEY_TEXT = 512  # characters of a key that is not text, in a name
@@ -234,8 +235,21 @@ class TorchFile:
             key = tensor.shard.dtype, tensor.shard.global_shape, tensor.shard.boxes, tensor.byte_ranges
             if tensor.shard.nbytes and seen.setdefault(key, name) != name:
                 aliases[name] = seen[key]
+        if any(name.startswith(_OF_DEEPSPEED) for name in self.others):
+            self._refuse_placeholders(tensors)
         self.shard_file = ShardFile(rank, file, tensors, aliases)
         self.names = names
+
+    def _refuse_placeholders(self, tensors: dict[str, SourceTensor]) -> None:
+        """Move the tensors of shape [0] to the unsupported ones: ZeRO-3 has their values in other files."""
+        empty = [name for name, tensor in tensors.items() if tensor.shard.global_shape == (0,)]
+        text = (
+            f"DeepSpeed ZeRO-3 wrote {len(empty)} tensors of shape [0] here; their values are in the "
+            "*_optim_states.pt files: give the directory with all files, not one of them"
+        )
+        for name in empty:
+            del tensors[name]
+            self._refuse(name, UnsupportedError(text))
 
     def _refuse(self, name: str, error: UnsupportedError) -> None:
         """List an unsupported tensor."""

@@ -54,10 +54,17 @@ def is_group(value: Any) -> bool:
 
 
 def check_optimizer(optimizer: Any, path: str) -> None:
-    """Raise UnsupportedError, naming `path`, for an optimizer that shards its state itself."""
+    """Raise UnsupportedError, naming `path`, for an optimizer whose state is another one on each rank."""
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise UnsupportedError(
             "each rank's ZeroRedundancyOptimizer has a state of its own: shard with fully_shard", name=path
+        )
+    # With `use_orig_params`, too, a parameter is this rank's piece, of any size.
+    if any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters_of(optimizer)):
+        raise UnsupportedError(
+            "FSDP1 flattened this optimizer's parameters, and each rank has a piece of its state: shard with "
+            "fully_shard, or save what FullyShardedDataParallel.optim_state_dict() returns",
+            name=path,
         )
 
 
@@ -100,8 +107,8 @@ def state_of_optimizer(optimizer: Any, path: str) -> OptimizerState:
 
     Raises:
         InvalidArgumentError: there is state of a tensor that is in no group; the error names `path`.
-        UnsupportedError: the optimizer shards its state itself, or its `state_dict` has another form than torch's; the
-            error names `path`.
+        UnsupportedError: the optimizer's state is another one on each rank, or its `state_dict` has another form than
+            torch's; the error names `path`.
     """
     check_optimizer(optimizer, path)
     own = optimizer.state_dict() if _has_own_state_dict(optimizer) else None  # first, as a hook may change the state

@@ -268,6 +268,18 @@ def test_without_optimizer_states_only_the_models_weights_are_merged(tmp_path: P
     refused(UnsupportedError, r"of shape \[0\] here.*give the directory with all files", file)
 
 
+@pytest.mark.parametrize("section", [None, "model", "all"])
+@pytest.mark.parametrize("kind", ["zero3", "llama3"])
+def test_one_file_of_zero3_has_no_values_whatever_is_read_of_it(kind: str, section: str | None, tmp_path: Path) -> None:
+    (file,) = (DATA / "deepspeed").glob(f"{kind}/global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt")
+    match = r"ZeRO-3 wrote [0-9]+ tensors of shape \[0\] here.*give the directory with all files"
+    with pytest.raises(UnsupportedError, match=match):
+        merge_checkpoint(file, tmp_path / "out", section=section)  # type: ignore[arg-type]
+    name = "model.norm.weight" if kind == "llama3" else "norm.weight"
+    with pytest.raises(UnsupportedError, match=match):
+        sx.load_checkpoint({"module": {name: torch.empty(0)}}, file)
+
+
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     path = copy_of("zero1", tmp_path)
     (file,) = path.glob("global_step2/bf16_zero_pp_rank_1_*")
