@@ -141,8 +141,8 @@ def _encode(value: Any, path: str, leaf: Leaf, inside: Leaf, depth: int) -> Json
         return {_TAG: "leaf", "name": kept}
     kind = type(value)
     if kind is int and value.bit_length() > _MAX_INT_BITS:
-        where = path or "the top"
-        raise UnsupportedError(f"cannot write an integer of {value.bit_length():,} bits as JSON, at {where}")
+        text = f"cannot write an integer of {value.bit_length():,} bits as JSON, at {path or 'the top'}: give its hex()"
+        raise UnsupportedError(text)
     if value is None or kind in (bool, int, str):
         return cast("Json", value)
     if kind is float:
@@ -265,6 +265,8 @@ def _advice(kind: type) -> str:
         return ": its value does not lead back to it, as that of NaN"
     if kind.__name__ == "Generator" and kind.__module__.startswith("torch"):
         return ": give its get_state(), a tensor"
+    if any(base.__module__.startswith("numpy.random") for base in kind.__mro__):
+        return ": give its bit_generator.state, or get_state()"
     if kind.__name__ == "DataLoader" and kind.__module__.startswith("torch"):
         return ": use torchdata's StatefulDataLoader, which knows its position"
     if hasattr(kind, "state_dict"):

@@ -434,7 +434,8 @@ def _unwrapping_options(source: Source, options: ExportOptions) -> tuple[ExportO
     all_names = {tensor.shard.name for _, tensor in source.shards()}
     names = set(filter(options.wants, all_names))
     wrapper = _common_wrappers(names)
-    notes = options.notes_on_exclude(all_names) + options.notes_on_rename({name[len(wrapper) :] for name in names})
+    notes = options.notes_on_exclude({*all_names, *source.unsupported})
+    notes += options.notes_on_rename({name[len(wrapper) :] for name in names})
     if wrapper:
         text = f"the prefix {excerpt(wrapper)} of a wrapper was removed from all names"
         return replace(options, rename=_unwrapping(wrapper, options.rename)), (text, *notes)
@@ -460,7 +461,7 @@ def _selected(source: Source, options: ExportOptions) -> tuple[Source, tuple[str
     selected = frozenset(filter(options.wants, names))
     wrapper = _common_wrappers(selected)
     notes = [f"the prefix {excerpt(wrapper)} of a wrapper was removed from all names"] if wrapper else []
-    notes += options.notes_on_exclude(names)
+    notes += options.notes_on_exclude({*names, *source.unsupported})
     return section_of(source, Section("model", wrapper, selected)), tuple(notes)
 
 

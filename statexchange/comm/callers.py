@@ -23,7 +23,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["AUTOGRAD", "Callers", "is_swapped", "is_unclear"]
+__all__ = ["AUTOGRAD", "Callers", "is_swapped", "is_unclear", "process_token"]
 
 AUTOGRAD = -1  # the number of all threads of autograd's engine
 
@@ -112,7 +112,7 @@ class Callers:
     def account(self) -> list[Any]:
         """Return this rank's part of the comparison: process, callers' names by number, and all threads' names."""
         callers = {number: thread.name for number, thread in self._threads.items()}
-        return [_process_token(os.getpid()), callers, [thread.name for thread in threading.enumerate()]]
+        return [process_token(), callers, [thread.name for thread in threading.enumerate()]]
 
 
 def is_swapped(number: int, accounts: Sequence[Any]) -> bool:
@@ -150,9 +150,13 @@ def _callers_elsewhere(process: str, accounts: Sequence[Any]) -> list[dict[int, 
     return [others for other_process, others, _ in accounts if other_process != process]
 
 
-@functools.cache
-def _process_token(pid: int) -> str:  # noqa: ARG001 (a forked child has another)
+def process_token() -> str:
     """Return a token of this process: ranks that are threads of one process share their thread names."""
+    return _token_of(os.getpid())
+
+
+@functools.cache
+def _token_of(pid: int) -> str:  # noqa: ARG001 (a forked child has another)
     return secrets.token_hex(8)
 
 

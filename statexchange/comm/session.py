@@ -53,7 +53,7 @@ from typing import Any, Literal, NoReturn, TypeVar, overload
 from statexchange import values
 from statexchange.comm import forks
 from statexchange.comm.backends.backend import Backend
-from statexchange.comm.callers import AUTOGRAD, Callers, is_swapped, is_unclear
+from statexchange.comm.callers import AUTOGRAD, Callers, is_swapped, is_unclear, process_token
 from statexchange.comm.calls import Call, call_site, encoded, public_call_name, step_text
 from statexchange.comm.failure.control_page import ControlPage, DifferentCallsError, closed_error
 from statexchange.comm.failure.monitor import AbandonedError, GroupMonitor, PeerMonitor, forming_group, named_failure
@@ -437,6 +437,7 @@ class Session:
             "failure": call.failure or self._pending_failure,
             "caller": call.caller,
             "thread": call.thread,
+            "process": process_token(),
             "public": call.public,
         }
         explaining = Call.of_all("an explanation")
@@ -447,7 +448,8 @@ class Session:
             return from_record(failures[0])
         threads = {account["thread"] for account in accounts}  # their names, while the ranks compare them; else None
         is_same_call = len({account["text"] for account in accounts}) == 1
-        are_threads_swapped = len(threads) > 1 or (is_same_call and threads != {None})
+        is_one_process = len({account["process"] for account in accounts}) == 1  # ranks are its threads
+        are_threads_swapped = not is_one_process and (len(threads) > 1 or (is_same_call and threads != {None}))
         has_several_callers = len({account["caller"] for account in accounts}) > 1 or are_threads_swapped
         if len({account["public"] for account in accounts}) > 1:
             # Name the public calls, which the user has made, and not their steps.

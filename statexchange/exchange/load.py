@@ -46,12 +46,12 @@ from statexchange.state.containers import children
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
 from statexchange.state.load_plan import NO_TREE, LoadPlan, ObjectStates, plan_load
 from statexchange.state.merged_trees import SavedTensor
-from statexchange.state.modules import WRAPPERS, is_module, module_items, without_wrappers
+from statexchange.state.modules import WRAPPERS, is_module, live_items, module_items, without_wrappers
 from statexchange.state.names_tree import tree_from_names
 from statexchange.state.source_names import SourceNames
 from statexchange.state.tree import flatten, walk
 from statexchange.storage.tensorfile import digest
-from statexchange.tensors import check_writable, mark_changed, without_grad
+from statexchange.tensors import check_writable, is_tensor, mark_changed, without_grad
 from statexchange.units import format_transfer
 
 __all__ = ["LoadReport", "load_checkpoint", "load_now"]
@@ -381,7 +381,7 @@ class _Load:
             plan.unexpected = [name for name in plan.unexpected if all(name in names for names in unexpected)]
             plan.unexpected += without_rule
             if options.strict or _loads_nothing(plan):
-                _check_names(plan, catalog)
+                _check_names(state, plan, catalog)
             if (options.include or options.exclude) and all(names.is_empty for names in by_rank):
                 raise InvalidArgumentError(_selects_nothing(options), path=source.path)
         return source, plan, items
@@ -666,7 +666,7 @@ def _selects_nothing(options: LoadOptions) -> str:
     return f"{patterns} selects no tensor and no value that both the source and the state have"
 
 
-def _check_names(plan: LoadPlan, catalog: Catalog) -> None:
+def _check_names(state: Any, plan: LoadPlan, catalog: Catalog) -> None:
     """Raise an error that lists all missing and unexpected names, as torch does."""
     value_names = {*map(catalog.new_name, catalog.source.others)}
     if not plan.missing and all(name in value_names for name in plan.unexpected):
@@ -682,13 +682,13 @@ def _check_names(plan: LoadPlan, catalog: Catalog) -> None:
         what, general = "the source has no tensor of the state", ""
     else:
         what, general = "the names differ", "strict=False loads what both have"
-    advice = [_hint(plan, catalog), general]
+    advice = [_hint(state, plan, catalog), general]
     text = "; ".join([what, *lists, *filter(None, advice)])
     kind = NotFoundError if plan.missing else InvalidArgumentError
     raise kind(text, path=catalog.source.path)
 
 
-def _hint(plan: LoadPlan, catalog: Catalog) -> str:
+def _hint(state: Any, plan: LoadPlan, catalog: Catalog) -> str:
     """Return advice if the source has names for an optimizer's parameters, or the missing ones with another prefix."""
     if plan.nameless:
         return (
@@ -700,11 +700,21 @@ def _hint(plan: LoadPlan, catalog: Catalog) -> str:
         if plan.missing and prefix not in WRAPPERS and all(f"{prefix}.{name}" in catalog for name in plan.missing):
             return f'the source has them under "{prefix}": give {{"{prefix}": state}}'
     free = {*catalog} - {name for name, _, _ in plan.targets}
-    for prefix in dict.fromkeys(name.split(".", 1)[0] for name in plan.missing if "." in name):
-        if all(name.startswith(f"{prefix}.") and name[len(prefix) + 1 :] in free for name in plan.missing):
+    for prefix in dict.fromkeys(name.split(".", 1)[0] for name in plan.missing):
+        inner = [name[len(prefix) + 1 :] for name in plan.missing if name.startswith(f"{prefix}.")]
+        if prefix in plan.missing:  # a whole entry
+            inner += _names_in(state[prefix]) if isinstance(state, Mapping) and prefix in state else []
+        if inner and free.issuperset(inner):
             return f'the source has them without "{prefix}": give state["{prefix}"]'
     found = suggest_rename(free, plan.missing)
     return f"rename=[{found[:2]!r}] gives {found[2]} tensors of the source names of the state" if found else ""
+
+
+def _names_in(value: Any) -> list[str]:
+    """Return the names of the tensors in a module, or in a mapping."""
+    if is_module(value):
+        return [*live_items(value)[0]]
+    return [step.path for step in walk(value) if is_tensor(step.value)] if isinstance(value, Mapping) else []
 
 
 def _read_item(target: _Target, catalog: Catalog) -> ReadItem:

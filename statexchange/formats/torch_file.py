@@ -9,7 +9,7 @@ tensors, it is unsupported.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from statexchange import values
@@ -354,10 +354,15 @@ def leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
 
     A pickle can refer to one list many times, so visits and the text of names are counted against the budget.
     """
-    waiting = [(("tensor" if is_tensor(root) else ""), root, 0)]
+    # Iterators, not lists of children: a list that contains itself would be listed again at each level.
+    waiting: list[Iterator[tuple[str, Any]]] = [iter([("tensor" if is_tensor(root) else "", root)])]
     while waiting:
-        name, value, depth = waiting.pop()
-        if depth > MAX_DEPTH:
+        entry = next(waiting[-1], None)
+        if entry is None:
+            waiting.pop()
+            continue
+        name, value = entry
+        if len(waiting) > MAX_DEPTH + 1:
             raise CorruptError(f"refused: it is nested more than {MAX_DEPTH} levels deep", name=name[:80], path=path)
         if type(value) in (dict, list, tuple, set, frozenset):
             budget.spend(len(value))
@@ -366,24 +371,27 @@ def leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
             if name or type(value) is not dict:  # a whole file of an empty mapping has no entry
                 yield name or "value", value
             continue
-        named_children = []
-        for key, child in children:
-            text = key if type(key) is str else excerpt(key, _MAX_KEY_TEXT)
-            budget.spend(1, len(name) + len(text))
-            named_children.append((f"{name}.{text}" if name else text, child, depth + 1))
-        waiting.extend(reversed(named_children))
+        waiting.append(_named(children, name, budget))
 
 
-def _children(value: Any) -> list[tuple[Any, Any]] | None:
+def _named(children: Iterable[tuple[Any, Any]], name: str, budget: Budget) -> Iterator[tuple[str, Any]]:
+    """Yield the children of the container `name` by their dotted names."""
+    for key, child in children:
+        text = key if type(key) is str else excerpt(key, _MAX_KEY_TEXT)
+        budget.spend(1, len(name) + len(text))
+        yield f"{name}.{text}" if name else text, child
+
+
+def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
     """Return (key, value) of each entry of a container; None for a leaf."""
     if type(value) is dict:
         if OpaqueObject in map(type, value):  # a name cannot be made of an object
             return None
-        return list(value.items()) or None
+        return value.items() if value else None
     if type(value) in (list, tuple):
         kinds = set(map(type, value))
         if not kinds.isdisjoint((dict, list, tuple)) or any(map(is_tensor, each_once(value, (OpaqueObject,)))):
-            return list(enumerate(value))
+            return enumerate(value)
     return None
 
 

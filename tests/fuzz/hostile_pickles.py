@@ -314,6 +314,7 @@ PICKLES: dict[str, dict[str, Build]] = {
     "shared": {
         "wrappers": torch_file(shared_wrappers),
         "a list": torch_file(shared_list),
+        "a list in itself": torch_file(lambda: b"\x80\x02]q\x00(" + b"h\x00" * 2_000_000 + b"e"),
         "arguments": torch_file(shared_arguments),
         "ranks, equal and not the same": torch_file(equal_ranks),
         "ranks of meshes": torch_file(lambda: distributed(several([b"K\x01"] * 40_000), 300)),

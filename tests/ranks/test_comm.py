@@ -423,6 +423,19 @@ def test_a_mismatch_names_the_calls_of_all_ranks(tmp_path: Path) -> None:
         )
 
 
+def exports_or_saves(out: str) -> str:
+    call = sx.save_checkpoint if sx.get_rank() == 0 else sx.export_checkpoint
+    with pytest.raises(sx.errors.MismatchError, match="different calls") as caught:
+        call(STATE, f"{out}/{sx.get_rank()}")
+    return str(caught.value)
+
+
+def test_ranks_that_are_threads_are_not_taken_for_threads_of_one_rank(tmp_path: Path) -> None:
+    for text in run_ranks(exports_or_saves, 2, args=(str(tmp_path),)):
+        calls = r"rank 0 called save_checkpoint at \S+; rank 1 called export_checkpoint at \S+"
+        assert re.fullmatch(f"ranks are in different calls: {calls}", text)
+
+
 def leaves_a_block() -> str:
     """Fail in a call of the user inside the block of a gather; the error must not name the gather."""
     comm = sx.get_communicator()

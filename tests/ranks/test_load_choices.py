@@ -180,6 +180,27 @@ def test_the_error_says_how_the_names_would_fit(saved: Any, live: Any, match: st
         sx.load_checkpoint({name: torch.zeros(1) for name in live}, path)
 
 
+@pytest.mark.parametrize("more", [{}, {"step": 0}])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_state_with_a_key_too_many_is_told_so(more: Any, strict: bool, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    sx.save_checkpoint(model, tmp_path / "save")
+    sx.save_checkpoint(model.state_dict(), tmp_path / "states")
+    sx.export_checkpoint(model, tmp_path / "exported")
+    torch.save(model.state_dict(), tmp_path / "torch.pt")
+    for name in ("save", "states", "exported", "torch.pt"):
+        for state in ({"model": model, **more}, {"model": model.state_dict(), **more}):
+            with pytest.raises(sx.errors.NotFoundError, match=r'has them without "model": give state\["model"\]'):
+                sx.load_checkpoint(state, tmp_path / name, strict=strict)
+            sx.load_checkpoint(state["model"], tmp_path / name, strict=strict)
+
+
+def test_a_dtype_that_differs_is_told_how_to_cast(tmp_path: Path) -> None:
+    sx.save_checkpoint({"w": torch.ones(2)}, tmp_path / "save")
+    with pytest.raises(sx.errors.InvalidArgumentError, match='dtype="state" casts to the dtype that the state has'):
+        sx.load_checkpoint({"w": torch.ones(2, dtype=torch.float16)}, tmp_path / "save")
+
+
 # include and exclude
 
 

@@ -282,13 +282,27 @@ def test_plain_values_come_back_with_their_types(tmp_path: Path) -> None:
     [
         (torch.Generator(), r"Generator as JSON, at \.a: give its get_state\(\), a tensor"),
         (DataLoader([1, 2]), r"DataLoader as JSON, at \.a: use torchdata's StatefulDataLoader"),
+        (np.random.default_rng(), r"Generator as JSON, at \.a: give its bit_generator\.state"),
+        (np.random.RandomState(0), r"RandomState as JSON, at \.a: give .* get_state\(\)"),
+        (10**5000, r"an integer of 16,610 bits as JSON, at \.a: give its hex\(\)"),
         (object(), r"object as JSON, at \.a: give plain values, tensors, or a dataclass of them"),
         (np.longdouble(1), r"longdouble as JSON, at \.a"),
         (collections.deque([torch.ones(1)]), r"a Tensor cannot be an item of a set or deque, or a key, at \.a\[0\]"),
         ({torch.ones(1): 1}, r"a mapping at a has a Tensor as a key: use text, numbers or enums"),
         ([{torch.ones(1)}], r"a Tensor cannot be an item of a set or deque, or a key, at \.a\[0\]<item"),
     ],
-    ids=["generator", "data loader", "object", "longdouble", "deque", "key", "set"],
+    ids=[
+        "generator",
+        "data loader",
+        "numpy's generator",
+        "numpy's state",
+        "large integer",
+        "object",
+        "longdouble",
+        "deque",
+        "key",
+        "set",
+    ],
 )
 def test_other_values_are_refused_with_what_to_write(value: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(sx.StateExchangeError, match=message):

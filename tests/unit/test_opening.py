@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import tempfile
@@ -327,6 +328,22 @@ def test_every_call_refuses_what_is_no_path(call: str, path: Any, checkpoint: Pa
     with pytest.raises(sx.errors.InvalidArgumentError, match=r"path|map name patterns") as caught:
         CALLS[call](path)
     assert sorted(os.listdir()) == ["checkpoint", "home"], caught.value
+
+
+def test_a_missing_relative_path_is_shown_as_an_absolute_one(checkpoint: Path) -> None:
+    with pytest.raises(sx.errors.NotFoundError) as caught:
+        sx.load_checkpoint(STATE, "no/such")
+    assert caught.value.path == str(checkpoint.parent / "no/such")
+
+
+def test_an_error_of_a_store_is_wrapped_once() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/x"  # nobody listens
+        with pytest.raises(sx.errors.StorageError) as caught:
+            sx.load_checkpoint(STATE, url)
+    text = str(caught.value)
+    assert (text.count("cannot look up"), text.count(url)) == (1, 1)
 
 
 @pytest.mark.parametrize("call", ["export", "export in the background", "save", "save in the background", "merge to"])

@@ -69,6 +69,7 @@ CODES: dict[str, dict[str, tuple[int, int]]] = {
     "shared": {
         "wrappers": (CORRUPT, CORRUPT),
         "a list": (CORRUPT, CORRUPT),
+        "a list in itself": (CORRUPT, CORRUPT),
         "arguments": (CORRUPT, CORRUPT),
         "ranks, equal and not the same": (CORRUPT, CORRUPT),
         "ranks of meshes": (CORRUPT, CORRUPT),
