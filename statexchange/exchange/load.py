@@ -44,7 +44,7 @@ from statexchange.sharding.rename_hint import suggest_rename
 from statexchange.sharding.rules import renumber_names
 from statexchange.state.containers import children
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
-from statexchange.state.load_plan import NO_TREE, LoadPlan, ObjectStates, plan_load
+from statexchange.state.load_plan import NO_TREE, LoadPlan, Numbering, ObjectStates, plan_load
 from statexchange.state.merged_trees import SavedTensor
 from statexchange.state.modules import WRAPPERS, is_module, live_items, module_items, without_wrappers
 from statexchange.state.names_tree import tree_from_names
@@ -548,8 +548,8 @@ def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: Ob
     if saved is NO_TREE:
         return LoadPlan()
     with _located(catalog.source.path):
-        old_names = None if tree is None else catalog.old_names
-        plan = plan_load(state, saved, allocate, objects, stays, rank_tree, old_names)
+        numbering = None if tree is None else Numbering(catalog.old_names, checks_shapes=options.layout is None)
+        plan = plan_load(state, saved, allocate, objects, stays, rank_tree, numbering)
     if tree is not None:
         check_unions(plan.plain if tree.rank_tree is NO_TREE else (), plan.differing, catalog, tree.unions)
     plan.missing += sorted(lacking.difference(plan.missing))

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from statexchange import values
@@ -30,7 +29,7 @@ from statexchange.state.leaves import contains_state, is_leaf, is_stateful, stat
 from statexchange.state.megatron import Kind, MegatronTensor, holds_sharded, leaves, sharded_kind
 from statexchange.state.merged_trees import SavedTensor, UnknownValue, are_equal
 from statexchange.state.modules import is_module, live_items, load_extra_state
-from statexchange.state.numbered_parameters import NumberedParameters, check_fits
+from statexchange.state.numbered_parameters import FoundState, NumberedParameters, check_fit
 from statexchange.state.optimizers import (
     hyperparameters,
     install_optimizer,
@@ -49,6 +48,7 @@ __all__ = [
     "NO_TREE",
     "LoadPlan",
     "LoadTarget",
+    "Numbering",
     "ObjectStates",
     "Place",
     "live_paths",
@@ -171,6 +171,18 @@ NO_TREE = object()  # where a tree has no entry, or there is no tree: in a list,
 Stays = Callable[[str, Any], bool]
 
 
+class Numbering(NamedTuple):
+    """How numbers of parameters are matched.
+
+    Attributes:
+        old_names: the source's own names of tensors by those of the state.
+        checks_shapes: whether the shapes of states show the order; not if live tensors may be parts of whole ones.
+    """
+
+    old_names: Mapping[str, str]
+    checks_shapes: bool
+
+
 def plan_load(
     state: Any,
     saved: Any,
@@ -178,7 +190,7 @@ def plan_load(
     objects: ObjectStates,
     stays: Stays | None = None,
     rank_tree: Any = NO_TREE,
-    old_names: Mapping[str, str] | None = None,
+    numbering: Numbering | None = None,
 ) -> LoadPlan:
     """Plan how `state` becomes the decoded tree `saved`. Not collective; nothing is changed yet.
 
@@ -193,14 +205,14 @@ def plan_load(
         rank_tree: the tree of one rank: of this one if as many ranks load as have saved. `saved`, which has what any
             rank has, decides what exists. Plain values and the states of objects and parameters are those of
             `rank_tree`, where it has them.
-        old_names: the source's own names of tensors by those of the state, where optimizers may have been saved with
-            numbers for parameters; None if `saved` has the names or numbers of the live parameters.
+        numbering: how optimizers that were saved with numbers for parameters are matched; None if `saved` has the
+            names or numbers of the live parameters.
 
     Raises:
         InvalidArgumentError: something cannot be changed in place, or was saved as another kind; names the path.
         UnsupportedError: a value has a type that the live state does not have; names the path.
     """
-    planner = _Planner(allocate, parameter_names(state), _ShardedKeys.of(state, saved), objects, stays, old_names)
+    planner = _Planner(allocate, parameter_names(state), _ShardedKeys.of(state, saved), objects, stays, numbering)
     if planner.visit(state, saved, "", rank_tree) is not state:
         raise InvalidArgumentError(
             f"the state is {type_text(state)}, which cannot be changed in place: give a mapping that holds it"
@@ -237,12 +249,12 @@ class _Planner:
         keys: _ShardedKeys,
         objects: ObjectStates,
         stays: Stays | None,
-        old_names: Mapping[str, str] | None,
+        numbering: Numbering | None,
     ) -> None:
         self.plan = LoadPlan()
         self._allocate = allocate
         self._parameters = parameters
-        self._old_names = old_names
+        self._numbering = numbering
         self._keys = keys
         self._objects = objects
         self._hyperparameters: dict[int, Any] = {}  # live ones by id
@@ -410,13 +422,18 @@ class _Planner:
         self._expect(is_state_of_optimizer(saved), "an optimizer", saved, path)
         in_state = {key: name.in_state for key, name in self._parameters.items()}
         parameters = named_parameters(optimizer, in_state)
-        entries = _SavedEntries.of(saved, rank_tree)
-        is_numbered = self._old_names is not None and entries.are_numbered
-        if is_numbered:
-            numbered = entries.numbered(self._old_names or {}, _name_at(path))
-            entries = entries.relabelled(numbered.labels(optimizer, parameters, self._parameters))
-        elif entries.groups and parameters and not entries.are_numbered and all(map(is_index, parameters)):
+        labels: dict[str, str] = {}
+        numbered = None
+        if self._numbering is not None:
+            tree = rank_tree if is_state_of_optimizer(rank_tree) else saved
+            numbered = _numbered_parameters(tree, self._numbering.old_names, _name_at(path))
+        if numbered is not None:
+            labels = numbered.labels(optimizer, parameters, self._parameters)
+        entries = _SavedEntries.of(saved, rank_tree, labels)
+        if parameters and all(map(is_index, parameters)) and not all(map(is_index, entries.groups)):
             self.plan.nameless.add(_name_at(path))
+        of_numbers = {*labels.values()}
+        fitting: list[FoundState] = []
         if entries.differ:
             self.plan.differing.add(_name_at(f"{path}.param_groups"))
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -431,8 +448,10 @@ class _Planner:
                 if name in entries.state:
                     place = Place(optimizer.state.get(parameter), parameter=parameter, parameter_name=name)
                     states[parameter] = self._parameter_state(entries.state[name], path, place, on_host=on_host)
-                    if is_numbered:
-                        _check_numbered(states[parameter], place, f"{path}.state.{name}")
+                    if name in of_numbers:
+                        fitting += _found_states(states[parameter], name, f"{path}.state.{name}")
+        if self._numbering is not None and self._numbering.checks_shapes:
+            check_fit(optimizer, parameters, fitting)
         for key, shared in entries.shared.items():  # state of the optimizer, not of a parameter
             _check_known(key, f"{path}.state")
             states[key] = self._filled(shared, f"{path}.state.{key}", Place(optimizer.state.get(key)))
@@ -577,29 +596,12 @@ class _SavedEntries:
     differ: bool
     num_empty: int
 
-    @property
-    def are_numbered(self) -> bool:
-        """Whether the parameters have numbers for names."""
-        return bool(self.groups) and all(map(is_index, self.groups))
-
-    def numbered(self, old_names: Mapping[str, str], path: str) -> NumberedParameters:
-        """Return the numbers of the parameters, by group, and the names that the groups have for them."""
-        by_group: dict[int, list[str]] = {}
-        names: dict[int, list[str]] = {}
-        for number, group in self.groups.items():
-            by_group.setdefault(id(group), []).append(number)
-            if isinstance(group.get("param_names"), list):
-                names[id(group)] = list(map(str, group["param_names"]))
-        return NumberedParameters([*by_group.values()], [*itertools.chain(*names.values())], old_names, path)
-
-    def relabelled(self, labels: Mapping[str, str]) -> _SavedEntries:
-        """Return the entries with labels for the names of the parameters."""
-        groups, state = ({labels.get(name, name): one[name] for name in one} for one in (self.groups, self.state))
-        return replace(self, groups=groups, state=state)
-
     @classmethod
-    def of(cls, saved: Mapping[str, Any], rank_tree: Any) -> _SavedEntries:
-        """Sort the entries of an optimizer's saved tree; those of `rank_tree` come before those of other ranks."""
+    def of(cls, saved: Mapping[str, Any], rank_tree: Any, labels: Mapping[str, str]) -> _SavedEntries:
+        """Sort the entries of an optimizer's saved tree; those of `rank_tree` come before those of other ranks.
+
+        `labels` are the parameters' names in the live state by their numbers in the trees, if they have some.
+        """
         groups: dict[Any, Any] = {}
         state: dict[Any, Any] = {}
         differ = False
@@ -616,9 +618,9 @@ class _SavedEntries:
         one = trees[0]
         empty_groups = [group for group in one["param_groups"] if not group["params"]]
         return cls(
-            {str(name): group for name, group in groups.items()},
+            {labels.get(str(name), str(name)): group for name, group in groups.items()},
             empty_groups,
-            {str(name): entry for name, entry in state.items()},
+            {labels.get(str(name), str(name)): entry for name, entry in state.items()},
             {key: entry for key, entry in one["state"].items() if key not in groups},
             {key: entry for key, entry in one.items() if key not in ("state", "param_groups")},
             differ,
@@ -626,11 +628,31 @@ class _SavedEntries:
         )
 
 
-def _check_numbered(state: Any, place: Place, path: str) -> None:
-    """Raise InvalidArgumentError if the state of a parameter, found by its number, does not fit it."""
+def _numbered_parameters(tree: Mapping[str, Any], old_names: Mapping[str, str], path: str) -> NumberedParameters | None:
+    """Return the numbers of parameters in one tree of an optimizer, by group, and their names; None without numbers.
+
+    Groups of several ranks may be joined in the tree; the first that lists a number counts.
+    """
+    numbers: list[list[str]] = []
+    names: list[str] = []
+    seen: set[str] = set()
+    for group in tree["param_groups"]:
+        listed = list(map(str, group["params"]))
+        new = [number for number in listed if is_index(number) and number not in seen]
+        of_group = group.get("param_names")
+        if isinstance(of_group, list | tuple) and new == listed:
+            names += map(str, of_group)
+        if new:
+            numbers.append(new)
+        seen.update(new)
+    return NumberedParameters(numbers, names, old_names, path) if numbers else None
+
+
+def _found_states(state: Any, label: str, path: str) -> Iterator[FoundState]:
+    """Yield the tensors in the state of a parameter."""
     for key, tensor in state.items() if isinstance(state, Mapping) else ():
         if is_tensor(tensor):
-            check_fits(key, tuple(tensor.shape), place.parameter, place.parameter_name, _name_at(f"{path}.{key}"))
+            yield FoundState(key, tuple(tensor.shape), label, _name_at(f"{path}.{key}"))
 
 
 def _load_object(live: Any, load: Callable[[Any], object], state: Any, path: str) -> None:

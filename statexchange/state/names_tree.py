@@ -93,7 +93,7 @@ class _Builder:
         self._source = source
         self._optimizers = OptimizerNames(source, self.entries, parameters)
         in_state = {key: name.in_state for key, name in parameters.items()}
-        in_module = {key: name.in_modules[0] for key, name in parameters.items()}
+        in_module = {key: name.in_modules[0][1] for key, name in parameters.items()}
         self._parameter_names: list[Mapping[int, str]] = [in_state, in_module, {}]
         self._objects = objects
         self._in_unit = False

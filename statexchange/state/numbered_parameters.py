@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from statexchange.errors import InvalidArgumentError, excerpt
+from statexchange.errors import CorruptError, InvalidArgumentError, excerpt
 from statexchange.state.modules import without_wrappers
-from statexchange.state.optimizers import labelled_parameters
+from statexchange.state.optimizers import names_of_groups, parameters_of
 from statexchange.state.state_dict import ParameterName
 
-__all__ = ["NumberedParameters", "check_fits"]
+__all__ = ["FoundState", "NumberedParameters", "check_fit"]
 
 # States of an optimizer that have the shape of their parameter.
 _OF_PARAMETERS_SHAPE = {
@@ -21,27 +22,53 @@ _OF_PARAMETERS_SHAPE = {
 _OF_FACTORED_SHAPE = {"row_var", "col_var"}  # Adafactor: 1 in the dim over which it is a mean
 
 
-def check_fits(key: str, shape: tuple[int, ...], parameter: Any, label: str, path: str) -> None:
-    """Raise InvalidArgumentError if a state does not fit the parameter of its number, as the order differs.
+class FoundState(NamedTuple):
+    """A tensor of a parameter's state in the source.
 
-    Args:
+    Attributes:
         key: what the optimizer calls the state.
         shape: the shape of its tensor.
-        parameter: the parameter.
-        label: the parameter's name in the state, or number, for the message.
-        path: the path of the tensor.
+        label: the parameter's name in the state, or its number.
+        path: the path of the tensor, for messages.
     """
-    if key not in _OF_PARAMETERS_SHAPE | _OF_FACTORED_SHAPE:
-        return
-    expected = tuple(parameter.shape)
-    if key in _OF_FACTORED_SHAPE and len(shape) == len(expected):
-        expected = tuple(1 if one == 1 else size for one, size in zip(shape, expected, strict=True))
-    if shape != expected:
-        text = (
-            f"the source has this optimizer's parameters by number, and this one does not fit {label!r}: give the "
-            "optimizer the parameters in the order of the job that saved it, or leave it out of the state"
-        )
-        raise InvalidArgumentError(text, name=path, expected=expected, found=shape)
+
+    key: str
+    shape: tuple[int, ...]
+    label: str
+    path: str
+
+
+def check_fit(optimizer: Any, parameters: Mapping[str, Any], found: Iterable[FoundState]) -> None:
+    """Raise InvalidArgumentError if states do not have the shapes of the parameters of their numbers.
+
+    The order differs then. An optimizer that is not torch's may have states of other shapes: the order of its
+    parameters differs if the shapes are those of the parameters in another order.
+    """
+    by_key: dict[str, list[FoundState]] = {}
+    for one in found:
+        if one.key in _OF_PARAMETERS_SHAPE | _OF_FACTORED_SHAPE:
+            by_key.setdefault(one.key, []).append(one)
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
+    for key, states in by_key.items():
+        expected = [_expected_shape(one, parameters[one.label]) for one in states]
+        wrong = [(one, shape) for one, shape in zip(states, expected, strict=True) if one.shape != shape]
+        if wrong and (is_torchs or Counter(one.shape for one in states) == Counter(expected)):
+            one, shape = wrong[0]
+            own = optimizer.state.get(parameters[one.label], {})
+            if isinstance(own, Mapping) and tuple(getattr(own.get(key), "shape", ())) == one.shape and not is_torchs:
+                continue
+            text = (
+                f"the source has this optimizer's parameters by number, and this one does not fit {one.label!r}: give "
+                "the optimizer the parameters in the order of the job that saved it, or leave it out of the state"
+            )
+            raise InvalidArgumentError(text, name=one.path, expected=shape, found=one.shape)
+
+
+def _expected_shape(found: FoundState, parameter: Any) -> tuple[int, ...]:
+    shape = tuple(parameter.shape)
+    if found.key in _OF_FACTORED_SHAPE and len(found.shape) == len(shape):
+        return tuple(1 if one == 1 else size for one, size in zip(found.shape, shape, strict=True))
+    return shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +94,21 @@ class NumberedParameters:
 
         Args:
             optimizer: the live optimizer.
-            parameters: its parameters by label.
+            parameters: its parameters by label, in the order of its groups.
             known: the names of parameters by `id`.
 
         Raises:
             InvalidArgumentError: the source's names contradict the live ones, or the groups have other sizes.
         """
         flat_numbers = [number for of_group in self.numbers for number in of_group]
-        by_name = self._by_name(optimizer, parameters, known)
-        if by_name is not None and len(flat_numbers) == len(self.names):
-            return {number: by_name[name] for number, name in zip(flat_numbers, self.names, strict=True)}
+        if self.names and len(self.names) != len(flat_numbers):
+            text = (
+                f"the param groups of the source have {len(flat_numbers)} parameters, and {len(self.names)} param_names"
+            )
+            raise CorruptError(f"{text}: leave the optimizer out by exclude", name=self.path)
+        by_name = self._by_name(optimizer, parameters, known) if self.names else None
+        if by_name is not None:
+            return dict(zip(flat_numbers, by_name, strict=True))
         sizes = [len(of_group) for of_group in self.numbers if of_group]
         own_sizes = [len(group["params"]) for group in optimizer.param_groups if group["params"]]
         if sizes != own_sizes:
@@ -90,36 +122,35 @@ class NumberedParameters:
 
     def _by_name(
         self, optimizer: Any, parameters: Mapping[str, Any], known: Mapping[int, ParameterName]
-    ) -> dict[str, str] | None:
-        """Return labels by the source's names; None if it has none.
+    ) -> list[str] | None:
+        """Return the labels of the source's names; None if they and those of the state have nothing in common.
 
-        None, too, if the state's optimizer has no names, and those of its modules are all different: then the order is
-        what both have in common. Names of which only some are the same contradict that order, and so may a `rename`.
+        The live names are those of the groups, those in a module that has all parameters, those in the parameters' own
+        modules, and those in the state. None if the groups have no names, and all others differ: then the order is what
+        both have in common. Names of which only some are the same contradict that order, and so may a `rename`.
         """
-        if not self.names:
-            return None
-        labels = {id(parameter): label for label, parameter in parameters.items()}
-        found = self._by_old_names(labels, known)
+        labels = [*parameters]
+        found = self._by_old_names(parameters, known)
         if found is not None:
             return found
-        of_modules: dict[str, str] = {}
-        ambiguous: set[str] = set()
-        for key, label in labels.items():
-            for name in known[key].in_modules if key in known else ():
-                if of_modules.setdefault(name, label) != label:
-                    ambiguous.add(name)
-        unique = {name: label for name, label in of_modules.items() if name not in ambiguous}
-        of_groups = {name: labels[id(parameter)] for name, parameter in labelled_parameters(optimizer).items()}
-        for own in (of_groups, unique):
-            found = _matched(self.names, own, len(labels))
-            if found is not None:
-                return found
-        has_names = any("param_names" in group for group in optimizer.param_groups)
-        own = of_groups if has_names else of_modules
-        new_names = [known[key].in_state for key in labels if key in known]
-        is_renamed = any(self.old_names.get(name, name) != name for name in new_names)
-        if has_names or is_renamed or not own.keys().isdisjoint(self.names):
-            lists = [f"{excerpt(sorted(one), 80)} ({len(one)})" for one in ([*own], self.names)]
+        of_groups = names_of_groups(optimizer)
+        own_names = [] if of_groups is None else [of_groups]
+        of_parameters = [known[id(one)] for one in parameters_of(optimizer) if id(one) in known]
+        if len(of_parameters) == len(labels):
+            modules = {path for path, _ in of_parameters[0].in_modules} if of_parameters else set()
+            modules.intersection_update(*({path for path, _ in one.in_modules} for one in of_parameters))
+            own_names += [[dict(one.in_modules)[path] for one in of_parameters] for path in sorted(modules)]
+            own_names += [[one.in_modules[0][1] for one in of_parameters], [one.in_state for one in of_parameters]]
+        for prefixes in (False, True):
+            for own in own_names:
+                found = _matched(self.names, own, labels, prefixes=prefixes)
+                if found is not None:
+                    return found
+        is_renamed = any(self.old_names.get(one.in_state, one.in_state) != one.in_state for one in of_parameters)
+        in_modules = {name for one in of_parameters for _, name in one.in_modules}
+        if of_groups is not None or is_renamed or not in_modules.isdisjoint(self.names):
+            own = own_names[0] if own_names else sorted(in_modules)
+            lists = [f"{excerpt(sorted(one), 80)} ({len(one)})" for one in (own, self.names)]
             raise InvalidArgumentError(
                 f"the state names the parameters of this optimizer {lists[0]}, and the source {lists[1]}: give it the "
                 "parameters and the names of the job that saved it, or leave it out by exclude",
@@ -127,41 +158,51 @@ class NumberedParameters:
             )
         return None
 
-    def _by_old_names(self, labels: Mapping[int, str], known: Mapping[int, ParameterName]) -> dict[str, str] | None:
-        """Return labels by the source's names for parameters, which lead to the live ones by the tensors of the model.
+    def _by_old_names(self, parameters: Mapping[str, Any], known: Mapping[int, ParameterName]) -> list[str] | None:
+        """Return the labels of the source's names, which lead to the live parameters by the tensors of the model.
 
         They are the names of these tensors in the source after one prefix, that of the module. None if they are not.
         """
         by_tensor: dict[str, str] = {}
-        for key, label in labels.items():
-            new = known[key].in_state if key in known else ""
-            if new in self.old_names:
-                by_tensor[self.old_names[new]] = label
+        for label, parameter in parameters.items():
+            for name in known[id(parameter)].all_in_state if id(parameter) in known else ():
+                if name in self.old_names:
+                    by_tensor[self.old_names[name]] = label
         names = self.names
-        if len(names) != len(labels) or len(by_tensor) < len(labels):
+        if len(names) != len(parameters) or len({*names}) < len(names):
             return None
-        prefixes = [
-            prefix for prefix in _prefixes(by_tensor, [names[0]]) if all(prefix + n in by_tensor for n in names)
+        ways = [
+            [by_tensor[prefix + name] for name in names]
+            for prefix in _prefixes(by_tensor, [names[0]])
+            if all(prefix + name in by_tensor for name in names)
         ]
-        return {name: by_tensor[prefixes[0] + name] for name in names} if len(prefixes) == 1 else None
+        return ways[0] if len(ways) == 1 and len({*ways[0]}) == len(names) else None
 
 
-def _matched(names: Sequence[str], own: Mapping[str, str], count: int) -> dict[str, str] | None:
-    """Return the label of each name if the names are those of all `count` parameters.
+def _matched(
+    names: Sequence[str], own_names: Sequence[str], labels: Sequence[str], *, prefixes: bool
+) -> list[str] | None:
+    """Return the label of each name if the names are those of all parameters, `own_names`, in any order.
 
-    Names of wrapped modules lack what the wrapper put into them, or have one prefix, as the "module." of
-    DistributedDataParallel; both on either side.
+    Parts that wrappers put into names do not count. With `prefixes`, all names of one side may have a prefix, such as
+    the "module." of DistributedDataParallel. Names that occur twice must be the same in the same order.
     """
-    bare = {name: without_wrappers(name) for name in names}
-    bare_own = {without_wrappers(name): label for name, label in own.items()}
-    first = bare[names[0]]
-    ways = [(theirs, "") for theirs in _prefixes([first], bare_own)]
-    ways += [("", ours) for ours in _prefixes(bare_own, [first])]
-    for theirs, ours in ways:
-        if all(one.startswith(theirs) and ours + one[len(theirs) :] in bare_own for one in bare.values()):
-            found = {name: bare_own[ours + one[len(theirs) :]] for name, one in bare.items()}
-            if len(found) == len(names) == len(set(found.values())) == count:
-                return found
+    theirs, ours = ([without_wrappers(name) for name in one] for one in (names, own_names))
+    if len(theirs) != len(ours):
+        return None
+    if theirs == ours:
+        return [*labels]
+    by_name = dict(zip(ours, labels, strict=True))
+    if len(by_name) < len(ours) or len({*theirs}) < len(theirs):
+        return None
+    if not prefixes:
+        return [by_name[name] for name in theirs] if by_name.keys() == {*theirs} else None
+    for prefix in _prefixes([theirs[0]], ours):
+        if all(name.startswith(prefix) and name[len(prefix) :] in by_name for name in theirs):
+            return [by_name[name[len(prefix) :]] for name in theirs]
+    for prefix in _prefixes(ours, [theirs[0]]):
+        if all(prefix + name in by_name for name in theirs):
+            return [by_name[prefix + name] for name in theirs]
     return None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, type_text
 from statexchange.state.merged_trees import SavedTensor
-from statexchange.state.numbered_parameters import NumberedParameters, check_fits
+from statexchange.state.numbered_parameters import FoundState, NumberedParameters, check_fit
 from statexchange.state.optimizers import hyperparameters, named_parameters, optimizer_tree, parameters_of
 from statexchange.state.source_names import Entries, SourceNames, by_first, by_number, is_index, is_text
 from statexchange.state.state_dict import ParameterName
@@ -32,7 +32,7 @@ class OptimizerNames:
         twice: set[str] = set()
         for parameter in parameters_of(optimizer):
             if id(parameter) in self._parameters:
-                for name in self._parameters[id(parameter)].in_modules:
+                for _, name in self._parameters[id(parameter)].in_modules:
                     if known.setdefault(name, parameter) is not parameter:
                         twice.add(name)
         if self._is_numbered(states, groups, known):
@@ -135,6 +135,8 @@ class OptimizerNames:
     def _listed(self, entry: str, kind: str = "parameters", types: tuple[type, ...] = (int, str)) -> list[Any]:
         """Return the parameters, by number or name, or the names that a group lists; raise CorruptError for else."""
         found = self._entries.value(entry)
+        if isinstance(found, tuple) or (found is None and kind == "names"):
+            found = list(found or ())
         if not isinstance(found, list) or not all(isinstance(one, types) for one in found):
             what = "a tensor" if isinstance(found, SavedTensor) else type_text(found)
             text = (
@@ -182,11 +184,13 @@ class OptimizerNames:
                 own_group = own_by_parameter[id(parameters[of_group[0]])]
             settings = self._entries.container(group, own_group, f"{prefix}param_groups.{number}") if group else {}
             named.append({**settings, "params": of_group})
+        found = []
         for rest, entry in states.items():
             number, _, key = rest.partition(".")
             shape = self._source.shape_of(entry) if number in labels and entry in self._source.tensors else None
             if shape is not None:
-                check_fits(key, shape, parameters[labels[number]], labels[number], entry)
+                found.append(FoundState(key, shape, labels[number], entry))
+        check_fit(optimizer, parameters, found)
         state: dict[Any, Any] = {}
         for number, entries in by_first(states).items():
             if number in labels:

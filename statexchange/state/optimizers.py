@@ -21,6 +21,7 @@ __all__ = [
     "is_state_of_optimizer",
     "labelled_parameters",
     "named_parameters",
+    "names_of_groups",
     "optimizer_tree",
     "parameters_of",
     "state_of_optimizer",
@@ -78,14 +79,26 @@ def labelled_parameters(optimizer: Any) -> dict[str, Any]:
 
     Not collective.
     """
-    named: dict[str, Any] = {}
+    return dict(zip(_labels(optimizer), parameters_of(optimizer), strict=True))
+
+
+def _labels(optimizer: Any) -> list[str]:
+    found: list[str] = []
     for i, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [f"param_groups[{i}]['params'][{j}]" for j in range(len(group["params"]))]
         if len(names) != len(group["params"]):
             text = f"param group {i} has {len(group['params'])} parameters, and {len(names)} param_names"
             raise InvalidArgumentError(text, name=f"param_groups[{i}]")
-        named.update(zip(names, group["params"], strict=True))
-    return named
+        found += names
+    return found
+
+
+def names_of_groups(optimizer: Any) -> list[str] | None:
+    """Return the ``param_names`` of all groups, in the order of the parameters; None if there are none.
+
+    Not collective. Two may be equal.
+    """
+    return _labels(optimizer) if any(group.get("param_names") for group in optimizer.param_groups) else None
 
 
 def named_parameters(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
@@ -179,7 +192,7 @@ def optimizer_tree(optimizer: Any, names: Mapping[int, str], path: str) -> dict[
     begin = 0
     groups = []
     for group, settings in zip(optimizer.param_groups, numbered["param_groups"], strict=True):
-        own = {"param_names": [*group["param_names"]]} if "param_names" in group and not are_in_state else {}
+        own = {"param_names": [*group["param_names"]]} if group.get("param_names") and not are_in_state else {}
         groups.append({**settings, **own, "params": named[begin : begin + len(group["params"])]})
         begin += len(group["params"])
     state = {named[number]: entries for number, entries in numbered["state"].items()}

@@ -49,13 +49,21 @@ def encode_state(state: Any) -> tuple[str, dict[str, Any]]:
 
 
 class ParameterName(NamedTuple):
-    """A parameter's name in the whole state, which begins with the path of its module, and its names in modules.
+    """The names of a parameter.
 
-    A parameter that lies in the state itself, in no module, is called by its path.
+    Attributes:
+        in_state: its name in the whole state, which begins with the path of its module; the first of several.
+        in_modules: each module of the state that has it, by its path, with its name there. For one that lies in the
+            state itself, in no module, its path is its name.
     """
 
     in_state: str
-    in_modules: tuple[str, ...]
+    in_modules: tuple[tuple[str, str], ...]
+
+    @property
+    def all_in_state(self) -> list[str]:
+        """All its names in the whole state."""
+        return [_joined(path, name) for path, name in self.in_modules]
 
 
 def parameter_names(state: Any) -> dict[int, ParameterName]:
@@ -64,7 +72,7 @@ def parameter_names(state: Any) -> dict[int, ParameterName]:
     loose: dict[int, ParameterName] = {}
     for path, value, _ in nodes(state, is_leaf):
         if is_torch(value) and path:
-            loose.setdefault(id(value), ParameterName(path, (path,)))
+            loose.setdefault(id(value), ParameterName(path, (("", path),)))
         if not is_module(value):
             continue
         # The items first: a forward without a backward leaves parameters whole. A hook of `fully_shard` on state_dict()
@@ -73,10 +81,14 @@ def parameter_names(state: Any) -> dict[int, ParameterName]:
         parameters = {id(parameter) for parameter in value.parameters()}
         for name, item in items.items():
             if id(item) in parameters:
-                first = names.setdefault(id(item), ParameterName(f"{path}.{name}" if path else name, (name,)))
-                if name not in first.in_modules:
-                    names[id(item)] = first._replace(in_modules=(*first.in_modules, name))
+                first = names.setdefault(id(item), ParameterName(_joined(path, name), ((path, name),)))
+                if path not in dict(first.in_modules):  # the first of a tied parameter's names
+                    names[id(item)] = first._replace(in_modules=(*first.in_modules, (path, name)))
     return {**loose, **names}
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,6 +257,152 @@ def test_a_part_of_a_name_is_no_prefix(tmp_path: Path) -> None:
         sx.load_checkpoint({"optimizer": torch.optim.Adam(other.named_parameters())}, path)
 
 
+# Groups that have other names than those of the model's tensors
+
+
+def changed(job: Any) -> dict[str, list[float]]:
+    """Give each parameter of a job's modules a state of its own, and return it by name."""
+    step_of(job)
+    return by_parameter(job)
+
+
+def step_of(job: Any) -> None:
+    count = 0
+    for value in job.values():
+        for parameter in value.parameters() if isinstance(value, nn.Module) else ():
+            count += 1
+            parameter.grad = torch.full_like(parameter, float(count))
+    job["o"].step()
+
+
+def by_parameter(job: Any) -> dict[str, list[float]]:
+    return {
+        f"{key}.{name}": job["o"].state[parameter]["exp_avg"].flatten().tolist()
+        for key, value in job.items()
+        if isinstance(value, nn.Module)
+        for name, parameter in value.named_parameters()
+    }
+
+
+def two_models(*, named: bool, bias: bool) -> dict[str, Any]:
+    g, d = nn.Linear(3, 3), nn.Linear(3, 3, bias=bias)
+    both: list[Any] = [*g.named_parameters(), *d.named_parameters()]
+    return {"g": g, "d": d, "o": torch.optim.Adam(both if named else [one for _, one in both])}
+
+
+@pytest.mark.parametrize("write", [write_states, write_torch, write_dcp])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_names_that_occur_twice_are_matched_in_their_order(
+    write: Write, named: bool, bias: bool, tmp_path: Path
+) -> None:
+    saved, live = two_models(named=True, bias=bias), two_models(named=named, bias=bias)
+    expected = changed(saved)
+    report = sx.load_checkpoint(live, write(saved, tmp_path))
+    assert not report.missing + report.unexpected
+    assert by_parameter(live) == expected
+
+
+@pytest.mark.parametrize("write", [write_states, write_torch, write_dcp])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_module_of_a_model_may_be_in_the_state_too(write: Write, named: bool, tmp_path: Path) -> None:
+    def job(named: bool) -> dict[str, Any]:
+        model = net(0)
+        parameters: Any = model.named_parameters() if named else model.parameters()
+        return {"last": nn.Sequential(model[1]), "model": model, "o": torch.optim.Adam(parameters)}
+
+    saved, live = job(True), job(named)
+    expected = changed(saved)
+    sx.load_checkpoint(live, write(saved, tmp_path))
+    assert by_parameter(live) == expected
+
+
+@pytest.mark.parametrize("write", [write_states, write_torch, write_dcp])
+@pytest.mark.parametrize("named", [False, True])
+def test_names_in_groups_may_be_those_in_the_state(write: Write, named: bool, tmp_path: Path) -> None:
+    def job(*keys: str, named: bool) -> dict[str, Any]:
+        modules = {key: nn.Linear(3, 3, bias=False) for key in keys}
+        parameters: Any = [(f"{key}.weight", module.weight) for key, module in modules.items()]
+        return {**modules, "o": torch.optim.Adam(parameters if named else [one for _, one in parameters])}
+
+    saved, live = job("encoder", "head", named=True), job("head", "encoder", named=named)
+    expected = changed(saved)
+    sx.load_checkpoint(live, write({"o": saved["o"]}, tmp_path), include="o")
+    assert by_parameter(live) == expected
+
+
+@pytest.mark.parametrize("write", [write_save, write_states, write_torch, write_dcp])
+@pytest.mark.parametrize("names", [None, ("x", "y")])
+def test_names_may_be_none_or_a_tuple(write: Write, names: Any, tmp_path: Path) -> None:
+    def job() -> tuple[dict[str, Any], list[Any]]:
+        state, parameters = hidden_job([3, 3], [2])
+        state["optimizer"].param_groups[0]["param_names"] = names
+        return state, parameters
+
+    (saved, theirs), (live, ours) = job(), job()
+    stepped(saved["optimizer"])
+    sx.load_checkpoint(live, write(saved, tmp_path))
+    assert moments(live["optimizer"], ours) == moments(saved["optimizer"], theirs)
+
+
+class OneMoment(torch.optim.Optimizer):
+    """As Adam-mini, it has one second moment for a whole parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            mean = parameter.grad.pow(2).mean()
+            self.state[parameter] = {"exp_avg": parameter.grad.clone(), "exp_avg_sq": mean}
+
+
+@pytest.mark.parametrize("write", [write_states, write_torch, write_dcp])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_optimizers_of_others_may_have_moments_of_any_shape(write: Write, steps: int, tmp_path: Path) -> None:
+    saved, live = ({"model": nn.Linear(3, 2)} for _ in range(2))
+    saved["o"], live["o"] = (OneMoment(job["model"].parameters()) for job in (saved, live))  # type: ignore[assignment]
+    expected = changed(saved)
+    for _ in range(steps):
+        step_of(live)
+    sx.load_checkpoint(live, write(saved, tmp_path))
+    assert by_parameter(live) == expected
+    other = {"model": live["model"], "o": OneMoment([*live["model"].parameters()][::-1])}
+    with pytest.raises(errors.InvalidArgumentError, match="does not fit"):
+        sx.load_checkpoint(other, write_torch(saved, tmp_path))
+
+
+# Ranks with parameters of their own
+
+
+def stage_job(rank: int, kind: str, *, reverse: bool = False) -> tuple[dict[str, Any], list[Any]]:
+    """The job of a pipeline's stage. Rank 1 has a parameter more."""
+    known = [(f"s{rank}.l{i}", nn.Parameter(torch.zeros(3))) for i in range(2 + rank)]
+    order = known[::-1] if reverse else known
+    parameters: Any = order if "named" in kind else [one for _, one in order]
+    is_hidden = "hidden" in kind and rank == 1
+    own = dict(known[:1] if is_hidden else known)
+    return {f"stage{rank}": own, "optimizer": torch.optim.Adam(parameters)}, [one for _, one in known]
+
+
+def saves_and_loads_stages(path: str, kind: str, replicas: Any) -> list[float]:
+    rank = sx.get_rank()
+    saved, parameters = stage_job(rank, kind)
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, 10.0 * rank + number + 1)
+    saved["optimizer"].step()
+    sx.save_checkpoint(states_of(saved) if "states" in kind else saved, path)
+    live, parameters = stage_job(rank, kind, reverse="named" in kind)
+    sx.load_checkpoint(live, path, replicas=replicas)
+    return [round(10 * float(live["optimizer"].state[one]["exp_avg"][0]), 4) for one in parameters]
+
+
+@pytest.mark.parametrize("kind", ["objects", "objects, named", "hidden", "hidden, named", "states", "states, named"])
+def test_each_stage_of_a_pipeline_gets_what_it_saved(kind: str, tmp_path: Path) -> None:
+    found = run_ranks(saves_and_loads_stages, 2, args=(str(tmp_path / "save"), kind, "equal"))
+    assert found == [[1, 2], [11, 12, 13]]
+
+
 # Several names of one parameter
 
 
