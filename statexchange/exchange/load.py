@@ -38,10 +38,10 @@ from statexchange.formats.source import Source
 from statexchange.processes import collector_paused
 from statexchange.settings import check_progress
 from statexchange.sharding import records
-from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas, with_dots
+from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rename_hint import suggest_rename
-from statexchange.sharding.rules import renumber_names
+from statexchange.sharding.rules import renumber_names, with_dots
 from statexchange.state.containers import children
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
 from statexchange.state.load_plan import NO_TREE, LoadPlan, Numbering, ObjectStates, plan_load

@@ -9,7 +9,8 @@ from typing import Any
 from statexchange import values
 from statexchange.errors import CorruptError, InvalidArgumentError, ReplicaError, UnsafeError
 from statexchange.exchange.catalog import Catalog, differing_text
-from statexchange.sharding.options import LoadOptions, with_dots
+from statexchange.sharding.options import LoadOptions
+from statexchange.sharding.rules import with_dots
 from statexchange.state.containers import children, is_dataclass, other_with
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful
 from statexchange.state.load_plan import NO_TREE, ObjectStates, live_paths, live_types

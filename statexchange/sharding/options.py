@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from statexchange.errors import InvalidArgumentError, did_you_mean, excerpt
 from statexchange.settings import check_flags
-from statexchange.sharding.rules import Layout
+from statexchange.sharding.rules import Layout, with_dots
 from statexchange.tensors import DTYPE_NAMES, LONG_NAMES
 
 if TYPE_CHECKING:
@@ -252,11 +252,6 @@ def _matches(patterns: Sequence[str], name: str) -> bool:
     """Whether a pattern matches a path, or that of something that contains it. A list's index is a part, as "a.0"."""
     fits = _regex(tuple(patterns)).fullmatch
     return fits(name) is not None or ("[" in name and fits(with_dots(name)) is not None)
-
-
-def with_dots(path: str) -> str:
-    """Return a path with dots before indices: "a.0" for "a[0]"."""
-    return path.replace("[", ".").replace("]", "").removeprefix(".")
 
 
 @functools.lru_cache(maxsize=16)

@@ -65,7 +65,7 @@ from statexchange.sharding import records
 from statexchange.sharding.layout_advice import layout_advice, rule_for_dim
 from statexchange.sharding.shards import Box, full_box, is_inside, shape_from_json, sizes_from_json
 
-__all__ = ["REDUCTIONS", "DimSegments", "Layout", "Part", "Rule", "place_parts", "renumber_names"]
+__all__ = ["REDUCTIONS", "DimSegments", "Layout", "Part", "Rule", "place_parts", "renumber_names", "with_dots"]
 
 _MAX_SHOWN = 8  # numbers in a message
 _MAX_RUNS = 1 << 20  # along one dim; a model has far fewer heads
@@ -285,10 +285,10 @@ class Layout:
 
     def _rule_for(self, name: str) -> Rule | None:
         module = name.rpartition(".")[0]
-        matching = [rule for pattern, rule in self.rules.items() if fnmatch.fnmatchcase(name, pattern)]
+        matching = [rule for pattern, rule in self.rules.items() if _fits(name, pattern)]
         if not matching:  # a keyword's pattern may name the tensor's module
             keywords = {pattern: rule for pattern, rule in self.rules.items() if rule.keyword}
-            matching = [rule for pattern, rule in keywords.items() if fnmatch.fnmatchcase(module, pattern)]
+            matching = [rule for pattern, rule in keywords.items() if _fits(module, pattern)]
         if not matching:
             return None
         rule = matching[0]
@@ -684,3 +684,15 @@ def _parse_numbered(name: str, new_name: str, component: str, layout: Layout, ra
     coordinates = _coordinates(rank, layout.mesh)
     other_axes = tuple((axis, index) for axis, index in coordinates.items() if axis not in axes)
     return _NumberedName((head, other_axes), _index(rank, axes, layout.mesh), int(parts[at]), head, tail)
+
+
+def with_dots(path: str) -> str:
+    """Return a path with dots before indices: "a.0" for "a[0]"."""
+    return path.replace("[", ".").replace("]", "").removeprefix(".")
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a pattern matches a name. An index may stand in brackets in both, as in messages, or after a dot."""
+    if fnmatch.fnmatchcase(name, pattern):
+        return True
+    return "[" in name and (name == pattern or fnmatch.fnmatchcase(with_dots(name), pattern))

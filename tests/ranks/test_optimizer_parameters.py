@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 import statexchange as sx
 from statexchange import errors
@@ -125,6 +126,28 @@ def test_they_have_their_state_on_other_numbers_of_ranks(num_loading: int, as_st
     # What state_dict() returns has numbers, so that the order counts.
     found = run_ranks(loads_sharded, num_loading, backend="gloo", args=(path, not as_states))
     assert found == [expected] * num_loading
+
+
+@pytest.mark.parametrize("pattern", ["parts.0", "parts[0]", "*[[]0]", "parts*"])
+def test_a_layout_names_an_item_of_a_list_as_messages_do(pattern: str, tmp_path: Path) -> None:
+    whole = torch.arange(8.0).reshape(4, 2)
+
+    def job() -> tuple[dict[str, Any], Any]:
+        part = nn.Parameter(torch.zeros(2, 2))
+        return {"parts": [part], "optimizer": torch.optim.SGD([part], lr=1.0, momentum=0.9)}, part
+
+    def saves_and_loads() -> None:
+        (saved, part), (live, own) = job(), job()
+        part.grad = whole.chunk(2)[sx.get_rank()].clone()
+        saved["optimizer"].step()
+        sx.save_checkpoint(saved, tmp_path / "save", layout={pattern: Shard(0)})
+        sx.load_checkpoint(live, tmp_path / "save", layout={pattern: Shard(0)})
+        assert torch.equal(own, part)
+        assert torch.equal(live["optimizer"].state[own]["momentum_buffer"], part.grad)
+
+    run_ranks(saves_and_loads, 2)
+    with sx.open_checkpoint(tmp_path / "save") as saved:
+        assert torch.equal(torch.from_numpy(saved["parts[0]"].read()), -whole)
 
 
 # Parameters by number
