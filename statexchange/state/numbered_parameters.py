@@ -134,7 +134,7 @@ class NumberedParameters:
         if found is not None:
             return found
         of_groups = names_of_groups(optimizer)
-        own_names = [] if of_groups is None else [of_groups]
+        own_names: list[list[str]] = []
         of_parameters = [known[id(one)] for one in parameters_of(optimizer) if id(one) in known]
         if len(of_parameters) == len(labels):
             modules = {path for path, _ in of_parameters[0].in_modules} if of_parameters else set()
@@ -142,14 +142,22 @@ class NumberedParameters:
             own_names += [[dict(one.in_modules)[path] for one in of_parameters] for path in sorted(modules)]
             own_names += [[one.in_modules[0][1] for one in of_parameters], [one.in_state for one in of_parameters]]
         for prefixes in (False, True):
-            for own in own_names:
-                found = _matched(self.names, own, labels, prefixes=prefixes)
-                if found is not None:
-                    return found
+            found = None if of_groups is None else _matched(self.names, of_groups, labels, prefixes=prefixes)
+            ways = [_matched(self.names, own, labels, prefixes=prefixes) for own in own_names]
+            different = [*{tuple(way): way for way in ways if way is not None}.values()]
+            if found is None and len(different) > 1:
+                raise InvalidArgumentError(
+                    f"the source names the parameters of this optimizer {excerpt(self.names, 80)}, and two modules of "
+                    "the state have these names for different ones: give the optimizer their names, or the state one "
+                    "of these modules",
+                    name=self.path,
+                )
+            if found is not None or different:
+                return different[0] if found is None else found
         is_renamed = any(self.old_names.get(one.in_state, one.in_state) != one.in_state for one in of_parameters)
         in_modules = {name for one in of_parameters for _, name in one.in_modules}
         if of_groups is not None or is_renamed or not in_modules.isdisjoint(self.names):
-            own = own_names[0] if own_names else sorted(in_modules)
+            own = of_groups or [*own_names, sorted(in_modules)][0]
             lists = [f"{excerpt(sorted(one), 80)} ({len(one)})" for one in (own, self.names)]
             raise InvalidArgumentError(
                 f"the state names the parameters of this optimizer {lists[0]}, and the source {lists[1]}: give it the "

@@ -340,6 +340,22 @@ def test_a_module_of_a_model_may_be_in_the_state_too(write: Write, named: bool, 
     assert by_parameter(live) == expected
 
 
+def test_names_that_two_modules_have_for_different_parameters_are_refused(tmp_path: Path) -> None:
+    def job(named: bool) -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        parameters: Any = [*model.named_parameters()] if named else [*model.parameters()]
+        return {"back": nn.Sequential(model[1], model[0]), "model": model, "o": torch.optim.Adam(parameters)}
+
+    saved = job(True)
+    expected = changed(saved)
+    path = write_torch({"o": saved["o"]}, tmp_path)
+    with pytest.raises(errors.InvalidArgumentError, match=r"two modules of the state have these names for different"):
+        sx.load_checkpoint(job(False), path, include="o")
+    for live in (job(True), {key: value for key, value in job(False).items() if key != "back"}):
+        sx.load_checkpoint(live, path, include="o")
+        assert by_parameter(live) == {key: expected[key] for key in by_parameter(live)}
+
+
 @pytest.mark.parametrize("write", [write_states, write_torch, write_dcp])
 @pytest.mark.parametrize("named", [False, True])
 def test_names_in_groups_may_be_those_in_the_state(write: Write, named: bool, tmp_path: Path) -> None:
