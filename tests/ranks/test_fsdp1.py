@@ -39,6 +39,8 @@ def goes_on_as_advised(folder: str, use_orig_params: bool) -> None:
             sx.save_checkpoint(state, f"{folder}/refused")
         assert refusal.value.name == name
     assert not Path(folder, "refused").exists()
+    with pytest.raises(UnsupportedError, match="FSDP1 flattened"):
+        sx.synchronize({"optim": optimizer})
     sx.export_checkpoint(model, f"{folder}/model")
     whole = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     sx.save_checkpoint({"optim": whole}, f"{folder}/optim")

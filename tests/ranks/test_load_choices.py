@@ -630,8 +630,13 @@ def test_two_parameters_of_one_name_in_their_modules_are_refused(tmp_path: Path)
     assert not state["o"].state
 
 
-@pytest.mark.parametrize("entry", ["params", "param_names"])
-@pytest.mark.parametrize(("value", "found"), [(5, "an int"), (None, "a NoneType"), (torch.ones(2), "a tensor")])
+@pytest.mark.parametrize(
+    ("entry", "value", "found"),
+    [
+        *[("params", *one) for one in [(5, "an int"), (None, "a NoneType"), (torch.ones(2), "a tensor")]],
+        *[("param_names", *one) for one in [(5, "an int"), ("xy", "a str"), (torch.ones(2), "a tensor")]],
+    ],
+)
 def test_groups_that_list_no_parameters_are_refused(entry: str, value: Any, found: str, tmp_path: Path) -> None:
     optimizer = trained(nn.Linear(2, 2))
     saved = optimizer.state_dict()
