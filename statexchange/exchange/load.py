@@ -44,7 +44,7 @@ from statexchange.sharding.rename_hint import suggest_rename
 from statexchange.sharding.rules import renumber_names, with_dots
 from statexchange.state.containers import children
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
-from statexchange.state.load_plan import NO_TREE, LoadPlan, Numbering, ObjectStates, plan_load
+from statexchange.state.load_plan import NO_TREE, LoadPlan, Matching, ObjectStates, plan_load
 from statexchange.state.merged_trees import SavedTensor
 from statexchange.state.modules import WRAPPERS, is_module, live_items, module_items, without_wrappers
 from statexchange.state.names_tree import tree_from_names
@@ -540,16 +540,17 @@ def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: Ob
         with _located(catalog.source.path):
             named = tree_from_names(state, names, objects)
         saved, rank_tree, left_out, lacking = named.tree, NO_TREE, named.left_out, named.lacking
+        matching = Matching(ungrouped=named.ungrouped)
     else:
         saved, rank_tree, left_out, lacking = tree.tree, tree.rank_tree, tree.left_out, tree.lacking
+        matching = Matching(catalog.old_names, checks_shapes=options.layout is None)
     selects = options.include or options.exclude
     stays = partial(_stays, options, left_out | lacking) if selects or lacking else None
     allocate = partial(tensor_to_fill, catalog)
     if saved is NO_TREE:
         return LoadPlan()
     with _located(catalog.source.path):
-        numbering = None if tree is None else Numbering(catalog.old_names, checks_shapes=options.layout is None)
-        plan = plan_load(state, saved, allocate, objects, stays, rank_tree, numbering)
+        plan = plan_load(state, saved, allocate, objects, stays, rank_tree, matching)
     if tree is not None:
         check_unions(plan.plain if tree.rank_tree is NO_TREE else (), plan.differing, catalog, tree.unions)
     plan.missing += sorted(lacking.difference(plan.missing))

@@ -180,7 +180,8 @@ def _items(state: Any) -> Iterator[tuple[Any, Any]]:
         elif isinstance(part, Mapping):
             yield from part.items()
         else:
-            raise InvalidArgumentError(f"state must be a module, a mapping or a list of modules, not {type(part)!r}")
+            found = f"{type_text(state)} that holds {type_text(part)}" if part is not state else type_text(state)
+            raise InvalidArgumentError(f"the state must be a module, a mapping or a list of these, not {found}")
 
 
 def _local_tensors(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[LocalTensor]:

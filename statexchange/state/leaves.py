@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
@@ -14,7 +14,7 @@ from statexchange.state.optimizers import is_optimizer
 from statexchange.state.tree import contains
 from statexchange.tensors import is_tensor
 
-__all__ = ["check_no_state_in", "contains_state", "is_leaf", "is_stateful", "state_of_object"]
+__all__ = ["check_no_state_in", "contains_state", "is_leaf", "is_stateful", "load_object", "state_of_object"]
 
 
 def is_stateful(value: Any) -> bool:
@@ -41,6 +41,26 @@ def state_of_object(value: Any, path: str, advice: str) -> Any:
     except Exception as error:
         text = f"state_dict() of {type_text(value)} raised {excerpt(error, 200)}: {advice}"
         raise InvalidArgumentError(text, name=path) from error
+
+
+def load_object(
+    value: Any, load: Callable[[Any], object], state: Any, path: str, advice: str = ", or leave it out by exclude"
+) -> None:
+    """Let an object load its state by `load`. Not collective.
+
+    Raises:
+        InvalidArgumentError: it raises an error, which becomes one that names `path` and ends with `advice`.
+    """
+    try:
+        load(state)
+    except StateExchangeError:
+        raise
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"{type_text(value)} does not take the state that it is given here, and raised {excerpt(error, 200)}. What "
+            f"comes before it in the state has been changed: make the object as it was saved{advice}",
+            name=path,
+        ) from error
 
 
 def is_leaf(value: Any) -> bool:

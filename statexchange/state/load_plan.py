@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
+from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.state.containers import (
     check_change,
     children,
@@ -25,7 +25,7 @@ from statexchange.state.containers import (
     with_children,
     with_types_of,
 )
-from statexchange.state.leaves import contains_state, is_leaf, is_stateful, state_of_object
+from statexchange.state.leaves import contains_state, is_leaf, is_stateful, load_object, state_of_object
 from statexchange.state.megatron import Kind, MegatronTensor, holds_sharded, leaves, sharded_kind
 from statexchange.state.merged_trees import SavedTensor, UnknownValue, are_equal
 from statexchange.state.modules import is_module, live_items, load_extra_state
@@ -41,14 +41,14 @@ from statexchange.state.optimizers import (
 )
 from statexchange.state.source_names import is_index
 from statexchange.state.state_dict import ParameterName, parameter_names
-from statexchange.state.tree import flatten, walk
+from statexchange.state.tree import WalkStep, entry_path, flatten, walk
 from statexchange.tensors import is_tensor, is_torch
 
 __all__ = [
     "NO_TREE",
     "LoadPlan",
     "LoadTarget",
-    "Numbering",
+    "Matching",
     "ObjectStates",
     "Place",
     "live_paths",
@@ -167,20 +167,28 @@ class LoadPlan:
 
 
 Allocate = Callable[[str, Place], Any]
+# What torch's schedulers have as lists with a value for each param group
+_OF_GROUPS = {
+    *("base_lrs", "_last_lr", "min_lrs", "max_lrs", "_min_lrs", "_max_lrs", "base_momentums", "max_momentums"),
+    "lr_lambdas",
+}
 NO_TREE = object()  # where a tree has no entry, or there is no tree: in a list, an item that stays as it is
 Stays = Callable[[str, Any], bool]
 
 
-class Numbering(NamedTuple):
-    """How numbers of parameters are matched.
+class Matching(NamedTuple):
+    """How the parameters and groups of optimizers are matched.
 
     Attributes:
-        old_names: the source's own names of tensors by those of the state.
+        old_names: the source's own names of tensors by those of the state, if the tree may have parameters by number;
+            None if it has the names or numbers of the live parameters.
         checks_shapes: whether the shapes of states show the order; not if live tensors may be parts of whole ones.
+        ungrouped: the paths of optimizers whose param groups the source does not have.
     """
 
-    old_names: Mapping[str, str]
-    checks_shapes: bool
+    old_names: Mapping[str, str] | None = None
+    checks_shapes: bool = True
+    ungrouped: Container[str] = ()
 
 
 def plan_load(
@@ -190,7 +198,7 @@ def plan_load(
     objects: ObjectStates,
     stays: Stays | None = None,
     rank_tree: Any = NO_TREE,
-    numbering: Numbering | None = None,
+    matching: Matching = Matching(),  # noqa: B008 (immutable)
 ) -> LoadPlan:
     """Plan how `state` becomes the decoded tree `saved`. Not collective; nothing is changed yet.
 
@@ -205,18 +213,18 @@ def plan_load(
         rank_tree: the tree of one rank: of this one if as many ranks load as have saved. `saved`, which has what any
             rank has, decides what exists. Plain values and the states of objects and parameters are those of
             `rank_tree`, where it has them.
-        numbering: how optimizers that were saved with numbers for parameters are matched; None if `saved` has the
-            names or numbers of the live parameters.
+        matching: how the parameters and groups of optimizers are matched.
 
     Raises:
         InvalidArgumentError: something cannot be changed in place, or was saved as another kind; names the path.
         UnsupportedError: a value has a type that the live state does not have; names the path.
     """
-    planner = _Planner(allocate, parameter_names(state), _ShardedKeys.of(state, saved), objects, stays, numbering)
+    planner = _Planner(allocate, parameter_names(state), _ShardedKeys.of(state, saved), objects, stays, matching)
     if planner.visit(state, saved, "", rank_tree) is not state:
         raise InvalidArgumentError(
             f"the state is {type_text(state)}, which cannot be changed in place: give a mapping that holds it"
         )
+    planner.check_schedulers()
     return planner.plan
 
 
@@ -249,12 +257,14 @@ class _Planner:
         keys: _ShardedKeys,
         objects: ObjectStates,
         stays: Stays | None,
-        numbering: Numbering | None,
+        matching: Matching,
     ) -> None:
         self.plan = LoadPlan()
         self._allocate = allocate
         self._parameters = parameters
-        self._numbering = numbering
+        self._matching = matching
+        self._permuted: set[int] = set()  # optimizers, by id, whose live groups are in another order
+        self._schedulers: list[tuple[Any, Any, str]] = []  # with their new states and paths
         self._keys = keys
         self._objects = objects
         self._hyperparameters: dict[int, Any] = {}  # live ones by id
@@ -277,7 +287,9 @@ class _Planner:
             self._expect(isinstance(saved, Mapping), f"the state of {type_text(live)}", saved, path)
             self.plan.plain.add(_name_at(path))
             new = self._filled(value, path, Place(self._objects.of(live, _name_at(path)), is_filled=False))
-            self.plan.callbacks.append(functools.partial(_load_object, live, live.load_state_dict, new, _name_at(path)))
+            if is_optimizer(getattr(live, "optimizer", None)):
+                self._schedulers.append((live, new, path))
+            self.plan.callbacks.append(functools.partial(load_object, live, live.load_state_dict, new, _name_at(path)))
         elif _is_nonempty_root(live, path) or (children(live) is not None and contains_state(live)):
             return self._container(live, saved, path, rank_tree)
         else:
@@ -285,6 +297,28 @@ class _Planner:
             self.plan.plain.add(_name_at(path))
             return self._value(live, self._filled(value, path), path)
         return live
+
+    def check_schedulers(self) -> None:
+        """Raise InvalidArgumentError for a scheduler whose values are for other param groups than the live ones.
+
+        An optimizer gets its hyperparameters by the parameters of a group, and a scheduler by the group's number.
+        """
+        for live, new, path in self._schedulers:
+            own = {step.path: step.value for step in _of_groups(self._objects.of(live, _name_at(path)))}
+            for step in _of_groups(new):
+                name = entry_path(_name_at(path), step.path)
+                if len(own.get(step.path, step.value)) != len(step.value):
+                    text = (
+                        "the source has this for another number of param groups: make the groups of the job that saved "
+                        "them, or leave the scheduler out by exclude"
+                    )
+                    raise InvalidArgumentError(text, name=name, expected=len(step.value), found=len(own[step.path]))
+                if id(live.optimizer) in self._permuted and not _are_same(step.value):
+                    raise InvalidArgumentError(
+                        "the source has this for each param group, and these are in another order: make the groups in "
+                        "the order of the job that saved them, or leave the scheduler out by exclude",
+                        name=name,
+                    )
 
     def _value(self, live: Any, new: Any, path: str) -> Any:
         """Return what replaces a value without state: `live` itself if it is equal, or if a callback refills it."""
@@ -414,7 +448,7 @@ class _Planner:
             _check_like(rest[name], new, f"{path}.{name}")
         if extra:
             load = functools.partial(load_extra_state, module)
-            self.plan.callbacks.append(functools.partial(_load_object, module, load, extra, _name_at(path)))
+            self.plan.callbacks.append(functools.partial(load_object, module, load, extra, _name_at(path)))
         self._add_unexpected(path, [name for name in saved if name not in live and name not in rest])
 
     def _optimizer(self, optimizer: Any, saved: Any, path: str, rank_tree: Any) -> None:
@@ -423,12 +457,12 @@ class _Planner:
         in_state = {key: name.in_state for key, name in self._parameters.items()}
         parameters = named_parameters(optimizer, in_state)
         labels: dict[str, str] = {}
-        numbered = None
-        if self._numbering is not None:
-            tree = rank_tree if is_state_of_optimizer(rank_tree) else saved
-            numbered = _numbered_parameters(tree, self._numbering.old_names, _name_at(path))
-        if numbered is not None:
-            labels = numbered.labels(optimizer, parameters, self._parameters)
+        tree = rank_tree if is_state_of_optimizer(rank_tree) else saved
+        if self._matching.old_names is not None:
+            numbered = _numbered_parameters(tree, self._matching.old_names, _name_at(path))
+            labels = {} if numbered is None else numbered.labels(optimizer, parameters, self._parameters)
+        if _name_at(path) not in self._matching.ungrouped and _is_permuted(optimizer, parameters, tree, labels):
+            self._permuted.add(id(optimizer))
         entries = _SavedEntries.of(saved, rank_tree, labels)
         if parameters and all(map(is_index, parameters)) and not all(map(is_index, entries.groups)):
             self.plan.nameless.add(_name_at(path))
@@ -450,7 +484,7 @@ class _Planner:
                     states[parameter] = self._parameter_state(entries.state[name], path, place, on_host=on_host)
                     if name in of_numbers:
                         fitting += _found_states(states[parameter], name, f"{path}.state.{name}")
-        if self._numbering is not None and self._numbering.checks_shapes:
+        if self._matching.checks_shapes:
             check_fit(optimizer, parameters, fitting)
         for key, shared in entries.shared.items():  # state of the optimizer, not of a parameter
             _check_known(key, f"{path}.state")
@@ -468,7 +502,7 @@ class _Planner:
             dropped += [key for key in optimizer.state if not is_torch(key) and key not in states]
         more = self._more(optimizer, entries.more, path)
         install = functools.partial(install_optimizer, optimizer, groups, states, dropped)
-        self.plan.callbacks.append(functools.partial(_load_object, optimizer, install, more, _name_at(path)))
+        self.plan.callbacks.append(functools.partial(load_object, optimizer, install, more, _name_at(path)))
 
     def _more(self, optimizer: Any, saved: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Return the saved entries of a state dict beside ``state`` and ``param_groups``; others join the plan."""
@@ -629,23 +663,70 @@ class _SavedEntries:
 
 
 def _numbered_parameters(tree: Mapping[str, Any], old_names: Mapping[str, str], path: str) -> NumberedParameters | None:
-    """Return the numbers of parameters in one tree of an optimizer, by group, and their names; None without numbers.
+    """Return the numbers of parameters in a tree of an optimizer, by group, and their names; None without numbers.
 
-    Groups of several ranks may be joined in the tree; the first that lists a number counts.
+    The groups of several ranks may be joined in the tree. Where a number comes again, those of the next rank begin.
+
+    Raises:
+        InvalidArgumentError: ranks have other parameters for one number.
     """
-    numbers: list[list[str]] = []
-    names: list[str] = []
+    ranks: list[list[list[str]]] = [[]]
+    names: dict[str, str] = {}
     seen: set[str] = set()
+    differ = are_texts = False
     for group in tree["param_groups"]:
-        listed = list(map(str, group["params"]))
-        new = [number for number in listed if is_index(number) and number not in seen]
+        numbers = [str(number) for number in group["params"] if is_index(str(number))]
+        are_texts |= any(isinstance(number, str) for number in group["params"])
+        if not seen.isdisjoint(numbers):
+            ranks.append([])
+            seen.clear()
+        seen.update(numbers)
+        if numbers:
+            ranks[-1].append(numbers)
         of_group = group.get("param_names")
-        if isinstance(of_group, list | tuple) and new == listed:
-            names += map(str, of_group)
-        if new:
-            numbers.append(new)
-        seen.update(new)
-    return NumberedParameters(numbers, names, old_names, path) if numbers else None
+        if isinstance(of_group, list | tuple) and len(of_group) == len(numbers):
+            differ |= any(names.setdefault(one, name) != name for one, name in zip(numbers, of_group, strict=True))
+    if differ or any(groups != ranks[0] for groups in ranks):
+        raise InvalidArgumentError(
+            "ranks saved this optimizer's parameters by number, and those of one number or the groups differ: load on "
+            "as many ranks as have saved, or leave the optimizer out by exclude",
+            name=path,
+        )
+    flat = [names[number] for of_group in ranks[0] for number in of_group if number in names]
+    return NumberedParameters(ranks[0], flat, old_names, path, are_texts) if ranks[0] else None
+
+
+def _is_permuted(
+    optimizer: Any, parameters: Mapping[str, Any], tree: Mapping[str, Any], labels: Mapping[str, str]
+) -> bool:
+    """Whether the live groups are in another order than the source's groups that have their parameters."""
+    position = {
+        labels.get(str(name), str(name)): index
+        for index, group in reversed([*enumerate(tree["param_groups"])])
+        for name in group["params"]
+    }
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    found = []
+    for group in optimizer.param_groups:
+        found += [min(positions)] if (positions := _positions(group, names, position)) else []
+    return found != sorted(found)
+
+
+def _positions(group: Mapping[str, Any], names: Mapping[int, str], position: Mapping[str, int]) -> list[int]:
+    of_group = [names[id(parameter)] for parameter in group["params"]]
+    return [position[name] for name in of_group if name in position]
+
+
+def _of_groups(state: Any) -> Iterator[WalkStep]:
+    """Yield the lists in a scheduler's state that have a value for each param group."""
+    for step in walk(state):
+        if step.keys and step.keys[-1] in _OF_GROUPS and isinstance(step.value, list | tuple):
+            yield step
+
+
+def _are_same(items: Sequence[Any]) -> bool:
+    """Whether all items of a list are equal; not if they are tensors, which are not read yet."""
+    return all(not is_tensor(item) and item == items[0] for item in items)
 
 
 def _found_states(state: Any, label: str, path: str) -> Iterator[FoundState]:
@@ -653,21 +734,6 @@ def _found_states(state: Any, label: str, path: str) -> Iterator[FoundState]:
     for key, tensor in state.items() if isinstance(state, Mapping) else ():
         if is_tensor(tensor):
             yield FoundState(key, tuple(tensor.shape), label, _name_at(f"{path}.{key}"))
-
-
-def _load_object(live: Any, load: Callable[[Any], object], state: Any, path: str) -> None:
-    """Let an object load its state; its error becomes one that names the object."""
-    try:
-        load(state)
-    except StateExchangeError:
-        raise
-    except Exception as error:
-        raise InvalidArgumentError(
-            f"{type_text(live)} does not take the state that was saved here, and raised "
-            f"{excerpt(error, 200)}. What comes before it in the state has been loaded: make the object as it was "
-            "saved, or leave it out by exclude",
-            name=path,
-        ) from error
 
 
 def _check_known(saved: Any, path: str) -> None:

@@ -45,12 +45,14 @@ class NamesTree:
         taken: the names of the plain values that it has, and all names of what the options leave out whole.
         left_out: the paths of what the options leave out whole, with dots before indices.
         lacking: the paths of plain values inside mappings of such values that the source lacks.
+        ungrouped: the paths of optimizers whose param groups the source does not have.
     """
 
     tree: Any
     taken: frozenset[str]
     left_out: frozenset[str]
     lacking: frozenset[str]
+    ungrouped: frozenset[str]
 
 
 def tree_from_names(state: Any, source: SourceNames, objects: ObjectStates) -> NamesTree:
@@ -79,7 +81,7 @@ def tree_from_names(state: Any, source: SourceNames, objects: ObjectStates) -> N
             f"the source has nothing for the state, {type_text(state)}: give a state with the source's names, or a "
             "mapping that has it under its name in the source"
         )
-    sets = (builder.entries.taken, builder.left_out, builder.lacking)
+    sets = (builder.entries.taken, builder.left_out, builder.lacking, builder.ungrouped)
     return NamesTree(NO_TREE if tree is _ABSENT else tree, *map(frozenset, sets))
 
 
@@ -90,6 +92,7 @@ class _Builder:
         self.entries = Entries(source)
         self.left_out: set[str] = set()
         self.lacking: set[str] = set()
+        self.ungrouped: set[str] = set()
         self._source = source
         self._optimizers = OptimizerNames(source, self.entries, parameters)
         in_state = {key: name.in_state for key, name in parameters.items()}
@@ -285,6 +288,8 @@ class _Builder:
             return self.entries.value(name)
         if is_optimizer(live):
             more = self._mapping(state_of_optimizer(live, name)["more"], prefix)
+            if not self._optimizers.has_groups(prefix):
+                self.ungrouped.add(name)
             return {**self._optimizers.tree(live, prefix), **more}
         if isinstance(live, Mapping) and not is_leaf(live):
             return self._plain(live, name, prefix) if not contains_state(live) else self._mapping(live, prefix)

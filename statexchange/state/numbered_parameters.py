@@ -80,12 +80,14 @@ class NumberedParameters:
         names: the ``param_names`` of all groups, if the source has any.
         old_names: the source's own names of tensors by those of the state.
         path: that of the optimizer, for messages.
+        are_texts: whether the source has the numbers as text: they may be names, as those of a ParameterList.
     """
 
     numbers: Sequence[Sequence[str]]
     names: Sequence[str]
     old_names: Mapping[str, str] = field(default_factory=dict)
     path: str = ""
+    are_texts: bool = False
 
     def labels(
         self, optimizer: Any, parameters: Mapping[str, Any], known: Mapping[int, ParameterName]
@@ -109,6 +111,14 @@ class NumberedParameters:
         by_name = self._by_name(optimizer, parameters, known) if self.names else None
         if by_name is not None:
             return dict(zip(flat_numbers, by_name, strict=True))
+        if self.are_texts and any(
+            own != flat_numbers and {*own} == {*flat_numbers} for own in _names_in_state(optimizer, known)
+        ):
+            raise InvalidArgumentError(
+                f"whether the source has {excerpt(flat_numbers, 80)} as numbers or as names of the parameters is not "
+                "known: save the optimizer itself, with its model, or give it the parameters in this order",
+                name=self.path,
+            )
         sizes = [len(of_group) for of_group in self.numbers if of_group]
         own_sizes = [len(group["params"]) for group in optimizer.param_groups if group["params"]]
         if sizes != own_sizes:
@@ -134,17 +144,13 @@ class NumberedParameters:
         if found is not None:
             return found
         of_groups = names_of_groups(optimizer)
-        own_names: list[list[str]] = []
-        of_parameters = [known[id(one)] for one in parameters_of(optimizer) if id(one) in known]
-        if len(of_parameters) == len(labels):
-            modules = {path for path, _ in of_parameters[0].in_modules} if of_parameters else set()
-            modules.intersection_update(*({path for path, _ in one.in_modules} for one in of_parameters))
-            own_names += [[dict(one.in_modules)[path] for one in of_parameters] for path in sorted(modules)]
-            own_names += [[one.in_modules[0][1] for one in of_parameters], [one.in_state for one in of_parameters]]
+        own_names = _names_in_state(optimizer, known)
         for prefixes in (False, True):
             found = None if of_groups is None else _matched(self.names, of_groups, labels, prefixes=prefixes)
             ways = [_matched(self.names, own, labels, prefixes=prefixes) for own in own_names]
             different = [*{tuple(way): way for way in ways if way is not None}.values()]
+            if found is None and labels in different:  # one module has them in this order
+                return labels
             if found is None and len(different) > 1:
                 raise InvalidArgumentError(
                     f"the source names the parameters of this optimizer {excerpt(self.names, 80)}, and two modules of "
@@ -154,9 +160,10 @@ class NumberedParameters:
                 )
             if found is not None or different:
                 return different[0] if found is None else found
+        of_parameters = [known[id(one)] for one in parameters_of(optimizer) if id(one) in known]
         is_renamed = any(self.old_names.get(one.in_state, one.in_state) != one.in_state for one in of_parameters)
         in_modules = {name for one in of_parameters for _, name in one.in_modules}
-        if of_groups is not None or is_renamed or not in_modules.isdisjoint(self.names):
+        if of_groups is not None or is_renamed or not {*map(_bare, in_modules)}.isdisjoint(map(_bare, self.names)):
             own = of_groups or [*own_names, sorted(in_modules)][0]
             lists = [f"{excerpt(sorted(one), 80)} ({len(one)})" for one in (own, self.names)]
             raise InvalidArgumentError(
@@ -185,6 +192,24 @@ class NumberedParameters:
             if all(prefix + name in by_tensor for name in names)
         ]
         return ways[0] if len(ways) == 1 and len({*ways[0]}) == len(names) else None
+
+
+def _names_in_state(optimizer: Any, known: Mapping[int, ParameterName]) -> list[list[str]]:
+    """Return the names of an optimizer's parameters in each module that has all, in their own modules and in the state.
+
+    None if the state lacks one of them.
+    """
+    found = [known[id(one)] for one in parameters_of(optimizer) if id(one) in known]
+    if not found or len(found) < len(parameters_of(optimizer)):
+        return []
+    modules = set.intersection(*({path for path, _ in one.in_modules} for one in found))
+    of_modules = [[dict(one.in_modules)[path] for one in found] for path in sorted(modules)]
+    return [*of_modules, [one.in_modules[0][1] for one in found], [one.in_state for one in found]]
+
+
+def _bare(name: str) -> str:
+    """Return a name without what wrappers add to it."""
+    return without_wrappers(name).removeprefix("module.")
 
 
 def _matched(

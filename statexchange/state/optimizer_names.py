@@ -71,6 +71,10 @@ class OptimizerNames:
         joined += [{**group, "params": []} for group in empty]
         return {"state": state, "param_groups": joined}
 
+    def has_groups(self, prefix: str) -> bool:
+        """Whether the source has the param groups, and not flattened hyperparameters of each parameter."""
+        return any(map(_is_listing, self._entries.below(f"{prefix}param_groups.")))
+
     def _is_numbered(self, states: Mapping[str, str], groups: Mapping[str, str], known: Collection[str]) -> bool:
         """Whether the source has parameters by number: as its groups list them, or if no name is a known one's."""
         for name, entry in groups.items():

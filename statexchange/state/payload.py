@@ -21,7 +21,7 @@ import torch
 from statexchange import values
 from statexchange.errors import UnsupportedError
 from statexchange.state.containers import with_types_of
-from statexchange.state.leaves import check_no_state_in
+from statexchange.state.leaves import check_no_state_in, load_object
 from statexchange.state.optimizers import (
     hyperparameters,
     install_optimizer,
@@ -237,7 +237,9 @@ def install_callback(obj: Any, own: Any, reader: PayloadReader) -> Callable[[], 
     """
     decoded = reader.decoded
     if not is_optimizer(obj):
-        return functools.partial(obj.load_state_dict, reader.fill(decoded, own))
+        return functools.partial(
+            load_object, obj, obj.load_state_dict, reader.fill(decoded, own), reader.path, " on root"
+        )
     parameters = parameters_of(obj)
     groups = []
     for number, (saved, group) in enumerate(zip(decoded["param_groups"], obj.param_groups, strict=True)):

@@ -15,7 +15,8 @@ from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
 from statexchange.state.leaves import check_no_state_in, is_leaf, is_stateful
 from statexchange.state.modules import check_module, is_extra_state, is_plain_entry, model_items
-from statexchange.state.optimizers import check_optimizer, is_optimizer
+from statexchange.state.optimizers import check_optimizer, is_optimizer, names_of_groups
+from statexchange.state.state_dict import ParameterName, parameter_names
 from statexchange.state.tree import nodes
 from statexchange.tensors import (
     TensorLike,
@@ -67,6 +68,10 @@ class StateSpec:
         self.values: dict[str, Any] = {}
         self.stateful: dict[str, Any] = {}
         self._written = written
+        self._tree: Any = None
+        self._names: dict[int, ParameterName] | None = (
+            None  # of the parameters in the tree, once an optimizer needs them
+        )
         self._seen: dict[tuple[Any, ...], str] = {}
 
     @property
@@ -93,6 +98,7 @@ class StateSpec:
 
     def add_tree(self, tree: Any) -> None:
         """Add everything in `tree`."""
+        self._tree = tree
         for node in nodes(tree, is_leaf):
             if node.container is not None:
                 self.entries.append((node.path, node.container))
@@ -142,6 +148,10 @@ class StateSpec:
 
     def _add_optimizer(self, path: str, optimizer: Any) -> None:
         check_optimizer(optimizer, path)
+        if self._names is None:
+            self._names = parameter_names(self._tree)
+        names = {key: name.in_state for key, name in self._names.items()}
+        of_groups = iter(names_of_groups(optimizer) or ())
         groups = optimizer.param_groups
         self.entries.append((path, f"an optimizer {type(optimizer).__name__}"))
         self.entries.append((f"{path}.param_groups", f"list of {len(groups)}"))
@@ -151,7 +161,11 @@ class StateSpec:
             for j, parameter in enumerate(group["params"]):
                 if is_dtensor(parameter):
                     raise UnsupportedError("the state of a DTensor lies on many ranks", name=f"{params_path}[{j}]")
-                self.entries.append((f"{params_path}[{j}]", f"parameter {_text(parameter)}"))
+                # Its state is installed by number: in another order it would be another parameter's.
+                name = names.get(id(parameter), next(of_groups, ""))
+                self.entries.append(
+                    (f"{params_path}[{j}]", " ".join(filter(None, ["parameter", name, _text(parameter)])))
+                )
         self.stateful[path] = optimizer
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
@@ -341,19 +341,24 @@ def test_a_module_of_a_model_may_be_in_the_state_too(write: Write, named: bool, 
 
 
 def test_names_that_two_modules_have_for_different_parameters_are_refused(tmp_path: Path) -> None:
-    def job(named: bool) -> dict[str, Any]:
-        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-        parameters: Any = [*model.named_parameters()] if named else [*model.parameters()]
-        return {"back": nn.Sequential(model[1], model[0]), "model": model, "o": torch.optim.Adam(parameters)}
+    def job(*orders: list[int], named: bool = False) -> dict[str, Any]:
+        layers = [nn.Linear(3, 3, bias=False) for _ in range(3)]
+        optimizer = torch.optim.Adam(layer.weight for layer in layers)
+        if named:
+            optimizer = torch.optim.Adam((f"{i}.weight", layer.weight) for i, layer in enumerate(layers))
+        modules = {f"m{n}": nn.Sequential(*(layers[i] for i in order)) for n, order in enumerate(orders)}
+        return {**modules, "o": optimizer}
 
-    saved = job(True)
+    saved = job([0, 1, 2], named=True)
     expected = changed(saved)
     path = write_torch({"o": saved["o"]}, tmp_path)
+    live = job([1, 2, 0], [0, 1, 2])  # one has the names in the order of the optimizer
+    sx.load_checkpoint(live, path, include="o")
+    assert {name: found for name, found in by_parameter(live).items() if "m1" in name} == {
+        name.replace("m0", "m1"): found for name, found in expected.items()
+    }
     with pytest.raises(errors.InvalidArgumentError, match=r"two modules of the state have these names for different"):
-        sx.load_checkpoint(job(False), path, include="o")
-    for live in (job(True), {key: value for key, value in job(False).items() if key != "back"}):
-        sx.load_checkpoint(live, path, include="o")
-        assert by_parameter(live) == {key: expected[key] for key in by_parameter(live)}
+        sx.load_checkpoint(job([1, 2, 0], [2, 0, 1]), path, include="o")
 
 
 @pytest.mark.parametrize("write", [write_states, write_torch, write_dcp])
@@ -411,6 +416,153 @@ def test_optimizers_of_others_may_have_moments_of_any_shape(write: Write, steps:
         sx.load_checkpoint(other, write_torch(saved, tmp_path))
 
 
+def test_a_part_of_the_names_of_a_wrapped_model_contradicts_the_order(tmp_path: Path) -> None:
+    def model(*keys: str) -> nn.Module:
+        return nn.ModuleDict({key: nn.Linear(2, 2, bias=False) for key in keys})
+
+    for wrap in (compiled, DistributedDataParallel):
+        saved, live = model("enc", "head"), model("cls", "enc")
+        job = {"m": saved, "o": stepped(torch.optim.Adam(wrap(saved).named_parameters()))}
+        with pytest.raises(errors.InvalidArgumentError, match=r"the source .*head"):
+            sx.load_checkpoint(
+                {"m": live, "o": torch.optim.Adam(live.parameters())}, write_torch(job, tmp_path), exclude="m"
+            )
+
+
+def test_names_that_are_numbers_are_not_taken_for_numbers(tmp_path: Path) -> None:
+    def job(order: list[int]) -> tuple[Any, Any]:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(3)])
+        return model, torch.optim.Adam([model[i] for i in order])
+
+    model, optimizer = job([0, 1, 2])
+    stepped(optimizer)
+    sx.save_checkpoint({"m": model, "o": get_optimizer_state_dict(model, optimizer)}, tmp_path / "save")
+    other, permuted = job([2, 0, 1])
+    with pytest.raises(errors.InvalidArgumentError, match="as numbers or as names of the parameters is not known"):
+        sx.load_checkpoint({"m": other, "o": permuted}, tmp_path / "save")
+    other, same = job([0, 1, 2])
+    sx.load_checkpoint({"m": other, "o": same}, tmp_path / "save")
+    assert moments(same, [*other]) == moments(optimizer, [*model])
+
+
+# Schedulers, which have values by the number of a group
+
+
+def grouped_job(order: Sequence[str], lrs: dict[str, float], make: Callable[[Any], Any]) -> dict[str, Any]:
+    model = nn.ModuleDict({key: nn.Linear(2, 2, bias=False) for key in sorted(lrs)})
+    optimizer = torch.optim.SGD([{"params": [model[key].weight], "lr": lrs[key]} for key in order], lr=1.0)
+    return {"m": model, "o": optimizer, "s": make(optimizer)}
+
+
+def advanced(job: dict[str, Any]) -> dict[str, float]:
+    """Return each parameter's learning rate after a step."""
+    job["o"].step()
+    job["s"].step()
+    names = {parameter: name for name, parameter in job["m"].named_parameters()}
+    return {names[group["params"][0]]: group["lr"] for group in job["o"].param_groups}
+
+
+def by_lambda(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+
+
+def in_sequence(optimizer: Any) -> Any:
+    schedulers = [by_lambda(optimizer), torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, [2])
+
+
+@pytest.mark.parametrize("write", [write_save, write_torch, write_dcp])
+@pytest.mark.parametrize("make", [by_lambda, in_sequence])
+def test_a_scheduler_of_groups_in_another_order_is_refused_if_they_differ(
+    write: Write, make: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    different, equal = {"a": 1.0, "b": 0.1}, {"a": 1.0, "b": 1.0}
+    order = ["b", "a"] if write is write_save else ["a", "b"]  # torch's files have no names
+    saved = grouped_job(["a", "b"], different, make)
+    advanced(saved)
+    path = write(saved, tmp_path)
+    same = grouped_job(["a", "b"], different, make)
+    sx.load_checkpoint(same, path)
+    assert advanced(same) == advanced(saved)
+    if write is write_save:
+        with pytest.raises(
+            errors.InvalidArgumentError, match="these are in another order: make the groups in the order"
+        ):
+            sx.load_checkpoint(grouped_job(order, different, make), path)
+        sx.load_checkpoint(grouped_job(order, different, make), path, exclude="s")
+    (tmp_path / "equal").mkdir()
+    saved = grouped_job(["a", "b"], equal, make)
+    advanced(saved)
+    path = write(saved, tmp_path / "equal")
+    live = grouped_job(order, equal, make)
+    sx.load_checkpoint(live, path)
+    assert advanced(live) == advanced(saved)
+
+
+def test_a_scheduler_of_another_number_of_groups_is_refused(tmp_path: Path) -> None:
+    lrs = {"a": 1.0, "b": 1.0}
+    sx.save_checkpoint(grouped_job(["a", "b"], lrs, by_lambda), tmp_path / "save")
+    live = grouped_job(["a", "b"], lrs, by_lambda)
+    optimizer = torch.optim.SGD(live["m"].parameters(), lr=1.0)
+    joined = {"m": live["m"], "o": optimizer, "s": by_lambda(optimizer)}
+    with pytest.raises(errors.InvalidArgumentError, match="another number of param groups"):
+        sx.load_checkpoint(joined, tmp_path / "save")
+    sx.load_checkpoint(joined, tmp_path / "save", exclude="s")
+
+
+def test_schedulers_go_on_from_flattened_groups(tmp_path: Path) -> None:
+    lrs = {"a": 1.0, "b": 0.1}
+    saved, live = (grouped_job(["b", "a"], lrs, by_lambda) for _ in range(2))
+    advanced(saved)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    states = {**saved, "o": get_optimizer_state_dict(saved["m"], saved["o"], options=options)}
+    sx.load_checkpoint(live, write_dcp(states, tmp_path))
+    assert advanced(live) == advanced(saved)
+
+
+# Synchronization
+
+
+def synchronizes_orders(named: bool) -> str:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({key: nn.Linear(2, 2, bias=False) for key in "ab"})
+    order = [*model.named_parameters()][:: -1 if sx.get_rank() else 1]
+    parameters: Any = order if named else [one for _, one in order]
+    tree = {"o": torch.optim.Adam(parameters)} if named else {"m": model, "o": torch.optim.Adam(parameters)}
+    with pytest.raises(errors.MismatchError) as caught:
+        sx.synchronize(tree)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_optimizers_with_parameters_in_another_order_are_not_synchronized(named: bool) -> None:
+    for text in run_ranks(synchronizes_orders, 2, args=(named,)):
+        assert "o.param_groups[0].params[0]" in text
+        assert "b.weight" in text
+
+
+class Broken:
+    """An object that does not take its state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise ValueError("no")
+
+
+def synchronizes_a_broken_object() -> str:
+    with pytest.raises(sx.StateExchangeError) as caught:
+        sx.synchronize({"x": Broken()})
+    return str(caught.value)
+
+
+def test_an_object_that_does_not_take_its_state_is_named() -> None:
+    for text in run_ranks(synchronizes_a_broken_object, 2):
+        assert "Broken does not take the state that it is given here" in text
+        assert "tensor 'x'" in text
+
+
 # Ranks with parameters of their own
 
 
@@ -434,6 +586,32 @@ def saves_and_loads_stages(path: str, kind: str, replicas: Any) -> list[float]:
     live, parameters = stage_job(rank, kind, reverse="named" in kind)
     sx.load_checkpoint(live, path, replicas=replicas)
     return [round(10 * float(live["optimizer"].state[one]["exp_avg"][0]), 4) for one in parameters]
+
+
+def saves_named_ranks(path: str, named_rank: int) -> None:
+    job, parameters = hidden_job([3, 3], [2], names=["a", "b"] if sx.get_rank() == named_rank else ())
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+        parameter.data.zero_()
+    job["optimizer"].step()
+    sx.save_checkpoint(states_of(job), path)
+
+
+@pytest.mark.parametrize("named_rank", [0, 1])
+def test_names_of_any_rank_are_used(named_rank: int, tmp_path: Path) -> None:
+    run_ranks(saves_named_ranks, 2, args=(str(tmp_path / "save"), named_rank))
+    live, parameters = hidden_job([3, 3], [2], names=["b", "a"])
+    sx.load_checkpoint(live, tmp_path / "save")
+    found = moments(live["optimizer"], parameters)
+    assert found == [pytest.approx([0.2] * 3), pytest.approx([0.1] * 3)]
+
+
+@pytest.mark.parametrize("kind", ["states", "states, named"])
+def test_numbers_of_ranks_with_other_parameters_are_refused_on_one_rank(kind: str, tmp_path: Path) -> None:
+    run_ranks(saves_and_loads_stages, 2, args=(str(tmp_path / "save"), kind, "equal"))
+    live, _ = stage_job(0, kind)
+    with pytest.raises(errors.InvalidArgumentError, match="load on as many ranks as have saved"):
+        sx.load_checkpoint({"optimizer": live["optimizer"]}, tmp_path / "save", strict=False)
 
 
 @pytest.mark.parametrize("kind", ["objects", "objects, named", "hidden", "hidden, named", "states", "states, named"])
