@@ -29,7 +29,7 @@ from statexchange.state.leaves import contains_state, is_leaf, is_stateful, load
 from statexchange.state.megatron import Kind, MegatronTensor, holds_sharded, leaves, sharded_kind
 from statexchange.state.merged_trees import SavedTensor, UnknownValue, are_equal
 from statexchange.state.modules import is_module, live_items, load_extra_state
-from statexchange.state.numbered_parameters import FoundState, NumberedParameters, check_fit
+from statexchange.state.numbered_parameters import FoundState, check_fit
 from statexchange.state.optimizers import (
     hyperparameters,
     install_optimizer,
@@ -39,6 +39,7 @@ from statexchange.state.optimizers import (
     optimizer_tree,
     state_of_optimizer,
 )
+from statexchange.state.saved_optimizers import SavedEntries, are_permuted, found_states, numbered_parameters
 from statexchange.state.source_names import is_index
 from statexchange.state.state_dict import ParameterName, parameter_names
 from statexchange.state.tree import WalkStep, entry_path, flatten, walk
@@ -459,11 +460,11 @@ class _Planner:
         labels: dict[str, str] = {}
         tree = rank_tree if is_state_of_optimizer(rank_tree) else saved
         if self._matching.old_names is not None:
-            numbered = _numbered_parameters(tree, self._matching.old_names, _name_at(path))
+            numbered = numbered_parameters(tree, self._matching.old_names, _name_at(path))
             labels = {} if numbered is None else numbered.labels(optimizer, parameters, self._parameters)
-        if _name_at(path) not in self._matching.ungrouped and _is_permuted(optimizer, parameters, tree, labels):
+        if _name_at(path) not in self._matching.ungrouped and are_permuted(optimizer, parameters, tree, labels):
             self._permuted.add(id(optimizer))
-        entries = _SavedEntries.of(saved, rank_tree, labels)
+        entries = SavedEntries.of(saved, rank_tree, labels)
         if parameters and all(map(is_index, parameters)) and not all(map(is_index, entries.groups)):
             self.plan.nameless.add(_name_at(path))
         of_numbers = {*labels.values()}
@@ -483,7 +484,7 @@ class _Planner:
                     place = Place(optimizer.state.get(parameter), parameter=parameter, parameter_name=name)
                     states[parameter] = self._parameter_state(entries.state[name], path, place, on_host=on_host)
                     if name in of_numbers:
-                        fitting += _found_states(states[parameter], name, f"{path}.state.{name}")
+                        fitting += found_states(states[parameter], name, _name_at(f"{path}.state.{name}"))
         if self._matching.checks_shapes:
             check_fit(optimizer, parameters, fitting)
         for key, shared in entries.shared.items():  # state of the optimizer, not of a parameter
@@ -516,7 +517,7 @@ class _Planner:
         }
 
     def _group(
-        self, live: Mapping[str, Any], in_group: Sequence[str], entries: _SavedEntries, path: str
+        self, live: Mapping[str, Any], in_group: Sequence[str], entries: SavedEntries, path: str
     ) -> dict[str, Any] | None:
         """Return a group's saved hyperparameters, by its parameters that were saved; None if none was."""
         saved = [name for name in in_group if name in entries.groups]
@@ -609,114 +610,6 @@ class _Planner:
         raise InvalidArgumentError(text, name=_name_at(path), expected=wanted, found=found)
 
 
-@dataclass(frozen=True, slots=True)
-class _SavedEntries:
-    """An optimizer's saved state by the names of parameters, of all ranks or, where it has them, of one.
-
-    Attributes:
-        groups: each parameter's group.
-        empty_groups: the groups without parameters that no live group has yet, and `num_empty` the number of all.
-        state: each parameter's state.
-        shared: state under other keys.
-        more: entries beside ``state`` and ``param_groups``.
-        differ: whether ranks saved groups of different values for one parameter.
-    """
-
-    groups: dict[str, Any]
-    empty_groups: list[Any]
-    state: dict[str, Any]
-    shared: dict[Any, Any]
-    more: dict[str, Any]
-    differ: bool
-    num_empty: int
-
-    @classmethod
-    def of(cls, saved: Mapping[str, Any], rank_tree: Any, labels: Mapping[str, str]) -> _SavedEntries:
-        """Sort the entries of an optimizer's saved tree; those of `rank_tree` come before those of other ranks.
-
-        `labels` are the parameters' names in the live state by their numbers in the trees, if they have some.
-        """
-        groups: dict[Any, Any] = {}
-        state: dict[Any, Any] = {}
-        differ = False
-        trees = [rank_tree, saved] if is_state_of_optimizer(rank_tree) else [saved]
-        for tree in trees:
-            new: dict[Any, Any] = {}
-            for group in tree["param_groups"]:
-                for name in group["params"]:
-                    if name not in groups:
-                        first = new.setdefault(name, group)
-                        differ |= first is not group and not are_equal(hyperparameters(first), hyperparameters(group))
-            state |= {name: tree["state"][name] for name in new if name in tree["state"]}
-            groups |= new
-        one = trees[0]
-        empty_groups = [group for group in one["param_groups"] if not group["params"]]
-        return cls(
-            {labels.get(str(name), str(name)): group for name, group in groups.items()},
-            empty_groups,
-            {labels.get(str(name), str(name)): entry for name, entry in state.items()},
-            {key: entry for key, entry in one["state"].items() if key not in groups},
-            {key: entry for key, entry in one.items() if key not in ("state", "param_groups")},
-            differ,
-            len(empty_groups),
-        )
-
-
-def _numbered_parameters(tree: Mapping[str, Any], old_names: Mapping[str, str], path: str) -> NumberedParameters | None:
-    """Return the numbers of parameters in a tree of an optimizer, by group, and their names; None without numbers.
-
-    The groups of several ranks may be joined in the tree. Where a number comes again, those of the next rank begin.
-
-    Raises:
-        InvalidArgumentError: ranks have other parameters for one number.
-    """
-    ranks: list[list[list[str]]] = [[]]
-    names: dict[str, str] = {}
-    seen: set[str] = set()
-    differ = are_texts = False
-    for group in tree["param_groups"]:
-        numbers = [str(number) for number in group["params"] if is_index(str(number))]
-        are_texts |= any(isinstance(number, str) for number in group["params"])
-        if not seen.isdisjoint(numbers):
-            ranks.append([])
-            seen.clear()
-        seen.update(numbers)
-        if numbers:
-            ranks[-1].append(numbers)
-        of_group = group.get("param_names")
-        if isinstance(of_group, list | tuple) and len(of_group) == len(numbers):
-            differ |= any(names.setdefault(one, name) != name for one, name in zip(numbers, of_group, strict=True))
-    if differ or any(groups != ranks[0] for groups in ranks):
-        raise InvalidArgumentError(
-            "ranks saved this optimizer's parameters by number, and those of one number or the groups differ: load on "
-            "as many ranks as have saved, or leave the optimizer out by exclude",
-            name=path,
-        )
-    flat = [names[number] for of_group in ranks[0] for number in of_group if number in names]
-    return NumberedParameters(ranks[0], flat, old_names, path, are_texts) if ranks[0] else None
-
-
-def _is_permuted(
-    optimizer: Any, parameters: Mapping[str, Any], tree: Mapping[str, Any], labels: Mapping[str, str]
-) -> bool:
-    """Whether the live groups are in another order than the source's groups that have their parameters."""
-    position = {
-        labels.get(str(name), str(name)): index
-        for index, group in reversed([*enumerate(tree["param_groups"])])
-        for name in group["params"]
-    }
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    found = []
-    for group in optimizer.param_groups:
-        found += [min(positions)] if (positions := _positions(group, names, position)) else []
-    return found != sorted(found)
-
-
-def _positions(group: Mapping[str, Any], names: Mapping[int, str], position: Mapping[str, int]) -> list[int]:
-    of_group = [names[id(parameter)] for parameter in group["params"]]
-    return [position[name] for name in of_group if name in position]
-
-
 def _of_groups(state: Any) -> Iterator[WalkStep]:
     """Yield the lists in a scheduler's state that have a value for each param group."""
     for step in walk(state):
@@ -727,13 +620,6 @@ def _of_groups(state: Any) -> Iterator[WalkStep]:
 def _are_same(items: Sequence[Any]) -> bool:
     """Whether all items of a list are equal; not if they are tensors, which are not read yet."""
     return all(not is_tensor(item) and item == items[0] for item in items)
-
-
-def _found_states(state: Any, label: str, path: str) -> Iterator[FoundState]:
-    """Yield the tensors in the state of a parameter."""
-    for key, tensor in state.items() if isinstance(state, Mapping) else ():
-        if is_tensor(tensor):
-            yield FoundState(key, tuple(tensor.shape), label, _name_at(f"{path}.{key}"))
 
 
 def _check_known(saved: Any, path: str) -> None:

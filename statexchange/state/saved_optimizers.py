@@ -1,0 +1,131 @@
+"""An optimizer's saved state, sorted by the live parameters and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from statexchange.errors import InvalidArgumentError
+from statexchange.state.merged_trees import are_equal
+from statexchange.state.numbered_parameters import FoundState, NumberedParameters
+from statexchange.state.optimizers import hyperparameters, is_state_of_optimizer
+from statexchange.state.source_names import is_index
+from statexchange.tensors import is_tensor
+
+__all__ = ["SavedEntries", "are_permuted", "found_states", "numbered_parameters"]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedEntries:
+    """An optimizer's saved state by the names of parameters, of all ranks or, where it has them, of one.
+
+    Attributes:
+        groups: each parameter's group.
+        empty_groups: the groups without parameters that no live group has yet, and `num_empty` the number of all.
+        state: each parameter's state.
+        shared: state under other keys.
+        more: entries beside ``state`` and ``param_groups``.
+        differ: whether ranks saved groups of different values for one parameter.
+    """
+
+    groups: dict[str, Any]
+    empty_groups: list[Any]
+    state: dict[str, Any]
+    shared: dict[Any, Any]
+    more: dict[str, Any]
+    differ: bool
+    num_empty: int
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any], rank_tree: Any, labels: Mapping[str, str]) -> SavedEntries:
+        """Sort the entries of an optimizer's saved tree; those of `rank_tree` come before those of other ranks.
+
+        `labels` are the parameters' names in the live state by their numbers in the trees, if they have some.
+        """
+        groups: dict[Any, Any] = {}
+        state: dict[Any, Any] = {}
+        differ = False
+        trees = [rank_tree, saved] if is_state_of_optimizer(rank_tree) else [saved]
+        for tree in trees:
+            new: dict[Any, Any] = {}
+            for group in tree["param_groups"]:
+                for name in group["params"]:
+                    if name not in groups:
+                        first = new.setdefault(name, group)
+                        differ |= first is not group and not are_equal(hyperparameters(first), hyperparameters(group))
+            state |= {name: tree["state"][name] for name in new if name in tree["state"]}
+            groups |= new
+        one = trees[0]
+        empty_groups = [group for group in one["param_groups"] if not group["params"]]
+        return cls(
+            {labels.get(str(name), str(name)): group for name, group in groups.items()},
+            empty_groups,
+            {labels.get(str(name), str(name)): entry for name, entry in state.items()},
+            {key: entry for key, entry in one["state"].items() if key not in groups},
+            {key: entry for key, entry in one.items() if key not in ("state", "param_groups")},
+            differ,
+            len(empty_groups),
+        )
+
+
+def numbered_parameters(tree: Mapping[str, Any], old_names: Mapping[str, str], path: str) -> NumberedParameters | None:
+    """Return the numbers of parameters in a tree of an optimizer, by group, and their names; None without numbers.
+
+    The groups of several ranks may be joined in the tree. Where a number comes again, those of the next rank begin.
+
+    Raises:
+        InvalidArgumentError: ranks have other parameters for one number.
+    """
+    ranks: list[list[list[str]]] = [[]]
+    names: dict[str, str] = {}
+    seen: set[str] = set()
+    differ = are_texts = False
+    for group in tree["param_groups"]:
+        numbers = [str(number) for number in group["params"] if is_index(str(number))]
+        are_texts |= any(isinstance(number, str) for number in group["params"])
+        if not seen.isdisjoint(numbers):
+            ranks.append([])
+            seen.clear()
+        seen.update(numbers)
+        if numbers:
+            ranks[-1].append(numbers)
+        of_group = group.get("param_names")
+        if isinstance(of_group, list | tuple) and len(of_group) == len(numbers):
+            differ |= any(names.setdefault(one, name) != name for one, name in zip(numbers, of_group, strict=True))
+    if differ or any(groups != ranks[0] for groups in ranks):
+        raise InvalidArgumentError(
+            "ranks saved this optimizer's parameters by number, and those of one number or the groups differ: load on "
+            "as many ranks as have saved, or leave the optimizer out by exclude",
+            name=path,
+        )
+    flat = [names[number] for of_group in ranks[0] for number in of_group if number in names]
+    return NumberedParameters(ranks[0], flat, old_names, path, are_texts) if ranks[0] else None
+
+
+def are_permuted(
+    optimizer: Any, parameters: Mapping[str, Any], tree: Mapping[str, Any], labels: Mapping[str, str]
+) -> bool:
+    """Whether the live groups are in another order than the source's groups that have their parameters."""
+    position = {
+        labels.get(str(name), str(name)): index
+        for index, group in reversed([*enumerate(tree["param_groups"])])
+        for name in group["params"]
+    }
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    found = []
+    for group in optimizer.param_groups:
+        found += [min(positions)] if (positions := _positions(group, names, position)) else []
+    return found != sorted(found)
+
+
+def _positions(group: Mapping[str, Any], names: Mapping[int, str], position: Mapping[str, int]) -> list[int]:
+    of_group = [names[id(parameter)] for parameter in group["params"]]
+    return [position[name] for name in of_group if name in position]
+
+
+def found_states(state: Any, label: str, path: str) -> Iterator[FoundState]:
+    """Yield the tensors in the state of a parameter."""
+    for key, tensor in state.items() if isinstance(state, Mapping) else ():
+        if is_tensor(tensor):
+            yield FoundState(key, tuple(tensor.shape), label, f"{path}.{key}")
