@@ -69,9 +69,7 @@ class StateSpec:
         self.stateful: dict[str, Any] = {}
         self._written = written
         self._tree: Any = None
-        self._names: dict[int, ParameterName] | None = (
-            None  # of the parameters in the tree, once an optimizer needs them
-        )
+        self._names: dict[int, ParameterName] | None = None  # made for the first optimizer
         self._seen: dict[tuple[Any, ...], str] = {}
 
     @property
