@@ -543,7 +543,8 @@ def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: Ob
         matching = Matching(ungrouped=named.ungrouped)
     else:
         saved, rank_tree, left_out, lacking = tree.tree, tree.rank_tree, tree.left_out, tree.lacking
-        matching = Matching(catalog.old_names, checks_shapes=options.layout is None)
+        ungrouped = set() if rank_tree is not NO_TREE else {".".join(map(str, keys[:-1])) for keys in tree.unions}
+        matching = Matching(catalog.old_names, options.layout is None, ungrouped)
     selects = options.include or options.exclude
     stays = partial(_stays, options, left_out | lacking) if selects or lacking else None
     allocate = partial(tensor_to_fill, catalog)
@@ -696,18 +697,22 @@ def _hint(state: Any, plan: LoadPlan, catalog: Catalog) -> str:
             f"the source has the parameters of {min(plan.nameless)!r} by their names in the state that was saved: "
             "give the state what has these parameters, too, under the same name; exclude leaves it as it is"
         )
+    # Parameters of optimizers have the names of their tensors in the state. What is missing whole has several names.
+    missing = [name for name in plan.missing if name not in plan.parameters]
+    inside = {name: _names_in(state[name]) for name in missing if isinstance(state, Mapping) and name in state}
+    missing = [f"{name}.{inner}" if inner else name for name in missing for inner in inside.get(name) or [""]]
     prefixes = dict.fromkeys(name.split(".", 1)[0] for name in catalog if "." in name)
     for prefix in sorted(prefixes, key=lambda prefix: (prefix != "model", prefix not in SECTIONS)):
-        if plan.missing and prefix not in WRAPPERS and all(f"{prefix}.{name}" in catalog for name in plan.missing):
+        is_above = not plan.targets and missing and all(f"{prefix}.{name}" in catalog for name in missing)
+        if is_above and prefix not in WRAPPERS:
             return f'the source has them under "{prefix}": give {{"{prefix}": state}}'
     free = {*catalog} - {name for name, _, _ in plan.targets}
-    for prefix in dict.fromkeys(name.split(".", 1)[0] for name in plan.missing):
-        inner = [name[len(prefix) + 1 :] for name in plan.missing if name.startswith(f"{prefix}.")]
-        if prefix in plan.missing:  # a whole entry
-            inner += _names_in(state[prefix]) if isinstance(state, Mapping) and prefix in state else []
-        if inner and free.issuperset(inner):
-            return f'the source has them without "{prefix}": give state["{prefix}"]'
-    found = suggest_rename(free, plan.missing)
+    for prefix in dict.fromkeys(name.split(".", 1)[0] for name in missing if "." in name):
+        if free.issuperset(name[len(prefix) + 1 :] for name in missing if name.startswith(f"{prefix}.")):
+            is_key = isinstance(state, Mapping) and prefix in state
+            advice = f'give state["{prefix}"]' if is_key else f'rename=[("^", "{prefix}.")] gives them this name'
+            return f'the source has them without "{prefix}": {advice}'
+    found = suggest_rename(free, missing)
     return f"rename=[{found[:2]!r}] gives {found[2]} tensors of the source names of the state" if found else ""
 
 

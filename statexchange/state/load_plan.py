@@ -39,10 +39,11 @@ from statexchange.state.optimizers import (
     optimizer_tree,
     state_of_optimizer,
 )
-from statexchange.state.saved_optimizers import SavedEntries, are_permuted, found_states, numbered_parameters
+from statexchange.state.saved_optimizers import SavedEntries, are_moved, found_states, numbered_parameters
+from statexchange.state.schedulers import Schedulers
 from statexchange.state.source_names import is_index
 from statexchange.state.state_dict import ParameterName, parameter_names
-from statexchange.state.tree import WalkStep, entry_path, flatten, walk
+from statexchange.state.tree import flatten, walk
 from statexchange.tensors import is_tensor, is_torch
 
 __all__ = [
@@ -148,6 +149,7 @@ class LoadPlan:
         num_values: the number of plain values, and of mappings and lists of such values, that were saved.
         plain: the paths of these, and of states that objects load themselves.
         differing: the paths of param groups that ranks saved with different values for one parameter.
+        parameters: those of `missing` that are parameters of optimizers.
         nameless: the paths of optimizers whose parameters have names in the source, and only numbers in the live state.
     """
 
@@ -159,6 +161,7 @@ class LoadPlan:
     num_values: int = 0
     plain: set[str] = field(default_factory=set)
     differing: set[str] = field(default_factory=set)
+    parameters: set[str] = field(default_factory=set)
     nameless: set[str] = field(default_factory=set)
 
     @property
@@ -168,11 +171,6 @@ class LoadPlan:
 
 
 Allocate = Callable[[str, Place], Any]
-# What torch's schedulers have as lists with a value for each param group
-_OF_GROUPS = {
-    *("base_lrs", "_last_lr", "min_lrs", "max_lrs", "_min_lrs", "_max_lrs", "base_momentums", "max_momentums"),
-    "lr_lambdas",
-}
 NO_TREE = object()  # where a tree has no entry, or there is no tree: in a list, an item that stays as it is
 Stays = Callable[[str, Any], bool]
 
@@ -225,7 +223,7 @@ def plan_load(
         raise InvalidArgumentError(
             f"the state is {type_text(state)}, which cannot be changed in place: give a mapping that holds it"
         )
-    planner.check_schedulers()
+    planner.schedulers.check()
     return planner.plan
 
 
@@ -261,11 +259,10 @@ class _Planner:
         matching: Matching,
     ) -> None:
         self.plan = LoadPlan()
+        self.schedulers = Schedulers()
         self._allocate = allocate
         self._parameters = parameters
         self._matching = matching
-        self._permuted: set[int] = set()  # optimizers, by id, whose live groups are in another order
-        self._schedulers: list[tuple[Any, Any, str]] = []  # with their new states and paths
         self._keys = keys
         self._objects = objects
         self._hyperparameters: dict[int, Any] = {}  # live ones by id
@@ -288,8 +285,7 @@ class _Planner:
             self._expect(isinstance(saved, Mapping), f"the state of {type_text(live)}", saved, path)
             self.plan.plain.add(_name_at(path))
             new = self._filled(value, path, Place(self._objects.of(live, _name_at(path)), is_filled=False))
-            if is_optimizer(getattr(live, "optimizer", None)):
-                self._schedulers.append((live, new, path))
+            self.schedulers.add(live, new, path)
             self.plan.callbacks.append(functools.partial(load_object, live, live.load_state_dict, new, _name_at(path)))
         elif _is_nonempty_root(live, path) or (children(live) is not None and contains_state(live)):
             return self._container(live, saved, path, rank_tree)
@@ -298,28 +294,6 @@ class _Planner:
             self.plan.plain.add(_name_at(path))
             return self._value(live, self._filled(value, path), path)
         return live
-
-    def check_schedulers(self) -> None:
-        """Raise InvalidArgumentError for a scheduler whose values are for other param groups than the live ones.
-
-        An optimizer gets its hyperparameters by the parameters of a group, and a scheduler by the group's number.
-        """
-        for live, new, path in self._schedulers:
-            own = {step.path: step.value for step in _of_groups(self._objects.of(live, _name_at(path)))}
-            for step in _of_groups(new):
-                name = entry_path(_name_at(path), step.path)
-                if len(own.get(step.path, step.value)) != len(step.value):
-                    text = (
-                        "the source has this for another number of param groups: make the groups of the job that saved "
-                        "them, or leave the scheduler out by exclude"
-                    )
-                    raise InvalidArgumentError(text, name=name, expected=len(step.value), found=len(own[step.path]))
-                if id(live.optimizer) in self._permuted and not _are_same(step.value):
-                    raise InvalidArgumentError(
-                        "the source has this for each param group, and these are in another order: make the groups in "
-                        "the order of the job that saved them, or leave the scheduler out by exclude",
-                        name=name,
-                    )
 
     def _value(self, live: Any, new: Any, path: str) -> Any:
         """Return what replaces a value without state: `live` itself if it is equal, or if a callback refills it."""
@@ -462,12 +436,13 @@ class _Planner:
         if self._matching.old_names is not None:
             numbered = numbered_parameters(tree, self._matching.old_names, _name_at(path))
             labels = {} if numbered is None else numbered.labels(optimizer, parameters, self._parameters)
-        if _name_at(path) not in self._matching.ungrouped and are_permuted(optimizer, parameters, tree, labels):
-            self._permuted.add(id(optimizer))
+        of_numbers = {*labels.values()}
+        labels |= self._other_names(parameters, tree)
+        is_ungrouped = _name_at(path) in self._matching.ungrouped
+        self.schedulers.moved[id(optimizer)] = None if is_ungrouped else are_moved(optimizer, parameters, tree, labels)
         entries = SavedEntries.of(saved, rank_tree, labels)
         if parameters and all(map(is_index, parameters)) and not all(map(is_index, entries.groups)):
             self.plan.nameless.add(_name_at(path))
-        of_numbers = {*labels.values()}
         fitting: list[FoundState] = []
         if entries.differ:
             self.plan.differing.add(_name_at(f"{path}.param_groups"))
@@ -490,7 +465,12 @@ class _Planner:
         for key, shared in entries.shared.items():  # state of the optimizer, not of a parameter
             _check_known(key, f"{path}.state")
             states[key] = self._filled(shared, f"{path}.state.{key}", Place(optimizer.state.get(key)))
-        self._add_missing([_name_at(f"{path}.{name}") for name in parameters if name not in entries.groups])
+        self.schedulers.groups[id(optimizer)] = [
+            live if new is None else new for live, new in zip(optimizer.param_groups, groups, strict=True)
+        ]
+        missing = [_name_at(f"{path}.{name}") for name in parameters if name not in entries.groups]
+        self._add_missing(missing)
+        self.plan.parameters.update(missing)
         self._add_unexpected(path, [name for name in entries.groups if name not in parameters])
         num_empty = sum(not group["params"] for group in optimizer.param_groups)
         empty_groups = "param_groups (without parameters)"
@@ -504,6 +484,16 @@ class _Planner:
         more = self._more(optimizer, entries.more, path)
         install = functools.partial(install_optimizer, optimizer, groups, states, dropped)
         self.plan.callbacks.append(functools.partial(load_object, optimizer, install, more, _name_at(path)))
+
+    def _other_names(self, parameters: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, str]:
+        """Return the names of an optimizer's parameters by the other names in the state that the tree has for them."""
+        listed = {name for group in tree["param_groups"] for name in group["params"]}
+        found: dict[str, str] = {}
+        for name, parameter in parameters.items():
+            known = self._parameters.get(id(parameter))
+            if known is not None and len(known.in_modules) > 1 and name not in listed:
+                found.update((other, name) for other in known.all_in_state if other in listed)
+        return found
 
     def _more(self, optimizer: Any, saved: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Return the saved entries of a state dict beside ``state`` and ``param_groups``; others join the plan."""
@@ -608,18 +598,6 @@ class _Planner:
             found = _num_items(saved)
         text = f"state{path} was saved as something else: build it as it was saved, or leave it out by exclude"
         raise InvalidArgumentError(text, name=_name_at(path), expected=wanted, found=found)
-
-
-def _of_groups(state: Any) -> Iterator[WalkStep]:
-    """Yield the lists in a scheduler's state that have a value for each param group."""
-    for step in walk(state):
-        if step.keys and step.keys[-1] in _OF_GROUPS and isinstance(step.value, list | tuple):
-            yield step
-
-
-def _are_same(items: Sequence[Any]) -> bool:
-    """Whether all items of a list are equal; not if they are tensors, which are not read yet."""
-    return all(not is_tensor(item) and item == items[0] for item in items)
 
 
 def _check_known(saved: Any, path: str) -> None:

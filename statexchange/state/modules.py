@@ -11,6 +11,7 @@ from statexchange.tensors import is_tensor
 
 __all__ = [
     "WRAPPERS",
+    "bare_name",
     "check_module",
     "is_extra_state",
     "is_module",
@@ -124,3 +125,8 @@ def without_wrappers(name: str) -> str:
     if not any(part in name for part in WRAPPERS):  # nearly all
         return name
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def bare_name(name: str) -> str:
+    """Return a parameter's name without what wrappers add, DistributedDataParallel's "module." among it."""
+    return without_wrappers(name).removeprefix("module.")

@@ -45,7 +45,7 @@ class NamesTree:
         taken: the names of the plain values that it has, and all names of what the options leave out whole.
         left_out: the paths of what the options leave out whole, with dots before indices.
         lacking: the paths of plain values inside mappings of such values that the source lacks.
-        ungrouped: the paths of optimizers whose param groups the source does not have.
+        ungrouped: the paths of optimizers whose param groups are not all those of the source, in its order.
     """
 
     tree: Any
@@ -81,7 +81,7 @@ def tree_from_names(state: Any, source: SourceNames, objects: ObjectStates) -> N
             f"the source has nothing for the state, {type_text(state)}: give a state with the source's names, or a "
             "mapping that has it under its name in the source"
         )
-    sets = (builder.entries.taken, builder.left_out, builder.lacking, builder.ungrouped)
+    sets = (builder.entries.taken, builder.left_out, builder.lacking, builder.optimizers.ungrouped)
     return NamesTree(NO_TREE if tree is _ABSENT else tree, *map(frozenset, sets))
 
 
@@ -92,9 +92,8 @@ class _Builder:
         self.entries = Entries(source)
         self.left_out: set[str] = set()
         self.lacking: set[str] = set()
-        self.ungrouped: set[str] = set()
         self._source = source
-        self._optimizers = OptimizerNames(source, self.entries, parameters)
+        self.optimizers = OptimizerNames(source, self.entries, parameters)
         in_state = {key: name.in_state for key, name in parameters.items()}
         in_module = {key: name.in_modules[0][1] for key, name in parameters.items()}
         self._parameter_names: list[Mapping[int, str]] = [in_state, in_module, {}]
@@ -288,9 +287,7 @@ class _Builder:
             return self.entries.value(name)
         if is_optimizer(live):
             more = self._mapping(state_of_optimizer(live, name)["more"], prefix)
-            if not self._optimizers.has_groups(prefix):
-                self.ungrouped.add(name)
-            return {**self._optimizers.tree(live, prefix), **more}
+            return {**self.optimizers.tree(live, prefix), **more}
         if isinstance(live, Mapping) and not is_leaf(live):
             return self._plain(live, name, prefix) if not contains_state(live) else self._mapping(live, prefix)
         return self._object(live, name, prefix)

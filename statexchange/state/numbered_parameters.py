@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from statexchange.errors import CorruptError, InvalidArgumentError, excerpt
-from statexchange.state.modules import without_wrappers
+from statexchange.state.modules import bare_name, without_wrappers
 from statexchange.state.optimizers import names_of_groups, parameters_of
 from statexchange.state.state_dict import ParameterName
 
@@ -163,7 +163,11 @@ class NumberedParameters:
         of_parameters = [known[id(one)] for one in parameters_of(optimizer) if id(one) in known]
         is_renamed = any(self.old_names.get(one.in_state, one.in_state) != one.in_state for one in of_parameters)
         in_modules = {name for one in of_parameters for _, name in one.in_modules}
-        if of_groups is not None or is_renamed or not {*map(_bare, in_modules)}.isdisjoint(map(_bare, self.names)):
+        if (
+            of_groups is not None
+            or is_renamed
+            or not {*map(bare_name, in_modules)}.isdisjoint(map(bare_name, self.names))
+        ):
             own = of_groups or [*own_names, sorted(in_modules)][0]
             lists = [f"{excerpt(sorted(one), 80)} ({len(one)})" for one in (own, self.names)]
             raise InvalidArgumentError(
@@ -205,11 +209,6 @@ def _names_in_state(optimizer: Any, known: Mapping[int, ParameterName]) -> list[
     modules = set.intersection(*({path for path, _ in one.in_modules} for one in found))
     of_modules = [[dict(one.in_modules)[path] for one in found] for path in sorted(modules)]
     return [*of_modules, [one.in_modules[0][1] for one in found], [one.in_state for one in found]]
-
-
-def _bare(name: str) -> str:
-    """Return a name without what wrappers add to it."""
-    return without_wrappers(name).removeprefix("module.")
 
 
 def _matched(

@@ -23,6 +23,7 @@ class OptimizerNames:
         self._source = source
         self._entries = entries
         self._parameters = parameters
+        self.ungrouped: set[str] = set()  # the paths of optimizers whose groups are not in the source's order
 
     def tree(self, optimizer: Any, prefix: str) -> Any:
         """Return an optimizer's tree with the parameters that the source has."""
@@ -69,11 +70,9 @@ class OptimizerNames:
             names_by_group.setdefault(id(group), []).append(name)
         joined = [{**settings[of_group[0]], "params": of_group} for of_group in names_by_group.values()]
         joined += [{**group, "params": []} for group in empty]
+        if empty or not any(map(_is_listing, groups)) or len(joined) != len(by_number(groups)):
+            self.ungrouped.add(prefix.removesuffix("."))
         return {"state": state, "param_groups": joined}
-
-    def has_groups(self, prefix: str) -> bool:
-        """Whether the source has the param groups, and not flattened hyperparameters of each parameter."""
-        return any(map(_is_listing, self._entries.below(f"{prefix}param_groups.")))
 
     def _is_numbered(self, states: Mapping[str, str], groups: Mapping[str, str], known: Collection[str]) -> bool:
         """Whether the source has parameters by number: as its groups list them, or if no name is a known one's."""

@@ -13,7 +13,7 @@ from statexchange.state.optimizers import hyperparameters, is_state_of_optimizer
 from statexchange.state.source_names import is_index
 from statexchange.tensors import is_tensor
 
-__all__ = ["SavedEntries", "are_permuted", "found_states", "numbered_parameters"]
+__all__ = ["SavedEntries", "are_moved", "found_states", "numbered_parameters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,25 +103,23 @@ def numbered_parameters(tree: Mapping[str, Any], old_names: Mapping[str, str], p
     return NumberedParameters(ranks[0], flat, old_names, path, are_texts) if ranks[0] else None
 
 
-def are_permuted(
+def are_moved(
     optimizer: Any, parameters: Mapping[str, Any], tree: Mapping[str, Any], labels: Mapping[str, str]
 ) -> bool:
-    """Whether the live groups are in another order than the source's groups that have their parameters."""
+    """Whether a live group has another number than the source's groups with its parameters, or their counts differ."""
+    if len(tree["param_groups"]) != len(optimizer.param_groups):
+        return True
     position = {
         labels.get(str(name), str(name)): index
-        for index, group in reversed([*enumerate(tree["param_groups"])])
+        for index, group in enumerate(tree["param_groups"])
         for name in group["params"]
     }
     names = {id(parameter): name for name, parameter in parameters.items()}
-    found = []
-    for group in optimizer.param_groups:
-        found += [min(positions)] if (positions := _positions(group, names, position)) else []
-    return found != sorted(found)
-
-
-def _positions(group: Mapping[str, Any], names: Mapping[int, str], position: Mapping[str, int]) -> list[int]:
-    of_group = [names[id(parameter)] for parameter in group["params"]]
-    return [position[name] for name in of_group if name in position]
+    return any(
+        position.get(names[id(parameter)], index) != index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    )
 
 
 def found_states(state: Any, label: str, path: str) -> Iterator[FoundState]:

@@ -14,7 +14,7 @@ from torch import nn
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
 from statexchange.state.leaves import check_no_state_in, is_leaf, is_stateful
-from statexchange.state.modules import check_module, is_extra_state, is_plain_entry, model_items
+from statexchange.state.modules import bare_name, check_module, is_extra_state, is_plain_entry, model_items
 from statexchange.state.optimizers import check_optimizer, is_optimizer, names_of_groups
 from statexchange.state.state_dict import ParameterName, parameter_names
 from statexchange.state.tree import nodes
@@ -160,10 +160,9 @@ class StateSpec:
                 if is_dtensor(parameter):
                     raise UnsupportedError("the state of a DTensor lies on many ranks", name=f"{params_path}[{j}]")
                 # Its state is installed by number: in another order it would be another parameter's.
-                name = names.get(id(parameter), next(of_groups, ""))
-                self.entries.append(
-                    (f"{params_path}[{j}]", " ".join(filter(None, ["parameter", name, _text(parameter)])))
-                )
+                name = names.get(id(parameter), bare_name(str(next(of_groups, ""))))
+                text = f"parameter {name} {_text(parameter)}" if name else f"parameter {_text(parameter)}"
+                self.entries.append((f"{params_path}[{j}]", text))
         self.stateful[path] = optimizer
 
 

@@ -67,12 +67,18 @@ class ParameterName(NamedTuple):
 
 
 def parameter_names(state: Any) -> dict[int, ParameterName]:
-    """Return the names of all parameters in a state by `id`; of several in the state, the first. Not collective."""
+    """Return the names of all parameters in a state by `id`; of several in the state, the first. Not collective.
+
+    Tensors that lie in the state itself are among them if it has an optimizer.
+    """
     names: dict[int, ParameterName] = {}
-    loose: dict[int, ParameterName] = {}
+    tensors: list[tuple[str, Any]] = []
+    has_optimizer = False
     for path, value, _ in nodes(state, is_leaf):
-        if is_torch(value) and path:
-            loose.setdefault(id(value), ParameterName(path, (("", path),)))
+        if is_torch(value):
+            tensors.append((path, value))
+            continue
+        has_optimizer |= is_optimizer(value)
         if not is_module(value):
             continue
         # The items first: a forward without a backward leaves parameters whole. A hook of `fully_shard` on state_dict()
@@ -84,7 +90,10 @@ def parameter_names(state: Any) -> dict[int, ParameterName]:
                 first = names.setdefault(id(item), ParameterName(_joined(path, name), ((path, name),)))
                 if path not in dict(first.in_modules):  # the first of a tied parameter's names
                     names[id(item)] = first._replace(in_modules=(*first.in_modules, (path, name)))
-    return {**loose, **names}
+    for path, tensor in tensors if has_optimizer else ():
+        if path:
+            names.setdefault(id(tensor), ParameterName(path, (("", path),)))
+    return names
 
 
 def _joined(path: str, name: str) -> str:

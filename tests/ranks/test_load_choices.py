@@ -195,6 +195,36 @@ def test_a_state_with_a_key_too_many_is_told_so(more: Any, strict: bool, tmp_pat
             sx.load_checkpoint(state["model"], tmp_path / name, strict=strict)
 
 
+def test_hints_lead_to_a_load(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    encoder, state = nn.Linear(3, 3), Net()
+    for source in (write_save(encoder, tmp_path), write_torch(encoder, tmp_path)):
+        with pytest.raises(sx.errors.NotFoundError, match=r'rename=\[\("\^", "encoder\."\)\] gives them this name'):
+            sx.load_checkpoint(state, source)
+        sx.load_checkpoint(state, source, rename=[("^", "encoder.")], strict=False)
+        assert torch.equal(state.encoder.weight, encoder.weight)
+    (tmp_path / "job").mkdir()
+    net, other = nn.Sequential(encoder), nn.Sequential(nn.Linear(3, 3))
+    path = write_save({"net": net, "optimizer": trained(net)}, tmp_path / "job")
+    live = {"model": other, "optimizer": torch.optim.Adam(other.parameters())}
+    for one in (live, {"model": other}):
+        with pytest.raises(sx.errors.NotFoundError, match=r"rename=\[\('\^net\\\\.', 'model\.'\)\]"):
+            sx.load_checkpoint(one, path)
+    sx.load_checkpoint(live, path, rename=[(r"^net\.", "model.")])
+    assert torch.equal(other[0].weight, encoder.weight)
+
+
+def test_a_tensor_that_moved_is_no_reason_to_nest_the_state(tmp_path: Path) -> None:
+    path = write_torch({"model": {"w": torch.ones(1), "scale": torch.ones(1)}}, tmp_path)
+    with pytest.raises(sx.errors.NotFoundError) as caught:
+        sx.load_checkpoint({"model": {"w": torch.zeros(1)}, "scale": torch.zeros(1)}, path)
+    assert 'give {"model"' not in str(caught.value)
+
+
 def test_a_dtype_that_differs_is_told_how_to_cast(tmp_path: Path) -> None:
     sx.save_checkpoint({"w": torch.ones(2)}, tmp_path / "save")
     with pytest.raises(sx.errors.InvalidArgumentError, match='dtype="state" casts to the dtype that the state has'):

@@ -485,9 +485,7 @@ def test_a_scheduler_of_groups_in_another_order_is_refused_if_they_differ(
     sx.load_checkpoint(same, path)
     assert advanced(same) == advanced(saved)
     if write is write_save:
-        with pytest.raises(
-            errors.InvalidArgumentError, match="these are in another order: make the groups in the order"
-        ):
+        with pytest.raises(errors.InvalidArgumentError, match="by the number of a param group, and the groups"):
             sx.load_checkpoint(grouped_job(order, different, make), path)
         sx.load_checkpoint(grouped_job(order, different, make), path, exclude="s")
     (tmp_path / "equal").mkdir()
@@ -505,7 +503,7 @@ def test_a_scheduler_of_another_number_of_groups_is_refused(tmp_path: Path) -> N
     live = grouped_job(["a", "b"], lrs, by_lambda)
     optimizer = torch.optim.SGD(live["m"].parameters(), lr=1.0)
     joined = {"m": live["m"], "o": optimizer, "s": by_lambda(optimizer)}
-    with pytest.raises(errors.InvalidArgumentError, match="another number of param groups"):
+    with pytest.raises(errors.InvalidArgumentError, match="by the number of a param group, and the groups"):
         sx.load_checkpoint(joined, tmp_path / "save")
     sx.load_checkpoint(joined, tmp_path / "save", exclude="s")
 
@@ -516,8 +514,88 @@ def test_schedulers_go_on_from_flattened_groups(tmp_path: Path) -> None:
     advanced(saved)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     states = {**saved, "o": get_optimizer_state_dict(saved["m"], saved["o"], options=options)}
-    sx.load_checkpoint(live, write_dcp(states, tmp_path))
+    path = write_dcp(states, tmp_path)
+    sx.load_checkpoint(live, path)
     assert advanced(live) == advanced(saved)
+    with pytest.raises(errors.InvalidArgumentError, match="by the number of a param group, and the groups"):
+        sx.load_checkpoint(grouped_job(["a", "b"], lrs, by_lambda), path)
+
+
+def test_a_scheduler_of_other_groups_is_refused(tmp_path: Path) -> None:
+    def job(*groups: str, lrs: Sequence[float]) -> dict[str, Any]:
+        model = nn.ModuleDict({key: nn.Linear(2, 2, bias=False) for key in "abcd"})
+        of_groups: Any = [
+            {"params": [model[key].weight for key in keys], "lr": lr} for keys, lr in zip(groups, lrs, strict=True)
+        ]
+        optimizer = torch.optim.SGD(of_groups, lr=1.0)
+        return {"m": model, "o": optimizer, "s": by_lambda(optimizer)}
+
+    match = "by the number of a param group, and the groups"
+    sx.save_checkpoint(job("ab", "c", "d", lrs=[1, 0.1, 0.1]), tmp_path / "split")
+    with pytest.raises(errors.InvalidArgumentError, match=match):
+        sx.load_checkpoint(job("a", "b", "cd", lrs=[1, 1, 0.1]), tmp_path / "split")
+    sx.save_checkpoint(job("a", "b", lrs=[1, 0.1]), tmp_path / "other")
+    with pytest.raises(errors.InvalidArgumentError, match=match):
+        sx.load_checkpoint(job("b", "c", lrs=[0.1, 0.5]), tmp_path / "other", strict=False)
+    sx.load_checkpoint(job("a", "bc", lrs=[1, 0.1]), tmp_path / "other", strict=False)
+
+
+@pytest.mark.parametrize("write", [write_save, write_torch, write_dcp])
+@pytest.mark.parametrize("added_late", [False, True])
+def test_a_group_may_be_added_after_the_scheduler_was_made(write: Write, added_late: bool, tmp_path: Path) -> None:
+    def job(added_late: bool) -> dict[str, Any]:
+        model = nn.ModuleDict({key: nn.Linear(2, 2, bias=False) for key in "ab"})
+        optimizer = torch.optim.SGD(model["b"].parameters(), lr=1.0)
+        group = {"params": [model["a"].weight], "lr": 0.1}
+        if not added_late:
+            optimizer.add_param_group(group)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        if added_late:
+            optimizer.add_param_group(group)
+        return {"m": model, "o": optimizer, "s": scheduler}
+
+    saved, live = job(True), job(added_late)
+    advanced(saved)
+    sx.load_checkpoint(live, write(saved, tmp_path))
+    assert advanced(live) == advanced(saved)
+
+
+def saves_a_stage(path: str) -> None:
+    """Save one of two stages. Each has the groups head, body and embed, of which one is empty."""
+    job = staged_job(["body", "embed"] if sx.get_rank() == 0 else ["head", "tail"])
+    job["o"].step()
+    job["s"].step()
+    sx.save_checkpoint(job, path)
+
+
+def staged_job(keys: Sequence[str]) -> dict[str, Any]:
+    lrs = {"head": 1.0, "body": 0.1, "embed": 0.01}
+    modules = {key: nn.Linear(2, 2, bias=False) for key in keys}
+    of_kind = {"head": ["head"], "body": ["body", "tail"], "embed": ["embed"]}
+    groups: Any = [
+        {"params": [modules[key].weight for key in of_kind[kind] if key in modules], "lr": lr}
+        for kind, lr in lrs.items()
+    ]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    return {**modules, "o": optimizer, "s": by_lambda(optimizer)}
+
+
+def test_schedulers_of_stages_go_on_in_one_job(tmp_path: Path) -> None:
+    run_ranks(saves_a_stage, 2, args=(str(tmp_path / "save"),))
+    live = staged_job(["head", "body", "tail", "embed"])
+    sx.load_checkpoint(live, tmp_path / "save", strict=False)
+    live["o"].step()
+    live["s"].step()
+    assert [group["lr"] for group in live["o"].param_groups] == [pytest.approx(0.81 * one) for one in (1, 0.1, 0.01)]
+
+
+def test_a_part_of_the_model_may_be_in_the_state_before_it(tmp_path: Path) -> None:
+    saved, model = net(0), net(1)
+    optimizer = stepped(torch.optim.Adam(saved.parameters()))
+    sx.save_checkpoint({"model": saved, "o": optimizer}, tmp_path / "save")
+    live = {"head": model[1], "model": model, "o": torch.optim.Adam(model.parameters())}
+    sx.load_checkpoint(live, tmp_path / "save", exclude="head")
+    assert moments(live["o"], [*model.parameters()]) == moments(optimizer, [*saved.parameters()])
 
 
 # Synchronization
