@@ -239,12 +239,12 @@ class _Renaming:
 
         def enters(path: str, value: Any) -> bool:
             is_mapping = isinstance(value, Mapping) and bool(value) and not is_state_of_optimizer(value)
-            return value is saved or (is_mapping and catalog.new_name(path) not in units)
+            return value is saved or (is_mapping and self._new_path(path) not in units)
 
         for unit in walk(saved, enters):
             if not unit.is_leaf:
                 continue
-            new = catalog.new_name(unit.path)
+            new = self._new_path(unit.path)
             *outer_keys, last_key = unit.keys if new == unit.path else self._keys_of(new, unit.keys)
             target: Any = moved
             for key in outer_keys:
@@ -257,6 +257,14 @@ class _Renaming:
                 raise UnsafeError(f"{text}: change rename", name=new, path=catalog.source.path)
             target[last_key] = self._with_new_parameters(unit.value)
         return moved
+
+    def _new_path(self, path: str) -> str:
+        """Return the new path of an entry, also if a pattern for what is inside it moves it: ``^opt\\.``."""
+        new = self._catalog.new_name(path)
+        if callable(self._catalog.options.rename):  # which expects whole names
+            return new
+        inside = self._catalog.new_name(f"{path}.")
+        return inside[:-1] if new == path and inside.endswith(".") else new
 
     def _keys_of(self, path: str, old_keys: Sequence[Any]) -> list[Any]:
         """Return the keys that lead to a path that `rename` returned.

@@ -223,6 +223,7 @@ def plan_load(
         raise InvalidArgumentError(
             f"the state is {type_text(state)}, which cannot be changed in place: give a mapping that holds it"
         )
+    planner.check_shapes()
     planner.schedulers.check()
     return planner.plan
 
@@ -260,6 +261,7 @@ class _Planner:
     ) -> None:
         self.plan = LoadPlan()
         self.schedulers = Schedulers()
+        self._states_by_name: list[tuple[Any, Mapping[str, Any], list[FoundState]]] = []  # with their optimizers
         self._allocate = allocate
         self._parameters = parameters
         self._matching = matching
@@ -285,7 +287,7 @@ class _Planner:
             self._expect(isinstance(saved, Mapping), f"the state of {type_text(live)}", saved, path)
             self.plan.plain.add(_name_at(path))
             new = self._filled(value, path, Place(self._objects.of(live, _name_at(path)), is_filled=False))
-            self.schedulers.add(live, new, path)
+            self.schedulers.add(live, self._objects.of(live, _name_at(path)), new, path)
             self.plan.callbacks.append(functools.partial(load_object, live, live.load_state_dict, new, _name_at(path)))
         elif _is_nonempty_root(live, path) or (children(live) is not None and contains_state(live)):
             return self._container(live, saved, path, rank_tree)
@@ -294,6 +296,13 @@ class _Planner:
             self.plan.plain.add(_name_at(path))
             return self._value(live, self._filled(value, path), path)
         return live
+
+    def check_shapes(self) -> None:
+        """Check the states of parameters that are not loaded themselves. Others are checked when they are."""
+        loaded = {id(target.live) for target in self.plan.targets}
+        for optimizer, parameters, found in self._states_by_name:
+            others = [one for one in found if id(parameters[one.label]) not in loaded]
+            check_fit(optimizer, parameters, others, ())
 
     def _value(self, live: Any, new: Any, path: str) -> Any:
         """Return what replaces a value without state: `live` itself if it is equal, or if a callback refills it."""
@@ -343,6 +352,8 @@ class _Planner:
         entries = self._entries_for(live, saved, path, by_index=by_index)
         changed = {}
         items, of_rank = children(live) or {}, children(rank_tree) or {}
+        if not by_index:
+            entries, of_rank = (_with_parts(items, one) for one in (entries, of_rank))
         for key, value in items.items():
             inner = f"{path}[{key}]" if by_index else f"{path}.{key}"
             if entries.get(key) is NO_TREE:
@@ -441,12 +452,15 @@ class _Planner:
         is_ungrouped = _name_at(path) in self._matching.ungrouped
         self.schedulers.moved[id(optimizer)] = None if is_ungrouped else are_moved(optimizer, parameters, tree, labels)
         entries = SavedEntries.of(saved, rank_tree, labels)
+        names = {id(parameter): name for name, parameter in parameters.items()}
         if parameters and all(map(is_index, parameters)) and not all(map(is_index, entries.groups)):
             self.plan.nameless.add(_name_at(path))
+        known = [any(names[id(one)] in entries.groups for one in group["params"]) for group in optimizer.param_groups]
+        if not all(known[index] or not group["params"] for index, group in enumerate(optimizer.param_groups)):
+            self.schedulers.have_new.add(id(optimizer))
         fitting: list[FoundState] = []
         if entries.differ:
             self.plan.differing.add(_name_at(f"{path}.param_groups"))
-        names = {id(parameter): name for name, parameter in parameters.items()}
         groups: list[dict[str, Any] | None] = []
         states: dict[Any, Any] = {}
         for index, group in enumerate(optimizer.param_groups):
@@ -458,10 +472,12 @@ class _Planner:
                 if name in entries.state:
                     place = Place(optimizer.state.get(parameter), parameter=parameter, parameter_name=name)
                     states[parameter] = self._parameter_state(entries.state[name], path, place, on_host=on_host)
-                    if name in of_numbers:
-                        fitting += found_states(states[parameter], name, _name_at(f"{path}.state.{name}"))
+                    fitting += found_states(states[parameter], name, _name_at(f"{path}.state.{name}"))
         if self._matching.checks_shapes:
-            check_fit(optimizer, parameters, fitting)
+            check_fit(optimizer, parameters, [one for one in fitting if one.label in of_numbers], of_numbers)
+            self._states_by_name.append(
+                (optimizer, parameters, [one for one in fitting if one.label not in of_numbers])
+            )
         for key, shared in entries.shared.items():  # state of the optimizer, not of a parameter
             _check_known(key, f"{path}.state")
             states[key] = self._filled(shared, f"{path}.state.{key}", Place(optimizer.state.get(key)))
@@ -631,6 +647,21 @@ def _check_like(own: Any, saved: Any, path: str) -> None:
             expected=expected,
             found=found,
         )
+
+
+def _with_parts(items: Mapping[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:
+    """Return saved entries with those inside parts of a module, which were saved by dotted names, as mappings.
+
+    The live state may have such a part alone: ``{"model": {"encoder": encoder}}``.
+    """
+    for key, value in items.items():
+        if key in entries or not isinstance(key, str) or not (is_module(value) or isinstance(value, Mapping)):
+            continue
+        begin = f"{key}."
+        part = {name[len(begin) :]: one for name, one in entries.items() if str(name).startswith(begin)}
+        if part:
+            entries = {name: one for name, one in entries.items() if not str(name).startswith(begin)} | {key: part}
+    return entries
 
 
 def _is_nonempty_root(live: Any, path: str) -> bool:

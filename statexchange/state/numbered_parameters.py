@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,11 +38,14 @@ class FoundState(NamedTuple):
     path: str
 
 
-def check_fit(optimizer: Any, parameters: Mapping[str, Any], found: Iterable[FoundState]) -> None:
-    """Raise InvalidArgumentError if states do not have the shapes of the parameters of their numbers.
+def check_fit(
+    optimizer: Any, parameters: Mapping[str, Any], found: Iterable[FoundState], of_numbers: Container[str]
+) -> None:
+    """Raise InvalidArgumentError if states do not have the shapes of their parameters.
 
-    The order differs then. An optimizer that is not torch's may have states of other shapes: the order of its
-    parameters differs if the shapes are those of the parameters in another order.
+    If parameters have numbers, their labels are in `of_numbers`, and the order differs then. An optimizer that is not
+    torch's may have states of other shapes: the order of its parameters differs if the shapes are those of the
+    parameters in another order.
     """
     by_key: dict[str, list[FoundState]] = {}
     for one in found:
@@ -57,10 +60,17 @@ def check_fit(optimizer: Any, parameters: Mapping[str, Any], found: Iterable[Fou
             own = optimizer.state.get(parameters[one.label], {})
             if isinstance(own, Mapping) and tuple(getattr(own.get(key), "shape", ())) == one.shape and not is_torchs:
                 continue
+            if one.label not in of_numbers and not is_torchs:
+                continue
             text = (
                 f"the source has this optimizer's parameters by number, and this one does not fit {one.label!r}: give "
                 "the optimizer the parameters in the order of the job that saved it, or leave it out of the state"
             )
+            if one.label not in of_numbers:
+                text = (
+                    f"the state of this parameter does not have the shape of {one.label!r}: build the model as it was "
+                    "saved, or leave the optimizer out by exclude"
+                )
             raise InvalidArgumentError(text, name=one.path, expected=shape, found=one.shape)
 
 
@@ -125,7 +135,7 @@ class NumberedParameters:
             text = (
                 f"the source has this optimizer's parameters by number, in param groups of {sizes}, and the "
                 f"state's groups have {own_sizes}: make the groups of the job that saved it, or leave the "
-                "optimizer out"
+                "optimizer and its schedulers out"
             )
             raise InvalidArgumentError(text, name=self.path)
         return dict(zip(flat_numbers, parameters, strict=True))

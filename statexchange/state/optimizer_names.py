@@ -193,7 +193,7 @@ class OptimizerNames:
             shape = self._source.shape_of(entry) if number in labels and entry in self._source.tensors else None
             if shape is not None:
                 found.append(FoundState(key, shape, labels[number], entry))
-        check_fit(optimizer, parameters, found)
+        check_fit(optimizer, parameters, found, parameters)
         state: dict[Any, Any] = {}
         for number, entries in by_first(states).items():
             if number in labels:

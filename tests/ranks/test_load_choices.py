@@ -218,6 +218,46 @@ def test_hints_lead_to_a_load(tmp_path: Path) -> None:
     assert torch.equal(other[0].weight, encoder.weight)
 
 
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_part_of_a_model_is_loaded_alone(write: Write, tmp_path: Path) -> None:
+    model = nn.ModuleDict({"encoder": nn.Linear(3, 3), "head": nn.Linear(3, 2)})
+    path = write({"model": model, "optimizer": trained(model), "step": 7}, tmp_path)
+    parts = nn.ModuleDict({key: nn.Linear(*size) for key, size in {"encoder": (3, 3), "head": (3, 2)}.items()})
+    state: dict[str, Any] = {"model": {"encoder": parts["encoder"]}}
+    report = sx.load_checkpoint(state, path, strict=False)
+    assert report.missing == ()
+    assert torch.equal(parts["encoder"].weight, model["encoder"].weight)
+    sx.load_checkpoint({"model": {"head": parts["head"]}}, path, include="model.head")
+    assert torch.equal(parts["head"].weight, model["head"].weight)
+    states = {key: {name: torch.zeros_like(one) for name, one in part.items()} for key, part in named_parts(model)}
+    optimizer = torch.optim.Adam(parts.parameters())
+    both = {"model": {"encoder": parts["encoder"], "head": parts["head"]}, "optimizer": optimizer, "step": 0}
+    if write is write_save:
+        sx.load_checkpoint(both, path)
+        assert both["step"] == 7
+        assert len(optimizer.state) == 4
+        sx.load_checkpoint({"model": states}, path, strict=False)
+        assert torch.equal(states["head"]["bias"], model["head"].bias)
+
+
+def named_parts(model: nn.ModuleDict) -> list[tuple[str, dict[str, torch.Tensor]]]:
+    return [(key, part.state_dict()) for key, part in model.items()]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_an_entry_is_renamed_by_a_pattern_for_what_is_inside(write: Write, tmp_path: Path) -> None:
+    model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    optimizer = trained(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    path = write({"net": model, "opt": optimizer, "sch": scheduler}, tmp_path)
+    new = torch.optim.Adam(other.parameters())
+    live = {"model": other, "optimizer": new, "scheduler": torch.optim.lr_scheduler.StepLR(new, 1)}
+    rename = [(r"^net\.", "model."), (r"^opt\.", "optimizer."), (r"^sch\.", "scheduler.")]
+    report = sx.load_checkpoint(live, path, rename=rename)
+    assert not report.missing + report.unexpected
+    assert torch.equal(new.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
 def test_a_tensor_that_moved_is_no_reason_to_nest_the_state(tmp_path: Path) -> None:
     path = write_torch({"model": {"w": torch.ones(1), "scale": torch.ones(1)}}, tmp_path)
     with pytest.raises(sx.errors.NotFoundError) as caught:

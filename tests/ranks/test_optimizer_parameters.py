@@ -538,6 +538,32 @@ def test_a_scheduler_of_other_groups_is_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.InvalidArgumentError, match=match):
         sx.load_checkpoint(job("b", "c", lrs=[0.1, 0.5]), tmp_path / "other", strict=False)
     sx.load_checkpoint(job("a", "bc", lrs=[1, 0.1]), tmp_path / "other", strict=False)
+    for new in (job("a", "c", lrs=[1, 0.5]), job("c", lrs=[0.5])):
+        with pytest.raises(errors.InvalidArgumentError, match=match):  # a group of which the source has nothing
+            sx.load_checkpoint(new, tmp_path / "other", strict=False)
+    same = job("a", "c", lrs=[1, 0.1])
+    sx.load_checkpoint(same, tmp_path / "other", strict=False)
+    assert same["s"].base_lrs == [1, 0.1]
+    for new in (job("b", "a", lrs=[0.1, 1]), job("ab", lrs=[1])):
+        with pytest.raises(errors.InvalidArgumentError, match=match):
+            sx.load_checkpoint(new, tmp_path / "other", exclude="o")
+    sx.load_checkpoint(job("a", "b", lrs=[0.3, 0.2]), tmp_path / "other", exclude="o")
+
+
+@pytest.mark.parametrize("write", [write_save, write_states, write_torch])
+def test_a_layer_of_another_shape_is_not_left_out_alone(write: Write, tmp_path: Path) -> None:
+    def job(out: int) -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, out))
+        return {"m": model, "o": torch.optim.Adam(model.parameters())}
+
+    saved, live = job(2), job(3)
+    stepped(saved["o"])
+    path = write(saved, tmp_path)
+    with pytest.raises(errors.InvalidArgumentError, match=r"leave the optimizer out|leave it out of the state"):
+        sx.load_checkpoint(live, path, exclude="m.1.*")
+    assert not live["o"].state
+    sx.load_checkpoint(live, path, exclude=["m.1.*", "o"])
+    assert torch.equal(live["m"][0].weight, saved["m"][0].weight)
 
 
 @pytest.mark.parametrize("write", [write_save, write_torch, write_dcp])
