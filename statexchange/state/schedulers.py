@@ -62,12 +62,15 @@ class Schedulers:
         key = id(optimizer)
         groups = self.groups.get(key, optimizer.param_groups)
         is_as_long = len(step.value) == len(groups)
+        num_present = len(present) if isinstance(present, list | tuple) else None  # fewer, if groups were added since
         if isinstance(present, list | tuple) and is_as_long and _are_equal([*present], [*step.value]):
             return True
         if key in self.have_new:
             return False
         if self.moved.get(key) is None:  # not known: nor is it if the optimizer stays as it is
-            return not _repeats_others(step, groups) and (key in self.moved or is_as_long)
+            return not _repeats_others(step, groups) and (
+                key in self.moved or is_as_long or len(step.value) == num_present
+            )
         return not self.moved[key] or (is_as_long and _are_equal([*step.value], [step.value[0]] * len(groups)))
 
 
