@@ -540,7 +540,7 @@ def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: Ob
         with _located(catalog.source.path):
             named = tree_from_names(state, names, objects)
         saved, rank_tree, left_out, lacking = named.tree, NO_TREE, named.left_out, named.lacking
-        matching = Matching(ungrouped=named.ungrouped)
+        matching = Matching(None, options.layout is None, named.ungrouped)
     else:
         saved, rank_tree, left_out, lacking = tree.tree, tree.rank_tree, tree.left_out, tree.lacking
         ungrouped = set() if rank_tree is not NO_TREE else {".".join(map(str, keys[:-1])) for keys in tree.unions}
@@ -710,6 +710,8 @@ def _hint(state: Any, plan: LoadPlan, catalog: Catalog) -> str:
     for prefix in dict.fromkeys(name.split(".", 1)[0] for name in missing if "." in name):
         if free.issuperset(name[len(prefix) + 1 :] for name in missing if name.startswith(f"{prefix}.")):
             is_key = isinstance(state, Mapping) and prefix in state
+            if plan.targets and not is_key:  # it would move names that fit
+                continue
             advice = f'give state["{prefix}"]' if is_key else f'rename=[("^", "{prefix}.")] gives them this name'
             return f'the source has them without "{prefix}": {advice}'
     found = suggest_rename(free, missing)

@@ -658,9 +658,10 @@ def _with_parts(items: Mapping[Any, Any], entries: dict[Any, Any]) -> dict[Any, 
         if key in entries or not isinstance(key, str) or not (is_module(value) or isinstance(value, Mapping)):
             continue
         begin = f"{key}."
-        part = {name[len(begin) :]: one for name, one in entries.items() if str(name).startswith(begin)}
-        if part:
-            entries = {name: one for name, one in entries.items() if not str(name).startswith(begin)} | {key: part}
+        inside = [name for name in entries if isinstance(name, str) and name.startswith(begin) and name not in items]
+        if inside:
+            part = {name[len(begin) :]: entries[name] for name in inside}
+            entries = {name: one for name, one in entries.items() if name not in set(inside)} | {key: part}
     return entries
 
 

@@ -240,6 +240,23 @@ def test_a_part_of_a_model_is_loaded_alone(write: Write, tmp_path: Path) -> None
         assert torch.equal(states["head"]["bias"], model["head"].bias)
 
 
+def test_a_key_with_a_dot_is_no_part_of_another_entry(tmp_path: Path) -> None:
+    sx.save_checkpoint({"a.b": torch.ones(2), "c": torch.ones(1)}, tmp_path / "save")
+    state = {"a": {"x": torch.zeros(2)}, "a.b": torch.zeros(2), "c": torch.zeros(1)}
+    report = sx.load_checkpoint(state, tmp_path / "save", strict=False)
+    assert report.missing == ("a",)
+    assert torch.equal(state["a.b"], torch.ones(2))  # type: ignore[arg-type]
+
+
+def test_a_rename_of_all_names_is_not_advised_if_some_fit(tmp_path: Path) -> None:
+    saved = nn.ModuleDict({"w": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    sx.save_checkpoint(saved, tmp_path / "save")
+    live = nn.ModuleDict({"a": nn.ModuleDict({"w": nn.Linear(2, 2)}), "b": nn.Linear(2, 2)})
+    with pytest.raises(sx.errors.NotFoundError) as caught:
+        sx.load_checkpoint(live, tmp_path / "save")
+    assert '("^"' not in str(caught.value)
+
+
 def named_parts(model: nn.ModuleDict) -> list[tuple[str, dict[str, torch.Tensor]]]:
     return [(key, part.state_dict()) for key, part in model.items()]
 
