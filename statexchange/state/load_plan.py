@@ -455,8 +455,10 @@ class _Planner:
         names = {id(parameter): name for name, parameter in parameters.items()}
         if parameters and all(map(is_index, parameters)) and not all(map(is_index, entries.groups)):
             self.plan.nameless.add(_name_at(path))
-        known = [any(names[id(one)] in entries.groups for one in group["params"]) for group in optimizer.param_groups]
-        if not all(known[index] or not group["params"] for index, group in enumerate(optimizer.param_groups)):
+        if any(
+            group["params"] and not any(names[id(one)] in entries.groups for one in group["params"])
+            for group in optimizer.param_groups
+        ):
             self.schedulers.have_new.add(id(optimizer))
         fitting: list[FoundState] = []
         if entries.differ:

@@ -187,7 +187,7 @@ def test_a_state_with_a_key_too_many_is_told_so(more: Any, strict: bool, tmp_pat
     sx.save_checkpoint(model, tmp_path / "save")
     sx.save_checkpoint(model.state_dict(), tmp_path / "states")
     sx.export_checkpoint(model, tmp_path / "exported")
-    torch.save(model.state_dict(), tmp_path / "torch.pt")
+    torch.save(model.state_dict(), tmp_path / "torch.pt")  # the format under test
     for name in ("save", "states", "exported", "torch.pt"):
         for state in ({"model": model, **more}, {"model": model.state_dict(), **more}):
             with pytest.raises(sx.errors.NotFoundError, match=r'has them without "model": give state\["model"\]'):

@@ -241,7 +241,7 @@ def test_an_optimizer_without_its_model_says_what_is_missing(tmp_path: Path) -> 
 
 
 class DistributedDataParallel(nn.Module):
-    """As torch's, a module with the wrapped one in `module`; names of its parameters begin with that."""
+    """A wrapper like torch's: the module is in `module`, and names of its parameters begin with that."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -390,7 +390,7 @@ def test_names_may_be_none_or_a_tuple(write: Write, names: Any, tmp_path: Path) 
 
 
 class OneMoment(torch.optim.Optimizer):
-    """As Adam-mini, it has one second moment for a whole parameter."""
+    """An optimizer like Adam-mini: one second moment for a whole parameter."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
