@@ -73,12 +73,17 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...], a
             report = verify(path, checks=checks, against=against, on_progress=progress)
     except (CorruptError, IncompleteError) as error:  # it cannot even be opened
         return _finding_alone(output, error)
+    for note in report.notes:
+        output.warning(note)
     _show(output, report, checks, time.perf_counter() - began)
     worst = most_severe(report.findings)
-    data = {key: value for key, value in fields_of(report).items() if key not in ("findings", "values", "hub")}
+    data = {key: value for key, value in fields_of(report).items() if key not in _NOT_IN_DATA}
     if report.hub is not None:
         data["against"] = {key: value for key, value in fields_of(report.hub).items() if key != "findings"}
     return output.finish(_code(report), data, rows=("findings", _records(report)), error=worst)
+
+
+_NOT_IN_DATA = ("findings", "values", "hub", "notes")  # notes are the warnings of the JSON
 
 
 def _code(report: VerifyReport) -> str:

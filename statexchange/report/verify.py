@@ -41,6 +41,7 @@ class VerifyReport:
         findings: an error for each problem.
         values: what the checks of values found.
         hub: the comparison with the metadata of a download, whose findings are among `findings`; None without.
+        notes: what a user should know about how the checkpoint was read, such as files of weights that were not.
     """
 
     path: str
@@ -52,6 +53,7 @@ class VerifyReport:
     findings: tuple[StateExchangeError, ...]
     values: tuple[ValueFinding, ...] = ()
     hub: HubComparison | None = None
+    notes: tuple[str, ...] = ()
 
 
 def verify(
@@ -115,6 +117,7 @@ def verify(
                 findings=tuple(check.findings),
                 values=tuple(check.value_findings),
                 hub=hub,
+                notes=source.notes,
             )
     raise AssertionError("the last attempt returns or raises")
 
