@@ -177,7 +177,7 @@ class _LiveComparison:
         """Compare all tensors. Collective."""
         ours: dict[str, Any] = {}
         with self._comm.phase("comparing its rows"):
-            source = open_source(path, section=section, weights=weights)
+            source = open_source(path, section=section, weights=weights).unwrapped()
             with OpenCheckpoint(source) as stored:
                 names = list(stored)
                 facts = {name: (one.dtype, one.shape) for name, one in stored.items() if self._selected.wants(name)}

@@ -42,11 +42,12 @@ from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rename_hint import suggest_rename
 from statexchange.sharding.rules import renumber_names, with_dots
+from statexchange.sharding.wrappers import WRAPPERS, without_wrappers
 from statexchange.state.containers import children
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
 from statexchange.state.load_plan import NO_TREE, LoadPlan, Matching, ObjectStates, plan_load
 from statexchange.state.merged_trees import SavedTensor
-from statexchange.state.modules import WRAPPERS, is_module, live_items, module_items, without_wrappers
+from statexchange.state.modules import is_module, live_items, module_items
 from statexchange.state.names_tree import tree_from_names
 from statexchange.state.source_names import SourceNames
 from statexchange.state.tree import flatten, walk

@@ -14,10 +14,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
     InvalidArgumentError,
     NotFoundError,
     ReplacedError,
     StateExchangeError,
+    UnsafeError,
     UnsupportedError,
     excerpt,
     without_secrets,
@@ -25,7 +28,7 @@ from statexchange.errors import (
 from statexchange.formats import directories
 from statexchange.formats.model_files import is_weights, unread_weights
 from statexchange.formats.open_checkpoint import OpenCheckpoint
-from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, select_section
+from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, problems_of, select_section
 from statexchange.formats.source import WEIGHTS, Source, Weights, abbreviated_names
 from statexchange.storage.opened_path import OpenedPath, open_path, read_with_retry
 from statexchange.storage.steps import is_saves_directory, list_steps, step_name, step_of, steps_text
@@ -97,6 +100,7 @@ def open_source(
     strict: bool = True,
     section: str | None = ALL,
     weights: Weights | None = None,
+    wants: Callable[[str], bool] | None = None,
 ) -> Source:
     """Open a checkpoint of any format.
 
@@ -110,6 +114,7 @@ def open_source(
             tensors are the model's (formats/sections.py). Problems of other sections do not count.
         weights: which weights of a DeepSpeed checkpoint are the model's: "master" (fp32) or "model"; None for the
             master weights where they can be read.
+        wants: whether a name will be read; with `strict`, problems of other tensors are left out. By default all count.
 
     Returns:
         The source, which holds its files open until it is closed.
@@ -120,18 +125,28 @@ def open_source(
         InvalidArgumentError: the checkpoint does not have the section, or `weights` does not apply to it.
         UnsupportedError: with `strict`, the format is one that is only shown.
     """
-    return open_with(path, partial(read_opened, weights=weights), strict=strict, section=section)
+    return open_with(path, partial(read_opened, weights=weights), strict=strict, section=section, wants=wants)
 
 
 def open_with(
-    path: str | os.PathLike[str], read: Callable[..., Source], *, strict: bool, section: str | None = ALL
+    path: str | os.PathLike[str],
+    read: Callable[..., Source],
+    *,
+    strict: bool,
+    section: str | None = ALL,
+    wants: Callable[[str], bool] | None = None,
 ) -> Source:
     """Open a path and read a section of its source with `read`; retry if the path was replaced meanwhile."""
     path = resolve_path(path, "a source")
     check_section(section)
 
     def read_once(opened: OpenedPath) -> Source:
-        source = read(opened, strict=strict, section=section)
+        try:
+            source = read(opened, strict=strict, section=section)
+        except (IncompleteError, CorruptError, UnsafeError) as error:
+            if wants is None:
+                raise
+            source = _without_problems(read(opened, strict=False, section=section), wants, error)
         _check_not_repeated(source)
         if source.problems and not opened.is_current():
             raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
@@ -147,6 +162,14 @@ def open_with(
         if section not in (None, "model"):
             raise
         raise directories.error_without_model(path) or error from None
+
+
+def _without_problems(source: Source, wants: Callable[[str], bool], error: StateExchangeError) -> Source:
+    """Return a source of which `error` is a problem, if none of its problems affects what `wants` accepts."""
+    problems = problems_of(source, wants)
+    if problems or not source.problems or source.refusal is not None:
+        raise problems[0] if problems else error
+    return replace(source, problems=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -12,11 +12,14 @@ from statexchange.errors import (
     CorruptError,
     IncompleteError,
     StateExchangeError,
+    UnsafeError,
     UnsupportedError,
     excerpt,
 )
+from statexchange.sharding.options import renamed
 from statexchange.sharding.plan import HolderLabel, RankShards, prove_cover
 from statexchange.sharding.shards import Box, Shard
+from statexchange.sharding.wrappers import note_on_wrappers, wrapper_rules
 from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.json_text import parse_json
@@ -406,6 +409,40 @@ class Source:
         for shard_file in self.files:
             for tensor in shard_file.tensors.values():
                 yield shard_file, tensor
+
+    def renamed(self, new_name: Callable[[str], str]) -> Source:
+        """Return the source with other names for its tensors and other entries.
+
+        Raises:
+            UnsafeError: two tensors of one file would get one name.
+        """
+        files = []
+        for shard_file in self.files:
+            tensors: dict[str, SourceTensor] = {}
+            for name, tensor in shard_file.tensors.items():
+                new = new_name(name)
+                if new in tensors:
+                    text = f"{excerpt(tensors[new].shard.name)} and another tensor of this file would get one name"
+                    raise UnsafeError(text, name=name, path=shard_file.path)
+                tensors[new] = replace(tensor, shard=replace(tensor.shard, name=new))
+            aliases = {new_name(alias): new_name(name) for alias, name in shard_file.aliases.items()}
+            files.append(replace(shard_file, tensors=tensors, aliases=aliases))
+        return replace(
+            self,
+            files=tuple(files),
+            others={new_name(name): text for name, text in self.others.items()},
+            texts={new_name(name): text for name, text in self.texts.items()},
+            unreadable=tuple(replace(tensor, name=new_name(tensor.name)) for tensor in self.unreadable),
+        )
+
+    def unwrapped(self) -> Source:
+        """Return the source with names without the parts of wrappers, and a note on that if there are any."""
+        names = {tensor.shard.name for _, tensor in self.shards()}
+        rules = wrapper_rules(names)
+        if not rules:
+            return self
+        source = self.renamed(lambda name: renamed(name, rules))
+        return replace(source, notes=(*self.notes, note_on_wrappers(names, rules)))
 
     def read_ahead(self) -> None:
         """Let reads at a URL that follow one another be few requests, for callers that may read most of the tensors."""
