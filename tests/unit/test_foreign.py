@@ -19,6 +19,7 @@ from statexchange.errors import CorruptError, UnsupportedError
 from statexchange.report.scan import scan
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
+from statexchange.testing import run_ranks
 
 SAMPLES = DATA / "foreign"
 # By sample, which the format's own library wrote: the format's name and the tool, as in the error.
@@ -103,6 +104,22 @@ def test_weights_beside_a_foreign_format_are_the_model(name: str, weights: str, 
     with sx.open_checkpoint(path) as checkpoint:
         assert {name: tensor.read().tolist() for name, tensor in checkpoint.items()} == {"w": [1.0, 1.0]}
     assert [row.status for row in scan(path) if row.path == str(path)] == ["whole"]
+
+
+def test_a_directory_of_deepspeed_with_a_foreign_file_beside_is_deepspeeds(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(DATA / "deepspeed/zero2", tmp_path / "x"))
+    for name in FILES:
+        shutil.copy(SAMPLES / name, path)
+    assert summarize(path).kind == "deepspeed"
+
+
+def test_each_rank_raises_the_error() -> None:
+    def load() -> None:
+        with pytest.raises(UnsupportedError, match="gguf-dump") as refused:
+            sx.load_checkpoint({"w": np.zeros(1)}, SAMPLES / "model.gguf")
+        assert refused.value.rank == 0
+
+    run_ranks(load, 2)
 
 
 @pytest.mark.parametrize("data", [b"\0" * 100, b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"])
