@@ -78,13 +78,13 @@ class Format(Protocol):
 # In order: the first format that matches reads. A format is imported when it is tried; those from Megatron's on import
 # the pickle reader, which the others do not need. `directories` reads parts by the other formats, and selects the
 # section itself.
-_DIRECTORIES, _DEEPSPEED = "directories", "deepspeed"
-FORMATS = ("save", _DIRECTORIES, "huggingface", "workspace", "megatron", "dcp", "foreign", _DEEPSPEED, "torch_file")
+_DIRECTORIES, _DEEPSPEED, _FOREIGN = "directories", "deepspeed", "foreign"
+FORMATS = ("save", _DIRECTORIES, "huggingface", "workspace", "megatron", "dcp", _DEEPSPEED, _FOREIGN, "torch_file")
 _DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
 # All tensors together may have _BASE_BYTES more than _MAX_REPETITION times the bytes of their files.
 _BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
 # A file by which a directory is known, and what such directories are.
-_DCP, _ORBAX = (".metadata", "torch DCP directories"), ("_CHECKPOINT_METADATA", "checkpoints of Orbax")
+_DCP = (".metadata", "torch DCP directories")
 # Ends of names of the small files that frameworks write beside files of weights.
 _CONFIGS = ("config.json", "tokenizer.json", "trainer_state.json", "tokenizer.model", "special_tokens_map.json")
 UNFINISHED_DOWNLOAD = ".incomplete"  # the end of the hub's files while they are written
@@ -123,7 +123,7 @@ def open_source(
         NotFoundError: there is no checkpoint of a known format at the path.
         IncompleteError, CorruptError: with `strict`, something is missing or broken.
         InvalidArgumentError: the checkpoint does not have the section, or `weights` does not apply to it.
-        UnsupportedError: with `strict`, the format is one that is only shown.
+        UnsupportedError: the format is one that is not read (formats/foreign.py).
     """
     return open_with(path, partial(read_opened, weights=weights), strict=strict, section=section, wants=wants)
 
@@ -167,7 +167,7 @@ def open_with(
 def _without_problems(source: Source, wants: Callable[[str], bool], error: StateExchangeError) -> Source:
     """Return a source of which `error` is a problem, if none of its problems affects what `wants` accepts."""
     problems = problems_of(source, wants)
-    if problems or not source.problems or source.refusal is not None:
+    if problems or not source.problems:
         raise problems[0] if problems else error
     return replace(source, problems=())
 
@@ -181,7 +181,8 @@ class Probe:
         source: the checkpoint; None if there is none, or if it cannot be opened.
         error: why it cannot be opened.
         names: all names in the directory, sorted.
-        directories: the names of its directories, without links.
+        directories: the names of its directories, without links and without parts of a checkpoint that is not read.
+        is_foreign: whether it is a checkpoint of a format that is not read, which `error` names.
     """
 
     opened: OpenedPath
@@ -189,6 +190,7 @@ class Probe:
     error: StateExchangeError | None
     names: Sequence[str]
     directories: Sequence[str]
+    is_foreign: bool = False
 
     def __enter__(self) -> Self:
         return self
@@ -221,7 +223,12 @@ def probe(path: str) -> Probe:
             are_files = not directories or any(map(is_weights, names))  # else directories, to be probed in turn
             return Probe(opened, None, error if are_files else None, names, directories)
         except StateExchangeError as error:
-            return Probe(opened, None, error, names, directories)
+            is_foreign = isinstance(error, UnsupportedError) and _format_of(opened) == _FOREIGN
+            if is_foreign:
+                from statexchange.formats.foreign import is_directory_format
+
+                directories = [] if is_directory_format(store) else directories
+            return Probe(opened, None, error, names, directories, is_foreign=is_foreign)
         if source.problems and not opened.is_current():
             raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
         return Probe(opened, source, None, names, directories)
@@ -343,7 +350,6 @@ def read_opened(
     _check_no_saves_below(opened)
     directories.check_none_below(opened)
     _check_none_below(opened, *_DCP)
-    _check_none_below(opened, *_ORBAX)
     _check_is_complete(opened)
     raise NotFoundError(_UNKNOWN + _found_instead(opened), path=opened.path)
 
@@ -387,8 +393,6 @@ def _found_instead(opened: OpenedPath) -> str:
 def read_section(read: Callable[..., Source], opened: OpenedPath, *, strict: bool, section: str | None) -> Source:
     """Return a section of what a format's `read` returns; with `strict`, raise the first problem that affects it."""
     source = read(opened, strict=strict and section == ALL)
-    if strict and source.refusal is not None:
-        raise source.problems[0] if source.problems else source.refusal
     try:
         source = select_section(source, section)
     except InvalidArgumentError:

@@ -71,12 +71,6 @@ SourceKind = Literal[
     "verl",
     "lightning",
     "torch_checkpointing",
-    "gguf",
-    "npy",
-    "npz",
-    "msgpack",
-    "orbax",
-    "zarr",
 ]
 SectionName = Literal["model", "ema", "optimizer", "scheduler", "rng", "other"]
 Weights = Literal["master", "model"]  # of a DeepSpeed checkpoint
@@ -293,8 +287,6 @@ class Source:
         selected: the section whose tensors alone are here, without its prefix; None for all.
         arguments: numbers that describe the model, from the arguments of a Megatron run.
         notes: what a user should know about how it was read.
-        refusal: why no tensor can be read, if the format is one that is only shown (formats/foreign). Opening with
-            `strict` raises it.
         parts: the parts of a framework's directory.
         small_files: the directory with the model's config and tokenizer, where the format knows it.
         absent_files: by the beginning of names, a sentence about files that these tensors may be in, and that are
@@ -323,7 +315,6 @@ class Source:
     selected: SectionName | None = None
     arguments: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    refusal: UnsupportedError | None = None
     parts: tuple[Part, ...] = ()
     small_files: Store | None = None
     absent_files: Mapping[str, str] = field(default_factory=dict)
@@ -386,7 +377,7 @@ class Source:
         their files, or have the world size. Only the error of the first such tensor is returned.
         """
         has_list = self.kind in _KINDS_WITH_LISTS or self.manifest is not None
-        if self.problems or self.refusal is not None or self.world_size is not None or has_list:
+        if self.problems or self.world_size is not None or has_list:
             return ()
         shapes = {
             tensor.shard.name: tensor.shard.global_shape
