@@ -25,7 +25,7 @@ from statexchange.errors import (
     StateExchangeError,
 )
 from statexchange.exchange.catalog import Catalog
-from statexchange.exchange.converting import ChosenConversion, convert_for_load
+from statexchange.exchange.converting import ChosenConversion, convert_for_load, with_names_in_memory
 from statexchange.exchange.new_tensors import tensor_to_fill
 from statexchange.exchange.placing import parameter_names, place_parts
 from statexchange.exchange.rank_metadata import check_equal_options
@@ -360,6 +360,8 @@ class _Load:
             without_rule: tuple[str, ...] = ()
             if self._conversion is not None:
                 source, without_rule = convert_for_load(source, self._conversion, strict=options.strict)
+            elif options.layout is None:  # with one, shapes in memory are those of parts
+                source = with_names_in_memory(source, state)
         texts = {} if self._conversion is None else self._conversion.texts()
         has_layout = _check_same(source, options, texts, comm)
         with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
