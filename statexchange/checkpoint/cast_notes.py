@@ -1,0 +1,105 @@
+"""Notes about casts: values that became infinite, tensors that keep their dtype, and tensors that lose digits."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from statexchange.formats.source import abbreviated_list
+from statexchange.sharding.options import FLOATS
+from statexchange.sharding.plan import is_packed_weight
+from statexchange.tensors import ITEMSIZE, LONG_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from statexchange.checkpoint.index import BoxProvenance
+    from statexchange.sharding.options import ExportOptions
+    from statexchange.sharding.plan import Plan, RankShards, TensorPlan
+
+__all__ = ["note_on_overflows", "notes_on_casts", "overflows_of"]
+
+_NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
+# What writers of model families keep in float32 (`_keep_in_fp32_modules` in transformers), where the name is clear.
+_KEPT_WIDE = re.compile(
+    r"e_score_correction_bias$|\.expert_bias$|\.moe_statics\.|\.indexer\.weights_proj\.|\.time_(decay|first)$"
+)
+
+
+def overflows_of(provenance: Mapping[str, Sequence[BoxProvenance]]) -> dict[str, int]:
+    """Return the number of finite elements that became infinite as they were cast, by the names of such tensors."""
+    counts = {name: sum(box.num_overflows for box in boxes) for name, boxes in provenance.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+def note_on_overflows(counts: Mapping[str, int]) -> tuple[str, ...]:
+    """Return a note about the tensors, given with their numbers of elements, that a cast has made infinite."""
+    if not counts:
+        return ()
+    total = sum(counts.values())
+    became = "1 finite value became infinite" if total == 1 else f"{total:,} finite values became infinite"
+    named = abbreviated_list({name: f"{count:,}" for name, count in counts.items()})
+    return (f"{became} as they were cast, in {named}: a dtype with a wider range keeps them, such as bfloat16",)
+
+
+def notes_on_casts(rank_shards: Sequence[RankShards], plan: Plan, options: ExportOptions) -> tuple[str, ...]:
+    """Return notes about tensors that a cast leaves as they are, because they are quantised, or should have left wide.
+
+    Only tensors decide. A tensor should stay wide if most elements of the source are in a narrower dtype already, or if
+    writers of its family keep one of this name in float32.
+    """
+    if not options.dtype:
+        return ()
+    dtypes = {shard.name: shard.dtype for holder in rank_shards for shard in holder.shards}
+    tensors = [tensor for file in plan.files for tensor in file.tensors]
+    kept: dict[str, str] = {}
+    floats = []
+    for tensor in tensors:
+        name, dtype = tensor.source, dtypes[tensor.source]
+        if dtype in FLOATS and tensor.dtype == options.output_dtype(name, dtype):
+            floats.append(tensor)
+        elif dtype in FLOATS or (is_packed_weight(name, dtype) and options.casts(name)):
+            kept[name] = dtype
+    notes = []
+    if kept:
+        count = "1 tensor keeps its dtype" if len(kept) == 1 else f"{len(kept):,} tensors keep their dtypes"
+        reason = "as a cast does not unpack quantised weights or change their scales"
+        notes.append(f"{count}, {reason}: {abbreviated_list(kept)}")
+    notes += _notes_on_narrowed(floats, dtypes, options)
+    return tuple(notes)
+
+
+def _notes_on_narrowed(
+    floats: Sequence[TensorPlan], dtypes: Mapping[str, str], options: ExportOptions
+) -> Iterable[str]:
+    """Yield a note about the tensors that the cast narrows and should not, with the option that keeps them."""
+    elements: Counter[str] = Counter()
+    for tensor in floats:
+        elements[dtypes[tensor.source]] += tensor.nbytes // ITEMSIZE[tensor.dtype]
+    bulk = max((ITEMSIZE[dtype] for dtype, _ in elements.most_common(1)), default=0)
+    narrowed = {}
+    for tensor in floats:
+        dtype = dtypes[tensor.source]
+        is_wide = ITEMSIZE[dtype] > bulk or _KEPT_WIDE.search(tensor.source)
+        if is_wide and ITEMSIZE[dtype] > ITEMSIZE[tensor.dtype]:
+            narrowed[tensor.source] = dtype
+    if not narrowed:
+        return
+    long_rules: dict[str, str] = {}
+    for pattern, dtype in (*_patterns(narrowed, dtypes), *options.dtype):
+        long_rules.setdefault(pattern, LONG_NAMES[dtype])
+    arguments = [f'--dtype "{pattern}={dtype}"' for pattern, dtype in long_rules.items()]
+    count = "1 tensor" if len(narrowed) == 1 else f"{len(narrowed):,} tensors"
+    text = f"the cast narrows {count} that models often need in a wide dtype: {abbreviated_list(narrowed)}"
+    yield f"{text}. To keep them, dtype={long_rules} ({' '.join(arguments)})"
+
+
+def _patterns(narrowed: Mapping[str, str], dtypes: Mapping[str, str]) -> Iterable[tuple[str, str]]:
+    """Yield the patterns that select the tensors, with their dtypes: one for all layers where it selects no other."""
+    for name, dtype in narrowed.items():
+        pattern = _NUMBER.sub("*", name)
+        if any(dtypes[other] != dtype for other in fnmatch.filter(dtypes, pattern)):
+            pattern = name
+        yield pattern, dtype
