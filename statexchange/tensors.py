@@ -30,6 +30,7 @@ __all__ = [
     "TensorLike",
     "TensorT",
     "TorchTensor",
+    "all_finite",
     "array_over",
     "as_numpy",
     "as_torch",
@@ -260,6 +261,14 @@ def unify_nans(data: Any, dtype: str) -> bool:
         return True
     bits[bits & (sign - 1) > infinity] = nan
     return False
+
+
+def all_finite(data: Any, dtype: str) -> bool:
+    """Whether `data`, the bytes of a floating dtype, has neither NaN nor an infinite element."""
+    import numpy as np
+
+    word, sign, infinity, _ = _nan_bits(dtype)
+    return _magnitudes_below(np.frombuffer(data, f"i{word}"), infinity, sign)
 
 
 def num_overflows(source: Any, cast: Any) -> int:

@@ -19,6 +19,7 @@ from statexchange.storage.regions import slices_within, windows
 from statexchange.storage.tensorfile import ShardData
 from statexchange.tensors import (
     ITEMSIZE,
+    all_finite,
     converted,
     count_overflows,
     dtype_name,
@@ -98,9 +99,14 @@ class Staging:
             _await(pending[number % 2])
             buffer, memory = self._buffer(number, tensor, window, dtype)
             yield window, memory
+            target = _window_of(tensor, window)
+            pending[number % 2] = _copy(target, buffer, tensor)
             if cast is not None:
-                self.num_overflows += count_overflows(memory, dtype, cast)
-            pending[number % 2] = _copy(_window_of(tensor, window), buffer, tensor)
+                cast_bytes = own_bytes(target)
+                if cast_bytes is None:  # on a GPU, for which the host does not wait, or strided
+                    self.num_overflows += count_overflows(memory, dtype, cast)
+                elif not all_finite(cast_bytes, cast):
+                    self.num_overflows += num_overflows(buffer, target)
         for copy in pending:
             _await(copy)
 
