@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from statexchange.checkpoint.cast_notes import note_on_overflows, notes_on_casts, overflows_of
 from statexchange.checkpoint.extra_files import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -35,6 +34,7 @@ from statexchange.checkpoint.extra_files import (
 from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication, target_path
+from statexchange.checkpoint.tensor_notes import note_on_overflows, notes_on_tensors, overflows_of
 from statexchange.conversions.choice import Convert, check_numbers
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.errors import (
@@ -306,7 +306,7 @@ def merge_checkpoint(
         has_model = section not in _WITHOUT_MODEL
         about = notes_about(checkpoint, sources, options, expects_model=has_model)
         notes = (*checkpoint.notes, *notes, *about, *metadata_notes, *own_notes)
-        notes += notes_on_casts(rank_shards, plan, plan_options)
+        notes += notes_on_tensors(rank_shards, plan, plan_options)
         notes += notes_on_empty_directories(files_from)
         notes += notes_on_missing_files(plan, extra) if has_model else ()
         notes += notes_on_foreign_names(plan) if has_model and conversion is None else ()

@@ -15,10 +15,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from statexchange.checkpoint.cast_notes import note_on_overflows, notes_on_casts, overflows_of
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files
 from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.publication import PlannedFile, Publication, target_path
+from statexchange.checkpoint.tensor_notes import note_on_overflows, notes_on_tensors, overflows_of
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, ReplicaError
 from statexchange.exchange.converting import ChosenConversion, convert_live
@@ -258,7 +258,7 @@ class _Export:
         if not self._plan.num_tensors:
             reason = "include and exclude leave out every tensor" if any(shards) else "no rank's state has a tensor"
             raise InvalidArgumentError(f"there is nothing to export: {reason}")
-        self._notes = notes_on_casts(by_rank, self._plan, self._options)
+        self._notes = notes_on_tensors(by_rank, self._plan, self._options)
         path = target_path(self._request.path)
         if location(path).is_remote:
             raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {path!r}")

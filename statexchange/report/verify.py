@@ -142,7 +142,11 @@ class _Check:
         self.num_boxes = 0
         self.num_unproven = 0
         self._total += self._before + sum(sealed.digest_nbytes for sealed in self._sealed)
-        self.findings: list[StateExchangeError] = [*source.problems, *source.unsupported.values()]
+        self.findings: list[StateExchangeError] = [
+            *source.problems,
+            *source.unsupported.values(),
+            *source.empty_weights(),
+        ]
         if hub is not None:
             self.findings += hub.findings
         self.value_findings: list[ValueFinding] = []

@@ -1,4 +1,4 @@
-"""Notes about casts: values that became infinite, tensors that keep their dtype, and tensors that lose digits."""
+"""Notes about the tensors of a merge, export or load: what a cast does to them, and what is missing of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from statexchange.formats.source import abbreviated_list
+from statexchange.formats.source import abbreviated_list, empty_weights_text
 from statexchange.sharding.options import FLOATS
 from statexchange.sharding.plan import is_packed_weight
 from statexchange.tensors import ITEMSIZE, LONG_NAMES
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from statexchange.sharding.options import ExportOptions
     from statexchange.sharding.plan import Plan, RankShards, TensorPlan
 
-__all__ = ["note_on_overflows", "notes_on_casts", "overflows_of"]
+__all__ = ["note_on_overflows", "notes_on_tensors", "overflows_of"]
 
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
+# What is needed to read quantised weights: the rest of the name after that of the module, or of the weight.
+_SCALES = re.compile(r"\.[^.]*(scale|zero|g_idx|SCB|absmax|quant_map|weight_shape)[^.]*$|\.quant_state\.[^.]+$")
 # What writers of model families keep in float32 (`_keep_in_fp32_modules` in transformers), where the name is clear.
 _KEPT_WIDE = re.compile(
     r"e_score_correction_bias$|\.expert_bias$|\.moe_statics\.|\.indexer\.weights_proj\.|\.time_(decay|first)$"
@@ -44,16 +46,36 @@ def note_on_overflows(counts: Mapping[str, int]) -> tuple[str, ...]:
     return (f"{became} as they were cast, in {named}: a dtype with a wider range keeps them, such as bfloat16",)
 
 
-def notes_on_casts(rank_shards: Sequence[RankShards], plan: Plan, options: ExportOptions) -> tuple[str, ...]:
-    """Return notes about tensors that a cast leaves as they are, because they are quantised, or should have left wide.
+def notes_on_tensors(rank_shards: Sequence[RankShards], plan: Plan, options: ExportOptions) -> tuple[str, ...]:
+    """Return notes about weights that are empty or lack their scales, and about what a cast leaves or narrows.
 
-    Only tensors decide. A tensor should stay wide if most elements of the source are in a narrower dtype already, or if
-    writers of its family keep one of this name in float32.
+    Only tensors decide. `rank_shards` and `options` are those of the plan.
     """
-    if not options.dtype:
-        return ()
-    dtypes = {shard.name: shard.dtype for holder in rank_shards for shard in holder.shards}
     tensors = [tensor for file in plan.files for tensor in file.tensors]
+    empty = empty_weights_text({tensor.name: tensor.shape for tensor in tensors})
+    notes = [empty] if empty else []
+    if options.dtype or options.include or options.exclude:
+        dtypes = {shard.name: shard.dtype for holder in rank_shards for shard in holder.shards}
+        notes += _notes_on_scales(tensors, dtypes, options)
+        if options.dtype:
+            notes += _notes_on_casts(tensors, dtypes, options)
+    return tuple(notes)
+
+
+def _notes_on_scales(tensors: Sequence[TensorPlan], dtypes: Mapping[str, str], options: ExportOptions) -> Iterable[str]:
+    """Yield a note about scales and the like that are not selected, of quantised weights that are."""
+    packed = {tensor.source for tensor in tensors if is_packed_weight(tensor.source, dtypes[tensor.source])}
+    owners = packed | {name.rpartition(".")[0] for name in packed}
+    lacking = {}
+    for name, dtype in dtypes.items():
+        if not options.wants(name) and _SCALES.search(name) and _SCALES.split(name)[0] in owners:
+            lacking[name] = dtype
+    if lacking:
+        yield f"quantised weights cannot be read without tensors that are left out: {abbreviated_list(lacking)}"
+
+
+def _notes_on_casts(tensors: Sequence[TensorPlan], dtypes: Mapping[str, str], options: ExportOptions) -> Iterable[str]:
+    """Yield notes about quantised tensors, which keep their dtypes, and about those that a cast should not narrow."""
     kept: dict[str, str] = {}
     floats = []
     for tensor in tensors:
@@ -62,19 +84,20 @@ def notes_on_casts(rank_shards: Sequence[RankShards], plan: Plan, options: Expor
             floats.append(tensor)
         elif dtype in FLOATS or (is_packed_weight(name, dtype) and options.casts(name)):
             kept[name] = dtype
-    notes = []
     if kept:
         count = "1 tensor keeps its dtype" if len(kept) == 1 else f"{len(kept):,} tensors keep their dtypes"
         reason = "as a cast does not unpack quantised weights or change their scales"
-        notes.append(f"{count}, {reason}: {abbreviated_list(kept)}")
-    notes += _notes_on_narrowed(floats, dtypes, options)
-    return tuple(notes)
+        yield f"{count}, {reason}: {abbreviated_list(kept)}"
+    yield from _notes_on_narrowed(floats, dtypes, options)
 
 
 def _notes_on_narrowed(
     floats: Sequence[TensorPlan], dtypes: Mapping[str, str], options: ExportOptions
 ) -> Iterable[str]:
-    """Yield a note about the tensors that the cast narrows and should not, with the option that keeps them."""
+    """Yield a note about the tensors that the cast narrows and should not, with the option that keeps them.
+
+    These are in a wider dtype than most elements of the source, or writers of their family keep the name in float32.
+    """
     elements: Counter[str] = Counter()
     for tensor in floats:
         elements[dtypes[tensor.source]] += tensor.nbytes // ITEMSIZE[tensor.dtype]

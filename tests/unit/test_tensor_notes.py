@@ -1,9 +1,10 @@
-"""What a cast of a merge makes infinite, leaves as it was, or narrows: counted, and named in the report's notes."""
+"""Tensors that a merge names in its notes: what a cast makes infinite, leaves or narrows, and what is missing."""
 
 import re
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,10 @@ from warm_python import warm_python
 
 import statexchange as sx
 from statexchange.checkpoint.merge import MergeReport, merge_checkpoint
+from statexchange.errors import IncompleteError
+from statexchange.report.scan import scan
+from statexchange.report.summary import summarize
+from statexchange.report.verify import verify
 from statexchange.tensors import converted, count_overflows, numpy_dtype
 
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -127,7 +132,7 @@ def mixed() -> dict[str, torch.Tensor]:
 def test_the_mapping_that_keeps_wide_tensors_is_shown_and_works(tmp_path: Path, call: CommandLine) -> None:
     report = merged(mixed(), tmp_path, dtype="bfloat16")
     (note,) = notes_with(report, "narrows")
-    mapping = eval(re.search(r"dtype=(\{.*?\})", note)[1])  # noqa: S307 (the advice is Python that a user would paste)
+    mapping = eval(re.search(r"dtype=(\{.*?\})", note)[1])
     assert len(mapping) == 3  # one pattern for all layers, one for the norm, one for the rest
     arguments = re.findall(r'--dtype "(.*?)"', note)
     by_call = merge_checkpoint(tmp_path / "model.safetensors", tmp_path / "call", dtype=mapping)
@@ -144,7 +149,7 @@ def test_the_mapping_that_keeps_wide_tensors_is_shown_and_works(tmp_path: Path, 
 def test_a_pattern_for_layers_that_would_widen_others_is_not_shown(tmp_path: Path) -> None:
     tensors = mixed() | {"model.layers.3.q.mlp.gate.e_score_correction_bias": torch.ones(2, dtype=torch.bfloat16)}
     (note,) = notes_with(merged(tensors, tmp_path, dtype="bfloat16"), "narrows")
-    mapping = eval(re.search(r"dtype=(\{.*?\})", note)[1])  # noqa: S307 (the advice is Python that a user would paste)
+    mapping = eval(re.search(r"dtype=(\{.*?\})", note)[1])
     merge_checkpoint(tmp_path / "model.safetensors", tmp_path / "call", dtype=mapping)
     for name, written in load_file(tmp_path / "call/model.safetensors").items():
         assert written.dtype == tensors[name].dtype
@@ -167,3 +172,89 @@ def test_notes_of_an_export_are_those_of_a_merge(tmp_path: Path) -> None:
     words = ("quantised", "narrows")
     for word in words:
         assert notes_with(exported, word) == notes_with(report, word) != []
+
+
+# Weights of shape [0]
+
+
+def write_safetensors(state: dict[str, torch.Tensor], path: Path) -> None:
+    save_file(state, path / "model.safetensors")
+
+
+def write_bin(state: dict[str, torch.Tensor], path: Path) -> None:
+    torch.save(state, path / "pytorch_model.bin")
+
+
+def write_pt(state: dict[str, torch.Tensor], path: Path) -> None:
+    torch.save({"model": state, "step": 3}, path / "state.pt")
+
+
+WRITERS = [write_safetensors, write_bin, write_pt]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_weights_that_zero_3_left_empty_are_findings_and_are_named(write: Any, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    state = {"embed.weight": torch.empty(0), "norm.weight": torch.ones(4), "norm.bias": torch.empty(0)}
+    write(state, source)
+    path = source / "state.pt" if write is write_pt else source
+    (finding,) = verify(path).findings
+    assert isinstance(finding, IncompleteError)
+    assert "embed.weight" in finding.message
+    assert "norm.bias" in finding.message
+    assert "norm.weight" not in finding.message
+    (row,) = scan(tmp_path)
+    assert row.status == "broken"
+    assert "INCOMPLETE" in row.verdict
+    assert summarize(path).problems
+    (note,) = notes_with(merge_checkpoint(path, tmp_path / "out"), "[0]")
+    assert "embed.weight" in note
+    without = merge_checkpoint(path, tmp_path / "rest", exclude=["*embed*", "*bias"])
+    assert not notes_with(without, "[0]")
+
+
+def test_empty_tensors_that_may_be_meant_are_no_findings(tmp_path: Path) -> None:
+    state = {"head.weight": torch.empty(0, 4), "head.bias": torch.empty(0), "cache": torch.empty(0)}
+    report = merged(state, tmp_path)
+    assert not notes_with(report, "[0]")
+    assert not verify(tmp_path / "out").findings
+
+
+def test_an_export_names_empty_weights(tmp_path: Path) -> None:
+    report = sx.export_checkpoint({"l.weight": torch.empty(0)}, tmp_path / "out")
+    assert notes_with(report, "l.weight")
+
+
+# Quantised weights without their scales
+
+
+LEFT_OUT = {
+    "a.weight": (torch.ones(4, 4).to(torch.float8_e4m3fn), True),
+    "a.weight_scale_inv": (torch.ones(1, 1), False),
+    "g.qweight": (torch.ones(4, 4, dtype=torch.int32), True),
+    "g.qzeros": (torch.ones(4, dtype=torch.int32), False),
+    "g.scales": (torch.ones(4), False),
+    "b.weight": (torch.ones(8, 1, dtype=torch.uint8), True),
+    "b.weight.absmax": (torch.ones(1), False),
+    "b.weight.quant_state.bitsandbytes__nf4": (torch.ones(9, dtype=torch.uint8), False),
+    "i.weight": (torch.ones(4, 4, dtype=torch.int8), True),
+    "i.SCB": (torch.ones(4), False),
+    "m.up_proj_blocks": (torch.ones(4, dtype=torch.uint8), True),
+    "m.up_proj_scales": (torch.ones(4, dtype=torch.uint8), False),
+    "n.weight": (torch.ones(4), True),
+}
+
+
+def test_quantised_weights_without_their_scales_are_named(tmp_path: Path) -> None:
+    tensors = {name: tensor for name, (tensor, _) in LEFT_OUT.items()} | {"n.scale": torch.ones(1)}
+    report = merged(tensors, tmp_path, include=["*weight", "*_blocks"])
+    (note,) = notes_with(report, "left out")
+    for name, (_, is_kept) in LEFT_OUT.items():
+        assert (f"{name} (" in note) != is_kept
+    assert "n.scale" not in note
+    for options in ({"exclude": "n.*"}, {"include": "n.weight"}, {}):
+        report = merge_checkpoint(tmp_path / "model.safetensors", tmp_path / "out", overwrite=True, **options)
+        assert not notes_with(report, "left out")
+    exported = sx.export_checkpoint(tensors, tmp_path / "live", exclude="*absmax")
+    assert notes_with(exported, "b.weight.absmax")
