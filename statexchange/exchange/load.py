@@ -161,7 +161,8 @@ def load_checkpoint(
         convert_with: numbers that the conversion needs, as ``{"n_heads": 32}``. Others come from the config of a state
             that is a model of transformers, or from a config.json beside the source.
         dtype: None: dtypes must be equal, and values are loaded bit for bit. "state": where floating dtypes (float16,
-            bfloat16, float32, float64) differ, values are cast to that of the tensor in `state`, rounded to nearest.
+            bfloat16, float32, float64) differ, values are cast to that of the tensor in `state`, rounded to nearest;
+            the report's `notes` name tensors in which finite values became infinite.
             Optimizer state that does not exist yet gets the parameter's dtype if it has its shape, else the source's.
         replicas: what to do if the number of ranks has changed and ranks saved different values of one region or plain
             value, such as BatchNorm's statistics under DistributedDataParallel: "equal" raises ReplicaError, "root"
