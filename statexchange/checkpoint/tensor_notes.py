@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["note_on_overflows", "notes_on_tensors", "overflows_of"]
 
+_MAX_PATTERNS = 16
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 # What is needed to read quantised weights: the rest of the name after that of the module, or of the weight.
 _SCALES = re.compile(r"\.[^.]*(scale|zero|g_idx|SCB|absmax|quant_map|weight_shape)[^.]*$|\.quant_state\.[^.]+$")
@@ -110,19 +111,26 @@ def _notes_on_narrowed(
             narrowed[tensor.source] = dtype
     if not narrowed:
         return
-    long_rules: dict[str, str] = {}
-    for pattern, dtype in (*_patterns(narrowed, dtypes), *options.dtype):
-        long_rules.setdefault(pattern, LONG_NAMES[dtype])
-    arguments = [f'--dtype "{pattern}={dtype}"' for pattern, dtype in long_rules.items()]
+    patterns = _patterns(narrowed, dtypes)
+    shown = patterns if len(patterns) <= _MAX_PATTERNS else dict(list(patterns.items())[:1])
+    rules = {pattern: LONG_NAMES[dtype] for pattern, dtype in (*options.dtype, *shown.items())}
+    rules = {pattern: rules[pattern] for pattern in (*shown, *rules)}  # the first that matches counts
+    arguments = [f'--dtype "{pattern}={dtype}"' for pattern, dtype in rules.items()]
     count = "1 tensor" if len(narrowed) == 1 else f"{len(narrowed):,} tensors"
-    text = f"the cast narrows {count} that models often need in a wide dtype: {abbreviated_list(narrowed)}"
-    yield f"{text}. To keep them, dtype={long_rules} ({' '.join(arguments)})"
+    text = (
+        f"the cast narrows {count} that the source, or writers of such models, keep wide: {abbreviated_list(narrowed)}"
+    )
+    keep = "keep them" if shown is patterns else f"keep those of the first of {len(patterns):,} patterns"
+    yield f"{text}. To {keep}, dtype={rules} ({' '.join(arguments)})"
 
 
-def _patterns(narrowed: Mapping[str, str], dtypes: Mapping[str, str]) -> Iterable[tuple[str, str]]:
-    """Yield the patterns that select the tensors, with their dtypes: one for all layers where it selects no other."""
+def _patterns(narrowed: Mapping[str, str], dtypes: Mapping[str, str]) -> dict[str, str]:
+    """Return patterns that select the tensors, with their dtypes: one for all layers where it selects no other."""
+    fits: dict[str, bool] = {}  # whether a pattern selects tensors of one dtype alone
+    patterns: dict[str, str] = {}
     for name, dtype in narrowed.items():
         pattern = _NUMBER.sub("*", name)
-        if any(dtypes[other] != dtype for other in fnmatch.filter(dtypes, pattern)):
-            pattern = name
-        yield pattern, dtype
+        if pattern not in fits:
+            fits[pattern] = all(dtypes[other] == dtype for other in fnmatch.filter(dtypes, pattern))
+        patterns[pattern if fits[pattern] else name] = dtype
+    return patterns
