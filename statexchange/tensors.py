@@ -30,6 +30,7 @@ __all__ = [
     "TensorLike",
     "TensorT",
     "TorchTensor",
+    "all_finite",
     "array_over",
     "as_numpy",
     "as_torch",
@@ -37,6 +38,7 @@ __all__ = [
     "check_dense",
     "check_writable",
     "converted",
+    "count_overflows",
     "dtype_name",
     "element_shape",
     "elements",
@@ -50,6 +52,7 @@ __all__ = [
     "mark_changed",
     "name_of_dtype",
     "nonfinite",
+    "num_overflows",
     "numpy_dtype",
     "overlap_groups",
     "own_bytes",
@@ -227,34 +230,82 @@ def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool 
 # Casts between floating dtypes: files and replicas are compared by their bits, so numpy and torch must give the same
 
 
-def converted(array: Any, dtype: str) -> Any:
+def converted(array: Any, dtype: str) -> tuple[Any, int]:
     """Cast `array` to another floating dtype, in C order, with the same bits as torch's `to` and `unify_nans`.
 
     Numbers are rounded to nearest even by way of float32, so that float64 is rounded twice. Numbers out of
-    range become infinite.
+    range become infinite; the second result is how many.
     """
     import numpy as np
 
     with np.errstate(all="ignore"):
-        if array.dtype != np.float64 or dtype != "F64":
-            array = array.astype(np.float32, copy=False)
-        found = array.astype(numpy_dtype(dtype), order="C", copy=False)
-    unify_nans(found.reshape(-1).view(np.uint8), dtype)
-    return found
+        is_double = array.dtype == np.float64 and dtype == "F64"
+        single = array if is_double else array.astype(np.float32, copy=False)
+        cast = single.astype(numpy_dtype(dtype), order="C", copy=False)
+    is_finite = unify_nans(cast.reshape(-1).view(np.uint8), dtype)
+    return cast, 0 if is_finite else num_overflows(array, cast)
 
 
-def unify_nans(data: Any, dtype: str) -> None:
+def unify_nans(data: Any, dtype: str) -> bool:
     """Replace all NaNs in `data`, the bytes of a floating dtype, by one: positive, quiet, without payload.
 
     Casting a NaN gives different bits in torch, depending on the processor and on strides, and others in numpy.
+    Return whether all elements are finite.
     """
     import numpy as np
 
     word, sign, infinity, nan = _nan_bits(dtype)
     bits = np.frombuffer(data, f"i{word}")
     # The bits of NaNs alone are greater than those of infinity. Two maxima are cheap, and hardly any tensor has a NaN.
-    if bits.max(initial=0) > infinity or bits.view(f"u{word}").max(initial=0) > infinity + sign:
-        bits[bits & (sign - 1) > infinity] = nan
+    if _magnitudes_below(bits, infinity, sign):
+        return True
+    bits[bits & (sign - 1) > infinity] = nan
+    return False
+
+
+def all_finite(data: Any, dtype: str) -> bool:
+    """Whether `data`, the bytes of a floating dtype, has neither NaN nor an infinite element."""
+    import numpy as np
+
+    word, sign, infinity, _ = _nan_bits(dtype)
+    return _magnitudes_below(np.frombuffer(data, f"i{word}"), infinity, sign)
+
+
+def num_overflows(source: Any, cast: Any) -> int:
+    """Return how many elements of `cast` are infinite and were finite in `source`: both are arrays, or both torch's."""
+    if is_torch(cast):
+        return int(cast.isinf().sum()) - int(source.isinf().sum())
+    import numpy as np
+
+    with np.errstate(invalid="ignore"):  # ml_dtypes warns of NaN
+        return int(np.isinf(cast).sum()) - int(np.isinf(source).sum())
+
+
+def count_overflows(data: Any, source: str, target: str) -> int:
+    """Return how many finite elements of `data`, the bytes of dtype `source`, a cast to `target` makes infinite."""
+    import numpy as np
+
+    word, sign, infinity, _ = _nan_bits(source)
+    bits, limit = np.frombuffer(data, f"i{word}"), _largest_finite(target, source)
+    if limit >= infinity or _magnitudes_below(bits, limit, sign):  # as in `unify_nans`, a fast test for nearly all
+        return 0
+    return converted(bits.view(numpy_dtype(source)), target)[1]
+
+
+def _magnitudes_below(bits: Any, limit: int, sign: int) -> bool:
+    """Whether all floating numbers, given as signed integers, are nearer to zero than the one with the bits `limit`."""
+    return bool(bits.max(initial=0) < limit and bits.view(f"u{bits.itemsize}").max(initial=0) < limit + sign)
+
+
+@functools.cache
+def _largest_finite(dtype: str, source: str) -> int:
+    """Return the bits, in dtype `source`, of the largest finite number of `dtype`; those of infinity if it has none."""
+    import numpy as np
+
+    bits = np.array([_nan_bits(dtype).infinity - 1], f"i{ITEMSIZE[dtype]}")
+    with np.errstate(all="ignore"):
+        wide = bits.view(numpy_dtype(dtype)).astype(np.float64).astype(numpy_dtype(source))
+    return int(wide.view(f"i{ITEMSIZE[source]}")[0])
 
 
 def nonfinite(data: Any, dtype: str) -> tuple[Any, Any] | None:
@@ -272,7 +323,7 @@ def nonfinite(data: Any, dtype: str) -> tuple[Any, Any] | None:
         return (nan[taken], infinite[taken]) if (nan | infinite)[taken].any() else None
     word, sign, infinity, _ = _nan_bits({"C64": "F32", "C128": "F64"}.get(dtype, dtype))
     bits = np.frombuffer(data, f"i{word}")
-    if bits.max(initial=0) < infinity and bits.view(f"u{word}").max(initial=0) < infinity + sign:
+    if _magnitudes_below(bits, infinity, sign):
         return None
     magnitude = bits & (sign - 1)
     nan, infinite = magnitude > infinity, magnitude == infinity

@@ -35,10 +35,11 @@ _SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class BoxProvenance:
-    """The provenance of a published box: the rank that supplied it, and its digest."""
+    """The provenance of a published box: the rank that supplied it, its digest, and what a cast made infinite in it."""
 
     rank: int
     digest: str
+    num_overflows: int = 0
 
 
 def single_file_name(plan: Plan) -> str:

@@ -33,6 +33,7 @@ from statexchange.checkpoint.extra_files import (
 from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication, target_path
+from statexchange.checkpoint.tensor_notes import note_on_overflows, notes_on_tensors, overflows_of
 from statexchange.conversions.choice import Convert, check_numbers
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.errors import (
@@ -291,7 +292,8 @@ def merge_checkpoint(
             plan_options = replace(plan_options, filename_pattern=ADAPTER_PATTERN)
         basis = _basis(merged, options, reductions)
         try:
-            plan = plan_merge(merged.rank_shards(), plan_options, basis=basis, reductions=reductions)
+            rank_shards = merged.rank_shards()
+            plan = plan_merge(rank_shards, plan_options, basis=basis, reductions=reductions)
         except (CorruptError, IncompleteError) as error:
             raise _with_directory(error, checkpoint).located(path=error.path or checkpoint.path) from None
         if not plan.num_tensors:
@@ -304,6 +306,7 @@ def merge_checkpoint(
         has_model = section not in _WITHOUT_MODEL
         about = notes_about(checkpoint, sources, options, expects_model=has_model)
         notes = (*checkpoint.notes, *notes, *about, *metadata_notes, *own_notes)
+        notes += notes_on_tensors(rank_shards, plan, plan_options)
         notes += notes_on_empty_directories(files_from)
         notes += notes_on_missing_files(plan, extra) if has_model else ()
         notes += notes_on_foreign_names(plan) if has_model and conversion is None else ()
@@ -333,6 +336,7 @@ def merge_checkpoint(
                 # Before the commit: a copy of a file that was changed in place is half old and half new.
                 checkpoint.check_unchanged()
                 publication.commit(provenance)
+            notes += note_on_overflows(overflows_of(provenance))
         report = MergeReport(
             path=target,
             files=tuple((file.name, file.data_nbytes) for file in plan.files),
@@ -537,11 +541,11 @@ def check_replicas(source: Source, plan: Plan, options: ExportOptions) -> None:
 def _provenance_of(plan: FilePlan, record: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[BoxProvenance]]:
     """Return the provenance of the boxes in a file that a killed merge had finished.
 
-    `record` is what `_Merge._write_file` recorded: (rank, digest) by tensor and box.
+    `record` is what `_Merge._write_file` recorded: the fields of a BoxProvenance by tensor and box.
     """
     provenance = {}
     for tensor, boxes in zip(plan.tensors, record, strict=True):
-        provenance[tensor.name] = [BoxProvenance(rank, digest) for rank, digest in boxes]
+        provenance[tensor.name] = [BoxProvenance(*box) for box in boxes]
     return provenance
 
 
@@ -588,7 +592,7 @@ class _Merge:
         output.finish()
         record = []
         for tensor in plan.tensors:
-            record.append([[box.rank, box.digest] for box in provenance[tensor.name]])
+            record.append([[box.rank, box.digest, box.num_overflows] for box in provenance[tensor.name]])
         self._publication.record(plan.name, record)
         return provenance
 
@@ -602,7 +606,7 @@ class _Merge:
             output.write(data, at)
             at += len(data)
         ranks = [self._source.files[piece.holder].rank for piece in tensor.pieces]
-        return [BoxProvenance(rank, digest) for rank, digest in zip(ranks, reader.digests(), strict=True)]
+        return list(map(BoxProvenance, ranks, reader.digests(), reader.num_overflows()))
 
     def _count(self, nbytes: int) -> None:
         with self._lock:

@@ -166,7 +166,7 @@ def _unproven_text(report: VerifyReport) -> str:
 
 def _show_hub(output: Output, hub: HubComparison) -> None:
     for name in hub.not_covered:
-        output.line(f"NOT COVERED  the metadata of the download has no hash of {name}")
+        output.line(f"NOT COVERED  the download has no hash of {name}")
     if len(hub.commits) > 1:
         output.warning(f"the files were downloaded from {len(hub.commits):,} commits: {', '.join(hub.commits)}")
     are_equal = "file has the hash" if len(hub.equal) == 1 else "files have the hashes"

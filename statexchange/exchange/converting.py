@@ -31,6 +31,7 @@ from statexchange.formats.sections import section_of
 from statexchange.formats.source import Section, Source
 from statexchange.sharding import records
 from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.sharding.shards import Box, Shard, shape_from_json
 from statexchange.state.describe import Description, LocalTensor
 from statexchange.state.modules import module_items
@@ -121,16 +122,9 @@ def convert_live(
     Each rank keeps the elements that it has: no bytes move between ranks.
     """
     layout = options.new_layout()
-    with comm.phase("choosing its conversion"):
-        renumbered = [rule.pattern for rule in layout.rules.values() if rule.renumber]
-        if renumbered:
-            raise InvalidArgumentError(
-                f"the layout rule for {renumbered[0]!r} renumbers tensors over all ranks, which convert does not "
-                "support: export first, then convert with merge_checkpoint"
-            )
     if isinstance(conversion, ChosenConversion):
         conversion = conversion.shared(comm)
-    described = place_parts(comm, described, layout)
+    described = place_parts(comm, _renumbered(comm, described, layout), layout)
     tensors = _all_tensors(comm, described)
     with comm.phase("converting its state"):
         options.check_include(tensors)
@@ -140,6 +134,27 @@ def convert_live(
         else:
             plan = conversion.plan_to_save(selected)
         return _converted(described, plan, has_zeros=comm.rank == 0)
+
+
+def _renumbered(comm: Communicator, described: Description, layout: Layout) -> Description:
+    """Return the description with the names that a layout renumbers over all ranks. Collective."""
+    own: dict[str, str] | None = None
+    if any(rule.renumber for rule in layout.rules.values()):
+        own = {name: described.sources.get(name, name) for name in described.tensors}
+    sent = comm.all_gather_object(own)
+    with comm.phase("renumbering its tensors"):
+        by_rank = {}
+        for rank, raw in enumerate(sent):
+            if (raw is None) != (own is None):
+                raise InvalidArgumentError("with convert, a layout renumbers on all ranks or on none", rank=rank)
+            by_rank[rank] = {} if raw is None else records.parsed(raw, records.texts, "its names", rank)
+        if own is None:
+            return described
+        names = renumber_names(by_rank, layout)[comm.rank]
+        if len({*names.values()}) < len(names):
+            raise InvalidArgumentError("the layout gives one name to two tensors of this rank", rank=comm.rank)
+        aliases = {names.get(alias, alias): names.get(name, name) for alias, name in described.aliases.items()}
+        return replace(described.renamed(names), aliases=aliases)
 
 
 def _all_tensors(comm: Communicator, described: Description) -> dict[str, TensorInfo]:

@@ -129,7 +129,8 @@ def export_checkpoint(
             `files_from`, or from the config of root's model of transformers.
         replicas: "equal" raises ReplicaError if copies differ; "root" takes the lowest rank's copy.
         dtype: the dtype to which floating tensors are cast, or a mapping of shell patterns of names to dtypes, whose
-            first match counts; by default nothing is cast. The scales of float8 tensors are never cast.
+            first match counts; by default nothing is cast. The scales of float8 tensors are never cast. The report's
+            `notes` name what has become infinite, and what a cast should not narrow.
         max_shard_size: limit of a file's bytes: an int, or text such as "5GB".
         filename_pattern: the files' names; ``{suffix}`` becomes ``-00001-of-00004`` where there are several. By default
             ``model{suffix}.safetensors``, and ``adapter_model{suffix}.safetensors`` for a PEFT model.

@@ -18,6 +18,7 @@ from typing import Any
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files
 from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.publication import PlannedFile, Publication, target_path
+from statexchange.checkpoint.tensor_notes import note_on_overflows, notes_on_tensors, overflows_of
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, ReplicaError
 from statexchange.exchange.converting import ChosenConversion, convert_live
@@ -60,7 +61,8 @@ class ExportReport:
     """The result of an export. `files` are (name, bytes); `rank_nbytes` the bytes that each rank supplied.
 
     `phases` has seconds and `phase_nbytes` bytes by phase: metadata sent to root ("describe"), the plan sent to the
-    ranks ("plan"), tensors ("write") and receipts ("publish").
+    ranks ("plan"), tensors ("write") and receipts ("publish"). `notes` are about what `dtype` has made infinite, or
+    narrowed, or left as it was; they are logged on root, too.
     """
 
     path: str
@@ -72,6 +74,7 @@ class ExportReport:
     phases: Mapping[str, float]
     phase_nbytes: Mapping[str, int]
     rank_nbytes: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         transfer = format_transfer(self.num_tensors, self.nbytes, self.seconds)
@@ -86,7 +89,7 @@ class ExportReport:
     def from_json(cls, raw: Any) -> ExportReport:
         """Return the report that `to_json` wrote; raise ValueError for anything else."""
         names = [field.name for field in fields(cls)]
-        path, files, nbytes, num_tensors, aliases, seconds, phases, phase_nbytes, rank_nbytes = records.fields(
+        path, files, nbytes, num_tensors, aliases, seconds, phases, phase_nbytes, rank_nbytes, notes = records.fields(
             raw, *names
         )
         return cls(
@@ -99,6 +102,7 @@ class ExportReport:
             records.mapping(phases, records.number),
             records.mapping(phase_nbytes, records.count),
             records.items(rank_nbytes, records.count),
+            records.items(notes, records.text),
         )
 
 
@@ -186,6 +190,7 @@ class _Export:
         self._plan: Plan | None = None
         self._outputs: list[PlannedFile] = []
         self._probe = ""
+        self._notes: tuple[str, ...] = ()
         self._renames: list[dict[str, str]] = []
 
     def run(self) -> ExportReport:
@@ -215,8 +220,6 @@ class _Export:
         """Send this rank's metadata to root; return root's plan. Collective."""
         comm, conversion = self._comm, self._request.conversion
         texts = self._options.texts()
-        if isinstance(conversion, SavedNames) and any(rule.renumber for rule in self._layout.rules.values()):
-            conversion = None  # names are known after the stages are numbered, and stay those in memory
         if conversion is not None:
             texts |= conversion.texts()
             self._described = convert_live(comm, self._described, conversion, self._options)
@@ -256,6 +259,7 @@ class _Export:
         if not self._plan.num_tensors:
             reason = "include and exclude leave out every tensor" if any(shards) else "no rank's state has a tensor"
             raise InvalidArgumentError(f"there is nothing to export: {reason}")
+        self._notes = notes_on_tensors(by_rank, self._plan, self._options)
         path = target_path(self._request.path)
         if location(path).is_remote:
             raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {path!r}")
@@ -315,6 +319,7 @@ class _Export:
         for output, node in zip(self._outputs, nodes, strict=True):
             output.finish(writes_header=node == self._comm.node_rank)
         small_files = publication.commit(provenance)
+        self._notes += note_on_overflows(overflows_of(provenance))
         files = [(file.name, output.nbytes) for file, output in zip(plan.files, self._outputs, strict=True)]
         self._clock.lap("publish", sum(map(len, receipts)))
         return ExportReport(
@@ -327,6 +332,7 @@ class _Export:
             self._clock.phases,
             self._clock.nbytes,
             _nbytes_by_rank(tensors, self._comm.world_size),
+            self._notes,
         )
 
     def _broadcast(self, report: ExportReport | None) -> ExportReport:
@@ -334,6 +340,8 @@ class _Export:
         sent = self._comm.broadcast_object(None if report is None else report.to_json())
         if report is not None:
             _log.info("exported %s", report)
+            for note in report.notes:
+                _log.warning("exported to %s: %s", report.path, note)
         return records.parsed(sent, ExportReport.from_json, "the report", 0)
 
 
@@ -351,9 +359,13 @@ def _box_provenance(
 ) -> dict[str, list[BoxProvenance]]:
     """Return each tensor's supplier and digest for every piece; raise ReplicaError if replicas differ."""
     digests: dict[tuple[int, int, int, int], str] = {}  # by tensor, piece, rank, and index of the rank's box
+    overflows: dict[tuple[int, int, int, int], int] = {}
     for rank, rank_receipts in enumerate(receipts):
         for receipt in rank_receipts:
-            digests[receipt.tensor, receipt.piece, rank, receipt.index] = receipt.digest
+            key = (receipt.tensor, receipt.piece, rank, receipt.index)
+            digests[key] = receipt.digest
+            if receipt.num_overflows:
+                overflows[key] = receipt.num_overflows
     provenance: dict[str, list[BoxProvenance]] = {}
     for number, tensor in enumerate(tensors):
         provenance[tensor.name] = []
@@ -361,7 +373,9 @@ def _box_provenance(
             digest_of = partial(_digest_of, digests, tensor.name, number, index)
             if compares:
                 check_copies(tensor, piece, digest_of, _replica_error)
-            provenance[tensor.name].append(BoxProvenance(piece.holder, digest_of(piece.holder, piece.box_index)))
+            digest = digest_of(piece.holder, piece.box_index)
+            num_overflows = overflows.get((number, index, piece.holder, piece.box_index), 0)
+            provenance[tensor.name].append(BoxProvenance(piece.holder, digest, num_overflows))
     return provenance
 
 

@@ -7,11 +7,13 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from statexchange.checkpoint.tensor_notes import note_on_overflows
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
@@ -29,7 +31,7 @@ from statexchange.exchange.converting import ChosenConversion, convert_for_load,
 from statexchange.exchange.new_tensors import tensor_to_fill
 from statexchange.exchange.placing import parameter_names, place_parts
 from statexchange.exchange.rank_metadata import check_equal_options
-from statexchange.exchange.reading import ReadItem, assign_readers, read_all
+from statexchange.exchange.reading import Overflows, ReadItem, assign_readers, read_all
 from statexchange.exchange.saved_tree import LivePlaces, SavedTree, check_unions
 from statexchange.exchange.shared_memory_check import check_shared_memory
 from statexchange.formats.registry import open_source
@@ -42,6 +44,7 @@ from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rename_hint import suggest_rename
 from statexchange.sharding.rules import renumber_names, with_dots
+from statexchange.sharding.shards import Box
 from statexchange.sharding.wrappers import WRAPPERS, without_wrappers
 from statexchange.state.containers import children
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
@@ -68,6 +71,7 @@ class LoadReport:
 
     `nbytes` were read from the source for `num_tensors`; `missing` are names of the state that the source lacks,
     `unexpected` those of the source that the state lacks. `step` is that of the save, None for any other source.
+    `notes` are about values that a cast has made infinite, on any rank; they are logged on root, too.
     """
 
     path: str
@@ -77,6 +81,7 @@ class LoadReport:
     unexpected: tuple[str, ...]
     seconds: float
     step: int | None = None
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         missing = f", {len(self.missing)} missing" if self.missing else ""
@@ -157,7 +162,8 @@ def load_checkpoint(
         convert_with: numbers that the conversion needs, as ``{"n_heads": 32}``. Others come from the config of a state
             that is a model of transformers, or from a config.json beside the source.
         dtype: None: dtypes must be equal, and values are loaded bit for bit. "state": where floating dtypes (float16,
-            bfloat16, float32, float64) differ, values are cast to that of the tensor in `state`, rounded to nearest.
+            bfloat16, float32, float64) differ, values are cast to that of the tensor in `state`, rounded to nearest;
+            the report's `notes` name tensors in which finite values became infinite.
             Optimizer state that does not exist yet gets the parameter's dtype if it has its shape, else the source's.
         replicas: what to do if the number of ranks has changed and ranks saved different values of one region or plain
             value, such as BatchNorm's statistics under DistributedDataParallel: "equal" raises ReplicaError, "root"
@@ -398,16 +404,34 @@ class _Load:
         with comm.phase("reading", timeout_s=self._stall_timeout_s):
             mark_changed(live for _, live, _ in plan.targets)
             mark_changed(part for item in items for part in item.local.tensors)
-            read = read_all(items, readers, comm, self._on_progress)
+            read, overflows = read_all(items, readers, comm, self._on_progress)
             check_shared_memory(items, comm)
             for callback in plan.callbacks:
                 callback()
         names = (tuple(plan.missing), tuple(plan.unexpected))
+        notes = self._notes(overflows)
         seconds = time.perf_counter() - self._began
-        report = LoadReport(source.path, len(plan.targets), read, *names, seconds, source.step)
+        report = LoadReport(source.path, len(plan.targets), read, *names, seconds, source.step, notes)
         if comm.rank == 0:
             _log.info("loaded %s", report)
+            for note in notes:
+                _log.warning("loaded from %s: %s", report.path, note)
         return report
+
+    def _notes(self, overflows: Sequence[Overflows]) -> tuple[str, ...]:
+        """Return a note about what a cast has made infinite on any rank; each box counts once. Collective."""
+        if self._options is None or self._options.dtype is None:  # equal on all ranks
+            return ()
+        sent = self._comm.all_gather_object([record.to_json() for record in overflows])
+        by_box: dict[tuple[str, Box], int] = {}
+        what = "the values that overflowed"
+        for rank, raw in enumerate(sent):
+            records_of_rank = records.parsed(raw, lambda raw: records.items(raw, Overflows.from_json), what, rank)
+            by_box |= {(record.name, record.box): record.num_elements for record in records_of_rank}
+        counts: Counter[str] = Counter()
+        for (name, _), num_elements in by_box.items():
+            counts[name] += num_elements
+        return note_on_overflows(counts)
 
     def _plan_with_layout(
         self, state: Any, catalog: Catalog, tree: SavedTree | None, objects: ObjectStates

@@ -21,7 +21,7 @@ from statexchange.storage.regions import READ_AHEAD_BYTES, BoxDigest, Run, one_r
 from statexchange.storage.store import StoredFile
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["ReadItem", "WantedBox", "assign_readers", "read_all", "read_box"]
+__all__ = ["Overflows", "ReadItem", "WantedBox", "assign_readers", "read_all", "read_box"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ def read_all(
     readers: Mapping[WantedBox, Sequence[int]],
     comm: Communicator,
     on_progress: Callable[[int, int], None] | None = None,
-) -> int:
-    """Fill the live tensors; return the bytes that this rank has read.
+) -> tuple[int, list[Overflows]]:
+    """Fill the live tensors; return the bytes that this rank has read, and what became infinite by a cast.
 
     Not collective without `readers` (from `assign_readers`); otherwise all ranks that they name must call this.
     Raise ReplacedError if a file may have changed since it was opened.
@@ -120,7 +120,7 @@ def read_all(
         elif comm.rank in others:
             comm.recv(tensors[wanted], reader)
             comm.progress()
-    return reading.nbytes
+    return reading.nbytes, reading.overflows
 
 
 def read_box(item: ReadItem, target: Box, tensor: Any, comm: Communicator) -> None:
@@ -159,6 +159,24 @@ class _Target(NamedTuple):
     needed: Sequence[tuple[Box, ByteRange, Box]]
 
 
+class Overflows(NamedTuple):
+    """The number of finite elements in a box of the source's tensor `name` that became infinite by a cast."""
+
+    name: str
+    box: Box
+    num_elements: int
+
+    def to_json(self) -> list[Any]:
+        """Return a JSON value that `from_json` reads."""
+        return [self.name, self.box.to_json(), self.num_elements]
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Overflows:
+        """Return the record that `to_json` wrote; raise ValueError for anything else."""
+        name, box, num_elements = records.items(raw, lambda part: part, 3)
+        return cls(records.text(name), Box.from_json(box), records.count(num_elements))
+
+
 class _Reading:
     """Reads boxes of live tensors, and counts the bytes.
 
@@ -168,6 +186,7 @@ class _Reading:
 
     def __init__(self, comm: Communicator, on_progress: Callable[[int, int], None] | None = None) -> None:
         self.nbytes = 0
+        self.overflows: list[Overflows] = []
         self.files: dict[StoredFile, list[_Piece]] = {}  # each that is read, with its small pieces
         self._alone: list[_Target] = []  # with pieces that are not small, or not one run in memory
         self._comm = comm
@@ -225,6 +244,8 @@ class _Reading:
                     read_part(stored, box, inside, dtype, memory, placed, digest, self._count)
         for digest in digests:
             digest.check(target.item.name)
+        if self._staging.num_overflows:
+            self.overflows.append(Overflows(target.item.name, target.box, self._staging.num_overflows))
 
     def _read_together(self, file: StoredFile, pieces: Sequence[_Piece]) -> None:
         buffers = []

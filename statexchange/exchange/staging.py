@@ -7,7 +7,7 @@ GPU copies into or out of one while the host works on the other.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,18 +17,42 @@ from statexchange.state.describe import LocalTensor
 from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.regions import slices_within, windows
 from statexchange.storage.tensorfile import ShardData
-from statexchange.tensors import ITEMSIZE, converted, dtype_name, numpy_dtype, own_bytes, torch_dtype, unify_nans
+from statexchange.tensors import (
+    ITEMSIZE,
+    all_finite,
+    converted,
+    count_overflows,
+    dtype_name,
+    name_of_dtype,
+    num_overflows,
+    numpy_dtype,
+    own_bytes,
+    torch_dtype,
+    unify_nans,
+)
 
 __all__ = ["Staging", "memory_of", "shard_data"]
+
+
+class _Copied(NamedTuple):
+    """A window, the part of a tensor, and its copy in a buffer, complete when `event` is."""
+
+    window: Box
+    memory: memoryview
+    source: Any
+    buffer: Any
+    event: Any
 
 
 class Staging:
     """Windows of at most `window_bytes` and two buffers, pinned for tensors of a GPU.
 
-    For one thread, and one tensor at a time.
+    For one thread, and one tensor at a time. `num_overflows` is the number of finite elements of the last tensor that
+    became infinite as they were cast.
     """
 
     def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
+        self.num_overflows = 0
         self._window_bytes = window_bytes
         self._buffers: dict[tuple[int, str], Any] = {}
 
@@ -38,6 +62,7 @@ class Staging:
         `dtype` is the safetensors name of the yielded elements; a tensor of another dtype is cast.
         """
         shape, itemsize = tuple(tensor.shape), ITEMSIZE[dtype]
+        self.num_overflows = 0
         own = memory_of(tensor, dtype)
         if own is not None:
             at = 0
@@ -46,15 +71,16 @@ class Staging:
                 at += window.numel * itemsize
             return
         is_cast = not _has_dtype(tensor, dtype)
-        previous: tuple[Box, memoryview, Any] | None = None
+        previous: _Copied | None = None
         for number, window in enumerate(windows(shape, itemsize, self._window_bytes)):
             buffer, memory = self._buffer(number, tensor, window, dtype)
-            current = (window, memory, _copy(buffer, _window_of(tensor, window), tensor))
+            source = _window_of(tensor, window)
+            current = _Copied(window, memory, source, buffer, _copy(buffer, source, tensor))
             if previous is not None:
-                yield _finished(*previous, dtype if is_cast else None)
+                yield self._finished(previous, dtype if is_cast else None)
             previous = current
         if previous is not None:
-            yield _finished(*previous, dtype if is_cast else None)
+            yield self._finished(previous, dtype if is_cast else None)
 
     def targets(self, tensor: Any, dtype: str) -> Iterator[tuple[Box, memoryview]]:
         """Yield memory for a tensor's elements in C order, part by part; fill each before requesting the next.
@@ -62,18 +88,34 @@ class Staging:
         The tensor is complete when the iterator has ended. Not collective. `dtype` is the safetensors name of the
         elements that are filled in; they are cast for a tensor of another dtype.
         """
+        self.num_overflows = 0
         own = memory_of(tensor, dtype)
         if own is not None:
             yield full_box(tuple(tensor.shape)), own
             return
+        cast = None if _has_dtype(tensor, dtype) else name_of_dtype(tensor.dtype)
         pending: list[Any] = [None, None]  # the copy out of each buffer
         for number, window in enumerate(windows(tuple(tensor.shape), ITEMSIZE[dtype], self._window_bytes)):
             _await(pending[number % 2])
             buffer, memory = self._buffer(number, tensor, window, dtype)
             yield window, memory
-            pending[number % 2] = _copy(_window_of(tensor, window), buffer, tensor)
+            target = _window_of(tensor, window)
+            pending[number % 2] = _copy(target, buffer, tensor)
+            if cast is not None:
+                cast_bytes = own_bytes(target)
+                if cast_bytes is None:  # on a GPU, for which the host does not wait, or strided
+                    self.num_overflows += count_overflows(memory, dtype, cast)
+                elif not all_finite(cast_bytes, cast):
+                    self.num_overflows += num_overflows(buffer, target)
         for copy in pending:
             _await(copy)
+
+    def _finished(self, copied: _Copied, cast: str | None) -> tuple[Box, memoryview]:
+        """Wait for a copy; return the data. If the copy has cast them to the dtype `cast`, their NaNs are unified."""
+        _await(copied.event)
+        if cast is not None and not unify_nans(copied.memory, cast):
+            self.num_overflows += num_overflows(copied.source, copied.buffer)
+        return copied.window, copied.memory
 
     def _buffer(self, number: int, tensor: Any, window: Box, dtype: str) -> tuple[Any, memoryview]:
         """Return the buffer whose turn it is, as an array or tensor of the window's shape, and its bytes."""
@@ -132,7 +174,7 @@ def _window_of(tensor: Any, window: Box) -> Any:
 def _copy(target: Any, source: Any, tensor: Any) -> Any:
     """Start a copy; pass the result to `_await`. `tensor` is the operand that may be on a GPU."""
     if isinstance(tensor, np.ndarray):
-        target[...] = source if source.dtype == target.dtype else converted(source, dtype_name(target, ""))
+        target[...] = source if source.dtype == target.dtype else converted(source, dtype_name(target, ""))[0]
         return None
     import torch
 
@@ -153,11 +195,3 @@ def _copy(target: Any, source: Any, tensor: Any) -> Any:
 def _await(copy: Any) -> None:
     if copy is not None:
         copy.synchronize()
-
-
-def _finished(window: Box, memory: memoryview, copy: Any, cast: str | None) -> tuple[Box, memoryview]:
-    """Wait for a copy; return the data. If the copy has cast them, to the dtype `cast`, their NaNs are unified."""
-    _await(copy)
-    if cast is not None:
-        unify_nans(memory, cast)
-    return window, memory

@@ -71,9 +71,9 @@ class _WriteItem:
         """Bytes of the box."""
         return self.box.numel * self.itemsize
 
-    def receipt(self, digest: str) -> BoxReceipt:
-        """Return the receipt of the box, given its digest."""
-        return BoxReceipt(self.number, self.piece, self.box_index, digest)
+    def receipt(self, digest: str, num_overflows: int) -> BoxReceipt:
+        """Return the receipt of the box."""
+        return BoxReceipt(self.number, self.piece, self.box_index, digest, num_overflows)
 
 
 def writing_nodes(comm: Communicator, plan: WritePlan) -> list[int]:
@@ -170,10 +170,10 @@ class _Writing:
 
     def run(self, opened: _Files) -> list[BoxReceipt]:
         """Write this rank's own boxes, then send and receive the others; return the receipts."""
-        receipts = [item.receipt(self._write(item, opened)) for item in self._local]
+        receipts = [self._write(item, opened) for item in self._local]
         for item in self._messages:
             if item.src == self._comm.rank:
-                receipts.append(item.receipt(self._send(item, opened)))
+                receipts.append(self._send(item, opened))
             else:
                 self._receive(item, opened)
         return receipts
@@ -182,8 +182,8 @@ class _Writing:
         """Return the tensor that holds an item's box on this rank."""
         return local_box(self._described, item.tensor.source, item.box_index)
 
-    def _write(self, item: _WriteItem, opened: _Files) -> str:
-        """Write or only digest a box of this rank; return the digest."""
+    def _write(self, item: _WriteItem, opened: _Files) -> BoxReceipt:
+        """Write or only digest a box of this rank."""
         hasher = xxhash.xxh3_128()
         for window, data in self._write_staging.parts(self._tensor(item), item.dtype):
             hasher.update(data)  # hash before the write, while the data is in the processor's cache
@@ -192,16 +192,16 @@ class _Writing:
                 opened.count(len(data))
             else:
                 self._progress.add(len(data))
-        return str(hasher.hexdigest())
+        return item.receipt(hasher.hexdigest(), self._write_staging.num_overflows)
 
-    def _send(self, item: _WriteItem, opened: _Files) -> str:
-        """Send a box of this rank to the rank that writes it; return the digest."""
+    def _send(self, item: _WriteItem, opened: _Files) -> BoxReceipt:
+        """Send a box of this rank to the rank that writes it."""
         hasher = xxhash.xxh3_128()
         for _, data in self._send_staging.parts(self._tensor(item), item.dtype):
             hasher.update(data)
             self._comm.send(np.frombuffer(data, np.uint8), item.dst)
             opened.count(len(data))
-        return str(hasher.hexdigest())
+        return item.receipt(hasher.hexdigest(), self._send_staging.num_overflows)
 
     def _receive(self, item: _WriteItem, opened: _Files) -> None:
         """Receive a box of another rank and write it."""

@@ -48,6 +48,7 @@ __all__ = [
     "abbreviated_list",
     "abbreviated_names",
     "abbreviated_reasons",
+    "empty_weights_text",
     "is_flat_parameter",
     "merged_metadata",
     "unknown_dtypes",
@@ -157,6 +158,20 @@ def abbreviated_reasons(reasons: Mapping[str, str]) -> str:
         names.setdefault(reason, []).append(name)
     listed = islice(names.items(), _MAX_LISTED)
     return _with_hidden([f"{abbreviated_names(of_reason)} ({reason})" for reason, of_reason in listed], len(names))
+
+
+def empty_weights_text(shapes: Mapping[str, Sequence[int]]) -> str:
+    """Return what is wrong with the tensors of shape [0] among those with these shapes; "" without a weight of it.
+
+    DeepSpeed's ZeRO-3 leaves such tensors where a parameter is on other ranks, and saves by other tools write them. No
+    layer has a weight of shape [0]; tensors of that shape under other names alone may be meant.
+    """
+    empty = [name for name, shape in shapes.items() if [*shape] == [0]]
+    if not any(name.endswith("weight") for name in empty):
+        return ""
+    have = "1 tensor has" if len(empty) == 1 else f"{len(empty):,} tensors have"
+    text = f"{have} shape [0], as ZeRO-3 leaves in place of weights: {abbreviated_names(empty)}"
+    return f"{text}. DeepSpeed's own checkpoint has them, or a save with stage3_gather_16bit_weights_on_model_save"
 
 
 def unknown_dtypes(header: Header, path: str) -> list[UnreadableTensor]:
@@ -369,6 +384,12 @@ class Source:
             shards = [tensor.shard for tensor in shard_file.tensors.values()]
             rank_shards.append(RankShards(shard_file.rank, shards, shard_file.aliases, self.label_of(shard_file)))
         return rank_shards
+
+    def empty_weights(self) -> tuple[StateExchangeError, ...]:
+        """Return the error of tensors of shape [0] in place of weights, if there are any."""
+        shapes = {tensor.shard.name: tensor.shard.global_shape for _, tensor in self.shards()}
+        text = empty_weights_text(shapes)
+        return (IncompleteError(text, path=self.path),) if text else ()
 
     def uncovered(self) -> tuple[StateExchangeError, ...]:
         """Return the error of a tensor whose boxes do not cover it, if nothing but the boxes can show a missing file.

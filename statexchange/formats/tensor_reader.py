@@ -72,6 +72,10 @@ class TensorReader:
         self.check()
         return [reader.hexdigest() for reader in self._readers]
 
+    def num_overflows(self) -> list[int]:
+        """Return for each piece the number of finite elements that became infinite as they were cast."""
+        return [reader.num_overflows if isinstance(reader, _ConvertingReader) else 0 for reader in self._readers]
+
     def check(self) -> None:
         """Raise CorruptError if the bytes of a box differ from its digest in the source, after the last window."""
         for piece, reader in zip(self._tensor.pieces, self._readers, strict=True):
@@ -139,6 +143,7 @@ class _ConvertingReader:
         self._output_dtype = output_dtype
         self._reduce = reduce
         self._hasher = hasher
+        self.num_overflows = 0  # finite values that became infinite
 
     @property
     def bytes_left(self) -> int:
@@ -160,7 +165,10 @@ class _ConvertingReader:
                 values = copy
             else:
                 reduce_into(str(self._reduce), values, copy)
-        output = values if self._output_dtype == self._source_dtype else converted(values, self._output_dtype)
+        output = values
+        if self._output_dtype != self._source_dtype:
+            output, num_overflows = converted(values, self._output_dtype)
+            self.num_overflows += num_overflows
         output = np.ascontiguousarray(output)
         self._hasher.update(output.reshape(-1).view(np.uint8))
         array_over(buffer, self._output_dtype, window.shape)[slices_within(part, window)] = output.reshape(part.shape)

@@ -1,8 +1,10 @@
-"""Compare files with the hashes that huggingface_hub keeps of what it downloaded into a local directory.
+"""Compare files with the hashes that huggingface_hub keeps of what it downloaded.
 
 `hf download REPO --local-dir DIR` writes ``DIR/.cache/huggingface/download/NAME.metadata`` for each file NAME: three
 lines, the commit, the ETag and the time. The ETag is the file's SHA-256 if the Hub has it in LFS, else git's SHA-1 of
 it as a blob. huggingface_hub trusts it as long as the file is not newer; here the bytes are hashed.
+
+In its cache, each file of ``models--ORG--NAME/snapshots/COMMIT`` is a symbolic link to ``../../blobs/ETAG``.
 """
 
 from __future__ import annotations
@@ -27,25 +29,28 @@ from statexchange.storage.opened_path import open_path
 from statexchange.storage.store import resolve_path
 
 if TYPE_CHECKING:
+    from statexchange.storage.opened_path import OpenedPath
     from statexchange.storage.store import Store, StoredFile
 
-__all__ = ["HubComparison", "compare_with_hub"]
+__all__ = ["HubComparison", "compare_with_cache", "compare_with_hub"]
 
 _FOLDERS = (".cache", "huggingface", "download")
 _SUFFIX = ".metadata"
 _MAX_DEPTH = 20
 _MAX_BYTES = 4096  # of one metadata file
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_BLOB = re.compile(r"(?:.*/)?blobs/([0-9a-f]{40}|[0-9a-f]{64})")
+_SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class HubComparison:
-    """The files at a path, compared with the metadata of a download.
+    """The files at a path, compared with the hashes of a download.
 
     Attributes:
         equal: names of the files whose bytes have the hash that the Hub gave.
         findings: an error for each file that differs or is missing, and for metadata that cannot be read.
-        not_covered: names of the files of which the metadata has no hash.
+        not_covered: names of the files of which no hash is known.
         commits: the commits from which the files were downloaded, sorted.
         nbytes: bytes that were hashed.
     """
@@ -92,12 +97,31 @@ def compare_with_hub(
         if not records:
             text = f"no metadata of a download: there is no {'/'.join(_FOLDERS)}/NAME{_SUFFIX}"
             raise NotFoundError(text, path=metadata)
+        files = _files_at(opened)
         if opened.file is not None:
-            found = {opened.file: _Lazy(opened.store, opened.file)}
             records = {name: file for name, file in records.items() if name == opened.file}
-        else:
-            found = dict(_files_below(opened.store))
-        return _compare(opened.store, found, records, on_progress)
+        comparison = _Comparison(files)
+        for name, record in records.items():
+            comparison.add_record(name, record, opened.store)
+        return comparison.run(on_progress)
+
+
+def compare_with_cache(
+    opened: OpenedPath, *, on_progress: Callable[[int, int], None] | None = None
+) -> HubComparison | None:
+    """Compare the hash of each file of a snapshot in huggingface_hub's cache with the name of its blob.
+
+    Not collective. Return None if no file at the path itself is a link to a blob.
+
+    Raises:
+        ReplacedError: a file changed while it was read.
+    """
+    if not any(_Lazy(opened.store, name).blob for name in opened.names):
+        return None
+    comparison = _Comparison(_files_at(opened))
+    comparison.expected = {name: file.blob for name, file in comparison.files.items() if file.blob is not None}
+    comparison.commits |= set(_SNAPSHOT.findall(opened.store.path))
+    return comparison.run(on_progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +133,19 @@ class _Lazy:
 
     def open(self) -> StoredFile:
         return self.store.open(self.name)
+
+    @property
+    def blob(self) -> str | None:
+        """The hash in the name of the blob of a cache to which this file is a link; None for anything else."""
+        match = _BLOB.fullmatch(self.store.link_target(self.name) or "")
+        return None if match is None else match[1]
+
+
+def _files_at(opened: OpenedPath) -> dict[str, _Lazy]:
+    """Return the one file at a path, or all files in the directory and below."""
+    if opened.file is not None:
+        return {opened.file: _Lazy(opened.store, opened.file)}
+    return dict(_files_below(opened.store))
 
 
 def _metadata_store(store: Store) -> Store:
@@ -133,56 +170,64 @@ def _files_below(store: Store, prefix: str = "", depth: int = 0) -> Iterator[tup
         yield from _files_below(store.below(name), f"{prefix}{name}/", depth + 1)
 
 
-def _compare(
-    store: Store,
-    found: dict[str, _Lazy],
-    records: dict[str, _Lazy],
-    on_progress: Callable[[int, int], None] | None,
-) -> HubComparison:
-    findings: list[StateExchangeError] = []
-    expected: dict[str, str] = {}
-    commits: set[str] = set()
-    for name, record in records.items():
+class _Comparison:
+    """One comparison of `files` with the hashes that are `expected` of some of them, by name."""
+
+    def __init__(self, files: dict[str, _Lazy]) -> None:
+        self.files = files
+        self.expected: dict[str, str] = {}
+        self.commits: set[str] = set()
+        self._findings: list[StateExchangeError] = []
+
+    def add_record(self, name: str, record: _Lazy, store: Store) -> None:
+        """Expect of a file what its metadata says."""
         try:
             commit, etag = _read_record(record.open())
         except StateExchangeError as error:
-            findings.append(error)
-            continue
-        commits.add(commit)
-        if name not in found:
+            self._findings.append(error)
+            return
+        self.commits.add(commit)
+        if name not in self.files:
             text = "the metadata lists this file, and it is missing"
-            findings.append(IncompleteError(text, path=store.path_of(name)))
+            self._findings.append(IncompleteError(text, path=store.path_of(name)))
         elif _ETAG.fullmatch(etag):
-            expected[name] = etag
-    equal: list[str] = []
-    total, done = 0, 0
-    files: dict[str, StoredFile] = {}
-    for name in expected:
-        try:
-            files[name] = found[name].open()
-            total += files[name].size
-        except StateExchangeError as error:
-            findings.append(error)
-    for name, file in files.items():
-        etag = expected[name]
-        hasher = hashlib.sha256() if len(etag) == 64 else hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
-        memory = memoryview(bytearray(min(WINDOW_BYTES, file.size)))
-        for begin in range(0, file.size, WINDOW_BYTES):
-            window = memory[: min(WINDOW_BYTES, file.size - begin)]
-            file.read_into(window, begin)
-            hasher.update(window)
-            done += len(window)
-            if on_progress is not None:
-                on_progress(done, total)
-        file.check_unchanged()
-        if hasher.hexdigest() == etag:
-            equal.append(name)
-        else:
-            kind = "SHA-256" if len(etag) == 64 else "SHA-1 as a git blob"
-            text = f"the {kind} differs from that of the download"
-            findings.append(CorruptError(text, path=file.path, expected=etag, found=hasher.hexdigest()))
-    not_covered = sorted(found.keys() - expected.keys())
-    return HubComparison(tuple(sorted(equal)), tuple(findings), tuple(not_covered), tuple(sorted(commits)), done)
+            self.expected[name] = etag
+
+    def run(self, on_progress: Callable[[int, int], None] | None) -> HubComparison:
+        """Hash the files."""
+        equal: list[str] = []
+        total, done = 0, 0
+        opened: dict[str, StoredFile] = {}
+        for name in self.expected:
+            try:
+                opened[name] = self.files[name].open()
+                total += opened[name].size
+            except StateExchangeError as error:
+                self._findings.append(error)
+        for name, file in opened.items():
+            etag = self.expected[name]
+            is_sha256 = len(etag) == 64
+            hasher = hashlib.sha256() if is_sha256 else hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+            memory = memoryview(bytearray(min(WINDOW_BYTES, file.size)))
+            for begin in range(0, file.size, WINDOW_BYTES):
+                window = memory[: min(WINDOW_BYTES, file.size - begin)]
+                file.read_into(window, begin)
+                hasher.update(window)
+                done += len(window)
+                if on_progress is not None:
+                    on_progress(done, total)
+            file.check_unchanged()
+            if hasher.hexdigest() == etag:
+                equal.append(name)
+            else:
+                kind = "SHA-256" if is_sha256 else "SHA-1 as a git blob"
+                text = f"the {kind} differs from that of the download"
+                finding = CorruptError(text, path=file.path, expected=etag, found=hasher.hexdigest())
+                self._findings.append(finding)
+        not_covered = tuple(sorted(self.files.keys() - self.expected.keys()))
+        return HubComparison(
+            tuple(sorted(equal)), tuple(self._findings), not_covered, tuple(sorted(self.commits)), done
+        )
 
 
 def _read_record(file: StoredFile) -> tuple[str, str]:

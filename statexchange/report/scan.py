@@ -168,7 +168,7 @@ def _row(folder: str, found: Probe) -> ScanRow | None:
     if source is None:
         return None
     rows = tensor_rows(source)
-    problems = (*source.problems, *source.uncovered())
+    problems = (*source.problems, *source.empty_weights(), *source.uncovered())
     status: Status = "whole"
     verdict = "WHOLE"
     if problems:
@@ -278,7 +278,9 @@ def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
     for problem in problems:
         if isinstance(problem, TruncatedError):
             shares.append(f"{_share(problem)}{_file_of(problem, folder)}")
-        elif isinstance(problem, IncompleteError | NotFoundError) and problem.path and not _exists(problem.path):
+        elif (
+            isinstance(problem, IncompleteError | NotFoundError) and problem.path and not _exists(problem.path, folder)
+        ):
             missing[_shown(problem.path, folder)] = None
         else:
             reasons[f"{_word(problem)}{_file_of(problem, folder)}: {_reason(problem)}"] = None
@@ -292,10 +294,10 @@ def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
     return "; ".join([*parts, *list(reasons)[:1]])
 
 
-def _exists(path: str) -> bool:
+def _exists(path: str, folder: str) -> bool:
     """Whether a path that a problem names exists: it lacks something then, and is not missing."""
     local = location(path).local
-    return local is not None and os.path.exists(local)
+    return path.rstrip("/") == folder.rstrip("/") or (local is not None and os.path.exists(local))
 
 
 def _reason(problem: StateExchangeError) -> str:

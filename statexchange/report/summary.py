@@ -181,7 +181,7 @@ def _summary(path: str, source: Source, tree_depth: int | None) -> Summary:
         others=dict(source.others),
         unsupported={name: error.message for name, error in source.unsupported.items()},
         parts=source.parts,
-        problems=(*source.problems, *source.uncovered()),
+        problems=(*source.problems, *source.empty_weights(), *source.uncovered()),
         notes=_notes(source),
         tree=None if tree_depth is None else module_tree(rows, tree_depth),
     )

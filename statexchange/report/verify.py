@@ -18,7 +18,7 @@ from statexchange.errors import (
 from statexchange.formats.registry import open_source
 from statexchange.formats.sealed_files import check_sealed_file, sealed_files
 from statexchange.formats.source import Source, SourceTensor
-from statexchange.report.hub_metadata import HubComparison, compare_with_hub
+from statexchange.report.hub_metadata import HubComparison, compare_with_cache, compare_with_hub
 from statexchange.report.value_checks import CHECKS, FileTails, TensorChecks, ValueFinding
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import RankShards, TensorPlan, holders_text, plan_merge, prove_cover
@@ -40,7 +40,7 @@ class VerifyReport:
         nbytes: bytes read.
         findings: an error for each problem.
         values: what the checks of values found.
-        hub: the comparison with the metadata of a download, whose findings are among `findings`; None without.
+        hub: the comparison with the hashes of a download, whose findings are among `findings`; None without.
         notes: what a user should know about how the checkpoint was read, such as files of weights that were not.
     """
 
@@ -70,7 +70,8 @@ def verify(
     Args:
         path: a path or URL of any format that `open_checkpoint` reads.
         checks: the checks of values to make, of `value_checks.CHECKS`.
-        against: a directory with the metadata of a download from the Hub, with which files are compared.
+        against: a directory with the metadata of a download from the Hub, with which files are compared. Files of a
+            snapshot in the Hub's cache are compared with the names of their blobs, which are hashes.
         on_progress: called with (bytes done, bytes in total).
 
     Returns:
@@ -97,7 +98,10 @@ def verify(
         with open_source(path, strict=False) as source:
             source.read_ahead()
             try:
-                hub = None if against is None else compare_with_hub(path, against, on_progress=on_progress)
+                if against is None:
+                    hub = compare_with_cache(source.opened, on_progress=on_progress)
+                else:
+                    hub = compare_with_hub(path, against, on_progress=on_progress)
                 check = _Check(source, checks, hub, on_progress)
                 check.run()
             except ReplacedError:  # read it again, once
@@ -143,7 +147,11 @@ class _Check:
         self.num_boxes = 0
         self.num_unproven = 0
         self._total += self._before + sum(sealed.digest_nbytes for sealed in self._sealed)
-        self.findings: list[StateExchangeError] = [*source.problems, *source.unsupported.values()]
+        self.findings: list[StateExchangeError] = [
+            *source.problems,
+            *source.unsupported.values(),
+            *source.empty_weights(),
+        ]
         if hub is not None:
             self.findings += hub.findings
         self.value_findings: list[ValueFinding] = []

@@ -149,6 +149,10 @@ class ExportOptions:
                     return str(wanted)
         return dtype
 
+    def casts(self, name: str) -> bool:
+        """Whether a pattern of `dtype` matches the name of a tensor in the source."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern, _ in self.dtype)
+
     def new_layout(self) -> Layout:
         """Return a new copy of the layout, in which no pattern has matched a name yet."""
         return Layout({}) if self.layout is None else self.layout.unmatched()

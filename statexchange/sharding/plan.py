@@ -44,6 +44,7 @@ __all__ = [
     "RankShards",
     "TensorPlan",
     "holders_text",
+    "is_packed_weight",
     "plan_merge",
     "prove_cover",
 ]
@@ -215,7 +216,8 @@ def _plan(rank_shards: Sequence[RankShards], options: ExportOptions, basis: str,
 
 
 _INTEGERS = ("I8", "U8", "I32")
-_PACKED_ENDINGS = ("qdata", "qweight", "weight_packed")  # of packed weights in torchao, GPTQ, AWQ, compressed-tensors
+# Of packed weights in torchao, GPTQ and AWQ, compressed-tensors, MXFP4, and of integers in bitsandbytes and others.
+_PACKED_ENDINGS = ("qdata", "qweight", "weight_packed", "_blocks", "weight")
 _OF_BITSANDBYTES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
@@ -237,11 +239,9 @@ class _OutputDTypes:
         if options.dtype:
             for name, shards in selected.items():
                 first = shards if isinstance(shards, ShardingSpec) else shards[0][1]
-                module, _, last = name.rpartition(".")
-                is_small = first.dtype.startswith("F8") or first.dtype in PACKED
-                if is_small or (first.dtype in _INTEGERS and last.endswith(_PACKED_ENDINGS)):
-                    self._quantized.add(module)
-                elif first.dtype in ("I8", "U8"):
+                if is_packed_weight(name, first.dtype):
+                    self._quantized.add(name.rpartition(".")[0])
+                if first.dtype in ("I8", "U8"):
                     self._weights_in_bytes.add(name)
 
     def of(self, name: str, dtype: str) -> str:
@@ -254,6 +254,12 @@ class _OutputDTypes:
         if last == "SCB" and f"{module}.weight" in self._weights_in_bytes:
             return dtype
         return self._options.output_dtype(name, dtype)
+
+
+def is_packed_weight(name: str, dtype: str) -> bool:
+    """Whether a tensor has quantised values, whose bytes only the library that wrote them can read: never cast."""
+    is_small = dtype.startswith("F8") or dtype in PACKED
+    return is_small or (dtype in _INTEGERS and name.endswith(_PACKED_ENDINGS))
 
 
 def _check_reducible(reduce: str, shards: _TensorShards, rank_shards: Sequence[RankShards]) -> None:

@@ -213,12 +213,16 @@ def assign_hosts(plan: WritePlan, nodes: Sequence[int], sees: Sequence[bool]) ->
 
 @dataclass(frozen=True, slots=True)
 class BoxReceipt:
-    """The digest of a rank's box `index`, which supplies, or is a copy of, a piece of a tensor of the plan."""
+    """The digest of a rank's box `index`, which supplies, or is a copy of, a piece of a tensor of the plan.
+
+    `num_overflows` is the number of its finite elements that became infinite as they were cast.
+    """
 
     tensor: int
     piece: int
     index: int
     digest: str
+    num_overflows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,14 +241,17 @@ class BoxReceipts:
             "piece": [box.piece for box in self.boxes],
             "index": [box.index for box in self.boxes],
             "digest": [box.digest for box in self.boxes],
+            "num_overflows": [box.num_overflows for box in self.boxes],
         }
 
     @classmethod
     def from_json(cls, raw: Any) -> BoxReceipts:
         """Return the receipts that `to_json` encoded; raise ValueError for anything else."""
-        raw_tensors, raw_pieces, raw_indices, raw_digests = records.fields(raw, "tensor", "piece", "index", "digest")
+        names = ("tensor", "piece", "index", "digest", "num_overflows")
+        raw_tensors, raw_pieces, raw_indices, raw_digests, raw_counts = records.fields(raw, *names)
         tensors = records.items(raw_tensors, records.count)
         pieces = records.items(raw_pieces, records.count, len(tensors))
         indices = records.items(raw_indices, records.count, len(tensors))
         digests = records.items(raw_digests, records.text, len(tensors))
-        return cls(tuple(map(BoxReceipt, tensors, pieces, indices, digests)))
+        counts = records.items(raw_counts, records.count, len(tensors))
+        return cls(tuple(map(BoxReceipt, tensors, pieces, indices, digests, counts)))

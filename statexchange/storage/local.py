@@ -410,6 +410,11 @@ class LocalStore(Store):
         with self.descriptor() as fd:
             return open_file(name, fd, self.path_of(name), follow=self._follow)
 
+    def link_target(self, name: str) -> str | None:
+        """Return the path that a symbolic link holds; None for anything else."""
+        with self.descriptor() as fd:
+            return _link_target(name, fd)
+
     def _open(self, name: str) -> LocalFile:
         """Open and pin a file."""
         return LocalFile(self, name, self._descriptors)

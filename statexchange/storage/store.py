@@ -242,6 +242,10 @@ class Store(_Budgeted, ABC):
         Afterwards a local store raises InvalidArgumentError for any call that needs one of them.
         """
 
+    def link_target(self, name: str) -> str | None:  # noqa: ARG002 (only a local store has links)
+        """Return the path that a symbolic link holds; None for anything else."""
+        return None
+
     def read_small(self, name: str, limit: int = 64 << 20) -> bytes:
         """Return all bytes of a file; raise CorruptError for one of more than `limit` bytes."""
         return self.open(name).read_all(limit)
@@ -262,6 +266,10 @@ class FilteredStore(Store):
 
     def _open(self, name: str) -> StoredFile:
         return self._store.open(name)
+
+    def link_target(self, name: str) -> str | None:
+        """Return the path that a symbolic link holds; None for anything else."""
+        return self._store.link_target(name)
 
     def below(self, name: str, *, private: bool = False) -> Store:
         """Open the subdirectory `name`; it is closed with the store."""

@@ -492,7 +492,7 @@ class TestAgainst:
         assert report.hub.not_covered == ("empty.txt", "onnx/mine.onnx")
         code, out, _ = call("verify", repo, "--against", repo)
         assert code == 5
-        assert "NOT COVERED  the metadata of the download has no hash of onnx/mine.onnx" in out
+        assert "NOT COVERED  the download has no hash of onnx/mine.onnx" in out
 
     def test_one_file_is_compared_alone(self, repo: Path) -> None:
         report = verify(repo / "model.safetensors", against=repo)
@@ -531,3 +531,70 @@ class TestAgainst:
         against = envelope["data"]["against"]
         assert against["equal"] == ["config.json", "empty.txt", "model.safetensors", "onnx/model.onnx"]
         assert against["commits"] == [COMMIT]
+
+
+class TestCache:
+    """A snapshot in the Hub's cache, whose files are links to blobs with their hashes as names."""
+
+    @pytest.fixture
+    def snapshot(self, tmp_path: Path) -> Path:
+        save_file({"w": noise(64, 64)}, tmp_path / "made.safetensors")
+        files = {
+            "model.safetensors": (tmp_path / "made.safetensors").read_bytes(),
+            "config.json": b"{}\n",
+            "onnx/model.onnx": b"onnx",
+        }
+        model = tmp_path / "models--org--name"
+        (model / "blobs").mkdir(parents=True)
+        for name, data in files.items():
+            is_lfs = name.endswith(("safetensors", "onnx"))
+            blob = model / "blobs" / (hashlib.sha256(data).hexdigest() if is_lfs else blob_sha1(data))
+            blob.write_bytes(data)
+            link = model / "snapshots" / COMMIT / name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(os.path.relpath(blob, link.parent))
+        return model / "snapshots" / COMMIT
+
+    def test_the_names_of_blobs_prove_the_bytes(self, snapshot: Path, call: CommandLine) -> None:
+        report = verify(snapshot)
+        assert (report.findings, report.num_unproven) == ((), 0)
+        assert report.hub is not None
+        assert report.hub.equal == ("config.json", "model.safetensors", "onnx/model.onnx")
+        assert (report.hub.not_covered, report.hub.commits) == ((), (COMMIT,))
+        code, out, err = call("verify", snapshot)
+        assert (code, err) == (0, "")
+        assert "every digest agrees" in out
+        one_file = verify(snapshot / "model.safetensors")
+        assert one_file.num_unproven == 0
+        assert one_file.hub is not None
+        assert one_file.hub.equal == ("model.safetensors",)
+
+    def test_a_link_to_the_snapshot_is_checked_too(self, snapshot: Path, tmp_path: Path) -> None:
+        (tmp_path / "short").symlink_to(snapshot)
+        assert verify(tmp_path / "short").num_unproven == 0
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+    def test_changed_bytes_of_a_blob_are_a_finding(self, name: str, snapshot: Path, call: CommandLine) -> None:
+        blob = (snapshot / name).resolve()
+        data = bytearray(blob.read_bytes())
+        data[-1] ^= 1
+        blob.write_bytes(data)
+        (finding,) = verify(snapshot).findings
+        assert isinstance(finding, CorruptError)
+        assert finding.path == str(snapshot / name)
+        assert finding.expected == blob.name
+        assert call("verify", snapshot)[0] == 4
+
+    def test_files_that_are_no_links_to_blobs_are_not_proven(self, snapshot: Path, tmp_path: Path) -> None:
+        data = (snapshot / "model.safetensors").read_bytes()
+        (snapshot / "model.safetensors").unlink()
+        (snapshot / "model.safetensors").write_bytes(data)
+        report = verify(snapshot)
+        assert report.num_unproven == 1
+        assert report.hub is not None
+        assert report.hub.not_covered == ("model.safetensors",)
+        (tmp_path / "blobs").mkdir()
+        (tmp_path / "blobs" / "weights").write_bytes(data)
+        (tmp_path / "plain").mkdir()
+        (tmp_path / "plain" / "model.safetensors").symlink_to("../blobs/weights")
+        assert verify(tmp_path / "plain").hub is None

@@ -1,0 +1,136 @@
+"""Notes about the tensors of a merge, export or load: what a cast does to them, and what is missing of them."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from statexchange.formats.source import abbreviated_list, empty_weights_text
+from statexchange.sharding.options import FLOATS
+from statexchange.sharding.plan import is_packed_weight
+from statexchange.tensors import ITEMSIZE, LONG_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from statexchange.checkpoint.index import BoxProvenance
+    from statexchange.sharding.options import ExportOptions
+    from statexchange.sharding.plan import Plan, RankShards, TensorPlan
+
+__all__ = ["note_on_overflows", "notes_on_tensors", "overflows_of"]
+
+_MAX_PATTERNS = 16
+_NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
+# What is needed to read quantised weights: the rest of the name after that of the module, or of the weight.
+_SCALES = re.compile(r"\.[^.]*(scale|zero|g_idx|SCB|absmax|quant_map|weight_shape)[^.]*$|\.quant_state\.[^.]+$")
+# What writers of model families keep in float32 (`_keep_in_fp32_modules` in transformers), where the name is clear.
+_KEPT_WIDE = re.compile(
+    r"e_score_correction_bias$|\.expert_bias$|\.moe_statics\.|\.indexer\.weights_proj\.|\.time_(decay|first)$"
+)
+
+
+def overflows_of(provenance: Mapping[str, Sequence[BoxProvenance]]) -> dict[str, int]:
+    """Return the number of finite elements that became infinite as they were cast, by the names of such tensors."""
+    counts = {name: sum(box.num_overflows for box in boxes) for name, boxes in provenance.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+def note_on_overflows(counts: Mapping[str, int]) -> tuple[str, ...]:
+    """Return a note about the tensors, given with their numbers of elements, that a cast has made infinite."""
+    if not counts:
+        return ()
+    total = sum(counts.values())
+    became = "1 finite value became infinite" if total == 1 else f"{total:,} finite values became infinite"
+    named = abbreviated_list({name: f"{count:,}" for name, count in counts.items()})
+    return (f"{became} as they were cast, in {named}: a dtype with a wider range keeps them, such as bfloat16",)
+
+
+def notes_on_tensors(rank_shards: Sequence[RankShards], plan: Plan, options: ExportOptions) -> tuple[str, ...]:
+    """Return notes about weights that are empty or lack their scales, and about what a cast leaves or narrows.
+
+    Only tensors decide. `rank_shards` and `options` are those of the plan.
+    """
+    tensors = [tensor for file in plan.files for tensor in file.tensors]
+    empty = empty_weights_text({tensor.name: tensor.shape for tensor in tensors})
+    notes = [empty] if empty else []
+    if options.dtype or options.include or options.exclude:
+        dtypes = {shard.name: shard.dtype for holder in rank_shards for shard in holder.shards}
+        notes += _notes_on_scales(tensors, dtypes, options)
+        if options.dtype:
+            notes += _notes_on_casts(tensors, dtypes, options)
+    return tuple(notes)
+
+
+def _notes_on_scales(tensors: Sequence[TensorPlan], dtypes: Mapping[str, str], options: ExportOptions) -> Iterable[str]:
+    """Yield a note about scales and the like that are not selected, of quantised weights that are."""
+    packed = {tensor.source for tensor in tensors if is_packed_weight(tensor.source, dtypes[tensor.source])}
+    owners = packed | {name.rpartition(".")[0] for name in packed}
+    lacking = {}
+    for name, dtype in dtypes.items():
+        if not options.wants(name) and _SCALES.search(name) and _SCALES.split(name)[0] in owners:
+            lacking[name] = dtype
+    if lacking:
+        yield f"quantised weights cannot be read without tensors that are left out: {abbreviated_list(lacking)}"
+
+
+def _notes_on_casts(tensors: Sequence[TensorPlan], dtypes: Mapping[str, str], options: ExportOptions) -> Iterable[str]:
+    """Yield notes about quantised tensors, which keep their dtypes, and about those that a cast should not narrow."""
+    kept: dict[str, str] = {}
+    floats = []
+    for tensor in tensors:
+        name, dtype = tensor.source, dtypes[tensor.source]
+        if dtype in FLOATS and tensor.dtype == options.output_dtype(name, dtype):
+            floats.append(tensor)
+        elif dtype in FLOATS or (is_packed_weight(name, dtype) and options.casts(name)):
+            kept[name] = dtype
+    if kept:
+        count = "1 tensor keeps its dtype" if len(kept) == 1 else f"{len(kept):,} tensors keep their dtypes"
+        reason = "as a cast does not unpack quantised weights or change their scales"
+        yield f"{count}, {reason}: {abbreviated_list(kept)}"
+    yield from _notes_on_narrowed(floats, dtypes, options)
+
+
+def _notes_on_narrowed(
+    floats: Sequence[TensorPlan], dtypes: Mapping[str, str], options: ExportOptions
+) -> Iterable[str]:
+    """Yield a note about the tensors that the cast narrows and should not, with the option that keeps them.
+
+    These are in a wider dtype than most elements of the source, or writers of their family keep the name in float32.
+    """
+    elements: Counter[str] = Counter()
+    for tensor in floats:
+        elements[dtypes[tensor.source]] += tensor.nbytes // ITEMSIZE[tensor.dtype]
+    bulk = max((ITEMSIZE[dtype] for dtype, _ in elements.most_common(1)), default=0)
+    narrowed = {}
+    for tensor in floats:
+        dtype = dtypes[tensor.source]
+        is_wide = ITEMSIZE[dtype] > bulk or _KEPT_WIDE.search(tensor.source)
+        if is_wide and ITEMSIZE[dtype] > ITEMSIZE[tensor.dtype]:
+            narrowed[tensor.source] = dtype
+    if not narrowed:
+        return
+    patterns = _patterns(narrowed, dtypes)
+    shown = patterns if len(patterns) <= _MAX_PATTERNS else dict(list(patterns.items())[:1])
+    rules = {pattern: LONG_NAMES[dtype] for pattern, dtype in (*options.dtype, *shown.items())}
+    rules = {pattern: rules[pattern] for pattern in (*shown, *rules)}  # the first that matches counts
+    arguments = [f'--dtype "{pattern}={dtype}"' for pattern, dtype in rules.items()]
+    count = "1 tensor" if len(narrowed) == 1 else f"{len(narrowed):,} tensors"
+    text = (
+        f"the cast narrows {count} that the source, or writers of such models, keep wide: {abbreviated_list(narrowed)}"
+    )
+    keep = "keep them" if shown is patterns else f"keep those of the first of {len(patterns):,} patterns"
+    yield f"{text}. To {keep}, dtype={rules} ({' '.join(arguments)})"
+
+
+def _patterns(narrowed: Mapping[str, str], dtypes: Mapping[str, str]) -> dict[str, str]:
+    """Return patterns that select the tensors, with their dtypes: one for all layers where it selects no other."""
+    fits: dict[str, bool] = {}  # whether a pattern selects tensors of one dtype alone
+    patterns: dict[str, str] = {}
+    for name, dtype in narrowed.items():
+        pattern = _NUMBER.sub("*", name)
+        if pattern not in fits:
+            fits[pattern] = all(dtypes[other] == dtype for other in fnmatch.filter(dtypes, pattern))
+        patterns[pattern if fits[pattern] else name] = dtype
+    return patterns
