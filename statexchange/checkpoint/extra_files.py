@@ -19,6 +19,7 @@ from statexchange.errors import (
     excerpt,
     without_secrets,
 )
+from statexchange.formats.config_check import ADAPTER_CONFIG, CONFIG, is_adapter
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.sharding.options import FLOATS
 from statexchange.storage.budget import Budget
@@ -29,31 +30,22 @@ from statexchange.tensors import LONG_NAMES
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
-    from statexchange.sharding.plan import Plan, TensorPlan
+    from statexchange.sharding.plan import Plan
 
 __all__ = [
-    "ADAPTER_CONFIG",
-    "CONFIG",
     "FilesFrom",
     "extra_files",
     "given_config",
     "notes_on_empty_directories",
     "notes_on_foreign_names",
     "notes_on_missing_files",
-    "notes_on_other_sizes",
     "own_files",
 ]
 
 FilesFrom = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | bytes] | None
 
 _VERL_DIRECTORY = "huggingface"
-CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-_ADAPTER_PREFIX = "base_model.model."  # of all names in an adapter that PEFT saves
 _TRANSFORMERS_NAMES = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
-# Tensors of a model whose last dim is the hidden size, with their number of dims.
-_EMBEDDING = "model.embed_tokens.weight"
-_SIZES = {_EMBEDDING: 2, "model.norm.weight": 1, "model.layers.0.input_layernorm.weight": 1}
-_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versions
 # Files of a directory that do not belong to a model: weights, indexes, manifests, hidden files and what a training job
 # keeps beside them (Trainer, DeepSpeed and verl).
@@ -167,7 +159,7 @@ def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str,
     if not any(map(_TRANSFORMERS_NAMES.search, names)):
         return ()
     program, missing = "transformers", CONFIG
-    if all(name.startswith(_ADAPTER_PREFIX) for name in names):
+    if is_adapter(names):
         program, missing = "PEFT", ADAPTER_CONFIG
     return (f"no {missing}: {program} will not load this directory; give one by files_from (--files-from)",)
 
@@ -179,58 +171,6 @@ def notes_on_foreign_names(plan: Plan) -> tuple[str, ...]:
         return ()
     option = f'convert="{known}" (--convert {known})'
     return (f"transformers does not know these names: {option} writes the names and values that it knows",)
-
-
-def notes_on_other_sizes(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
-    """Return a note if config.json has another number of layers or other sizes than the tensors, all of the model's.
-
-    transformers would give layers that are missing random values, leave out those that it does not expect, and refuse
-    tensors of other shapes. Only sizes with which no model can be loaded count: the embedding may well have more rows
-    than the vocabulary has entries, for padding.
-    """
-    tensors = {tensor.name: tensor for file in plan.files for tensor in file.tensors}
-    found = len({match[1] for match in map(_LAYER.match, tensors) if match is not None})
-    try:
-        config = parse_json(extra.get(CONFIG, b"{}"), CONFIG, Budget(CONFIG))
-    except CorruptError:
-        return ()
-    if not found or not isinstance(config, dict):
-        return ()
-    different = []
-    number = config.get("num_hidden_layers")
-    further = config.get("num_nextn_predict_layers", 0)  # which predict further tokens, and are not counted
-    if type(number) is int and type(further) is int and not number <= found <= number + further:
-        layers = f"{_counted(found, 'layer')} of model.layers"
-        different.append(f"num_hidden_layers is {number} in {CONFIG}, and the tensors are those of {layers}")
-    different += _other_sizes(tensors, config)
-    if not different:
-        return ()
-    return (f"{'; '.join(different)}: is this the config of this model? Give it by files_from (--files-from)",)
-
-
-def _other_sizes(tensors: Mapping[str, TensorPlan], config: Mapping[str, object]) -> list[str]:
-    """Return how the embedding and the norms of a model contradict the sizes in its config.
-
-    An embedding may have other columns than the layers have, so the hidden size is compared with all of these.
-    """
-    vocab_size, hidden_size = config.get("vocab_size"), config.get("hidden_size")
-    # Packed weights have other shapes, and so may a tensor that is no matrix or no vector.
-    plain = {name: one.shape for name, one in tensors.items() if name in _SIZES and one.dtype in FLOATS}
-    shapes = {name: shape for name, shape in plain.items() if len(shape) == _SIZES[name]}
-    different = []
-    if _EMBEDDING in shapes and type(vocab_size) is int and shapes[_EMBEDDING][0] < vocab_size:
-        rows = _counted(shapes[_EMBEDDING][0], "row")
-        different.append(f"vocab_size is {vocab_size} in {CONFIG}, and {_EMBEDDING} has only {rows}")
-    sizes = {shape[-1] for shape in shapes.values()}
-    if type(hidden_size) is int and len(sizes) == 1 and hidden_size not in sizes:
-        name = next(filter(shapes.__contains__, _SIZES))
-        size = _counted(shapes[name][-1], "column" if name == _EMBEDDING else "element")
-        different.append(f"hidden_size is {hidden_size} in {CONFIG}, and {name} has {size}")
-    return different
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _with_dtype(config: bytes, plan: Plan) -> bytes:

@@ -20,15 +20,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from statexchange.checkpoint.extra_files import (
-    ADAPTER_CONFIG,
-    CONFIG,
     FilesFrom,
     extra_files,
     given_config,
     notes_on_empty_directories,
     notes_on_foreign_names,
     notes_on_missing_files,
-    notes_on_other_sizes,
     own_files,
 )
 from statexchange.checkpoint.index import BoxProvenance
@@ -47,6 +44,15 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats import directories, rank_files
+from statexchange.formats.config_check import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    config_warnings,
+    is_adapter,
+    tie_warnings,
+    unties_heads,
+    without_heads,
+)
 from statexchange.formats.converted import (
     Converted,
     check_model_configs,
@@ -268,6 +274,7 @@ def merge_checkpoint(
         own, own_notes = ({}, ()) if files_from == () else own_files(checkpoint)
         merged, plan_options, notes = checkpoint, options, ()
         converted: Converted | None = None
+        left_over: dict[str, bytes] = {}
         if conversion is None:
             plan_options, notes = _unwrapping_options(checkpoint, options)
         else:
@@ -287,8 +294,16 @@ def merge_checkpoint(
             merged, reductions = converted.source, converted.renamed_keys(reductions)
             notes += tuple(options.notes_on_rename({tensor.shard.name for _, tensor in merged.shards()}))
             plan_options = replace(options, include=(), exclude=())  # `_selected` has applied them
-        if options.filename_pattern is None and ADAPTER_CONFIG in own:
-            plan_options = replace(plan_options, filename_pattern=ADAPTER_PATTERN)
+        config = given_config(files_from) or own.get(CONFIG)
+        if unties_heads(config):
+            files = [replace(file, aliases=without_heads(file.aliases)) for file in merged.files]
+            merged = replace(merged, files=tuple(files))
+        wanted = filter(plan_options.wants, {tensor.shard.name for _, tensor in merged.shards()})
+        if is_adapter(list(map(plan_options.renamed, wanted)), own):
+            if options.filename_pattern is None:
+                plan_options = replace(plan_options, filename_pattern=ADAPTER_PATTERN)
+        elif ADAPTER_CONFIG in own:
+            left_over = {ADAPTER_CONFIG: own.pop(ADAPTER_CONFIG)}  # transformers would look for the adapter
         basis = _basis(merged, options, reductions)
         try:
             plan = plan_merge(merged.rank_shards(), plan_options, basis=basis, reductions=reductions)
@@ -308,7 +323,8 @@ def merge_checkpoint(
         notes += notes_on_missing_files(plan, extra) if has_model else ()
         notes += notes_on_foreign_names(plan) if has_model and conversion is None else ()
         selects = bool(options.include or options.exclude)
-        notes += notes_on_other_sizes(plan, extra) if has_model and not selects else ()
+        if has_model and not selects:
+            notes += config_warnings(plan.tensors, {**left_over, **extra})
         target = target_path(path)
         reused: tuple[str, ...] = ()
         _check_apart(checkpoint, target)
@@ -333,6 +349,9 @@ def merge_checkpoint(
                 # Before the commit: a copy of a file that was changed in place is half old and half new.
                 checkpoint.check_unchanged()
                 publication.commit(provenance)
+            if has_model and not selects:
+                digests = {name: [box.digest for box in boxes] for name, boxes in provenance.items()}
+                notes += tie_warnings(plan.tensors, extra, digests)
         report = MergeReport(
             path=target,
             files=tuple((file.name, file.data_nbytes) for file in plan.files),

@@ -75,7 +75,7 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...], a
         return _finding_alone(output, error)
     _show(output, report, checks, time.perf_counter() - began)
     worst = most_severe(report.findings)
-    data = {key: value for key, value in fields_of(report).items() if key not in ("findings", "values", "hub")}
+    data = {key: value for key, value in fields_of(report).items() if key not in ("findings", "values", "hub", "notes")}
     if report.hub is not None:
         data["against"] = {key: value for key, value in fields_of(report.hub).items() if key != "findings"}
     return output.finish(_code(report), data, rows=("findings", _records(report)), error=worst)
@@ -131,6 +131,8 @@ def _show(output: Output, report: VerifyReport, checks: Sequence[str], seconds: 
         output.line(line)
     if report.hub is not None:
         _show_hub(output, report.hub)
+    for note in report.notes:
+        output.warning(note)
     if report.num_unproven:
         output.warning(f"no digest is known of {_unproven_text(report)} bytes cannot be checked")
     if checks and report.num_boxes and not report.values:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from statexchange.errors import StateExchangeError, without_secrets
+from statexchange.formats.config_check import source_warnings
 from statexchange.formats.packed import packing_notes
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
@@ -70,7 +71,7 @@ class Summary:
         parts: the parts of a training framework's directory.
         problems: errors for everything that is missing or broken.
         notes: what this is and which tool reads it, if it is a format that is only shown or a layout of quantised
-            weights; what was not looked at.
+            weights; what was not looked at; what a config says against the tensors.
         tree: the modules in the names of the tensors, if they were asked for.
     """
 
@@ -211,7 +212,7 @@ def _notes(source: Source) -> tuple[str, ...]:
     refusal = () if source.refusal is None else (source.refusal.message,)
     is_flat = any(is_flat_parameter(name) for shard_file in source.files for name in shard_file.tensors)
     flat = (FLAT_PARAMETERS,) if is_flat else ()
-    return (*refusal, *source.notes, *flat, *packing_notes(source))
+    return (*refusal, *source.notes, *flat, *packing_notes(source), *source_warnings(source))
 
 
 def _proven(source: Source) -> bool:
