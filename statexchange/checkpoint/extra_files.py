@@ -16,21 +16,25 @@ from statexchange.errors import (
     InvalidArgumentError,
     ReplacedError,
     StateExchangeError,
+    UnsafeError,
     excerpt,
     without_secrets,
 )
 from statexchange.formats.config_check import ADAPTER_CONFIG, CONFIG, is_adapter
 from statexchange.formats.huggingface import MANIFEST
+from statexchange.formats.source import abbreviated_list
 from statexchange.sharding.options import FLOATS
 from statexchange.storage.budget import Budget
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import OpenedPath, open_path
 from statexchange.storage.store import resolve_path
 from statexchange.tensors import LONG_NAMES
+from statexchange.units import format_bytes
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
     from statexchange.sharding.plan import Plan
+    from statexchange.storage.store import Store, StoredFile
 
 __all__ = [
     "FilesFrom",
@@ -46,6 +50,8 @@ FilesFrom = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[
 
 _VERL_DIRECTORY = "huggingface"
 _TRANSFORMERS_NAMES = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
+_MAX_BYTES = 64 << 20  # of a file, and of all files in subdirectories
+_MAX_DEPTH, _MAX_ENTRIES = 3, 1000  # of subdirectories
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versions
 # Files of a directory that do not belong to a model: weights, indexes, manifests, hidden files and what a training job
 # keeps beside them (Trainer, DeepSpeed and verl).
@@ -55,11 +61,17 @@ _NOT_COPIED = re.compile(
     r"latest_checkpointed_iteration\.txt|fsdp_config\.json|lora_train_meta\.json|events\.out\.tfevents.*"
 )
 
+# Directories of a training job.
+_OF_JOB = re.compile(
+    r"(checkpoint|step)-[0-9]+|global_step[0-9]*|(pytorch_model_fsdp|optimizer|dataloader)_[0-9]+|iter_[0-9]+|"
+    r"mp_rank_.*|runs?|logs?|wandb|mlruns|tensorboard"
+)
+
 
 def extra_files(
     files_from: FilesFrom, plan: Plan, own: Mapping[str, bytes] | None = None, *, updates_dtype: bool = False
 ) -> dict[str, bytes]:
-    """Return the content of each extra file by name.
+    """Return the content of each extra file by its name, or by its path below the checkpoint.
 
     Args:
         files_from: a directory, of which the small files of a model are taken; paths of files; or a mapping of names to
@@ -85,8 +97,7 @@ def _given_files(files_from: FilesFrom, plan: Plan) -> dict[str, bytes]:
     for name, data in _read_files(files_from):
         if name in contents:
             raise InvalidArgumentError(f"files_from gives the file name {name!r} twice")
-        is_plain = name == os.path.basename(name) and name not in ("", ".", "..") and "\0" not in name
-        if name in reserved or not is_plain or name.startswith(".statexchange"):
+        if name in reserved or name in ("", ".", "..") or "\0" in name or name.startswith(".statexchange"):
             raise InvalidArgumentError(
                 f"files_from: {name!r} is not a plain file name, or is one that the checkpoint itself writes"
             )
@@ -96,9 +107,13 @@ def _given_files(files_from: FilesFrom, plan: Plan) -> dict[str, bytes]:
 
 def given_config(files_from: FilesFrom) -> bytes | None:
     """Return the config.json among the files of the option `files_from`; None if there is none."""
-    if files_from is None:
-        return None
-    return next((data for name, data in _read_files(files_from) if name == CONFIG), None)
+    if files_from is None or isinstance(files_from, Mapping):
+        return next((data for name, data in _read_files(files_from or {}) if name == CONFIG), None)
+    for path in _paths(files_from):
+        with open_path(resolve_path(path, "a path of files_from")) as opened:
+            if CONFIG in opened.names:
+                return opened.store.read_small(CONFIG)
+    return None
 
 
 def notes_on_empty_directories(files_from: FilesFrom) -> tuple[str, ...]:
@@ -106,7 +121,7 @@ def notes_on_empty_directories(files_from: FilesFrom) -> tuple[str, ...]:
     notes = []
     for path in [] if files_from is None or isinstance(files_from, Mapping) else _paths(files_from):
         with open_path(resolve_path(path, "a path of files_from")) as opened:
-            if opened.file is None and all(map(_NOT_COPIED.fullmatch, opened.names)):
+            if opened.file is None and not _choose(opened.store)[0]:
                 shown = without_secrets(opened.path)
                 text = f"files_from: nothing is taken from {shown}, which has no config, tokenizer or other such file"
                 if _has_files_below(opened):
@@ -122,33 +137,95 @@ def _has_files_below(opened: OpenedPath) -> bool:
 
 
 def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """Return the extra files of a source that is a Hugging Face directory, and notes about those that cannot be read.
+    """Return the extra files of a source that is a directory of a model, and a note about those that are not taken.
 
-    A directory of torch.save files, or of DeepSpeed's steps, counts as one if it has a config.json. So does the
-    subdirectory of config and tokenizer that a training framework writes.
+    A directory is one if it is of Hugging Face or has a config of transformers or PEFT. So does the subdirectory of
+    config and tokenizer that a training framework writes.
     """
-    opened = source.opened
-    store = source.small_files
+    opened, store = source.opened, source.small_files
     if store is None:
         store = opened.store
-        if opened.file is not None or source.kind not in ("huggingface", "torch", "deepspeed"):
+        has_config = source.kind == "huggingface" or not {CONFIG, ADAPTER_CONFIG}.isdisjoint(store.listing)
+        if opened.file is not None or not has_config:
             return {}, ()
-        if source.kind != "huggingface" and CONFIG not in store.files:
-            return {}, ()
-    files: dict[str, bytes] = {}
-    notes = []
+    base = f"{store.path.rstrip('/')}/"
+    known = {name for part in source.parts for name in part.names}
+    known |= {file.path.removeprefix(base).partition("/")[0] for file in source.files}
+    chosen, left = _choose(store)
+    files = {}
+    for name, file in chosen.items():
+        try:
+            files[name] = file.read_all()
+        except ReplacedError:
+            raise
+        except StateExchangeError as error:
+            left[name] = error.message
+    left = {name: reason for name, reason in left.items() if name not in known}
+    if not left:
+        return files, ()
+    return files, (f"not copied from {without_secrets(store.path)}: {abbreviated_list(left)}",)
+
+
+def _choose(store: Store) -> tuple[dict[str, StoredFile], dict[str, str]]:
+    """Return a model's small files in a directory and in small directories below, and why others are left out."""
+    files: dict[str, StoredFile] = {}
+    left: dict[str, str] = {}
     for name in store.files:
         if not _NOT_COPIED.fullmatch(name):
             try:
-                files[name] = store.read_small(name)
+                files[name] = store.open(name)
             except ReplacedError:
                 raise
             except StateExchangeError as error:
-                notes.append(f"not copied: {error}")
-    return files, tuple(notes)
+                left[name] = error.message
+    large = {name: file.size for name, file in files.items() if file.size > _MAX_BYTES}
+    left |= {name: format_bytes(files.pop(name).size) for name in large}
+    room = _MAX_BYTES
+    for name, kind in store.listing.items():
+        try:
+            below = _files_below(store, name, _MAX_DEPTH) if kind != "file" else {}
+        except ReplacedError:
+            raise
+        except StateExchangeError as error:
+            left[name] = error.message
+            continue
+        nbytes = sum(file.size for file in below.values())
+        if nbytes > room:
+            left[name] = format_bytes(nbytes)
+        else:
+            room -= nbytes
+            files |= below
+    return files, left
 
 
-def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
+def _files_below(store: Store, name: str, depth: int) -> dict[str, StoredFile]:
+    """Return the files in a directory by their relative paths; raise UnsafeError unless it is copied as a whole.
+
+    Links to files are followed, as the Hub's cache has them; links to directories, which may lead anywhere, are not.
+    """
+    if store.listing[name] != "directory":
+        raise UnsafeError("no directory or regular file")
+    below = store.below(name)
+    if name.startswith("."):
+        if CONFIG in below.listing:
+            raise UnsafeError("hidden")
+        return {}  # of tools, such as git
+    if _OF_JOB.fullmatch(name):
+        raise UnsafeError("of a job")
+    if MANIFEST in below.listing:
+        raise UnsafeError("a checkpoint of its own")
+    if not depth or len(below.listing) > _MAX_ENTRIES:
+        raise UnsafeError("too many files or directories")
+    files: dict[str, StoredFile] = {}
+    for inner, kind in below.listing.items():
+        if kind != "file":
+            files |= {f"{name}/{path}": file for path, file in _files_below(below, inner, depth - 1).items()}
+        elif not inner.startswith("."):
+            files[f"{name}/{inner}"] = below.open(inner)
+    return files
+
+
+def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes], source: Source) -> tuple[str, ...]:
     """Return a note if the config is missing without which transformers loads no model, or PEFT no adapter.
 
     Only if tensors have names as in transformers' models: others need no config.
@@ -161,7 +238,9 @@ def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str,
     program, missing = "transformers", CONFIG
     if is_adapter(names):
         program, missing = "PEFT", ADAPTER_CONFIG
-    return (f"no {missing}: {program} will not load this directory; give one by files_from (--files-from)",)
+    store = source.opened.store
+    found = store.path_of(missing) if missing in store.listing else "one"  # beside the file that was named
+    return (f"no {missing}: {program} will not load this directory; give {found} by files_from (--files-from)",)
 
 
 def notes_on_foreign_names(plan: Plan) -> tuple[str, ...]:
@@ -210,15 +289,17 @@ def _read_files(files_from: FilesFrom) -> Iterator[tuple[str, bytes]]:
                 raise InvalidArgumentError(f"files_from: {excerpt(name)} is not a plain file name")
             if not isinstance(text, str | bytes):
                 raise InvalidArgumentError(f"files_from[{name!r}] must be str or bytes, not {type(text).__name__}")
+            if name != os.path.basename(name):
+                raise InvalidArgumentError(f"files_from: {name!r} is not a plain file name")
             yield name, text.encode() if isinstance(text, str) else text
         return
     for path in _paths(files_from):
         with open_path(resolve_path(path, "a path of files_from")) as opened:
-            names = opened.names
+            files = {name: opened.store.open(name) for name in opened.names}
             if opened.file is None:
-                names = [name for name in names if not _NOT_COPIED.fullmatch(name)]
-            for name in names:
-                yield name, opened.store.read_small(name)
+                files, _ = _choose(opened.store)
+            for name, file in files.items():
+                yield name, file.read_all()
 
 
 def _paths(files_from: FilesFrom) -> Sequence[str | os.PathLike[str]]:

@@ -209,10 +209,10 @@ def merge_checkpoint(
         max_shard_size: start a new file before a tensor that would make the file larger: bytes, or text like "5GB".
         filename_pattern: names of the files; {suffix} becomes -00001-of-00004 if there are several. By default
             model{suffix}.safetensors, and adapter_model{suffix}.safetensors for an adapter of PEFT.
-        files_from: extra files for the checkpoint: a directory, of which the small files of a model are taken and not
-            those of a job, such as trainer_state.json; paths; or a mapping of names to contents. The small files of a
-            Hugging Face source are copied too, and a cast updates the dtype in its config.json. ``()``
-            copies no files at all.
+        files_from: extra files for the checkpoint: a directory, of which the small files and directories of a model
+            (64 MiB for each file, and for all in directories) are taken and not those of a job, such as
+            trainer_state.json; paths; or a mapping of names to contents. Those of a Hugging Face source are copied too,
+            a note names the others, and a cast updates the dtype in its config.json. ``()`` copies no files at all.
         overwrite: replace a published checkpoint at `path`.
         resume: also reuse or remove files that processes on other hosts left. The caller must know that they have
             ended: one that still runs would fail.
@@ -320,7 +320,7 @@ def merge_checkpoint(
         about = notes_about(checkpoint, sources, options, expects_model=has_model)
         notes = (*checkpoint.notes, *notes, *about, *metadata_notes, *own_notes)
         notes += notes_on_empty_directories(files_from)
-        notes += notes_on_missing_files(plan, extra) if has_model else ()
+        notes += notes_on_missing_files(plan, extra, checkpoint) if has_model else ()
         notes += notes_on_foreign_names(plan) if has_model and conversion is None else ()
         selects = bool(options.include or options.exclude)
         if has_model and not selects:
