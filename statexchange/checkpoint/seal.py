@@ -34,6 +34,7 @@ from statexchange.storage.atomic import is_temporary
 from statexchange.storage.location import location
 from statexchange.storage.opened_path import OpenedPath, open_path
 from statexchange.storage.store import resolve_path
+from statexchange.storage.tensorfile import read_header
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source, SourceTensor
@@ -218,16 +219,12 @@ def _whole_tensors(source: Source) -> dict[str, tuple[str, SourceTensor]]:
             text = f"{tensors[shard.name][0]} has a tensor of this name, too: a manifest lists each name once"
             raise UnsupportedError(text, name=shard.name, path=shard_file.path)
         tensors[shard.name] = (file, tensor)
-    store = source.opened.store
-    indexed: dict[str, str] = {}
-    for name in store.files:
-        if name.endswith(huggingface.INDEX_SUFFIX):
-            indexed |= huggingface.read_index(store, name)
-    for name, (file, _) in tensors.items():
-        if indexed and name not in indexed:
-            text = "the index does not list this tensor, which its file has: write the index again"
-            raise CorruptError(text, name=name, path=store.path_of(file))
-    huggingface.check_file_names({name: file for name, (file, _) in tensors.items()}, store.path)
+    for shard_file in source.files:
+        for name in read_header(shard_file.file).entries:
+            if name not in shard_file.tensors:
+                text = "the index does not list this tensor, which its file has: write the index again"
+                raise CorruptError(text, name=name, path=shard_file.path)
+    huggingface.check_file_names({name: file for name, (file, _) in tensors.items()}, source.path)
     return tensors
 
 

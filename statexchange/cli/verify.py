@@ -73,12 +73,17 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...], a
             report = verify(path, checks=checks, against=against, on_progress=progress)
     except (CorruptError, IncompleteError) as error:  # it cannot even be opened
         return _finding_alone(output, error)
+    for note in report.notes:
+        output.warning(note)
     _show(output, report, checks, time.perf_counter() - began)
     worst = most_severe(report.findings)
-    data = {key: value for key, value in fields_of(report).items() if key not in ("findings", "values", "hub", "notes")}
+    data = {key: value for key, value in fields_of(report).items() if key not in _NOT_IN_DATA}
     if report.hub is not None:
         data["against"] = {key: value for key, value in fields_of(report.hub).items() if key != "findings"}
     return output.finish(_code(report), data, rows=("findings", _records(report)), error=worst)
+
+
+_NOT_IN_DATA = ("findings", "values", "hub", "notes")  # notes are the warnings of the JSON
 
 
 def _code(report: VerifyReport) -> str:
@@ -131,8 +136,6 @@ def _show(output: Output, report: VerifyReport, checks: Sequence[str], seconds: 
         output.line(line)
     if report.hub is not None:
         _show_hub(output, report.hub)
-    for note in report.notes:
-        output.warning(note)
     if report.num_unproven:
         output.warning(f"no digest is known of {_unproven_text(report)} bytes cannot be checked")
     if checks and report.num_boxes and not report.values:

@@ -27,6 +27,7 @@ from statexchange.errors import (
     excerpt,
     without_secrets,
 )
+from statexchange.formats.model_files import TORCH, WEIGHT_SUFFIXES, is_weights, unread_weights
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import (
     Part,
@@ -52,7 +53,6 @@ _PEFT = "base_model.model."
 _MAX_TEXT = 64  # bytes of a file with one number
 # Files that only checkpoints of other formats have.
 _OF_OTHERS = ("statexchange.json", "save.json", "latest", CLAIM_NAME)  # "latest" is DeepSpeed's
-_WEIGHTS = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,9 @@ def _stored(pattern: str, reader: _Reader, *keys: str, is_directory: bool = Fals
 
 
 _TRAINER_STATE, _MAX_STATE_BYTES = "trainer_state.json", 64 << 10
+# Trainer writes its state last. A directory of this name with one of these files and without the state was cut short.
+_TRAINER_DIRECTORY, _OF_TRAINER = re.compile(r"checkpoint-[0-9]{1,18}"), ("training_args.bin", "optimizer.pt")
+_ADAPTER_CONFIG = "adapter_config.json"
 _GLOBAL_STEP = re.compile(rb'"global_step"\s*:\s*([0-9]{1,18})(?![0-9.eE])')
 _INDEX = r"(-[0-9]{5}-of-[0-9]{5})?"
 _SAFETENSORS = _stored(rf"(?P<of>(adapter_)?model(_[0-9]+)?){_INDEX}\.safetensors(\.index\.json)?", "huggingface")
@@ -250,9 +253,24 @@ def _framework_of(store: Store) -> _Framework | None:
         return None
     for framework in _FRAMEWORKS:
         has_mark = any(mark.fullmatch(name) for mark in framework.marks for name in names)
+        if framework.kind == "trainer":
+            has_mark = has_mark or _is_cut_short(store)
         if has_mark and any(section in ("model", "optimizer", None) for section, _ in _chosen(framework, store)):
             return framework
     return None
+
+
+def _is_cut_short(store: Store) -> bool:
+    """Whether this is a directory of Trainer whose writer was killed before it wrote its state."""
+    name = store.path.rstrip("/").rpartition("/")[2]
+    if _TRAINER_STATE in store.listing or not _TRAINER_DIRECTORY.fullmatch(name):
+        return False
+    return any(file in store.listing for file in _OF_TRAINER)
+
+
+def _adapters_below(store: Store) -> list[str]:
+    """Return the subdirectories in which PEFT keeps adapters that have names."""
+    return [name for name in store.directories if _ADAPTER_CONFIG in store.below(name).listing]
 
 
 def _chosen(framework: _Framework, store: Store) -> list[tuple[SectionName | None, list[_FoundPart]]]:
@@ -261,6 +279,8 @@ def _chosen(framework: _Framework, store: Store) -> list[tuple[SectionName | Non
     for section, ways in framework.parts:
         for stored in ways:
             found = _found_parts(stored, store)
+            if section == "model" and len(found) > 1:  # a model comes before an adapter, as in model_files.py
+                found = [part for part in found if not part.stem.startswith("adapter_model")] or found
             if found:
                 chosen.append((section, found))
                 break
@@ -362,7 +382,11 @@ class _Directory:
         if not found and not mixed:
             there = ", ".join(repr(name) for name in SECTIONS if name in dict(self._chosen))
             text = f"there is no section {section!r}, only {there}: choose with section (--section)"
-            if section == "model":
+            adapters = _adapters_below(self._store)
+            if section == "model" and adapters:
+                paths = ", ".join(map(self._store.path_of, adapters[:_MAX_SHOWN]))
+                text = f"the adapters of this directory lie one level down: give the path of one of them, {paths}"
+            elif section == "model":
                 text = f"no file of a model is here, only of {there}: copy it, too, or choose with section (--section)"
             raise InvalidArgumentError(text, path=self._store.path)
         if section == "model" and len(found) > 1:
@@ -425,10 +449,13 @@ class _Directory:
 
     def _read(self, part: _FoundPart, *, strict: bool) -> Source:
         """Open a part by its own format, and remove the key that its framework adds."""
-        read_part: Callable[..., Source] = import_module(f"statexchange.formats.{part.stored.reader}").read
         stored, (first, *others) = part.stored, part.names
+        reader = stored.reader
         if stored.is_directory:
             below = self._store.below(first)
+            # accelerate can also write one file of torch.save for each rank into the directory of a DCP.
+            if ".metadata" not in below.listing and any(name.endswith(TORCH) for name in below.files):
+                reader = "torch_file"
             opened = OpenedPath(below.path, below, None)
         elif stored.reader == "dcp":
             opened = OpenedPath(self._store.path, self._store, None)
@@ -436,6 +463,7 @@ class _Directory:
             opened = OpenedPath(self._store.path, FilteredStore(self._store, frozenset(part.names).__contains__), None)
         else:
             opened = OpenedPath(self._store.path_of(first), self._store, first)
+        read_part: Callable[..., Source] = import_module(f"statexchange.formats.{reader}").read
         source = read_part(opened, strict=strict)
         for key in stored.keys:
             if _all_have(source, f"{key}."):
@@ -449,7 +477,10 @@ class _Directory:
             if section in sections:
                 problems += self._missing_ranks(parts)
         found = {section for section, _ in self._chosen}
-        if "model" in sections and not found & {"model", None}:
+        if len(sections) > 1 and _is_cut_short(self._store):  # the model alone may well be whole
+            text = "Trainer writes this file last, and it is missing: the save did not finish, or was not copied whole"
+            problems.append(IncompleteError(text, path=self._store.path_of(_TRAINER_STATE)))
+        if "model" in sections and not found & {"model", None} and not _adapters_below(self._store):
             there = ", ".join(repr(name) for name in SECTIONS if name in found)
             text = f"no file of a model is here, only of {there}: it was not written, or not copied"
             problems.append(IncompleteError(text, path=self._store.path))
@@ -538,17 +569,14 @@ class _Directory:
         return self._store.below(name) if name else self._store
 
     def _notes(self) -> tuple[str, ...]:
-        """Return a note about files of the directory that belong to no part."""
-        patterns = [stored.pattern for _, ways in self._framework.parts for stored in ways]
-        patterns += self._framework.marks
-        unknown = []
-        for name in self._store.files:
-            if name.endswith((*_WEIGHTS, ".gguf")) and not any(pattern.fullmatch(name) for pattern in patterns):
-                unknown.append(name)
-        notes = () if self._store is self._opened.store else (f"read from {self._store.path}",)
-        if not unknown:
-            return notes
-        return (*notes, f"not known as part of a {self._framework.kind} directory, not read: {_listed(unknown)}")
+        """Return notes about the files and adapters of the directory that are not read."""
+        notes: tuple[str, ...] = () if self._store is self._opened.store else (f"read from {self._store.path}",)
+        names = {name for _, parts in self._chosen for part in parts for name in part.names}
+        notes += unread_weights(self._store, names)
+        adapters = _adapters_below(self._store)
+        if adapters:
+            notes += (f"not read: the adapters in {_listed(adapters)}; to read one, give its path",)
+        return notes
 
 
 def _notes_on_lora(source: Source) -> tuple[str, ...]:
@@ -645,7 +673,7 @@ def error_without_model(path: str) -> InvalidArgumentError | None:
         with open_path(path) as opened:
             if opened.file is not None:
                 return None
-            weights = [name for name in opened.names if name.endswith(_WEIGHTS)]
+            weights = [name for name in opened.names if name.endswith(WEIGHT_SUFFIXES)]
             extra_states = weights if all(map(_EXTRA_STATE.fullmatch, weights)) else []
         found = _part_in(parent, name, is_extra_state=bool(extra_states))
     except StateExchangeError:
@@ -684,12 +712,11 @@ def _part_in(parent: str, name: str, *, is_extra_state: bool) -> str:
 
 _CHECKPOINT = re.compile(r"(?:checkpoint|global_step|step|epoch|iter)[-_=]?([0-9]{1,18})", re.IGNORECASE)
 _CKPT = ".ckpt"  # of Lightning's files and directories
-_NO_MODEL = ("training_args.bin",)  # Trainer writes it beside its checkpoints, too
 
 
 def check_none_below(opened: OpenedPath) -> None:
     """Raise InvalidArgumentError for a directory that contains checkpoints, by their names, and no weights itself."""
-    if opened.file is not None or any(_is_weights(name) for name in opened.store.files):
+    if opened.file is not None or any(is_weights(name) and not name.endswith(_CKPT) for name in opened.store.files):
         return
     store = opened.store
     steps = {name: match for name in store.directories if (match := _CHECKPOINT.fullmatch(name)) is not None}
@@ -708,10 +735,6 @@ def check_none_below(opened: OpenedPath) -> None:
         advice = "give that one," if len(names) == 1 else "name one of them, as"
         text = f"this directory contains {_counted(names)}: {advice} {store.path_of(names[0])}"
         raise InvalidArgumentError(text, path=opened.path)
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith(_WEIGHTS) and name not in _NO_MODEL and not name.endswith(_CKPT)
 
 
 def _counted(names: Sequence[str]) -> str:

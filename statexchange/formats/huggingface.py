@@ -1,5 +1,8 @@
 """Read Hugging Face checkpoints: one safetensors file, or a directory of them with or without an index.
 
+`model_files` decides which files of a directory are the model. An index says which tensor of which file is meant: what
+else lies in its files, such as tensors of an earlier save, is not read, and a note names it.
+
 Files of torch's HuggingFaceStorageWriter are shards: their metadata has the offsets of each tensor's part, but not the
 tensor's global shape, which is taken from the ends of all parts.
 
@@ -15,7 +18,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from statexchange.errors import CorruptError, IncompleteError, NotFoundError, StateExchangeError, excerpt
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    NotFoundError,
+    StateExchangeError,
+    excerpt,
+)
+from statexchange.formats.model_files import (
+    ModelFiles,
+    has_safetensors_model,
+    model_files,
+    only_indexed,
+    preferred_file,
+    unread_weights,
+)
 from statexchange.formats.sealed_files import KEY as SEALED
 from statexchange.formats.sealed_files import parse_sealed
 from statexchange.formats.source import (
@@ -68,6 +86,8 @@ _NUMBERED = re.compile(r"(.*?)([0-9]{5,9})-of-([0-9]{5,9})(\.[a-z]+)")
 _OF = re.compile(r"[0-9][-_.]of[-_.]?0*([0-9]{1,9})(?![0-9])")
 _WORLD_SIZE = re.compile(r"world_size_([0-9]{1,9})(?![0-9])")
 RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
+# The whole name of a rank's file: a number after "rank" elsewhere may be LoRA's rank.
+_RANK_ALONE = re.compile(r"(?:pytorch_model_fsdp_(?:[0-9]+_)?)?rank[_-]?([0-9]{1,9})\.[a-z]+")
 
 
 def matches(opened: OpenedPath) -> bool:
@@ -80,8 +100,7 @@ def matches(opened: OpenedPath) -> bool:
     listing = opened.store.listing
     if ".metadata" in listing or any(map(is_rank_file, listing)):  # a torch DCP directory, or a workspace's round
         return False
-    names = opened.store.non_directories
-    return any(name in (MANIFEST, CLAIM_NAME) or name.endswith((_SUFFIX, INDEX_SUFFIX)) for name in names)
+    return MANIFEST in listing or CLAIM_NAME in listing or has_safetensors_model(opened.store)
 
 
 def _has_header(opened: OpenedPath) -> bool:
@@ -98,17 +117,20 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
     problems: list[StateExchangeError] = []
     manifest: dict[str, Any] | None = None
     weight_map: dict[str, str] = {}
+    files = ModelFiles((opened.file,), None, is_torch=False) if opened.file is not None else None
     if opened.file is None:
         try:
             manifest = _manifest(store) if uses_manifest else None
             problems += _unfinished(store, manifest)
-            weight_map = _weight_map(store, manifest)
+            files = model_files(store) if manifest is None else None
+            weight_map = _weight_map(store, files, manifest)
+        except InvalidArgumentError:  # several candidates, of which the caller has to name one
+            raise
         except StateExchangeError as error:
             problems.append(error)
     published = manifest["tensors"] if manifest is not None else {}
     listed_names = names_by_file(weight_map)
-    present = [opened.file] if opened.file is not None else _tensor_files(store)
-    names = sorted(set(weight_map.values())) or present
+    names = sorted(listed_names) or (list(files.names) if files is not None else [])
     if opened.file is None and not weight_map:
         problems += check_numbers(names, store)
         if not names and manifest is None and not problems:
@@ -117,17 +139,26 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
     shard_files: list[ShardFile] = []
     unreadable: list[UnreadableTensor] = []
     texts: list[Mapping[str, str]] = []
+    parts: set[str] = set()
     for number, name in enumerate(names):
         try:
             file = store.open(name)
             header = read_header(file)
-            shard_files.append(_shard_file(number, file, header, published))
+            offsets = _offsets_of_parts(header, file)
+            parts.update(offsets)
+            shard_files.append(_shard_file(number, file, header, offsets, published))
             unreadable += unknown_dtypes(header, file.path)
             texts.append(header.common_metadata)
         except StateExchangeError as error:
             problems.append(_as_incomplete(error, store.path_of(name)))
             unreadable += _listed_in(store, name, listed_names.get(name, []), published)
+    notes: tuple[str, ...] = ()
+    if opened.file is None:
+        notes = unread_weights(store, names)
     problems += misplaced(weight_map, shard_files, unreadable)
+    if weight_map and manifest is None:
+        shard_files, stale = only_indexed(shard_files, weight_map, parts)
+        notes += stale
     problems += _contradicted(published, shard_files)
     try:
         shard_files = _whole(shard_files)
@@ -145,12 +176,8 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
         unreadable=tuple(unreadable),
         metadata=metadata,
         differing=differing,
+        notes=notes,
     )
-
-
-def _tensor_files(store: Store) -> list[str]:
-    """Return the names of all safetensors files."""
-    return [name for name in store.non_directories if name.endswith(_SUFFIX)]
 
 
 def check_numbers(names: Sequence[str], store: Store) -> list[StateExchangeError]:
@@ -178,7 +205,7 @@ def missing_ranks(names: Sequence[str], rank: re.Pattern[str], store: Store) -> 
     """Return an IncompleteError for each set of files in which a rank is missing.
 
     A set is all names that differ only in the number that `rank` finds. Nothing lists the ranks, so a file that is
-    missing after the last one goes unnoticed.
+    missing after the last one goes unnoticed. The number in a lone name may be another one, such as LoRA's rank.
     """
     ranks_of_set: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:
@@ -189,7 +216,7 @@ def missing_ranks(names: Sequence[str], rank: re.Pattern[str], store: Store) -> 
     problems: list[StateExchangeError] = []
     for (begin, end), digits in ranks_of_set.items():
         absent = next(number for number in range(len(digits) + 1) if number not in digits)
-        if absent < max(digits):
+        if len(digits) > 1 and absent < max(digits):
             name = f"{begin}{absent:0{min(map(len, digits.values()))}d}{end}"
             text = f"there are files of ranks up to {max(digits)}: the file of this rank is missing"
             if name in store.directories:
@@ -201,7 +228,7 @@ def missing_ranks(names: Sequence[str], rank: re.Pattern[str], store: Store) -> 
 def part_of(name: str, store: Store) -> str:
     """Return in words what a file is, if its name shows that it is one of several in its directory; else "".
 
-    The name shows that by the number of files, by a rank other than 0, or by files of other ranks beside it.
+    The name shows that by the number of files, by being a rank's as a whole, or by files of other ranks beside it.
     """
     if _SHARD_NAME.fullmatch(name):
         return ""
@@ -216,7 +243,8 @@ def part_of(name: str, store: Store) -> str:
         found = RANK.search(other)
         if found is not None and other != name and (other[: found.start(1)], other[found.end(1) :]) == (begin, end):
             return f"one rank's, and those of others lie beside it ({excerpt(other, 80)[1:-1]})"
-    return f"that of rank {int(ranks[0][1])}, by its name" if int(ranks[0][1]) else ""
+    alone = _RANK_ALONE.fullmatch(name)
+    return f"that of rank {int(alone[1])}, by its name" if alone is not None and int(alone[1]) else ""
 
 
 def _as_incomplete(error: StateExchangeError, path: str) -> StateExchangeError:
@@ -255,12 +283,17 @@ def _listed_in(store: Store, file: str, names: Sequence[str], published: Mapping
     return [UnreadableTensor(name, *described.get(name, (None, None)), path) for name in names or list(described)]
 
 
-def _shard_file(number: int, file: StoredFile, header: Header, published: Mapping[str, Any]) -> ShardFile:
-    """Return a file with its tensors.
+def _shard_file(
+    number: int,
+    file: StoredFile,
+    header: Header,
+    parts: Mapping[str, tuple[int, ...]],
+    published: Mapping[str, Any],
+) -> ShardFile:
+    """Return a file with its tensors; `parts` has the offsets of those that are parts.
 
     A part's global shape ends with this part for now; `_whole` replaces it when all parts are known.
     """
-    parts = _offsets_of_parts(header, file)
     tensors = {}
     for name, entry in header.entries.items():
         box = Box(parts.get(name, (0,) * len(entry.shape)), entry.shape)
@@ -383,21 +416,25 @@ def _check_record(record: Any) -> None:
         raise TypeError("a tensor's file is not a name")
 
 
-def _weight_map(store: Store, manifest: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the file of each tensor, from the manifest or else the indexes; {} without either."""
-    indexes = [name for name in store.files if name.endswith(INDEX_SUFFIX)]
-    indexed: dict[str, str] = {}
-    for index in indexes:
-        indexed |= read_index(store, index)
-    if manifest is not None:
-        published = {name: record["file"] for name, record in manifest["tensors"].items()}
-        if indexed and indexed != published:
-            raise CorruptError(
-                "index and manifest disagree: remove the index or publish again", path=store.path_of(indexes[0])
-            )
-        check_file_names(published, store.path)
-        return published
-    return indexed
+def _weight_map(store: Store, files: ModelFiles | None, manifest: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the file of each tensor, from the manifest or else the index; {} without either."""
+    if manifest is None:
+        return {} if files is None or files.index is None else read_index(store, files.index)
+    published = {name: record["file"] for name, record in manifest["tensors"].items()}
+    check_file_names(published, store.path)
+    files_of_manifest = set(published.values())
+    chosen = preferred_file(store)  # which other programs read, whatever the manifest says
+    for name in store.files:
+        if not name.endswith(INDEX_SUFFIX):
+            if name == chosen and name not in files_of_manifest:
+                text = "this file is what other programs read, and the manifest does not list it: remove one of them"
+                raise CorruptError(text, path=store.path_of(name))
+            continue
+        indexed = read_index(store, name)
+        if indexed != published and (name == chosen or files_of_manifest.intersection(indexed.values())):
+            text = "index and manifest disagree: remove the index or publish again"
+            raise CorruptError(text, path=store.path_of(name))
+    return published
 
 
 def check_file_names(weight_map: Mapping[str, str], path: str, suffix: str = _SUFFIX) -> None:

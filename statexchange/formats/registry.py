@@ -23,6 +23,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats import directories
+from statexchange.formats.model_files import is_weights, unread_weights
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, select_section
 from statexchange.formats.source import WEIGHTS, Source, Weights, abbreviated_names
@@ -194,7 +195,7 @@ def probe(path: str) -> Probe:
         except ReplacedError:
             raise
         except InvalidArgumentError as error:  # one of several checkpoints has to be named
-            are_files = not directories or _format("foreign").matches(opened)  # else directories, to be probed in turn
+            are_files = not directories or any(map(is_weights, names))  # else directories, to be probed in turn
             return Probe(opened, None, error if are_files else None, names, directories)
         except StateExchangeError as error:
             return Probe(opened, None, error, names, directories)
@@ -338,9 +339,7 @@ def _unread_beside(opened: OpenedPath, name: str) -> list[str]:
         if any(file.endswith("_states.pt") for file in store.files) and _format(_DEEPSPEED).matches(opened):
             advice = "to read it, move its files to a directory of their own"
             return [f"a checkpoint of DeepSpeed is here, too, and not read: {advice}"]
-        names = [file for file in store.non_directories if file.endswith(".safetensors")]
-        if names:
-            return [f"not read beside the torch DCP: {abbreviated_names(names)}; to read a file, give its path"]
+        return [*unread_weights(store, ())]
     return []
 
 

@@ -6,7 +6,9 @@ follow from the first keys of the names, such as ``optimizer`` in ``optimizer.st
 
 * A checkpoint has sections only if it is certain to be a job's state: it has an optimizer's state, or plain values
   under keys such as ``step``. A model may well have a module called ``scaler``, and none of its tensors may get lost.
+* What has ``param_groups`` and else only ``state`` is an optimizer, whatever its key is called.
 * Keys that libraries use for states other than the model's then name these sections.
+* A key that all names have above such keys is looked through: torch's Stateful example wraps all in ``app``.
 * A key such as ``model`` or ``state_dict`` names the model, and is removed from the names when the section is selected,
   if all tensors that are in no other section have it.
 * Otherwise the tensors that are in no other section are the model, and keep their names: some jobs save the model
@@ -40,13 +42,13 @@ SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 ALL = "all"
 MODEL_OF_PARTS = "model of parts"  # the model of a framework's directory (directories.py), all of anything else
 
-_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "app.model")
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _KEYS: dict[str, SectionName] = {
     **dict.fromkeys(("ema", "ema_model", "model_ema", "ema_state_dict"), "ema"),
     **dict.fromkeys(
         (
             *("opt", "optim", "optimizer", "optimizers", "optim_state", "optimizer_state", "optimizer_states"),
-            *("optim_state_dict", "optimizer_state_dict", "app.optimizer"),
+            *("optim_state_dict", "optimizer_state_dict"),
         ),
         "optimizer",
     ),
@@ -70,6 +72,8 @@ _KEYS: dict[str, SectionName] = {
 _NUMBER = re.compile(r"_?[0-9]+$")  # of one among several optimizers
 # An entry of an optimizer's own state dict. In a save, a key that is a number stands in brackets: state[0].exp_avg.
 _OPTIMIZER_STATE = re.compile(r"state(\.[0-9]+|\[[0-9]+\])\.[^.]+$|param_groups\b")
+# Names below an optimizer's key: each has one of both words, and one at least has the groups.
+_OF_OPTIMIZER, _OF_STATE = (re.compile(rf"[^.]+\.({words})([.\[]|$)") for words in ("param_groups", "param_groups|state"))
 _HAS_STATE = re.compile(r"(^|\.)(state|param_groups)[.\[]")
 _NESTED = ("save", "dcp", "torch", "workspace")  # formats whose tensors may be a whole job's state
 
@@ -86,43 +90,81 @@ def sections_of(source: Source) -> tuple[Section, ...]:
 
 
 def _values_of_save(source: Source, tensors: set[str]) -> set[str]:
-    """Return the first keys of a saved state under which there are plain values alone."""
+    """Return the names of plain values in a save that show what its keys are.
+
+    These are the first keys under which there are plain values alone, and the param_groups of optimizers.
+    """
     if source.kind != "save" or not source.configs:
         return set()
     state = parse_stored(next(iter(source.configs.values())), source.path, source.budget)
+    if not isinstance(state, dict):
+        return set()
     keys = {_first_key(name).partition("[")[0] for name in tensors}
-    return {key for key in state if _first_key(key) not in keys} if isinstance(state, dict) else set()
+    names = {key for key in state if _first_key(key) not in keys}
+    for key, value in state.items():
+        names.update(f"{key}.{path}" for path in _param_groups(value))
+        for inner, below in value.items() if isinstance(value, dict) else ():
+            names.update(f"{key}.{inner}.{path}" for path in _param_groups(below))
+    return names
+
+
+def _param_groups(value: object) -> tuple[str, ...]:
+    return ("param_groups",) if isinstance(value, dict) and "param_groups" in value else ()
 
 
 def _by_keys(tensors: set[str], others: set[str]) -> tuple[Section, ...]:
-    """Return the sections that the first keys of the names show."""
-    found: dict[SectionName, set[str]] = {}
+    """Return the sections that the first keys of the names show, below a key that all names have, such as "app"."""
+    root = _root(tensors | others)
+    tensors, others = _below(root, tensors), _below(root, others)
+    optimizers = _optimizers(tensors | others)
+    by_section: dict[SectionName, set[str]] = {}
     models: dict[str, set[str]] = {}  # by the key that names a model
     unkeyed = set()
     for name in tensors | others:
         key = _first_key(name)
-        section = _KEYS.get(_NUMBER.sub("", key))
+        section = "optimizer" if key in optimizers else _KEYS.get(_NUMBER.sub("", key))
         if section is not None:
-            found.setdefault(section, set()).add(name)
+            by_section.setdefault(section, set()).add(name)
         elif _OPTIMIZER_STATE.match(name):
-            found.setdefault("optimizer", set()).add(name)
+            by_section.setdefault("optimizer", set()).add(name)
         elif key in _MODEL_KEYS and name != key:
             models.setdefault(key, set()).add(name)
         else:
             unkeyed.add(name)
-    if not _is_job_state(found, others):
+    if not _is_job_state(by_section, others):
         return ()
     if len(models) == 1 and unkeyed.isdisjoint(tensors):
-        found["model"] = set().union(*models.values())
-        found["other"] = found.get("other", set()) | unkeyed
+        by_section["model"] = set().union(*models.values())
+        by_section["other"] = by_section.get("other", set()) | unkeyed
     else:
-        found["model"] = unkeyed.union(*models.values())
+        by_section["model"] = unkeyed.union(*models.values())
     sections = []
     for section in SECTIONS:
-        if found.get(section):
-            prefix = "" if section == "model" and unkeyed & found["model"] else _common_key(found[section])
-            sections.append(Section(section, prefix, frozenset(found[section])))
+        names = by_section.get(section)
+        if names:
+            prefix = "" if section == "model" and unkeyed & names else _common_key(names)
+            sections.append(Section(section, root + prefix, frozenset(root + name for name in names)))
     return tuple(sections)
+
+
+def _root(names: set[str]) -> str:
+    """Return the key with its dot that all names have above the keys of a job's state; "" if there is none.
+
+    torch's example of a Stateful application wraps its whole state in one, and so do jobs that follow it.
+    """
+    key = _common_key(names)
+    is_section = key[:-1] in _MODEL_KEYS or _NUMBER.sub("", key[:-1]) in _KEYS
+    return "" if is_section or not _optimizers(_below(key, names)) else key
+
+
+def _below(root: str, names: set[str]) -> set[str]:
+    return {name.removeprefix(root) for name in names} if root else names
+
+
+def _optimizers(names: set[str]) -> set[str]:
+    """Return the first keys under which there is an optimizer's state dict, whatever the keys are called."""
+    others = {_first_key(name) for name in names if not _OF_STATE.match(name)}
+    return {_first_key(name) for name in names if _OF_OPTIMIZER.match(name)} - others
 
 
 def _common_key(names: set[str]) -> str:
@@ -139,9 +181,7 @@ def _is_job_state(found: Mapping[SectionName, set[str]], others: set[str]) -> bo
 
 
 def _first_key(name: str) -> str:
-    """Return the first key of a name; the first two if the first is DCP's "app", which all names have."""
-    first, _, others = name.partition(".")
-    return f"app.{others.partition('.')[0]}" if first == "app" else first
+    return name.partition(".")[0]
 
 
 def check_section(section: object) -> None:

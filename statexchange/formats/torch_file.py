@@ -22,6 +22,7 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats.huggingface import RANK, check_numbers, misplaced, names_by_file, read_index
+from statexchange.formats.model_files import INDEX, TORCH, model_files, only_indexed, unread_weights
 from statexchange.formats.part_names import StateFile, state_file
 from statexchange.formats.pickles import GlobalRef, OpaqueObject, each_once, read_pickle
 from statexchange.formats.source import Part, Section, SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
@@ -48,8 +49,6 @@ from statexchange.values import MAX_DEPTH
 
 __all__ = ["TorchFile", "leaves", "matches", "open_archive", "read"]
 
-_SUFFIXES = (".pt", ".pth", ".bin")
-_INDEX_SUFFIX = ".bin.index.json"
 _ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 # Files without a tensor that stand beside those of a DCP, and what writes them.
@@ -63,8 +62,8 @@ _MAX_KEY_TEXT = 512  # characters of a key that is not text, in a name
 def matches(opened: OpenedPath) -> bool:
     """Whether a path is a file of torch.save or a directory with such files."""
     if opened.file is None:
-        return any(name.endswith((*_SUFFIXES, _INDEX_SUFFIX)) for name in opened.store.non_directories)
-    return opened.file.endswith(_SUFFIXES) or _first_bytes(opened.store.open(opened.file)).startswith((_ZIP, _LEGACY))
+        return any(name.removesuffix(INDEX).endswith(TORCH) for name in opened.store.non_directories)
+    return opened.file.endswith(TORCH) or _first_bytes(opened.store.open(opened.file)).startswith((_ZIP, _LEGACY))
 
 
 def _first_bytes(file: StoredFile) -> bytes:
@@ -76,9 +75,9 @@ def _first_bytes(file: StoredFile) -> bytes:
 def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     """Return the source at a path.
 
-    In a directory with an index (``*.bin.index.json``) the files that it lists are read, otherwise all files. If all
-    names have exactly one ``rankN``, N is the file's rank; otherwise the files are numbered in the order of their
-    names.
+    In a directory the files of the model (model_files.py) are read, and those of other parts of a job's state, such as
+    ``optimizer.pt``. If all names have exactly one ``rankN``, N is the file's rank; otherwise the files are numbered in
+    the order of their names.
     """
     store = opened.store
     problems: list[StateExchangeError] = []
@@ -88,14 +87,19 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     unreadable: list[UnreadableTensor] = []
     known: dict[str, StateFile] = {}  # by name of an entry
     indexed: dict[str, str] = {}
+    names = [opened.file] if opened.file is not None else []
     if opened.file is None:
-        indexes = [name for name in store.files if name.endswith(_INDEX_SUFFIX)]
-        for index in indexes:
-            indexed |= read_index(store, index, ".bin")
-        if not indexed:
-            problems += check_numbers([name for name in store.non_directories if name.endswith(_SUFFIXES)], store)
+        files = model_files(store)
+        if files is not None and files.index is not None:
+            indexed = read_index(store, files.index, ".bin")
+            names = sorted(set(indexed.values()))
+        else:
+            names = list(files.names) if files is not None else []
+            names += [name for name in store.non_directories if name.endswith(TORCH) and state_file(name) is not None]
+            problems += check_numbers(names, store)
     listed_names = names_by_file(indexed)
-    for rank, name in _ranked(opened, sorted(listed_names)):
+    notes: tuple[str, ...] = () if opened.file is not None else unread_weights(store, names)
+    for rank, name in _ranked(names):
         try:
             reader = TorchFile(store.open(name), rank)
             shard_files.append(reader.shard_file)
@@ -119,12 +123,14 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             others[entry] = f"{one} in one file, {other} in another"
     listed = {name: file for name, file in indexed.items() if name not in others}
     problems += misplaced(listed, shard_files, unreadable)
+    if indexed:
+        shard_files, stale = only_indexed(shard_files, indexed)
+        notes += stale
     if opened.file is None and not any(shard_file.tensors for shard_file in shard_files) and not unreadable:
         problems += _lone_side_files(store)
     if problems and strict:
         raise problems[0]
     parts: tuple[Part, ...] = ()
-    notes: tuple[str, ...] = ()
     part = None if opened.file is None else state_file(opened.file)
     if part is not None and opened.file is not None:
         parts = (Part(part.section, (opened.file,)),)
@@ -168,13 +174,10 @@ def _lone_side_files(store: Store) -> list[StateExchangeError]:
     return problems
 
 
-def _ranked(opened: OpenedPath, indexed: list[str]) -> list[tuple[int, str]]:
+def _ranked(names: Sequence[str]) -> list[tuple[int, str]]:
     """Return (rank, name) of the files to read."""
-    if opened.file is not None:
-        return [(0, opened.file)]
-    names = indexed or [name for name in opened.store.non_directories if name.endswith(_SUFFIXES)]
     numbers = [RANK.findall(name) for name in names]
-    if all(len(of_name) == 1 for of_name in numbers):
+    if len(names) > 1 and all(len(of_name) == 1 for of_name in numbers):
         return sorted((int(of_name[0]), name) for of_name, name in zip(numbers, names, strict=True))
     return list(enumerate(names))
 

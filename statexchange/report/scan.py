@@ -27,6 +27,7 @@ from statexchange.errors import (
     excerpt,
     without_secrets,
 )
+from statexchange.formats.model_files import unread_weights
 from statexchange.formats.registry import UNFINISHED_DOWNLOAD, Probe, probe
 from statexchange.report.summary import count_parameters, model_of, tensor_rows
 from statexchange.storage.files import hidden_target
@@ -175,6 +176,9 @@ def _row(folder: str, found: Probe) -> ScanRow | None:
         verdict, status = _verdict(problems, folder), "broken"
     elif source.refusal is not None:
         verdict, status = "NOT CHECKED", "not checked"
+    unread = unread_weights(found.opened.store, {file.name for file in source.files})
+    if unread and status == "whole":
+        verdict += f", {unread[0].partition(';')[0]}"
     return ScanRow(
         path=without_secrets(folder),
         kind=source.kind,

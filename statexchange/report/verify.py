@@ -42,7 +42,8 @@ class VerifyReport:
         findings: an error for each problem.
         values: what the checks of values found.
         hub: the comparison with the metadata of a download, whose findings are among `findings`; None without.
-        notes: what a config beside the tensors says against them.
+        notes: what a user should know about how the checkpoint was read, such as files of weights that were not; and
+            what a config beside the tensors says against them.
     """
 
     path: str
@@ -118,7 +119,7 @@ def verify(
                 findings=tuple(check.findings),
                 values=tuple(check.value_findings),
                 hub=hub,
-                notes=source_warnings(source, check.digests()),
+                notes=(*source.notes, *source_warnings(source, check.digests())),
             )
     raise AssertionError("the last attempt returns or raises")
 

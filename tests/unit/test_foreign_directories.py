@@ -218,11 +218,11 @@ def test_a_file_of_lightnings_directory_alone_is_shown(call: CommandLine, tmp_pa
             "huggingface",
             "a checkpoint of DeepSpeed is here, too, and not read: to read it",
         ),
-        ("lightning/sharded/last.ckpt", "lightning", "not known as part of a lightning directory, not read: model.saf"),
+        ("lightning/sharded/last.ckpt", "lightning", "not read: model.safetensors"),
         (
             "torchtitan/fused/checkpoint/step-3",
             "dcp",
-            "not read beside the torch DCP: model.safetensors",
+            "not read: model.safetensors",
         ),
     ],
 )

@@ -242,7 +242,7 @@ def test_replicas_that_differ_are_an_error_that_names_the_option(tmp_path: Path)
 
 def test_replicas_without_digests_are_compared_by_their_bytes(tmp_path: Path) -> None:
     (tmp_path / "ws").mkdir()
-    for name, value in (("old", 1.0), ("new", 2.0)):
+    for name, value in (("rank0", 1.0), ("rank1", 2.0)):
         save_file({"w": torch.full((9,), value), "same": torch.ones(3)}, tmp_path / "ws" / f"{name}.safetensors")
     assert refuse(ReplicaError, tmp_path, "different values").name == "w"
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", exclude="w")

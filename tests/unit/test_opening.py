@@ -68,13 +68,13 @@ def test_two_dots_after_a_link_mean_the_parent_of_its_target(tmp_path: Path, mon
 def test_a_broken_link_is_a_missing_file(kind: str, tmp_path: Path) -> None:
     """A cleaned cache of downloads leaves such links."""
     if kind == "pt":
-        torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
+        torch.save({"a": torch.ones(2)}, tmp_path / "a0.pt")
     else:
-        save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
-    (tmp_path / f"b.{kind}").symlink_to(tmp_path / "gone")
+        save_file({"a": torch.ones(2)}, tmp_path / "a0.safetensors")
+    (tmp_path / f"a1.{kind}").symlink_to(tmp_path / "gone")
     with pytest.raises(sx.errors.IncompleteError, match="missing") as caught:
         sx.merge_checkpoint(tmp_path, tmp_path / "out")
-    assert caught.value.path == str(tmp_path / f"b.{kind}")
+    assert caught.value.path == str(tmp_path / f"a1.{kind}")
     assert [type(finding) for finding in verify(tmp_path).findings] == [sx.errors.IncompleteError]
 
 

@@ -239,7 +239,7 @@ def forget_in_index(folder: Path) -> None:
 
 def copy_a_tensor(folder: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
-    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "other.safetensors")
+    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "model-00003-of-00002.safetensors")
 
 
 def rename_with_a_space(folder: Path) -> None:

@@ -55,6 +55,10 @@ STATES: dict[str, tuple[dict[str, Any], dict[str, int], set[str]]] = {
         {"model": 1, "optimizer": 2},
         {"w"},
     ),
+    "keys of its own": ({"net": {"w": one()}, "mine": MOMENTS}, {"model": 1, "optimizer": 1}, {"net.w"}),
+    "one level down": ({"app": {"model": {"w": one()}, "optimizers": MOMENTS}}, {"model": 1, "optimizer": 1}, {"w"}),
+    "any key above": ({"job": {"state_dict": {"w": one()}, "o": MOMENTS}}, {"model": 1, "optimizer": 1}, {"w"}),
+    "a module called state": ({"net": {"state": {"w": one()}}}, {}, {"net.state.w"}),
     "only a model": ({"model": {"w": one()}, "lm_head": {"w": one()}}, {}, {"model.w", "lm_head.w"}),
     "a model with a module called scaler": (
         {"model": {"w": one()}, "scaler": {"mean": one()}},

@@ -1,0 +1,190 @@
+"""Which files of a directory are the model: the one place where that is decided, by the names in its listing.
+
+The order is that of transformers' `from_pretrained`: ``model.safetensors``, its index, ``pytorch_model.bin``, its
+index, then an adapter of PEFT. A directory without any of these names must have one candidate: one index, one file, or
+one set of files that are numbered or belong to ranks. Two candidates are never united: the caller has to name one.
+
+Frameworks' own layouts, which other formats recognise by their marks, do not come here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from statexchange.errors import InvalidArgumentError, excerpt
+from statexchange.formats.part_names import state_file
+from statexchange.formats.source import ShardFile, abbreviated_names
+from statexchange.storage.store import Store
+
+__all__ = [
+    "INDEX",
+    "SAFETENSORS",
+    "TORCH",
+    "WEIGHT_SUFFIXES",
+    "ModelFiles",
+    "has_safetensors_model",
+    "is_weights",
+    "model_files",
+    "only_indexed",
+    "preferred_file",
+    "unread_weights",
+]
+
+SAFETENSORS, TORCH, INDEX = (".safetensors",), (".pt", ".pth", ".bin"), ".index.json"
+# The last of these are what other programs keep weights in. No format of ours reads them beside a model.
+_OTHERS = (".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz", ".tflite", ".ot")
+WEIGHT_SUFFIXES = (*SAFETENSORS, *TORCH, *_OTHERS)
+_PREFERRED = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
+_OF = re.compile(r"[-_.]of[-_.]?([0-9]+)(?![0-9])")  # the total in model-00001-of-00004
+_RANK = re.compile(r"(?<![a-z])(rank|tp|pp|ep|shard|part|stage|layer|mp|consolidated)[-_.]?[0-9]", re.IGNORECASE)
+_NUMBER = re.compile(r"[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of a directory that are its model.
+
+    Attributes:
+        names: the files; empty if an index lists them.
+        index: the index that lists them; None without one.
+        is_torch: whether they are files of torch.save; else they are safetensors files.
+    """
+
+    names: tuple[str, ...]
+    index: str | None
+    is_torch: bool
+
+
+def has_safetensors_model(store: Store) -> bool:
+    """Whether the model of a directory lies in safetensors files; it may be one of several candidates."""
+    preferred = preferred_file(store)
+    if preferred is not None:
+        return preferred.removesuffix(INDEX).endswith(SAFETENSORS)
+    return any(name.removesuffix(INDEX).endswith(SAFETENSORS) for name in store.non_directories)
+
+
+def preferred_file(store: Store) -> str | None:
+    """Return the file or index that transformers and PEFT look for, by name; None if there is none of them."""
+    names = store.non_directories
+    return next((name for name in _PREFERRED if name in names), None)
+
+
+def model_files(store: Store) -> ModelFiles | None:
+    """Return the files of a directory that are its model; None if it has no weights that can be read.
+
+    Raises:
+        InvalidArgumentError: there are several candidates, and no name says which of them is the model.
+    """
+    preferred = preferred_file(store)
+    if preferred is not None:
+        return _chosen([preferred])
+    # As in transformers, safetensors files come before those of torch.save.
+    names = store.non_directories
+    for suffixes in (SAFETENSORS, TORCH):
+        weights = [name for name in names if name.endswith(suffixes) and state_file(name) is None]
+        indexes = [name for name in names if name.endswith(tuple(f"{suffix}{INDEX}" for suffix in suffixes))]
+        candidates = [[name] for name in indexes] or _sets(weights)
+        # A single file beside an index of its stem is a second save: programs differ in which of the two they read.
+        candidates += [[name] for name in weights if f"{name}{INDEX}" in indexes]
+        if len(candidates) > 1:
+            raise _several(candidates, store)
+        if candidates:
+            return _chosen(candidates[0])
+    return None
+
+
+def _chosen(names: Sequence[str]) -> ModelFiles:
+    first = names[0].removesuffix(INDEX)
+    is_index = first != names[0]
+    return ModelFiles(() if is_index else tuple(names), names[0] if is_index else None, first.endswith(TORCH))
+
+
+def _sets(names: Iterable[str]) -> list[list[str]]:
+    """Return the files in sets, each of which may be one model: names that differ in numbers alone.
+
+    Sets "of 2" and "of 3" are two saves. Numbers without such a total or a word such as "rank" count files only if they
+    begin at 0 or 1 and have no gap: model_100 and model_200 are two steps.
+    """
+    by_form: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        total = _OF.search(name)
+        by_form.setdefault((_NUMBER.sub("#", name), total[1] if total is not None else ""), []).append(name)
+    sets = []
+    for (_, total_digits), of_form in by_form.items():
+        if total_digits or _RANK.search(of_form[0]) or _is_counted(of_form):
+            sets.append(of_form)
+        else:
+            sets += [[name] for name in of_form]
+    return sets
+
+
+def _is_counted(names: Sequence[str]) -> bool:
+    """Whether names differ in one number alone, which counts from 0 or 1."""
+    rows = [[int(digits) for digits in _NUMBER.findall(name)] for name in names]
+    varying = [sorted(column) for column in zip(*rows, strict=True) if len(set(column)) > 1]
+    if len(varying) != 1:
+        return not varying
+    (numbers,) = varying
+    return numbers[0] in (0, 1) and numbers[-1] - numbers[0] == len(numbers) - 1
+
+
+def _several(candidates: Sequence[Sequence[str]], store: Store) -> InvalidArgumentError:
+    shown = []
+    for names in candidates:
+        more = f" (of {len(names)} files)" if len(names) > 1 else ""
+        shown.append(f"{excerpt(names[0], 100)[1:-1]}{more}")
+    text = (
+        f"this directory has {len(candidates)} sets of weights, and no name says which is the model: "
+        f"{abbreviated_names(shown)}. Give the path of one file, or move one set to a directory of its own"
+    )
+    return InvalidArgumentError(text, path=store.path)
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file has the name of one with weights, and not that of another part of a job's state."""
+    return name.endswith(WEIGHT_SUFFIXES) and state_file(name) is None
+
+
+def unread_weights(store: Store, names: Iterable[str]) -> tuple[str, ...]:
+    """Return a note on the files of weights in a directory that are not among `names`, those that are read."""
+    read = set(names)
+    unread = [name for name in store.non_directories if is_weights(name) and name not in read]
+    if not unread:
+        return ()
+    return (f"not read: {abbreviated_names(unread)}; to read one, give its path",)
+
+
+def only_indexed(
+    files: Sequence[ShardFile], weight_map: Mapping[str, str], parts: Collection[str] = ()
+) -> tuple[list[ShardFile], tuple[str, ...]]:
+    """Return the files with the tensors that an index assigns to them, and a note on the others, which are not read.
+
+    Args:
+        files: the files of the index.
+        weight_map: the file of each tensor, by the index.
+        parts: names of tensors of which several files have parts; the index names one file of these.
+    """
+    indexed = []
+    stale: list[str] = []
+    for shard_file in files:
+        tensors = {}
+        for name, tensor in shard_file.tensors.items():
+            if weight_map.get(name) == shard_file.name or (name in parts and name in weight_map):
+                tensors[name] = tensor
+            else:
+                stale.append(f"{name} in {shard_file.name}")
+        aliases = {alias: name for alias, name in shard_file.aliases.items() if alias in tensors and name in tensors}
+        indexed.append(replace(shard_file, tensors=tensors, aliases=aliases))
+    if not stale:
+        return list(files), ()
+    text = f"{len(stale):,} tensors lie in files to which the index does not assign them, and are not read"
+    return indexed, (f"{text}: {abbreviated_names(stale)}",)
