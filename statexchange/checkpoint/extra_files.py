@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from statexchange.checkpoint.index import index_name, single_file_name
@@ -20,7 +21,7 @@ from statexchange.errors import (
     excerpt,
     without_secrets,
 )
-from statexchange.formats.config_check import ADAPTER_CONFIG, CONFIG, is_adapter
+from statexchange.formats.config_check import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG, is_adapter, named_adapters
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.source import abbreviated_list
 from statexchange.sharding.options import FLOATS
@@ -40,6 +41,7 @@ __all__ = [
     "FilesFrom",
     "extra_files",
     "given_config",
+    "notes_on_adapters",
     "notes_on_empty_directories",
     "notes_on_foreign_names",
     "notes_on_missing_files",
@@ -232,8 +234,9 @@ def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes], source: Sourc
     """
     if extra.keys() & {CONFIG, ADAPTER_CONFIG}:
         return ()
-    names = [tensor.name for file in plan.files for tensor in file.tensors]
-    if not any(map(_TRANSFORMERS_NAMES.search, names)):
+    names = plan.tensors
+    # Those of a whole model of PEFT are no directory that any program loads.
+    if not any(map(_TRANSFORMERS_NAMES.search, names)) or named_adapters(names):
         return ()
     program, missing = "transformers", CONFIG
     if is_adapter(names):
@@ -243,9 +246,33 @@ def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes], source: Sourc
     return (f"no {missing}: {program} will not load this directory; give {found} by files_from (--files-from)",)
 
 
+def notes_on_adapters(plan: Plan, files: Collection[str], source: Source) -> tuple[str, ...]:
+    """Return a note on an adapter under the names that it has in a model of PEFT, by which PEFT does not load it.
+
+    The note shows the options of a merge that selects and renames its tensors; `files` are the names of extra files.
+    """
+    adapters = named_adapters(plan.tensors)
+    if not adapters or not all(ADAPTER_PREFIX in name for name in plan.tensors):
+        return ()
+    adapter, names = next(iter(adapters.items()))
+    section = [] if source.selected is None else [source.selected]
+    include = [pattern for pattern in (f"*.{adapter}", f"*.{adapter}.*") if fnmatch.filter(names, pattern)]
+    rename = [(rf"([.]modules_to_save)?[.]{re.escape(adapter)}\b", "")]
+    if not all(name.startswith(ADAPTER_PREFIX) for name in names):
+        rename.append((f"^.*?(?={re.escape(ADAPTER_PREFIX)})", ""))
+    given = [] if ADAPTER_CONFIG in files else [ADAPTER_CONFIG]
+    arguments = [f'section="{name}"' for name in section] + [f"include={include}", f"rename={rename}"]
+    arguments += [f'files_from="{name}"' for name in given]
+    options = [f"--section {name}" for name in section] + [f'--include "{pattern}"' for pattern in include]
+    options += [f'--rename "{pattern}="' for pattern, _ in rename] + [f"--files-from {name}" for name in given]
+    others = f" (others are {', '.join(map(repr, list(adapters)[1:]))})" if len(adapters) > 1 else ""
+    text = f"the tensors are those of a model of PEFT; to write what PEFT loads, its adapter {adapter!r}{others} alone"
+    return (f"{text}: {', '.join(arguments)} ({' '.join(options)})",)
+
+
 def notes_on_foreign_names(plan: Plan) -> tuple[str, ...]:
     """Return a note if a built-in conversion to names of transformers has a rule for the name of every tensor."""
-    known = conversion_of([tensor.name for file in plan.files for tensor in file.tensors])
+    known = conversion_of(list(plan.tensors))
     if known is None:
         return ()
     option = f'convert="{known}" (--convert {known})'

@@ -23,6 +23,7 @@ from statexchange.checkpoint.extra_files import (
     FilesFrom,
     extra_files,
     given_config,
+    notes_on_adapters,
     notes_on_empty_directories,
     notes_on_foreign_names,
     notes_on_missing_files,
@@ -321,6 +322,7 @@ def merge_checkpoint(
         notes = (*checkpoint.notes, *notes, *about, *metadata_notes, *own_notes)
         notes += notes_on_empty_directories(files_from)
         notes += notes_on_missing_files(plan, extra, checkpoint) if has_model else ()
+        notes += notes_on_adapters(plan, {**left_over, **extra}, checkpoint) if has_model else ()
         notes += notes_on_foreign_names(plan) if has_model and conversion is None else ()
         selects = bool(options.include or options.exclude)
         if has_model and not selects:

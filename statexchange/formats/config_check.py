@@ -23,6 +23,7 @@ __all__ = [
     "config_warnings",
     "is_adapter",
     "is_plain",
+    "named_adapters",
     "source_warnings",
     "tie_warnings",
     "unties_heads",
@@ -31,9 +32,14 @@ __all__ = [
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 ADAPTER_PREFIX = "base_model.model."  # of all names in an adapter that PEFT saves
-_ADAPTER_PARAMETER = re.compile(
-    r"[._](lora|ia3|hada|lokr|oft|boft|vera|fourierft|hra|vblora|adaption|bone|miss|shira|c3a|randlora|road)_"
+_METHODS = "lora|ia3|hada|lokr|oft|boft|vera|fourierft|hra|vblora|adaption|bone|miss|shira|c3a|randlora|road"
+_ADAPTER_PARAMETER = re.compile(rf"[._]({_METHODS})_")
+# While a model is trained, its parameters of an adapter have the adapter's name.
+_NAMED_ADAPTER = re.compile(
+    rf"\.(({_METHODS})_[A-Za-z0-9_]+|modules_to_save)\.(?!weight$|bias$)(?P<adapter>[^.]+)(\.|$)"
 )
+# A weight below an adapted layer is the whole model's; PEFT writes those of embeddings into adapters, too.
+_BASE_LAYER = re.compile(r"(?<!embed_tokens)(?<!lm_head)\.base_layer\.")
 _LORA_A = re.compile(r".*\.lora_A\.(.+\.)?weight")
 _SCALE = re.compile(r"(scale|scales|scale_inv|absmax|qzeros|SCB)$")
 
@@ -173,9 +179,19 @@ def is_adapter(names: Collection[str], files: Collection[str] = ()) -> bool:
     """Whether tensors of these names, beside these files, are an adapter of PEFT and not a whole model."""
     if "prompt_embeddings" in names:
         return True
-    if not names or not all(name.startswith(ADAPTER_PREFIX) and ".base_layer." not in name for name in names):
+    if not names or any(not name.startswith(ADAPTER_PREFIX) or _BASE_LAYER.search(name) for name in names):
         return False
     return ADAPTER_CONFIG in files or any(map(_ADAPTER_PARAMETER.search, names))
+
+
+def named_adapters(names: Collection[str]) -> dict[str, list[str]]:
+    """Return the names of tensors by the name of the adapter of PEFT in them, as a model that is trained has them."""
+    adapters: dict[str, list[str]] = {}
+    for name in names:
+        match = _NAMED_ADAPTER.search(name)
+        if match is not None:
+            adapters.setdefault(match["adapter"], []).append(name)
+    return adapters
 
 
 def is_plain(tensors: _Tensors) -> bool:

@@ -73,7 +73,9 @@ _NUMBER = re.compile(r"_?[0-9]+$")  # of one among several optimizers
 # An entry of an optimizer's own state dict. In a save, a key that is a number stands in brackets: state[0].exp_avg.
 _OPTIMIZER_STATE = re.compile(r"state(\.[0-9]+|\[[0-9]+\])\.[^.]+$|param_groups\b")
 # Names below an optimizer's key: each has one of both words, and one at least has the groups.
-_OF_OPTIMIZER, _OF_STATE = (re.compile(rf"[^.]+\.({words})([.\[]|$)") for words in ("param_groups", "param_groups|state"))
+_OF_OPTIMIZER, _OF_STATE = (
+    re.compile(rf"[^.]+\.({words})([.\[]|$)") for words in ("param_groups", "param_groups|state")
+)
 _HAS_STATE = re.compile(r"(^|\.)(state|param_groups)[.\[]")
 _NESTED = ("save", "dcp", "torch", "workspace")  # formats whose tensors may be a whole job's state
 
