@@ -183,7 +183,7 @@ def _choose(store: Store) -> tuple[dict[str, StoredFile], dict[str, str]]:
     large = {name: file.size for name, file in files.items() if file.size > _MAX_BYTES}
     left |= {name: format_bytes(files.pop(name).size) for name in large}
     room = _MAX_BYTES
-    for name, kind in store.listing.items():
+    for name, kind in store.listing.items() if files else ():  # without a file it is not the directory of a model
         try:
             below = _files_below(store, name, _MAX_DEPTH) if kind != "file" else {}
         except ReplacedError:
