@@ -52,6 +52,7 @@ FilesFrom = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[
 
 _VERL_DIRECTORY = "huggingface"
 _TRANSFORMERS_NAMES = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
+_KINDS = ("torch", "deepspeed", "dcp", "rank files")  # formats beside which a config of the model may lie
 _MAX_BYTES = 64 << 20  # of a file, and of all files in subdirectories
 _MAX_DEPTH, _MAX_ENTRIES = 3, 1000  # of subdirectories
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versions
@@ -141,14 +142,14 @@ def _has_files_below(opened: OpenedPath) -> bool:
 def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """Return the extra files of a source that is a directory of a model, and a note about those that are not taken.
 
-    A directory is one if it is of Hugging Face or has a config of transformers or PEFT. So does the subdirectory of
+    A directory is one if it is of Hugging Face, or has a config of transformers or PEFT. So is the subdirectory of
     config and tokenizer that a training framework writes.
     """
     opened, store = source.opened, source.small_files
     if store is None:
         store = opened.store
-        has_config = source.kind == "huggingface" or not {CONFIG, ADAPTER_CONFIG}.isdisjoint(store.listing)
-        if opened.file is not None or not has_config:
+        has_config = source.kind in _KINDS and not {CONFIG, ADAPTER_CONFIG}.isdisjoint(store.listing)
+        if opened.file is not None or not (has_config or source.kind == "huggingface"):
             return {}, ()
     base = f"{store.path.rstrip('/')}/"
     known = {name for part in source.parts for name in part.names}

@@ -177,9 +177,11 @@ def without_heads(aliases: Mapping[str, str]) -> dict[str, str]:
 
 def is_adapter(names: Collection[str], files: Collection[str] = ()) -> bool:
     """Whether tensors of these names, beside these files, are an adapter of PEFT and not a whole model."""
-    if "prompt_embeddings" in names:
+    if "prompt_embeddings" in names or not names:
+        return bool(names)
+    if ADAPTER_CONFIG in files and all(map(_ADAPTER_PARAMETER.search, names)):  # as transformers may save it
         return True
-    if not names or any(not name.startswith(ADAPTER_PREFIX) or _BASE_LAYER.search(name) for name in names):
+    if any(not name.startswith(ADAPTER_PREFIX) or _BASE_LAYER.search(name) for name in names):
         return False
     return ADAPTER_CONFIG in files or any(map(_ADAPTER_PARAMETER.search, names))
 
@@ -257,10 +259,8 @@ def _text_models(config: _Config, tensors: _Tensors) -> list[_TextModel]:
         match = _EMBEDDING.fullmatch(name)
         if match is not None and _NUMBERED.match(name) is None:
             embeddings[match["model"]] = name
-    if not embeddings and len(lists) == 1:
-        match = _LAYERS.fullmatch(next(iter(lists)))
-        assert match is not None
-        embeddings[match["model"]] = ""
+    if not embeddings and len(lists) == 1:  # of a model, and not of a part such as a decoder of audio
+        embeddings = {prefix: "" for prefix in ("", "model.", "transformer.") if _layers_below(prefix, lists, 1)}
     models: dict[str, list[_TextModel]] = {}  # by the beginning of their config's keys
     for prefix, embedding in embeddings.items():
         where, inner = _config_below(config, prefix)
@@ -269,9 +269,9 @@ def _text_models(config: _Config, tensors: _Tensors) -> list[_TextModel]:
     return [alike[0] for alike in models.values() if len(alike) == 1]
 
 
-def _layers_below(prefix: str, lists: Collection[str]) -> str:
+def _layers_below(prefix: str, lists: Collection[str], max_depth: int = 2) -> str:
     """Return the list of layers beside the embedding, or else the only one in a part of the model, as `encoder`."""
-    for depth in (1, 2):
+    for depth in range(1, max_depth + 1):
         near = [name for name in lists if name.startswith(prefix) and name.count(".", len(prefix)) == depth]
         if near:
             return near[0] if len(near) == 1 else ""
@@ -336,8 +336,10 @@ def _against_head(model: _TextModel, config: _Config, tensors: _Tensors) -> Iter
         return
     rows = tensors[model.embedding].shape[:1]
     for name, info in tensors.items():
+        if _HEAD.fullmatch(name) or ("head" in name and not name.startswith(model.layers or "-")):
+            return
         is_alike = len(info.shape) == 2 and info.shape[:1] == rows and "embed" not in name and "wpe" not in name
-        if _HEAD.fullmatch(name) or (is_alike and _NUMBERED.match(name) is None):
+        if is_alike and _NUMBERED.match(name) is None:  # a head of another name
             return
     yield f"{_TIED} is false, and beside {model.embedding} there is no head, such as lm_head.weight"
 

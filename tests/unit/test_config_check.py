@@ -227,6 +227,13 @@ def test_an_adapter_is_known_by_its_tensors(tmp_path: Path) -> None:
     assert len(load_file(tmp_path / "bare/adapter_model.safetensors")) == len(ADAPTER)
 
 
+def test_an_adapter_may_have_the_names_of_its_base_model(tmp_path: Path) -> None:
+    shapes = {name.removeprefix("base_model.model."): shape for name, shape in ADAPTER.items()}
+    write_model(tmp_path / "in", {"peft_type": "LORA", "r": 2}, shapes, name="adapter_config.json")
+    assert merge_checkpoint(tmp_path / "in", tmp_path / "out").notes == ()
+    assert {"adapter_config.json", "adapter_model.safetensors"} < set(os.listdir(tmp_path / "out"))
+
+
 def test_a_soft_prompt_is_an_adapter(tmp_path: Path) -> None:
     shapes = {"prompt_embeddings": (4, 8)}
     write_model(tmp_path / "in", {"peft_type": "PROMPT_TUNING"}, shapes, name="adapter_config.json")
