@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import CommandLine
+from fsspec.core import url_to_fs
 from safetensors.numpy import load_file, save_file
 
 import statexchange as sx
@@ -178,25 +179,32 @@ def test_nothing_is_left_of_a_publication_that_is_abandoned_or_killed(tmp_path: 
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
-def test_directories_come_along_to_and_from_an_object_store(store: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["store", "s3"])
+def test_directories_come_along_to_and_from_an_object_store(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    url = f"{request.getfixturevalue(kind)}/out" if kind == "s3" else "memory://out"
+    request.getfixturevalue("store")
+    system, base = url_to_fs(url)
     source = write_model(tmp_path / "in")
 
-    def keys(name: str) -> set[str]:
-        return {path.removeprefix(f"/{name}/") for path in store.find(f"/{name}")}
+    def keys() -> set[str]:
+        system.invalidate_cache()
+        return {path.removeprefix(f"{base}/") for path in system.find(base)}
 
-    sx.merge_checkpoint(source, "memory://out")
-    assert keys("out") == EXPECTED
-    sx.merge_checkpoint("memory://out", tmp_path / "back")
+    sx.merge_checkpoint(source, url)
+    assert keys() == EXPECTED
+    sx.merge_checkpoint(url, tmp_path / "back")
     assert files_below(tmp_path / "back") == EXPECTED
     with pytest.raises(TargetExistsError):
-        sx.merge_checkpoint(source, "memory://out")
+        sx.merge_checkpoint(source, url)
     shutil.rmtree(source / "2_Dense")
-    sx.merge_checkpoint(source, "memory://out", overwrite=True)
-    assert keys("out") == {name for name in EXPECTED if not name.startswith("2_Dense")}
-    store.pipe_file("/out/1_Pooling/mine.txt", b"mine")
+    sx.merge_checkpoint(source, url, overwrite=True)
+    assert keys() == {name for name in EXPECTED if not name.startswith("2_Dense")}
+    system.pipe_file(f"{base}/1_Pooling/mine.txt", b"mine")
     with pytest.raises(UnsafeError):
-        sx.merge_checkpoint(source, "memory://out", overwrite=True)
-    assert "1_Pooling/mine.txt" in keys("out")
+        sx.merge_checkpoint(source, url, overwrite=True)
+    assert "1_Pooling/mine.txt" in keys()
 
 
 def test_objects_of_a_publisher_that_failed_are_removed(
