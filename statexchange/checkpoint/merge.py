@@ -275,7 +275,6 @@ def merge_checkpoint(
         own, own_notes = ({}, ()) if files_from == () else own_files(checkpoint)
         merged, plan_options, notes = checkpoint, options, ()
         converted: Converted | None = None
-        left_over: dict[str, bytes] = {}
         if conversion is None:
             plan_options, notes = _unwrapping_options(checkpoint, options)
         else:
@@ -295,14 +294,10 @@ def merge_checkpoint(
             merged, reductions = converted.source, converted.renamed_keys(reductions)
             notes += tuple(options.notes_on_rename({tensor.shard.name for _, tensor in merged.shards()}))
             plan_options = replace(options, include=(), exclude=())  # `_selected` has applied them
-        config = given_config(files_from) or own.get(CONFIG)
-        if unties_heads(config):
-            files = [replace(file, aliases=without_heads(file.aliases)) for file in merged.files]
-            merged = replace(merged, files=tuple(files))
-        wanted = filter(plan_options.wants, {tensor.shard.name for _, tensor in merged.shards()})
-        if is_adapter(list(map(plan_options.renamed, wanted)), own):
-            if options.filename_pattern is None:
-                plan_options = replace(plan_options, filename_pattern=ADAPTER_PATTERN)
+        merged = _with_heads(merged, given_config(files_from) or own.get(CONFIG))
+        left_over: dict[str, bytes] = {}
+        if _writes_adapter(merged, plan_options, own):
+            plan_options = replace(plan_options, filename_pattern=options.filename_pattern or ADAPTER_PATTERN)
         elif ADAPTER_CONFIG in own:
             left_over = {ADAPTER_CONFIG: own.pop(ADAPTER_CONFIG)}  # transformers would look for the adapter
         basis = _basis(merged, options, reductions)
@@ -373,6 +368,20 @@ def merge_checkpoint(
         return merge_once()
     except ReplacedError:
         return merge_once()
+
+
+def _with_heads(source: Source, config: bytes | None) -> Source:
+    """Return the source; if its config.json does not tie heads to embeddings, such a head is written."""
+    if not unties_heads(config):
+        return source
+    files = [replace(shard_file, aliases=without_heads(shard_file.aliases)) for shard_file in source.files]
+    return replace(source, files=tuple(files))
+
+
+def _writes_adapter(source: Source, options: ExportOptions, files: Mapping[str, bytes]) -> bool:
+    """Whether what is written is an adapter of PEFT."""
+    wanted = filter(options.wants, {tensor.shard.name for _, tensor in source.shards()})
+    return is_adapter(list(map(options.renamed, wanted)), files)
 
 
 def _with_directory(error: StateExchangeError, checkpoint: Source) -> StateExchangeError:
