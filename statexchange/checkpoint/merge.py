@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -64,6 +63,7 @@ from statexchange.formats.converted import (
     read_conversion,
 )
 from statexchange.formats.huggingface import part_of
+from statexchange.formats.model_files import are_of_ranks
 from statexchange.formats.registry import open_source, open_with, read_opened, read_section
 from statexchange.formats.replicas import check_tensor_copies, check_tied
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, no_section, section_of
@@ -71,9 +71,10 @@ from statexchange.formats.source import Section, SectionName, Source, Weights, a
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.settings import check_flags, check_progress
 from statexchange.sharding.layout_advice import layout_advice, rule_for_dim
-from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas
+from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas, renamed
 from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
+from statexchange.sharding.wrappers import note_on_wrappers, wrapper_rules
 from statexchange.storage.location import location
 from statexchange.storage.opened_path import OpenedPath, read_option_file
 from statexchange.storage.store import resolve_path
@@ -81,16 +82,14 @@ from statexchange.tensors import element_shape
 from statexchange.units import format_transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["MergeReport", "PlannedTensor", "merge_checkpoint"]
 
 _log = logging.getLogger(__name__)
 
-# Prefixes that wrappers (DistributedDataParallel, torch.compile) add to all names and that models do not use.
-_WRAPPERS = ("module.", "_orig_mod.")
 # First parts of names in a whole model. A name with one of these after "model." shows that "model." is a wrapper.
-_TOPS = ("model.", "lm_head.", "transformer.", *_WRAPPERS)
+_TOPS = ("model.", "lm_head.", "transformer.", "module.")
 _WITHOUT_MODEL = ("optimizer", "scheduler", "rng", "other")  # sections
 
 
@@ -169,8 +168,9 @@ def merge_checkpoint(
     exactly once. Each box is checked against its digest while it is copied. Memory is bounded, whatever the size of the
     model.
 
-    If all selected names begin with ``module.`` or ``_orig_mod.``, this prefix is removed before `rename`. If all begin
-    with a ``model.`` that seems to wrap a whole model, a note in the report shows how to remove it.
+    What wrappers of modules put into names, such as ``_orig_mod`` anywhere or ``module.`` in front of all selected
+    names, is removed before `rename`. If all begin with a ``model.`` that seems to wrap a whole model, a note in the
+    report shows how to remove it.
 
     Entries that are not tensors are not written. The report's notes list them, and tensors that look like optimizer
     state. Text metadata of safetensors files is kept if all files agree on it.
@@ -308,7 +308,7 @@ def merge_checkpoint(
         if not plan.num_tensors:
             raise _nothing_to_merge(checkpoint, section)
         if options.replicas == "equal":
-            check_replicas(merged, plan)
+            check_replicas(merged, plan, plan_options)
         extra = extra_files(files_from, plan, own, updates_dtype=bool(options.dtype) or checkpoint.kind == "deepspeed")
         metadata, metadata_notes = kept_metadata(checkpoint, plan_options)
         sources = [tensor.source for file in plan.files for tensor in file.tensors]
@@ -441,7 +441,8 @@ def _open(
     if section is None and has_patterns and not converts:
         section = MODEL_OF_PARTS
     if options.layout is None:
-        source = open_source(path, section=section, weights=weights)
+        wants = options.wants if options.include or options.exclude else None
+        source = open_source(path, section=section, weights=weights, wants=wants)
     else:
         source = open_with(path, partial(_read_plain, weights=weights), strict=True, section=section)
     if section == MODEL_OF_PARTS and source.sections and all(one.name != "model" for one in source.sections):
@@ -463,12 +464,11 @@ def _unwrapping_options(source: Source, options: ExportOptions) -> tuple[ExportO
     """Return options that remove the prefixes of wrappers from all selected names, and notes about that."""
     all_names = {tensor.shard.name for _, tensor in source.shards()}
     names = set(filter(options.wants, all_names))
-    wrapper = _common_wrappers(names)
+    rules = wrapper_rules(names)
     notes = options.notes_on_exclude({*all_names, *source.unsupported})
-    notes += options.notes_on_rename({name[len(wrapper) :] for name in names})
-    if wrapper:
-        text = f"the prefix {excerpt(wrapper)} of a wrapper was removed from all names"
-        return replace(options, rename=_unwrapping(wrapper, options.rename)), (text, *notes)
+    notes += options.notes_on_rename({renamed(name, rules) for name in names})
+    if rules:
+        return replace(options, rename=_unwrapping(rules, options.rename)), (note_on_wrappers(names, rules), *notes)
     inner = [name.removeprefix("model.") for name in names if name.startswith("model.")]
     if inner and len(inner) == len(names) and not options.rename:
         is_whole_model = any(name.startswith(_TOPS) for name in inner)
@@ -489,10 +489,9 @@ def _selected(source: Source, options: ExportOptions) -> tuple[Source, tuple[str
     names = {tensor.shard.name for _, tensor in source.shards()}
     options.check_include(names)
     selected = frozenset(filter(options.wants, names))
-    wrapper = _common_wrappers(selected)
-    notes = [f"the prefix {excerpt(wrapper)} of a wrapper was removed from all names"] if wrapper else []
-    notes += options.notes_on_exclude({*names, *source.unsupported})
-    return section_of(source, Section("model", wrapper, selected)), tuple(notes)
+    model = section_of(source, Section("model", "", selected)).unwrapped()
+    notes = model.notes[len(source.notes) :]
+    return model, (*notes, *options.notes_on_exclude({*names, *source.unsupported}))
 
 
 def _given_configs(files_from: FilesFrom) -> list[KnownConfig]:
@@ -501,28 +500,12 @@ def _given_configs(files_from: FilesFrom) -> list[KnownConfig]:
     return [] if content is None else config_of(f"{CONFIG} of files_from", content)
 
 
-def _common_wrappers(names: Collection[str]) -> str:
-    """Return the wrappers' prefixes with which all names begin and which leave something of each name; "" if none."""
-    if not names:
-        return ""
-    # A common prefix of the first and the last name in sorted order is common to all names.
-    first, last = min(names), max(names)
-    shortest = min(map(len, names))
-    end = 0
-    while True:
-        fitting = [wrapper for wrapper in _WRAPPERS if end + len(wrapper) < shortest]
-        common = [wrapper for wrapper in fitting if first.startswith(wrapper, end) and last.startswith(wrapper, end)]
-        if not common:
-            return first[:end]
-        end += len(common[0])
-
-
-def _unwrapping(wrapper: str, rename: Rename) -> Rename:
-    """Return a `rename` that removes `wrapper` first."""
+def _unwrapping(rules: Sequence[tuple[str, str]], rename: Rename) -> Rename:
+    """Return a `rename` that removes the parts of wrappers first."""
     if not callable(rename):
-        return ((f"^{re.escape(wrapper)}", ""), *rename)
+        return (*rules, *rename)
     inner: Callable[[str], str] = rename
-    return lambda name: inner(name.removeprefix(wrapper))
+    return lambda name: inner(renamed(name, rules))
 
 
 def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]) -> str:
@@ -564,18 +547,21 @@ def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
     return tuple(planned)
 
 
-def check_replicas(source: Source, plan: Plan) -> None:
-    """Raise ReplicaError unless all copies of each box are equal, and tied tensors equal each other."""
+def check_replicas(source: Source, plan: Plan, options: ExportOptions) -> None:
+    """Raise ReplicaError unless all copies of each box are equal, and selected tied tensors equal each other."""
+    # A layout would concatenate what are copies or versions of one model in files of no rank.
+    are_parts = source.has_ranks or are_of_ranks([shard_file.name for shard_file in source.files])
     for file in plan.files:
         for tensor in file.tensors:
             advice = 'to take the lowest rank\'s, replicas="root" (--replicas root)'
             rules = layout_advice([tensor.shape], rule_for_dim(tensor.source))
-            if rules and len(tensor.pieces) == 1:  # else the files have their sharding
+            if rules and len(tensor.pieces) == 1 and are_parts:  # of more pieces the files have the sharding
                 advice = f"if each holds a part, give a layout (--layout): {rules}; {advice}"
             check_tensor_copies(source, tensor, advice)
     for shard_file in source.files:
         for alias, name in shard_file.aliases.items():
-            check_tied(shard_file, alias, name)
+            if options.wants(alias) and options.wants(name):
+                check_tied(shard_file, alias, name)
 
 
 def _provenance_of(plan: FilePlan, record: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[BoxProvenance]]:

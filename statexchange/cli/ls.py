@@ -72,8 +72,6 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
     output.table(_HEADER, cells, right=("BYTES",), narrowing=_NARROWING)
     if source.others:
         output.message(f"entries that are not tensors: {abbreviated_list(source.others)}")
-    if source.refusal is not None:
-        output.message(source.refusal.message)
     for note in source.notes:
         output.message(note)
     if source.unsupported:

@@ -154,9 +154,7 @@ def _show_configs(output: Output, path: str, source: Source) -> int:
         _write_entries(output, entries, source.others)
     if source.metadata and not by_ranks:
         _write_section(output, "metadata", dict(source.metadata))
-    if source.refusal is not None:
-        output.message(source.refusal.message)
-    elif comparison is None and model is None and not source.others and not source.metadata and not source.problems:
+    if comparison is None and model is None and not source.others and not source.metadata and not source.problems:
         output.message("nothing but tensors is here, no config: `ls` lists them, and `show PATH NAME` shows one")
     worst = most_severe(source.problems)
     data = {
@@ -303,8 +301,8 @@ def _show_tensor(
                 raise InvalidArgumentError("--svg draws a tensor, and this entry is none", name=name, path=source.path)
             return _show_entry(output, path, source, name)
         names = [*names_of(source), *source.others]
-        if not names and (source.problems or source.refusal is not None):
-            raise source.problems[0] if source.problems else source.refusal  # type: ignore[misc]
+        if not names and source.problems:
+            raise source.problems[0]
         for problem in source.problems:  # the tensor may be in a broken file
             output.warning(str(problem))
         hint = did_you_mean(name, names) or "; ls lists all names"

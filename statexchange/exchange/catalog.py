@@ -11,7 +11,7 @@ from statexchange.sharding.options import LoadOptions, renamed
 from statexchange.sharding.plan import HolderLabel, holders_text
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box, Shard, full_box
-from statexchange.state.modules import without_wrappers
+from statexchange.sharding.wrappers import without_wrappers
 from statexchange.storage.byte_range import ByteRange
 
 __all__ = ["Catalog", "differing_text"]

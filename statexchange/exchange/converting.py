@@ -18,17 +18,26 @@ from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import CorruptError, InvalidArgumentError, StateExchangeError
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.rank_metadata import gather_distinct
-from statexchange.formats.converted import config_of, configs_beside, convert_source, read_conversion
+from statexchange.exchange.saved_names import SavedNames, saved_names
+from statexchange.formats.converted import (
+    config_of,
+    configs_beside,
+    convert_source,
+    converted_by,
+    read_conversion,
+    tensors_of,
+)
 from statexchange.formats.sections import section_of
 from statexchange.formats.source import Section, Source
 from statexchange.sharding import records
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.shards import Box, Shard, shape_from_json
 from statexchange.state.describe import Description, LocalTensor
+from statexchange.state.modules import module_items
 from statexchange.state.pretrained import model_config
-from statexchange.tensors import is_array, itemsize_of, numpy_dtype
+from statexchange.tensors import is_array, is_tensor, itemsize_of, numpy_dtype
 
-__all__ = ["ChosenConversion", "convert_for_load", "convert_live"]
+__all__ = ["ChosenConversion", "convert_for_load", "convert_live", "with_names_in_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +100,21 @@ def convert_for_load(source: Source, conversion: ChosenConversion, *, strict: bo
     return replace(converted.source, configs={}, texts={}, others={}), unknown
 
 
+def with_names_in_memory(source: Source, state: Any) -> Source:
+    """Return a source with the names that `state` has in memory, if it is a model of transformers. Not collective."""
+    names = saved_names(state)
+    if names is None:
+        return source
+    shapes = {name: tuple(value.shape) for name, value in module_items(state).items() if is_tensor(value)}
+    plan = names.plan_to_load(shapes, tensors_of(source))
+    return source if plan is None else converted_by(source, plan).source
+
+
 # Live state
 
 
 def convert_live(
-    comm: Communicator, described: Description, conversion: ChosenConversion, options: ExportOptions
+    comm: Communicator, described: Description, conversion: ChosenConversion | SavedNames, options: ExportOptions
 ) -> Description:
     """Return the selected tensors of a description converted, as views of the same memory. Collective.
 
@@ -109,13 +128,17 @@ def convert_live(
                 f"the layout rule for {renumbered[0]!r} renumbers tensors over all ranks, which convert does not "
                 "support: export first, then convert with merge_checkpoint"
             )
-    conversion = conversion.shared(comm)
+    if isinstance(conversion, ChosenConversion):
+        conversion = conversion.shared(comm)
     described = place_parts(comm, described, layout)
     tensors = _all_tensors(comm, described)
     with comm.phase("converting its state"):
         options.check_include(tensors)
         selected = {name: info for name, info in tensors.items() if options.wants(name)}
-        plan = plan_conversion(conversion.rules, selected, conversion.numbers, conversion.configs)
+        if isinstance(conversion, ChosenConversion):
+            plan = plan_conversion(conversion.rules, selected, conversion.numbers, conversion.configs)
+        else:
+            plan = conversion.plan_to_save(selected)
         return _converted(described, plan, has_zeros=comm.rank == 0)
 
 

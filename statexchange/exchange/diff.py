@@ -13,7 +13,7 @@ from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.conversions.choice import Convert
 from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
-from statexchange.exchange.converting import ChosenConversion, convert_live
+from statexchange.exchange.converting import ChosenConversion, convert_live, with_names_in_memory
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.saving import describe_save
 from statexchange.exchange.staging import Staging
@@ -135,7 +135,8 @@ def diff_checkpoints(
             described = place_parts(communicator, described, saved.rules)
         live = {selected.renamed(name): local for name, local in described.tensors.items()}
         live = {name: local for name, local in live.items() if selected.wants(name)}
-        return _LiveComparison(communicator, live, selected, tolerance).run(b, wanted, weights)
+        in_memory = None if conversion is not None or layout is not None else a
+        return _LiveComparison(communicator, live, selected, tolerance, in_memory).run(b, wanted, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +166,16 @@ class _LiveComparison:
     """Compares live tensors with those of a checkpoint."""
 
     def __init__(
-        self, comm: Communicator, live: Mapping[str, LocalTensor], selected: ExportOptions, tolerance: float | None
+        self,
+        comm: Communicator,
+        live: Mapping[str, LocalTensor],
+        selected: ExportOptions,
+        tolerance: float | None,
+        state: Any,
     ) -> None:
+        """Compare `live`; `state` gives the checkpoint its names in memory, None leaves them as they are."""
         self._comm = comm
+        self._state = state
         self._live = live
         self._selected = selected
         self._tolerance = tolerance
@@ -177,7 +185,8 @@ class _LiveComparison:
         """Compare all tensors. Collective."""
         ours: dict[str, Any] = {}
         with self._comm.phase("comparing its rows"):
-            source = open_source(path, section=section, weights=weights)
+            source = open_source(path, section=section, weights=weights).unwrapped()
+            source = with_names_in_memory(source, self._state)
             with OpenCheckpoint(source) as stored:
                 names = list(stored)
                 facts = {name: (one.dtype, one.shape) for name, one in stored.items() if self._selected.wants(name)}

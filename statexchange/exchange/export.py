@@ -16,6 +16,7 @@ from statexchange.conversions.choice import Convert
 from statexchange.exchange.background import run_in_background
 from statexchange.exchange.converting import ChosenConversion
 from statexchange.exchange.exporting import ExportReport, ExportRequest, export_described
+from statexchange.exchange.saved_names import saved_names
 from statexchange.processes import collector_paused
 from statexchange.settings import check_flags
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, Rename, Replicas
@@ -121,7 +122,9 @@ def export_checkpoint(
         convert: write the names and values of another model family: a built-in conversion such as "torchtitan:llama3",
             the path of a JSON file (`statexchange.conversions.rules`), or the file's content. "inverse:" before the
             name or path converts in the other direction. `include`, `exclude` and `layout` match the names before the
-            conversion, `rename` and `dtype` those after. A selected name without a rule is an error.
+            conversion, `rename` and `dtype` those after. A selected name without a rule is an error. By default a model
+            of transformers is written by the names of its `save_pretrained`, such as one of each expert's weight, where
+            it has others in memory.
         convert_with: numbers that the conversion needs, as ``{"n_heads": 32}``. Others come from root's config.json of
             `files_from`, or from the config of root's model of transformers.
         replicas: "equal" raises ReplicaError if copies differ; "root" takes the lowest rank's copy.
@@ -174,7 +177,7 @@ def export_checkpoint(
             conversion = conversion.with_config(given_config(files_from))
         return ExportRequest.of(
             path,
-            conversion=conversion,
+            conversion=conversion if conversion is not None else saved_names(state),
             include=include,
             exclude=exclude,
             rename=rename,

@@ -31,6 +31,7 @@ from statexchange.exchange.rank_metadata import (
     renames,
 )
 from statexchange.exchange.reducing import reduce_copies
+from statexchange.exchange.saved_names import SavedNames
 from statexchange.exchange.writing import write_boxes, writing_nodes
 from statexchange.formats.config_check import CONFIG, config_warnings, tie_warnings, unties_heads, without_heads
 from statexchange.processes import collector_paused
@@ -116,7 +117,7 @@ class ExportRequest:
 
     path: str
     options: ExportOptions
-    conversion: ChosenConversion | None = None
+    conversion: ChosenConversion | SavedNames | None = None
     files_from: FilesFrom = None
     own_files: Mapping[str, bytes] = field(default_factory=dict)
     overwrite: bool = False
@@ -128,7 +129,7 @@ class ExportRequest:
         cls,
         path: str | os.PathLike[str],
         *,
-        conversion: ChosenConversion | None = None,
+        conversion: ChosenConversion | SavedNames | None = None,
         files_from: FilesFrom = None,
         own_files: Mapping[str, bytes] = MappingProxyType({}),
         overwrite: bool = False,
@@ -219,6 +220,8 @@ class _Export:
         """Send this rank's metadata to root; return root's plan. Collective."""
         comm, conversion = self._comm, self._request.conversion
         texts = self._options.texts()
+        if isinstance(conversion, SavedNames) and any(rule.renumber for rule in self._layout.rules.values()):
+            conversion = None  # names are known after the stages are numbered, and stay those in memory
         if conversion is not None:
             texts |= conversion.texts()
             self._described = convert_live(comm, self._described, conversion, self._options)

@@ -25,7 +25,7 @@ from statexchange.errors import (
     StateExchangeError,
 )
 from statexchange.exchange.catalog import Catalog
-from statexchange.exchange.converting import ChosenConversion, convert_for_load
+from statexchange.exchange.converting import ChosenConversion, convert_for_load, with_names_in_memory
 from statexchange.exchange.new_tensors import tensor_to_fill
 from statexchange.exchange.placing import parameter_names, place_parts
 from statexchange.exchange.rank_metadata import check_equal_options
@@ -42,11 +42,12 @@ from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rename_hint import suggest_rename
 from statexchange.sharding.rules import renumber_names, with_dots
+from statexchange.sharding.wrappers import WRAPPERS, without_wrappers
 from statexchange.state.containers import children
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
 from statexchange.state.load_plan import NO_TREE, LoadPlan, Matching, ObjectStates, plan_load
 from statexchange.state.merged_trees import SavedTensor
-from statexchange.state.modules import WRAPPERS, is_module, live_items, module_items, without_wrappers
+from statexchange.state.modules import is_module, live_items, module_items
 from statexchange.state.names_tree import tree_from_names
 from statexchange.state.source_names import SourceNames
 from statexchange.state.tree import flatten, walk
@@ -359,6 +360,8 @@ class _Load:
             without_rule: tuple[str, ...] = ()
             if self._conversion is not None:
                 source, without_rule = convert_for_load(source, self._conversion, strict=options.strict)
+            elif options.layout is None:  # with one, shapes in memory are those of parts
+                source = with_names_in_memory(source, state)
         texts = {} if self._conversion is None else self._conversion.texts()
         has_layout = _check_same(source, options, texts, comm)
         with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):

@@ -33,7 +33,9 @@ __all__ = [
     "config_of",
     "configs_beside",
     "convert_source",
+    "converted_by",
     "read_conversion",
+    "tensors_of",
 ]
 
 _CONFIG = "config.json"
@@ -121,7 +123,11 @@ def convert_source(
         InvalidArgumentError, UnsafeError, IncompleteError, UnsupportedError: as `plan_conversion`.
         CorruptError: the source's files disagree on a tensor.
     """
-    plan = plan_conversion(conversion, _tensors_of(source), given, configs)
+    return converted_by(source, plan_conversion(conversion, tensors_of(source), given, configs))
+
+
+def converted_by(source: Source, plan: ConversionPlan) -> Converted:
+    """Convert all tensors of a source by a plan. Not collective; reads no tensor."""
     files = []
     unproven: list[tuple[SourceTensor, list[int]]] = []
     for shard_file in source.files:
@@ -161,12 +167,12 @@ def check_model_configs(
     """
     model = source if conversion.is_inverse else converted
     aliases = {alias for shard_file in model.files for alias in shard_file.aliases}
-    shapes = {name: info.shape for name, info in _tensors_of(model).items()}
+    shapes = {name: info.shape for name, info in tensors_of(model).items()}
     tensors = ModelTensors(shapes, aliases, is_whole)
     check_configs(conversion.facts, conversion.model_type, tensors, configs, written, given)
 
 
-def _tensors_of(source: Source) -> dict[str, TensorInfo]:
+def tensors_of(source: Source) -> dict[str, TensorInfo]:
     """Return dtype and shape of each tensor."""
     tensors: dict[str, TensorInfo] = {}
     for shard_file, tensor in source.shards():

@@ -36,7 +36,6 @@ from statexchange.formats.source import (
     ShardFile,
     Source,
     SourceKind,
-    SourceTensor,
     UnreadableTensor,
     merged_metadata,
 )
@@ -353,7 +352,7 @@ class _Directory:
         for name, stem, one in found:
             if one is not None:
                 prefix = f"{name}." if counts[name] == 1 else f"{name}.{stem}."
-                sources[name].append(_renamed(one, prefix.__add__))
+                sources[name].append(one.renamed(prefix.__add__))
         sections = []
         for name, of_name in sources.items():
             sections.append(Section(name, f"{name}.", frozenset().union(*map(_names_of, of_name))))
@@ -444,7 +443,7 @@ class _Directory:
         """Return several parts of one section as one source, with names that begin with those of the parts."""
         pairs = zip(found, sources, strict=True)
         return _one_source(
-            self._framework.kind, self._opened, [_renamed(source, f"{part.stem}.".__add__) for part, source in pairs]
+            self._framework.kind, self._opened, [source.renamed(f"{part.stem}.".__add__) for part, source in pairs]
         )
 
     def _read(self, part: _FoundPart, *, strict: bool) -> Source:
@@ -467,7 +466,7 @@ class _Directory:
         source = read_part(opened, strict=strict)
         for key in stored.keys:
             if _all_have(source, f"{key}."):
-                return _renamed(source, lambda name: name.partition(".")[2])
+                return source.renamed(lambda name: name.partition(".")[2])
         return source
 
     def _missing(self, sections: Collection[str | None]) -> list[StateExchangeError]:
@@ -610,24 +609,6 @@ def _names_of(source: Source) -> set[str]:
 def _all_have(source: Source, key: str) -> bool:
     """Whether all names of a source begin with a first key."""
     return all(name.startswith(key) and name != key for name in _names_of(source))
-
-
-def _renamed(source: Source, new_name: Callable[[str], str]) -> Source:
-    """Return the source with other names for its tensors and other entries."""
-    files = []
-    for shard_file in source.files:
-        tensors: dict[str, SourceTensor] = {}
-        for name, tensor in shard_file.tensors.items():
-            tensors[new_name(name)] = replace(tensor, shard=replace(tensor.shard, name=new_name(name)))
-        aliases = {new_name(alias): new_name(name) for alias, name in shard_file.aliases.items()}
-        files.append(replace(shard_file, tensors=tensors, aliases=aliases))
-    return replace(
-        source,
-        files=tuple(files),
-        others={new_name(name): text for name, text in source.others.items()},
-        texts={new_name(name): text for name, text in source.texts.items()},
-        unreadable=tuple(replace(tensor, name=new_name(tensor.name)) for tensor in source.unreadable),
-    )
 
 
 def _one_source(kind: SourceKind, opened: OpenedPath, sources: Sequence[Source]) -> Source:

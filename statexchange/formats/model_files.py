@@ -24,6 +24,7 @@ __all__ = [
     "TORCH",
     "WEIGHT_SUFFIXES",
     "ModelFiles",
+    "are_of_ranks",
     "has_safetensors_model",
     "is_weights",
     "model_files",
@@ -125,6 +126,11 @@ def _sets(names: Iterable[str]) -> list[list[str]]:
         else:
             sets += [[name] for name in of_form]
     return sets
+
+
+def are_of_ranks(names: Iterable[str]) -> bool:
+    """Whether the names of files show that each is a rank's, or a part of a model."""
+    return all(map(_RANK.search, names))
 
 
 def _is_counted(names: Sequence[str]) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from statexchange.errors import IncompleteError, InvalidArgumentError, did_you_mean
 from statexchange.formats.huggingface import part_of
+from statexchange.formats.model_files import preferred_file
 from statexchange.formats.source import (
     ShardFile,
     Source,
@@ -52,6 +53,10 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:  # noqa: ARG001 
         IncompleteError: a number is missing among the names, or they contain "of n" and there are not n files.
     """
     names = sorted(_names(opened), key=_numeric_order)
+    whole = preferred_file(opened.store)
+    if whole in names and len(names) > 1:
+        text = "a layout takes each file for one rank's, and by its name this is a whole model: move it, or the others"
+        raise InvalidArgumentError(text, path=opened.store.path_of(whole))
     _check_whole(names, opened.path)
     shard_files = []
     unreadable: list[UnreadableTensor] = []

@@ -14,10 +14,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
     InvalidArgumentError,
     NotFoundError,
     ReplacedError,
     StateExchangeError,
+    UnsafeError,
     UnsupportedError,
     excerpt,
     without_secrets,
@@ -25,7 +28,7 @@ from statexchange.errors import (
 from statexchange.formats import directories
 from statexchange.formats.model_files import is_weights, unread_weights
 from statexchange.formats.open_checkpoint import OpenCheckpoint
-from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, select_section
+from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, problems_of, select_section
 from statexchange.formats.source import WEIGHTS, Source, Weights, abbreviated_names
 from statexchange.storage.opened_path import OpenedPath, open_path, read_with_retry
 from statexchange.storage.steps import is_saves_directory, list_steps, step_name, step_of, steps_text
@@ -75,13 +78,13 @@ class Format(Protocol):
 # In order: the first format that matches reads. A format is imported when it is tried; those from Megatron's on import
 # the pickle reader, which the others do not need. `directories` reads parts by the other formats, and selects the
 # section itself.
-_DIRECTORIES, _DEEPSPEED = "directories", "deepspeed"
-FORMATS = ("save", _DIRECTORIES, "huggingface", "workspace", "megatron", "dcp", "foreign", _DEEPSPEED, "torch_file")
+_DIRECTORIES, _DEEPSPEED, _FOREIGN = "directories", "deepspeed", "foreign"
+FORMATS = ("save", _DIRECTORIES, "huggingface", "workspace", "megatron", "dcp", _DEEPSPEED, _FOREIGN, "torch_file")
 _DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
 # All tensors together may have _BASE_BYTES more than _MAX_REPETITION times the bytes of their files.
 _BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
 # A file by which a directory is known, and what such directories are.
-_DCP, _ORBAX = (".metadata", "torch DCP directories"), ("_CHECKPOINT_METADATA", "checkpoints of Orbax")
+_DCP = (".metadata", "torch DCP directories")
 # Ends of names of the small files that frameworks write beside files of weights.
 _CONFIGS = ("config.json", "tokenizer.json", "trainer_state.json", "tokenizer.model", "special_tokens_map.json")
 UNFINISHED_DOWNLOAD = ".incomplete"  # the end of the hub's files while they are written
@@ -97,6 +100,7 @@ def open_source(
     strict: bool = True,
     section: str | None = ALL,
     weights: Weights | None = None,
+    wants: Callable[[str], bool] | None = None,
 ) -> Source:
     """Open a checkpoint of any format.
 
@@ -110,6 +114,7 @@ def open_source(
             tensors are the model's (formats/sections.py). Problems of other sections do not count.
         weights: which weights of a DeepSpeed checkpoint are the model's: "master" (fp32) or "model"; None for the
             master weights where they can be read.
+        wants: whether a name will be read; with `strict`, problems of other tensors are left out. By default all count.
 
     Returns:
         The source, which holds its files open until it is closed.
@@ -118,20 +123,30 @@ def open_source(
         NotFoundError: there is no checkpoint of a known format at the path.
         IncompleteError, CorruptError: with `strict`, something is missing or broken.
         InvalidArgumentError: the checkpoint does not have the section, or `weights` does not apply to it.
-        UnsupportedError: with `strict`, the format is one that is only shown.
+        UnsupportedError: the format is one that is not read (formats/foreign.py).
     """
-    return open_with(path, partial(read_opened, weights=weights), strict=strict, section=section)
+    return open_with(path, partial(read_opened, weights=weights), strict=strict, section=section, wants=wants)
 
 
 def open_with(
-    path: str | os.PathLike[str], read: Callable[..., Source], *, strict: bool, section: str | None = ALL
+    path: str | os.PathLike[str],
+    read: Callable[..., Source],
+    *,
+    strict: bool,
+    section: str | None = ALL,
+    wants: Callable[[str], bool] | None = None,
 ) -> Source:
     """Open a path and read a section of its source with `read`; retry if the path was replaced meanwhile."""
     path = resolve_path(path, "a source")
     check_section(section)
 
     def read_once(opened: OpenedPath) -> Source:
-        source = read(opened, strict=strict, section=section)
+        try:
+            source = read(opened, strict=strict, section=section)
+        except (IncompleteError, CorruptError, UnsafeError) as error:
+            if wants is None:
+                raise
+            source = _without_problems(read(opened, strict=False, section=section), wants, error)
         _check_not_repeated(source)
         if source.problems and not opened.is_current():
             raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
@@ -149,6 +164,14 @@ def open_with(
         raise directories.error_without_model(path) or error from None
 
 
+def _without_problems(source: Source, wants: Callable[[str], bool], error: StateExchangeError) -> Source:
+    """Return a source of which `error` is a problem, if none of its problems affects what `wants` accepts."""
+    problems = problems_of(source, wants)
+    if problems or not source.problems:
+        raise problems[0] if problems else error
+    return replace(source, problems=())
+
+
 @dataclass(frozen=True, slots=True)
 class Probe:
     """A path, and the checkpoint there or the reason why there is none. A context manager, which closes it.
@@ -158,7 +181,8 @@ class Probe:
         source: the checkpoint; None if there is none, or if it cannot be opened.
         error: why it cannot be opened.
         names: all names in the directory, sorted.
-        directories: the names of its directories, without links.
+        directories: the names of its directories, without links and without parts of a checkpoint that is not read.
+        is_foreign: whether it is a checkpoint of a format that is not read, which `error` names.
     """
 
     opened: OpenedPath
@@ -166,6 +190,7 @@ class Probe:
     error: StateExchangeError | None
     names: Sequence[str]
     directories: Sequence[str]
+    is_foreign: bool = False
 
     def __enter__(self) -> Self:
         return self
@@ -198,7 +223,12 @@ def probe(path: str) -> Probe:
             are_files = not directories or any(map(is_weights, names))  # else directories, to be probed in turn
             return Probe(opened, None, error if are_files else None, names, directories)
         except StateExchangeError as error:
-            return Probe(opened, None, error, names, directories)
+            is_foreign = isinstance(error, UnsupportedError) and _format_of(opened) == _FOREIGN
+            if is_foreign:
+                from statexchange.formats.foreign import is_directory_format
+
+                directories = [] if is_directory_format(store) else directories
+            return Probe(opened, None, error, names, directories, is_foreign=is_foreign)
         if source.problems and not opened.is_current():
             raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
         return Probe(opened, source, None, names, directories)
@@ -320,7 +350,6 @@ def read_opened(
     _check_no_saves_below(opened)
     directories.check_none_below(opened)
     _check_none_below(opened, *_DCP)
-    _check_none_below(opened, *_ORBAX)
     _check_is_complete(opened)
     raise NotFoundError(_UNKNOWN + _found_instead(opened), path=opened.path)
 
@@ -364,8 +393,6 @@ def _found_instead(opened: OpenedPath) -> str:
 def read_section(read: Callable[..., Source], opened: OpenedPath, *, strict: bool, section: str | None) -> Source:
     """Return a section of what a format's `read` returns; with `strict`, raise the first problem that affects it."""
     source = read(opened, strict=strict and section == ALL)
-    if strict and source.refusal is not None:
-        raise source.problems[0] if source.problems else source.refusal
     try:
         source = select_section(source, section)
     except InvalidArgumentError:

@@ -18,7 +18,7 @@ follow from the first keys of the names, such as ``optimizer`` in ``optimizer.st
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar, get_args
 
@@ -32,6 +32,7 @@ __all__ = [
     "SECTIONS",
     "check_section",
     "no_section",
+    "problems_of",
     "section_of",
     "sections_of",
     "select_section",
@@ -73,9 +74,8 @@ _NUMBER = re.compile(r"_?[0-9]+$")  # of one among several optimizers
 # An entry of an optimizer's own state dict. In a save, a key that is a number stands in brackets: state[0].exp_avg.
 _OPTIMIZER_STATE = re.compile(r"state(\.[0-9]+|\[[0-9]+\])\.[^.]+$|param_groups\b")
 # Names below an optimizer's key: each has one of both words, and one at least has the groups.
-_OF_OPTIMIZER, _OF_STATE = (
-    re.compile(rf"[^.]+\.({words})([.\[]|$)") for words in ("param_groups", "param_groups|state")
-)
+_OF_OPTIMIZER = re.compile(r"[^.]+\.param_groups([.\[]|$)")
+_OF_STATE = re.compile(r"[^.]+\.(param_groups|state)([.\[]|$)")
 _HAS_STATE = re.compile(r"(^|\.)(state|param_groups)[.\[]")
 _NESTED = ("save", "dcp", "torch", "workspace")  # formats whose tensors may be a whole job's state
 
@@ -247,26 +247,32 @@ def no_section(source: Source, section: str) -> InvalidArgumentError:
 def section_of(source: Source, section: Section) -> Source:
     """Return the source with the tensors and other entries of a section alone, without its prefix."""
     files = tuple(_file_of_section(shard_file, section) for shard_file in source.files)
-    paths = {unreadable.path for unreadable in source.unreadable}
     unreadable = tuple(
         _renamed_unreadable(tensor, section) for tensor in source.unreadable if tensor.name in section.names
     )
-    affected = {tensor.path for tensor in unreadable}
-
-    def affects(problem: StateExchangeError) -> bool:
-        name, path = problem.name, problem.path
-        if path in paths:
-            return path in affected
-        return name is None or name in section.names
-
     return replace(
         source,
         files=tuple(shard_file for shard_file in files if shard_file.tensors) or files[:1],
         others=_renamed_keys(source.others, section),
         texts=_renamed_keys(source.texts, section),
-        problems=tuple(filter(affects, source.problems)),
+        problems=problems_of(source, section.names.__contains__),
         unreadable=unreadable,
     )
+
+
+def problems_of(source: Source, wants: Callable[[str], bool]) -> tuple[StateExchangeError, ...]:
+    """Return the problems of a source that may affect the tensors whose names `wants` accepts."""
+    paths = {tensor.path for tensor in source.unreadable}
+    affected = {tensor.path for tensor in source.unreadable if wants(tensor.name)}
+    problems = []
+    for problem in source.problems:
+        # A file is known by its tensors, unless it is so broken that not even their names can be read.
+        is_affected = problem.name is None or wants(problem.name)
+        if problem.path in paths:
+            is_affected = problem.path in affected
+        if is_affected:
+            problems.append(problem)
+    return tuple(problems)
 
 
 def _file_of_section(shard_file: ShardFile, section: Section) -> ShardFile:

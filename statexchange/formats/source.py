@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -12,11 +12,14 @@ from statexchange.errors import (
     CorruptError,
     IncompleteError,
     StateExchangeError,
+    UnsafeError,
     UnsupportedError,
     excerpt,
 )
+from statexchange.sharding.options import renamed
 from statexchange.sharding.plan import HolderLabel, RankShards, prove_cover
 from statexchange.sharding.shards import Box, Shard
+from statexchange.sharding.wrappers import note_on_wrappers, wrapper_rules
 from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.json_text import parse_json
@@ -68,12 +71,6 @@ SourceKind = Literal[
     "verl",
     "lightning",
     "torch_checkpointing",
-    "gguf",
-    "npy",
-    "npz",
-    "msgpack",
-    "orbax",
-    "zarr",
 ]
 SectionName = Literal["model", "ema", "optimizer", "scheduler", "rng", "other"]
 Weights = Literal["master", "model"]  # of a DeepSpeed checkpoint
@@ -290,8 +287,6 @@ class Source:
         selected: the section whose tensors alone are here, without its prefix; None for all.
         arguments: numbers that describe the model, from the arguments of a Megatron run.
         notes: what a user should know about how it was read.
-        refusal: why no tensor can be read, if the format is one that is only shown (formats/foreign). Opening with
-            `strict` raises it.
         parts: the parts of a framework's directory.
         small_files: the directory with the model's config and tokenizer, where the format knows it.
         absent_files: by the beginning of names, a sentence about files that these tensors may be in, and that are
@@ -320,7 +315,6 @@ class Source:
     selected: SectionName | None = None
     arguments: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    refusal: UnsupportedError | None = None
     parts: tuple[Part, ...] = ()
     small_files: Store | None = None
     absent_files: Mapping[str, str] = field(default_factory=dict)
@@ -383,7 +377,7 @@ class Source:
         their files, or have the world size. Only the error of the first such tensor is returned.
         """
         has_list = self.kind in _KINDS_WITH_LISTS or self.manifest is not None
-        if self.problems or self.refusal is not None or self.world_size is not None or has_list:
+        if self.problems or self.world_size is not None or has_list:
             return ()
         shapes = {
             tensor.shard.name: tensor.shard.global_shape
@@ -406,6 +400,40 @@ class Source:
         for shard_file in self.files:
             for tensor in shard_file.tensors.values():
                 yield shard_file, tensor
+
+    def renamed(self, new_name: Callable[[str], str]) -> Source:
+        """Return the source with other names for its tensors and other entries.
+
+        Raises:
+            UnsafeError: two tensors of one file would get one name.
+        """
+        files = []
+        for shard_file in self.files:
+            tensors: dict[str, SourceTensor] = {}
+            for name, tensor in shard_file.tensors.items():
+                new = new_name(name)
+                if new in tensors:
+                    text = f"{excerpt(tensors[new].shard.name)} and another tensor of this file would get one name"
+                    raise UnsafeError(text, name=name, path=shard_file.path)
+                tensors[new] = replace(tensor, shard=replace(tensor.shard, name=new))
+            aliases = {new_name(alias): new_name(name) for alias, name in shard_file.aliases.items()}
+            files.append(replace(shard_file, tensors=tensors, aliases=aliases))
+        return replace(
+            self,
+            files=tuple(files),
+            others={new_name(name): text for name, text in self.others.items()},
+            texts={new_name(name): text for name, text in self.texts.items()},
+            unreadable=tuple(replace(tensor, name=new_name(tensor.name)) for tensor in self.unreadable),
+        )
+
+    def unwrapped(self) -> Source:
+        """Return the source with names without the parts of wrappers, and a note on that if there are any."""
+        names = {tensor.shard.name for _, tensor in self.shards()}
+        rules = wrapper_rules(names)
+        if not rules:
+            return self
+        source = self.renamed(lambda name: renamed(name, rules))
+        return replace(source, notes=(*self.notes, note_on_wrappers(names, rules)))
 
     def read_ahead(self) -> None:
         """Let reads at a URL that follow one another be few requests, for callers that may read most of the tensors."""

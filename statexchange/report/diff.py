@@ -22,9 +22,10 @@ from statexchange.formats.registry import has_master_weights, open_source
 from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies, check_tied
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.report.value_sums import ValueDiff, ValueSums, same_bytes
-from statexchange.sharding.options import ExportOptions, Rename
+from statexchange.sharding.options import ExportOptions, Rename, rename_rules, renamed
 from statexchange.sharding.plan import TensorPlan, plan_merge
 from statexchange.sharding.shards import Box
+from statexchange.sharding.wrappers import without_wrappers
 from statexchange.tensors import PACKED, array_over, element_shape
 from statexchange.units import format_bytes
 
@@ -141,15 +142,18 @@ def diff_paths(
     if weights is not None:  # for the one that has them, or for both
         has_a, has_b = has_master_weights(a), has_master_weights(b)
         weights_a, weights_b = (weights if has_a or not has_b else None), (weights if has_b or not has_a else None)
+    # Which stored names are compared is not known before a conversion gives them theirs: all problems count then.
+    wants_a = None if conversion is not None else _wants(selected, rename)
     with (
-        open_source(a, section=section, weights=weights_a) as source_a,
-        open_source(b, section=section, weights=weights_b) as source_b,
+        open_source(a, section=section, weights=weights_a, wants=wants_a) as source_a,
+        open_source(b, section=section, weights=weights_b, wants=_wants(selected, ())) as source_b,
     ):
         source_a.read_ahead()
         source_b.read_ahead()
         if conversion is not None:  # the same files, which source_a closes
             configs = [*configs_beside(source_a), *configs_beside(source_b)]
-            source_a = convert_source(source_a, conversion, numbers, configs).source  # noqa: PLW2901
+            source_a = convert_source(source_a.unwrapped(), conversion, numbers, configs).source  # noqa: PLW2901
+        source_a, source_b = source_a.unwrapped(), source_b.unwrapped()  # noqa: PLW2901
         names_a = {tensor.shard.name for _, tensor in source_a.shards()}
         sides = _sides(
             _side(source_a, ExportOptions(rename=rename), selected), _side(source_b, ExportOptions(), selected)
@@ -162,6 +166,23 @@ def diff_paths(
         notes += [f"a: {note}" for note in source_a.notes] + [f"b: {note}" for note in source_b.notes]
     shown_a, shown_b = without_secrets(os.fspath(a)), without_secrets(os.fspath(b))
     return DiffReport(shown_a, shown_b, tensors, comparison.done, tuple(notes))
+
+
+def _wants(selected: ExportOptions, rename: Rename) -> Callable[[str], bool] | None:
+    """Return whether a problem of a stored name counts; None if all do.
+
+    Patterns match names without the parts of wrappers, which are known when the file is open. Until then a problem
+    counts if the name with or without them is compared.
+    """
+    if not selected.include and not selected.exclude:
+        return None
+    rules = rename_rules(rename)
+
+    def wants(name: str) -> bool:
+        bare = without_wrappers(name)
+        return any(selected.wants(renamed(text, rules)) for text in {name, bare, bare.removeprefix("module.")})
+
+    return wants
 
 
 def check_tolerance(tolerance: float | None) -> None:

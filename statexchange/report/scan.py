@@ -49,8 +49,6 @@ _BROKEN: Status = "broken"
 _MAX_REASON, _MAX_NAME = 120, 120
 _SHOWN_FILES = 2
 _HUB_DIRECTORY = (".cache", "huggingface", "download")
-# Kinds whose subdirectories are parts of them.
-_WITH_DIRECTORIES = ("workspace", "orbax", "zarr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ class ScanRow:
         nbytes: bytes of its files.
         modified: when the directory was last changed, in seconds since the epoch; None for a URL.
         verdict: in a few words whether it is whole.
-        status: "whole", "broken", "unfinished", or "not checked" of a format that is only shown.
+        status: "whole", "broken", "unfinished", or "not checked" of a format that is not read, which `verdict` names.
         problems: an error for each thing that is missing or broken.
     """
 
@@ -147,7 +145,7 @@ def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[Sca
 def _others(folder: str, found: Probe) -> list[str]:
     """Return the subdirectories that are no parts of the checkpoint in a directory."""
     source = found.source
-    if source is not None and source.kind in _WITH_DIRECTORIES:
+    if source is not None and source.kind == "workspace":  # its subdirectories are its runs and rounds
         return []
     used = {path.partition("/")[0] for path in _paths_below(folder, found)}
     return [name for name in found.directories if not name.startswith(".") and name not in used]
@@ -164,7 +162,8 @@ def _paths_below(folder: str, found: Probe) -> list[str]:
 
 def _row(folder: str, found: Probe) -> ScanRow | None:
     if found.error is not None:
-        return replace(_broken(folder, found.error), step=_step_of(folder, found))
+        is_broken = not found.is_foreign and not isinstance(found.error, InvalidArgumentError)
+        return replace(_broken(folder, found.error, is_broken=is_broken), step=_step_of(folder, found))
     source = found.source
     if source is None:
         return None
@@ -174,8 +173,6 @@ def _row(folder: str, found: Probe) -> ScanRow | None:
     verdict = "WHOLE"
     if problems:
         verdict, status = _verdict(problems, folder), "broken"
-    elif source.refusal is not None:
-        verdict, status = "NOT CHECKED", "not checked"
     unread = unread_weights(found.opened.store, {file.name for file in source.files})
     if unread and status == "whole":
         verdict += f", {unread[0].partition(';')[0]}"
@@ -237,10 +234,13 @@ def _size_of_files(folder: str, source: Source, found: Probe) -> int:
     return total
 
 
-def _broken(folder: str, error: StateExchangeError) -> ScanRow:
-    """Return the row of a checkpoint that cannot be opened."""
+def _broken(folder: str, error: StateExchangeError, *, is_broken: bool = True) -> ScanRow:
+    """Return the row of a checkpoint that cannot be opened.
+
+    With `is_broken` False it has several checkpoints, of which one has to be named, or a format that is not read.
+    """
     shown, verdict, status = without_secrets(folder), _verdict([error], folder), _BROKEN
-    if isinstance(error, InvalidArgumentError):  # it has several checkpoints, of which one has to be named
+    if not is_broken:
         verdict, status = f"NOT CHECKED: {_reason(error)}", "not checked"
     return ScanRow(shown, None, None, None, 0, 0, 0, _modified(folder), verdict, status, (error,))
 

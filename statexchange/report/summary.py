@@ -70,8 +70,8 @@ class Summary:
         unsupported: reasons, by name, why tensors cannot be read although their files can.
         parts: the parts of a training framework's directory.
         problems: errors for everything that is missing or broken.
-        notes: what this is and which tool reads it, if it is a format that is only shown or a layout of quantised
-            weights; what was not looked at; what a config says against the tensors.
+        notes: which layout of quantised weights this is and which tool reads it; what was not looked at; what a config
+            says against the tensors.
         tree: the modules in the names of the tensors, if they were asked for.
     """
 
@@ -209,15 +209,14 @@ def model_rows(source: Source, rows: Iterable[TensorRow]) -> list[TensorRow]:
 
 def _notes(source: Source) -> tuple[str, ...]:
     """Return the notes on a source that belong beside its numbers."""
-    refusal = () if source.refusal is None else (source.refusal.message,)
     is_flat = any(is_flat_parameter(name) for shard_file in source.files for name in shard_file.tensors)
     flat = (FLAT_PARAMETERS,) if is_flat else ()
-    return (*refusal, *source.notes, *flat, *packing_notes(source), *source_warnings(source))
+    return (*source.notes, *flat, *packing_notes(source), *source_warnings(source))
 
 
 def _proven(source: Source) -> bool:
     """Whether digests cover all bytes; False if anything is missing or broken."""
-    if source.problems or source.refusal is not None or not source.files:
+    if source.problems or not source.files:
         return False
     return all(byte_range.is_proven for _, tensor in source.shards() for byte_range in tensor.byte_ranges)
 

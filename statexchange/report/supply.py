@@ -101,13 +101,11 @@ def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
 
     Raises:
         NotFoundError: there is no checkpoint at the path.
-        UnsupportedError: the format is one that is only shown.
+        UnsupportedError: the format is one that is not read.
     """
     if not isinstance(source, Source):
         with open_source(source, strict=False) as opened:
             return supply_of(opened)
-    if source.refusal is not None:
-        raise source.refusal
     unknown = []
     manifest = source.manifest
     if manifest is not None and sealed_files.KEY in manifest:  # a seal is added later, when the ranks are not known

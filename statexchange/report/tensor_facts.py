@@ -198,8 +198,6 @@ def _refuse_unreadable(source: Source, name: str) -> None:
         for problem in source.problems:
             if problem.name == name or problem.path == unreadable.path:
                 raise problem
-        if source.refusal is not None:
-            raise source.refusal
         raise IncompleteError("its file is missing or broken", name=name, path=unreadable.path)
 
 

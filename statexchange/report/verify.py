@@ -81,7 +81,7 @@ def verify(
     Raises:
         NotFoundError: there is no checkpoint at the path, or no metadata at `against`.
         ReplacedError: the checkpoint was replaced twice while it was read.
-        UnsupportedError: the format is one that is only shown.
+        UnsupportedError: the format is one that is not read.
         InvalidArgumentError: there is no such check.
 
     Example:
@@ -97,8 +97,6 @@ def verify(
         raise InvalidArgumentError(f"there is no check {unknown[0]!r}: there are {', '.join(CHECKS)}")
     for is_last_attempt in (False, True):
         with open_source(path, strict=False) as source:
-            if source.refusal is not None and not source.problems:
-                raise source.refusal
             source.read_ahead()
             try:
                 hub = None if against is None else compare_with_hub(path, against, on_progress=on_progress)

@@ -7,10 +7,10 @@ from typing import Any
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange.sharding.wrappers import without_wrappers
 from statexchange.tensors import is_tensor
 
 __all__ = [
-    "WRAPPERS",
     "bare_name",
     "check_module",
     "is_extra_state",
@@ -21,11 +21,7 @@ __all__ = [
     "load_extra_state",
     "model_items",
     "module_items",
-    "without_wrappers",
 ]
-
-# The names that torch.compile, FSDP1 and activation checkpointing put into the names of parameters
-WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 def is_module(value: Any) -> bool:
@@ -118,13 +114,6 @@ def layers(module: Any) -> list[Any]:
     while (kind := type(found[-1]).__name__) in ("DistributedDataParallel", "AveragedModel", "OptimizedModule"):
         found.append(found[-1]._orig_mod if kind == "OptimizedModule" else found[-1].module)  # noqa: SLF001
     return found
-
-
-def without_wrappers(name: str) -> str:
-    """Return a name without the parts that wrappers put into it."""
-    if not any(part in name for part in WRAPPERS):  # nearly all
-        return name
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def bare_name(name: str) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from statexchange.errors import CorruptError, InvalidArgumentError, excerpt
-from statexchange.state.modules import bare_name, without_wrappers
+from statexchange.sharding.wrappers import without_wrappers
+from statexchange.state.modules import bare_name
 from statexchange.state.optimizers import names_of_groups, parameters_of
 from statexchange.state.state_dict import ParameterName
 

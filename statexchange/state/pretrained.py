@@ -15,7 +15,7 @@ from typing import Any
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.state.modules import is_module, layers
 
-__all__ = ["adapter_state", "is_adapter_model", "model_config", "model_files", "tokenizer_files"]
+__all__ = ["adapter_state", "is_adapter_model", "model_config", "model_files", "pretrained_model", "tokenizer_files"]
 
 
 def model_files(state: Any) -> dict[str, bytes]:
@@ -37,8 +37,14 @@ def model_files(state: Any) -> dict[str, bytes]:
 
 def model_config(state: Any) -> dict[str, Any] | None:
     """Return the config of a model of transformers; None for any other state. Not collective."""
+    model = pretrained_model(state)
+    return None if model is None else _config(model)
+
+
+def pretrained_model(state: Any) -> Any:
+    """Return the model of transformers that a state is, without its wrappers; None for any other state."""
     model = _unwrapped(state)
-    return _config(model) if _is_instance(model, "transformers.modeling_utils", "PreTrainedModel") else None
+    return model if _is_instance(model, "transformers.modeling_utils", "PreTrainedModel") else None
 
 
 def _config(model: Any) -> dict[str, Any]:

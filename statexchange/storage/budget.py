@@ -11,25 +11,23 @@ from a reserve. An opened store has one reserve, for itself, its subdirectories 
 
 from __future__ import annotations
 
-from statexchange.errors import CorruptError, UnsupportedError
+from statexchange.errors import CorruptError
 
-__all__ = ["MAX_ENTRIES", "Budget"]
+__all__ = ["Budget"]
 
-MAX_ENTRIES = 1 << 22  # described entries of one source of a foreign format: large vocabularies have half a million
 _STEPS_PER_BYTE, _RESERVED_STEPS = 8, 1 << 16  # a real file needs less than 2 steps a byte
 _CHARACTERS_PER_STEP = 16
 _MEMORY_PER_BYTE, _RESERVED_MEMORY = 16, 32 << 20  # a real header takes up to 14 bytes of memory a byte
 
 
 class _Reserve:
-    """The rest of one source's reserve, and of the entries that it may have."""
+    """The rest of one source's reserve."""
 
-    __slots__ = ("entries", "memory", "steps")
+    __slots__ = ("memory", "steps")
 
     def __init__(self) -> None:
         self.steps = _RESERVED_STEPS
         self.memory = _RESERVED_MEMORY
-        self.entries = MAX_ENTRIES
 
 
 class Budget:
@@ -45,10 +43,6 @@ class Budget:
     def of(self, path: str, nbytes: int) -> Budget:
         """Return a budget with the same reserve, for `nbytes` bytes of the file at `path`."""
         return Budget(path, nbytes, reserve=self._reserve)
-
-    def add(self, nbytes: int) -> None:
-        """Allow the work of `nbytes` more bytes, none of which was read before."""
-        self._steps += _STEPS_PER_BYTE * nbytes
 
     def spend(self, steps: int, characters: int = 0) -> None:
         """Count steps, and characters of text that are copied, hashed or compared.
@@ -76,13 +70,3 @@ class Budget:
             problem = f"refused: these {len(text)} characters of JSON would take too much memory once parsed"
             raise CorruptError(problem, path=self._path)
         self._reserve.memory -= beyond
-
-    def add_entries(self, entries: int = 1) -> None:
-        """Count entries of a foreign format that are about to be described.
-
-        Raises:
-            UnsupportedError: there are more than MAX_ENTRIES.
-        """
-        if entries > self._reserve.entries:
-            raise UnsupportedError(f"refused: its headers have more than {MAX_ENTRIES:,} entries", path=self._path)
-        self._reserve.entries -= entries

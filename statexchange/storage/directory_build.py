@@ -315,7 +315,6 @@ def _check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[i
     parent, name = os.path.split(path)
     attributes = files.stat_of(name, dir_fd, path)
     if attributes is None:
-        _refuse_old_leftovers(path, dir_fd)
         return None
     if check is None:
         raise target_exists(path)
@@ -338,17 +337,6 @@ def _check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[i
         os.close(fd)
         raise
     return fd, identity
-
-
-def _refuse_old_leftovers(path: str, dir_fd: int) -> None:
-    """Raise UnsafeError for an interrupted replacement of version 0.1, which has no owner record."""
-    hidden = f".{os.path.basename(path)}.replacement"
-    if len(os.fsencode(hidden)) <= files.NAME_MAX and files.stat_of(hidden, dir_fd, path) is not None:
-        raise UnsafeError(
-            f"refused: {hidden} beside the target looks like a replacement that was left incomplete by version 0.1: "
-            "if it is yours and complete, rename it to the target's name, else remove it",
-            path=os.path.join(os.path.dirname(path), hidden),
-        )
 
 
 def _identity(attributes: os.stat_result) -> _Identity:

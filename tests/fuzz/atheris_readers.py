@@ -1,4 +1,4 @@
-"""Fuzz the readers of pickles, headers, manifests, foreign files and frameworks with atheris, which follows coverage.
+"""Fuzz the readers of pickles, headers, manifests and frameworks with atheris, which follows coverage.
 
 ``python tests/fuzz/atheris_readers.py TARGET --minutes 30``, with one of TARGETS, ends when libFuzzer has found no new
 edge for 30 minutes. It starts itself again as libFuzzer's process, reads that process's output, and reports when it
@@ -37,7 +37,7 @@ _CHILD = "STATEXCHANGE_FUZZ_CHILD"  # only for the process that this one starts
 _COVERAGE = re.compile(rb"cov: (\d+) ft: (\d+) .*exec/s: (\d+)")
 _CPU_S, _HANG_S, _LIMIT_MB = 10, 300, 2048  # of one input; a busy machine may stop the process for long
 MAX_BYTES, _MAX_DIRECTORY_BYTES = 1 << 16, 1 << 20
-TARGETS = ("pickle", "header", "manifest", "foreign", "frameworks")
+TARGETS = ("pickle", "header", "manifest", "frameworks")
 
 
 def main() -> int:
@@ -184,8 +184,7 @@ class _Readers:
         from statexchange import errors
         from statexchange.conversions import plan
         from statexchange.conversions import rules as conversion_rules
-        from statexchange.formats import dcp, foreign, huggingface, open_checkpoint, registry, torch_file
-        from statexchange.formats.foreign import directories, gguf, msgpack, numpy_files  # noqa: F401 (instrumented)
+        from statexchange.formats import dcp, huggingface, open_checkpoint, registry, torch_file
         from statexchange.sharding import rules
         from statexchange.storage import (
             budget,
@@ -203,7 +202,7 @@ class _Readers:
             import_module(f"statexchange.formats.{name}")
 
         self._error = errors.StateExchangeError
-        self._formats = {"torch": torch_file, "dcp": dcp, "hf": huggingface, "foreign": foreign}
+        self._formats = {"torch": torch_file, "dcp": dcp, "hf": huggingface}
         self._open = open_checkpoint.OpenCheckpoint
         self._read_any = registry.read_opened
         self._layout = rules.Layout
@@ -264,11 +263,6 @@ class _Readers:
             self._try(lambda: self._convert(text))
         else:
             self._read("hf", {**tensors, "statexchange.json": text})
-
-    def foreign(self, data: bytes) -> None:
-        """Read the data as a file of the kind that the first byte selects."""
-        if data[:1] in _FOREIGN:
-            self._read("foreign", {_FOREIGN[data[:1]]: data[1:]})
 
     def frameworks(self, data: bytes) -> None:
         """Read a framework's directory in which the data is one file, or the pickle in it."""
@@ -418,15 +412,6 @@ def _files_of_frameworks(sources: dict[str, Any]) -> list[_File]:
     return found
 
 
-_FOREIGN = {
-    b"g": "x.gguf",
-    b"y": "x.npy",
-    b"z": "x.npz",
-    b"m": "x.msgpack",
-    b"2": ".zarray",
-    b"3": "zarr.json",
-    b"o": "_METADATA",
-}
 _HEADER = b'{"w":{"dtype":"U8","shape":[2,4],"data_offsets":[0,8]}}'
 _ENTRY = b""
 
@@ -493,8 +478,6 @@ def inputs_of(target: str, path: Path) -> list[bytes]:
     if name.endswith(".safetensors") and target == "header":
         header = data[8 : 8 + struct.unpack("<Q", data[:8])[0]]
         return [b"r" + data, b"h" + header.rstrip(), b"w" + header.rstrip()]
-    if target == "foreign":
-        return [kind + data for kind, known in _FOREIGN.items() if known in (name, f"x{path.suffix}")]
     if target != "manifest":
         return []
     if name.endswith(".safetensors") and b"config" in data:

@@ -306,20 +306,7 @@ def distributed_checkpoint(folder: Path) -> None:
         dcp.save(state, checkpoint_id=folder / "x", no_dist=True)
 
 
-# Formats that are shown and not read
-
-_FOREIGN = Path(__file__).parents[1] / "data" / "foreign"
-
-
-def _sample(name: str, path: str = "{}/x") -> Source:
-    def make(folder: Path) -> None:
-        target = Path(path.format(folder))
-        if (_FOREIGN / name).is_dir():
-            shutil.copytree(_FOREIGN / name, target)
-        else:
-            shutil.copyfile(_FOREIGN / name, target)
-
-    return Source(make, path)
+# Directories of frameworks
 
 
 def megatron(folder: Path, kind: str) -> None:
@@ -359,17 +346,8 @@ SOURCES: dict[str, Source] = {
     "bin index": Source(torch_indexed),
     "pt of ranks": Source(torch_ranks),
     "dcp": Source(distributed_checkpoint, slow=True),
-    "gguf": _sample("model.gguf", "{}/x.gguf"),
-    "npy": _sample("array.npy", "{}/x.npy"),
-    "npz": _sample("arrays.npz", "{}/x.npz"),
-    "msgpack": _sample("flax_model.msgpack", "{}/x.msgpack"),
-    "zarr 2": _sample("zarr2"),
-    "zarr 3": _sample("zarr3"),
-    "zarr 3, consolidated": _sample("zarr3-consolidated"),
-    "orbax": _sample("orbax"),
-    "orbax, zarr": _sample("orbax-zarr"),
-    "torchao": _sample("../packed/torchao"),
-    "bitsandbytes": _sample("../packed/bitsandbytes"),
+    "torchao": _of_framework("packed/torchao"),
+    "bitsandbytes": _of_framework("packed/bitsandbytes"),
     "zero 0": _of_framework("deepspeed/zero0"),
     "zero 1": _of_framework("deepspeed/zero1"),
     "zero 2": _of_framework("deepspeed/zero2"),

@@ -1,4 +1,4 @@
-"""Small files of frameworks, npz and conversions that request much memory or time, beside those of rows E1 to E13.
+"""Small files of frameworks and conversions that request much memory or time, beside those of rows E1 to E13.
 
 Each function writes its files into an empty directory.
 """
@@ -111,17 +111,6 @@ def files_that_each_ask_for_little(path: Path) -> None:
         archive(path / f"model_rank_{rank}.pt", named({f"a{rank}": value}))
 
 
-# npz
-
-
-def long_headers(path: Path) -> None:
-    """Write members of a hundred bytes, each a compressed header of 64 KiB."""
-    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (0,), }" + b" " * 65_000
-    with zipfile.ZipFile(path / "x.npz", "w", zipfile.ZIP_DEFLATED) as file:
-        for number in range(100):
-            file.writestr(f"a{number}.npy", b"\x93NUMPY\2\0" + len(header).to_bytes(4, "little") + header)
-
-
 # Conversions
 
 
@@ -168,5 +157,4 @@ FRAMEWORKS = (
     states_again_and_again,
     a_list_in_itself,
     files_that_each_ask_for_little,
-    long_headers,
 )

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests/fuzz FUZZ_CORPUS=corpus pytest -p keep_inputs -n 0 tests/unit tests/ranks/test_torch_file.py
 
-What the suite covers is then where the search begins. Inputs go to the directories pickle, header, manifest and foreign
+What the suite covers is then where the search begins. Inputs go to the directories pickle, header and manifest
 in that of FUZZ_CORPUS, for --corpus; each once, under the digest of its bytes.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from atheris_readers import MAX_BYTES, inputs_of
 
-_TARGETS = ("pickle", "header", "manifest", "foreign")
+_TARGETS = ("pickle", "header", "manifest")
 
 
 @pytest.fixture(autouse=True)

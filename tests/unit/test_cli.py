@@ -955,7 +955,7 @@ def test_merge_takes_a_dtype_for_all_and_others_by_pattern(call: CommandLine, wo
 def test_merge_reports_changed_names(call: CommandLine, workspace: Path, tmp_path: Path) -> None:
     assert call("merge", workspace, tmp_path / "one", "--rename", "^=module.")[0] == 0
     code, _, err = call("merge", tmp_path / "one", tmp_path / "two")
-    assert (code, "the prefix 'module.' of a wrapper was removed" in err) == (0, True)
+    assert (code, "wrappers" in err) == (0, True)
     assert call("merge", workspace, tmp_path / "three", "--rename", "^=model.model.")[0] == 0
     envelope = call.json("merge", tmp_path / "three", tmp_path / "four")[1]
     assert '--rename "^model\\.="' in envelope["warnings"][0]

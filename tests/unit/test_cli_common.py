@@ -399,10 +399,11 @@ def test_the_tree_escapes_hostile_names_and_limits_its_depth(call: CommandLine, 
 def whole_sources(root: Path) -> list[Path]:
     """Return each path below a copy of the test data that is opened as one checkpoint, with its archives unpacked.
 
-    A copy, as workspaces in which others may write are refused, and git gives directories the modes of the umask.
+    A copy, as workspaces in which others may write are refused, and git gives directories the modes of the umask. Those
+    of version 0.2 have tests of their own; in some of them each rank has tensors of its own.
     """
     found = []
-    shutil.copytree(DATA, root / "data")
+    shutil.copytree(DATA, root / "data", ignore=shutil.ignore_patterns("version-0.2"))
     for path in root.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
     for archive in sorted(DATA.rglob("*.tar.xz")):

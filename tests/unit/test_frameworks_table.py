@@ -159,14 +159,6 @@ FRAMEWORKS = {
         ),
     ),
 }
-# By row of the table of kinds that are only shown: its samples, each of which is in test_foreign.py.
-SHOWN = {
-    "gguf": ("model.gguf",),
-    "npy, npz": ("array.npy", "arrays.npz"),
-    "msgpack": ("flax_model.msgpack",),
-    "orbax": ("orbax", "orbax-zarr"),
-    "zarr": ("zarr2", "zarr3", "zarr3-consolidated"),
-}
 
 
 def table(head: str) -> dict[str, list[str]]:
@@ -230,12 +222,3 @@ def test_the_command_of_a_row_merges_its_sample(name: str, tmp_path: Path, monke
     assert exit_code_of(*command[1:]) == 0
     with safe_open(work / command[3] / "model.safetensors", "numpy") as merged:
         assert len(list(merged.keys())) > 1
-
-
-def test_each_kind_that_is_only_shown_has_samples() -> None:
-    assert table("kind").keys() == SHOWN.keys(), "give each row of the table its samples here and in test_foreign.py"
-    _, texts = contents("unit/test_foreign.py")
-    for samples in SHOWN.values():
-        for sample in samples:
-            assert sample in texts
-            assert (DATA / "foreign" / sample).exists()

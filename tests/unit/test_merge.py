@@ -655,7 +655,8 @@ def test_wrappers_around_all_names_are_removed(tmp_path: Path, wrapper: str) -> 
     commit_round(tmp_path / "ws", *lay_out({wrapper + name: value for name, value in state.items()}, 2, 0))
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", rename=[("^model", "m")])
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"m.a", "head"}
-    assert report.notes == (f"the prefix {wrapper!r} of a wrapper was removed from all names",)
+    (note,) = report.notes
+    assert "wrappers" in note
     merge_checkpoint(tmp_path / "ws", tmp_path / "upper", rename=str.upper, exclude="*.head")
     assert set(load_file(tmp_path / "upper" / "model.safetensors")) == {"MODEL.A"}
 

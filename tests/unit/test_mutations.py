@@ -65,7 +65,6 @@ class Verdict:
 WHOLE = Verdict("WHOLE", "whole", "OK", ("OK",))
 FOUND_BY_VERIFY = Verdict("WHOLE", "whole", "OK", ("CORRUPT",))
 NOTHING = Verdict("", "", "NOT_FOUND", ("NOT_FOUND",))
-NEVER_WHOLE = Verdict("(?!WHOLE)|no row", ".*", ".*", ("UNSAFE", "CORRUPT", "INCOMPLETE", "NOT_FOUND", "USAGE", "IO"))
 
 
 def shown(kind: Kind, path: Path, file: Path) -> str:
@@ -177,8 +176,6 @@ def flip_a_bit_in_the_header(kind: Kind, path: Path) -> Verdict | None:
 
 @mutation
 def flip_a_bit_in_the_data(kind: Kind, path: Path) -> Verdict | None:
-    if kind.container == "other":
-        return None
     with open_source(path / (kind.row or kind.at), strict=False) as source:
         ranges = [stored for _, tensor in source.shards() for stored in tensor.byte_ranges]
         largest = max(ranges, key=lambda stored: stored.nbytes)
@@ -189,8 +186,6 @@ def flip_a_bit_in_the_data(kind: Kind, path: Path) -> Verdict | None:
 
 @mutation
 def lose_the_end_of_a_tensor_to_zeros(kind: Kind, path: Path) -> Verdict | None:
-    if kind.container == "other":
-        return None
     with open_source(path / (kind.row or kind.at), strict=False) as source:
         ranges = [stored for _, tensor in source.shards() for stored in tensor.byte_ranges]
         largest = max(ranges, key=lambda stored: stored.nbytes)
@@ -234,8 +229,6 @@ def lose_the_last_page_of_a_tensor(kind: Kind, path: Path) -> Verdict | None:
 
 def _overwrite_values(kind: Kind, path: Path, check: str, change: Callable[[Any], None]) -> Verdict | None:
     """Change the values of each stored box of one tensor: of the model's, of 16 elements and more, the largest."""
-    if kind.container == "other":
-        return None
     with open_source(path / (kind.row or kind.at), strict=False) as source:
         stored = [
             (one.nbytes, tensor.shard.name, tensor.shard.dtype, one)
@@ -491,7 +484,7 @@ sx.export_checkpoint(state, {os.fspath(path)!r}, overwrite=True, on_progress=sto
 
 @mutation
 def kill_an_export_beside_it(kind: Kind, path: Path) -> Verdict | None:
-    if kind.row is not None or kind.container == "other":
+    if kind.row is not None:
         return None
     program = f"""
 import os, signal, numpy, statexchange as sx
@@ -508,7 +501,6 @@ def _run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=60)
 
 
-FOREIGN = [name for name, kind in KINDS.items() if kind.container == "other"]
 # Nothing says how the ranks divide the tensors, nor how many ranks there are.
 PLAIN = ("rank files", "rank files of torch")
 DEEPSPEED = ("ZeRO-2", "ZeRO-3", "DeepSpeed pipeline", "Universal Checkpoint")
@@ -570,8 +562,6 @@ EXCEPTIONS: dict[tuple[str, str], Verdict] = {
 
 def expected(name: str, kind_name: str, verdict: Verdict) -> Verdict:
     """Return the verdict that a mutation of a kind must get."""
-    if kind_name in FOREIGN:
-        return NEVER_WHOLE
     if verdict.values is not None and kind_name in PLAIN:
         verdict = dataclasses.replace(WHOLE, values=verdict.values)
     verdict = EXCEPTIONS.get((name, kind_name), verdict)
@@ -696,6 +686,5 @@ def test_without_a_mutation_each_kind_is_whole(kind_name: str) -> None:
     kind, path = KINDS[kind_name], _template(kind_name) / "one"
     rows = {os.path.normpath(row.path): row for row in scan(path)}
     row = rows[os.path.normpath(path / (kind.row or kind.at))]
-    expected_verdict = "NOT CHECKED" if kind_name in FOREIGN else "WHOLE"
-    assert (row.verdict, row.step) == (expected_verdict, kind.step)
+    assert (row.verdict, row.step) == ("WHOLE", kind.step)
     assert (row.kind or "").startswith(kind.format)

@@ -371,31 +371,6 @@ def test_an_interrupted_replacement_is_readable_and_the_next_publisher_completes
         shutil.rmtree(place / "out")
 
 
-@pytest.mark.parametrize("plant", ["link", "file", "directory"])
-def test_leftovers_of_version_0_1_and_similar_names_are_never_touched(place: Path, plant: str) -> None:
-    """Version 0.1 put the replacement of the target there; a directory of this name may also be a user's."""
-    publish(place / "victim", 5)
-    path = place / ".out.replacement"
-    if plant == "link":
-        path.symlink_to(place / "victim")
-    elif plant == "file":
-        path.write_text("")
-    else:
-        path.mkdir()
-    (place / "out").mkdir()
-    (place / "out" / "mine.txt").write_text("x")
-    before = contents_of(place)
-    for overwrite in (False, True):
-        with pytest.raises((TargetExistsError, UnsafeError)):
-            publish(place / "out", 2, overwrite=overwrite)
-    assert contents_of(place) == before
-    shutil.rmtree(place / "out")
-    before = contents_of(place)
-    with pytest.raises(UnsafeError, match=r"0\.1") as caught:
-        publish(place / "out", 2)
-    assert (caught.value.path, contents_of(place)) == (str(path), before)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
 def test_directories_of_another_user_are_left_alone(place: Path, tmp_path: Path) -> None:
     owner = ended_owner()

@@ -18,8 +18,8 @@ PREFIXES = [
     ("", "model."),
     ("model.", ""),
     ("model.", "transformer.h."),
-    ("_orig_mod.", ""),
-    ("module.model.", "model."),
+    ("net.", ""),
+    ("net.model.", "model."),
     ("a b$(x)'.", 'q"\\.'),
     ("x=y.", ""),
 ]

@@ -17,6 +17,7 @@ from commands import CommandLine
 from json_schemas import SCHEMAS, validator
 from jsonschema import Draft202012Validator
 from safetensors.numpy import save_file
+from stored import DATA
 from whole_checkpoints import KINDS
 
 from statexchange.cli.main import cli
@@ -69,9 +70,11 @@ def objects(value: Any, where: str) -> list[tuple[str, dict[str, Any]]]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with checkpoints of many kinds, whole and broken."""
     home = tmp_path_factory.mktemp("place")
-    kinds = ("save", "saves", "export", "workspace", "dcp", "torch file", "ZeRO-2", "Trainer", "gguf", "npz")
+    kinds = ("save", "saves", "export", "workspace", "dcp", "torch file", "ZeRO-2", "Trainer")
     for name in (*kinds, "huggingface shards", "rank files"):
         KINDS[name].build(home / name.replace(" ", "_"))
+    os.mkdir(home / "gguf")
+    shutil.copy(DATA / "foreign/model.gguf", home / "gguf")
     shards = home / "huggingface_shards"
     shutil.copytree(shards, home / "missing")
     (home / "missing/model-00002-of-00003.safetensors").unlink()

@@ -371,10 +371,6 @@ def test_show_prints_what_a_source_without_configs_has(tmp_path: Path, call: Com
     assert (code, out) == (0, f"{plain}: huggingface\n")
     assert "nothing but tensors is here, no config: `ls` lists them, and `show PATH NAME` shows one" in err
 
-    code, _, err = call("show", DATA / "foreign" / "model.gguf")
-    assert code == 0
-    assert "GGUF" in err
-
 
 def test_hostile_configs_and_names_are_escaped(
     tmp_path: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch

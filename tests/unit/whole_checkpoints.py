@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from archives import unpack
@@ -35,7 +34,7 @@ class Kind:
         listing: the file that lists the others, or says what they are; "" without one.
         at: what is given to `info` and `verify`, and has a row in `scan`, below the path.
         has_digests: whether digests of the bytes are stored, so that `verify` checks them.
-        container: how a tensor file is built: "safetensors", "zip" or "other" (not read here, but shown).
+        container: how a tensor file is built: "safetensors" or "zip".
         step: the step that `scan` shows.
         row: where the row is, if it is not at `at`.
         format: the kind that the tool calls it.
@@ -175,19 +174,6 @@ def _megatron(below: str) -> Callable[[Path], None]:
     return build
 
 
-def _file(name: str) -> Callable[[Path], None]:
-    def build(path: Path) -> None:
-        path.mkdir(parents=True)
-        shutil.copy(DATA / "foreign" / name, path)
-
-    return build
-
-
-def _arrays(path: Path) -> None:
-    path.mkdir(parents=True)
-    np.savez(path / "arrays.npz", **{name: tensor.numpy() for name, tensor in _state().items()})
-
-
 _TRAINER, _ACCELERATE = "trainer/plain/checkpoint-2", "accelerate/full/state"
 KINDS: dict[str, Kind] = {
     "save": Kind(_save, "rank-*.safetensors", "save", "save.json", has_digests=True),
@@ -249,10 +235,4 @@ KINDS: dict[str, Kind] = {
     "torch_checkpointing": Kind(
         _sample("torch_checkpointing/state"), "model_*.pt", "torch_checkpointing", container="zip"
     ),
-    "gguf": Kind(_file("model.gguf"), "*.gguf", "gguf", container="other"),
-    "npz": Kind(_arrays, "*.npz", "npz", container="other"),
-    "npy": Kind(_file("array.npy"), "*.npy", "npy", container="other"),
-    "msgpack": Kind(_file("flax_model.msgpack"), "*.msgpack", "msgpack", container="other"),
-    "Orbax": Kind(_sample("foreign/orbax"), "state/d/*", "orbax", "_CHECKPOINT_METADATA", container="other"),
-    "zarr": Kind(_sample("foreign/zarr3"), "layer/weight/c/*/*", "zarr", "layer/weight/zarr.json", container="other"),
 }  # fmt: skip

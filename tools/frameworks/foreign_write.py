@@ -1,6 +1,6 @@
 """Write the samples of tests/data/foreign with the libraries whose formats they are.
 
-pip install flax==0.12.8 gguf==0.19.0 orbax-checkpoint==0.12.8 zarr==3.1.6
+pip install flax==0.12.8 gguf==0.19.0 h5py==3.16.0 onnx==1.23.2 orbax-checkpoint==0.12.8 zarr==3.1.6
 python tools/frameworks/foreign_write.py tests/data/foreign
 """
 
@@ -12,8 +12,10 @@ from pathlib import Path
 
 import flax.serialization
 import gguf
+import h5py
 import jax.numpy as jnp
 import numpy as np
+import onnx
 import orbax.checkpoint as ocp
 import zarr
 
@@ -50,13 +52,28 @@ def write_msgpack(path: Path) -> None:
 
 
 def write_zarr(root: Path) -> None:
-    """A group of version 2, one of version 3, and one of version 3 with consolidated metadata."""
-    for name, version, is_consolidated in (("zarr2", 2, False), ("zarr3", 3, False), ("zarr3-consolidated", 3, True)):
+    """A group of version 2, and one of version 3."""
+    for name, version in (("zarr2", 2), ("zarr3", 3)):
         group = zarr.open_group(root / name, mode="w", zarr_format=version)
         group.create_array("layer/weight", data=WEIGHT, chunks=(1, 32))
         group.create_array("layer/bias", data=BIAS)
-        if is_consolidated:
-            zarr.consolidate_metadata(group.store)
+
+
+def write_hdf5(path: Path) -> None:
+    """A file with two datasets in a group."""
+    with h5py.File(path, "w", libver="latest") as file:
+        file["layer/weight"], file["layer/bias"] = WEIGHT, BIAS
+
+
+def write_onnx(path: Path) -> None:
+    """A graph of one product with a constant."""
+    shapes = {"x": [1, 2], "y": [1, 32]}
+    inputs, outputs = (
+        [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)] for name, shape in shapes.items()
+    )
+    node = onnx.helper.make_node("MatMul", ["x", "w"], ["y"])
+    graph = onnx.helper.make_graph([node], "graph", inputs, outputs, [onnx.numpy_helper.from_array(WEIGHT, "w")])
+    onnx.save(onnx.helper.make_model(graph, producer_name="tiny"), path)
 
 
 def write_orbax(root: Path) -> None:
@@ -80,6 +97,8 @@ def main() -> None:
     write_msgpack(root / "flax_model.msgpack")
     np.savez_compressed(root / "arrays.npz", weight=WEIGHT, bias=BIAS, text=np.array(["a", "b"]))
     np.save(root / "array.npy", WEIGHT.astype(">f2"))
+    write_hdf5(root / "model.h5")
+    write_onnx(root / "model.onnx")
     write_zarr(root)
     write_orbax(root)
 

@@ -1,0 +1,161 @@
+"""The names and parts under which transformers saves a model: those of its files, traced through its own conversion.
+
+transformers 5 keeps some weights fused in memory, such as all experts of a layer in one tensor, and its
+`save_pretrained` writes them one by one, as other programs read them. It is asked here what it would write: it converts
+tensors without memory (device "meta"), and the storage, offset and strides of each result show which part of which
+tensor it is. So no rule about a model family is needed. An operation that makes new values cannot be traced.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from statexchange.conversions.patches import Dim, Patch, identity
+from statexchange.conversions.plan import ConversionPlan, Fill, TensorInfo
+from statexchange.sharding.shards import Box, c_strides
+from statexchange.state.pretrained import pretrained_model
+
+__all__ = ["SavedNames", "saved_names"]
+
+_log = logging.getLogger(__name__)
+
+
+class _UntracedError(Exception):
+    """A result is no part of one tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedNames:
+    """The conversion that transformers applies to the tensors of a live model when it saves it."""
+
+    model: Any
+
+    def texts(self) -> dict[str, str]:
+        """Return the options that must be equal on all ranks, as text by name."""
+        return {"convert": f"the names of {type(self.model).__name__}.save_pretrained"}
+
+    def plan_to_save(self, tensors: Mapping[str, TensorInfo]) -> ConversionPlan:
+        """Return what `save_pretrained` writes of a model's tensors, which are given by their names in memory."""
+        parts = self._parts({name: info.shape for name, info in tensors.items()})
+        outputs: dict[str, TensorInfo] = {}
+        fills: dict[str, list[Fill]] = {name: [] for name in tensors}
+        for saved, (name, patch) in parts.items():
+            outputs[saved] = TensorInfo(tensors[name].dtype, patch.box.shape)
+            fills[name].append(Fill(saved, patch))
+        return ConversionPlan(outputs, fills, single=frozenset(outputs))
+
+    def plan_to_load(
+        self, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo]
+    ) -> ConversionPlan | None:
+        """Return how stored tensors fill those of the model, given by shape; None if no stored name has to change.
+
+        A tensor that is stored under its name in memory stays as it is, and so does a name that the model does not
+        know.
+        """
+        outputs = dict(stored)
+        fills = {name: [Fill(name, patch) for patch in identity(info.shape)] for name, info in stored.items()}
+        by_name: dict[str, dict[str, Patch]] = {}
+        for saved, (name, patch) in self._parts(shapes).items():
+            by_name.setdefault(name, {})[saved] = patch
+        changed = False
+        for name, patches in by_name.items():
+            if name in stored or not patches.keys() <= stored.keys():
+                continue
+            changed = True
+            dtypes = {stored[saved].dtype for saved in patches}
+            outputs[name] = TensorInfo(min(dtypes), shapes[name])
+            for saved, patch in patches.items():
+                del outputs[saved]
+                fills[saved] = [Fill(name, _inverse(patch))]
+        return ConversionPlan(outputs, fills) if changed else None
+
+    def _parts(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, Patch]]:
+        """Return, for each name in a file, the tensor in memory and its part that has this name.
+
+        Without a trace each tensor has its name in memory, which transformers reads, too.
+        """
+        try:
+            return _traced(self.model, shapes)
+        except _UntracedError as error:
+            kind = type(self.model).__name__
+            _log.warning("%s: save_pretrained writes other names than those in memory, which are used: %s", kind, error)
+            return {name: (name, patch) for name, shape in shapes.items() for patch in identity(shape)}
+
+
+def saved_names(state: Any) -> SavedNames | None:
+    """Return the conversion of a live model of transformers that has one; None for any other state. Not collective."""
+    model = pretrained_model(state)
+    loading = sys.modules.get("transformers.core_model_loading")
+    if model is None or loading is None or not hasattr(loading, "revert_weight_conversion"):  # before transformers 5
+        return None
+    # Without a conversion, what it is given comes back.
+    unchanged: dict[str, Any] = {}
+    return None if loading.revert_weight_conversion(model, unchanged) is unchanged else SavedNames(model)
+
+
+def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, Patch]]:
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        """Lets copies of a tensor be the tensor itself, so that results stay views of what they are copies of."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.clone.default:
+                return args[0]
+            return func(*args, **(kwargs or {}))
+
+    inputs = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in inputs.items()}  # noqa: SLF001
+    loading = sys.modules["transformers.core_model_loading"]
+    with Tracing():  # type: ignore[no-untyped-call]
+        try:
+            saved = loading.revert_weight_conversion(model, dict(inputs))
+        except Exception as error:
+            raise _UntracedError(str(error)) from error
+    parts = {}
+    traced = dict.fromkeys(shapes, 0)
+    for saved_name, tensor in saved.items():
+        name = by_storage.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
+        if name is None:
+            raise _UntracedError(f"{saved_name} is no part of one tensor")
+        parts[saved_name] = (name, _patch(saved_name, tensor, shapes[name]))
+        traced[name] += tensor.numel()
+    for name, shape in shapes.items():
+        if traced[name] != math.prod(shape):
+            raise _UntracedError(f"not each element of {name} is saved once")
+    return parts
+
+
+def _patch(name: str, view: Any, shape: tuple[int, ...]) -> Patch:
+    """Return the part of a dense tensor of this shape that a view of it is."""
+    strides = c_strides(shape)
+    begin, rest = [], view.storage_offset()
+    for stride in strides:
+        begin.append(rest // stride if stride else 0)
+        rest -= begin[-1] * stride
+    dims = []
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        along = [dim for dim, dense in enumerate(strides) if dense == stride and shape[dim] >= size]
+        if size == 1:
+            dims.append(Dim(None))
+        elif len(along) == 1:
+            dims.append(Dim(along[0], range(size)))
+        else:
+            raise _UntracedError(f"the dims of {name} are not those of one tensor")
+    return Patch(0, Box((0,) * len(dims), tuple(view.shape)), tuple(begin), tuple(dims))
+
+
+def _inverse(patch: Patch) -> Patch:
+    """Return the patch of the whole from a part: dims and begin change their sides."""
+    target = patch.input_box
+    dims = [Dim(None)] * len(patch.begin)
+    for dim, along in enumerate(patch.dims):
+        if along.dim is not None:
+            dims[along.dim] = Dim(dim, along.indices)
+    return Patch(0, target, (0,) * len(patch.dims), tuple(dims))

@@ -1,0 +1,52 @@
+"""The parts that wrappers of modules put into names, and the one rule by which every call removes them.
+
+torch.compile, FSDP1 and activation checkpointing put a part of their own anywhere into a name, which no model has.
+DistributedDataParallel and AveragedModel put ``module.`` in front of all names. A user's own attribute may have that
+name, too, so it is removed only where all names begin with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+from statexchange.errors import excerpt
+from statexchange.sharding.options import renamed
+
+__all__ = ["WRAPPERS", "note_on_wrappers", "without_wrappers", "wrapper_rules"]
+
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_PARTS = rf"(?<![^.])(?:{'|'.join(sorted(WRAPPERS))})\."
+_MODULE = "module."
+
+
+def without_wrappers(name: str) -> str:
+    """Return a name without the parts that wrappers put anywhere into it."""
+    if not any(part in name for part in WRAPPERS):  # nearly all
+        return name
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def wrapper_rules(names: Collection[str]) -> list[tuple[str, str]]:
+    """Return what removes the parts of wrappers from all names of a model, as (regex, replacement); [] without any.
+
+    Example:
+        >>> wrapper_rules(["module.a._orig_mod.w", "module.b.w"])
+        [('(?<![^.])(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)\\\\.', ''), ('^module\\\\.', '')]
+    """
+    clean = [without_wrappers(name) for name in names]
+    rules = [(_PARTS, "")] if any(map(str.__ne__, clean, names)) else []
+    # A common prefix of the first and the last name in sorted order is common to all names.
+    first, last = min(clean, default=""), max(clean, default="")
+    shortest = min(map(len, clean), default=0)
+    prefix = ""
+    while len(prefix) + len(_MODULE) < shortest and all(end.startswith(prefix + _MODULE) for end in (first, last)):
+        prefix += _MODULE
+    return [*rules, (f"^{re.escape(prefix)}", "")] if prefix else rules
+
+
+def note_on_wrappers(names: Collection[str], rules: Sequence[tuple[str, str]]) -> str:
+    """Return a note on the parts that `rules` remove from the names, with one of these as an example."""
+    changed = sorted(name for name in names if renamed(name, rules) != name)
+    example = f"{excerpt(changed[0])} is {excerpt(renamed(changed[0], rules))}"
+    return f"parts that wrappers put into names were removed from {len(changed):,} of {len(names):,}: {example}"
