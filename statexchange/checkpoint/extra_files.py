@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from statexchange.checkpoint.index import index_name, single_file_name
@@ -16,44 +17,44 @@ from statexchange.errors import (
     InvalidArgumentError,
     ReplacedError,
     StateExchangeError,
+    UnsafeError,
     excerpt,
     without_secrets,
 )
+from statexchange.formats.config_check import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG, is_adapter, named_adapters
 from statexchange.formats.huggingface import MANIFEST
+from statexchange.formats.source import abbreviated_list
 from statexchange.sharding.options import FLOATS
 from statexchange.storage.budget import Budget
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import OpenedPath, open_path
 from statexchange.storage.store import resolve_path
 from statexchange.tensors import LONG_NAMES
+from statexchange.units import format_bytes
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
-    from statexchange.sharding.plan import Plan, TensorPlan
+    from statexchange.sharding.plan import Plan
+    from statexchange.storage.store import Store, StoredFile
 
 __all__ = [
-    "ADAPTER_CONFIG",
-    "CONFIG",
     "FilesFrom",
     "extra_files",
     "given_config",
+    "notes_on_adapters",
     "notes_on_empty_directories",
     "notes_on_foreign_names",
     "notes_on_missing_files",
-    "notes_on_other_sizes",
     "own_files",
 ]
 
 FilesFrom = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | bytes] | None
 
 _VERL_DIRECTORY = "huggingface"
-CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-_ADAPTER_PREFIX = "base_model.model."  # of all names in an adapter that PEFT saves
 _TRANSFORMERS_NAMES = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
-# Tensors of a model whose last dim is the hidden size, with their number of dims.
-_EMBEDDING = "model.embed_tokens.weight"
-_SIZES = {_EMBEDDING: 2, "model.norm.weight": 1, "model.layers.0.input_layernorm.weight": 1}
-_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
+_KINDS = ("torch", "deepspeed", "dcp", "rank files")  # formats beside which a config of the model may lie
+_MAX_BYTES = 64 << 20  # of a file, and of all files in subdirectories
+_MAX_DEPTH, _MAX_ENTRIES = 3, 1000  # of subdirectories
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versions
 # Files of a directory that do not belong to a model: weights, indexes, manifests, hidden files and what a training job
 # keeps beside them (Trainer, DeepSpeed and verl).
@@ -63,11 +64,17 @@ _NOT_COPIED = re.compile(
     r"latest_checkpointed_iteration\.txt|fsdp_config\.json|lora_train_meta\.json|events\.out\.tfevents.*"
 )
 
+# Directories of a training job.
+_OF_JOB = re.compile(
+    r"(checkpoint|step)-[0-9]+|global_step[0-9]*|(pytorch_model_fsdp|optimizer|dataloader)_[0-9]+|iter_[0-9]+|"
+    r"mp_rank_.*|runs?|logs?|wandb|mlruns|tensorboard"
+)
+
 
 def extra_files(
     files_from: FilesFrom, plan: Plan, own: Mapping[str, bytes] | None = None, *, updates_dtype: bool = False
 ) -> dict[str, bytes]:
-    """Return the content of each extra file by name.
+    """Return the content of each extra file by its name, or by its path below the checkpoint.
 
     Args:
         files_from: a directory, of which the small files of a model are taken; paths of files; or a mapping of names to
@@ -93,8 +100,7 @@ def _given_files(files_from: FilesFrom, plan: Plan) -> dict[str, bytes]:
     for name, data in _read_files(files_from):
         if name in contents:
             raise InvalidArgumentError(f"files_from gives the file name {name!r} twice")
-        is_plain = name == os.path.basename(name) and name not in ("", ".", "..") and "\0" not in name
-        if name in reserved or not is_plain or name.startswith(".statexchange"):
+        if name in reserved or name in ("", ".", "..") or "\0" in name or name.startswith(".statexchange"):
             raise InvalidArgumentError(
                 f"files_from: {name!r} is not a plain file name, or is one that the checkpoint itself writes"
             )
@@ -104,9 +110,13 @@ def _given_files(files_from: FilesFrom, plan: Plan) -> dict[str, bytes]:
 
 def given_config(files_from: FilesFrom) -> bytes | None:
     """Return the config.json among the files of the option `files_from`; None if there is none."""
-    if files_from is None:
-        return None
-    return next((data for name, data in _read_files(files_from) if name == CONFIG), None)
+    if files_from is None or isinstance(files_from, Mapping):
+        return next((data for name, data in _read_files(files_from or {}) if name == CONFIG), None)
+    for path in _paths(files_from):
+        with open_path(resolve_path(path, "a path of files_from")) as opened:
+            if CONFIG in opened.names:
+                return opened.store.read_small(CONFIG)
+    return None
 
 
 def notes_on_empty_directories(files_from: FilesFrom) -> tuple[str, ...]:
@@ -114,7 +124,7 @@ def notes_on_empty_directories(files_from: FilesFrom) -> tuple[str, ...]:
     notes = []
     for path in [] if files_from is None or isinstance(files_from, Mapping) else _paths(files_from):
         with open_path(resolve_path(path, "a path of files_from")) as opened:
-            if opened.file is None and all(map(_NOT_COPIED.fullmatch, opened.names)):
+            if opened.file is None and not _choose(opened.store)[0]:
                 shown = without_secrets(opened.path)
                 text = f"files_from: nothing is taken from {shown}, which has no config, tokenizer or other such file"
                 if _has_files_below(opened):
@@ -130,107 +140,144 @@ def _has_files_below(opened: OpenedPath) -> bool:
 
 
 def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """Return the extra files of a source that is a Hugging Face directory, and notes about those that cannot be read.
+    """Return the extra files of a source that is a directory of a model, and a note about those that are not taken.
 
-    A directory of torch.save files, or of DeepSpeed's steps, counts as one if it has a config.json. So does the
-    subdirectory of config and tokenizer that a training framework writes.
+    A directory is one if it is of Hugging Face, or has a config of transformers or PEFT. So is the subdirectory of
+    config and tokenizer that a training framework writes.
     """
-    opened = source.opened
-    store = source.small_files
+    opened, store = source.opened, source.small_files
     if store is None:
         store = opened.store
-        if opened.file is not None or source.kind not in ("huggingface", "torch", "deepspeed"):
+        has_config = source.kind in _KINDS and not {CONFIG, ADAPTER_CONFIG}.isdisjoint(store.listing)
+        if opened.file is not None or not (has_config or source.kind == "huggingface"):
             return {}, ()
-        if source.kind != "huggingface" and CONFIG not in store.files:
-            return {}, ()
-    files: dict[str, bytes] = {}
-    notes = []
+    base = f"{store.path.rstrip('/')}/"
+    known = {name for part in source.parts for name in part.names}
+    known |= {file.path.removeprefix(base).partition("/")[0] for file in source.files}
+    chosen, left = _choose(store)
+    files = {}
+    for name, file in chosen.items():
+        try:
+            files[name] = file.read_all()
+        except ReplacedError:
+            raise
+        except StateExchangeError as error:
+            left[name] = error.message
+    left = {name: reason for name, reason in left.items() if name not in known}
+    if not left:
+        return files, ()
+    return files, (f"not copied from {without_secrets(store.path)}: {abbreviated_list(left)}",)
+
+
+def _choose(store: Store) -> tuple[dict[str, StoredFile], dict[str, str]]:
+    """Return a model's small files in a directory and in small directories below, and why others are left out."""
+    files: dict[str, StoredFile] = {}
+    left: dict[str, str] = {}
     for name in store.files:
         if not _NOT_COPIED.fullmatch(name):
             try:
-                files[name] = store.read_small(name)
+                files[name] = store.open(name)
             except ReplacedError:
                 raise
             except StateExchangeError as error:
-                notes.append(f"not copied: {error}")
-    return files, tuple(notes)
+                left[name] = error.message
+    large = {name: file.size for name, file in files.items() if file.size > _MAX_BYTES}
+    left |= {name: format_bytes(files.pop(name).size) for name in large}
+    room = _MAX_BYTES
+    for name, kind in store.listing.items() if files else ():  # without a file it is not the directory of a model
+        try:
+            below = _files_below(store, name, _MAX_DEPTH) if kind != "file" else {}
+        except ReplacedError:
+            raise
+        except StateExchangeError as error:
+            left[name] = error.message
+            continue
+        nbytes = sum(file.size for file in below.values())
+        if nbytes > room:
+            left[name] = format_bytes(nbytes)
+        else:
+            room -= nbytes
+            files |= below
+    return files, left
 
 
-def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
+def _files_below(store: Store, name: str, depth: int) -> dict[str, StoredFile]:
+    """Return the files in a directory by their relative paths; raise UnsafeError unless it is copied as a whole.
+
+    Links to files are followed, as the Hub's cache has them; links to directories, which may lead anywhere, are not.
+    """
+    if store.listing[name] != "directory":
+        raise UnsafeError("no directory or regular file")
+    below = store.below(name)
+    if name.startswith("."):
+        if CONFIG in below.listing:
+            raise UnsafeError("hidden")
+        return {}  # of tools, such as git
+    if _OF_JOB.fullmatch(name):
+        raise UnsafeError("of a job")
+    if MANIFEST in below.listing:
+        raise UnsafeError("a checkpoint of its own")
+    if not depth or len(below.listing) > _MAX_ENTRIES:
+        raise UnsafeError("too many files or directories")
+    files: dict[str, StoredFile] = {}
+    for inner, kind in below.listing.items():
+        if kind != "file":
+            files |= {f"{name}/{path}": file for path, file in _files_below(below, inner, depth - 1).items()}
+        elif not inner.startswith("."):
+            files[f"{name}/{inner}"] = below.open(inner)
+    return files
+
+
+def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes], source: Source) -> tuple[str, ...]:
     """Return a note if the config is missing without which transformers loads no model, or PEFT no adapter.
 
     Only if tensors have names as in transformers' models: others need no config.
     """
     if extra.keys() & {CONFIG, ADAPTER_CONFIG}:
         return ()
-    names = [tensor.name for file in plan.files for tensor in file.tensors]
-    if not any(map(_TRANSFORMERS_NAMES.search, names)):
+    names = plan.tensors
+    # Those of a whole model of PEFT are no directory that any program loads.
+    if not any(map(_TRANSFORMERS_NAMES.search, names)) or named_adapters(names):
         return ()
     program, missing = "transformers", CONFIG
-    if all(name.startswith(_ADAPTER_PREFIX) for name in names):
+    if is_adapter(names):
         program, missing = "PEFT", ADAPTER_CONFIG
-    return (f"no {missing}: {program} will not load this directory; give one by files_from (--files-from)",)
+    store = source.opened.store
+    found = store.path_of(missing) if missing in store.listing else "one"  # beside the file that was named
+    return (f"no {missing}: {program} will not load this directory; give {found} by files_from (--files-from)",)
+
+
+def notes_on_adapters(plan: Plan, files: Collection[str], source: Source) -> tuple[str, ...]:
+    """Return a note on an adapter under the names that it has in a model of PEFT, by which PEFT does not load it.
+
+    The note shows the options of a merge that selects and renames its tensors; `files` are the names of extra files.
+    """
+    adapters = named_adapters(plan.tensors)
+    if not adapters or not all(ADAPTER_PREFIX in name for name in plan.tensors):
+        return ()
+    adapter, names = next(iter(adapters.items()))
+    section = [] if source.selected is None else [source.selected]
+    include = [pattern for pattern in (f"*.{adapter}", f"*.{adapter}.*") if fnmatch.filter(names, pattern)]
+    rename = [(rf"([.]modules_to_save)?[.]{re.escape(adapter)}\b", "")]
+    if not all(name.startswith(ADAPTER_PREFIX) for name in names):
+        rename.append((f"^.*?(?={re.escape(ADAPTER_PREFIX)})", ""))
+    given = [] if ADAPTER_CONFIG in files else [ADAPTER_CONFIG]
+    arguments = [f'section="{name}"' for name in section] + [f"include={include}", f"rename={rename}"]
+    arguments += [f'files_from="{name}"' for name in given]
+    options = [f"--section {name}" for name in section] + [f'--include "{pattern}"' for pattern in include]
+    options += [f'--rename "{pattern}="' for pattern, _ in rename] + [f"--files-from {name}" for name in given]
+    others = f" (others are {', '.join(map(repr, list(adapters)[1:]))})" if len(adapters) > 1 else ""
+    text = f"the tensors are those of a model of PEFT; to write what PEFT loads, its adapter {adapter!r}{others} alone"
+    return (f"{text}: {', '.join(arguments)} ({' '.join(options)})",)
 
 
 def notes_on_foreign_names(plan: Plan) -> tuple[str, ...]:
     """Return a note if a built-in conversion to names of transformers has a rule for the name of every tensor."""
-    known = conversion_of([tensor.name for file in plan.files for tensor in file.tensors])
+    known = conversion_of(list(plan.tensors))
     if known is None:
         return ()
     option = f'convert="{known}" (--convert {known})'
     return (f"transformers does not know these names: {option} writes the names and values that it knows",)
-
-
-def notes_on_other_sizes(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
-    """Return a note if config.json has another number of layers or other sizes than the tensors, all of the model's.
-
-    transformers would give layers that are missing random values, leave out those that it does not expect, and refuse
-    tensors of other shapes. Only sizes with which no model can be loaded count: the embedding may well have more rows
-    than the vocabulary has entries, for padding.
-    """
-    tensors = {tensor.name: tensor for file in plan.files for tensor in file.tensors}
-    found = len({match[1] for match in map(_LAYER.match, tensors) if match is not None})
-    try:
-        config = parse_json(extra.get(CONFIG, b"{}"), CONFIG, Budget(CONFIG))
-    except CorruptError:
-        return ()
-    if not found or not isinstance(config, dict):
-        return ()
-    different = []
-    number = config.get("num_hidden_layers")
-    further = config.get("num_nextn_predict_layers", 0)  # which predict further tokens, and are not counted
-    if type(number) is int and type(further) is int and not number <= found <= number + further:
-        layers = f"{_counted(found, 'layer')} of model.layers"
-        different.append(f"num_hidden_layers is {number} in {CONFIG}, and the tensors are those of {layers}")
-    different += _other_sizes(tensors, config)
-    if not different:
-        return ()
-    return (f"{'; '.join(different)}: is this the config of this model? Give it by files_from (--files-from)",)
-
-
-def _other_sizes(tensors: Mapping[str, TensorPlan], config: Mapping[str, object]) -> list[str]:
-    """Return how the embedding and the norms of a model contradict the sizes in its config.
-
-    An embedding may have other columns than the layers have, so the hidden size is compared with all of these.
-    """
-    vocab_size, hidden_size = config.get("vocab_size"), config.get("hidden_size")
-    # Packed weights have other shapes, and so may a tensor that is no matrix or no vector.
-    plain = {name: one.shape for name, one in tensors.items() if name in _SIZES and one.dtype in FLOATS}
-    shapes = {name: shape for name, shape in plain.items() if len(shape) == _SIZES[name]}
-    different = []
-    if _EMBEDDING in shapes and type(vocab_size) is int and shapes[_EMBEDDING][0] < vocab_size:
-        rows = _counted(shapes[_EMBEDDING][0], "row")
-        different.append(f"vocab_size is {vocab_size} in {CONFIG}, and {_EMBEDDING} has only {rows}")
-    sizes = {shape[-1] for shape in shapes.values()}
-    if type(hidden_size) is int and len(sizes) == 1 and hidden_size not in sizes:
-        name = next(filter(shapes.__contains__, _SIZES))
-        size = _counted(shapes[name][-1], "column" if name == _EMBEDDING else "element")
-        different.append(f"hidden_size is {hidden_size} in {CONFIG}, and {name} has {size}")
-    return different
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _with_dtype(config: bytes, plan: Plan) -> bytes:
@@ -270,15 +317,17 @@ def _read_files(files_from: FilesFrom) -> Iterator[tuple[str, bytes]]:
                 raise InvalidArgumentError(f"files_from: {excerpt(name)} is not a plain file name")
             if not isinstance(text, str | bytes):
                 raise InvalidArgumentError(f"files_from[{name!r}] must be str or bytes, not {type(text).__name__}")
+            if name != os.path.basename(name):
+                raise InvalidArgumentError(f"files_from: {name!r} is not a plain file name")
             yield name, text.encode() if isinstance(text, str) else text
         return
     for path in _paths(files_from):
         with open_path(resolve_path(path, "a path of files_from")) as opened:
-            names = opened.names
+            files = {name: opened.store.open(name) for name in opened.names}
             if opened.file is None:
-                names = [name for name in names if not _NOT_COPIED.fullmatch(name)]
-            for name in names:
-                yield name, opened.store.read_small(name)
+                files, _ = _choose(opened.store)
+            for name, file in files.items():
+                yield name, file.read_all()
 
 
 def _paths(files_from: FilesFrom) -> Sequence[str | os.PathLike[str]]:

@@ -19,15 +19,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from statexchange.checkpoint.extra_files import (
-    ADAPTER_CONFIG,
-    CONFIG,
     FilesFrom,
     extra_files,
     given_config,
+    notes_on_adapters,
     notes_on_empty_directories,
     notes_on_foreign_names,
     notes_on_missing_files,
-    notes_on_other_sizes,
     own_files,
 )
 from statexchange.checkpoint.index import BoxProvenance
@@ -47,6 +45,15 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats import directories, rank_files
+from statexchange.formats.config_check import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    config_warnings,
+    is_adapter,
+    tie_warnings,
+    unties_heads,
+    without_heads,
+)
 from statexchange.formats.converted import (
     Converted,
     check_model_configs,
@@ -204,10 +211,10 @@ def merge_checkpoint(
         max_shard_size: start a new file before a tensor that would make the file larger: bytes, or text like "5GB".
         filename_pattern: names of the files; {suffix} becomes -00001-of-00004 if there are several. By default
             model{suffix}.safetensors, and adapter_model{suffix}.safetensors for an adapter of PEFT.
-        files_from: extra files for the checkpoint: a directory, of which the small files of a model are taken and not
-            those of a job, such as trainer_state.json; paths; or a mapping of names to contents. The small files of a
-            Hugging Face source are copied too, and a cast updates the dtype in its config.json. ``()``
-            copies no files at all.
+        files_from: extra files for the checkpoint: a directory, of which the small files and directories of a model
+            (64 MiB for each file, and for all in directories) are taken and not those of a job, such as
+            trainer_state.json; paths; or a mapping of names to contents. Those of a Hugging Face source are copied too,
+            a note names the others, and a cast updates the dtype in its config.json. ``()`` copies no files at all.
         overwrite: replace a published checkpoint at `path`.
         resume: also reuse or remove files that processes on other hosts left. The caller must know that they have
             ended: one that still runs would fail.
@@ -288,8 +295,12 @@ def merge_checkpoint(
             merged, reductions = converted.source, converted.renamed_keys(reductions)
             notes += tuple(options.notes_on_rename({tensor.shard.name for _, tensor in merged.shards()}))
             plan_options = replace(options, include=(), exclude=())  # `_selected` has applied them
-        if options.filename_pattern is None and ADAPTER_CONFIG in own:
-            plan_options = replace(plan_options, filename_pattern=ADAPTER_PATTERN)
+        merged = _with_heads(merged, given_config(files_from) or own.get(CONFIG))
+        left_over: dict[str, bytes] = {}
+        if _writes_adapter(merged, plan_options, own):
+            plan_options = replace(plan_options, filename_pattern=options.filename_pattern or ADAPTER_PATTERN)
+        elif ADAPTER_CONFIG in own:
+            left_over = {ADAPTER_CONFIG: own.pop(ADAPTER_CONFIG)}  # transformers would look for the adapter
         basis = _basis(merged, options, reductions)
         try:
             rank_shards = merged.rank_shards()
@@ -308,10 +319,12 @@ def merge_checkpoint(
         notes = (*checkpoint.notes, *notes, *about, *metadata_notes, *own_notes)
         notes += notes_on_tensors(rank_shards, plan, plan_options)
         notes += notes_on_empty_directories(files_from)
-        notes += notes_on_missing_files(plan, extra) if has_model else ()
+        notes += notes_on_missing_files(plan, extra, checkpoint) if has_model else ()
+        notes += notes_on_adapters(plan, {**left_over, **extra}, checkpoint) if has_model else ()
         notes += notes_on_foreign_names(plan) if has_model and conversion is None else ()
         selects = bool(options.include or options.exclude)
-        notes += notes_on_other_sizes(plan, extra) if has_model and not selects else ()
+        if has_model and not selects:
+            notes += config_warnings(plan.tensors, {**left_over, **extra})
         target = target_path(path)
         reused: tuple[str, ...] = ()
         _check_apart(checkpoint, target)
@@ -337,6 +350,9 @@ def merge_checkpoint(
                 checkpoint.check_unchanged()
                 publication.commit(provenance)
             notes += note_on_overflows(overflows_of(provenance))
+            if has_model and not selects:
+                digests = {name: [box.digest for box in boxes] for name, boxes in provenance.items()}
+                notes += tie_warnings(plan.tensors, extra, digests)
         report = MergeReport(
             path=target,
             files=tuple((file.name, file.data_nbytes) for file in plan.files),
@@ -356,6 +372,20 @@ def merge_checkpoint(
         return merge_once()
     except ReplacedError:
         return merge_once()
+
+
+def _with_heads(source: Source, config: bytes | None) -> Source:
+    """Return the source; if its config.json does not tie heads to embeddings, such a head is written."""
+    if not unties_heads(config):
+        return source
+    files = [replace(shard_file, aliases=without_heads(shard_file.aliases)) for shard_file in source.files]
+    return replace(source, files=tuple(files))
+
+
+def _writes_adapter(source: Source, options: ExportOptions, files: Mapping[str, bytes]) -> bool:
+    """Whether what is written is an adapter of PEFT."""
+    wanted = filter(options.wants, {tensor.shard.name for _, tensor in source.shards()})
+    return is_adapter(list(map(options.renamed, wanted)), files)
 
 
 def _with_directory(error: StateExchangeError, checkpoint: Source) -> StateExchangeError:

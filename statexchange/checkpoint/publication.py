@@ -18,7 +18,7 @@ from statexchange.storage.store import Store, resolve_path
 from statexchange.storage.tensorfile import encode_header
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from typing_extensions import Self
 
@@ -57,11 +57,21 @@ class _ReplaceCheck:
         if not version or version != self._version:
             self._version, self._listed = version, listed_files(store)
         listed = self._listed
-        unlisted = sorted(name for name, kind in store.listing.items() if kind != "file" or name not in listed)
+        unlisted = sorted(_unlisted(store, listed))
         if unlisted:
             text = f"refused to overwrite: {unlisted[0]!r} is not listed in the target's {MANIFEST} as a file"
             raise UnsafeError(text, path=store.path)
         return listed
+
+
+def _unlisted(store: Store, listed: Sequence[str], folder: str = "") -> Iterator[str]:
+    """Yield what is in a directory and not listed; a directory counts as listed if a file in it is."""
+    for name, kind in store.listing.items():
+        path = f"{folder}{name}"
+        if kind == "directory" and any(other.startswith(f"{path}/") for other in listed):
+            yield from _unlisted(store.below(name), listed, f"{path}/")
+        elif kind != "file" or path not in listed:
+            yield path
 
 
 class PlannedFile:

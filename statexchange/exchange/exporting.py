@@ -15,7 +15,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from statexchange.checkpoint.extra_files import FilesFrom, extra_files
+from statexchange.checkpoint.extra_files import FilesFrom, extra_files, given_config
 from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.publication import PlannedFile, Publication, target_path
 from statexchange.checkpoint.tensor_notes import note_on_overflows, notes_on_tensors, overflows_of
@@ -34,6 +34,7 @@ from statexchange.exchange.rank_metadata import (
 from statexchange.exchange.reducing import reduce_copies
 from statexchange.exchange.saved_names import SavedNames
 from statexchange.exchange.writing import write_boxes, writing_nodes
+from statexchange.formats.config_check import CONFIG, config_warnings, tie_warnings, unties_heads, without_heads
 from statexchange.processes import collector_paused
 from statexchange.settings import check_flags, check_progress, check_timeout
 from statexchange.sharding import records
@@ -61,8 +62,8 @@ class ExportReport:
     """The result of an export. `files` are (name, bytes); `rank_nbytes` the bytes that each rank supplied.
 
     `phases` has seconds and `phase_nbytes` bytes by phase: metadata sent to root ("describe"), the plan sent to the
-    ranks ("plan"), tensors ("write") and receipts ("publish"). `notes` are about what `dtype` has made infinite, or
-    narrowed, or left as it was; they are logged on root, too.
+    ranks ("plan"), tensors ("write") and receipts ("publish"). `notes` say what a config that is written says against
+    the tensors, and what `dtype` has made infinite, or narrowed, or left as it was; they are logged on root, too.
     """
 
     path: str
@@ -191,6 +192,7 @@ class _Export:
         self._outputs: list[PlannedFile] = []
         self._probe = ""
         self._notes: tuple[str, ...] = ()
+        self._extra: Mapping[str, bytes] = {}
         self._renames: list[dict[str, str]] = []
 
     def run(self) -> ExportReport:
@@ -254,7 +256,11 @@ class _Export:
         for rank, (rank_metadata, names) in enumerate(zip(metadata, self._renames, strict=True)):
             renamed.append(rank_metadata.renamed(names, rank) if names else rank_metadata)
         shards = rank_shards(renamed, self._layout)
-        by_rank = [RankShards(rank, shards[rank], renamed[rank].aliases) for rank in range(len(renamed))]
+        is_untied = unties_heads(given_config(self._request.files_from) or self._request.own_files.get(CONFIG))
+        by_rank = []
+        for rank, rank_metadata in enumerate(renamed):
+            aliases = without_heads(rank_metadata.aliases) if is_untied else rank_metadata.aliases
+            by_rank.append(RankShards(rank, shards[rank], aliases))
         self._plan = plan_merge(by_rank, self._options, reductions=operations(renamed))
         if not self._plan.num_tensors:
             reason = "include and exclude leave out every tensor" if any(shards) else "no rank's state has a tensor"
@@ -263,9 +269,9 @@ class _Export:
         path = target_path(self._request.path)
         if location(path).is_remote:
             raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {path!r}")
-        extra = extra_files(self._request.files_from, self._plan, self._request.own_files, updates_dtype=True)
+        self._extra = extra_files(self._request.files_from, self._plan, self._request.own_files, updates_dtype=True)
         self._publication = Publication(
-            path, self._plan, source="export", extra=extra, overwrite=self._request.overwrite
+            path, self._plan, source="export", extra=self._extra, overwrite=self._request.overwrite
         )
         self._outputs = [self._publication.create(file) for file in self._plan.files]
         if self._comm.num_nodes > 1:
@@ -310,7 +316,7 @@ class _Export:
         plan, publication = self._plan, self._publication
         assert plan is not None
         assert publication is not None
-        tensors = [tensor for file in plan.files for tensor in file.tensors]
+        tensors = list(plan.tensors.values())
         decoded = [
             records.decoded(receipt, BoxReceipts.from_json, "the digests", rank)
             for rank, receipt in enumerate(receipts)
@@ -321,6 +327,10 @@ class _Export:
         small_files = publication.commit(provenance)
         self._notes += note_on_overflows(overflows_of(provenance))
         files = [(file.name, output.nbytes) for file, output in zip(plan.files, self._outputs, strict=True)]
+        if not self._request.options.include and not self._request.options.exclude:
+            digests = {name: [box.digest for box in boxes] for name, boxes in provenance.items()}
+            self._notes += config_warnings(plan.tensors, self._extra)
+            self._notes += tie_warnings(plan.tensors, self._extra, digests)
         self._clock.lap("publish", sum(map(len, receipts)))
         return ExportReport(
             publication.path,

@@ -166,7 +166,8 @@ def unread_weights(store: Store, names: Iterable[str]) -> tuple[str, ...]:
     unread = [name for name in store.non_directories if is_weights(name) and name not in read]
     if not unread:
         return ()
-    return (f"not read: {abbreviated_names(unread)}; to read one, give its path",)
+    advice = "to read one, give its path; a merge copies one of up to 64 MiB if --files-from gives its path"
+    return (f"not read: {abbreviated_names(unread)}; {advice}",)
 
 
 def only_indexed(

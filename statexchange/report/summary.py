@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from statexchange.errors import StateExchangeError, without_secrets
+from statexchange.formats.config_check import source_warnings
 from statexchange.formats.packed import packing_notes
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
@@ -69,7 +70,8 @@ class Summary:
         unsupported: reasons, by name, why tensors cannot be read although their files can.
         parts: the parts of a training framework's directory.
         problems: errors for everything that is missing or broken.
-        notes: which layout of quantised weights this is and which tool reads it; what was not looked at.
+        notes: which layout of quantised weights this is and which tool reads it; what was not looked at; what a config
+            says against the tensors.
         tree: the modules in the names of the tensors, if they were asked for.
     """
 
@@ -209,7 +211,7 @@ def _notes(source: Source) -> tuple[str, ...]:
     """Return the notes on a source that belong beside its numbers."""
     is_flat = any(is_flat_parameter(name) for shard_file in source.files for name in shard_file.tensors)
     flat = (FLAT_PARAMETERS,) if is_flat else ()
-    return (*source.notes, *flat, *packing_notes(source))
+    return (*source.notes, *flat, *packing_notes(source), *source_warnings(source))
 
 
 def _proven(source: Source) -> bool:

@@ -15,6 +15,7 @@ from statexchange.errors import (
     StateExchangeError,
     without_secrets,
 )
+from statexchange.formats.config_check import source_warnings
 from statexchange.formats.registry import open_source
 from statexchange.formats.sealed_files import check_sealed_file, sealed_files
 from statexchange.formats.source import Source, SourceTensor
@@ -41,7 +42,8 @@ class VerifyReport:
         findings: an error for each problem.
         values: what the checks of values found.
         hub: the comparison with the hashes of a download, whose findings are among `findings`; None without.
-        notes: what a user should know about how the checkpoint was read, such as files of weights that were not.
+        notes: what a user should know about how the checkpoint was read, such as files of weights that were not; and
+            what a config beside the tensors says against them.
     """
 
     path: str
@@ -119,7 +121,7 @@ def verify(
                 findings=tuple(check.findings),
                 values=tuple(check.value_findings),
                 hub=hub,
-                notes=source.notes,
+                notes=(*source.notes, *source_warnings(source, check.digests())),
             )
     raise AssertionError("the last attempt returns or raises")
 
@@ -254,6 +256,15 @@ class _Check:
                     holders = holders_text(self._source.label_of(first), self._source.label_of(other))
                     text = f"{holders} hold different values for region {piece.box}"
                     self.findings.append(ReplicaError(text, name=tensor.source, rank=other.rank))
+
+    def digests(self) -> dict[str, list[str]]:
+        """Return the digests of the boxes of each tensor that lies in one file; of others the order is not known."""
+        digests: dict[str, list[str]] = {}
+        for number, shard_file in enumerate(self._source.files):
+            for name, tensor in shard_file.tensors.items():
+                of_boxes = [self._digest(number, name, index) for index in range(len(tensor.byte_ranges))]
+                digests[name] = [] if name in digests or None in of_boxes else list(filter(None, of_boxes))
+        return digests
 
     def _digest(self, number: int, name: str, index: int) -> str | None:
         """Return the digest of a box; None if it could not be read, which is another finding."""

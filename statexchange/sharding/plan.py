@@ -158,6 +158,11 @@ class Plan:
         """Number of output tensors."""
         return sum(len(file.tensors) for file in self.files)
 
+    @property
+    def tensors(self) -> dict[str, TensorPlan]:
+        """The output tensors by name."""
+        return {tensor.name: tensor for file in self.files for tensor in file.tensors}
+
 
 def plan_merge(
     rank_shards: Sequence[RankShards],

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
@@ -104,7 +104,6 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
 
     Raises:
         InvalidArgumentError: the object has no `save_pretrained`.
-        UnsupportedError: it writes a subdirectory, and a checkpoint directory has none.
     """
     if not hasattr(tokenizer, "save_pretrained") or is_module(tokenizer):
         found = type_text(tokenizer)
@@ -113,16 +112,13 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
 
 
 def _saved_files(value: Any, **options: Any) -> dict[str, bytes]:
-    """Return the files that `value.save_pretrained` writes."""
+    """Return the files that `value.save_pretrained` writes, by their paths below its directory."""
     files: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory() as directory:
         value.save_pretrained(directory, **options)
-        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
-            if not entry.is_file():
-                text = f"{type(value).__name__} writes a directory, {entry.name}: give its files with files_from"
-                raise UnsupportedError(text)
-            with open(entry.path, "rb") as file:
-                files[entry.name] = file.read()
+        for path in sorted(Path(directory).rglob("*")):
+            if path.is_file():
+                files[path.relative_to(directory).as_posix()] = path.read_bytes()
     return files
 
 

@@ -86,8 +86,8 @@ class Claim:
             texts = [raw["nonce"], raw["since"], raw["plan"], *names, *versions, *versions.values()]
             if not all(isinstance(text, str) for text in texts) or not isinstance(names, list):
                 raise ValueError("a name or version is not text")
-            if any("/" in name or name in ("", ".", "..") for name in names):
-                raise ValueError("the name of an object is not a plain file name")
+            if any(part in ("", ".", "..") for name in names for part in name.split("/")):
+                raise ValueError("the name of an object leads out of the directory")
             owner = Owner.from_json(raw["owner"])
             return cls(raw["nonce"], owner, raw["since"], raw["plan"], tuple(names), dict(versions), raw["renewal"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -650,7 +650,7 @@ class DirectoryBuild(Build):
         files.remove_file(name, os.path.join(self._parent, name), self._parent_fd)
 
     def _discard(self, name: str, discarded: str) -> None:
-        """Rename a directory of plain files to `discarded`, then remove it."""
+        """Rename a directory to `discarded`, then remove it with all that is in it."""
         path = os.path.join(self._parent, discarded)
         if name != discarded:
             if files.stat_of(name, self._parent_fd, path) is None:
@@ -666,8 +666,7 @@ class DirectoryBuild(Build):
         while files.stat_of(discarded, self._parent_fd, path) is not None:
             with files.directory(discarded, self._parent_fd, path) as dir_fd:
                 for entry in files.list_names(dir_fd, path):
-                    if not entry.startswith(".nfs"):  # a removed file that is still open: NFS removes it when closed
-                        files.remove_file(entry, os.path.join(path, entry), dir_fd)
+                    _remove_entry(entry, os.path.join(path, entry), dir_fd)
             if files.remove_directory(discarded, self._parent_fd, path):
                 return
             if time.monotonic() > deadline:
@@ -686,7 +685,7 @@ class DirectoryBuild(Build):
                     self.finished[name] = metadata
         finished_names = {*self.finished, *map(_receipt, self.finished)}
         for name in set(names) - finished_names:
-            files.remove_file(name, os.path.join(self.building_path, name), self._dir_fd)
+            _remove_entry(name, os.path.join(self.building_path, name), self._dir_fd)
 
     def _finished_metadata(self, name: str) -> Any:
         """Return the metadata of a finished output file; None unless its receipt is complete and fits the file."""
@@ -729,9 +728,16 @@ class DirectoryBuild(Build):
         return output
 
     def put(self, name: str, data: files.Buffer) -> None:
-        """Write a small file durably."""
-        path = os.path.join(self.building_path, name)
-        write_new(self._dir_fd, name, [data], nbytes=memoryview(data).nbytes, path=path, mode=0o666)
+        """Write a small file durably, and the directories in its name."""
+        *folders, last = name.split("/")
+        dir_fd, path = self._dir_fd, self.building_path
+        with contextlib.ExitStack() as stack:
+            for folder in folders:
+                path = os.path.join(path, folder)
+                files.make_directory(folder, dir_fd, path, 0o777)
+                dir_fd = stack.enter_context(files.directory(folder, dir_fd, path))
+            path = os.path.join(path, last)
+            write_new(dir_fd, last, [data], nbytes=memoryview(data).nbytes, path=path, mode=0o666)
 
     def record(self, name: str, metadata: object) -> None:
         """Write the receipt of a finished output file beside it: size, modification time and metadata."""
@@ -989,6 +995,20 @@ class DirectoryRemoval(DirectoryBuild):
         except BaseException:
             self.abandon()
             raise
+
+
+def _remove_entry(name: str, path: str, dir_fd: int) -> None:
+    """Remove a file, or a directory with all that is in it; links are not followed."""
+    if name.startswith(".nfs"):  # a removed file that is still open: NFS removes it when closed
+        return
+    attributes = files.stat_of(name, dir_fd, path)
+    if attributes is None or not stat.S_ISDIR(attributes.st_mode):
+        files.remove_file(name, path, dir_fd)
+        return
+    with files.directory(name, dir_fd, path) as below:
+        for entry in files.list_names(below, path):
+            _remove_entry(entry, os.path.join(path, entry), below)
+    files.remove_directory(name, dir_fd, path)
 
 
 def _receipt(name: str) -> str:

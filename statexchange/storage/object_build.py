@@ -93,7 +93,7 @@ def _list_target(
     `inherited` are the names that earlier claims list. Raises for any other object, and for a whole checkpoint that may
     not be replaced. Without a manifest, an object that `is_own` accepts counts as inherited, too.
     """
-    present = set(objects.list_infos()) - {CLAIM_NAME}
+    present = set(objects.list_infos(inherited)) - {CLAIM_NAME}
     old: list[str] = []
     if is_own is not None and manifest not in present:
         store = objects.store()
@@ -103,7 +103,9 @@ def _list_target(
             raise target_exists(objects.path)
         hidden = inherited | {CLAIM_NAME}
         visible = FilteredStore(objects.store(), lambda name: name not in hidden)
-        old = [name for name in check(visible) if name in present]
+        listed = check(visible)
+        present = set(objects.list_infos({*inherited, *listed})) - {CLAIM_NAME}
+        old = [name for name in listed if name in present]
     return old, (present & inherited) - set(old)
 
 
@@ -292,7 +294,7 @@ class ObjectBuild(ObjectWriter, Build):
         """Check that all objects are unchanged, put the last one, and remove the claim."""
         assert name == self._manifest
         self.renew(at_once=True)  # proves that this publisher still holds the claim
-        infos = self._objects.list_infos()
+        infos = self._objects.list_infos(self._claim.names)
         for put_name, version in self._versions.items():
             current = etag_of(infos.get(put_name, {}))
             if put_name in infos and not current:  # only ETags are equal in a listing and in the info of one object

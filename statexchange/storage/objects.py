@@ -74,22 +74,40 @@ class Objects:
         """Return a new store of the directory; its listing raises NotFoundError if it does not exist."""
         return FsspecStore(self.url, self._system, self._base)
 
-    def list_infos(self) -> dict[str, Mapping[str, Any]]:
-        """List the directory: fsspec's info of each object by name."""
+    def list_infos(self, names: Collection[str] = ()) -> dict[str, Mapping[str, Any]]:
+        """List the directory: fsspec's info of each entry by name.
+
+        Directories in `names` are replaced by all that is below them; others, which may have any size, are not listed.
+        """
         audit("list", self.path)
+        infos = self._list(self._base)
+        if set(infos) == {self._base.rpartition("/")[2]} and next(iter(infos.values())).get("type") == "file":
+            is_target = str(next(iter(infos.values()))["name"]).strip("/") == self._base.strip("/")
+            if is_target:
+                raise TargetExistsError("the target is an object, not a directory", path=self.path)
+        for folder in {name.partition("/")[0] for name in names if "/" in name}:
+            if infos.get(folder, {}).get("type") == "directory":
+                del infos[folder]
+                infos |= self._list_below(folder)
+        return infos
+
+    def _list_below(self, folder: str) -> dict[str, Mapping[str, Any]]:
+        infos: dict[str, Mapping[str, Any]] = {}
+        for name, info in self._list(f"{self._base}/{folder}").items():
+            path = f"{folder}/{name}"
+            infos |= self._list_below(path) if info.get("type") == "directory" else {path: info}
+        return infos
+
+    def _list(self, path: str) -> dict[str, Mapping[str, Any]]:
         try:
             with storage_errors("list", self.url):
                 self._system.invalidate_cache()
-                entries = self._system.ls(self._base, detail=True)
+                entries = self._system.ls(path, detail=True)
         except NotFoundError as error:
             if is_missing_bucket(error):
                 raise
             return {}
         infos = {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in entries}
-        if set(infos) == {self._base.rpartition("/")[2]} and entries[0].get("type") == "file":
-            is_target = str(entries[0]["name"]).strip("/") == self._base.strip("/")
-            if is_target:
-                raise TargetExistsError("the target is an object, not a directory", path=self.path)
         return {name: info for name, info in infos.items() if name}
 
     def version(self, name: str) -> str | None:

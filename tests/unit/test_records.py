@@ -65,7 +65,7 @@ CASES: list[tuple[Any, Callable[[Any], Any]]] = [
     (_RankMessage(TENSORS_METADATA, {"id": "a"}, ["x"]), _RankMessage.from_json),
     (WantedBox("w", Box((0,), (2,)), "F32"), WantedBox.from_json),
     (
-        ExportReport("/p", (("a", 1),), 1, 1, {"b": "a"}, 0.5, {"write": 0.1}, {"write": 1}, (1, 0)),
+        ExportReport("/p", (("a", 1),), 1, 1, {"b": "a"}, 0.5, {"write": 0.1}, {"write": 1}, (1, 0), ("a note",)),
         ExportReport.from_json,
     ),
     (_Start("step-000000007", "/saves", "0123456789abcdef", "hidden", has_layout=False, memory=True), _Start.from_json),

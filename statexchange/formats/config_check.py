@@ -1,0 +1,369 @@
+"""Compare config.json and adapter_config.json with the tensors beside them, which decide: a difference is a warning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from statexchange.conversions.plan import TensorInfo
+from statexchange.errors import CorruptError, ReplacedError, StateExchangeError, excerpt
+from statexchange.formats.sections import sections_of
+from statexchange.sharding.options import FLOATS
+from statexchange.storage.budget import Budget
+from statexchange.storage.json_text import parse_json
+
+if TYPE_CHECKING:
+    from statexchange.formats.source import Source
+
+__all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_PREFIX",
+    "CONFIG",
+    "config_warnings",
+    "is_adapter",
+    "is_plain",
+    "named_adapters",
+    "source_warnings",
+    "tie_warnings",
+    "unties_heads",
+    "without_heads",
+]
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+ADAPTER_PREFIX = "base_model.model."  # of all names in an adapter that PEFT saves
+_METHODS = "lora|ia3|hada|lokr|oft|boft|vera|fourierft|hra|vblora|adaption|bone|miss|shira|c3a|randlora|road"
+_ADAPTER_PARAMETER = re.compile(rf"[._]({_METHODS})_")
+# While a model is trained, its parameters of an adapter have the adapter's name.
+_NAMED_ADAPTER = re.compile(
+    rf"\.(({_METHODS})_[A-Za-z0-9_]+|modules_to_save)\.(?!weight$|bias$)(?P<adapter>[^.]+)(\.|$)"
+)
+# A weight below an adapted layer is the whole model's; PEFT writes those of embeddings into adapters, too.
+_BASE_LAYER = re.compile(r"(?<!embed_tokens)(?<!lm_head)\.base_layer\.")
+_LORA_A = re.compile(r".*\.lora_A\.(.+\.)?weight")
+_SCALE = re.compile(r"(scale|scales|scale_inv|absmax|qzeros|SCB)$")
+
+_NUMBERED = re.compile(r"(?P<list>([^.]+\.)*?)(?P<number>[0-9]{1,9})\.")  # up to the first number in a name
+_LAYERS = re.compile(r"(?P<model>(.*\.)?)(layers?|h|blocks?)\.")  # the list of a model's layers
+_EMBEDDING = re.compile(
+    r"(?P<model>(.*?\.)??)(embeddings\.)?(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight"
+)
+_HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output|output_projection|predictions\.decoder)\.[^.]+")
+_LANGUAGE_MODEL = re.compile(r".*(ForCausalLM|ForConditionalGeneration)")
+# In the keys of configs that describe no part that reads text.
+_OTHER_PART = re.compile(r"quantization|compression|vision|visual|audio|speech")
+_TIED = "tie_word_embeddings"
+# Keys of the same number, in transformers and in the configs of some models.
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+_HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "dim")
+_FURTHER = "num_nextn_predict_layers"  # layers that predict further tokens, and are not counted
+
+_Config = Mapping[str, object]
+
+
+class _Info(Protocol):
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+_Tensors = Mapping[str, _Info]
+
+
+def config_warnings(tensors: _Tensors, files: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Return what the configs in a directory say against its tensors, one warning for each file. Not collective.
+
+    transformers would give missing layers and heads random values, leave out layers that it does not expect, and refuse
+    tensors of other shapes. A config that is broken says nothing, and neither does one of which it is unclear what part
+    of the model it describes.
+
+    Args:
+        tensors: all tensors of the model, by name.
+        files: the files of the directory, by name.
+    """
+    warnings = []
+    adapter, config = _parsed(files, ADAPTER_CONFIG), _parsed(files, CONFIG)
+    if adapter is not None and tensors:
+        warnings += [f"{ADAPTER_CONFIG} and the tensors differ: {text}" for text in _against_adapter(adapter, tensors)]
+    if config is not None and tensors:
+        texts = [*_against_dtypes(config, tensors)]
+        for model in _text_models(config, tensors):
+            texts += [*_against_layers(model, tensors), *_against_sizes(model, tensors)]
+            texts += _against_head(model, config, tensors)
+        if texts:
+            warnings.append(f"{CONFIG} and the tensors differ: {'; '.join(texts)}")
+    return tuple(warnings)
+
+
+def source_warnings(source: Source, digests: Mapping[str, Sequence[str]] | None = None) -> tuple[str, ...]:
+    """Return what the configs in a source's directory say against its model. Not collective; may read the configs.
+
+    Nothing of a source that is broken or of which a part cannot be read: then it is no wonder that they differ.
+
+    Args:
+        source: the source.
+        digests: those of each tensor's boxes, in order, where they are known.
+
+    Raises:
+        ReplacedError: a config was replaced while it was read.
+    """
+    store = source.small_files or (source.opened.store if source.opened.file is None else None)
+    if store is None or source.problems or source.unreadable:
+        return ()
+    files: dict[str, bytes] = {}
+    for name in (CONFIG, ADAPTER_CONFIG):
+        if store.listing.get(name) == "file":
+            try:
+                files[name] = store.read_small(name)
+            except ReplacedError:
+                raise
+            except StateExchangeError:
+                continue
+    if not files:
+        return ()
+    sections = [section for section in sections_of(source) if section.name == "model"]
+    tensors, names = {}, {}
+    for _, tensor in source.shards():
+        shard, prefix = tensor.shard, sections[0].prefix if sections else ""
+        if not sections or shard.name in sections[0].names:
+            names[shard.name] = shard.name.removeprefix(prefix)
+            tensors[names[shard.name]] = TensorInfo(shard.dtype, shard.global_shape)
+    renamed = {names[name]: digest for name, digest in (digests or {}).items() if name in names}
+    return (*config_warnings(tensors, files), *tie_warnings(tensors, files, renamed))
+
+
+def tie_warnings(
+    tensors: _Tensors, files: Mapping[str, bytes], digests: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
+    """Return a warning if config.json ties a head to the embedding and their values differ. Not collective.
+
+    Args:
+        tensors: all tensors of the model, by name.
+        files: the files of the directory, by name.
+        digests: those of each tensor's boxes, in order.
+    """
+    for model in _text_models(_parsed(files, CONFIG) or {}, tensors):
+        embedding = tensors.get(model.embedding)
+        if embedding is None or True not in model.flags(_TIED):
+            continue
+        for name in filter(_HEAD.fullmatch, tensors):
+            is_alike = (tensors[name].dtype, tensors[name].shape) == (embedding.dtype, embedding.shape)
+            of_head, of_embedding = digests.get(name, ()), digests.get(model.embedding, ())
+            if is_alike and len(of_head) == len(of_embedding) and list(of_head) != list(of_embedding):
+                text = f"{_TIED} is true, and {name} and {model.embedding} have different values"
+                return (f"{CONFIG} and the tensors differ: {text}",)
+    return ()
+
+
+def unties_heads(config: bytes | None) -> bool:
+    """Whether a config.json says that the head of a language model is not tied to its embedding."""
+    parsed = None if config is None else _parsed({CONFIG: config}, CONFIG)
+    return parsed is not None and _flags(dict(_configs(parsed, "")), _TIED) == {False}
+
+
+def without_heads(aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return the aliases of tied tensors without those between a head and an embedding.
+
+    For a config that does not tie them: a head that is not written would get random values from transformers. Ties of
+    embeddings among each other, as in T5, do not depend on the config.
+    """
+    kept = {}
+    for alias, name in aliases.items():
+        if bool(_EMBEDDING.fullmatch(alias)) == bool(_EMBEDDING.fullmatch(name)):
+            kept[alias] = name
+    return kept
+
+
+def is_adapter(names: Collection[str], files: Collection[str] = ()) -> bool:
+    """Whether tensors of these names, beside these files, are an adapter of PEFT and not a whole model."""
+    if "prompt_embeddings" in names or not names:
+        return bool(names)
+    if ADAPTER_CONFIG in files and all(map(_ADAPTER_PARAMETER.search, names)):  # as transformers may save it
+        return True
+    if any(not name.startswith(ADAPTER_PREFIX) or _BASE_LAYER.search(name) for name in names):
+        return False
+    return ADAPTER_CONFIG in files or any(map(_ADAPTER_PARAMETER.search, names))
+
+
+def named_adapters(names: Collection[str]) -> dict[str, list[str]]:
+    """Return the names of tensors by the name of the adapter of PEFT in them, as a model that is trained has them."""
+    adapters: dict[str, list[str]] = {}
+    for name in names:
+        match = _NAMED_ADAPTER.search(name)
+        if match is not None:
+            adapters.setdefault(match["adapter"], []).append(name)
+    return adapters
+
+
+def is_plain(tensors: _Tensors) -> bool:
+    """Whether no tensor is packed, in float8 or a scale of such: then the weights are not quantised."""
+    plain = {*FLOATS, "I64", "BOOL"}  # positions and masks are in models of any kind
+    return not any(info.dtype not in plain or _SCALE.search(name) for name, info in tensors.items())
+
+
+def _parsed(files: Mapping[str, bytes], name: str) -> _Config | None:
+    """Return the JSON object in a file; None if there is none that can be read."""
+    if name not in files:
+        return None
+    try:
+        parsed = parse_json(files[name], name, Budget(name))
+    except CorruptError:
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+class _TextModel(NamedTuple):
+    """A part of a model that reads text.
+
+    Attributes:
+        prefix: the beginning of all its names.
+        embedding: the name of its embedding; "" if it is not among the tensors.
+        layers: the beginning of its layers' names; "" if it is not clear.
+        configs: the configs that may describe it, by the beginning of their keys.
+    """
+
+    prefix: str
+    embedding: str
+    layers: str
+    configs: Mapping[str, _Config]
+
+    def number(self, *keys: str) -> tuple[str, int] | None:
+        """Return the full key and the value of a number; None unless all configs that have it agree on it."""
+        configs = {where: config for where, config in self.configs.items() if "vocab_size" in config}
+        if not configs and len(self.configs) == 1:
+            configs = dict(self.configs)
+        values: dict[str, int] = {}
+        for where, config in configs.items():
+            for key in filter(config.__contains__, keys):
+                value = config[key]
+                if isinstance(value, int) and not isinstance(value, bool):
+                    values[f"{where}{key}"] = value
+        return next(iter(values.items())) if len(set(values.values())) == 1 else None
+
+    def flags(self, key: str) -> set[bool]:
+        """Return the values of a flag in the configs."""
+        return _flags(self.configs, key)
+
+
+def _flags(configs: Mapping[str, _Config], key: str) -> set[bool]:
+    return {value for config in configs.values() if isinstance(value := config.get(key), bool)}
+
+
+def _text_models(config: _Config, tensors: _Tensors) -> list[_TextModel]:
+    """Return the parts that read text, without those of which it is unclear which config describes them."""
+    lists = {match["list"] for match in map(_NUMBERED.match, tensors) if match is not None}
+    lists = set(filter(_LAYERS.fullmatch, lists))
+    embeddings: dict[str, str] = {}  # by the beginning of the part's names
+    for name in tensors:
+        match = _EMBEDDING.fullmatch(name)
+        if match is not None and _NUMBERED.match(name) is None:
+            embeddings[match["model"]] = name
+    if not embeddings and len(lists) == 1:  # of a model, and not of a part such as a decoder of audio
+        embeddings = {prefix: "" for prefix in ("", "model.", "transformer.") if _layers_below(prefix, lists, 1)}
+    models: dict[str, list[_TextModel]] = {}  # by the beginning of their config's keys
+    for prefix, embedding in embeddings.items():
+        where, inner = _config_below(config, prefix)
+        model = _TextModel(prefix, embedding, _layers_below(prefix, lists), dict(_configs(inner, where)))
+        models.setdefault(where, []).append(model)
+    return [alike[0] for alike in models.values() if len(alike) == 1]
+
+
+def _layers_below(prefix: str, lists: Collection[str], max_depth: int = 2) -> str:
+    """Return the list of layers beside the embedding, or else the only one in a part of the model, as `encoder`."""
+    for depth in range(1, max_depth + 1):
+        near = [name for name in lists if name.startswith(prefix) and name.count(".", len(prefix)) == depth]
+        if near:
+            return near[0] if len(near) == 1 else ""
+    return ""
+
+
+def _config_below(config: _Config, prefix: str) -> tuple[str, _Config]:
+    """Return the beginning of the keys and the config of a part, as `thinker_config` of names in ``thinker.``."""
+    where = ""
+    for part in prefix.split("."):
+        inner = config.get(f"{part}_config")
+        if isinstance(inner, dict):
+            where, config = f"{where}{part}_config.", inner
+    return where, config
+
+
+def _configs(config: _Config, where: str) -> Iterator[tuple[str, _Config]]:
+    """Yield a config and the configs in it of parts that may read text, by the beginning of their keys."""
+    yield where, config
+    for key, inner in config.items():
+        if key.endswith("_config") and isinstance(inner, dict) and not _OTHER_PART.search(key):
+            yield from _configs(inner, f"{where}{key}.")
+
+
+def _against_layers(model: _TextModel, tensors: _Tensors) -> Iterator[str]:
+    """Yield what the number of layers in configs says against those that are there."""
+    matches = [match for match in map(_NUMBERED.match, tensors) if match is not None]
+    count = len({match["number"] for match in matches if match["list"] == model.layers})
+    named, (_, further) = model.number(*_NUM_LAYERS), model.number(_FURTHER) or ("", 0)
+    # With an encoder and a decoder the number is that of one of them.
+    has_both = any("encoder_layers" in config for config in model.configs.values())
+    if not model.layers or named is None or has_both or True in model.flags("is_encoder_decoder"):
+        return
+    if not named[1] <= count <= named[1] + further:
+        verb = "is" if count == 1 else "are"
+        yield f"{named[0]} is {named[1]}, and there {verb} {_counted(count, 'layer')} of {model.layers[:-1]}"
+
+
+def _against_sizes(model: _TextModel, tensors: _Tensors) -> Iterator[str]:
+    """Yield what the sizes in configs say against the embedding and the norms."""
+    shapes = {name: info.shape for name, info in tensors.items() if info.dtype in FLOATS}  # packed ones have others
+    embedding, named = shapes.get(model.embedding, ()), model.number("vocab_size")
+    if len(embedding) == 2 and named is not None:
+        # Some embeddings have more rows than there are tokens to predict; then the head has the vocabulary's size.
+        rows = {shapes[name][0] for name in filter(_HEAD.fullmatch, shapes) if len(shapes[name]) == 2}
+        if named[1] not in {embedding[0], *rows}:
+            yield f"{named[0]} is {named[1]}, and {model.embedding} has {_counted(embedding[0], 'row')}"
+    beside = re.compile(rf"({re.escape(model.prefix)}|{re.escape(model.layers or '-')}0\.)[^.]+\.weight")
+    norms = {name: shape[0] for name, shape in shapes.items() if len(shape) == 1 and beside.fullmatch(name)}
+    # An embedding may have other columns than the layers, so nothing is said unless all sizes are equal.
+    sizes, named = {*norms.values(), *embedding[1:]}, model.number(*_HIDDEN_SIZE)
+    if norms and named is not None and len(sizes) == 1 and named[1] not in sizes:
+        name, size = next(iter(norms.items()))
+        yield f"{named[0]} is {named[1]}, and {name} has {_counted(size, 'element')}"
+
+
+def _against_head(model: _TextModel, config: _Config, tensors: _Tensors) -> Iterator[str]:
+    """Yield that a language model, whose head is not tied to its embedding, has no head."""
+    classes = config.get("architectures")
+    is_language_model = isinstance(classes, list) and any(_LANGUAGE_MODEL.fullmatch(str(name)) for name in classes)
+    if not is_language_model or model.embedding == "" or model.flags(_TIED) != {False}:
+        return
+    rows = tensors[model.embedding].shape[:1]
+    for name, info in tensors.items():
+        if _HEAD.fullmatch(name) or ("head" in name and not name.startswith(model.layers or "-")):
+            return
+        is_alike = len(info.shape) == 2 and info.shape[:1] == rows and "embed" not in name and "wpe" not in name
+        if is_alike and _NUMBERED.match(name) is None:  # a head of another name
+            return
+    yield f"{_TIED} is false, and beside {model.embedding} there is no head, such as lm_head.weight"
+
+
+def _against_dtypes(config: _Config, tensors: _Tensors) -> Iterator[str]:
+    """Yield that quantised weights are plain ones."""
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if isinstance(method, str) and is_plain(tensors):
+        name, info = next(iter(tensors.items()))
+        text = f"quantization_config says {excerpt(method)}, and no tensor is packed, in float8 or a scale"
+        yield f"{text}: {excerpt(name)[1:-1]} has dtype {info.dtype}"
+
+
+def _against_adapter(adapter: _Config, tensors: _Tensors) -> Iterator[str]:
+    if not is_adapter(tensors, [ADAPTER_CONFIG]):
+        name = next((name for name in tensors if not name.startswith(ADAPTER_PREFIX)), next(iter(tensors)))
+        yield f"it describes an adapter, and the tensors are a whole model's, such as {excerpt(name)[1:-1]}"
+    elif adapter.get("peft_type") == "LORA" and type(adapter.get("r")) is int and not adapter.get("rank_pattern"):
+        rows = {info.shape[0]: name for name, info in tensors.items() if _LORA_A.fullmatch(name) and info.shape}
+        if rows and adapter["r"] not in rows:
+            size, name = next(iter(rows.items()))
+            yield f"r is {adapter['r']}, and {name} has {_counted(size, 'row')}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

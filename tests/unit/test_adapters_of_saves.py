@@ -1,0 +1,93 @@
+"""From a save of a PEFT model to an adapter: the note on a merge shows the command line, and PEFT loads its result."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import CommandLine
+from tiny_models import llama
+from transformers_logits import logits
+
+import statexchange as sx
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.:UserWarning"),
+]
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": ["q_proj", "v_proj"]},
+    "head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "dora": {"target_modules": ["q_proj"], "use_dora": True},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+}
+
+
+def base() -> Any:
+    torch.manual_seed(3)
+    return llama()
+
+
+def adapted(kind: str) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(base(), LoraConfig(r=2, **KINDS[kind]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.5)
+    return model.eval()
+
+
+def options_in(note: str) -> list[str]:
+    """Return the options of the command line in a note."""
+    match = re.search(r"\((--.*)\)$", note)
+    assert match is not None, note
+    return shlex.split(match[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["job", "model", "nested"])
+def test_the_command_line_of_the_note_makes_an_adapter_that_peft_loads(
+    kind: str, form: str, tmp_path: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if form != "job" and kind != "lora":
+        pytest.skip("the form of the save does not depend on the kind of the adapter")
+    from peft import PeftModel
+
+    model = adapted(kind)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    forms = {"job": {"model": model, "optimizer": optimizer}, "model": model, "nested": {"model": model}}
+    sx.save_checkpoint(forms[form], tmp_path / "save")
+    model.save_pretrained(tmp_path / "peft")
+    code, _, err = call("merge", tmp_path / "save", tmp_path / "all")
+    (note,) = [line for line in err.splitlines() if "what PEFT loads" in line]
+    assert (code, "no adapter_config.json" in err) == (0, False)
+    assert "adapter_model.safetensors" not in os.listdir(tmp_path / "all")
+    monkeypatch.chdir(tmp_path / "peft")  # where adapter_config.json lies
+    code, _, err = call("merge", tmp_path / "save", tmp_path / "out", *options_in(note))
+    assert (code, "what PEFT loads" in err) == (0, False), err
+    loaded = PeftModel.from_pretrained(base(), tmp_path / "out").eval()
+    assert logits(loaded).equal(logits(model))
+    assert not logits(loaded).equal(logits(base()))
+
+
+def test_the_adapter_that_peft_writes_has_no_such_note(tmp_path: Path) -> None:
+    adapted("lora").save_pretrained(tmp_path / "in")
+    assert sx.merge_checkpoint(tmp_path / "in", tmp_path / "out").notes == ()
+
+
+def test_one_of_several_adapters_is_shown(tmp_path: Path) -> None:
+    model = adapted("lora")
+    model.add_adapter("other", model.peft_config["default"])
+    sx.save_checkpoint({"model": model.state_dict()}, tmp_path / "save")
+    (note,) = [
+        note for note in sx.merge_checkpoint(tmp_path / "save", tmp_path / "all").notes if "what PEFT loads" in note
+    ]
+    assert "default" in note
+    assert "other" in note
