@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from equality import assert_same, equal_bits
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_models import build, untied
+from tiny_models import build
 
 import statexchange as sx
 from statexchange.testing import run_ranks
@@ -59,7 +59,8 @@ def writes(out: str) -> None:
         dcp.save({"model": model.state_dict(), "step": 3}, checkpoint_id=f"{folder}/dcp")
         writer = dcp.HuggingFaceStorageWriter(f"{folder}/hf", save_distributed=True)
         dcp.save(untied_names(model.state_dict(), name), storage_writer=writer)
-        for export in ("fsdp", "fsdp-files"):
+        # torch's reader knows no names but those in memory, which transformers does not write for Mixtral.
+        for export in () if name == "mixtral" else ("fsdp", "fsdp-files"):
             other = sharded(name, 2)
             state = untied_names(other.state_dict(), name)
             dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(f"{folder}/{export}"))
@@ -116,7 +117,7 @@ def test_transformers_loads_what_ranks_have_exported(written: Path, name: str, e
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_export_is_what_safetensors_writes_and_reads(written: Path, tmp_path: Path, name: str) -> None:
-    state = {n: t.contiguous() for n, t in untied(build(name).state_dict()).items()}
+    state = load_file(written / name / "expected/model.safetensors")
     save_file(state, tmp_path / "expected", {"format": "pt"})
     for export in ("fsdp", "tp"):
         assert (written / name / export / "model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
@@ -138,10 +139,13 @@ def test_torchs_reader_loads_exports_and_merges(
     sx.merge_checkpoint(
         written / name / "dcp", tmp_path / "merged", rename=[(r"^model\.", "")], max_shard_size=MAX_SHARD_BYTES
     )
-    for source in (*(written / name / export for export in EXPORTS), tmp_path / "merged"):
-        state = untied_names(build(name, 2).state_dict(), name)
+    exported = load_file(written / name / "expected/model.safetensors")
+    expected = dict.fromkeys(EXPORTS, exported) | {"merged": untied_names(build(name).state_dict(), name)}
+    for export, values in expected.items():
+        source = tmp_path / export if export == "merged" else written / name / export
+        state = {key: torch.zeros_like(value) for key, value in values.items()}
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(source)), no_dist=True)
-        assert_same(state, untied_names(build(name).state_dict(), name))
+        assert_same(state, values)
     recwarn.clear()  # torch's warning about no_dist
 
 
