@@ -224,7 +224,7 @@ def test_ranks_follow_numbers_in_file_names_or_their_order(tmp_path: Path) -> No
     assert [(h.rank, Path(h.path).name) for h in open_source(tmp_path).files] == [
         (rank, f"m-rank{rank}.pt") for rank in range(11)
     ]
-    torch.save({"a": torch.zeros(1)}, tmp_path / "other.pth")
+    torch.save({"a": torch.zeros(1)}, tmp_path / "m-rank11.pt")
     assert [h.rank for h in open_source(tmp_path).files] == list(range(12))
     with pytest.raises(ReplicaError, match="different values") as caught:
         merge_checkpoint(tmp_path, tmp_path / "out")
