@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from conformance.checking import (
     UNTOUCHED,
     WINDOW_BYTES,
@@ -19,7 +20,6 @@ from conformance.checking import (
     raised,
     roots,
 )
-
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError
 

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 import torch
-from conformance.checking import check, expect_all, expect_same, least_ranks, pattern, raised, summed
 
+from conformance.checking import check, expect_all, expect_same, least_ranks, pattern, raised, summed
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.work import Work
 from statexchange.errors import StallError
