@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import conformance
 import pytest
 import torch
 from sweeps import by_default, slow
@@ -14,7 +15,6 @@ from two_hosts import NAMES, Outcome, TwoHosts, init_on_two_hosts, report, seen_
 
 import statexchange as sx
 from statexchange.comm import bootstrap
-from statexchange.testing import conformance
 
 TIMEOUT_S = 3.0
 Act = Callable[[sx.comm.Communicator], Any]

@@ -3,7 +3,7 @@
 To add a backend, subclass `Backend` in a module of this folder and give it `all_gather_bytes`, `new_group`, `send` and
 `recv`: every collective has a plain implementation by `all_gather_bytes` here, which a backend overrides for speed.
 A backend without `send` and `recv` can only be a bootstrap backend (bootstrap.py). `init` (init.py) chooses it, and
-`statexchange.testing` has a conformance suite for it.
+`tests/conformance` checks it.
 
 Rules for an implementation. It never blocks without polling its `wait`. A method that raises keeps alive the tensors
 and requests that the transport may still touch. Tensors arrive prepared by `collectives`: one-dimensional and
