@@ -32,7 +32,13 @@ from statexchange.checkpoint.extra_files import (
     own_files,
 )
 from statexchange.checkpoint.index import BoxProvenance
-from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about
+from statexchange.checkpoint.notes import (
+    check_readable,
+    joined_parts,
+    kept_metadata,
+    notes_about,
+    notes_on_equal_parts,
+)
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication, target_path
 from statexchange.conversions.choice import Convert, check_numbers
 from statexchange.conversions.numbers import KnownConfig
@@ -333,6 +339,7 @@ def merge_checkpoint(
                 # Before the commit: a copy of a file that was changed in place is half old and half new.
                 checkpoint.check_unchanged()
                 publication.commit(provenance)
+                notes += notes_on_equal_parts(options.new_layout(), joined_parts(plan, provenance))
         report = MergeReport(
             path=target,
             files=tuple((file.name, file.data_nbytes) for file in plan.files),

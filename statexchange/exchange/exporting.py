@@ -17,6 +17,7 @@ from typing import Any
 
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files
 from statexchange.checkpoint.index import BoxProvenance
+from statexchange.checkpoint.notes import joined_parts, notes_on_equal_parts
 from statexchange.checkpoint.publication import PlannedFile, Publication, target_path
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, ReplicaError
@@ -58,6 +59,8 @@ _log = logging.getLogger(__name__)
 class ExportReport:
     """The result of an export. `files` are (name, bytes); `rank_nbytes` the bytes that each rank supplied.
 
+    `notes` name equal parts of ranks that a layout without a mesh has joined, as these may be copies.
+
     `phases` has seconds and `phase_nbytes` bytes by phase: metadata sent to root ("describe"), the plan sent to the
     ranks ("plan"), tensors ("write") and receipts ("publish").
     """
@@ -71,6 +74,7 @@ class ExportReport:
     phases: Mapping[str, float]
     phase_nbytes: Mapping[str, int]
     rank_nbytes: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         transfer = format_transfer(self.num_tensors, self.nbytes, self.seconds)
@@ -85,7 +89,7 @@ class ExportReport:
     def from_json(cls, raw: Any) -> ExportReport:
         """Return the report that `to_json` wrote; raise ValueError for anything else."""
         names = [field.name for field in fields(cls)]
-        path, files, nbytes, num_tensors, aliases, seconds, phases, phase_nbytes, rank_nbytes = records.fields(
+        path, files, nbytes, num_tensors, aliases, seconds, phases, phase_nbytes, rank_nbytes, notes = records.fields(
             raw, *names
         )
         return cls(
@@ -98,6 +102,7 @@ class ExportReport:
             records.mapping(phases, records.number),
             records.mapping(phase_nbytes, records.count),
             records.items(rank_nbytes, records.count),
+            records.items(notes, records.text),
         )
 
 
@@ -324,6 +329,7 @@ class _Export:
             self._clock.phases,
             self._clock.nbytes,
             _nbytes_by_rank(tensors, self._comm.world_size),
+            notes_on_equal_parts(self._layout, joined_parts(plan, provenance)),
         )
 
     def _broadcast(self, report: ExportReport | None) -> ExportReport:
@@ -331,6 +337,8 @@ class _Export:
         sent = self._comm.broadcast_object(None if report is None else report.to_json())
         if report is not None:
             _log.info("exported %s", report)
+            for note in report.notes:
+                _log.warning("%s: %s", report.path, note)
         return records.parsed(sent, ExportReport.from_json, "the report", 0)
 
 
