@@ -130,7 +130,12 @@ def open_with(
     check_section(section)
 
     def read_once(opened: OpenedPath) -> Source:
-        source = read(opened, strict=strict, section=section)
+        try:
+            source = read(opened, strict=strict, section=section)
+        except StateExchangeError:
+            opened.store.check_opened()  # files of two versions do not fit each other
+            raise
+        source.opened.store.check_opened()
         _check_not_repeated(source)
         if source.problems and not opened.is_current():
             raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
