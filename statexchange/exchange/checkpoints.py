@@ -204,7 +204,8 @@ class Checkpoints:
 
     def _agree(self) -> bool:
         """Compare signals and rank 0's clock. Collective."""
-        comm = as_communicator(self._comm)
+        with public_call("Checkpoints.should_save"):
+            comm = as_communicator(self._comm)
         self._warn_of_grace(comm)
         is_due = comm.rank == 0 and self._every_s is not None and self._pace.since_save_s >= self._every_s
         received = self._signals.take()
@@ -298,7 +299,8 @@ class Checkpoints:
             >>> report.step
             100
         """
-        comm = as_communicator(self._comm)
+        with public_call("Checkpoints.save"):
+            comm = as_communicator(self._comm)
 
         def request() -> SaveRequest:
             check_flags(background=background)
@@ -480,8 +482,8 @@ class Checkpoints:
             text = f"load takes no option {unknown[0]!r}, only step, {', '.join(_LOAD_OPTIONS)}"
             own = " (comm, layout and stall_timeout_s are those of Checkpoints)"
             raise InvalidArgumentError(text + own, path=self.path)
-        comm = as_communicator(self._comm)
         with public_call("Checkpoints.load"):
+            comm = as_communicator(self._comm)
             with comm.phase("looking for saves"):
                 self._wait()
                 wanted = None if step is None else _whole(step, "step")
@@ -690,8 +692,8 @@ class Checkpoints:
             >>> saves.steps()
             []
         """
-        comm = as_communicator(self._comm)
         with public_call("Checkpoints.delete"):
+            comm = as_communicator(self._comm)
             with comm.phase("removing the save"):
                 self._wait()
                 number = _whole(step, "step")

@@ -99,7 +99,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # Optimizer.__init__ is not called: it would make param groups and state of its own, and hide the inner ones.
         self._optimizer = optimizer
-        self._comm = reducer.comm if isinstance(reducer, BucketReducer) else as_communicator(comm)
+        with public_call("DistributedOptimizer"):
+            self._comm = reducer.comm if isinstance(reducer, BucketReducer) else as_communicator(comm)
         self._module = module
         self._weight = weight
         self._accumulate = accumulate
