@@ -133,28 +133,28 @@ class _RankInfo(NamedTuple):
     has_torch: bool
 
 
+def _all_gather_bytes(bootstrap: Backend, timeout_s: float, payload: bytes) -> list[bytes]:
+    """Return every rank's payload; errors name the ranks that have not begun, if the transport does not. Collective."""
+    wait = Wait(timeout_s, "the formation of the communicator")
+    try:
+        return bootstrap.all_gather_bytes(payload, wait)
+    except (StallError, PeerError) as error:
+        absent = bootstrap.absent_ranks()
+        if error.rank not in (None, -1) or not absent:
+            raise
+        if isinstance(error, StallError):
+            raise wait.stall_error(absent) from error
+        # A connection has ended, and nothing has carried the error of a rank that had not begun to this one.
+        subject = "it" if len(absent) == 1 else f"one of ranks {list(absent)}"
+        cause = f"{subject} ended before it called {public_call_name() or 'this'}, so its own log has the error"
+        raise PeerError(absent[0] if len(absent) == 1 else -1, "its own code", f"{cause} ({error.cause})") from error
+
+
 def _form_session(
     bootstrap: Backend, timeout_s: float, prefer: str, check: bool, start: Start | None
 ) -> tuple[Session, str]:
     """Return the session of all ranks and the name of their run. Collective."""
-
-    def all_gather_bytes(payload: bytes) -> list[bytes]:
-        wait = Wait(timeout_s, "the formation of the communicator")
-        try:
-            return bootstrap.all_gather_bytes(payload, wait)
-        except (StallError, PeerError) as error:
-            absent = bootstrap.absent_ranks()
-            if error.rank not in (None, -1) or not absent:
-                raise
-            if isinstance(error, StallError):
-                raise wait.stall_error(absent) from error
-            # A connection has ended, and nothing has carried the error of a rank that had not begun to this one.
-            subject = "it" if len(absent) == 1 else f"one of ranks {list(absent)}"
-            cause = f"{subject} ended before it called {public_call_name() or 'this'}, so its own log has the error"
-            raise PeerError(
-                absent[0] if len(absent) == 1 else -1, "its own code", f"{cause} ({error.cause})"
-            ) from error
-
+    all_gather_bytes = functools.partial(_all_gather_bytes, bootstrap, timeout_s)
     own = _RankInfo(
         host_identity(),
         platform.node(),

@@ -120,12 +120,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             reducer = BucketReducer(named, self._comm, **settings)
         else:
             self._automatic = not reducer.delay_reduce
-        options = {"accumulate": accumulate, "init_sync": init_sync}
-        for rank, theirs in enumerate(self._comm.all_gather_object(options)):
-            for name, value in options.items():
-                if theirs[name] != value:
-                    text = f"ranks have different values of {name}: give all the same {name}"
-                    raise MismatchError(text, rank=rank, expected=value, found=theirs[name])
+        self._check_equal({"accumulate": accumulate, "init_sync": init_sync})
         if init_sync:
             with public_call("DistributedOptimizer"):
                 synchronize(named if module is None else module, comm=self._comm)
@@ -157,6 +152,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise InvalidArgumentError(f"give {given} to the reducer when it is made")
         self._module = None
         _check_known(self._optimizer, reducer.parameters, "the reducer")
+
+    def _check_equal(self, options: Mapping[str, int]) -> None:
+        """Raise MismatchError on all ranks if an option differs between them. Collective."""
+        for rank, theirs in enumerate(self._comm.all_gather_object(options)):
+            for name, value in options.items():
+                if theirs[name] != value:
+                    text = f"ranks have different values of {name}: give all the same {name}"
+                    raise MismatchError(text, rank=rank, expected=value, found=theirs[name])
 
     def _named(self) -> dict[str, torch.Tensor]:
         """Return the optimizer's parameters by name: the module's names if there is one, else the optimizer's."""
