@@ -219,8 +219,10 @@ class StateExchangeError(Exception):
         self.found = found
         self.args = (self._text(),)
 
-    def located(self, *, rank: int | None = None, name: str | None = None, path: object = None) -> Self:
-        """Return the same error, of the same class, with rank, name or path filled in."""
+    def located(
+        self, *, rank: int | None = None, name: str | None = None, path: object = None, advice: str = ""
+    ) -> Self:
+        """Return the same error, of the same class, with rank, name or path filled in and `advice` added."""
         error = type(self).__new__(type(self))  # a subclass may have other constructor arguments
         error.__dict__.update(self.__dict__)
         for key in self.attributes:  # some are slots of the built-in base, not in __dict__
@@ -228,6 +230,7 @@ class StateExchangeError(Exception):
         error.rank = self.rank if rank is None else rank
         error.name = self.name if name is None else name
         error.path = self.path if path is None else without_secrets(str(path))
+        error.message = f"{self.message}; {advice}" if advice else self.message
         error.args = (str(error),)
         return error
 

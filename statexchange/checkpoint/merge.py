@@ -29,7 +29,13 @@ from statexchange.checkpoint.extra_files import (
     own_files,
 )
 from statexchange.checkpoint.index import BoxProvenance
-from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about
+from statexchange.checkpoint.notes import (
+    check_readable,
+    joined_parts,
+    kept_metadata,
+    notes_about,
+    notes_on_equal_parts,
+)
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication, target_path
 from statexchange.checkpoint.tensor_notes import note_on_overflows, notes_on_tensors, overflows_of
 from statexchange.conversions.choice import Convert, check_numbers
@@ -350,6 +356,7 @@ def merge_checkpoint(
                 checkpoint.check_unchanged()
                 publication.commit(provenance)
             notes += note_on_overflows(overflows_of(provenance))
+            notes += notes_on_equal_parts(options.new_layout(), joined_parts(plan, provenance))
             if has_model and not selects:
                 digests = {name: [box.digest for box in boxes] for name, boxes in provenance.items()}
                 notes += tie_warnings(plan.tensors, extra, digests)

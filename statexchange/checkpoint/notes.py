@@ -1,24 +1,35 @@
-"""Notes for the user of a merge about entries that are not written and tensors that may not be wanted."""
+"""Notes for the user of a merge, export or save: entries that are not written, tensors that may not be wanted."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.checkpoint.publication import FORMAT_METADATA
 from statexchange.errors import UnsupportedError, excerpt
 from statexchange.formats.packed import renamed_torchao
 from statexchange.formats.sections import sections_of
-from statexchange.formats.source import FLAT_PARAMETERS, abbreviated_list, is_flat_parameter
+from statexchange.formats.source import FLAT_PARAMETERS, abbreviated_list, abbreviated_names, is_flat_parameter
+from statexchange.tensors import ITEMSIZE, PACKED, numpy_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from statexchange.checkpoint.index import BoxProvenance
     from statexchange.formats.source import Source
     from statexchange.sharding.options import ExportOptions
+    from statexchange.sharding.plan import Plan
+    from statexchange.sharding.rules import Layout, Rule
 
-__all__ = ["check_readable", "kept_metadata", "notes_about"]
+__all__ = [
+    "JoinedParts",
+    "check_readable",
+    "joined_parts",
+    "kept_metadata",
+    "notes_about",
+    "notes_on_equal_parts",
+]
 
 _OPTIMIZERS = ("optim", "optimizer", "optimizers", "optim_state", "optimizer_state", "optimizer_states")
 _BY_NUMBER = re.compile(r"state\.[0-9]+\.[^.]+")  # names in an optimizer's state dict
@@ -26,6 +37,7 @@ _SLOTS = (
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"
 )  # fmt: skip
 _MAX_PATTERNS = 4
+_WINDOW = 1 << 18  # elements of a constant that are hashed at a time
 
 
 def check_readable(source: Source, options: ExportOptions) -> None:
@@ -101,3 +113,88 @@ def _optimizer_group(name: str) -> str:
         return "state.*"
     slot = name.rpartition(".")[2]
     return f"*.{slot}" if slot in _SLOTS else ""
+
+
+class JoinedParts(NamedTuple):
+    """The parts that a layout joins to one tensor.
+
+    `digests` has those of each rank's boxes, whole or their first digits, and `numel` the elements of some of the
+    boxes, by digest.
+    """
+
+    name: str
+    dtype: str
+    digests: Mapping[int, Sequence[str]]
+    numel: Mapping[str, int]
+
+
+def joined_parts(plan: Plan, provenance: Mapping[str, Sequence[BoxProvenance]]) -> Iterator[JoinedParts]:
+    """Yield the parts of each tensor in a plan, from the ranks and digests of its boxes."""
+    for file in plan.files:
+        for tensor in file.tensors:
+            digests: dict[int, list[str]] = {}
+            numel = {}
+            for piece, box in zip(tensor.pieces, provenance[tensor.name], strict=True):
+                digests.setdefault(box.rank, []).append(box.digest)
+                numel[box.digest] = piece.box.numel
+            yield JoinedParts(tensor.source, tensor.dtype, digests, numel)
+
+
+def notes_on_equal_parts(layout: Layout, joined: Iterable[JoinedParts]) -> tuple[str, ...]:
+    """Return a note on each rule without a mesh by which ranks with equal bytes hold parts of one tensor.
+
+    They are most often copies of data parallelism, and the tensor then has too many rows. This is no proof, as experts
+    that were made of one dense layer are equal too, so it is not refused. Zeros, ones and scalars prove nothing.
+    """
+    if layout.mesh or not layout.rules:
+        return ()
+    repeated: dict[str, tuple[Rule, list[list[int]], list[str]]] = {}  # by pattern: rule, equal ranks, names
+    for parts in joined:
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for rank, digests in sorted(parts.digests.items()):
+            groups.setdefault(tuple(digests), []).append(rank)
+        rule = layout.rule_for(parts.name)
+        are_copied = len(parts.digests) > 1 and all(len(ranks) > 1 for ranks in groups.values())
+        if rule is None or rule.boxes is not None or not are_copied:
+            continue
+        if not all(_is_constant(text, numel, parts.dtype) for text, numel in parts.numel.items()):
+            repeated.setdefault(rule.pattern, (rule, list(groups.values()), []))[2].append(parts.name)
+    notes = []
+    for rule, equal_ranks, names in repeated.values():
+        shown = ", ".join(str(ranks) for ranks in equal_ranks[:_MAX_PATTERNS])
+        finding = f"{abbreviated_names([repr(name) for name in names])}: ranks {shown} have equal parts"
+        notes.append(f"{finding}; if these are copies, the layout must say so: {_with_mesh(rule, equal_ranks)}")
+    return tuple(notes)
+
+
+def _is_constant(start: str, numel: int, dtype: str) -> bool:
+    """Whether the digest that begins with `start` is that of a scalar, or of zeros or ones."""
+    from statexchange.storage.tensorfile import digest_of_parts
+
+    if numel <= 1:
+        return True
+    contents = [b"\0" * ITEMSIZE[dtype]]
+    if dtype not in PACKED:
+        contents.append(numpy_dtype(dtype).type(1).tobytes())
+    for element in contents:
+        window = element * min(numel, _WINDOW)
+        rest = element * (numel % _WINDOW if numel > _WINDOW else 0)
+        if digest_of_parts([window] * max(1, numel // _WINDOW) + [rest]).startswith(start):
+            return True
+    return False
+
+
+def _with_mesh(rule: Rule, equal_ranks: Sequence[Sequence[int]]) -> str:
+    """Return the layout by which the ranks in each of `equal_ranks` have copies of the parts of a rule."""
+    count, copies = len(equal_ranks), len(equal_ranks[0])
+    if count == 1:
+        return f'{{"{rule.pattern}": "replicate"}}'
+    mesh = None
+    if equal_ranks == [list(range(first, count * copies, count)) for first in range(count)]:
+        mesh = f'{{"dp": {copies}, "tp": {count}}}'
+    elif equal_ranks == [list(range(first * copies, (first + 1) * copies)) for first in range(count)]:
+        mesh = f'{{"tp": {count}, "dp": {copies}}}'
+    is_plain = len(rule.steps) == 1 and rule.steps[0].blocks == (1,) and rule.reduce is None and not rule.renumber
+    if mesh is None or not is_plain:
+        return f'give it a "mesh"{f" {mesh}" if mesh else ""}, and the rule for {rule.pattern!r} an "axis"'
+    return f'{{"mesh": {mesh}, "rules": {{"{rule.pattern}": {{"dim": {rule.steps[0].dim}, "axis": "tp"}}}}}}'

@@ -130,7 +130,7 @@ def prune_saves(
     rows: list[PruneRow] = []
     whole: dict[int, SaveManifest] = {}
     for check in check_saves(root):
-        if check.manifest is not None and not check.problems:
+        if check.is_whole and check.manifest is not None:
             whole[check.step] = check.manifest
         else:
             nbytes = None if check.manifest is None else sum(check.manifest.nbytes)

@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeAlias
 from statexchange.comm import forks
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.single import SingleBackend
+from statexchange.comm.calls import public_call_name
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.failure.control_page import ControlPage
 from statexchange.comm.failure.monitor import GroupMonitor, forming_group
@@ -32,7 +33,15 @@ from statexchange.comm.failure.start import start_failure_detector
 from statexchange.comm.session import Session
 from statexchange.comm.topology import Topology
 from statexchange.comm.wait import Wait
-from statexchange.errors import ForkedError, UnsupportedError, from_record, needs_torch, to_record
+from statexchange.errors import (
+    ForkedError,
+    PeerError,
+    StallError,
+    UnsupportedError,
+    from_record,
+    needs_torch,
+    to_record,
+)
 from statexchange.processes import host_identity
 from statexchange.settings import detect_launch
 from statexchange.shared_memory import sweep
@@ -124,14 +133,28 @@ class _RankInfo(NamedTuple):
     has_torch: bool
 
 
+def _all_gather_bytes(bootstrap: Backend, timeout_s: float, payload: bytes) -> list[bytes]:
+    """Return every rank's payload; errors name the ranks that have not begun, if the transport does not. Collective."""
+    wait = Wait(timeout_s, "the formation of the communicator")
+    try:
+        return bootstrap.all_gather_bytes(payload, wait)
+    except (StallError, PeerError) as error:
+        absent = bootstrap.absent_ranks()
+        if error.rank not in (None, -1) or not absent:
+            raise
+        if isinstance(error, StallError):
+            raise wait.stall_error(absent) from error
+        # A connection has ended, and nothing has carried the error of a rank that had not begun to this one.
+        subject = "it" if len(absent) == 1 else f"one of ranks {list(absent)}"
+        cause = f"{subject} ended before it called {public_call_name() or 'this'}, so its own log has the error"
+        raise PeerError(absent[0] if len(absent) == 1 else -1, "its own code", f"{cause} ({error.cause})") from error
+
+
 def _form_session(
     bootstrap: Backend, timeout_s: float, prefer: str, check: bool, start: Start | None
 ) -> tuple[Session, str]:
     """Return the session of all ranks and the name of their run. Collective."""
-
-    def all_gather_bytes(payload: bytes) -> list[bytes]:
-        return bootstrap.all_gather_bytes(payload, Wait(timeout_s, "the formation of the communicator"))
-
+    all_gather_bytes = functools.partial(_all_gather_bytes, bootstrap, timeout_s)
     own = _RankInfo(
         host_identity(),
         platform.node(),

@@ -8,7 +8,7 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
@@ -18,8 +18,10 @@ from statexchange import values
 
 __all__ = [
     "Call",
+    "absence_text",
     "call_site",
     "encoded",
+    "note_joined",
     "public_call",
     "public_call_name",
     "site_detail",
@@ -31,15 +33,17 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TESTING = os.path.join(_PACKAGE, "testing") + os.sep  # its frames count as the user's
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _PublicCall:
     """A public call whose steps communicate.
 
-    Its name, and where it was made if this thread's stack does not show it.
+    Its name; where it was made if this thread's stack does not show it; and whether all ranks have completed one of its
+    steps.
     """
 
     name: str
     site: str | None
+    is_joined: bool = False
 
 
 _public: ContextVar[_PublicCall | None] = ContextVar("statexchange_public_call", default=None)
@@ -78,6 +82,31 @@ def public_call_name() -> str | None:
     """Return the name of the public call that is under way, None outside of one. Not collective."""
     public = _public.get()
     return None if public is None else public.name
+
+
+def note_joined() -> None:
+    """Note that all ranks have completed a step of the public call that is under way. Not collective."""
+    public = _public.get()
+    if public is not None:
+        public.is_joined = True
+
+
+def absence_text(missing: Sequence[int], operation: str, timeout_s: float) -> str:
+    """Return the message for ranks that have not reached `operation`; `missing` is () if they are not known.
+
+    As long as all ranks have not completed a step of the public call, it says that they have not made this call.
+    """
+    public = _public.get()
+    if public is None or public.is_joined:
+        subject = f"ranks {list(missing)} did not reach" if missing else "not all ranks reached"
+        return f"{subject} {operation} in {timeout_s:g} s"
+    numbers = [str(rank) for rank in missing]
+    subject = "not all ranks have"
+    if numbers:
+        listed = " and ".join(filter(None, (", ".join(numbers[:-1]), numbers[-1])))
+        subject = f"rank {listed} has not" if len(numbers) == 1 else f"ranks {listed} have not"
+    where = "" if operation.startswith(public.name) else f" ({operation})"
+    return f"{subject} called {public.name} in {timeout_s:g} s{where}; it must be called on all ranks"
 
 
 def step_text(step: str) -> str:

@@ -54,7 +54,7 @@ from statexchange import values
 from statexchange.comm import forks
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.callers import AUTOGRAD, Callers, is_swapped, is_unclear, process_token
-from statexchange.comm.calls import Call, call_site, encoded, public_call_name, step_text
+from statexchange.comm.calls import Call, call_site, encoded, note_joined, public_call_name, step_text
 from statexchange.comm.failure.control_page import ControlPage, DifferentCallsError, closed_error
 from statexchange.comm.failure.monitor import AbandonedError, GroupMonitor, PeerMonitor, forming_group, named_failure
 from statexchange.comm.topology import Topology
@@ -217,7 +217,9 @@ class Session:
             self._await_lock(call)
         self._lock_holder = get_ident()
         try:
-            return self.guarded(call, job, is_shared=is_shared)
+            result = self.guarded(call, job, is_shared=is_shared)
+            note_joined()
+            return result
         finally:
             self._lock_holder = 0
             self._call_lock.release()

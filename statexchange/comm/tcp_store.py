@@ -251,7 +251,8 @@ def complete(store: Any) -> None:
 def absent_error(ranks: Sequence[int], where: str, timeout_s: float, reason: object = "") -> StallError:
     """Return the error for ranks that did not join."""
     text = f"ranks {list(ranks)} did not join at {where} in {timeout_s:g} s"
-    return StallError(f"{text}: {reason}" if reason else text, missing=tuple(ranks))
+    text += f": {reason}" if reason else ""
+    return StallError(f"{text}; init must be called on all ranks", missing=tuple(ranks), rank=ranks[0])
 
 
 def left_error(ranks: Sequence[int], where: str, timeout_s: float) -> StallError:

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+from statexchange.comm.calls import absence_text
 from statexchange.comm.failure.monitor import FailureMonitor, outer_monitor
 from statexchange.errors import OutcomeUnknownError, StallError, StateExchangeError
 
@@ -109,10 +110,12 @@ class Wait:
         if self._is_completed:
             message = f"another rank has completed {self.operation}, but not all that it sent has arrived"
             raise OutcomeUnknownError(message)
-        missing = self.monitor.missing_ranks() if self.monitor is not None else ()
-        subject = f"ranks {list(missing)} did not reach" if missing else "not all ranks reached"
-        message = f"{subject} {self.operation} in {self.timeout_s:g} s"
-        self._give_up(StallError(message, missing=missing, rank=missing[0] if missing else None))
+        self._give_up(self.stall_error(self.monitor.missing_ranks() if self.monitor is not None else ()))
+
+    def stall_error(self, missing: Sequence[int]) -> StallError:
+        """Return the error for ranks that have not come in time; `missing` is () if they are not known."""
+        text = absence_text(missing, self.operation, self.timeout_s)
+        return StallError(text, missing=tuple(missing), rank=missing[0] if missing else None)
 
     def _give_up(self, error: StateExchangeError) -> None:
         """Raise `error`, unless another rank has completed the call: then wait 5 s for the data."""

@@ -35,8 +35,10 @@ from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import (
     CorruptError,
+    IncompleteError,
     InvalidArgumentError,
     NotFoundError,
+    ReplicaError,
     StateExchangeError,
     TargetExistsError,
     excerpt,
@@ -52,6 +54,7 @@ from statexchange.settings import check_flags, check_timeout, restart_grace_s
 from statexchange.sharding import records
 from statexchange.state.describe import State
 from statexchange.storage.location import location
+from statexchange.storage.save_check import check_saves
 from statexchange.storage.save_directory import SaveManifest
 from statexchange.storage.steps import (
     MAX_STEP,
@@ -89,12 +92,12 @@ class Checkpoints:
     Args:
         path: a local directory that all hosts see, or an fsspec URL such as ``s3://bucket/saves``; the first save makes
             it.
-        keep: how many of the newest saves stay; None keeps all.
+        keep: how many of the newest saves stay; None keeps all. A broken save does not count, and stays.
         every_steps: `should_save` is true at multiples of this number of steps.
         every_s: `should_save` is true when this many seconds have passed since the last save, by rank 0's clock.
         keep_every: saves at multiples of this number of steps stay, beside those of `keep`.
         best: a metric and "min" or "max", as ``("loss", "min")``: the save with the best value stays, beside those of
-            `keep`. A save whose value is NaN is never the best.
+            `keep`. A save whose value is NaN, or that lacks the metric, is never the best.
         on_signal: signals at which `should_save` becomes true on all ranks: "SIGTERM", or "SIGUSR1" of Slurm's
             ``--signal`` (for srun and mpiexec: under torchrun it kills the agent). Handlers are installed here and
             removed by `close`.
@@ -162,6 +165,7 @@ class Checkpoints:
         self._foreign: set[int] = set()  # root: steps of another job, each of which a warning has named
         self._warned_of: int | None = None  # root: the newest step that a warning has named
         self._watch: ClaimWatch | None = None  # root, at a URL
+        self._checked: set[tuple[str | int, ...]] = set()  # root: versions of files that `check_saves` need not read
         self._begun: dict[int, str] = {}  # root: by step, the job of a save that has not ended, or has failed
         self._last: Future[SaveReport] | None = None
         self._pace = _Pace()
@@ -200,7 +204,8 @@ class Checkpoints:
 
     def _agree(self) -> bool:
         """Compare signals and rank 0's clock. Collective."""
-        comm = as_communicator(self._comm)
+        with public_call("Checkpoints.should_save"):
+            comm = as_communicator(self._comm)
         self._warn_of_grace(comm)
         is_due = comm.rank == 0 and self._every_s is not None and self._pace.since_save_s >= self._every_s
         received = self._signals.take()
@@ -294,7 +299,8 @@ class Checkpoints:
             >>> report.step
             100
         """
-        comm = as_communicator(self._comm)
+        with public_call("Checkpoints.save"):
+            comm = as_communicator(self._comm)
 
         def request() -> SaveRequest:
             check_flags(background=background)
@@ -321,8 +327,8 @@ class Checkpoints:
         found = {str(name): _metric(name, value) for name, value in (metrics or {}).items()}
         best = self._retention.best
         if best is not None and best[0] not in found and comm.rank == 0:  # only its metrics are stored
-            text = f"best={best!r} needs this metric: pass metrics={{{best[0]!r}: ...}} to each save"
-            raise InvalidArgumentError(text, path=self.path)
+            text = "%s: step %d is saved without the metric %r, so it is never the best: pass metrics={%r: ...}"
+            _log.warning(text, self._shown, number, best[0], best[0])
         return SaveRequest.of(
             os.path.join(self.path, step_name(number)),
             layout=self._layout,
@@ -410,7 +416,8 @@ class Checkpoints:
         if self._retention.keep is None:  # all stay: no need to read each manifest
             return
         try:
-            saves = {step: one for step, one in read_saves(self.path).items() if isinstance(one, SaveManifest)}
+            checks = check_saves(self.path, checked=self._checked, trusted=(current,))
+            saves = {check.step: check.manifest for check in checks if check.is_whole and check.manifest is not None}
             for step in self._retention.obsolete(saves):
                 if step != current and step in known:
                     self._remove(step)
@@ -457,7 +464,7 @@ class Checkpoints:
         Raises:
             NotFoundError: there is no save of `step`, or with ``missing_ok=False`` none at all.
             InvalidArgumentError: the directory has other content, and no saves; or there is no such option.
-            StateExchangeError: as `load_checkpoint`.
+            StateExchangeError: as `load_checkpoint`. If the newest save is broken, rank 0's error names the older ones.
 
         Example:
             >>> import torch
@@ -475,8 +482,8 @@ class Checkpoints:
             text = f"load takes no option {unknown[0]!r}, only step, {', '.join(_LOAD_OPTIONS)}"
             own = " (comm, layout and stall_timeout_s are those of Checkpoints)"
             raise InvalidArgumentError(text + own, path=self.path)
-        comm = as_communicator(self._comm)
         with public_call("Checkpoints.load"):
+            comm = as_communicator(self._comm)
             with comm.phase("looking for saves"):
                 self._wait()
                 wanted = None if step is None else _whole(step, "step")
@@ -512,9 +519,24 @@ class Checkpoints:
                         text = f"step {chosen} was removed while it was opened"
                         raise NotFoundError(text, path=path) from error
                     continue
+                except (CorruptError, IncompleteError) as error:
+                    if step is not None or isinstance(error, ReplicaError) or comm.rank != 0:
+                        raise
+                    raise error.located(advice=self._advice(chosen)) from error
                 self._pace.note_save(None)
                 return report
         raise AssertionError("the last attempt raises")
+
+    def _advice(self, newest: int) -> str:
+        """Return what to do about a newest save that is broken, for its error. Root only."""
+        checks = {check.step: check for check in check_saves(self.path)}
+        older = [step for step, check in checks.items() if check.is_whole and step < newest]
+        # `delete` removes only files that a manifest lists.
+        has_manifest = newest in checks and checks[newest].manifest is not None
+        leave = f"delete({newest}) removes this one" if has_manifest else "move this step's directory elsewhere"
+        if not older:
+            return f"there is no older save that is whole; {leave}, and the job begins anew"
+        return f"whole are steps {steps_text(older)}: load(state, step={older[-1]}), or {leave}"
 
     def _load_from_memory(
         self, state: State, step: int | None, copies: MemoryCopies, options: Mapping[str, Any], comm: Communicator
@@ -623,7 +645,7 @@ class Checkpoints:
     def best(self) -> int | None:
         """Return the step of the best save by the metric of `best`; None if no save has it. Not collective.
 
-        If several are equal, it is the newest. A save whose value is NaN is never the best.
+        If several are equal, it is the newest. A save whose value is NaN, or that lacks the metric, is never the best.
 
         Returns:
             The step.
@@ -670,8 +692,8 @@ class Checkpoints:
             >>> saves.steps()
             []
         """
-        comm = as_communicator(self._comm)
         with public_call("Checkpoints.delete"):
+            comm = as_communicator(self._comm)
             with comm.phase("removing the save"):
                 self._wait()
                 number = _whole(step, "step")

@@ -118,8 +118,8 @@ def diff_checkpoints(
             threads=threads,
             on_progress=on_progress,
         )
-    communicator = as_communicator(comm)
     with public_call("diff_checkpoints"):
+        communicator = as_communicator(comm)
         with communicator.phase("describing its state"):
             check_tolerance(tolerance)
             conversion = ChosenConversion.of(convert, convert_with, a)

@@ -17,6 +17,7 @@ from typing import Any
 
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files, given_config
 from statexchange.checkpoint.index import BoxProvenance
+from statexchange.checkpoint.notes import joined_parts, notes_on_equal_parts
 from statexchange.checkpoint.publication import PlannedFile, Publication, target_path
 from statexchange.checkpoint.tensor_notes import note_on_overflows, notes_on_tensors, overflows_of
 from statexchange.comm.communicator import Communicator
@@ -63,7 +64,8 @@ class ExportReport:
 
     `phases` has seconds and `phase_nbytes` bytes by phase: metadata sent to root ("describe"), the plan sent to the
     ranks ("plan"), tensors ("write") and receipts ("publish"). `notes` say what a config that is written says against
-    the tensors, and what `dtype` has made infinite, or narrowed, or left as it was; they are logged on root, too.
+    the tensors, what `dtype` has made infinite, or narrowed, or left as it was, and which equal parts of ranks a layout
+    without a mesh has joined, as these may be copies; they are logged on root, too.
     """
 
     path: str
@@ -326,6 +328,7 @@ class _Export:
             output.finish(writes_header=node == self._comm.node_rank)
         small_files = publication.commit(provenance)
         self._notes += note_on_overflows(overflows_of(provenance))
+        self._notes += notes_on_equal_parts(self._layout, joined_parts(plan, provenance))
         files = [(file.name, output.nbytes) for file, output in zip(plan.files, self._outputs, strict=True)]
         if not self._request.options.include and not self._request.options.exclude:
             digests = {name: [box.digest for box in boxes] for name, boxes in provenance.items()}

@@ -550,7 +550,8 @@ def gather_state(
         ...     [(state.rank, state["w"].tolist()) for state in states]
         [(0, [1.0, 1.0])]
     """
-    communicator = as_communicator(comm)
+    with public_call("gather_state"):
+        communicator = as_communicator(comm)
     tensors: dict[str, Any] = {}
     shards: list[Shard] = []
     with public_call("gather_state"), communicator.phase("describing its state"):

@@ -112,7 +112,7 @@ def read_all(
     reading.read_small(remote=True)  # clients of object stores leave garbage that holds the bytes of a request
     reading.read_alone()
     for file in reading.files:
-        file.check_unchanged()
+        file.check_current()
     for wanted, (reader, *others) in readers.items():
         if comm.rank == reader:
             for other in others:

@@ -84,6 +84,7 @@ def save_checkpoint(
     Raises:
         TargetExistsError: `path` exists and `overwrite` is false, or another process is writing there.
         InvalidArgumentError: a rule does not fit a tensor, or matches none.
+        ReplicaError: copies differ that the layout or a mesh declares. Other plain tensors may differ between ranks.
         NotFoundError: a host does not see the files of the others, or there is no such bucket.
         CorruptError: a tensor was changed while it was saved to a URL.
         UnsafeError: overwriting would remove files that do not belong to a save.

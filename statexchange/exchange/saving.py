@@ -1,7 +1,8 @@
 """One save of described state: every rank writes its own file into root's build, and root publishes it.
 
 1. Root opens the build of the target (storage/build.py) and sends its key and the save's random id.
-2. Each rank joins the build, writes one tensor file into it, and sends its size and version.
+2. Each rank joins the build, writes one tensor file into it, and sends its size and version. If a layout or a mesh says
+   that ranks have copies, their digests are compared (declared_copies.py).
 3. Root checks that it sees all files and commits by the manifest. Only now does the save exist.
 
 In a directory the key is the hidden name of the directory under construction, which root renames at the end. At a URL
@@ -21,9 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
+from statexchange.checkpoint.notes import notes_on_equal_parts
 from statexchange.checkpoint.publication import target_path
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, NotFoundError, type_text, without_secrets
+from statexchange.exchange.declared_copies import DeclaredCopies, may_have_copies
 from statexchange.exchange.placing import parameter_names, place_parts
 from statexchange.exchange.progress import Progress
 from statexchange.exchange.staging import Staging, shard_data
@@ -58,7 +61,8 @@ class SaveReport:
     """The result of a save.
 
     `num_tensors` is the number of tensors of which this rank holds a part; `nbytes` are the bytes of all ranks' files,
-    `rank_nbytes` those of each rank's file. `step` is None for a save without one.
+    `rank_nbytes` those of each rank's file. `step` is None for a save without one. `notes` name equal parts of ranks
+    that a layout without a mesh has joined, as these may be copies.
     """
 
     path: str
@@ -67,6 +71,7 @@ class SaveReport:
     nbytes: int
     seconds: float
     rank_nbytes: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         done = format_transfer(self.num_tensors, self.nbytes, self.seconds)
@@ -167,6 +172,7 @@ class _Start:
         save: a random id; root's identifies the save.
         key: on root the key of the build, else "".
         has_layout: whether the rank was given a layout.
+        has_copies: whether a layout or a mesh may say that other ranks have copies of its boxes.
         memory: whether the rank makes a copy in memory.
     """
 
@@ -175,6 +181,7 @@ class _Start:
     save: str
     key: str
     has_layout: bool
+    has_copies: bool
     memory: bool
 
     def to_json(self) -> dict[str, Any]:
@@ -182,9 +189,9 @@ class _Start:
 
     @classmethod
     def from_json(cls, raw: Any) -> _Start:
-        *texts, layout, memory = records.fields(raw, "name", "folder", "save", "key", "has_layout", "memory")
+        *texts, layout, copies, memory = records.fields(raw, *cls.__dataclass_fields__)
         name, folder, save, key = map(records.text, texts)
-        return cls(name, folder, save, key, records.flag(layout), records.flag(memory))
+        return cls(name, folder, save, key, records.flag(layout), records.flag(copies), records.flag(memory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +224,15 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
                 build = building.enter_context(
                     location(request.path).open_build(secrets.token_hex(16), names, check=check, is_own=is_stray)
                 )
-        starts = _exchange_starts(request, build, comm)
+        starts = _exchange_starts(request, saved, build, comm)
         described = saved.described
         if any(start.has_layout for start in starts):
             described = place_parts(comm, described, saved.rules)
         with comm.phase("saving", timeout_s=request.stall_timeout_s):
             file, folder = _write(described, saved.config, request.path, starts[0], comm)
+        notes: tuple[str, ...] = ()
+        if any(start.has_copies for start in starts):
+            notes = _compare_copies(saved, described, file.digests, comm)
         written = comm.all_gather_object(_Written(file.nbytes, file.version, folder).to_json())
         with comm.phase("publishing", timeout_s=request.stall_timeout_s):
             found = [
@@ -235,15 +245,27 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
                 build.commit(MANIFEST, manifest.to_bytes())
     seconds = time.perf_counter() - began
     shown = without_secrets(request.path)
-    report = SaveReport(shown, request.step, len(described.tensors), sum(sizes), seconds, sizes)
+    report = SaveReport(shown, request.step, len(described.tensors), sum(sizes), seconds, sizes, notes)
     if comm.rank == 0:
         _log.info("saved %s", report)
+        for note in notes:
+            _log.warning("%s: %s", shown, note)
     if request.after is not None:
         request.after(report, comm, file.content)
     return report
 
 
-def _exchange_starts(request: SaveRequest, build: Build | None, comm: Communicator) -> list[_Start]:
+def _compare_copies(
+    saved: SavedState, placed: Description, digests: Mapping[str, Sequence[str]], comm: Communicator
+) -> tuple[str, ...]:
+    """Raise ReplicaError if copies differ that a layout or mesh declares; return notes on equal parts. Collective."""
+    copies = DeclaredCopies(comm, saved.described, placed, digests)
+    copies.compare()
+    notes = notes_on_equal_parts(saved.rules, copies.joined_parts()) if comm.rank == 0 else ()
+    return records.parsed(comm.broadcast_object(notes), lambda raw: records.items(raw, records.text), "the notes", 0)
+
+
+def _exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None, comm: Communicator) -> list[_Start]:
     """Return what each rank sends at the start; raise InvalidArgumentError if they do not fit. Collective."""
     folder, name = os.path.split(request.path)
     ours = _Start(
@@ -252,6 +274,7 @@ def _exchange_starts(request: SaveRequest, build: Build | None, comm: Communicat
         save=secrets.token_hex(8),
         key="" if build is None else build.share(),
         has_layout=request.layout is not None,
+        has_copies=any(may_have_copies(local, comm.world_size) for local in saved.described.tensors.values()),
         memory=request.memory,
     )
     sent = comm.all_gather_object(ours.to_json())

@@ -143,10 +143,12 @@ def open_with(
     def read_once(opened: OpenedPath) -> Source:
         try:
             source = read(opened, strict=strict, section=section)
-        except (IncompleteError, CorruptError, UnsafeError) as error:
-            if wants is None:
+        except StateExchangeError as error:
+            opened.store.check_opened()  # files of two versions do not fit each other
+            if wants is None or not isinstance(error, IncompleteError | CorruptError | UnsafeError):
                 raise
             source = _without_problems(read(opened, strict=False, section=section), wants, error)
+        source.opened.store.check_opened()
         _check_not_repeated(source)
         if source.problems and not opened.is_current():
             raise ReplacedError("replaced while it was read", path=path) from source.problems[0]

@@ -464,9 +464,9 @@ class Source:
                 file.read_ahead(_AHEAD_BYTES // len(files))
 
     def check_unchanged(self) -> None:
-        """Raise ReplacedError if bytes of any file may have changed since it was opened."""
+        """Raise ReplacedError if any file may have been changed or replaced since it was opened."""
         for shard_file in self.files:
-            shard_file.file.check_unchanged()
+            shard_file.file.check_current()
 
     def close(self) -> None:
         """Close all files."""

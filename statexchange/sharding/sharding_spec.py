@@ -28,6 +28,11 @@ class Placement:
     mesh_shape: tuple[int, ...]
     splits: tuple[DimSplit | None, ...]
 
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the mesh."""
+        return math.prod(self.mesh_shape)
+
     def to_json(self) -> list[Any]:
         """Return a JSON value for `from_json`."""
         return [self.mesh_shape, [None if split is None else [split.dim, split.split_factor] for split in self.splits]]

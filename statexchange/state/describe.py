@@ -37,6 +37,7 @@ class LocalTensor:
         part: set for a plain tensor with a layout rule. The shard's boxes are then relative to this rank's tensor:
             offsets in the whole tensor follow only from the parts of all ranks.
         placement: set for a tensor on a mesh of all ranks, if `local_boxes` computes this rank's boxes from it.
+        mesh: the ranks of a DTensor's mesh, as text; "" for other tensors.
         reduce: how to combine copies that differ, "max" or "min".
     """
 
@@ -44,6 +45,7 @@ class LocalTensor:
     tensors: tuple[Any, ...]
     part: Part | None = None
     placement: Placement | None = None
+    mesh: str = ""
     reduce: str | None = None
 
     def renamed(self, name: str) -> LocalTensor:
@@ -217,7 +219,7 @@ def _from_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, ran
     """Describe a tensor with torch's `__create_chunk_list__`, such as a DTensor."""
     boxes = []
     parts = []
-    chunks, placement = chunks_of(name, tensor, rank)
+    chunks, placement, mesh = chunks_of(name, tensor, rank)
     for box, part in chunks:
         found = (dtype_name(part, name), tuple(part.shape))
         if found != (dtype, box.shape):
@@ -228,4 +230,4 @@ def _from_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, ran
             )
         boxes.append(box)
         parts.append(part)
-    return LocalTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(parts), placement=placement)
+    return LocalTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(parts), placement=placement, mesh=mesh)

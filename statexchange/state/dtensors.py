@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Any
 
@@ -31,11 +31,11 @@ def new_dtensor(like: Any, shape: Sequence[int], dtype: Any, dims: Collection[in
     return zeros(*shape, dtype=dtype, device_mesh=like.device_mesh, placements=placements)
 
 
-def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]], Placement | None]:
-    """Return the boxes that this rank holds, each with its memory, and the placement of a DTensor. Not collective.
+def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]], Placement | None, str]:
+    """Return the boxes that this rank holds, each with its memory; a DTensor's placement, and its mesh's ranks as text.
 
-    The placement is None unless the mesh has the ranks 0, 1, ... in order and `rank` holds exactly the boxes that
-    follow from the placement: then one record describes the boxes of all ranks.
+    Not collective. The placement is None unless the mesh has the ranks 0, 1, ... in order and `rank` holds exactly the
+    boxes that follow from the placement: then one record describes the boxes of all ranks.
 
     Raises:
         UnsupportedError: a placement is Partial, or a mesh lists ranks out of order; the error names the tensor.
@@ -48,19 +48,19 @@ def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]],
         for index, chunk in enumerate(chunks):
             memory = tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets, index))
             chunks_with_memory.append((_box(chunk), memory))
-        return chunks_with_memory, None
+        return chunks_with_memory, None, ""
     layout = _layout_of(tensor, rank)
     if layout.problem is not None:
         raise UnsupportedError(layout.problem, name=name)
     if not layout.boxes:
-        return [], layout.placement
+        return [], layout.placement, layout.mesh
     local = _local_part(tensor)
     if layout.begins is None:
-        return [(box, local) for box in layout.boxes], layout.placement
+        return [(box, local) for box in layout.boxes], layout.placement, layout.mesh
     found = []
     for box, begin in zip(layout.boxes, layout.begins, strict=True):
         found.append((box, local[tuple(map(slice, begin, map(add, begin, box.shape)))]))
-    return found, layout.placement
+    return found, layout.placement, layout.mesh
 
 
 def _local_part(tensor: Any) -> Any:
@@ -88,6 +88,7 @@ class _LocalLayout:
     boxes: tuple[Box, ...] = ()
     begins: tuple[tuple[int, ...], ...] | None = None
     placement: Placement | None = None
+    mesh: str = ""
     problem: str | None = None
 
 
@@ -101,7 +102,7 @@ def _layout_of(tensor: Any, rank: int) -> _LocalLayout:
     key = (tensor.placements, tuple(tensor.shape), rank, None if coordinate is None else tuple(coordinate))
     of_mesh = _layouts.setdefault(mesh, {})
     if key not in of_mesh:
-        of_mesh[key] = _compute_layout(tensor, mesh, coordinate, rank)
+        of_mesh[key] = replace(_compute_layout(tensor, mesh, coordinate, rank), mesh=str(mesh.mesh.tolist()))
     return of_mesh[key]
 
 

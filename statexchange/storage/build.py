@@ -227,11 +227,13 @@ class WrittenFile:
     Attributes:
         nbytes: its size.
         version: what its store calls this version of it; "" in a directory.
+        digests: the digests of each tensor's boxes.
         content: its tensors with their digests, so that the object need not be read again; None in a directory.
     """
 
     nbytes: int
     version: str
+    digests: Mapping[str, Sequence[str]]
     content: DigestedTensors | None
 
 

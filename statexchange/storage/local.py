@@ -124,10 +124,17 @@ class _Descriptors:
         self._numbers = itertools.count()
         self._owned: set[int] = set()  # all open descriptors, which the finalizer closes
         self._finalizer = weakref.finalize(self, _close_all, self._owned)
+        # The identity of each file that was opened, by its path below the opened directory.
+        self.identities: dict[str, tuple[int, int, int, int]] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed."""
+        return self._finalizer.alive
 
     def check_open(self, path: str) -> None:
         """Raise InvalidArgumentError after `close`: a closed descriptor's number may belong to another file."""
-        if not self._finalizer.alive:
+        if not self.is_open:
             raise InvalidArgumentError("this checkpoint has been closed: open it again", path=path)
 
     def hold(self, fd: int, path: str) -> None:
@@ -220,6 +227,7 @@ class LocalFile(StoredFile):
         self.size = self._identity[2]
         self.modified = self._identity[3] / 1e9
         self.number = descriptors.pin(fd, self.path)
+        descriptors.identities.setdefault(store.below_root + name, self._identity)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled_file, (self._store, self._name, self._identity)
@@ -283,6 +291,17 @@ class LocalFile(StoredFile):
         if _identity(attributes) != self._identity:
             raise self._replaced()
 
+    def check_current(self) -> None:
+        """Raise ReplacedError if the file was changed, or another one has its name now.
+
+        A file without a name is not another version: its directory was replaced as a whole, and is being removed.
+        """
+        identity = self._store.identity_of(self._name)
+        if identity is None:
+            self.check_unchanged()
+        elif identity != self._identity:
+            raise self._replaced()
+
     def _fresh_stat(self, fd: int) -> os.stat_result:
         """Return the file's attributes; on NFS open the file once more, which makes the client ask the server."""
         if not self._store.is_shared:
@@ -335,6 +354,7 @@ class LocalStore(Store):
         self._fd = fd if parent is None else -1
         self._parent = parent
         self._descriptors = descriptors
+        self.below_root: str = "" if parent is None else f"{parent.below_root}{os.path.basename(path)}/"
         self._follow = follow
         self._is_shared: bool | None = None
         try:
@@ -441,6 +461,33 @@ class LocalStore(Store):
             return False
         except StorageError:
             return True
+
+    def identity_of(self, name: str) -> tuple[int, int, int, int] | None:
+        """Return the identity of the file that has a name, or a path, below this directory; None without one."""
+        with self.descriptor() as dir_fd:
+            try:
+                if not self.is_shared:
+                    return _identity(os.stat(name, dir_fd=dir_fd, follow_symlinks=self._follow))
+                fd = open_file(name, dir_fd, self.path_of(name), follow=self._follow)  # so that NFS asks the server
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except OSError as error:
+                if isinstance(error, StateExchangeError):
+                    raise
+                raise read_error(error, "read the attributes", self.path_of(name)) from error
+            try:
+                return _identity(os.fstat(fd))
+            finally:
+                os.close(fd)
+
+    def check_opened(self) -> None:
+        """Raise ReplacedError if another file has the name of one that was opened here or below.
+
+        Do nothing after `close`, as a format closes what it cannot read.
+        """
+        for name, opened in self._descriptors.identities.items() if self._descriptors.is_open else ():
+            if self.identity_of(name) not in (opened, None):
+                raise ReplacedError("replaced while the others were opened: read it again", path=self.path_of(name))
 
     def close(self) -> None:
         """Close all descriptors."""

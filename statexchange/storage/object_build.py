@@ -427,7 +427,7 @@ class ObjectMember(ObjectWriter, BuildMember):
             output.close()
         version = self._versions[name]
         assert version is not None
-        return WrittenFile(content.nbytes, version, content)
+        return WrittenFile(content.nbytes, version, content.digests, content)
 
 
 def _is_alive(claim: Claim) -> bool:

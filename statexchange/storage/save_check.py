@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from statexchange.errors import (
@@ -29,7 +30,7 @@ from statexchange.storage.steps import is_saves_directory, saved_steps, step_nam
 from statexchange.units import format_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from statexchange.storage.opened_path import OpenedPath
     from statexchange.storage.store import Store
@@ -55,6 +56,11 @@ class SaveCheck:
     state: str
     problems: tuple[StateExchangeError, ...]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the save counts for what a `Retention` keeps."""
+        return self.manifest is not None and not self.problems
+
 
 def list_save_directories(path: str) -> list[int]:
     """Return the steps that have a directory in the directory of saves `path`, oldest first.
@@ -77,21 +83,30 @@ def list_save_directories(path: str) -> list[int]:
         return saved_steps(opened.store)
 
 
-def check_saves(path: str) -> list[SaveCheck]:
+def check_saves(
+    path: str, *, checked: set[tuple[str | int, ...]] | None = None, trusted: Collection[int] = ()
+) -> list[SaveCheck]:
     """Look at each save in the directory of saves `path`, oldest first.
 
     Not collective. Of each rank's file the size and the header are read. A save that is removed meanwhile is left out.
+
+    Args:
+        path: the directory.
+        checked: the versions of files whose headers were whole at an earlier call, and need not be read again; this
+            call adds to it.
+        trusted: steps whose headers need not be read, as the caller has just written them.
 
     Raises:
         NotFoundError: `path` does not exist, or has no saves.
         InvalidArgumentError: it is one save, or a file.
     """
     found = []
+    seen = set() if checked is None else checked
     for step in list_save_directories(path):
         folder = os.path.join(path, step_name(step))
         shown = without_secrets(folder)
         try:
-            manifest, problems = read_with_retry(folder, _look)
+            manifest, problems = read_with_retry(folder, partial(_look, checked=seen, is_trusted=step in trusted))
         except NotFoundError:  # removed meanwhile
             continue
         except IncompleteError as error:
@@ -123,7 +138,9 @@ class _FileProblem:
     error: StateExchangeError
 
 
-def _look(opened: OpenedPath) -> tuple[SaveManifest, list[_FileProblem]]:
+def _look(
+    opened: OpenedPath, checked: set[tuple[str | int, ...]], *, is_trusted: bool
+) -> tuple[SaveManifest, list[_FileProblem]]:
     """Return the manifest of a save and what is wrong with its files.
 
     Raises:
@@ -140,7 +157,7 @@ def _look(opened: OpenedPath) -> tuple[SaveManifest, list[_FileProblem]]:
             raise IncompleteError(text, path=opened.path) from None
         problems: list[_FileProblem] = []
         for rank in range(manifest.world_size):
-            problem = _file_problem(opened.store, manifest, rank)
+            problem = _file_problem(opened.store, manifest, rank, checked, is_trusted=is_trusted)
             if problem is not None:
                 problems.append(problem)
         if problems and not opened.is_current():
@@ -148,18 +165,23 @@ def _look(opened: OpenedPath) -> tuple[SaveManifest, list[_FileProblem]]:
         return manifest, problems
 
 
-def _file_problem(store: Store, manifest: SaveManifest, rank: int) -> _FileProblem | None:
+def _file_problem(
+    store: Store, manifest: SaveManifest, rank: int, checked: set[tuple[str | int, ...]], *, is_trusted: bool
+) -> _FileProblem | None:
     """Return what is wrong with a rank's file; None if its size is that of the manifest and its header is whole."""
     name, expected = rank_file_name(rank, manifest.world_size), manifest.nbytes[rank]
     path = store.path_of(name)
     try:
-        size = store.open(name).size
+        file = store.open(name)
+        size, version = file.size, tuple(file.version)
         if size != expected:
             what = _TRUNCATED if size < expected else _TOO_LONG
             error_type = TruncatedError if size < expected else CorruptError
             error = error_type(f"this rank's file {what[0]}", rank=rank, path=path, expected=expected, found=size)
             return _FileProblem(rank, what, error)
-        open_rank_file(store, manifest, rank)
+        if version not in checked and not is_trusted:
+            open_rank_file(store, manifest, rank)
+        checked.add(version)
     except NotFoundError:
         return _FileProblem(rank, _NO_FILE, IncompleteError("this rank's file is missing", rank=rank, path=path))
     except ReplacedError:

@@ -3,9 +3,10 @@
 Every reader opens its path with `opened_path.open_path`. A store lists its directory once. It pins the directory and
 each opened file: a local file by its descriptor and identity (device, inode, size, modification time), an object by its
 ETag or another version that its object store gives. Data is read from the pinned file, never by opening a path again
-with offsets that were found earlier. So the old content stays readable after a rename has replaced the directory. A
-read that cannot return the pinned version any more raises ReplacedError, and the caller opens the path again
-(`opened_path.read_with_retry`).
+with offsets that were found earlier. So the old content stays readable after a rename has replaced the directory. If
+a rename gives the name of one file to another one, that is found after the last open and the last read (`check_opened`,
+`check_current`): else some files could be of the old version and some of the new. A read that cannot return the pinned
+version any more raises ReplacedError, and the caller opens the path again (`opened_path.read_with_retry`).
 """
 
 from __future__ import annotations
@@ -141,6 +142,14 @@ class StoredFile(_Budgeted, ABC):
     def check_unchanged(self) -> None:
         """Raise ReplacedError if the file's bytes may have changed since it was opened."""
 
+    def check_current(self) -> None:
+        """Raise ReplacedError if the file was changed, or another one has its name now, as a rename gives it.
+
+        A directory whose files are replaced one after another is read as one version only if, after the last read, all
+        names still lead to the files that were opened.
+        """
+        self.check_unchanged()
+
     @property
     @abstractmethod
     def version(self) -> list[str | int]:
@@ -235,6 +244,12 @@ class Store(_Budgeted, ABC):
     def is_current(self) -> bool:
         """Whether the path still leads to this directory."""
 
+    def check_opened(self) -> None:
+        """Raise ReplacedError if another file has the name of one that was opened here or below.
+
+        At a URL all versions are those of one listing.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Close all descriptors of this store, of its subdirectories and of its files.
@@ -278,6 +293,10 @@ class FilteredStore(Store):
     def is_current(self) -> bool:
         """Whether the path still leads to this directory."""
         return self._store.is_current()
+
+    def check_opened(self) -> None:
+        """Raise ReplacedError if another file has the name of one that was opened."""
+        self._store.check_opened()
 
     def close(self) -> None:
         """Do nothing: the store is closed by its owner."""

@@ -12,6 +12,7 @@ import re
 import secrets
 import struct
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, TruncatedError, UnsafeError, excerpt
@@ -36,6 +37,7 @@ __all__ = [
     "ShardData",
     "check_name",
     "digest",
+    "digest_of_parts",
     "encode_header",
     "read_header",
     "read_header_bytes",
@@ -60,9 +62,17 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 def digest(data: Buffer) -> str:
     """Return the xxh3-128 digest of a box's bytes in C order, as 32 hex digits."""
+    return digest_of_parts([data])
+
+
+def digest_of_parts(parts: Iterable[Buffer]) -> str:
+    """Return the digest of a box's bytes that come in parts."""
     import xxhash  # late: commands that only read headers do not need it
 
-    return str(xxhash.xxh3_128_hexdigest(data))
+    hasher = xxhash.xxh3_128()
+    for part in parts:
+        hasher.update(part)
+    return str(hasher.hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,8 +354,8 @@ def write_tensor_file(
     *,
     durable: bool,
     mode: int = 0o600,
-) -> int:
-    """Write one rank's tensors and metadata as a new file and return its size in bytes.
+) -> tuple[int, dict[str, list[str]]]:
+    """Write one rank's tensors and metadata as a new file; return its size in bytes, and its tensors' digests by name.
 
     The digests are computed while the tensors are written, so the header, which has them, is written last.
     """
@@ -364,7 +374,7 @@ def write_tensor_file(
         begin=header.nbytes,
         header=lambda: header.with_digests(digests),
     )
-    return nbytes
+    return nbytes, _by_name(ordered, digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +404,11 @@ class DigestedTensors:
         nbytes = len(header) + sum(data.shard.nbytes for data in ordered)
         return cls(header, nbytes, tuple(ordered), tuple(digests))
 
+    @property
+    def digests(self) -> dict[str, list[str]]:
+        """The digests of each tensor's boxes."""
+        return _by_name(self._shards, self._digests)
+
     def parts(self) -> Iterator[memoryview]:
         """Yield the bytes after the header; each part is valid until the next one is requested.
 
@@ -413,6 +428,12 @@ class DigestedTensors:
 def _in_file_order(shards: Sequence[ShardData]) -> list[ShardData]:
     dtypes = list(ITEMSIZE)
     return sorted(shards, key=lambda data: (-dtypes.index(data.shard.dtype), data.shard.name))
+
+
+def _by_name(shards: Sequence[ShardData], digests: Sequence[str]) -> dict[str, list[str]]:
+    """Return the digests of each tensor's boxes, from those of all boxes in file order."""
+    following = iter(digests)
+    return {data.shard.name: list(islice(following, len(data.shard.boxes))) for data in shards}
 
 
 class _RankHeader:

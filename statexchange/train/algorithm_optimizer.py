@@ -66,6 +66,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
             self._run.comm,
             module=module,
             bucket_bytes=bucket_bytes,
+            init_sync=False,  # `data_parallel` has given all ranks root's parameters
             **settings,
             **algorithm.settings(self._run),
         )

@@ -61,7 +61,8 @@ class DistributedModule(nn.Module):
 
     def __init__(self, module: nn.Module, comm: CommLike | None = None) -> None:
         super().__init__()
-        self._comm = as_communicator(comm)
+        with public_call("DistributedModule"):
+            self._comm = as_communicator(comm)
         _check_ignored(module)
         self.module = module
         self.training = module.training

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError, MismatchError
+from statexchange.settings import check_flags
 from statexchange.state.optimizers import labelled_parameters, parameters_of
 from statexchange.train.buckets.options import ReducerOptions
 from statexchange.train.buckets.reducer import BucketReducer
@@ -37,8 +39,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Gradients are averages when backward returns, as with DDP, so that clipping and a GradScaler work as usual. On a
     rank whose backward touched no parameter they are averages when `finalize` or `step` returns: if there may be such
-    a rank, call `finalize` before you clip. Parameters are not made equal here: `synchronize` the module and the
-    optimizer first.
+    a rank, call `finalize` before you clip.
+
+    Equal gradients keep parameters equal only if they are equal at the start. So the constructor gives all ranks rank
+    0's parameters, and with `module` its buffers, as DDP does; ``init_sync=False`` leaves them as they are. State that
+    the optimizer has already, as after a load on one rank, is not made equal: `synchronize` the optimizer.
 
     A gradient that is missing on some ranks counts as zeros there. Missing on all, it is None and the parameter is
     skipped. See BucketReducer. State, hyperparameters, `state_dict` and hooks are those of the inner optimizer, so that
@@ -51,6 +56,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         module: the module, or list of modules, that has the optimizer's parameters; messages use its names.
         reducer: a BucketReducer of all parameters, made by the caller.
         accumulate: average after every `accumulate`-th backward; gradients are sums over these.
+        init_sync: give all ranks rank 0's parameters and buffers now. Without it, ranks whose parameters differ train
+            different models and no error is raised: only if they are known to be equal, or are loaded afterwards.
         weight: a function that returns this rank's weight when gradients are averaged, for the true mean over tokens:
             the sum of weight times gradient, divided by the sum of weights. Nothing is sent during backward then.
         settings: options of the BucketReducer that is made if `reducer` is None. With `delay_reduce` backward leaves
@@ -86,12 +93,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         module: torch.nn.Module | list[torch.nn.Module] | None = None,
         reducer: BucketReducer | None = None,
         accumulate: int = 1,
+        init_sync: bool = True,
         weight: Callable[[], float] | None = None,
         **settings: Unpack[ReducerOptions],
     ) -> None:
         # Optimizer.__init__ is not called: it would make param groups and state of its own, and hide the inner ones.
         self._optimizer = optimizer
-        self._comm = reducer.comm if isinstance(reducer, BucketReducer) else as_communicator(comm)
+        with public_call("DistributedOptimizer"):
+            self._comm = reducer.comm if isinstance(reducer, BucketReducer) else as_communicator(comm)
         self._module = module
         self._weight = weight
         self._accumulate = accumulate
@@ -101,6 +110,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_averaged = False
         self._catch_up_root: int | None = None  # the lowest rank that took the last step, if others missed it
         with self._comm.checking("DistributedOptimizer"):
+            check_flags(init_sync=init_sync)
             self._check(reducer, settings)
             named = self._named()
         self._automatic = not settings.get("delay_reduce", False)
@@ -110,14 +120,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             reducer = BucketReducer(named, self._comm, **settings)
         else:
             self._automatic = not reducer.delay_reduce
-        for rank, found in enumerate(self._comm.all_gather_object(accumulate)):
-            if found != accumulate:
-                raise MismatchError(
-                    "ranks average after different numbers of backwards: give all the same accumulate",
-                    rank=rank,
-                    expected=accumulate,
-                    found=found,
-                )
+        self._check_equal({"accumulate": accumulate, "init_sync": init_sync})
+        if init_sync:
+            with public_call("DistributedOptimizer"):
+                synchronize(named if module is None else module, comm=self._comm)
         self._reducer = reducer
         self._reducer.watch(self._backward_ended)
         self._arm()
@@ -146,6 +152,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise InvalidArgumentError(f"give {given} to the reducer when it is made")
         self._module = None
         _check_known(self._optimizer, reducer.parameters, "the reducer")
+
+    def _check_equal(self, options: Mapping[str, int]) -> None:
+        """Raise MismatchError on all ranks if an option differs between them. Collective."""
+        for rank, theirs in enumerate(self._comm.all_gather_object(options)):
+            for name, value in options.items():
+                if theirs[name] != value:
+                    text = f"ranks have different values of {name}: give all the same {name}"
+                    raise MismatchError(text, rank=rank, expected=value, found=theirs[name])
 
     def _named(self) -> dict[str, torch.Tensor]:
         """Return the optimizer's parameters by name: the module's names if there is one, else the optimizer's."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from statexchange.comm.calls import call_site
+from statexchange.comm.calls import call_site, public_call
 from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
 from statexchange.comm.work import Work
@@ -95,7 +95,8 @@ class InlineReducer(Reducer):
     """
 
     def __init__(self, comm: CommLike | None = None, scale: float | None = None) -> None:
-        self._comm = as_communicator(comm)
+        with public_call("InlineReducer"):
+            self._comm = as_communicator(comm)
         self._op, self._scale = operation(scale)
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -165,7 +166,8 @@ class CoalescingReducer(Reducer):
         contiguous: bool = True,
         cache_bytes: int = 20 << 20,
     ) -> None:
-        self._comm = as_communicator(comm)
+        with public_call("CoalescingReducer"):
+            self._comm = as_communicator(comm)
         if not isinstance(cache_bytes, int) or cache_bytes < 0:
             raise InvalidArgumentError("cache_bytes is a number of bytes", expected=">= 0", found=cache_bytes)
         self._op, self._scale = operation(scale)

@@ -29,8 +29,10 @@ from sweeps import slow, some
 from warm_python import warm_python
 
 import statexchange as sx
+from statexchange.checkpoint.prune import prune_saves
 from statexchange.processes import Owner
 from statexchange.report.saves import list_saves
+from statexchange.storage.steps import Retention
 from statexchange.testing import run_ranks
 
 
@@ -262,6 +264,87 @@ def test_a_save_that_has_lost_a_file_is_not_one_of_those_that_are_kept(tmp_path:
     assert value_in(state) == 20.0
 
 
+def rank_file(path: Path, step: int) -> Path:
+    (file,) = (path / f"step-{step:09d}").glob("rank-*")
+    return file
+
+
+def lose_the_file(path: Path, step: int) -> None:
+    rank_file(path, step).unlink()
+
+
+def truncate_the_file(path: Path, step: int) -> None:
+    os.truncate(rank_file(path, step), 900)
+
+
+def break_the_header(path: Path, step: int) -> None:
+    with rank_file(path, step).open("r+b") as file:
+        file.write(b"garbage.")
+
+
+def break_the_manifest(path: Path, step: int) -> None:
+    (path / f"step-{step:09d}" / "save.json").write_text("{")
+
+
+def change_a_byte(path: Path, step: int) -> None:
+    with rank_file(path, step).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x07")
+
+
+DAMAGES = [lose_the_file, truncate_the_file, break_the_header, break_the_manifest]
+
+
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["same job", "restarted"])
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_broken_save_is_not_one_of_those_that_are_kept(damage: Any, is_restarted: bool, tmp_path: Path) -> None:
+    """Retention during a job and `prune` count the same saves."""
+    saves = sx.Checkpoints(tmp_path, keep=2)
+    save_steps(saves, 10, 20, 30)
+    assert saves.steps() == [20, 30]
+    damage(tmp_path, 30)
+    if is_restarted:
+        saves = sx.Checkpoints(tmp_path, keep=2)
+        saves.load(state_of(0), 20)
+    save_steps(saves, 40)
+    assert entries(tmp_path) == ["step-000000020", "step-000000030", "step-000000040"]
+    kept = [row.step for row in prune_saves(tmp_path, Retention(keep=2)).rows if row.action == "kept"]
+    assert kept == [20, 40]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, change_a_byte], ids=lambda damage: damage.__name__)
+def test_a_damaged_newest_save_names_the_older_ones_and_what_to_do(damage: Any, tmp_path: Path) -> None:
+    save_steps(sx.Checkpoints(tmp_path), 10, 20, 30)
+    damage(tmp_path, 30)
+    lose_the_file(tmp_path, 10)
+    state = state_of(0)
+    saves = sx.Checkpoints(tmp_path)
+    with pytest.raises(sx.StateExchangeError) as caught:
+        saves.load(state)
+    assert "step-000000030" in str(caught.value.path)
+    assert "step=20" in str(caught.value)
+    if "delete(30)" in str(caught.value):
+        saves.delete(30)
+    else:  # without its manifest nothing proves that the files are a save's
+        assert damage is break_the_manifest
+        assert "move" in str(caught.value)
+        shutil.move(tmp_path / "step-000000030", tmp_path.parent / "moved")
+    with pytest.raises(sx.StateExchangeError) as caught:  # step= names no other one
+        saves.load(state, step=10)
+    assert "step=" not in str(caught.value)
+    report = saves.load(state)
+    assert report is not None
+    assert (report.step, value_in(state)) == (20, 20.0)
+
+
+def test_a_damaged_only_save_says_that_there_is_no_older_one(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path)
+    save_steps(saves, 10)
+    truncate_the_file(tmp_path, 10)
+    with pytest.raises(sx.errors.TruncatedError, match=r"no older .*whole.*delete\(10\)"):
+        saves.load(state_of(0))
+
+
 def test_saves_in_the_foreground_and_background_are_of_one_job(tmp_path: Path) -> None:
     with sx.Checkpoints(tmp_path) as saves:
         save_steps(saves, 10)
@@ -369,10 +452,24 @@ def test_a_wrong_option_of_load_is_refused_before_there_is_a_save(tmp_path: Path
             sx.Checkpoints(tmp_path / "saves", memory=memory).load(state_of(0), stric=False)
 
 
-def test_metrics_are_numbers_and_the_best_one_is_there(tmp_path: Path) -> None:
+def test_a_save_without_the_metric_is_made_and_is_never_the_best(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save at a signal has no evaluation: it keeps the job's progress, beside the best one."""
+    saves = sx.Checkpoints(tmp_path, keep=1, best=("loss", "min"))
+    save_steps(saves, 10, metrics={"loss": 0.5})
+    assert "'loss'" not in caplog.text
+    save_steps(saves, 20)
+    save_steps(saves, 30, metrics={"other": 0.1})
+    assert (saves.best(), saves.steps()) == (10, [10, 30])
+    assert re.search(r"step 20 .*'loss'.*never the best", caplog.text)
+    state = state_of(0)
+    saves.load(state)
+    assert value_in(state) == 30.0
+
+
+def test_metrics_are_numbers(tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path, best=("loss", "min"))
-    with pytest.raises(sx.errors.InvalidArgumentError, match="needs this metric"):
-        saves.save(state_of(0), 10)
     with pytest.raises(sx.errors.InvalidArgumentError, match="the metric 'loss' must be a number, not 'low'"):
         saves.save(state_of(0), 10, metrics={"loss": "low"})  # type: ignore[dict-item]
     with pytest.raises(sx.errors.InvalidArgumentError, match=r"the metric 'loss' must be a number, not '0\.5'"):

@@ -182,6 +182,61 @@ def test_baguas_net_is_bit_equal_on_all_ranks_after_ten_steps() -> None:
 # The rest of an optimizer's interface
 
 
+def unequal(rank: int) -> nn.Sequential:
+    """Return a module whose parameters and buffers differ between ranks, as without a common seed."""
+    module = nn.Sequential(nn.Linear(4, 3, dtype=torch.float64), nn.BatchNorm1d(3, dtype=torch.float64))
+    for value in module.state_dict().values():
+        value.copy_(torch.full_like(value, rank + 1))
+    return module
+
+
+GIVEN: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "parameters": lambda module: {},
+    "module": lambda module: {"module": module},
+    "modules": lambda module: {"module": list(module.children())},
+    "reducer": lambda module: {"reducer": BucketReducer(module)},
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_ranks_begin_with_the_parameters_of_rank_0_as_with_ddp(given: str) -> None:
+    def work() -> list[Any]:
+        module = unequal(sx.get_rank())
+        optimizer = DistributedOptimizer(OPTIMIZERS["Adam"](module.parameters()), **GIVEN[given](module))
+        begin = state_of(module)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(module, sx.get_rank(), step).backward()
+            optimizer.step()
+        optimizer.close()
+        return [begin, [parameter.tolist() for parameter in module.parameters()]]
+
+    first, *others = run_ranks(work, 3)
+    has_buffers = given.startswith("module")
+    for begin, end in others:
+        assert end == first[1]
+        assert begin == first[0] if has_buffers else begin[:4] == first[0][:4]
+    assert others[0][0] != first[0] or has_buffers  # without the module its buffers are not seen
+
+
+def test_init_sync_false_leaves_parameters_as_they_are() -> None:
+    def work() -> Any:
+        module = unequal(sx.get_rank())
+        DistributedOptimizer(OPTIMIZERS["SGD"](module.parameters()), module=module, init_sync=False).close()
+        return module[0].bias.tolist()
+
+    assert run_ranks(work, 2) == [[1.0] * 3, [2.0] * 3]
+
+
+def test_ranks_that_differ_in_init_sync_raise() -> None:
+    def work() -> Any:
+        with pytest.raises(MismatchError, match="init_sync") as caught:
+            DistributedOptimizer(OPTIMIZERS["SGD"](net().parameters()), init_sync=sx.get_rank() != 1)
+        return caught.value.rank, caught.value.found
+
+    assert run_ranks(work, 2)[0] == (1, False)
+
+
 def test_lr_schedulers_set_the_same_rates_as_for_a_plain_optimizer() -> None:
     def lrs(wrap: Callable[[Optimizer], Optimizer]) -> list[Any]:
         found = []

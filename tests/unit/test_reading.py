@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from commands import CommandLine
+from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import save_file
 from stored import flip_bit
 from sweeps import slow
@@ -182,6 +183,50 @@ def test_a_checkpoint_that_is_replaced_at_any_look_is_read_as_the_old_or_the_new
 def test_a_checkpoint_that_is_replaced_at_any_look_verifies(sweep_path: Path) -> None:
     path = sweep_path / "out"
     assert_verified(path, functools.partial(export, path))
+
+
+def replace_files(path: Path, value: float) -> None:
+    """Replace each file of a foreign directory by a rename, one after another, as a trainer does that saves again."""
+    path.mkdir(exist_ok=True)
+    for number, (name, array) in enumerate(state_of(value).items(), 1):
+        save_numpy({name: array}, path / "new")
+        os.replace(path / "new", path / f"model-{number:05d}-of-00003.safetensors")
+
+
+@pytest.mark.parametrize("how", ["open", "load", "merge"])
+def test_a_directory_whose_files_are_replaced_one_by_one_at_any_look_is_not_mixed(how: str, sweep_path: Path) -> None:
+    path = sweep_path / "out"
+    replace_files(path, 0.0)
+    before, kinds = 0.0, set()
+    with Reader(path, how) as reader:
+        for number, value, answer in at_every_look(reader, functools.partial(replace_files, path)):
+            kinds.add(answer[0])
+            assert answer[1] in ([before], [value], "ReplacedError"), (number, answer)
+            assert how != "merge" or answer[0] == "values", (number, answer)  # it reads again
+            before = value
+    assert "values" in kinds
+
+
+def read_by(call: str, path: Path, on_progress: Callable[[int, int], None]) -> Any:
+    if call == "verify":
+        return verify(path, on_progress=on_progress)
+    if call == "diff":
+        return sx.diff_checkpoints(path, path.parent / "other", on_progress=on_progress)
+    if call == "load":
+        return sx.load_checkpoint(state_of(0.0), path, on_progress=on_progress)
+    return sx.merge_checkpoint(path, path.parent / "merged", on_progress=on_progress, threads=1)
+
+
+@pytest.mark.parametrize("call", ["verify", "diff", "load", "merge"])
+def test_names_are_compared_with_the_opened_files_after_the_last_read(call: str, tmp_path: Path) -> None:
+    for name in ("source", "other"):
+        replace_files(tmp_path / name, 1.0)
+    numbers = iter(range(2, 100))
+    with pytest.raises(ReplacedError) as caught:
+        read_by(call, tmp_path / "source", lambda _, __: replace_files(tmp_path / "source", float(next(numbers))))
+    assert caught.value.path is not None
+    assert str(tmp_path / "source" / "model-0000") in caught.value.path
+    assert sorted(os.listdir(tmp_path)) == ["other", "source"]
 
 
 def commit_round(path: Path, value: float) -> None:

@@ -68,7 +68,12 @@ CASES: list[tuple[Any, Callable[[Any], Any]]] = [
         ExportReport("/p", (("a", 1),), 1, 1, {"b": "a"}, 0.5, {"write": 0.1}, {"write": 1}, (1, 0), ("a note",)),
         ExportReport.from_json,
     ),
-    (_Start("step-000000007", "/saves", "0123456789abcdef", "hidden", has_layout=False, memory=True), _Start.from_json),
+    (
+        _Start(
+            "step-000000007", "/saves", "0123456789abcdef", "hidden", has_layout=False, has_copies=True, memory=True
+        ),
+        _Start.from_json,
+    ),
     (_Written(100, "etag", "/saves"), _Written.from_json),
     (_Answer("no room", "/dev/shm/hidden", "digest"), _Answer.from_json),
     (_OpenedSource("a", "b", "/p", "/p, round 3", {"strict": "True"}, has_layout=True), _OpenedSource.from_json),

@@ -98,6 +98,10 @@ class Backend(ABC):
                 A group that can be made without the others does not wait for them.
         """
 
+    def absent_ranks(self) -> Sequence[int]:
+        """Return the ranks that have not begun to form a communicator; () if they are not known. Not collective."""
+        return ()
+
     def transport(self, timeout_s: float) -> Backend:  # noqa: ARG002 (most have nothing to set up)
         """Return the backend that moves tensors between hosts: this one, or one that is made over it. Collective."""
         return self

@@ -31,8 +31,10 @@ from statexchange.comm.backends.torch_groups import (
     GRACE_S,
     LONGEST_S,
     Sibling,
+    absent_ranks,
     cpu_group,
     make_gloo_group,
+    note_presence,
     ranks_key,
     reduce_options,
     sibling_group,
@@ -313,6 +315,8 @@ def _shares(count: int, parts: int) -> list[int]:
 class TorchBackend(_GlooBackend):
     """One rank of a ProcessGroup that torch.distributed knows, or of some ranks of one."""
 
+    _presence: Any = None
+
     def __init__(self, group: dist.ProcessGroup | Sibling, timeout_s: float) -> None:
         """Make a backend over `group`. Collective over a group that does not move CPU tensors itself."""
         if isinstance(group, Sibling):
@@ -320,8 +324,13 @@ class TorchBackend(_GlooBackend):
             super().__init__(group.gloo)
         else:
             self._ranks = dist.get_process_group_ranks(group)
+            self._presence = note_presence(group)
             super().__init__(cpu_group(group, timeout_s))
             self.name = str(dist.get_backend(group))
+
+    def absent_ranks(self) -> Sequence[int]:
+        """Return the ranks that have not made a backend over this group. Not collective."""
+        return () if self._presence is None else absent_ranks(self._presence, self._ranks)
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         """Return a Gloo group of `ranks`; StallError names those that have not called. Collective over them only."""

@@ -95,10 +95,7 @@ class _Steps:
     def _stall(self, seen: tuple[int, ...]) -> StallError:
         """Return the error for the deadline: a rank's leader may be missing only because it waits for another host."""
         wait = self._wait
-        missing = (wait.monitor.missing_ranks() if wait.monitor is not None else ()) or seen
-        subject = f"ranks {list(missing)} did not reach" if missing else "not all ranks reached"
-        message = f"{subject} {wait.operation} in {wait.timeout_s:g} s"
-        return StallError(message, missing=missing, rank=missing[0] if missing else None)
+        return wait.stall_error((wait.monitor.missing_ranks() if wait.monitor is not None else ()) or seen)
 
 
 def _cannot_enter(location: int, wait: Wait) -> Sequence[int]:  # noqa: ARG001

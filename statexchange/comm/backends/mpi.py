@@ -229,8 +229,7 @@ class MPIBackend(Backend):
         try:
             wait.until(done)
         except StallError:
-            text = f"ranks {missing} did not reach {wait.operation} in {wait.timeout_s:g} s"
-            raise StallError(text, missing=tuple(missing), rank=missing[0] if missing else None) from None
+            raise wait.stall_error(missing) from None
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
         """Whether MPI has a type for `dtype`. False for min and max of floats: with NaN they depend on rank order."""

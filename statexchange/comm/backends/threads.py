@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.wait import Wait
-from statexchange.errors import PeerError, StallError
+from statexchange.errors import PeerError
 
 __all__ = ["ThreadBackend", "ThreadGroup"]
 
@@ -54,9 +54,7 @@ class ThreadBackend(Backend):
             for rank in sorted(group.departed.intersection(missing)):
                 raise PeerError(rank, wait.operation, "its thread left")
             if missing:
-                raise StallError(
-                    f"ranks {missing} did not reach {wait.operation} in {wait.timeout_s:g} s", missing=tuple(missing)
-                )
+                raise wait.stall_error(missing)
             return [group.posted[key] for key in keys]
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:  # noqa: ARG002 (nothing to wait for)

@@ -28,6 +28,7 @@ __all__ = [
     "GRACE_S",
     "LONGEST_S",
     "Sibling",
+    "absent_ranks",
     "await_keys",
     "await_ranks",
     "cpu_group",
@@ -35,6 +36,7 @@ __all__ = [
     "known_groups",
     "make_gloo_group",
     "mesh_group",
+    "note_presence",
     "ranks_key",
     "reduce_options",
     "sibling_group",
@@ -89,6 +91,28 @@ def sibling_group(ranks: Sequence[int], timeout_s: float) -> Sibling:
     prefix = unused_prefix(f"group/{ranks_key(ranks)}")
     store = _stores.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # noqa: SLF001 (torch has no other way)
     return Sibling(make_gloo_group(store, list(ranks).index(dist.get_rank()), ranks, timeout_s), ranks)
+
+
+def note_presence(group: dist.ProcessGroup) -> Any:
+    """Note in torch's default store that this rank has begun to form a communicator over `group`.
+
+    Not collective. Return the part of the store that has the notes of the group's ranks, for `absent_ranks`; None for a
+    group that torch.distributed does not know.
+    """
+    if group not in known_groups():
+        return None
+    prefix = unused_prefix(f"presence/{group.group_name}")
+    store = _stores.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # noqa: SLF001 (torch has no other way)
+    store.set(str(dist.get_rank()), "1")
+    return store
+
+
+def absent_ranks(store: Any, ranks: Sequence[int]) -> list[int]:
+    """Return the numbers of those of `ranks` that have noted no presence in `store`; [] if it cannot be asked."""
+    try:
+        return [number for number, rank in enumerate(ranks) if not store.check([str(rank)])]
+    except RuntimeError:  # the process that serves the store has ended
+        return []
 
 
 def mesh_group(mesh: Any, timeout_s: float) -> dist.ProcessGroup | Sibling:
@@ -160,8 +184,7 @@ def await_keys(store: Any, keys: Sequence[str], ranks: Sequence[int], wait: Wait
         missing = tuple(rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key]))
         if error.missing or not missing:
             raise
-        text = f"ranks {list(missing)} did not reach {wait.operation} in {wait.timeout_s:g} s"
-        raise StallError(text, missing=missing, rank=missing[0]) from None
+        raise wait.stall_error(missing) from None
 
 
 def make_gloo_group(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Any:

@@ -43,7 +43,6 @@ from statexchange.errors import (
     NotInitializedError,
     OutcomeUnknownError,
     PeerError,
-    StallError,
     StateExchangeError,
     from_record,
     to_record,
@@ -325,11 +324,7 @@ class ControlPage(GroupMonitor):
                 if latest != progress:
                     progress, moved = latest, now
                 if now - moved > wait.timeout_s:
-                    raise StallError(
-                        f"ranks {missing} did not reach {wait.operation} in {wait.timeout_s:g} s",
-                        missing=tuple(missing),
-                        rank=missing[0],
-                    )
+                    raise wait.stall_error(missing)
             time.sleep(nap)
             nap = min(nap * 1.5, 2e-3)
         return phase

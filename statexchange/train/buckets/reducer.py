@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError, StateExchangeError
@@ -146,7 +147,8 @@ class BucketReducer(Reducer):
         overlap: bool | None = None,
         communicate: Communicate | None = None,
     ) -> None:
-        self._comm = as_communicator(comm)
+        with public_call("BucketReducer"):
+            self._comm = as_communicator(comm)
         self._overlap = overlap
         self._number = next(_numbers.setdefault(self._comm.flat, itertools.count()))
         self._communicate = communicate

@@ -1,0 +1,159 @@
+"""Compare the copies of boxes that a layout or a mesh declares, before a save is published.
+
+A rank does not know which other ranks hold its boxes. So each rank sends root a record of 24 bytes for each box that
+may have copies: a hash of the box, one of the tensor's name, and the first digits of the box's digest. The tensors of
+a mesh of all ranks are alike on the ranks that hold copies, so one record stands for all tensors of one placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, NoReturn
+
+from statexchange.checkpoint.notes import JoinedParts
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import MismatchError
+from statexchange.sharding import records
+from statexchange.sharding.copies import replica_error
+from statexchange.sharding.shards import Box, full_box
+from statexchange.state.describe import Description, LocalTensor
+from statexchange.storage.tensorfile import digest
+
+__all__ = ["DeclaredCopies", "may_have_copies"]
+
+_HASH_BYTES = 8
+_RECORD_BYTES = 3 * _HASH_BYTES
+_ADVICE = (
+    "the layout or mesh says that these are copies: give tensors of different pipeline stages different names, and "
+    "make copies equal before a save"
+)
+
+
+class _BoxDigest(NamedTuple):
+    """A box of a tensor and its digest."""
+
+    name: str
+    box: Box
+    digest: str
+
+
+def may_have_copies(local: LocalTensor, world_size: int) -> bool:
+    """Whether a layout or a mesh may say that another rank has a copy of this tensor's boxes. Not collective."""
+    if local.part is not None:
+        return True
+    if not _spans_all(local, world_size):
+        return bool(local.mesh) or local.shard.boxes != (full_box(local.shard.global_shape),)
+    assert local.placement is not None
+    axes = zip(local.placement.mesh_shape, local.placement.splits, strict=True)
+    return any(size > 1 for size, split in axes if split is None)
+
+
+def _spans_all(local: LocalTensor, world_size: int) -> bool:
+    """Whether the boxes follow from the placement on a mesh of all ranks."""
+    return local.placement is not None and local.placement.num_ranks == world_size
+
+
+class DeclaredCopies:
+    """This rank's boxes that may have copies, and root's records of all ranks' boxes.
+
+    Args:
+        comm: the communicator.
+        parts: this rank's tensors, with the parts that layout rules have made of them.
+        placed: the same tensors, in which these parts are boxes of whole tensors.
+        digests: the digests of each tensor's boxes.
+    """
+
+    def __init__(
+        self, comm: Communicator, parts: Description, placed: Description, digests: Mapping[str, Sequence[str]]
+    ) -> None:
+        self._comm = comm
+        self._parts = parts
+        self._placed = placed
+        self._digests = digests
+        self._boxes = {_hash(key): boxes for key, boxes in self._keyed_boxes().items()}
+        self._sent: list[bytes] = []
+
+    def _keyed_boxes(self) -> dict[str, list[_BoxDigest]]:
+        """Return this rank's boxes by a text that is equal on the ranks that hold copies."""
+        boxes: dict[str, list[_BoxDigest]] = {}
+        alike: dict[str, list[_BoxDigest]] = {}
+        for name, local in self._placed.tensors.items():
+            shard, is_part = local.shard, self._parts.tensors[name].part is not None
+            if not is_part and not may_have_copies(local, self._comm.world_size):
+                continue
+            for box, box_digest in zip(shard.boxes, self._digests[name], strict=True):
+                entry = _BoxDigest(name, box, box_digest)
+                if not is_part and _spans_all(local, self._comm.world_size):
+                    alike.setdefault(repr(local.placement), []).append(entry)
+                elif box.numel:
+                    # Two meshes may give one name to two whole tensors, as stages of a pipeline do. But a region of a
+                    # larger tensor has one content, whatever the mesh.
+                    is_whole = box == full_box(shard.global_shape) and not is_part
+                    mesh = local.mesh if is_whole else ""
+                    boxes.setdefault(repr((name, shard.global_shape, box, mesh)), []).append(entry)
+        for placement, entries in alike.items():
+            boxes[repr((placement, [(entry.name, entry.box) for entry in entries]))] = entries
+        return boxes
+
+    def compare(self) -> None:
+        """Raise ReplicaError, on all ranks, if copies differ. Collective."""
+        own = b"".join(key + _hash(boxes[0].name) + _start(boxes) for key, boxes in self._boxes.items())
+        self._sent = self._comm.all_gather_bytes(own, root=0, operation="the digests of copies")
+        difference = self._comm.broadcast_object(self._first_difference())
+        if difference is not None:
+            self._raise_replica_error(difference)
+
+    def _records(self) -> Iterator[tuple[int, bytes, bytes, bytes]]:
+        """Yield each record as rank, hash of the box, hash of the name, and the digest's first bytes. Root only."""
+        for rank, data in enumerate(self._sent):
+            for at in range(0, len(data), _RECORD_BYTES):
+                middle, last = at + _HASH_BYTES, at + 2 * _HASH_BYTES
+                yield rank, data[at:middle], data[middle:last], data[last : at + _RECORD_BYTES]
+
+    def _first_difference(self) -> list[object] | None:
+        """Return the hash of a box, as text, and two ranks whose copies of it differ. Root only."""
+        first: dict[bytes, tuple[int, bytes]] = {}
+        for rank, key, _, start in self._records():
+            holder, expected = first.setdefault(key, (rank, start))
+            if start != expected:
+                return [key.hex(), holder, rank]
+        return None
+
+    def _raise_replica_error(self, difference: object) -> NoReturn:
+        """Have the two ranks send the boxes, and raise the error for the first that differs. Collective."""
+        key, rank, other = records.parsed(difference, lambda raw: records.items(raw, lambda part: part, 3), "copies", 0)
+        boxes = self._boxes.get(bytes.fromhex(key), ()) if self._comm.rank in (rank, other) else ()
+        sent = self._comm.all_gather_object([[box.name, box.box.to_json(), box.digest] for box in boxes])
+        for (name, box, first), (_, _, second) in zip(sent[rank], sent[other], strict=True):
+            if first != second:
+                raise replica_error(name, Box.from_json(box), rank, other, _ADVICE)
+        raise MismatchError("ranks do not agree which copies differ: run the same version of statexchange on all ranks")
+
+    def joined_parts(self) -> Iterator[JoinedParts]:
+        """Yield the parts of each tensor of this rank that a rule joins. Root only, after `compare`."""
+        names: dict[bytes, str] = {}
+        for name, local in self._parts.tensors.items():
+            if local.part is not None and local.part.cuts:
+                names[_hash(name)] = name
+        starts: dict[str, dict[int, list[str]]] = {}
+        for rank, _, name_hash, start in self._records():
+            if name_hash in names:
+                starts.setdefault(names[name_hash], {}).setdefault(rank, []).append(start.hex())
+        for name, of_ranks in starts.items():
+            shard = self._placed.tensors[name].shard
+            numel = {}
+            for box, box_digest in zip(shard.boxes, self._digests[name], strict=True):
+                if box.numel:
+                    numel[box_digest[: 2 * _HASH_BYTES]] = box.numel
+            yield JoinedParts(name, shard.dtype, of_ranks, numel)
+
+
+def _hash(text: str) -> bytes:
+    return bytes.fromhex(digest(text.encode()))[:_HASH_BYTES]
+
+
+def _start(boxes: Sequence[_BoxDigest]) -> bytes:
+    """Return the first bytes of a box's digest; for several boxes, of the digest of their digests."""
+    if len(boxes) == 1:
+        return bytes.fromhex(boxes[0].digest)[:_HASH_BYTES]
+    return _hash("".join(box.digest for box in boxes))

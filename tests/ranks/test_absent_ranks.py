@@ -1,0 +1,141 @@
+"""Calls that only some ranks make name the absent ranks and the public call, from the first call on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ports import free_port
+from starting import start
+from sweeps import slow
+
+import statexchange as sx
+from statexchange.testing import run_ranks
+
+ABSENT = (1, 3)
+CALLS: dict[str, Callable[[str], Any]] = {
+    "save_checkpoint": lambda path: sx.save_checkpoint({"w": torch.zeros(2)}, path),
+    "load_checkpoint": lambda path: sx.load_checkpoint({"w": torch.zeros(2)}, path),
+    "export_checkpoint": lambda path: sx.export_checkpoint({"w": torch.zeros(2)}, path),
+    "Checkpoints.save": lambda path: sx.Checkpoints(path).save({"w": torch.zeros(2)}, 1),
+    "synchronize": lambda _: sx.synchronize({"w": torch.zeros(2)}),
+}
+LAUNCHED = {
+    "adopted": "gloo",
+    "gloo": "gloo",
+    "file": "processes",
+    "tcp": "processes",
+    "several hosts": "processes",
+    "adopted by MPI": "mpi",
+    "mpi": "mpi",
+}
+
+
+def begin(kind: str, folder: str, port: int) -> int:
+    """Make the communicator, unless the first call is to adopt a group; return the rank."""
+    os.environ["STATEXCHANGE_TIMEOUT_S"] = "1"
+    if kind == "adopted":
+        return dist.get_rank()
+    if kind == "adopted by MPI":
+        from mpi4py import MPI
+
+        return int(MPI.COMM_WORLD.Get_rank())
+    if kind == "tcp":
+        return sx.init(rendezvous=f"tcp://127.0.0.1:{port}").rank
+    backend = {"file": "shm", "several hosts": "hierarchical"}.get(kind, kind)
+    return start(backend, f"{folder}/meeting").rank
+
+
+def calls_on_some(kind: str, call: str, folder: str, port: int) -> Any:
+    rank = begin(kind, folder, port)
+    if rank in ABSENT:
+        time.sleep(2.5)
+        return None
+    with pytest.raises(sx.errors.StallError) as caught:
+        if kind == "adopted by MPI":
+            from mpi4py import MPI
+
+            sx.save_checkpoint({"w": torch.zeros(2)}, f"{folder}/saved", comm=MPI.COMM_WORLD)
+        else:
+            CALLS[call](f"{folder}/saved")
+    return list(caught.value.missing), caught.value.rank, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "kind", ["adopted", slow("gloo"), "file", slow("tcp"), "several hosts", "adopted by MPI", "mpi"]
+)
+def test_a_call_on_some_ranks_names_the_others_and_the_call(kind: str, tmp_path: Path) -> None:
+    args = (kind, "save_checkpoint", str(tmp_path), free_port())
+    found = run_ranks(calls_on_some, 4, backend=LAUNCHED[kind], args=args, timeout_s=60)
+    for missing, rank, text in found[::2]:
+        assert (missing, rank) == ([1, 3], 1)
+        assert "ranks 1 and 3 have not called save_checkpoint" in text
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call != "save_checkpoint"])
+def test_each_public_call_is_named(call: str, tmp_path: Path) -> None:
+    found = run_ranks(calls_on_some, 2, backend="gloo", args=("adopted", call, str(tmp_path), 0), timeout_s=60)
+    missing, rank, text = found[0]
+    assert (missing, rank) == ([1], 1)
+    assert f"rank 1 has not called {call}" in text
+
+
+def ends_before_the_call(folder: str) -> Any:
+    """Rank 1 ends by an error of its own; the others have never met it."""
+    if dist.get_rank() == 1:
+        os._exit(1)
+    with pytest.raises(sx.errors.PeerError) as caught:
+        sx.save_checkpoint({"w": torch.zeros(2)}, f"{folder}/saved")
+    return caught.value.rank, str(caught.value)
+
+
+def test_a_rank_that_ended_before_its_first_call_is_named(tmp_path: Path) -> None:
+    found = run_ranks(ends_before_the_call, 2, backend="gloo", args=(str(tmp_path),), allow_failure=True)
+    rank, text = found[0].value
+    assert rank == 1
+    assert "rank 1" in text
+    assert "save_checkpoint" in text
+
+
+def raises_before_the_call(kind: str, folder: str) -> Any:
+    rank = begin(kind, folder, 0)
+    if rank == 1:
+        sx.get_communicator().close(ValueError("a bad batch"))  # as at the exit after an uncaught error
+        return None
+    with pytest.raises(sx.errors.PeerError) as caught:
+        sx.save_checkpoint({"w": torch.zeros(2)}, f"{folder}/saved")
+    return caught.value.rank, caught.value.cause
+
+
+@pytest.mark.parametrize("kind", ["file", "several hosts", slow("gloo")])
+def test_a_rank_that_raised_before_is_named_with_its_cause(kind: str, tmp_path: Path) -> None:
+    found = run_ranks(raises_before_the_call, 4, backend=LAUNCHED[kind], args=(kind, str(tmp_path)), timeout_s=60)
+    for rank, cause in [one for one in found if one is not None]:
+        assert rank == 1
+        assert "a bad batch" in cause
+
+
+def waits_in_a_later_step(folder: str) -> str:
+    """Both ranks have called: rank 1 then reports no progress for longer than the limit."""
+
+    def stuck(done: int, total: int) -> None:
+        if sx.get_rank() == 1:
+            time.sleep(3)
+
+    sx.init("shm", rendezvous=f"file://{folder}/meeting", timeout_s=1)
+    state = {f"w{sx.get_rank()}": torch.zeros(2)}  # so that each rank writes
+    with pytest.raises(sx.errors.StallError) as caught:
+        sx.export_checkpoint(state, f"{folder}/out", stall_timeout_s=1, on_progress=stuck)
+    return str(caught.value)
+
+
+def test_a_rank_that_is_slow_inside_the_call_is_not_said_to_be_absent(tmp_path: Path) -> None:
+    text = run_ranks(waits_in_a_later_step, 2, backend="processes", args=(str(tmp_path),), timeout_s=60)[0]
+    assert "did not reach export_checkpoint" in text
+    assert "called" not in text
