@@ -30,7 +30,7 @@ from statexchange.exchange.new_tensors import tensor_to_fill
 from statexchange.exchange.placing import parameter_names, place_parts
 from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.reading import ReadItem, assign_readers, read_all
-from statexchange.exchange.saved_tree import LivePlaces, SavedTree, check_unions
+from statexchange.exchange.saved_tree import LivePlaces, SavedTree, check_ranks, check_unions
 from statexchange.exchange.shared_memory_check import check_shared_memory
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
@@ -554,6 +554,9 @@ def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: Ob
         plan = plan_load(state, saved, allocate, objects, stays, rank_tree, matching)
     if tree is not None:
         check_unions(plan.plain if tree.rank_tree is NO_TREE else (), plan.differing, catalog, tree.unions)
+    elif plan.plain and {catalog.world_size, catalog.source.world_size or 1} != {1}:
+        # Other sources have one state of an object, whatever the number of ranks.
+        check_ranks(LivePlaces.of(state).per_rank & {*map(with_dots, plan.plain)}, catalog)
     plan.missing += sorted(lacking.difference(plan.missing))
     if selects:
         places = LivePlaces.of(state) if tree is None else tree.places

@@ -36,6 +36,8 @@ class RandomState:
         True
     """
 
+    per_rank = True
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the generators. Not collective."""
         # No tensors or arrays: each rank has its own values, and `verify` reports tensors that differ between ranks.

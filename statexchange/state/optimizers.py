@@ -14,6 +14,7 @@ from statexchange.tensors import is_dtensor, is_torch
 __all__ = [
     "OptimizerState",
     "check_optimizer",
+    "class_name",
     "hyperparameters",
     "install_optimizer",
     "is_group",
@@ -67,6 +68,19 @@ def check_optimizer(optimizer: Any, path: str) -> None:
             "fully_shard, or save what FullyShardedDataParallel.optim_state_dict() returns",
             name=path,
         )
+
+
+def class_name(optimizer: Any) -> str:
+    """Return the qualified name of an optimizer's class, or of the class of the one that it wraps. Not collective.
+
+    A wrapper, such as accelerate's or DistributedOptimizer, has the state of the optimizer inside.
+    """
+    layers = [optimizer]
+    for layer in layers:  # it grows; an optimizer may refer to its wrapper
+        for inner in getattr(layer, "__dict__", {}).values():
+            if is_optimizer(inner) and inner.state is optimizer.state and all(inner is not outer for outer in layers):
+                layers.append(inner)
+    return f"{type(layers[-1]).__module__}.{type(layers[-1]).__qualname__}"
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
