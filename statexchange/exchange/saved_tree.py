@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,7 @@ class SavedTree:
         tree = selection.of(merged.tree)
         if catalog.own_rank is None:
             recorded = map(renaming.new_path, catalog.source.per_rank)
-            check_ranks({*recorded, *places.per_rank} & {"", *map(with_dots, _paths_of(tree))}, catalog)
+            check_ranks({*recorded, *places.per_rank}, map(with_dots, _paths_of(tree)), catalog)
         _check_values(tree, catalog, merged.conflicts)
         selects = catalog.options.include or catalog.options.exclude
         saved = _paths_of(merged.tree) if selects else set()
@@ -476,18 +476,28 @@ def check_unions(plain: Collection[str], differing: Collection[str], catalog: Ca
             raise ReplicaError(text, rank=other, path=catalog.source.path)
 
 
-def check_ranks(per_rank: Collection[str], catalog: Catalog) -> None:
-    """Raise ReplicaError if what belongs to a rank is loaded on another number of ranks than have saved it.
+def check_ranks(per_rank: Iterable[str], loaded: Iterable[str], catalog: Catalog) -> None:
+    """Raise ReplicaError if what belongs to a rank is loaded, on another number of ranks than have saved it.
 
-    Such state is often equal on all ranks: random numbers of equal seeds would then be equal on all ranks, and a
-    position in a rank's part of the data would repeat or skip samples.
+    It is often equal on all ranks: with random numbers of one rank all would draw the same, and a position in a rank's
+    part of the data would repeat or skip samples. `replicas` gives all ranks the state of an object, but not that of a
+    part of a parameter, which fits no other part.
+
+    Args:
+        per_rank: the paths of what belongs to a rank.
+        loaded: the paths that are loaded, with dots before indices.
+        catalog: has the source, and the options of the load.
     """
-    if per_rank:
-        name, ranks = min(per_rank), catalog.source.world_size or 1
+    names = {"", *loaded}.intersection(per_rank)
+    if catalog.options.replicas == "root":
+        names &= {*map(with_dots, catalog)}
+    if names:
+        name, ranks = min(names), catalog.source.world_size or 1
+        count = "1 rank" if ranks == 1 else f"{ranks} ranks"
         leave = f": pass exclude={name!r} to leave it as it is on each rank" if name else ""
         raise ReplicaError(
-            f"{name or 'the state'!r} belongs to a rank: it was saved by {ranks} rank{'s' * (ranks > 1)}, and the world "
-            f"size is {catalog.world_size} now{leave}",
+            f"{name or 'the state'!r} belongs to a rank, and fits the same number of ranks only: {count} saved it, and "
+            f"the world size is {catalog.world_size} now{leave}",
             name=name or None,
             path=catalog.source.path,
         )

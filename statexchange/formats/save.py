@@ -55,8 +55,8 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             configs[rank] = file.config
             paths, classes = _owners(file)
             per_rank.update(paths)
-            for path, name in classes.items():
-                optimizers[path] = optimizers.get(path, frozenset()) | {name}
+            for path, kind in classes.items():
+                optimizers[path] = optimizers.get(path, frozenset()) | {kind}
         except NotFoundError as error:
             problems.append(IncompleteError(error.message, rank=rank, path=error.path))
         except ReplacedError:

@@ -14,7 +14,15 @@ from statexchange.state.optimizers import is_optimizer
 from statexchange.state.tree import contains
 from statexchange.tensors import is_tensor
 
-__all__ = ["check_no_state_in", "contains_state", "is_leaf", "is_per_rank", "is_stateful", "load_object", "state_of_object"]
+__all__ = [
+    "check_no_state_in",
+    "contains_state",
+    "is_leaf",
+    "is_per_rank",
+    "is_stateful",
+    "load_object",
+    "state_of_object",
+]
 
 
 def is_stateful(value: Any) -> bool:

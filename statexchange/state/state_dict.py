@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
-from statexchange.state.containers import children, is_dataclass, other_with, with_children
 from statexchange.sharding.rules import with_dots
+from statexchange.state.containers import children, is_dataclass, other_with, with_children
 from statexchange.state.leaves import contains_state, is_leaf, is_per_rank, is_stateful, state_of_object
 from statexchange.state.megatron import Kind, MegatronTensor, sharded_kind
 from statexchange.state.modules import check_module, is_module, module_items
@@ -92,7 +92,9 @@ def _parts_of_rank(
         if not is_sharded and not has_rule(label):
             continue
         for place, _, tensor, _ in walk(optimizer.state.get(parameter), path=f"{path}.state.{label}".removeprefix(".")):
-            is_part = is_tensor(tensor) and not is_dtensor(tensor) and tuple(tensor.shape) not in ((), tuple(parameter.shape))
+            is_part = (
+                is_tensor(tensor) and not is_dtensor(tensor) and tuple(tensor.shape) not in ((), tuple(parameter.shape))
+            )
             if is_part and not has_rule(with_dots(place)):
                 yield with_dots(place)
 

@@ -75,10 +75,12 @@ def test_what_is_a_ranks_own_fits_the_same_number_of_ranks(place: str, before: i
     path = saved_by(before, lambda: make(5), tmp_path / "saved")
     same = loaded_by(before, lambda: make(0), path, lambda state: json.dumps(state, default=lambda one: one.at))
     assert all("5" in one and "0" not in one for one in same)
-    for options in ({}, {"replicas": "root"}, {"strict": False}):
+    for options in ({}, {"strict": False}):
         for error in loaded_by(after, lambda: make(0), path, lambda _: None, **options):
             assert isinstance(error, errors.ReplicaError), options
             assert all(part in str(error) for part in [f"{before} rank", place, f"exclude='{place}'" if place else ""])
+    root = loaded_by(after, lambda: make(0), path, lambda _: "loaded", replicas="root")
+    assert root == ["loaded"] * after  # as its documentation says
     if place:
         found = loaded_by(after, lambda: make(0), path, lambda state: state["step"], exclude=place)
         assert found == [5] * after
@@ -219,7 +221,7 @@ def test_without_a_class_the_names_of_hyperparameters_decide(form: str, tmp_path
         with pytest.raises(errors.InvalidArgumentError) as raised:
             sx.load_checkpoint(live, path)
         assert raised.value.name == "optimizer"
-        assert "betas" in str(raised.value) or "nesterov" in str(raised.value) or "momentum_decay" in str(raised.value)
+        assert all(part in str(raised.value) for part in ("hyperparameters", other, "exclude='optimizer'"))
         sx.load_checkpoint(live, path, exclude="optimizer")
     for same in ("AdamW", "Adam"):  # which nothing in these sources tells apart
         live = job(OPTIMIZERS[same])
@@ -558,11 +560,11 @@ def saves_its_part(folder: str, own: int) -> None:
     sx.save_checkpoint(sharded((4 // ranks, 4), value) | {"step": 2.0}, folder)
 
 
-def loads_its_part(folder: str, exclude: str | None) -> Any:
+def loads_its_part(folder: str, exclude: str | None, replicas: Any = "equal") -> Any:
     ranks = torch.distributed.get_world_size()
     state = sharded((4 // ranks, 4), 0.0)
     try:
-        sx.load_checkpoint(state, folder, exclude=exclude or ())
+        sx.load_checkpoint(state, folder, exclude=exclude or (), replicas=replicas)
     except sx.StateExchangeError as error:
         return [type(error).__name__, str(error)]
     held = state["optimizer"].state[state["model"].weight]
@@ -581,6 +583,8 @@ def test_plain_state_of_a_sharded_parameter_is_a_ranks_own(own: int, tmp_path: P
             assert kind == "ReplicaError"
             assert "optimizer.state.model.weight.own" in message
             assert "2 rank" in message
+        found = run_ranks(loads_its_part, ranks, backend="gloo", args=(folder, None, "root"), reuse=True)
+        assert [one[0] for one in found] == ["ReplicaError"] * ranks
         found = run_ranks(loads_its_part, ranks, backend="gloo", args=(folder, "optimizer"), reuse=True)
         assert [one[0] for one in found] == [2.0] * ranks
 
@@ -620,6 +624,8 @@ def test_plain_state_beside_a_layout_is_a_ranks_own(shape: tuple[int, ...], goes
 def test_plain_state_of_a_whole_parameter_goes_to_any_number(tmp_path: Path) -> None:
     def make() -> Any:
         state = job(PerRank)
+        for parameter in state["model"].parameters():  # ranks are threads, which share torch's generator
+            parameter.data.fill_(1.0)
         state["optimizer"].shape = (5,)
         state["optimizer"].step()
         return state
@@ -741,7 +747,9 @@ class WithExtra(nn.Linear):
 
 @pytest.mark.parametrize("source", ["save", "torch"])
 @pytest.mark.parametrize("lengths", [(7, 0), (0, 7), (7, 3)])
-def test_extra_state_of_another_length_goes_to_its_module(lengths: tuple[int, int], source: str, tmp_path: Path) -> None:
+def test_extra_state_of_another_length_goes_to_its_module(
+    lengths: tuple[int, int], source: str, tmp_path: Path
+) -> None:
     saved, live = (nn.Sequential(WithExtra(length)) for length in lengths)
     path = tmp_path / "saved"
     torch.save(saved.state_dict(), path) if source == "torch" else sx.save_checkpoint(saved, path)
