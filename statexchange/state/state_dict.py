@@ -77,7 +77,8 @@ def owners_of(state: Any, names: Mapping[int, str], has_rule: Callable[[str], bo
         if is_optimizer(value):
             optimizers[with_dots(path)] = class_name(value)
             per_rank += _parts_of_rank(value, names, path, has_rule)
-    return {"per_rank": per_rank, "optimizers": optimizers}
+    owners = {"per_rank": per_rank, "optimizers": optimizers}
+    return {key: paths for key, paths in owners.items() if paths}
 
 
 def _parts_of_rank(
