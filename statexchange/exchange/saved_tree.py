@@ -89,7 +89,7 @@ class SavedTree:
         tree = selection.of(merged.tree)
         if catalog.own_rank is None:
             recorded = map(renaming.new_path, catalog.source.per_rank)
-            check_ranks({*recorded, *places.per_rank}, map(with_dots, _paths_of(tree)), catalog)
+            check_ranks({*recorded, *places.per_rank}, _names_of(tree), catalog)
         _check_values(tree, catalog, merged.conflicts)
         selects = catalog.options.include or catalog.options.exclude
         saved = _paths_of(merged.tree) if selects else set()
@@ -432,6 +432,15 @@ def _paths_of(saved: Any) -> set[str]:
     }
 
 
+def _names_of(saved: Any) -> Iterator[str]:
+    """Yield the paths of all entries of a saved tree, with dots before indices; of tensors the names."""
+    for step in walk(saved):
+        if isinstance(step.value, SavedTensor):
+            yield with_dots(step.value.name)  # the path of an optimizer's state may have another, renamed parameter
+        elif step.value is not NO_TREE:
+            yield with_dots(step.path)
+
+
 # Values that differ between ranks
 
 
@@ -485,10 +494,10 @@ def check_ranks(per_rank: Iterable[str], loaded: Iterable[str], catalog: Catalog
 
     Args:
         per_rank: the paths of what belongs to a rank.
-        loaded: the paths that are loaded, with dots before indices.
+        loaded: the names of tensors, and the paths of all else that is loaded, with dots before indices.
         catalog: has the source, and the options of the load.
     """
-    names = {"", *loaded}.intersection(per_rank)
+    names = {*loaded}.intersection(per_rank)
     if catalog.options.replicas == "root":
         names &= {*map(with_dots, catalog)}
     if names:

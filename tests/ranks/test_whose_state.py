@@ -86,6 +86,13 @@ def test_what_is_a_ranks_own_fits_the_same_number_of_ranks(place: str, before: i
         assert found == [5] * after
 
 
+def test_a_whole_state_that_is_a_ranks_own_can_be_left_out(tmp_path: Path) -> None:
+    path = saved_by(1, lambda: Position(5), tmp_path / "saved")
+    for error in loaded_by(2, lambda: Position(0), path, lambda _: None, exclude="at"):
+        assert isinstance(error, errors.InvalidArgumentError)  # nothing else is there
+        assert not isinstance(error, errors.ReplicaError)
+
+
 def test_generators_do_not_become_equal_on_more_ranks_than_have_saved_them(tmp_path: Path) -> None:
     path = saved_by(1, lambda: {"random": sx.integrations.RandomState(), "step": 1}, tmp_path / "saved")
     before = random.getstate()
@@ -254,7 +261,11 @@ def accelerated(optimizer: Any) -> Any:
     return Accelerator(cpu=True).prepare(optimizer)
 
 
-@pytest.mark.parametrize("wrap", [sx.DistributedOptimizer, accelerated], ids=["DistributedOptimizer", "accelerate"])
+def twice(optimizer: Any) -> Any:
+    return accelerated(sx.DistributedOptimizer(optimizer))
+
+
+@pytest.mark.parametrize("wrap", [sx.DistributedOptimizer, accelerated, twice])
 def test_a_wrapper_is_of_the_class_that_it_wraps(wrap: Any, tmp_path: Path) -> None:
     plain, wrapped = tmp_path / "plain", tmp_path / "wrapped"
     write("save", job(OPTIMIZERS["AdamW"], steps=2), plain)
@@ -587,6 +598,22 @@ def test_plain_state_of_a_sharded_parameter_is_a_ranks_own(own: int, tmp_path: P
         assert [one[0] for one in found] == ["ReplicaError"] * ranks
         found = run_ranks(loads_its_part, ranks, backend="gloo", args=(folder, "optimizer"), reuse=True)
         assert [one[0] for one in found] == [2.0] * ranks
+
+
+def loads_renamed(folder: str) -> str:
+    state = sharded((1, 4), 0.0)
+    try:
+        sx.load_checkpoint({"net": state["model"], **state}, folder, rename=[("^model", "net")], strict=False)
+    except sx.StateExchangeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def test_parts_of_a_renamed_parameter_are_a_ranks_own(tmp_path: Path) -> None:
+    run_ranks(saves_its_part, 2, backend="gloo", args=(str(tmp_path / "saved"), 0), reuse=True)
+    for found in run_ranks(loads_renamed, 4, backend="gloo", args=(str(tmp_path / "saved"),), reuse=True):
+        assert "ReplicaError" in found
+        assert "own" in found
 
 
 def test_plain_state_of_one_ranks_part_does_not_go_to_two(tmp_path: Path) -> None:
