@@ -32,7 +32,7 @@ from statexchange.exchange.new_tensors import tensor_to_fill
 from statexchange.exchange.placing import parameter_names, place_parts
 from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.reading import Overflows, ReadItem, assign_readers, read_all
-from statexchange.exchange.saved_tree import LivePlaces, SavedTree, check_unions
+from statexchange.exchange.saved_tree import LivePlaces, SavedTree, check_ranks, check_unions
 from statexchange.exchange.shared_memory_check import check_shared_memory
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
@@ -117,7 +117,9 @@ def load_checkpoint(
     part old, part new.
 
     Values that differ between ranks (e.g. RNG state) are restored per rank if the world size is unchanged. Otherwise
-    they raise ReplicaError, unless `exclude` leaves them as they are or `replicas` is "root".
+    they raise ReplicaError, unless `exclude` leaves them as they are or `replicas` is "root". So does the state of an
+    object with ``per_rank = True``, even if it is equal on all ranks.
+    Modules and optimizers whose `load_state_dict` does more than torch's, by hooks or overrides, load what was read.
     Tensors with no counterpart in state are created as torch tensors.
 
     Boxes that a rank reads whole are checked against their digests; `verify` checks all. All ranks read the same
@@ -177,13 +179,14 @@ def load_checkpoint(
 
     Raises:
         NotFoundError: there is no known checkpoint at `path`, or with `strict` a name is missing from it.
-        InvalidArgumentError: with `strict` a name is unexpected; a shape or dtype differs; ranks passed different
-            paths or options; a layout rule does not fit a tensor, or matches none; `include` and `exclude` leave
-            nothing to load.
+        InvalidArgumentError: with `strict` a name is unexpected; a shape or dtype differs; an optimizer is of another
+            class than the saved one; ranks passed different paths or options; a layout rule does not fit a tensor, or
+            matches none; `include` and `exclude` leave nothing to load.
         IncompleteError: a rank's file or a region of a tensor is missing.
         OverlapError: two ranks saved overlapping regions of a tensor.
         ReplicaError: ranks saved different values of a region or plain value, or two live tensors share memory and the
-            source has different values for them; then the state has been changed.
+            source has different values for them; then the state has been changed. Or what belongs to a rank was saved
+            by another number of ranks.
         CorruptError: bytes differ from their digest, or files contradict each other.
         ReplacedError: the checkpoint was replaced during the load, twice.
         UnsafeError: `rename` gives two entries one name, or a path whose keys are not known.
@@ -571,7 +574,7 @@ def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: Ob
     else:
         saved, rank_tree, left_out, lacking = tree.tree, tree.rank_tree, tree.left_out, tree.lacking
         ungrouped = set() if rank_tree is not NO_TREE else {".".join(map(str, keys[:-1])) for keys in tree.unions}
-        matching = Matching(catalog.old_names, options.layout is None, ungrouped)
+        matching = Matching(catalog.old_names, options.layout is None, ungrouped, tree.optimizers)
     selects = options.include or options.exclude
     stays = partial(_stays, options, left_out | lacking) if selects or lacking else None
     allocate = partial(tensor_to_fill, catalog)
@@ -581,6 +584,9 @@ def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: Ob
         plan = plan_load(state, saved, allocate, objects, stays, rank_tree, matching)
     if tree is not None:
         check_unions(plan.plain if tree.rank_tree is NO_TREE else (), plan.differing, catalog, tree.unions)
+    elif plan.plain and {catalog.world_size, catalog.source.world_size or 1} != {1}:
+        # Other sources have one state of an object, whatever the number of ranks.
+        check_ranks(LivePlaces.of(state).per_rank, map(with_dots, plan.plain), catalog)
     plan.missing += sorted(lacking.difference(plan.missing))
     if selects:
         places = LivePlaces.of(state) if tree is None else tree.places

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from statexchange.exchange.catalog import Catalog, differing_text
 from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.rules import with_dots
 from statexchange.state.containers import children, is_dataclass, other_with
-from statexchange.state.leaves import contains_state, is_leaf, is_stateful
+from statexchange.state.leaves import contains_state, is_leaf, is_per_rank, is_stateful
 from statexchange.state.load_plan import NO_TREE, ObjectStates, live_paths, live_types
 from statexchange.state.merged_trees import Conflicts, SavedTensor, UnknownValue, merge_trees, with_other_entries
 from statexchange.state.modules import is_module
@@ -22,7 +22,7 @@ from statexchange.state.state_dict import parameter_names
 from statexchange.state.tree import WalkStep, entry_path, walk
 from statexchange.storage.stored_values import decode_stored
 
-__all__ = ["LivePlaces", "SavedTree", "check_unions"]
+__all__ = ["LivePlaces", "SavedTree", "check_ranks", "check_unions"]
 
 _MOST_NAMES = 3  # that a message lists
 
@@ -38,6 +38,7 @@ class SavedTree:
         left_out: the paths that the options leave out.
         lacking: the paths in mappings of plain values that `include` selects, and the save does not have.
         places: those of the live state.
+        optimizers: the classes of optimizers that ranks have saved, by path with dots before indices.
     """
 
     tree: Any
@@ -46,14 +47,15 @@ class SavedTree:
     left_out: frozenset[str]
     lacking: frozenset[str]
     places: LivePlaces
+    optimizers: Mapping[str, frozenset[str]]
 
     @classmethod
     def of(cls, state: Any, catalog: Catalog, objects: ObjectStates) -> SavedTree | None:
         """Return the tree; None if the source has none, or one that refers to none of its tensors.
 
         Raises:
-            ReplicaError: ranks saved different values that are to be equal, or a data loader's position is not of this
-                number of ranks.
+            ReplicaError: ranks saved different values that are to be equal, or what belongs to a rank was saved by
+                another number of ranks.
             UnsafeError: `rename` gives two entries one name, or a name of which the keys are not known.
         """
         if not catalog.source.configs:
@@ -85,20 +87,23 @@ class SavedTree:
                 )
         merged = merge_trees(trees)
         tree = selection.of(merged.tree)
-        _check_loaders(tree, catalog, places)
+        if catalog.own_rank is None:
+            recorded = map(renaming.new_path, catalog.source.per_rank)
+            check_ranks({*recorded, *places.per_rank}, _names_of(tree), catalog)
         _check_values(tree, catalog, merged.conflicts)
         selects = catalog.options.include or catalog.options.exclude
         saved = _paths_of(merged.tree) if selects else set()
         left_out = frozenset(saved - _paths_of(tree) if selects else ())
         lacking = frozenset(places.lacking(saved, catalog.options))
+        classes = {renaming.new_path(path): names for path, names in catalog.source.optimizers.items()}
         first = next(iter(trees.values()))
         if catalog.own_rank is None and catalog.options.replicas == "root":
             first = with_other_entries(first, merged.tree)
         elif catalog.own_rank is None or len(trees) == 1:
-            return cls(tree, NO_TREE, merged.unions, left_out, lacking, places)
+            return cls(tree, NO_TREE, merged.unions, left_out, lacking, places, classes)
         rank_tree = selection.restricted(first, tree) if selects else first
         unions = {} if catalog.options.replicas == "root" else merged.unions
-        return cls(tree, rank_tree, unions, left_out, lacking, places)
+        return cls(tree, rank_tree, unions, left_out, lacking, places, classes)
 
 
 def _decoded_trees(
@@ -148,14 +153,14 @@ class LivePlaces:
     """The containers of a live state, and what in it is loaded whole, by dotted path.
 
     `containers` are modules, mappings, and other containers that hold state; `units` are objects with a state of their
-    own, such as optimizers and schedulers; `leaves` are all other values. Of the units `loaders` are data loaders with
-    a position. `alike` are paths of two places, as of the keys 1 and "1".
+    own, such as optimizers and schedulers; `leaves` are all other values. `per_rank` are those, with dots before
+    indices, whose state belongs to a rank. `alike` are paths of two places, as of the keys 1 and "1".
     """
 
     containers: dict[str, WalkStep] = field(default_factory=dict)
     units: dict[str, WalkStep] = field(default_factory=dict)
     leaves: dict[str, Any] = field(default_factory=dict)
-    loaders: list[str] = field(default_factory=list)
+    per_rank: set[str] = field(default_factory=set)
     alike: set[str] = field(default_factory=set)
 
     @classmethod
@@ -167,12 +172,12 @@ class LivePlaces:
             if step.path in seen:
                 places.alike.add(step.path)
             seen.add(step.path)
+            if is_per_rank(step.value):
+                places.per_rank.add(with_dots(step.path))
             if not step.is_leaf or is_module(step.value):
                 places.containers[step.path] = step
             elif is_optimizer(step.value) or is_stateful(step.value):
                 places.units[step.path] = step
-                if _is_loader(step.value):
-                    places.loaders.append(step.path)
             else:
                 places.leaves[step.path] = step.value
         return places
@@ -205,11 +210,6 @@ def _is_entered(value: Any) -> bool:
     return isinstance(value, Mapping) or (children(value) is not None and contains_state(value))
 
 
-def _is_loader(value: Any) -> bool:
-    """Whether an object is a data loader that saves its position: torchdata's StatefulDataLoader, or a class of it."""
-    return any(base.__module__.startswith("torchdata.") for base in type(value).__mro__)
-
-
 def _is_in(path: str, outer: str) -> bool:
     """Whether `path` is `outer` or a path inside it."""
     return not outer or path == outer or path.startswith((f"{outer}.", f"{outer}["))
@@ -239,12 +239,12 @@ class _Renaming:
 
         def enters(path: str, value: Any) -> bool:
             is_mapping = isinstance(value, Mapping) and bool(value) and not is_state_of_optimizer(value)
-            return value is saved or (is_mapping and self._new_path(path) not in units)
+            return value is saved or (is_mapping and self.new_path(path) not in units)
 
         for unit in walk(saved, enters):
             if not unit.is_leaf:
                 continue
-            new = self._new_path(unit.path)
+            new = self.new_path(unit.path)
             *outer_keys, last_key = unit.keys if new == unit.path else self._keys_of(new, unit.keys)
             target: Any = moved
             for key in outer_keys:
@@ -258,7 +258,7 @@ class _Renaming:
             target[last_key] = self._with_new_parameters(unit.value)
         return moved
 
-    def _new_path(self, path: str) -> str:
+    def new_path(self, path: str) -> str:
         """Return the new path of an entry, also if a pattern for what is inside it moves it: ``^opt\\.``."""
         new = self._catalog.new_name(path)
         if callable(self._catalog.options.rename):  # which expects whole names
@@ -432,6 +432,15 @@ def _paths_of(saved: Any) -> set[str]:
     }
 
 
+def _names_of(saved: Any) -> Iterator[str]:
+    """Yield the paths of all entries of a saved tree, with dots before indices; of tensors the names."""
+    for step in walk(saved):
+        if isinstance(step.value, SavedTensor):
+            yield with_dots(step.value.name)  # the path of an optimizer's state may have another, renamed parameter
+        elif step.value is not NO_TREE:
+            yield with_dots(step.path)
+
+
 # Values that differ between ranks
 
 
@@ -476,26 +485,31 @@ def check_unions(plain: Collection[str], differing: Collection[str], catalog: Ca
             raise ReplicaError(text, rank=other, path=catalog.source.path)
 
 
-def _check_loaders(saved: Any, catalog: Catalog, places: LivePlaces) -> None:
-    """Raise ReplicaError for a data loader if its position was saved on another number of ranks.
+def check_ranks(per_rank: Iterable[str], loaded: Iterable[str], catalog: Catalog) -> None:
+    """Raise ReplicaError if what belongs to a rank is loaded, on another number of ranks than have saved it.
 
-    The position counts within one rank's share of the data, and is often equal on all ranks: restored on another
-    number of ranks, it would silently repeat or skip samples.
+    It is often equal on all ranks: with random numbers of one rank all would draw the same, and a position in a rank's
+    part of the data would repeat or skip samples. `replicas` gives all ranks the state of an object, but not that of a
+    part of a parameter, which fits no other part.
+
+    Args:
+        per_rank: the paths of what belongs to a rank.
+        loaded: the names of tensors, and the paths of all else that is loaded, with dots before indices.
+        catalog: has the source, and the options of the load.
     """
-    ranks = catalog.source.world_size
-    if ranks in (None, catalog.world_size) or catalog.options.replicas == "root" or not places.loaders:
-        return
-    loaded = _paths_of(saved)
-    for path in sorted(places.loaders):
-        if any(_is_in(name, path) for name in loaded):
-            leave = f"pass exclude={with_dots(path)!r} and compute the position from the step, or " if path else ""
-            what = f"the data loader {path!r}" if path else "the data loader"
-            raise ReplicaError(
-                f"{what} was saved with its position in the share of each of {ranks} ranks, and "
-                f'the world size is {catalog.world_size} now: {leave}pass replicas="root" to take rank 0\'s position '
-                "as it is",
-                path=catalog.source.path,
-            )
+    names = {*loaded}.intersection(per_rank)
+    if catalog.options.replicas == "root":
+        names &= {*map(with_dots, catalog)}
+    if names:
+        name, ranks = min(names), catalog.source.world_size or 1
+        count = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        leave = f": pass exclude={name!r} to leave it as it is on each rank" if name else ""
+        raise ReplicaError(
+            f"{name or 'the state'!r} belongs to a rank, and fits the same number of ranks only: {count} saved it, and "
+            f"the world size is {catalog.world_size} now{leave}",
+            name=name or None,
+            path=catalog.source.path,
+        )
 
 
 def _excluding(names: Sequence[str]) -> str | list[str]:

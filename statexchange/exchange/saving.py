@@ -37,7 +37,7 @@ from statexchange.sharding.rules import Layout
 from statexchange.state.containers import children
 from statexchange.state.describe import Description, State, describe
 from statexchange.state.leaves import is_leaf
-from statexchange.state.state_dict import encode_state
+from statexchange.state.state_dict import encode_state, owners_of
 from statexchange.storage.build import Build, WrittenFile
 from statexchange.storage.location import location
 from statexchange.storage.save_directory import (
@@ -126,9 +126,10 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A rank's state as it is written: the tensors, described, and all other values as JSON text."""
+    """A rank's state as it is written: the tensors, described, all other values as JSON text, and what is whose."""
 
     config: str
+    owners: Mapping[str, Any]
     described: Description
     rules: Layout
 
@@ -139,9 +140,14 @@ def describe_save(state: State, layout: Mapping[str, Any] | None, rank: int) -> 
         what = "a module, an optimizer, or a mapping or list of these and of tensors and values"
         raise InvalidArgumentError(f"the state is {type_text(state)}: give {what}")
     with collector_paused():
-        config, tensors = encode_state(state)
+        config, tensors, names = encode_state(state)
         rules = _parse_layout(layout, tensors)
-        return SavedState(config, describe(tensors, rules, rank), rules)
+        described = describe(tensors, rules, rank)
+
+        def has_rule(name: str) -> bool:
+            return name in described.tensors and described.tensors[name].part is not None
+
+        return SavedState(config, owners_of(state, names, has_rule), described, rules)
 
 
 def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) -> Layout:
@@ -229,7 +235,7 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
         if any(start.has_layout for start in starts):
             described = place_parts(comm, described, saved.rules)
         with comm.phase("saving", timeout_s=request.stall_timeout_s):
-            file, folder = _write(described, saved.config, request.path, starts[0], comm)
+            file, folder = _write(described, saved, request.path, starts[0], comm)
         notes: tuple[str, ...] = ()
         if any(start.has_copies for start in starts):
             notes = _compare_copies(saved, described, file.digests, comm)
@@ -293,12 +299,13 @@ def _exchange_starts(request: SaveRequest, saved: SavedState, build: Build | Non
 
 
 def _write(
-    described: Description, config: str, path: str, start: _Start, comm: Communicator
+    described: Description, saved: SavedState, path: str, start: _Start, comm: Communicator
 ) -> tuple[WrittenFile, str]:
     """Write this rank's file into the build; return it, and where this rank looks for the build."""
     staging = Staging()
     name = rank_file_name(comm.rank, comm.world_size)
-    metadata = rank_metadata(start.save, comm.rank, comm.world_size, config, {"aliases": dict(described.aliases)})
+    extra = {"aliases": dict(described.aliases), **saved.owners}
+    metadata = rank_metadata(start.save, comm.rank, comm.world_size, saved.config, extra)
     with collector_paused():
         progress = Progress(comm)
         shards = [shard_data(one, staging, progress) for one in described.tensors.values()]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, StateExchangeError
 from statexchange.formats.source import ShardFile, Source
 from statexchange.formats.workspace import shard_file
+from statexchange.sharding import records
 from statexchange.storage.claim import claim_of
 from statexchange.storage.opened_path import OpenedPath
+from statexchange.storage.rank_file import RankFile
 from statexchange.storage.save_directory import (
     MANIFEST,
     SaveManifest,
@@ -42,6 +44,8 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     problems: list[StateExchangeError] = []
     files: list[ShardFile] = []
     configs: dict[int, str] = {}
+    per_rank: set[str] = set()
+    optimizers: dict[str, frozenset[str]] = {}
     for rank, name in enumerate(manifest.files):
         if opened.file not in (None, name):
             continue
@@ -49,6 +53,10 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             file = open_rank_file(opened.store, manifest, rank)
             files.append(shard_file(file))
             configs[rank] = file.config
+            paths, classes = _owners(file)
+            per_rank.update(paths)
+            for path, kind in classes.items():
+                optimizers[path] = optimizers.get(path, frozenset()) | {kind}
         except NotFoundError as error:
             problems.append(IncompleteError(error.message, rank=rank, path=error.path))
         except ReplacedError:
@@ -69,8 +77,19 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         metrics=manifest.metrics,
         world_size=manifest.world_size,
         configs=configs,
+        per_rank=frozenset(per_rank),
+        optimizers=optimizers,
         problems=tuple(problems),
     )
+
+
+def _owners(file: RankFile) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the paths of what belongs to a rank, and the class of each optimizer. Older files have neither."""
+    per_rank, optimizers = (file.metadata.get(key, empty) for key, empty in (("per_rank", []), ("optimizers", {})))
+    try:
+        return records.items(per_rank, records.text), records.texts(optimizers)
+    except ValueError:
+        raise CorruptError("broken record of what belongs to a rank, or of optimizers", path=file.path) from None
 
 
 def _manifest_of(opened: OpenedPath) -> SaveManifest:

@@ -291,6 +291,8 @@ class Source:
         metrics: numbers that a job gave with a save.
         world_size: number of ranks, where the format has it.
         configs: each rank's config as JSON text of `values.encode`.
+        per_rank: the paths in the configs of what belongs to a rank: it fits the number of ranks that saved it.
+        optimizers: the qualified names of the classes of an optimizer, which ranks may have saved apart, by its path.
         manifest: content of the statexchange.json of a published directory.
         others: descriptions, by name, of entries that are not tensors.
         texts: those of `others` that are plain values, as JSON text of `values.encode`.
@@ -319,6 +321,8 @@ class Source:
     metrics: Mapping[str, float] = field(default_factory=dict)
     world_size: int | None = None
     configs: Mapping[int, str] = field(default_factory=dict)
+    per_rank: frozenset[str] = frozenset()
+    optimizers: Mapping[str, frozenset[str]] = field(default_factory=dict)
     manifest: Mapping[str, Any] | None = None
     others: Mapping[str, str] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)

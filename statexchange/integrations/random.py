@@ -18,8 +18,8 @@ class RandomState:
     It has no state of its own: `state_dict` reads the global generators, and `load_state_dict` sets them. Saved and
     loaded as an entry of the state, ``{"model": model, "random": RandomState()}``, it lets a resumed job draw the
     random numbers that it would have drawn without the interruption. Each rank saves its own generators, and gets them
-    back on the same number of ranks. On another number pass ``exclude="random.*"`` to the load, and seed the ranks
-    again.
+    back on the same number of ranks. Another number is refused, as ranks would draw equal numbers: pass
+    ``exclude="random.*"`` to the load, and seed the ranks again.
 
     Only the current CUDA device's generator is saved, and only if the process has used CUDA. A load without CUDA
     ignores it.
@@ -35,6 +35,8 @@ class RandomState:
         >>> torch.equal(torch.rand(3), drawn)
         True
     """
+
+    per_rank = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the generators. Not collective."""

@@ -14,7 +14,15 @@ from statexchange.state.optimizers import is_optimizer
 from statexchange.state.tree import contains
 from statexchange.tensors import is_tensor
 
-__all__ = ["check_no_state_in", "contains_state", "is_leaf", "is_stateful", "load_object", "state_of_object"]
+__all__ = [
+    "check_no_state_in",
+    "contains_state",
+    "is_leaf",
+    "is_per_rank",
+    "is_stateful",
+    "load_object",
+    "state_of_object",
+]
 
 
 def is_stateful(value: Any) -> bool:
@@ -26,6 +34,17 @@ def is_stateful(value: Any) -> bool:
         return False
     holder = type(value) if isinstance(value, Mapping) else value
     return all(callable(getattr(holder, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def is_per_rank(value: Any) -> bool:
+    """Whether the state of an object belongs to its rank, even if it is equal on all ranks. Not collective.
+
+    An object says so by ``per_rank = True``. The position of a data loader of torchdata is that in its rank's part.
+    """
+    if not is_stateful(value):
+        return False
+    bases = type(value).__mro__
+    return getattr(value, "per_rank", False) is True or any(base.__module__.startswith("torchdata.") for base in bases)
 
 
 def state_of_object(value: Any, path: str, advice: str) -> Any:

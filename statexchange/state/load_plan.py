@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
+from statexchange.sharding.rules import with_dots
 from statexchange.state.containers import (
     check_change,
     children,
@@ -28,7 +30,15 @@ from statexchange.state.containers import (
 from statexchange.state.leaves import contains_state, is_leaf, is_stateful, load_object, state_of_object
 from statexchange.state.megatron import Kind, MegatronTensor, holds_sharded, leaves, sharded_kind
 from statexchange.state.merged_trees import SavedTensor, UnknownValue, are_equal
-from statexchange.state.modules import is_module, live_items, load_extra_state
+from statexchange.state.modules import (
+    has_loader,
+    is_extra_state,
+    is_module,
+    live_items,
+    load_items,
+    resizable_buffers,
+    resizes,
+)
 from statexchange.state.numbered_parameters import FoundState, check_fit
 from statexchange.state.optimizers import (
     hyperparameters,
@@ -39,7 +49,13 @@ from statexchange.state.optimizers import (
     optimizer_tree,
     state_of_optimizer,
 )
-from statexchange.state.saved_optimizers import SavedEntries, are_moved, found_states, numbered_parameters
+from statexchange.state.saved_optimizers import (
+    SavedEntries,
+    are_moved,
+    check_class,
+    found_states,
+    numbered_parameters,
+)
 from statexchange.state.schedulers import Schedulers
 from statexchange.state.source_names import is_index
 from statexchange.state.state_dict import ParameterName, parameter_names
@@ -183,11 +199,13 @@ class Matching(NamedTuple):
             None if it has the names or numbers of the live parameters.
         checks_shapes: whether the shapes of states show the order; not if live tensors may be parts of whole ones.
         ungrouped: the paths of optimizers whose param groups the source does not have.
+        classes: the classes of optimizers that the source records, by path with dots before indices.
     """
 
     old_names: Mapping[str, str] | None = None
     checks_shapes: bool = True
     ungrouped: Container[str] = ()
+    classes: Mapping[str, Collection[str]] = MappingProxyType({})
 
 
 def plan_load(
@@ -414,13 +432,23 @@ class _Planner:
         self.plan.unexpected += [_name_at(f"{path}.{name}") for name in names]
 
     def _module(self, module: Any, saved: Any, path: str, rank_tree: Any) -> None:
-        """Plan a module: parameters and buffers are filled, other entries go through its `load_state_dict`."""
+        """Plan a module: parameters and buffers are filled, and other entries go through its `load_state_dict`.
+
+        If that does more, by hooks or loaders of modules inside, it is called with what was filled, too.
+        """
         self._expect(isinstance(saved, Mapping), "the tensors of a module", saved, path)
         live, rest = live_items(module)
+        has_own_loader = has_loader(module, _name_at(path))
+        buffers = resizable_buffers(module) if has_own_loader and self._matching.checks_shapes else {}
         loaded = {id(tensor) for name, tensor in live.items() if name in saved}
+        resized: dict[str, Any] = {}
         for name, tensor in live.items():
             if name in saved:
-                self.visit(tensor, saved[name], f"{path}.{name}")
+                new = self._resized(tensor, saved[name], *buffers.get(id(tensor), (None, "")))
+                if new is None:
+                    self.visit(tensor, saved[name], f"{path}.{name}")
+                else:
+                    resized[name] = new
             elif id(tensor) not in loaded:  # a tied tensor is loaded under any of its names
                 self._add_missing([_name_at(f"{path}.{name}")])
         values_of = {**saved, **rank_tree} if isinstance(rank_tree, Mapping) else saved
@@ -431,11 +459,22 @@ class _Planner:
         }
         self._add_missing([_name_at(f"{path}.{name}") for name in rest if name not in saved], stateful=False)
         for name, new in extra.items():
-            _check_like(rest[name], new, f"{path}.{name}")
-        if extra:
-            load = functools.partial(load_extra_state, module)
-            self.plan.callbacks.append(functools.partial(load_object, module, load, extra, _name_at(path)))
+            if not is_extra_state(name):
+                _check_like(rest[name], new, f"{path}.{name}")
+        if extra or (has_own_loader and loaded):
+            load = functools.partial(load_items, module, filled=live.keys() if has_own_loader else ())
+            self.plan.callbacks.append(functools.partial(load_object, module, load, extra | resized, _name_at(path)))
         self._add_unexpected(path, [name for name in saved if name not in live and name not in rest])
+
+    def _resized(self, live: Any, saved: Any, part: Any, name: str) -> Any:
+        """Return a new tensor for a buffer, `name` of `part`, that takes the saved shape at a load; else None."""
+        if part is None or not isinstance(saved, SavedTensor):
+            return None
+        new = self._allocate(saved.name, Place(live))
+        if new is live or new.dtype != live.dtype or not resizes(part, name, new):
+            return None
+        self.plan.targets.append(LoadTarget(saved.name, new, saved.name))
+        return new
 
     def _optimizer(self, optimizer: Any, saved: Any, path: str, rank_tree: Any) -> None:
         """Plan an optimizer: each parameter gets its state and its group's hyperparameters, by name."""
@@ -452,6 +491,8 @@ class _Planner:
         is_ungrouped = _name_at(path) in self._matching.ungrouped
         self.schedulers.moved[id(optimizer)] = None if is_ungrouped else are_moved(optimizer, parameters, tree, labels)
         entries = SavedEntries.of(saved, rank_tree, labels)
+        name = _name_at(path)
+        check_class(optimizer, self._matching.classes.get(with_dots(name), ()), tree["param_groups"], name)
         names = {id(parameter): name for name, parameter in parameters.items()}
         if parameters and all(map(is_index, parameters)) and not all(map(is_index, entries.groups)):
             self.plan.nameless.add(_name_at(path))

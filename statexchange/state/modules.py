@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.wrappers import without_wrappers
 from statexchange.tensors import is_tensor
 
 __all__ = [
     "bare_name",
     "check_module",
+    "has_loader",
     "is_extra_state",
     "is_module",
     "is_plain_entry",
     "layers",
     "live_items",
-    "load_extra_state",
+    "load_items",
     "model_items",
     "module_items",
+    "resizable_buffers",
+    "resizes",
 ]
 
 
@@ -63,7 +67,7 @@ def check_module(module: Any) -> None:
 def live_items(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return `module_items` in two: the parameters and buffers themselves, to be filled in place, and the rest.
 
-    The rest is extra state and the copies that some modules make of their tensors; `load_extra_state` loads it.
+    The rest is extra state and the copies that some modules make of their tensors; `load_items` loads it.
     """
     check_module(module)
     items = module_items(module, keep_vars=True)
@@ -97,11 +101,68 @@ def is_plain_entry(name: str, value: Any) -> bool:
     return is_extra_state(name) or values.has_text(value)
 
 
-def load_extra_state(module: Any, extra: Mapping[str, Any]) -> None:
-    """Load the second mapping that `live_items` returns into a module."""
-    module = _unwrapped(module)
-    entries = {name: extra[without_wrappers(name)] for name in module.state_dict() if without_wrappers(name) in extra}
-    module.load_state_dict(entries, strict=False)
+def has_loader(module: Any, path: str) -> bool:
+    """Whether a module, or one inside it, does more at a load than copy tensors: by hooks, or by its own loader.
+
+    Raises:
+        UnsupportedError: a wrapper has hooks, and only those of the model are called; the error names `path`.
+    """
+    *wrappers, model = layers(module)
+    for wrapper in wrappers:
+        if _has_own_loader(wrapper):
+            text = f"{type_text(wrapper)} has hooks of its load_state_dict: register them on the module that it wraps"
+            raise UnsupportedError(text, name=path)
+    return not _is_torchs(model.load_state_dict) or any(map(_has_own_loader, model.modules()))
+
+
+def _has_own_loader(part: Any) -> bool:
+    hooks = [getattr(part, f"_load_state_dict_{when}_hooks", {}).values() for when in ("pre", "post")]
+    functions = [getattr(part, "_load_from_state_dict", None), *hooks[0], *hooks[1]]
+    return not all(map(_is_torchs, functions))
+
+
+def _is_torchs(function: Any) -> bool:
+    """Whether a loader or hook is one of torch's, which only upgrades old names or gathers what is sharded."""
+    return (getattr(function, "__module__", None) or "").startswith(("torch.nn.", "torch.distributed."))
+
+
+def resizable_buffers(module: Any) -> dict[int, tuple[Any, str]]:
+    """Return the buffers, by `id`, of modules that have loaders of their own, each with its module and name there."""
+    return {
+        id(buffer): (part, name)
+        for part in filter(_has_own_loader, _unwrapped(module).modules())
+        for name, buffer in part.named_buffers(recurse=False)
+    }
+
+
+def resizes(part: Any, name: str, tensor: Any) -> bool:
+    """Whether a module takes `tensor`, of another shape than its buffer `name`, at a load. Not collective.
+
+    Its loader and hooks are tried on a copy that shares the parameters and modules inside, which they do not reach.
+    """
+    shared = {id(item): item for item in [*part.children(), *part.parameters(recurse=False)]}
+    problems: list[str] = []
+    try:
+        trial = copy.deepcopy(part, shared)
+        trial._load_from_state_dict(  # noqa: SLF001 (the method that torch calls for each module)
+            {name: tensor.clone()}, "", {"version": getattr(part, "_version", None)}, True, [], [], problems
+        )
+    except Exception:  # noqa: BLE001 (a loader that cannot be tried does not resize)
+        return False
+    return not problems and tuple(getattr(trial, name).shape) == tuple(tensor.shape)
+
+
+def load_items(module: Any, items: Mapping[str, Any], filled: Collection[str] = ()) -> None:
+    """Let a module load `items`, by names without wrappers, as torch does, and its tensors `filled` as they are."""
+    model = _unwrapped(module)
+    state = model.state_dict()
+    for name in [*state]:
+        bare = without_wrappers(name)
+        if bare in items:
+            state[name] = items[bare]
+        elif bare not in filled:
+            del state[name]
+    model.load_state_dict(state, strict=False)
 
 
 def _unwrapped(module: Any) -> Any:

@@ -14,6 +14,7 @@ from statexchange.tensors import is_dtensor, is_torch
 __all__ = [
     "OptimizerState",
     "check_optimizer",
+    "class_name",
     "hyperparameters",
     "install_optimizer",
     "is_group",
@@ -67,6 +68,19 @@ def check_optimizer(optimizer: Any, path: str) -> None:
             "fully_shard, or save what FullyShardedDataParallel.optim_state_dict() returns",
             name=path,
         )
+
+
+def class_name(optimizer: Any) -> str:
+    """Return the qualified name of an optimizer's class, or of the class of the one that it wraps. Not collective.
+
+    A wrapper, such as accelerate's or DistributedOptimizer, has the state of the optimizer inside.
+    """
+    layers = [optimizer]
+    for layer in layers:  # it grows; an optimizer may refer to its wrapper
+        for inner in getattr(layer, "__dict__", {}).values():
+            if is_optimizer(inner) and inner.state is optimizer.state and all(inner is not outer for outer in layers):
+                layers.append(inner)
+    return f"{type(layers[-1]).__module__}.{type(layers[-1]).__qualname__}"
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
@@ -124,7 +138,7 @@ def state_of_optimizer(optimizer: Any, path: str) -> OptimizerState:
             torch's; the error names `path`.
     """
     check_optimizer(optimizer, path)
-    own = optimizer.state_dict() if _has_own_state_dict(optimizer) else None  # first, as a hook may change the state
+    own = optimizer.state_dict() if _has_own(optimizer, "state_dict") else None  # first, as a hook may change the state
     numbers: dict[Any, int] = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
     state: dict[int, Any] = {}
     shared: dict[Any, Any] = {}
@@ -140,14 +154,14 @@ def state_of_optimizer(optimizer: Any, path: str) -> OptimizerState:
     return {"param_groups": groups, "state": state, "shared": shared, "more": more}
 
 
-def _has_own_state_dict(optimizer: Any) -> bool:
-    """Whether an optimizer's `state_dict` is not torch's alone: it may have further entries."""
+def _has_own(optimizer: Any, method: str) -> bool:
+    """Whether an optimizer's `state_dict` or `load_state_dict` is not torch's alone: it may have further entries."""
     torch_optim = sys.modules.get("torch.optim")
-    of_type = getattr(type(optimizer), "state_dict", None)
+    of_type = getattr(type(optimizer), method, None)
     if of_type is None or torch_optim is None:
         return False
-    hooks = (getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post"))
-    return of_type is not torch_optim.Optimizer.state_dict or "state_dict" in vars(optimizer) or any(hooks)
+    hooks = (getattr(optimizer, f"_optimizer_{method}_{when}_hooks", None) for when in ("pre", "post"))
+    return of_type is not getattr(torch_optim.Optimizer, method) or method in vars(optimizer) or any(hooks)
 
 
 def _more_entries(
@@ -224,16 +238,39 @@ def install_optimizer(
         more: the other entries of the optimizer's state dict.
     """
     _install(optimizer, groups, state, dropped)
-    if more:
-        # torch's load_state_dict casts the state and replaces the dicts, in a wrapper those of the inner optimizer.
-        holders = [one for one in (optimizer, *vars(optimizer).values()) if is_optimizer(one)]
-        before = [
-            (one, {name: vars(one)[name] for name in ("param_groups", "state") if name in vars(one)}) for one in holders
-        ]
-        optimizer.load_state_dict({**optimizer.state_dict(), **more})
-        for one, attributes in before:
-            vars(one).update(attributes)
-        _install(optimizer, groups, state, dropped)
+    set_state = getattr(type(optimizer), "__setstate__", None)  # which torch's load_state_dict calls
+    derives = not getattr(set_state, "__module__", "torch.optim").startswith("torch.optim")
+    if more or derives or _has_own(optimizer, "load_state_dict"):
+        _load(optimizer, more)
+
+
+def _load(optimizer: Any, more: Mapping[str, Any]) -> None:
+    """Let an optimizer load its present state, and further entries, by its own `load_state_dict`. Not collective."""
+    # torch's load_state_dict casts the state and replaces the dicts, in a wrapper those of the inner optimizer.
+    holders = [holder for holder in (optimizer, *vars(optimizer).values()) if is_optimizer(holder)]
+    before = []
+    for holder in holders:
+        before.append({name: vars(holder)[name] for name in ("param_groups", "state") if name in vars(holder)})
+    optimizer.load_state_dict({**optimizer.state_dict(), **more})
+    groups, state = optimizer.param_groups, optimizer.state
+    for holder, attributes in zip(holders, before, strict=True):
+        vars(holder).update(attributes)
+    new_groups = [_without_casts(new, old) for new, old in zip(groups, optimizer.param_groups, strict=True)]
+    new_state = {key: _without_casts(entries, optimizer.state.get(key)) for key, entries in state.items()}
+    dropped = [key for key in optimizer.state if key not in new_state]
+    _install(optimizer, [hyperparameters(group) for group in new_groups], new_state, dropped)
+
+
+def _without_casts(new: Any, old: Any) -> Any:
+    """Return what a loader has made of the state `old`, with the old tensors where it has only copied or cast them."""
+    if is_torch(new) and is_torch(old):
+        cast = old.detach().to(device=new.device, dtype=new.dtype)
+        return old if _are_alike(new.detach(), cast) else new
+    if isinstance(new, dict) and isinstance(old, Mapping):
+        return {key: _without_casts(value, old.get(key)) for key, value in new.items()}
+    if isinstance(new, list) and isinstance(old, list) and len(new) == len(old):
+        return list(map(_without_casts, new, old))
+    return new
 
 
 def _install(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, type_text
+from statexchange.sharding.rules import with_dots
 from statexchange.state.merged_trees import are_equal
 from statexchange.state.numbered_parameters import FoundState, NumberedParameters
-from statexchange.state.optimizers import hyperparameters, is_state_of_optimizer
+from statexchange.state.optimizers import class_name, hyperparameters, is_state_of_optimizer
 from statexchange.state.source_names import is_index
 from statexchange.tensors import is_tensor
 
-__all__ = ["SavedEntries", "are_moved", "found_states", "numbered_parameters"]
+__all__ = ["SavedEntries", "are_moved", "check_class", "found_states", "numbered_parameters"]
+
+# What schedulers add to param groups, which says nothing of the optimizer's class
+_OF_SCHEDULERS = {"initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,38 @@ class SavedEntries:
             differ,
             len(empty_groups),
         )
+
+
+def check_class(optimizer: Any, classes: Collection[str], groups: Iterable[Mapping[str, Any]], path: str) -> None:
+    """Raise InvalidArgumentError if the state of another class of optimizers was saved at `path`.
+
+    Classes are compared by their names and not by their modules, as a script that is run and one that is imported are
+    two modules. Without equal qualified names, the names of hyperparameters must not contradict either.
+
+    Args:
+        optimizer: the live optimizer.
+        classes: the qualified names that ranks have recorded; none if the source does not record them.
+        groups: the saved param groups.
+        path: the path of the optimizer in the state.
+    """
+    own = class_name(optimizer)
+    if own in classes:
+        return
+    live_names, saved_names = (
+        {name for group in each for name in hyperparameters(group)} - _OF_SCHEDULERS
+        for each in (optimizer.param_groups, groups)
+    )
+    has_name = not classes or own.rpartition(".")[2] in {name.rpartition(".")[2] for name in classes}
+    if has_name and (live_names <= saved_names or saved_names <= live_names):
+        return
+    lacking = ", ".join(sorted(saved_names - live_names))
+    leave = f", or pass exclude={with_dots(path)!r} to leave it as it is" if path else ""
+    raise InvalidArgumentError(
+        f"this is the state of another optimizer than {type_text(optimizer)}: make the optimizer that was saved{leave}",
+        name=path,
+        expected=min(classes, default=f"hyperparameters {lacking}"),
+        found=own,
+    )
 
 
 def numbered_parameters(tree: Mapping[str, Any], old_names: Mapping[str, str], path: str) -> NumberedParameters | None:

@@ -8,25 +8,34 @@ of ranks. Megatron-Core's ShardedTensors are named by their keys, wherever in th
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
+from statexchange.sharding.rules import with_dots
 from statexchange.state.containers import children, is_dataclass, other_with, with_children
-from statexchange.state.leaves import contains_state, is_leaf, is_stateful, state_of_object
+from statexchange.state.leaves import contains_state, is_leaf, is_per_rank, is_stateful, state_of_object
 from statexchange.state.megatron import Kind, MegatronTensor, sharded_kind
 from statexchange.state.modules import check_module, is_module, module_items
-from statexchange.state.optimizers import is_optimizer, optimizer_tree
-from statexchange.state.tree import nodes
-from statexchange.tensors import is_tensor, is_torch
+from statexchange.state.optimizers import class_name, is_optimizer, named_parameters, optimizer_tree
+from statexchange.state.tree import nodes, walk
+from statexchange.tensors import is_dtensor, is_tensor, is_torch
 
-__all__ = ["ParameterName", "encode_state", "parameter_names"]
+__all__ = ["EncodedState", "ParameterName", "encode_state", "owners_of", "parameter_names"]
 
 
-def encode_state(state: Any) -> tuple[str, dict[str, Any]]:
-    """Return the JSON text of `state`, and the tensors to which it refers by their dotted paths. Not collective.
+class EncodedState(NamedTuple):
+    """A state as JSON text, the tensors to which that refers by their dotted paths, and parameters' names by `id`."""
+
+    text: str
+    tensors: dict[str, Any]
+    names: Mapping[int, str]
+
+
+def encode_state(state: Any) -> EncodedState:
+    """Encode a state. Not collective.
 
     Raises:
         UnsupportedError: a value has no JSON text, or a module is FSDP1's; the error names the path.
@@ -45,7 +54,50 @@ def encode_state(state: Any) -> tuple[str, dict[str, Any]]:
         if is_module(node.value):
             check_module(node.value)
     names = {key: name.in_state for key, name in parameter_names(state).items()}
-    return values.encode(_plain(state, "", _Context(names)), keep, leaves_anywhere=False), tensors
+    return EncodedState(values.encode(_plain(state, "", _Context(names)), keep, leaves_anywhere=False), tensors, names)
+
+
+def owners_of(state: Any, names: Mapping[int, str], has_rule: Callable[[str], bool]) -> dict[str, Any]:
+    """Return what a save records of what its entries belong to, as a JSON value. Not collective.
+
+    ``per_rank`` are the paths of what belongs to a rank: of objects that say so, and of plain tensors beside sharded
+    parameters, of which each rank has its own even where they are equal. ``optimizers`` has the class of each optimizer
+    by its path.
+
+    Args:
+        state: the state.
+        names: the names of parameters by `id`.
+        has_rule: `has_rule(name)` returns whether a layout has a rule for a tensor.
+    """
+    per_rank: list[str] = []
+    optimizers: dict[str, str] = {}
+    for path, _, value, _ in walk(state, lambda _, value: not is_leaf(value)):
+        if is_per_rank(value):
+            per_rank.append(with_dots(path))
+        if is_optimizer(value):
+            optimizers[with_dots(path)] = class_name(value)
+            per_rank += _parts_of_rank(value, names, path, has_rule)
+    owners = {"per_rank": per_rank, "optimizers": optimizers}
+    return {key: paths for key, paths in owners.items() if paths}
+
+
+def _parts_of_rank(
+    optimizer: Any, names: Mapping[int, str], path: str, has_rule: Callable[[str], bool]
+) -> Iterator[str]:
+    """Yield the names of plain tensors that belong to this rank's part of a sharded parameter.
+
+    A scalar, or a tensor of the parameter's shape, belongs to the whole parameter; so does what a layout places.
+    """
+    for label, parameter in named_parameters(optimizer, names).items():
+        is_sharded = is_dtensor(parameter) and any(hasattr(one, "dim") for one in parameter.placements)
+        if not is_sharded and not has_rule(label):
+            continue
+        for place, _, tensor, _ in walk(optimizer.state.get(parameter), path=f"{path}.state.{label}".removeprefix(".")):
+            is_part = (
+                is_tensor(tensor) and not is_dtensor(tensor) and tuple(tensor.shape) not in ((), tuple(parameter.shape))
+            )
+            if is_part and not has_rule(with_dots(place)):
+                yield with_dots(place)
 
 
 class ParameterName(NamedTuple):

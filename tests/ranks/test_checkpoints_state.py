@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +77,8 @@ def loads_on_another_number(folder: str) -> None:
     before = job.random.state_dict()
     with pytest.raises(sx.errors.ReplicaError) as caught:
         saves.load(job.state())
-    assert "ranks 0 and 1 saved different values of 'random.python'" in str(caught.value)
-    assert re.search(
-        r"pass exclude=(\['random.python', .*'\]|'random.\*') to leave the state as it is", str(caught.value)
-    )
+    assert caught.value.name == "random"
+    assert "exclude='random'" in str(caught.value)
     assert job.random.state_dict() == before
     assert job.scheduler.last_epoch == 0
 
@@ -161,7 +158,7 @@ def test_a_stateful_data_loader_goes_on_where_its_rank_was(apart: int, tmp_path:
     pytest.importorskip("torchdata.stateful_dataloader")
     run_ranks(reads_the_rest, 2, backend="gloo", args=(str(tmp_path / "saves"), apart))
     alone = {"loader": own_part(0, 1), "step": 0}
-    with pytest.raises(sx.errors.ReplicaError, match=r"loader 'loader' was saved .* each of 2 ranks.*exclude='loader'"):
+    with pytest.raises(sx.errors.ReplicaError, match=r"2 ranks.*exclude='loader'"):
         sx.Checkpoints(tmp_path / "saves").load(alone)
     sx.Checkpoints(tmp_path / "saves").load(alone, exclude="loader.*")
     assert (len(list(alone["loader"])), alone["step"]) == (20, 3)
@@ -178,7 +175,7 @@ def test_a_data_loader_in_a_list_or_of_a_derived_class_is_found(tmp_path: Path) 
 
     run_ranks(lambda: sx.save_checkpoint(state(), tmp_path / "save"), 2)
     for others, found in (((), "0"), (["loaders.0"], "1")):
-        with pytest.raises(sx.errors.ReplicaError, match=rf"'loaders\[{found}\]'.*exclude='loaders\.{found}'"):
+        with pytest.raises(sx.errors.ReplicaError, match=rf"exclude='loaders\.{found}'"):
             sx.load_checkpoint(state(), tmp_path / "save", exclude=others)
     sx.load_checkpoint(state(), tmp_path / "save", exclude="loaders")
 

@@ -106,6 +106,12 @@ class Loader:
         self.seen = state["seen"]
 
 
+class OwnLoader(Loader):
+    """One that says that its position is in its rank's part."""
+
+    per_rank = True
+
+
 class Labelled(torch.Tensor):
     """A subclass of torch.Tensor."""
 
@@ -196,6 +202,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
     **{f"scheduler {kind}": lambda seed, kind=kind: scheduler(seed, kind) for kind in SCHEDULERS},
     "GradScaler": scaler,
     "data loader with a state": Loader,
+    "object with per_rank = True": OwnLoader,
     "RNG state of torch": lambda seed: torch.Generator().manual_seed(seed).get_state(),
     "RNG state of numpy": lambda seed: np.random.RandomState(seed).get_state(),
     "RNG state of numpy's Generator": lambda seed: np.random.default_rng(seed).bit_generator.state,
