@@ -280,7 +280,8 @@ def _exchange_starts(request: SaveRequest, saved: SavedState, build: Build | Non
         save=secrets.token_hex(8),
         key="" if build is None else build.share(),
         has_layout=request.layout is not None,
-        has_copies=any(may_have_copies(local, comm.world_size) for local in saved.described.tensors.values()),
+        has_copies=comm.world_size > 1
+        and any(may_have_copies(local, comm.world_size) for local in saved.described.tensors.values()),
         memory=request.memory,
     )
     sent = comm.all_gather_object(ours.to_json())
