@@ -291,8 +291,9 @@ def test_a_layout_applies_to_plain_tensors_of_workspaces_only(tmp_path: Path) ->
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", layout={"w": {"dim": 0}})
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], w)
     commit_round(tmp_path / "cut", *[[part("w", w, Box((4 * r,), (4,)))] for r in range(2)])
-    with pytest.raises(InvalidArgumentError, match="whose file already has its sharding") as caught:
+    with pytest.raises(InvalidArgumentError, match="already has") as caught:
         merge_checkpoint(tmp_path / "cut", tmp_path / "new", layout={"w": {"dim": 0}})
+    assert caught.value.name == "w"
     assert (caught.value.name, caught.value.rank) == ("w", 0)
 
 
@@ -327,40 +328,40 @@ def test_files_are_ranks_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     with pytest.raises(IncompleteError, match="number 7 is missing"):
         merge_checkpoint(path, tmp_path / "new", layout={"w": {"dim": 0}})
     few = write_ranks(tmp_path / "few", {"w": torch.ones(1)}, name="x-0000{}-of-00003.safetensors")
-    with pytest.raises(IncompleteError, match="should be 3 files, but there are 1"):
+    with pytest.raises(IncompleteError, match=r"3 files.* 1$"):
         merge_checkpoint(few, tmp_path / "new", layout={"w": {"dim": 0}})
 
 
 TWO_RANKS = [{"w": torch.zeros(2, 4)}, {"w": torch.ones(2, 4)}]
 WRONG: list[tuple[Any, str]] = [
-    ({"w": {"dim": 0, "axes": "tp"}}, "'w' has the unknown key 'axes'"),
+    ({"w": {"dim": 0, "axes": "tp"}}, "unknown key 'axes'"),
     ({"mesh": {"tp": 2}, "rule": {}}, "unknown key 'rule'"),
     ({"w": "columns"}, "'w' must be"),
-    ({"w": {"dim": "0"}}, "'w': a rule with a dim is like"),
-    ({"w": {"dim": 0, "blocks": [0, 1]}}, "a rule with a dim is like"),
-    ({"w": {"dim": 0, "blocks": []}}, "a rule with a dim is like"),
-    ({"w": {"dim": 0, "split": {"w": {"a": 1}}, "blocks": [1]}}, "a rule with a dim is like"),
+    ({"w": {"dim": "0"}}, "'w': a rule"),
+    ({"w": {"dim": 0, "blocks": [0, 1]}}, "with a dim"),
+    ({"w": {"dim": 0, "blocks": []}}, "with a dim"),
+    ({"w": {"dim": 0, "split": {"w": {"a": 1}}, "blocks": [1]}}, "with a dim"),
     ({"w": {"reduce": "sum"}}, "'w' must be"),
-    ({"w": [{"dim": 0}, {"dim": 0}]}, "shards a tensor in two ways"),
-    ({"w": ["colwise", {"dim": 0}]}, "shards a tensor in two ways"),
-    ({"w": {"dim": 0}, "v.*": {"dim": 0}}, r"'v\.\*' matches no tensor"),
-    ({"model.w": "colwise"}, r"'model\.w' matches no tensor"),
-    ({"w": "colwise", "v": {"dim": 0}}, "'v' matches no tensor"),
-    ({"w": {"dim": 0}, "lm_head": "colwise"}, "'lm_head' matches no tensor"),
-    ({"w": {"dim": 0, "axis": "tp"}}, "axis 'tp' is not in the \"mesh\""),
-    ({"mesh": {"tp": 2, "pp": 1}, "rules": {"w": {"dim": 0}}}, 'needs an "axis": one of'),
-    ({"mesh": {"tp": 1}, "rules": {"w": {"dim": 0}}}, r"mesh \(tp 1\) has 1 ranks, but there are 2"),
-    ({"mesh": [2], "rules": {}}, "layout mesh must be like"),
-    (["w"], "must map name patterns"),
-    ({"mesh": {"tp": 2}, "rules": [["w"]]}, 'layout "rules" must map name patterns'),
-    ({"mesh": {"tp": 2}, "rules": {"w": {"dim": 0, "axis": [["tp"]]}}}, r"axis \['tp'\] is not in the"),
+    ({"w": [{"dim": 0}, {"dim": 0}]}, "two ways"),
+    ({"w": ["colwise", {"dim": 0}]}, "two ways"),
+    ({"w": {"dim": 0}, "v.*": {"dim": 0}}, r"pattern 'v\.\*'"),
+    ({"model.w": "colwise"}, r"pattern 'model\.w'"),
+    ({"w": "colwise", "v": {"dim": 0}}, "pattern 'v'"),
+    ({"w": {"dim": 0}, "lm_head": "colwise"}, "pattern 'lm_head'"),
+    ({"w": {"dim": 0, "axis": "tp"}}, "axis 'tp'"),
+    ({"mesh": {"tp": 2, "pp": 1}, "rules": {"w": {"dim": 0}}}, 'needs an "axis"'),
+    ({"mesh": {"tp": 1}, "rules": {"w": {"dim": 0}}}, r"mesh \(tp 1\)"),
+    ({"mesh": [2], "rules": {}}, "mesh must be"),
+    (["w"], "layout must map"),
+    ({"mesh": {"tp": 2}, "rules": [["w"]]}, '"rules" must map'),
+    ({"mesh": {"tp": 2}, "rules": {"w": {"dim": 0, "axis": [["tp"]]}}}, r"axis \['tp'\]"),
     ({"w": {"reduce": ["max"]}}, "reduce"),
-    ({"w": {"dim": 2}}, r"'w': dim 2, but the shape is \(2, 4\).*rank0"),
-    ({"w": {"dim": 0, "blocks": [2, 1]}}, r"a dim of 2 does not divide into blocks \[2, 1\].*rank 0"),
-    ({"w": {"dim": 0, "split": {"qkv": {"q": 1, "k": 1}}}}, "no part 'qkv' to split"),
-    ({"w": {"renumber": "experts"}}, "no number after it"),
-    ({"w": {"global_shape": [4, 4], "boxes": [[[[0, 0], [2, 4]]]]}}, "boxes are given for 1 ranks only"),
-    ({"w": {"global_shape": [4, 4], "offsets": [3, 0], "shape": [2, 4]}}, "lies outside the global shape"),
+    ({"w": {"dim": 2}}, r"dim 2, .*\(2, 4\).*rank0"),
+    ({"w": {"dim": 0, "blocks": [2, 1]}}, r"blocks \[2, 1\].*rank 0"),
+    ({"w": {"dim": 0, "split": {"qkv": {"q": 1, "k": 1}}}}, "part 'qkv'"),
+    ({"w": {"renumber": "experts"}}, "no number"),
+    ({"w": {"global_shape": [4, 4], "boxes": [[[[0, 0], [2, 4]]]]}}, "for 1 ranks"),
+    ({"w": {"global_shape": [4, 4], "offsets": [3, 0], "shape": [2, 4]}}, "outside"),
     ({"w": {"global_shape": [4, 4], "offsets": [2, 0], "shape": [1, 4]}}, "differ in shape"),
 ]
 
@@ -393,7 +394,7 @@ def test_the_file_of_one_rank_alone_is_not_merged_by_a_layout(
     for name in names:
         (save_file if name.endswith(".safetensors") else torch.save)(TWO_RANKS[0], tmp_path / name)
     file = tmp_path / names[0]
-    with pytest.raises(IncompleteError, match=f"this file alone is .*{text}.* give their directory, {tmp_path}"):
+    with pytest.raises(IncompleteError, match=rf"{text}.* {tmp_path}"):
         merge_checkpoint(file, tmp_path / "out", layout={"w": {"dim": 0}})
     for arguments in (["info", file], ["merge", file, tmp_path / "plain"]):
         code, out, err = call(*arguments)

