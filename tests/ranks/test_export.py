@@ -270,13 +270,13 @@ def test_every_refusal_names_its_reason_on_every_rank(tmp_path: Path) -> None:
     mine = torch.full((2, 2), float(rank))
     check_refusal(
         sx.errors.ReplicaError,
-        r"layout=\{\"w\": Shard\(0\)\}.*replicas=\"root\".*'w'",
+        r"\{\"w\": Shard\(0\)\}.*replicas=\"root\"",
         {"w": mine},
         out,
     )
     check_refusal(
         sx.errors.CorruptError,
-        r"dtype: .*F32, .*F64.*'w', rank 1\b",
+        r"F32, .*F64.*'w', rank 1\b",
         {"w": mine if rank == 0 else mine.double()},
         out,
     )
@@ -522,11 +522,11 @@ def test_equal_descriptions_are_sent_once_and_the_report_counts_bytes_by_phase(t
 @pytest.mark.parametrize(
     ("option", "values", "message"),
     [
-        ("dtype", (None, "float16"), "dtype is None on rank 0 and 'float16' on rank 1"),
-        ("dtype", (torch.bfloat16, torch.float32), "dtype is 'bfloat16' on rank 0 and 'float32' on rank 1"),
-        ("include", ("*", ()), r"include is \('\*',\) on rank 0 and \(\) on rank 1"),
-        ("rename", (str.upper, [("a", "b")]), r"rename is a function on rank 0 and \(\('a', 'b'\),\) on rank 1"),
-        ("max_shard_size", ("1GB", 10**9 + 1), "max_shard_size is 1000000000 on rank 0 and 1000000001 on rank 1"),
+        ("dtype", (None, "float16"), "dtype is None .*'float16'"),
+        ("dtype", (torch.bfloat16, torch.float32), "dtype is 'bfloat16'.*'float32'"),
+        ("include", ("*", ()), r"include is \('\*',\) .* \(\) "),
+        ("rename", (str.upper, [("a", "b")]), r"rename is .*\(\('a', 'b'\),\)"),
+        ("max_shard_size", ("1GB", 10**9 + 1), "max_shard_size is 1000000000 .* 1000000001 "),
         ("replicas", ("root", "equal"), r"replicas is 'root'.*'equal'"),
         ("layout", ({"mesh": {"tp": 2}, "rules": {}}, None), r"mesh is \{'tp': 2\} .* \{\} "),
     ],
@@ -575,7 +575,7 @@ def exports_copies(out: str, layout: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"files_from": {"config.json": {"a": 1}}}, "must be str or bytes"),
+        ({"files_from": {"config.json": {"a": 1}}}, "config.json.*str or bytes"),
         ({"files_from": {5: "a"}}, "plain file name"),
         ({"files_from": 5}, "files_from must be"),
         ({"files_from": {"a\0b": "x"}}, "plain file name"),
@@ -585,8 +585,8 @@ def exports_copies(out: str, layout: Any) -> None:
         ({"include": 5}, "include must be"),
         ({"exclude": [5]}, "exclude must be"),
         ({"layout": {"a": {"global_shape": [4], "boxes": {"0": [[[0], [4]]]}}}}, "boxes must be"),
-        ({"layout": {"a": {"global_shape": [4], "boxes": [[[0], [4]]]}}}, "boxes must be.*not a box"),
-        ({"layout": {"a": {"global_shape": [4], "boxes": [0]}}}, "boxes must be.*iterable"),
+        ({"layout": {"a": {"global_shape": [4], "boxes": [[[0], [4]]]}}}, "boxes.*not a box"),
+        ({"layout": {"a": {"global_shape": [4], "boxes": [0]}}}, "boxes.*iterable"),
     ],
     ids=str,
 )

@@ -310,9 +310,9 @@ def test_two_processes_of_one_rank_are_detected(tmp_path: Path) -> None:
         ),
         ({"rendezvous": "file://relative", "rank": 0, "world_size": 2}, "rendezvous must be"),
         ({"rendezvous": "tcp://host", "rank": 0, "world_size": 2}, "rendezvous must be"),
-        ({"rendezvous": "file:///tmp/x"}, "needs rank and world_size"),
+        ({"rendezvous": "file:///tmp/x"}, "needs rank"),
         ({"rendezvous": "file:///tmp/x", "rank": 2, "world_size": 2}, "0 <= rank < world_size"),
-        ({"rank": 0, "world_size": 2}, "come with a rendezvous"),
+        ({"rank": 0, "world_size": 2}, "come with"),
         ({"backend": "mpi", "rendezvous": "file:///tmp/x"}, "takes no rendezvous"),
         ({"check": "shapes"}, "check must be"),
     ],
@@ -911,7 +911,7 @@ for refused in (lambda: comm.all_reduce(np.ones(3)), lambda: comm.device):
     try:
         refused()
     except sx.errors.MissingExtraError as error:
-        assert "needs torch: pip install" in str(error)
+        assert 'pip install "statexchange[torch]"' in str(error)
     else:
         raise AssertionError("no MissingExtraError")
 comm.barrier()
@@ -921,7 +921,7 @@ for wish in ({"backend": "shm"}, {"backend": "gloo", **meeting}):
     try:
         sx.init(**wish)
     except sx.errors.MissingExtraError as error:
-        assert "needs torch: pip install" in str(error)
+        assert 'pip install "statexchange[torch]"' in str(error)
     else:
         raise AssertionError("no MissingExtraError")
 assert "torch" not in sys.modules

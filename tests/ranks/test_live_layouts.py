@@ -378,9 +378,7 @@ def test_a_reduction_does_not_change_the_state_and_complex_numbers_are_refused(t
     assert mine.tolist() == [rank + 10.0] * 3
     layout = {"s": {"reduce": "max"}}
     complex_ = {"s": torch.zeros(2, dtype=torch.complex64)}
-    check_refusal(
-        sx.errors.UnsupportedError, "complex numbers.*'s'", complex_, tmp_path / "x", layout=layout
-    )
+    check_refusal(sx.errors.UnsupportedError, "complex numbers.*'s'", complex_, tmp_path / "x", layout=layout)
     uneven = {"s": mine if rank else mine.bfloat16()}
     message = r"BF16, .* F32 .*'s', rank 1\b"
     check_refusal(sx.errors.CorruptError, message, uneven, tmp_path / "x", layout=layout, dtype="float16")

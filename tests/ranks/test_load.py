@@ -865,7 +865,7 @@ def test_the_names_of_a_state_of_values_are_compared(tmp_path: Path) -> None:
     assert (live, report.missing, report.unexpected) == ({"step": 7, "own": 5}, ("own",), ("model",))
     with pytest.raises(FileNotFoundError, match="no name") as caught:
         sx.load_checkpoint({"own": 5}, tmp_path / "saved", strict=False)
-    assert "own" in str(caught.value)
+    assert ": own;" in caught.value.message
 
 
 def test_strict_is_not_advised_where_it_changes_nothing(tmp_path: Path) -> None:
@@ -1297,10 +1297,10 @@ def test_progress_is_reported_in_bytes(tmp_path: Path) -> None:
 def gives_wrong_or_different_options(folder: str) -> None:
     rank = sx.get_rank()
     options: list[tuple[dict[str, Any], str]] = [
-        ({"dtype": "state"} if rank else {}, "dtype is None on rank 0 and 'state' on rank 1"),
-        ({"strict": rank > 0}, "strict is False on rank 0 and True on rank 1"),
-        ({"replicas": "root"} if rank else {}, "replicas is 'equal' on rank 0 and 'root' on rank 1"),
-        ({"dtype": "float16"}, 'dtype must be None or "state"'),
+        ({"dtype": "state"} if rank else {}, "dtype is None .*'state'"),
+        ({"strict": rank > 0}, "strict is False .*True"),
+        ({"replicas": "root"} if rank else {}, "replicas is 'equal'.*'root'"),
+        ({"dtype": "float16"}, "dtype must be"),
         ({"replicas": "any"}, "replicas must be"),
         ({"include": 5}, "include must be"),
         ({"layout": 5} if rank else {}, "layout must map"),

@@ -777,7 +777,7 @@ def test_an_object_in_the_state_of_an_optimizer_is_not_replaced() -> None:
     assert run_ranks(body, 2, args=(True,)) == [True, True]
     outcomes = run_ranks(body, 2, args=(False,), allow_failure=True)
     assert set(outcomes.errors.values()) == {"UnsupportedError"}
-    assert "an object at helper that cannot be sent" in outcomes.messages[0]
+    assert "an object at helper" in outcomes.messages[0]
     assert outcomes.messages[0] == outcomes.messages[1]
 
 
@@ -897,13 +897,14 @@ def test_different_trees_are_one_error_on_all_ranks(case: str, odd: int) -> None
 
 def test_a_different_key_is_shown_with_that_of_root() -> None:
     error = raised_on_all(lambda: synchronize({"a": 0, "weight" if rank_and_size()[0] == 0 else "wait": OF_2_3}))[0]
-    assert "expected float32[2, 3] (rank 0), found nothing (rank 1) [tensor 'weight', rank 1]" in str(error)
+    assert (error.name, error.rank) == ("weight", 1)
+    assert (error.expected, error.found) == ("float32[2, 3] (rank 0)", "nothing (rank 1)")
 
 
 def test_different_roots_are_one_error_on_all_ranks() -> None:
     outcomes = run_ranks(lambda: synchronize(1, root=rank_and_size()[0]), 2, allow_failure=True)
     assert outcomes.errors == {0: "MismatchError", 1: "MismatchError"}
-    assert "different roots: 0, 1" in outcomes.messages[1]
+    assert "roots: 0, 1" in outcomes.messages[1]
 
 
 def test_a_root_that_does_not_exist_is_an_error_on_all_ranks() -> None:
@@ -948,14 +949,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], type, str]] = {
     "sparse": (lambda: torch.eye(2).to_sparse(), sx.errors.UnsupportedError, "sparse_coo"),
     "meta": (lambda: torch.ones(2, device="meta"), sx.errors.UnsupportedError, "a meta one"),
     "quantised": (lambda: quantised(), sx.errors.UnsupportedError, "quantized"),
-    "lazy": (lambda: nn.LazyLinear(2), sx.errors.InvalidArgumentError, "call the module once"),
+    "lazy": (lambda: nn.LazyLinear(2), sx.errors.InvalidArgumentError, "call the module"),
     "freed": (lambda: freed(), sx.errors.UnsupportedError, "no storage"),
     "generator": (lambda: nn.Linear(1, 1).parameters(), sx.errors.InvalidArgumentError, "a generator"),
     "view of values": (lambda: {"a": 1}.values(), sx.errors.InvalidArgumentError, "give a list"),
     "objects": (lambda: np.array([object()]), sx.errors.UnsupportedError, "array of objects"),
     "masked": (lambda: np.ma.array([1, 2], mask=[True, False]), sx.errors.UnsupportedError, "masked array"),
     "cycle": (cycle, sx.errors.InvalidArgumentError, r"x\[1\]\.again"),
-    "key": (lambda: {nn.Parameter(torch.ones(1)): 1}, sx.errors.UnsupportedError, "Parameter as a key"),
+    "key": (lambda: {nn.Parameter(torch.ones(1)): 1}, sx.errors.UnsupportedError, "a Parameter as"),
     "stale state": (lambda: stale(), sx.errors.InvalidArgumentError, "no param group"),
 }
 

@@ -108,7 +108,7 @@ def test_a_missing_number_is_named_with_the_option_that_gives_it(tmp_path: Path,
         ({"n_heads": 3}, "dim of size 16"),
         ({"n_heads": 4, "n_kv_heads": 4}, "dim of size 8"),
         ({"n_head": 4}, "uses no 'n_head'"),
-        ({"n_heads": -4}, "must be a number"),
+        ({"n_heads": -4}, "a number"),
     ],
 )
 def test_numbers_that_do_not_fit_the_tensors_are_refused(tmp_path: Path, numbers: dict[str, int], message: str) -> None:
@@ -367,7 +367,7 @@ def fused(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("tensors", "rule", "error", "message"),
     [
-        ({"0.a": (2, 2)}, fused(), IncompleteError, "'{n}.b' beside it"),
+        ({"0.a": (2, 2)}, fused(), IncompleteError, "'{n}.b'"),
         ({"0.a": (2, 2), "0.b": (2, 3)}, fused(), InvalidArgumentError, "do not fuse"),
         ({"0.a": (2, 2), "0.b": (3, 2)}, fused(groups=2), InvalidArgumentError, "in 2 groups"),
         ({"0.a": (2, 2), "0.b": (4, 2)}, fused(sizes=[1, 1]), InvalidArgumentError, "ratios"),
@@ -626,20 +626,17 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"num_hidden_layers": 1}, "num_hidden_layers is 1 in {} and 2 in the checkpoint"),
-        ({"num_hidden_layers": 6}, "num_hidden_layers is 6 in {} and 2 in the checkpoint"),
-        ({"hidden_size": 16}, "hidden_size is 16 in {} and 8 in the checkpoint"),
-        ({"intermediate_size": 16}, "ffn (rows of the gate) is 16 in {} and 12 in the arguments of the run"),
-        ({"vocab_size": 17}, "unpad to 17 (vocab_size = 17 in {}), but dim 0 has 16"),
-        (
-            {"num_key_value_heads": 1},
-            "n_kv_heads (heads of keys and values) is 1 in {} and 2 in the arguments of the run",
-        ),
-        ({"head_dim": 2}, "num_attention_heads x head_dim is 4 in {} and 8 in the checkpoint"),
-        ({"attention_bias": False}, "attention_bias is false in {} and true in the checkpoint"),
-        ({"attention_bias": None}, "attention_bias is false in {} and true in the checkpoint"),
-        ({"mlp_bias": False}, "mlp_bias is false in {} and true in the checkpoint"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings is true in {} and false in the checkpoint"),
+        ({"num_hidden_layers": 1}, r"num_hidden_layers is 1 .*\b2 in"),
+        ({"num_hidden_layers": 6}, r"num_hidden_layers is 6 .*\b2 in"),
+        ({"hidden_size": 16}, r"hidden_size is 16 .*\b8 in"),
+        ({"intermediate_size": 16}, r"^convert: ffn .*\b16 .*\b12 in"),
+        ({"vocab_size": 17}, "vocab_size = 17 .* 16"),
+        ({"num_key_value_heads": 1}, r"n_kv_heads .*\b1 .*\b2 in"),
+        ({"head_dim": 2}, r"x head_dim is 4 .*\b8 in"),
+        ({"attention_bias": False}, r"attention_bias is false .*\btrue"),
+        ({"attention_bias": None}, r"attention_bias is false .*\btrue"),
+        ({"mlp_bias": False}, r"mlp_bias is false .*\btrue"),
+        ({"tie_word_embeddings": True}, r"tie_word_embeddings is true .*\bfalse"),
     ],
 )
 def test_a_config_that_contradicts_megatrons_tensors_is_refused(
@@ -654,9 +651,9 @@ def test_a_config_that_contradicts_megatrons_tensors_is_refused(
         (source / "config.json").write_text(json.dumps(config))
     else:
         options["files_from"] = {"config.json": json.dumps(config)}
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(InvalidArgumentError, match=text) as caught:
         merge_checkpoint(source, tmp_path / "out", convert=GPT, **options)
-    assert text.format(where) in str(caught.value)
+    assert where in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -677,13 +674,13 @@ def test_a_config_that_fits_is_taken_and_a_selection_may_have_less(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"num_hidden_layers": 3}, "num_hidden_layers is 3 in config.json of files_from and 2 in the checkpoint"),
+        ({"num_hidden_layers": 3}, r"num_hidden_layers is 3 .*\b2 in"),
         ({"hidden_size": 32}, "hidden_size is 32"),
-        ({"intermediate_size": 25}, "intermediate_size is 25 in config.json of files_from and 24 in the checkpoint"),
-        ({"vocab_size": 21}, "vocab_size is 21 in config.json of files_from and 20 in the checkpoint"),
-        ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}, "a dim of size"),
-        ({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}, "a dim of size"),
-        ({"attention_bias": True}, "attention_bias is true in config.json of files_from and false in the checkpoint"),
+        ({"intermediate_size": 25}, r"intermediate_size is 25 .*\b24 in"),
+        ({"vocab_size": 21}, r"vocab_size is 21 .*\b20 in"),
+        ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}, "dim of size"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}, "dim of size"),
+        ({"attention_bias": True}, r"attention_bias is true .*\bfalse"),
         ({"mlp_bias": True}, "mlp_bias is true"),
     ],
 )
@@ -691,10 +688,9 @@ def test_a_config_that_contradicts_torchtitans_tensors_is_refused(
     tmp_path: Path, change: dict[str, Any], text: str
 ) -> None:
     config = json.loads((TORCHTITAN / "fused" / "config.json").read_text())
-    with pytest.raises(InvalidArgumentError) as caught:
-        files = {"config.json": json.dumps({**config, **change})}
+    files = {"config.json": json.dumps({**config, **change})}
+    with pytest.raises(InvalidArgumentError, match=text):
         merge_checkpoint(titan("fused"), tmp_path / "out", convert=LLAMA3, files_from=files)
-    assert text in str(caught.value)
 
 
 def test_in_the_other_direction_the_config_is_that_of_the_source(tmp_path: Path) -> None:

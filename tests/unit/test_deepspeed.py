@@ -240,9 +240,9 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
         path = copy_of(kind, tmp_path)
         (file,) = path.glob("global_step2/bf16_zero_pp_rank_1_*")
         file.unlink()
-        error = refused(IncompleteError, "this rank's part", path)
+        error = refused(IncompleteError, "rank's part", path)
         assert (error.rank, error.path) == (1, str(file))
-        refused(IncompleteError, "this rank's part", path, section="optimizer")
+        refused(IncompleteError, "rank's part", path, section="optimizer")
         summary = summarize(path)
         assert [type(problem) for problem in summary.problems] == [IncompleteError]
         assert summary.num_unreadable > 5
@@ -317,7 +317,7 @@ def change(file: Path, key: str, value: Any) -> None:
 
 
 WRONG: dict[str, tuple[int, str, str, Any, str]] = {
-    "more ranks than files": (2, "mp_rank_00_model", "dp_world_size", 4, "this rank's part"),
+    "more ranks than files": (2, "mp_rank_00_model", "dp_world_size", 4, "rank's part"),
     "fewer ranks than files": (2, "mp_rank_00_model", "dp_world_size", 1, "of rank 1"),
     "other partitions": (2, "rank_1_mp_rank_00_optim", "partition_count", [3], "number of partitions"),
     "another stage": (3, "rank_1_mp_rank_00_optim", "zero_stage", 2, "what DeepSpeed writes"),

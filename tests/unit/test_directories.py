@@ -279,9 +279,9 @@ def test_an_absent_file_of_torch_checkpointing_is_named_where_a_region_is_missin
         assert (code, text in out + err) == (5, True), arguments
     code, out, _ = call("verify", path)
     assert (code, out.count(ABSENT)) == (5, 2)
-    with pytest.raises(IncompleteError, match=ABSENT):
+    with pytest.raises(IncompleteError, match=r"no model_1\.pt.*step_1\.pt"):
         sx.load_checkpoint({"rows": torch.zeros(7, 6)}, path)
-    with sx.open_checkpoint(path) as checkpoint, pytest.raises(IncompleteError, match=ABSENT):
+    with sx.open_checkpoint(path) as checkpoint, pytest.raises(IncompleteError, match=r"model_1\.pt"):
         checkpoint["rows"].read()
 
 

@@ -275,7 +275,7 @@ def test_a_tp_plan_may_name_tensors_that_the_files_lack(tmp_path: Path) -> None:
     assert torch.equal(merged(tmp_path, plan, *states)["a.weight"], w)
     (tmp_path / "b").mkdir()  # a tensor that the plan lacks is found by its copies, which differ
     both = [{**state, "b.weight": state["a.weight"]} for state in states]
-    assert refuse(ReplicaError, "if each holds a part, give a layout", tmp_path / "b", plan, *both).name == "b.weight"
+    assert refuse(ReplicaError, "give a layout", tmp_path / "b", plan, *both).name == "b.weight"
 
 
 @settings(max_examples=25)
@@ -328,7 +328,7 @@ def test_files_are_ranks_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     with pytest.raises(IncompleteError, match="number 7 is missing"):
         merge_checkpoint(path, tmp_path / "new", layout={"w": {"dim": 0}})
     few = write_ranks(tmp_path / "few", {"w": torch.ones(1)}, name="x-0000{}-of-00003.safetensors")
-    with pytest.raises(IncompleteError, match=r"3 files.* 1$"):
+    with pytest.raises(IncompleteError, match=r"3 files, .* 1\b"):
         merge_checkpoint(few, tmp_path / "new", layout={"w": {"dim": 0}})
 
 
@@ -373,7 +373,7 @@ def test_a_layout_that_does_not_fit_the_files_is_refused(tmp_path: Path, layout:
 
 def test_a_mesh_shows_which_rank_is_missing(tmp_path: Path) -> None:
     layout = {"mesh": {"tp": 3}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
-    error = refuse(IncompleteError, r"mesh \(tp 3\) has 3 ranks, but there are 2: copy", tmp_path, layout, *TWO_RANKS)
+    error = refuse(IncompleteError, r"mesh \(tp 3\).* 2: copy", tmp_path, layout, *TWO_RANKS)
     assert (error.rank, error.path) == (2, str(tmp_path / "in"))
 
 
@@ -413,10 +413,10 @@ def test_the_file_of_the_only_rank_is_merged_by_a_layout(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("shapes", "text"),
     [
-        ([(3, 2), (3, 2)], r'\{"w": \{"dim": 0\}\}, or \{"w": \{"dim": 1\}\} \(it is the dim along which .* \[3, 2\];'),
-        ([(3,), (3,)], r'layout \(--layout\): \{"w": \{"dim": 0\}\}; '),
-        ([(3, 2), (3, 1)], r'give a layout: \{"w": \{"dim": 1\}\}'),
-        ([(2, 3, 2), (2, 4, 2)], r'give a layout: \{"w": \{"dim": 1\}\}'),
+        ([(3, 2), (3, 2)], r'\{"w": \{"dim": 0\}\}.*\{"w": \{"dim": 1\}\} .*\[3, 2\]'),
+        ([(3,), (3,)], r'\(--layout\): \{"w": \{"dim": 0\}\}; '),
+        ([(3, 2), (3, 1)], r'layout: \{"w": \{"dim": 1\}\}'),
+        ([(2, 3, 2), (2, 4, 2)], r'layout: \{"w": \{"dim": 1\}\}'),
     ],
 )
 def test_a_layout_is_suggested_where_shapes_allow_few(tmp_path: Path, shapes: list[tuple[int, ...]], text: str) -> None:
@@ -441,7 +441,7 @@ def merge_ranks(path: Path, states: list[State]) -> None:
 
 def test_sizes_that_do_not_fit_name_tensor_ranks_and_file(tmp_path: Path) -> None:
     states = [{"w": torch.zeros(2, 4)}, {"w": torch.zeros(2, 3)}]
-    match = r'ranks 0 and 1 have shapes \(2, 4\) and \(2, 3\): .*\{"w": \{"dim": 1\}\}'
+    match = r'\(2, 4\) .*\(2, 3\): .*\{"w": \{"dim": 1\}\}'
     error = refuse(InvalidArgumentError, match, tmp_path, {"w": {"dim": 0}}, *states)
     assert (error.name, error.rank, error.path) == ("w", 1, str(tmp_path / "in" / "rank1.safetensors"))
 
@@ -449,14 +449,14 @@ def test_sizes_that_do_not_fit_name_tensor_ranks_and_file(tmp_path: Path) -> Non
 def test_copies_along_an_axis_must_have_one_size(tmp_path: Path) -> None:
     states = [{"w": torch.zeros(n)} for n in (2, 2, 3, 2)]
     layout = {"mesh": {"dp": 2, "tp": 2}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
-    error = refuse(InvalidArgumentError, 'ranks 0 and 2 .*"axis" must name all axes', tmp_path, layout, *states)
+    error = refuse(InvalidArgumentError, r' 0 .* 2 .*"axis" must', tmp_path, layout, *states)
     assert (error.name, error.rank) == ("w", 2)
 
 
 def test_a_part_that_no_rank_holds_is_incomplete(tmp_path: Path) -> None:
     states = [{"w": torch.zeros(2)}, {"w": torch.ones(2)}, {"v": torch.zeros(1)}]
     layout = {"mesh": {"tp": 3}, "rules": {"w": {"dim": 0}}}
-    error = refuse(IncompleteError, r"no rank with index \[2\] along \['tp'\]", tmp_path, layout, *states)
+    error = refuse(IncompleteError, r"index \[2\] along \['tp'\]", tmp_path, layout, *states)
     assert error.name == "w"
 
 
@@ -466,15 +466,15 @@ def test_errors_without_a_layout_print_a_rule(tmp_path: Path) -> None:
     assert (error.name, error.rank) == ("w", 1)
     (tmp_path / "b").mkdir()
     states = [{"w": torch.zeros(2)}, {"w": torch.zeros(3)}]
-    refuse(CorruptError, r'disagree on the global_shape; .*\{"w": \{"dim": 0\}\}', tmp_path / "b", {}, *states)
+    refuse(CorruptError, r'global_shape; .*\{"w": \{"dim": 0\}\}', tmp_path / "b", {}, *states)
 
 
 def test_two_tensors_cannot_become_one(tmp_path: Path) -> None:
     states = [{"qkv": torch.zeros(2), "q": torch.zeros(1)}]
     layout = {"qkv": {"dim": 0, "split": {"qkv": {"q": 1, "k": 1}}}}
-    refuse(InvalidArgumentError, "two tensors of one rank", tmp_path, layout, *states)
+    refuse(InvalidArgumentError, "two tensors", tmp_path, layout, *states)
 
 
 def test_complex_numbers_have_no_maximum(tmp_path: Path) -> None:
     states = [{"w": torch.zeros(2, dtype=torch.complex64)}] * 2
-    refuse(UnsupportedError, "complex numbers have no max", tmp_path, {"w": {"reduce": "max"}}, *states)
+    refuse(UnsupportedError, "complex numbers", tmp_path, {"w": {"reduce": "max"}}, *states)
