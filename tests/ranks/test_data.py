@@ -405,8 +405,11 @@ def test_a_loaded_state_brings_its_seed() -> None:
 def test_a_state_of_other_data_is_refused(change: dict[str, Any], words: str) -> None:
     container = DistributedDataContainer(list(range(23)))
     before = container.state_dict()
-    with pytest.raises(sx.errors.InvalidArgumentError, match=words):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=words) as caught:
         container.load_state_dict({**before, **change})
+    ((key, value),) = change.items()
+    if words.endswith("differs"):
+        assert (caught.value.expected, caught.value.found) == (before[key], value)
     with pytest.raises(sx.errors.InvalidArgumentError, match="no state of"):
         container.load_state_dict(None)
     assert container.state_dict() == before

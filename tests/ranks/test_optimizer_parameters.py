@@ -489,7 +489,7 @@ def test_a_scheduler_of_groups_in_another_order_is_refused_if_they_differ(
     sx.load_checkpoint(same, path)
     assert advanced(same) == advanced(saved)
     if write is write_save:
-        with pytest.raises(errors.InvalidArgumentError, match="param group"):
+        with pytest.raises(errors.InvalidArgumentError, match="scheduler out"):
             sx.load_checkpoint(grouped_job(order, different, make), path)
         sx.load_checkpoint(grouped_job(order, different, make), path, exclude="s")
     (tmp_path / "equal").mkdir()
@@ -507,7 +507,7 @@ def test_a_scheduler_of_another_number_of_groups_is_refused(tmp_path: Path) -> N
     live = grouped_job(["a", "b"], lrs, by_lambda)
     optimizer = torch.optim.SGD(live["m"].parameters(), lr=1.0)
     joined = {"m": live["m"], "o": optimizer, "s": by_lambda(optimizer)}
-    with pytest.raises(errors.InvalidArgumentError, match="param group"):
+    with pytest.raises(errors.InvalidArgumentError, match="scheduler out"):
         sx.load_checkpoint(joined, tmp_path / "save")
     sx.load_checkpoint(joined, tmp_path / "save", exclude="s")
 
@@ -521,7 +521,7 @@ def test_schedulers_go_on_from_flattened_groups(tmp_path: Path) -> None:
     path = write_dcp(states, tmp_path)
     sx.load_checkpoint(live, path)
     assert advanced(live) == advanced(saved)
-    with pytest.raises(errors.InvalidArgumentError, match="param group"):
+    with pytest.raises(errors.InvalidArgumentError, match="scheduler out"):
         sx.load_checkpoint(grouped_job(["a", "b"], lrs, by_lambda), path)
 
 
@@ -534,7 +534,7 @@ def test_a_scheduler_of_other_groups_is_refused(tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(of_groups, lr=1.0)
         return {"m": model, "o": optimizer, "s": by_lambda(optimizer)}
 
-    match = "param group"
+    match = "scheduler out"
     sx.save_checkpoint(job("ab", "c", "d", lrs=[1, 0.1, 0.1]), tmp_path / "split")
     with pytest.raises(errors.InvalidArgumentError, match=match):
         sx.load_checkpoint(job("a", "b", "cd", lrs=[1, 1, 0.1]), tmp_path / "split")
@@ -563,7 +563,7 @@ def test_a_layer_of_another_shape_is_not_left_out_alone(write: Write, tmp_path: 
     saved, live = job(2), job(3)
     stepped(saved["o"])
     path = write(saved, tmp_path)
-    with pytest.raises(errors.InvalidArgumentError, match=r"leave .* out"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"'m\.1\.weight'"):
         sx.load_checkpoint(live, path, exclude="m.1.*")
     assert not live["o"].state
     sx.load_checkpoint(live, path, exclude=["m.1.*", "o"])
