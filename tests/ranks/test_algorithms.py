@@ -596,9 +596,9 @@ def test_ignored_parameters_are_not_averaged() -> None:
 
 
 def test_an_unknown_algorithm_lists_the_known_ones() -> None:
-    with pytest.raises(InvalidArgumentError, match="known: allreduce, sg-allreduce, quantize, decentralize"):
+    with pytest.raises(InvalidArgumentError, match=r"'bytegrad'.*quantize"):
         as_algorithm("bytegrad")
-    with pytest.raises(ValueError, match="known: all, shift_one, ring"):
+    with pytest.raises(ValueError, match=r"'some'.*shift_one"):
         Decentralized("some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="interval"):
         Decentralized(interval=0)
@@ -647,7 +647,7 @@ WRONG: dict[str, tuple[Callable[[int, DistributedModule], Any], type[Exception],
     "scale": (
         lambda rank, m: data_parallel(net(), sgd(net()), scale=2.0),
         InvalidArgumentError,
-        "scale is set by the algorithm",
+        "scale is set",
     ),
     "tune_every": (
         lambda rank, m: data_parallel(net(), sgd(net()), tune_every=0),
@@ -1025,7 +1025,7 @@ def refused_without_hierarchy(directory: str) -> list[str]:
     errors = []
     for name in ("allreduce", "sg-allreduce", "quantize", "decentralize"):
         module = net()
-        with pytest.raises(InvalidArgumentError, match="hierarchical=True, but the gloo backend") as caught:
+        with pytest.raises(InvalidArgumentError, match=r"hierarchical=True.* gloo") as caught:
             data_parallel(module, sgd(module), type(as_algorithm(name))(hierarchical=True), comm)
         errors.append(str(caught.value))
         data_parallel(module, sgd(module), name, comm)[1].step()
@@ -1104,10 +1104,11 @@ def test_what_several_optimizers_cannot_do_is_refused() -> None:
     def work() -> None:
         module = net()
         both = [sgd(module[:3]), sgd(module[3:])]
-        with pytest.raises(InvalidArgumentError, match="autotune is for one optimizer"):
+        with pytest.raises(InvalidArgumentError, match="autotune"):
             data_parallel(module, both, autotune=True)
-        with pytest.raises(InvalidArgumentError, match="another reducer has this parameter"):
+        with pytest.raises(InvalidArgumentError, match="another reducer") as caught:
             data_parallel(module, [sgd(module), sgd(module[3:])])
+        assert caught.value.name == "4.weight"
         _, (one, _) = data_parallel(module, both)
         with pytest.raises(InvalidArgumentError, match="for one optimizer"), one.join():
             pass

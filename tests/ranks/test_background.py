@@ -84,8 +84,10 @@ def meets_failures(backend: str, out: str) -> None:
 
     options: dict[str, Any] = {"on_progress": fail} if comm.rank == 0 else {}
     future = sx.export_checkpoint(state, f"{out}-2", background=True, **options)
-    with pytest.raises(sx.errors.PeerError, match=r"rank 0 .*in export_checkpoint \(writing\): KeyError: 'lost'"):
+    with pytest.raises(sx.errors.PeerError, match="KeyError: 'lost'") as caught:
         future.result(30)
+    assert caught.value.rank == 0
+    assert caught.value.phase == "export_checkpoint (writing)"
     bad = {"w": torch.ones(3).to_sparse() if comm.rank else torch.ones(3)}
     future = sx.export_checkpoint(bad, f"{out}-3", background=True)
     with pytest.raises(sx.errors.UnsupportedError, match="'w'"):
@@ -196,10 +198,10 @@ def fails_without_result(out: str) -> list[Any]:
     assert not first.cancel()
     if comm.rank == 1:
         assert isinstance(first.exception(20), sx.StateExchangeError)
-        with pytest.raises(sx.errors.UnsafeError, match="cannot be written under the name ''"):
+        with pytest.raises(sx.errors.UnsafeError, match="name ''"):
             sx.export_checkpoint({"w": torch.ones(2)}, f"{out}-2", background=True).result(20)
     else:
-        with pytest.raises(sx.errors.UnsafeError, match="cannot be written under the name ''"):
+        with pytest.raises(sx.errors.UnsafeError, match="name ''"):
             sx.export_checkpoint({"w": torch.ones(2)}, f"{out}-2", background=True)
     third = sx.export_checkpoint({"w": torch.ones(2)}, f"{out}-3", background=True)
     assert (third.result(20).num_tensors, third.cancel()) == (1, False)

@@ -259,9 +259,7 @@ def test_hooks_in_autograds_threads_call_as_the_thread_that_trains() -> None:
     comm.barrier()
     assert in_threads(lambda: comm.caller) == [1]
     leaf.grad = None
-    expected = pytest.raises(
-        sx.errors.MismatchError, match=r"rank 0 called .* in autograd's threads; rank 1 .* its thread 0"
-    )
+    expected = pytest.raises(sx.errors.MismatchError, match=r"rank 0 .*autograd.*rank 1\b")
     with expected:
         (Deep.apply(torch.ones(4, requires_grad=True), 70, [leaf]) if comm.rank == 0 else leaf * 1).sum().backward()
     with comm.called_by(7):

@@ -60,7 +60,7 @@ def test_the_newest_save_or_the_named_one_is_loaded(tmp_path: Path) -> None:
 
 def test_a_directory_of_saves_is_not_loaded_as_one(tmp_path: Path) -> None:
     save_steps(sx.Checkpoints(tmp_path), 10, 20)
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"contains 2 saves: name one .*step-000000020"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"2 saves.*step-000000020"):
         sx.load_checkpoint(state_of(0), tmp_path)
 
 
@@ -72,20 +72,22 @@ def test_without_a_save_there_is_nothing_to_load(tmp_path: Path) -> None:
         saves = sx.Checkpoints(tmp_path / name)
         assert saves.load(state) is None
         assert saves.latest() is None
-        with pytest.raises(sx.errors.NotFoundError, match="there is no save here yet"):
+        with pytest.raises(sx.errors.NotFoundError, match="no save"):
             saves.load(state, missing_ok=False)
-        with pytest.raises(sx.errors.NotFoundError, match="no save of step 7: there is none"):
+        with pytest.raises(sx.errors.NotFoundError, match=r"step 7.*none"):
             saves.load(state, step=7)
     assert value_in(state) == 0.0
 
 
 def test_other_content_is_not_taken_for_no_save(tmp_path: Path) -> None:
     sx.export_checkpoint({"w": torch.zeros(2)}, tmp_path / "exported")
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"no saves by step but other content, such as 'model"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="other content") as caught:
         sx.Checkpoints(tmp_path / "exported").load(state_of(0))
+    assert "'model.safetensors'" in str(caught.value)
     sx.Checkpoints(tmp_path / "saves").save(state_of(0), 7)
-    with pytest.raises(sx.errors.InvalidArgumentError, match=f"one save: pass .* contains it, {tmp_path}/saves "):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="one save") as caught:
         sx.Checkpoints(tmp_path / "saves" / "step-000000007").load(state_of(0))
+    assert f"{tmp_path}/saves " in str(caught.value)
     (tmp_path / "file").write_text("x")
     with pytest.raises(sx.errors.StateExchangeError, match="file"):
         sx.Checkpoints(tmp_path / "file").load(state_of(0))
@@ -107,10 +109,10 @@ def test_a_file_that_a_process_was_killed_in_writing_is_no_content_and_removed(t
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("file", r"a directory of saves is expected, and this is a file \[.*/file\]"),
-        ("file/saves", r"a directory of saves is expected, and this is a file \[.*/file\]"),
-        ("link", r"this link leads to none: make its target, or mount the disk \[.*/link\]"),
-        ("link/saves", r"this link leads to none: make its target, or mount the disk \[.*/link\]"),
+        ("file", "a file"),
+        ("file/saves", "a file"),
+        ("link", "this link"),
+        ("link/saves", "this link"),
     ],
 )
 def test_a_path_that_no_save_could_make_is_not_taken_for_a_new_job(path: str, text: str, tmp_path: Path) -> None:
@@ -131,7 +133,7 @@ def test_a_path_that_no_save_could_make_is_not_taken_for_a_new_job(path: str, te
 
 @pytest.mark.parametrize("url", ["memory://", "s3:///"])
 def test_a_url_without_a_bucket_is_refused(url: str) -> None:
-    with pytest.raises(sx.errors.InvalidArgumentError, match="names no bucket or directory: give the whole URL"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="no bucket"):
         sx.Checkpoints(url)
 
 
@@ -156,14 +158,14 @@ def test_a_step_that_is_no_save_is_not_taken_for_a_new_job(kind: str, tmp_path: 
         (step / "save.json").unlink()
     else:
         step.mkdir()
-    with pytest.raises(sx.errors.InvalidArgumentError, match="has no saves, but 'step-000000010', which is not"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="'step-000000010'"):
         sx.Checkpoints(tmp_path / "saves").load(state_of(0))
 
 
 def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path, keep=None)
     save_steps(saves, 10, 20)
-    with pytest.raises(sx.errors.NotFoundError, match="no save of step 15: there are steps 10, 20"):
+    with pytest.raises(sx.errors.NotFoundError, match=r"step 15.*10, 20"):
         saves.load(state_of(0), step=15)
 
 
@@ -215,15 +217,16 @@ def test_the_best_step_is_found_by_the_metric(tmp_path: Path) -> None:
     assert (saves.best(), saves.steps()) == (3, [3, 4])
     assert sx.Checkpoints(tmp_path / "saves", best=("loss", "max")).best() == 4
     assert sx.Checkpoints(tmp_path / "saves", best=("other", "max")).best() is None
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"best\(\) needs a metric"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="a metric"):
         sx.Checkpoints(tmp_path / "saves").best()
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path)
     save_steps(saves, 10)
-    with pytest.raises(sx.errors.TargetExistsError, match=r"step 10 is saved already: .*step-000000010"):
+    with pytest.raises(sx.errors.TargetExistsError, match="step 10") as caught:
         saves.save(state_of(5), 10)
+    assert caught.value.path.endswith("step-000000010")
     state = state_of(0)
     saves.load(state)
     assert value_in(state) == 10.0
@@ -237,7 +240,7 @@ def test_a_deleted_save_is_gone(tmp_path: Path) -> None:
     save_steps(saves, 10, 20)
     saves.delete(20)
     assert entries(tmp_path) == ["step-000000010"]
-    with pytest.raises(sx.errors.NotFoundError, match="no save of step 20: there are steps 10"):
+    with pytest.raises(sx.errors.NotFoundError, match=r"step 20.*10"):
         saves.delete(20)
 
 
@@ -395,10 +398,12 @@ def test_a_state_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     state["model"]["w"] = torch.zeros(5, 3)
     with pytest.raises(
         sx.errors.InvalidArgumentError,
-        match=r"shape differs.*; build the state as it was saved, or leave this tensor out by exclude: "
-        r"expected \(4, 3\), found \(5, 3\) \[tensor 'model\.w', .*/step-000000010\]",
-    ):
+        match="shape differs",
+    ) as caught:
         saves.load(state)
+    assert caught.value.name == "model.w"
+    assert (caught.value.expected, caught.value.found) == ((4, 3), (5, 3))
+    assert caught.value.path.endswith("step-000000010")
     assert value_in({"model": {"b": state["model"]["b"]}}) == 0.0
     saves.load(state, exclude=["model.w"])
     assert value_in({"model": {"b": state["model"]["b"]}}) == 10.0
@@ -407,17 +412,17 @@ def test_a_state_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"keep": 0}, "keep must be a whole number of at least 1"),
+        ({"keep": 0}, "keep must be"),
         ({"keep": True}, "keep must be"),
         ({"keep_every": 2.5}, "keep_every must be"),
-        ({"best": "loss"}, "best must be a metric's name and 'min' or 'max'"),
+        ({"best": "loss"}, "best must be"),
         ({"best": ("loss", "least")}, "best must be"),
-        ({"every_steps": 0}, "every_steps must be at least 1"),
+        ({"every_steps": 0}, "every_steps must be"),
         ({"every_s": -1}, "every_s"),
-        ({"agree_every": 0}, "agree_every must be at least 1"),
-        ({"on_signal": "SIGKILL"}, "on_signal takes names such as"),
-        ({"on_signal": ["SIGTERM", 10]}, "on_signal takes names such as"),
-        ({"on_signal": signal.SIGTERM}, "on_signal takes names such as"),
+        ({"agree_every": 0}, "agree_every must be"),
+        ({"on_signal": "SIGKILL"}, "on_signal takes"),
+        ({"on_signal": ["SIGTERM", 10]}, "on_signal takes"),
+        ({"on_signal": signal.SIGTERM}, "on_signal takes"),
     ],
     ids=str,
 )
@@ -440,7 +445,7 @@ def test_a_step_is_a_whole_number(step: Any, tmp_path: Path) -> None:
 
 def test_a_step_that_no_name_could_show_is_refused(tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path)
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"step must be at most 9{18}, not 10{18}"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"at most 9{18}\b"):
         saves.save(state_of(0), 10**18)
     saves.save(state_of(0), 10**18 - 1)
     assert saves.steps() == [10**18 - 1]
@@ -448,8 +453,9 @@ def test_a_step_that_no_name_could_show_is_refused(tmp_path: Path) -> None:
 
 def test_a_wrong_option_of_load_is_refused_before_there_is_a_save(tmp_path: Path) -> None:
     for memory in (False, True):
-        with pytest.raises(sx.errors.InvalidArgumentError, match="load takes no option 'stric', only step, strict,"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="option 'stric'") as caught:
             sx.Checkpoints(tmp_path / "saves", memory=memory).load(state_of(0), stric=False)
+        assert "strict," in str(caught.value)
 
 
 def test_a_save_without_the_metric_is_made_and_is_never_the_best(
@@ -470,11 +476,11 @@ def test_a_save_without_the_metric_is_made_and_is_never_the_best(
 
 def test_metrics_are_numbers(tmp_path: Path) -> None:
     saves = sx.Checkpoints(tmp_path, best=("loss", "min"))
-    with pytest.raises(sx.errors.InvalidArgumentError, match="the metric 'loss' must be a number, not 'low'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"'loss'.*'low'"):
         saves.save(state_of(0), 10, metrics={"loss": "low"})  # type: ignore[dict-item]
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"the metric 'loss' must be a number, not '0\.5'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"'loss'.*'0\.5'"):
         saves.save(state_of(0), 10, metrics={"loss": "0.5"})  # type: ignore[dict-item]
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"metrics must be numbers by name, .* not \[0\.5\]"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"metrics must be.*\[0\.5\]"):
         saves.save(state_of(0), 10, metrics=[0.5])  # type: ignore[arg-type]
     saves.save(state_of(0), 10, metrics={"loss": torch.tensor(0.5), "step": np.int64(3)})  # type: ignore[dict-item]
     assert saves.steps() == [10]
@@ -486,8 +492,9 @@ def test_a_full_disk_leaves_the_saves_that_were_there(tmp_path: Path) -> None:
     try:
         saves = sx.Checkpoints(tmp_path / "saves", keep=1)
         save_steps(saves, 10)
-        with pytest.raises(sx.errors.StorageError, match=r"2\d{6} bytes: .* are free; free space there"):
+        with pytest.raises(sx.errors.StorageError, match=r"2\d{6} bytes") as caught:
             saves.save({"model": {"w": torch.zeros(500_000)}}, 20)
+        assert "free space" in str(caught.value)
         assert entries(tmp_path / "saves") == ["step-000000010"]
         state = state_of(0)
         saves.load(state)

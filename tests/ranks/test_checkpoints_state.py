@@ -158,8 +158,9 @@ def test_a_stateful_data_loader_goes_on_where_its_rank_was(apart: int, tmp_path:
     pytest.importorskip("torchdata.stateful_dataloader")
     run_ranks(reads_the_rest, 2, backend="gloo", args=(str(tmp_path / "saves"), apart))
     alone = {"loader": own_part(0, 1), "step": 0}
-    with pytest.raises(sx.errors.ReplicaError, match=r"2 ranks.*exclude='loader'"):
+    with pytest.raises(sx.errors.ReplicaError, match="2 ranks") as caught:
         sx.Checkpoints(tmp_path / "saves").load(alone)
+    assert "exclude='loader'" in str(caught.value)
     sx.Checkpoints(tmp_path / "saves").load(alone, exclude="loader.*")
     assert (len(list(alone["loader"])), alone["step"]) == (20, 3)
 
@@ -192,8 +193,8 @@ def test_plain_values_that_ranks_saved_differently_are_named(replicas: Any, tmp_
     run_ranks(saves, 2)
     live: dict[str, Any] = {"w": torch.zeros(2), "own": {}}
     if replicas == "equal":
-        remedies = r"pass exclude=\['own.seed', 'own.deep.list'\] .* replicas=\"root\""
-        text = rf"values of 'own.seed' and 1 other entry: .*{remedies}"
+        remedies = r"exclude=\['own.seed', 'own.deep.list'\].*replicas=\"root\""
+        text = rf"'own.seed'.*{remedies}"
         with pytest.raises(sx.errors.ReplicaError, match=text):
             sx.Checkpoints(tmp_path).load(live)
         with pytest.raises(sx.errors.ReplicaError, match=r"values of 'own.deep.list': "):

@@ -77,9 +77,10 @@ def test_an_error_on_one_rank_is_raised_on_all_and_the_communicator_works_on() -
             raise KeyError("salt")
     assert (caught.value.rank, caught.value.phase) == (1, "cooking")
     assert "KeyError: 'salt'" in caught.value.cause
-    with pytest.raises(sx.errors.CorruptError, match=r"bad bytes.*rank 2, /f") as refused, comm.phase("reading"):
+    with pytest.raises(sx.errors.CorruptError, match="bad bytes") as refused, comm.phase("reading"):
         if comm.rank == 2:
             raise sx.errors.CorruptError("bad bytes", path="/f")
+    assert (refused.value.rank, refused.value.path) == (2, "/f")
     assert refused.value.rank == 2
     assert comm.all_gather_object(comm.rank) == [0, 1, 2]
 
@@ -95,7 +96,7 @@ def test_all_ranks_share_a_host_and_a_run() -> None:
 @pytest.mark.ranks(2, backend=("threads", "gloo", "mpi"), reuse=True)
 def test_a_root_that_does_not_exist_is_refused() -> None:
     comm = start()
-    with pytest.raises(ValueError, match="root 2 is not a rank"):
+    with pytest.raises(ValueError, match="root 2"):
         comm.gather_object(1, root=2)
 
 
@@ -131,8 +132,9 @@ def rank_2_is_late() -> list[int]:
     if comm.rank == 2:
         time.sleep(1.2)
         return []
-    with pytest.raises(sx.errors.StallError, match=r"ranks \[2\] did not reach barrier 'lunch' in 0.4 s") as caught:
+    with pytest.raises(sx.errors.StallError, match="'lunch'") as caught:
         comm.barrier(0.4, tag="lunch")
+    assert caught.value.missing == (2,)
     return list(caught.value.missing)
 
 
@@ -229,7 +231,7 @@ def test_torch_distributed_is_adopted() -> None:
 
 
 def not_initialized() -> str:
-    with pytest.raises(sx.errors.NotInitializedError, match=r"WORLD_SIZE=2 means.*init_process_group"):
+    with pytest.raises(sx.errors.NotInitializedError, match=r"WORLD_SIZE=2.*init_process_group"):
         sx.get_communicator()
     with pytest.raises(sx.errors.NotInitializedError):
         sx.export_checkpoint({"w": torch.ones(1)}, "/nowhere")
@@ -278,7 +280,7 @@ def test_launchers_are_recognised(
 
 
 def test_an_unknown_backend_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown backend 'smoke'.*auto, single, shm, gloo, nccl, mpi"):
+    with pytest.raises(ValueError, match=r"'smoke'.*auto, single"):
         sx.init("smoke")
 
 
@@ -339,8 +341,9 @@ def test_twenty_starts_and_stops_leave_no_shared_memory(backend: str, tmp_path: 
 def test_a_value_that_cannot_be_encoded_is_an_error_on_every_rank() -> None:
     comm = start()
     for call in (comm.gather_object, comm.all_gather_object):
-        with pytest.raises(sx.errors.UnsupportedError, match=r"cannot write a builtins.object.*rank 1"):
+        with pytest.raises(sx.errors.UnsupportedError, match="object") as caught:
             call([object() if comm.rank == 1 else 1])
+        assert caught.value.rank == 1
     with pytest.raises(sx.errors.UnsupportedError, match=r"cannot write.*rank 0"):
         comm.broadcast_object(object() if comm.rank == 0 else None)
     comm.barrier()

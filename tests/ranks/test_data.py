@@ -157,14 +157,14 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ((np.ones(3), np.ones(4)), r"differ in length: data\[0\] 3, data\[1\] 4"),
-        ({"x": [1, 2], "y": {"z": [1]}}, r"data\['x'\] 2, data\['y'\]\['z'\] 1"),
-        ((1, 2, 3), r"data\[0\] is an int and has no numbered samples: give a list"),
+        ((np.ones(3), np.ones(4)), r"data\[0\] 3, data\[1\] 4"),
+        ({"x": [1, 2], "y": {"z": [1]}}, r"data\['y'\]\['z'\] 1"),
+        ((1, 2, 3), r"data\[0\] is"),
         ((), "no fields"),
         ({}, "no fields"),
-        (Stream(), "Stream and has no numbered samples"),
-        ({1, 2}, "a set and has no numbered samples"),
-        (torch.tensor(3), "a Tensor and has no length"),
+        (Stream(), "a Stream"),
+        ({1, 2}, "a set"),
+        (torch.tensor(3), "a Tensor"),
         (None, "a NoneType"),
     ],
     ids=["lengths", "nested lengths", "numbers", "tuple", "mapping", "iterable", "set", "scalar", "None"],
@@ -175,8 +175,9 @@ def test_data_without_samples_are_refused(data: Any, words: str) -> None:
 
 
 def test_an_unknown_option_lists_the_known_ones() -> None:
-    with pytest.raises(sx.errors.InvalidArgumentError, match="short, pad, drop, balanced, not 'repeat'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="'repeat'") as caught:
         DistributedDataContainer([1], uneven="repeat")
+    assert "short, pad, drop, balanced" in str(caught.value)
 
 
 def test_indices_out_of_range_are_index_errors() -> None:
@@ -268,7 +269,7 @@ def test_a_state_loaded_after_workers_began_is_an_error() -> None:
     loader = DataLoader(container, num_workers=1, persistent_workers=True)
     assert len(list(loader)) == 6
     container.load_state_dict({**container.state_dict(), "consumed": [[1, 2]]})
-    with pytest.raises(sx.errors.InvalidArgumentError, match="make a new DataLoader"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="new DataLoader"):
         list(loader)
     assert torch.cat(list(DataLoader(container, num_workers=1))).tolist() == [2, 3, 4, 5]
 
@@ -391,21 +392,24 @@ def test_a_loaded_state_brings_its_seed() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_samples": 24}, "num_samples differs: expected 23, found 24"),
-        ({"uneven": "pad"}, "uneven differs: expected short, found pad"),
-        ({"shuffle": True}, "shuffle differs: expected False, found True"),
+        ({"num_samples": 24}, "num_samples differs"),
+        ({"uneven": "pad"}, "uneven differs"),
+        ({"shuffle": True}, "shuffle differs"),
         ({"more": 1}, "no state of"),
-        ({"consumed": []}, "pairs of ranks and samples"),
-        ({"consumed": [[0, 1]]}, "pairs of ranks and samples"),
-        ({"consumed": 3}, "pairs of ranks and samples"),
+        ({"consumed": []}, "consumed must be"),
+        ({"consumed": [[0, 1]]}, "consumed must be"),
+        ({"consumed": 3}, "consumed must be"),
     ],
     ids=str,
 )
 def test_a_state_of_other_data_is_refused(change: dict[str, Any], words: str) -> None:
     container = DistributedDataContainer(list(range(23)))
     before = container.state_dict()
-    with pytest.raises(sx.errors.InvalidArgumentError, match=words):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=words) as caught:
         container.load_state_dict({**before, **change})
+    ((key, value),) = change.items()
+    if words.endswith("differs"):
+        assert (caught.value.expected, caught.value.found) == (before[key], value)
     with pytest.raises(sx.errors.InvalidArgumentError, match="no state of"):
         container.load_state_dict(None)
     assert container.state_dict() == before
@@ -415,10 +419,9 @@ def test_consuming_more_than_a_part_is_refused() -> None:
     container = DistributedDataContainer([1, 2, 3])
     container.advance(2)
     for number in (2, -1):
-        with pytest.raises(
-            sx.errors.InvalidArgumentError, match=r"2 of its 3 samples of epoch 0.*set_epoch begins the next"
-        ):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="2 of its 3") as caught:
             container.advance(number)
+        assert "set_epoch" in str(caught.value)
     container.advance(1)
     container.set_epoch(1)
     container.advance(3)

@@ -281,8 +281,9 @@ def test_ranks_copies_that_differ_are_not_equal_to_anything(tmp_path: Path) -> N
     torch.save({"w": torch.ones(3), "v": torch.ones(3)}, tmp_path / "whole.pt")
     assert set(differing(tmp_path / "equal", tmp_path / "whole.pt")) == {"v"}
     for paths in (("differ", "whole.pt"), ("whole.pt", "differ"), ("equal", "differ")):
-        with pytest.raises(sx.errors.ReplicaError, match=r"rank0\.pt and rank1\.pt hold different values .*rank1\.pt"):
+        with pytest.raises(sx.errors.ReplicaError, match=r"rank0\.pt and rank1\.pt") as caught:
             sx.diff_checkpoints(*(tmp_path / path for path in paths))
+        assert caught.value.path.endswith("rank1.pt")
 
 
 @pytest.mark.parametrize("is_published", [False, True])
@@ -322,7 +323,7 @@ def test_options_that_compare_nothing_are_refused(tmp_path: Path) -> None:
 def test_without_a_tensor_there_is_nothing_to_compare(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(1)}, "optimizer": {"state": {}, "param_groups": [{}]}}, tmp_path / "a.pt")
     for a in (tmp_path / "a.pt", {"epoch": 1}):
-        with pytest.raises(sx.errors.InvalidArgumentError, match="nothing to compare: neither has a tensor"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="nothing to compare"):
             sx.diff_checkpoints(a, tmp_path / "a.pt", section="optimizer")
 
 
@@ -333,8 +334,9 @@ def test_a_byte_that_differs_from_its_digest_is_an_error(tmp_path: Path) -> None
     with open(path / "model.safetensors", "r+b") as file:
         file.seek(-3, os.SEEK_END)
         file.write(b"\x01\x02\x03")
-    with pytest.raises(sx.errors.CorruptError, match="bytes differ from their digest"):
+    with pytest.raises(sx.errors.CorruptError, match="digest") as caught:
         sx.diff_checkpoints(other, path)
+    assert caught.value.name == "w"
 
 
 def test_the_command_prints_differences_as_lines_bars_and_json(tmp_path: Path, call: CommandLine) -> None:
@@ -415,7 +417,8 @@ def test_packed_live_tensors_are_compared_by_their_bytes(tmp_path: Path) -> None
 def test_live_state_is_not_compared_with_copies_that_differ_nor_with_nothing(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "rank0.pt")
     torch.save({"w": torch.zeros(3)}, tmp_path / "rank1.pt")
-    with pytest.raises(sx.errors.ReplicaError, match=r"rank0\.pt and rank1\.pt hold different values"):
+    with pytest.raises(sx.errors.ReplicaError, match=r"rank0\.pt and rank1\.pt"):
         sx.diff_checkpoints({"w": torch.ones(3)}, tmp_path)
-    with pytest.raises(sx.errors.InvalidArgumentError, match="select none of the names, such as 'w'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="include and exclude") as caught:
         sx.diff_checkpoints({"w": torch.ones(3)}, tmp_path / "rank0.pt", include="layers.*")
+    assert "'w'" in str(caught.value)

@@ -270,30 +270,30 @@ def test_every_refusal_names_its_reason_on_every_rank(tmp_path: Path) -> None:
     mine = torch.full((2, 2), float(rank))
     check_refusal(
         sx.errors.ReplicaError,
-        r"ranks 0 and 1 hold different values.*layout=\{\"w\": Shard\(0\)\}.*replicas=\"root\".*stages.*'w'",
+        r"\{\"w\": Shard\(0\)\}.*replicas=\"root\"",
         {"w": mine},
         out,
     )
     check_refusal(
         sx.errors.CorruptError,
-        r"disagree on the dtype: expected F32, found F64.*'w', rank 1",
+        r"F32, .*F64.*'w', rank 1\b",
         {"w": mine if rank == 0 else mine.double()},
         out,
     )
     gap = {"w": {"global_shape": (5, 2), "offsets": (3 * rank, 0), "shape": (2, 2)}}
-    check_refusal(sx.errors.IncompleteError, r"no rank holds region \[2:3, 0:2\].*'w'", {"w": mine}, out, layout=gap)
+    check_refusal(sx.errors.IncompleteError, r"holds region \[2:3, 0:2\].*'w'", {"w": mine}, out, layout=gap)
     overlap = {"w": {"global_shape": (3, 2), "offsets": (rank, 0), "shape": (2, 2)}}
     check_refusal(
         sx.errors.OverlapError,
-        r"region \[1:2, 0:2\] is claimed twice.*rank 0.*rank 1.*'w'",
+        r"\[1:2, 0:2\].*rank 0\b.*rank 1\b.*'w'",
         {"w": mine},
         out,
         layout=overlap,
     )
-    check_refusal(ValueError, r"layout pattern 'x' matches no tensor", {"w": mine}, out, layout={"x": {"dim": 0}})
-    check_refusal(ValueError, r"include pattern 'x' matches no tensor", {"w": mine}, out, include="x")
+    check_refusal(ValueError, "layout pattern 'x'", {"w": mine}, out, layout={"x": {"dim": 0}})
+    check_refusal(ValueError, "include pattern 'x'", {"w": mine}, out, include="x")
     check_refusal(sx.errors.UnsupportedError, r"complex128.*'w'", {"w": torch.ones(1, dtype=torch.complex128)}, out)
-    check_refusal(ValueError, r"'5 apples' is not a size", {"w": mine}, out, max_shard_size="5 apples")
+    check_refusal(ValueError, "'5 apples'", {"w": mine}, out, max_shard_size="5 apples")
     assert not out.exists()
     sx.export_checkpoint({"w": mine}, out, replicas="root")
     assert torch.equal(load_file(out / "model.safetensors")["w"], torch.zeros(2, 2))
@@ -313,7 +313,7 @@ def test_an_existing_target_is_kept_without_overwrite(tmp_path: Path) -> None:
     if comm.rank == 0:
         (out / "notes.txt").write_text("mine")
     comm.barrier()
-    check_refusal(sx.errors.UnsafeError, r"'notes.txt' is not listed", {"w": torch.zeros(2)}, out, overwrite=True)
+    check_refusal(sx.errors.UnsafeError, r"'notes\.txt'", {"w": torch.zeros(2)}, out, overwrite=True)
     assert (out / "notes.txt").read_text() == "mine"
 
 
@@ -328,7 +328,7 @@ def test_an_exception_in_on_progress_is_raised_on_all_and_leaves_nothing(tmp_pat
     state = {f"w{i}.{comm.rank}": torch.ones(1000) for i in range(5)}
     check_refusal(
         sx.errors.PeerError,
-        rf"rank 1 on {platform.node()} failed in export_checkpoint \(writing\): ZeroDivisionError: oops",
+        rf"rank 1 on {platform.node()} .*ZeroDivisionError: oops",
         state,
         tmp_path / "out",
         on_progress=progress,
@@ -427,8 +427,9 @@ def test_what_cannot_be_saved_is_named_and_the_last_save_stays(tmp_path: Path) -
     sx.save_checkpoint({"w": torch.ones(2)}, tmp_path / "ckpt")
     comm.barrier()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(sx.errors.UnsupportedError, match=r"cannot write a builtins.object as JSON, at \.x.*rank 1"):
+    with pytest.raises(sx.errors.UnsupportedError, match=r"object.*JSON") as caught:
         sx.save_checkpoint({"w": torch.zeros(2), "x": object() if comm.rank else 1}, tmp_path / "ckpt", overwrite=True)
+    assert caught.value.rank == 1
     comm.barrier()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -440,8 +441,9 @@ def exports_on_odd_meshes(out: str) -> None:
     rank = sx.get_communicator().rank
     whole = torch.arange(10.0).reshape(5, 2)
     swapped = distribute_tensor(whole, DeviceMesh("cpu", [2, 0, 1]), [Shard(0)])
-    with pytest.raises(sx.errors.UnsupportedError, match=r"out of order.*'w'"):
+    with pytest.raises(sx.errors.UnsupportedError, match="out of order") as caught:
         sx.export_checkpoint({"w": swapped}, f"{out}-swapped")
+    assert caught.value.name == "w"
     pair = distribute_tensor(whole, DeviceMesh("cpu", [0, 1]), [Shard(0)])
     head = {} if rank else {"head": torch.ones(2)}
     sx.export_checkpoint({"w": pair, **head}, out, layout={"head": {"dim": 0}})
@@ -459,17 +461,18 @@ def test_two_tensors_of_one_name_without_wrappers_are_refused(tmp_path: Path) ->
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(1))
     model._orig_mod = nn.Linear(1, 1, bias=False)
-    with pytest.raises(ValueError, match=r"once wrappers are removed.*'weight'"):
+    with pytest.raises(ValueError, match="this name") as caught:
         sx.export_checkpoint(model, tmp_path / "out")
+    assert caught.value.name == "weight"
 
 
 @pytest.mark.parametrize("out", ["s3://bucket/key", "shm://name"])
 def test_a_target_that_is_no_directory_is_refused(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="goes to a directory, not to"):
+    with pytest.raises(ValueError, match="to a directory"):
         sx.export_checkpoint({"w": torch.ones(1)}, out)
     if out.startswith("shm:"):  # a save goes to object stores, too
-        with pytest.raises(ValueError, match="goes to a directory, not to"):
+        with pytest.raises(ValueError, match="to a directory"):
             sx.save_checkpoint({"w": torch.ones(1)}, out)
     assert not list(tmp_path.iterdir())
 
@@ -519,13 +522,13 @@ def test_equal_descriptions_are_sent_once_and_the_report_counts_bytes_by_phase(t
 @pytest.mark.parametrize(
     ("option", "values", "message"),
     [
-        ("dtype", (None, "float16"), "dtype is None on rank 0 and 'float16' on rank 1"),
-        ("dtype", (torch.bfloat16, torch.float32), "dtype is 'bfloat16' on rank 0 and 'float32' on rank 1"),
-        ("include", ("*", ()), r"include is \('\*',\) on rank 0 and \(\) on rank 1"),
-        ("rename", (str.upper, [("a", "b")]), r"rename is a function on rank 0 and \(\('a', 'b'\),\) on rank 1"),
-        ("max_shard_size", ("1GB", 10**9 + 1), "max_shard_size is 1000000000 on rank 0 and 1000000001 on rank 1"),
-        ("replicas", ("root", "equal"), "replicas is 'root' on rank 0 and 'equal' on rank 1"),
-        ("layout", ({"mesh": {"tp": 2}, "rules": {}}, None), r"mesh is \{'tp': 2\} on rank 0 and \{\} on rank 1"),
+        ("dtype", (None, "float16"), "dtype is None .*'float16'"),
+        ("dtype", (torch.bfloat16, torch.float32), "dtype is 'bfloat16'.*'float32'"),
+        ("include", ("*", ()), r"include is \('\*',\) .* \(\) "),
+        ("rename", (str.upper, [("a", "b")]), r"rename is .*\(\('a', 'b'\),\)"),
+        ("max_shard_size", ("1GB", 10**9 + 1), "max_shard_size is 1000000000 .* 1000000001 "),
+        ("replicas", ("root", "equal"), r"replicas is 'root'.*'equal'"),
+        ("layout", ({"mesh": {"tp": 2}, "rules": {}}, None), r"mesh is \{'tp': 2\} .* \{\} "),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )
@@ -564,7 +567,7 @@ def test_copies_on_one_rank_must_be_equal_too(ranks: int, tmp_path: Path) -> Non
 
 
 def exports_copies(out: str, layout: Any) -> None:
-    with pytest.raises(sx.errors.ReplicaError, match="two copies of rank 0 have different values"):
+    with pytest.raises(sx.errors.ReplicaError, match="copies of rank 0"):
         sx.export_checkpoint({"w": torch.arange(4.0).reshape(2, 2)}, out, layout=layout)
     sx.export_checkpoint({"w": torch.ones(2, 2)}, out, layout=layout)
 
@@ -572,18 +575,18 @@ def exports_copies(out: str, layout: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"files_from": {"config.json": {"a": 1}}}, "must be str or bytes"),
-        ({"files_from": {5: "a"}}, "not a plain file name"),
+        ({"files_from": {"config.json": {"a": 1}}}, "config.json.*str or bytes"),
+        ({"files_from": {5: "a"}}, "plain file name"),
         ({"files_from": 5}, "files_from must be"),
-        ({"files_from": {"a\0b": "x"}}, "not a plain file name"),
-        ({"files_from": {"model.safetensors": "x"}, "max_shard_size": 16}, "not a plain file name"),
+        ({"files_from": {"a\0b": "x"}}, "plain file name"),
+        ({"files_from": {"model.safetensors": "x"}, "max_shard_size": 16}, "plain file name"),
         ({"rename": 5}, "rename must be"),
         ({"rename": [(1, 2)]}, "rename must be"),
         ({"include": 5}, "include must be"),
         ({"exclude": [5]}, "exclude must be"),
-        ({"layout": {"a": {"global_shape": [4], "boxes": {"0": [[[0], [4]]]}}}}, "boxes must be a list"),
-        ({"layout": {"a": {"global_shape": [4], "boxes": [[[0], [4]]]}}}, "boxes must be a list .* not a box: "),
-        ({"layout": {"a": {"global_shape": [4], "boxes": [0]}}}, "boxes must be a list .* not iterable"),
+        ({"layout": {"a": {"global_shape": [4], "boxes": {"0": [[[0], [4]]]}}}}, "boxes must be"),
+        ({"layout": {"a": {"global_shape": [4], "boxes": [[[0], [4]]]}}}, "boxes.*not a box"),
+        ({"layout": {"a": {"global_shape": [4], "boxes": [0]}}}, "boxes.*iterable"),
     ],
     ids=str,
 )

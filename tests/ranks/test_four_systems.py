@@ -222,9 +222,9 @@ def test_lux_initialize_initialized_and_get_distributed_backend(comm: Communicat
         assert sx.is_initialized()
         assert sx.init() is comm  # idempotent
         assert sx.get_communicator() is comm
-    with pytest.raises(InvalidArgumentError, match="devices is None, False or a list"), defaults.use(None):
+    with pytest.raises(InvalidArgumentError, match="devices is"), defaults.use(None):
         sx.init("single", devices=5)
-    with pytest.raises(InvalidArgumentError, match="no device for local_rank 0"), defaults.use(None):
+    with pytest.raises(InvalidArgumentError, match="local_rank 0"), defaults.use(None):
         sx.init("single", devices=[])
     with defaults.use(None):
         assert sx.init("single", devices=["cpu"]).device.type == "cpu"
@@ -233,7 +233,7 @@ def test_lux_initialize_initialized_and_get_distributed_backend(comm: Communicat
 
 def test_lux_nccl_backend_without_its_extension() -> None:
     kinds = (MissingExtraError, UnsupportedError)  # as torch is built for CUDA or not
-    with pytest.raises(kinds, match="NCCL needs a CUDA build"), defaults.use(None):
+    with pytest.raises(kinds, match="CUDA build"), defaults.use(None):
         sx.init("nccl")
 
 
@@ -495,7 +495,7 @@ def test_bagua_distributed_module(comm: Communicator, directory: Path) -> None:
 @on_ranks(1, 2)
 def test_bagua_reducer_arguments_and_bucket_types(comm: Communicator, directory: Path) -> None:
     for align_bytes in (7, 12, 4):
-        with pytest.raises(ValueError, match="power of two, 8 or more"):
+        with pytest.raises(ValueError, match="align_bytes"):
             sx.train.BucketReducer(bagua_net(), align_bytes=align_bytes)
     with pytest.raises(ValueError, match="bucket_type"):
         sx.train.BucketReducer(bagua_net(), bucket_type="momentum")  # type: ignore[arg-type] (refused at run time, too)
@@ -562,10 +562,9 @@ def test_bagua_switch_to(comm: Communicator, directory: Path) -> None:
         assert module[0].weight.eq((comm.world_size + 1) / 2).all()  # after a switch they are averages
         train(wrapped, optimizer, comm.rank, 2)
     assert optimizer.state[module[0].weight]["step"].item() == 8
-    with pytest.raises(
-        ValueError, match="known: allreduce, sg-allreduce, quantize, decentralize"
-    ):  # Bagua raises KeyError
+    with pytest.raises(ValueError, match="unknown algorithm") as caught:  # Bagua raises KeyError
         wrapped.switch_to("unknown")
+    assert "quantize" in str(caught.value)
 
 
 @on_ranks(1, 2)

@@ -256,7 +256,7 @@ def fails_then_works(url: str) -> list[Any]:
     if rank == 1:
         time.sleep(2)  # comes when rank 0 has given up once
         return [init_by_hand(url).world_size]
-    with pytest.raises(sx.errors.StallError, match=r"ranks \[1\] did not join at tcp://") as caught:
+    with pytest.raises(sx.errors.StallError, match=r"tcp://") as caught:
         init_by_hand(url, timeout_s=1)
     assert caught.value.missing == (1,)
     return [init_by_hand(url).world_size]
@@ -275,8 +275,9 @@ def dies_while_meeting(directory: str, kill: bool) -> list[Any]:
         time.sleep(3)
         return []
     if kill:
-        with pytest.raises(sx.errors.StallError, match=r"ranks \[1, 2\] did not join at .* in 1.5 s"):
+        with pytest.raises(sx.errors.StallError, match=r"1\.5 s") as caught:
             init_by_hand(f"file://{directory}", timeout_s=1.5)
+        assert caught.value.missing == (1, 2)
         return []
     return describe(init_by_hand(f"file://{directory}"))
 
@@ -302,19 +303,19 @@ def test_two_processes_of_one_rank_are_detected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rendezvous": "s3://bucket", "rank": 0, "world_size": 2}, "must be file:///directory or tcp://host:port"),
-        ({"rendezvous": "file:///nu\0ll", "rank": 0, "world_size": 2}, "must be file:///directory"),
+        ({"rendezvous": "s3://bucket", "rank": 0, "world_size": 2}, "rendezvous must be"),
+        ({"rendezvous": "file:///nu\0ll", "rank": 0, "world_size": 2}, "rendezvous must be"),
         (
             {"rendezvous": "tcp://host:70000", "rank": 0, "world_size": 2},
-            "must be file:///directory or tcp://host:port",
+            "rendezvous must be",
         ),
-        ({"rendezvous": "file://relative", "rank": 0, "world_size": 2}, "must be file:///directory"),
-        ({"rendezvous": "tcp://host", "rank": 0, "world_size": 2}, "must be file:///directory or tcp://host:port"),
-        ({"rendezvous": "file:///tmp/x"}, "needs rank and world_size"),
+        ({"rendezvous": "file://relative", "rank": 0, "world_size": 2}, "rendezvous must be"),
+        ({"rendezvous": "tcp://host", "rank": 0, "world_size": 2}, "rendezvous must be"),
+        ({"rendezvous": "file:///tmp/x"}, "needs rank"),
         ({"rendezvous": "file:///tmp/x", "rank": 2, "world_size": 2}, "0 <= rank < world_size"),
-        ({"rank": 0, "world_size": 2}, "come with a rendezvous"),
-        ({"backend": "mpi", "rendezvous": "file:///tmp/x"}, "mpi backend takes no rendezvous"),
-        ({"check": "shapes"}, "check must be 'auto' or 'off'"),
+        ({"rank": 0, "world_size": 2}, "come with"),
+        ({"backend": "mpi", "rendezvous": "file:///tmp/x"}, "takes no rendezvous"),
+        ({"check": "shapes"}, "check must be"),
     ],
     ids=str,
 )
@@ -325,8 +326,9 @@ def test_impossible_arguments_are_refused(arguments: dict[str, Any], message: st
 
 
 def test_an_address_at_which_nobody_listens_is_an_error() -> None:
-    with pytest.raises(sx.errors.StallError, match=r"ranks \[0\] did not join at tcp://.* in 1 s: .*refused"):
+    with pytest.raises(sx.errors.StallError, match=r"tcp://.*refused") as caught:
         sx.init(rendezvous=f"tcp://127.0.0.1:{free_port()}", rank=1, world_size=2, timeout_s=1)
+    assert caught.value.missing == (0,)
 
 
 # Repeated calls
@@ -415,7 +417,7 @@ def test_slurm_without_an_address_is_an_error(missing: bool, monkeypatch: pytest
     if not missing:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    expected = "set MASTER_ADDR and MASTER_PORT" if missing else "did not join at tcp://127.0.0.1"
+    expected = "MASTER_ADDR and MASTER_PORT" if missing else "tcp://127.0.0.1"
     with pytest.raises(sx.errors.NotInitializedError if missing else sx.errors.StallError, match=expected):
         sx.init(timeout_s=1)
 
@@ -448,7 +450,7 @@ def test_an_mpiexec_of_another_mpi_is_detected() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_gpu_names_what_is_missing() -> None:
-    with pytest.raises((sx.errors.MissingExtraError, sx.errors.UnsupportedError), match="CUDA build of torch"):
+    with pytest.raises((sx.errors.MissingExtraError, sx.errors.UnsupportedError), match="CUDA build"):
         sx.init("nccl")
     assert not sx.is_initialized()
 
@@ -597,7 +599,7 @@ def reduces_in_a_tiny_dev_shm(url: str) -> list[Any]:
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(4, 0, 0, 0, 0) == 0
     drop_ptrace(libc)
-    with pytest.raises(sx.errors.UnsupportedError, match="room for a few MiB of each rank"):
+    with pytest.raises(sx.errors.UnsupportedError, match="cannot share memory"):
         init_by_hand(url, "shm")
     comm = init_by_hand(url)
     return [comm.backend, float(comm.all_reduce(torch.ones(3_000_000))[-1]), len(logged), os.listdir("/dev/shm")]
@@ -827,7 +829,7 @@ def test_every_public_call_refuses_an_invalid_deadline(wrong: Any, tmp_path: Pat
         workspace = sx.NFSWorkspace(folder)
         calls["NFSWorkspace"] = lambda: workspace.read_configs_and_weights_from_rank(0, timeout_s=wrong)
     for name, call in calls.items():
-        with pytest.raises(sx.errors.InvalidArgumentError, match=r"timeout_s must be a number of seconds"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be"):
             pytest.fail(f"{name} returned {call()!r}")
     assert not sx.is_initialized()
     assert not (tmp_path / "out").exists()
@@ -837,12 +839,15 @@ def gives_wrong_deadlines() -> str:
     comm = sx.get_communicator()
     for wrong in (0, -1, float("nan"), "5"):
         timeout: Any = wrong if comm.rank else None
-        with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be") as caught:
             comm.barrier(timeout_s=timeout)
-        with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
+        assert caught.value.rank == 1
+        with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be") as caught:
             comm.agree(timeout_s=timeout)
-        with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
+        assert caught.value.rank == 1
+        with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be") as caught:
             comm.all_gather_bytes(b"", timeout_s=timeout)
+        assert caught.value.rank == 1
     comm.barrier(timeout_s=float("inf"))
     comm.barrier(timeout_s=10**400)
     return "ok"
@@ -907,7 +912,7 @@ for refused in (lambda: comm.all_reduce(np.ones(3)), lambda: comm.device):
     try:
         refused()
     except sx.errors.MissingExtraError as error:
-        assert "needs torch: pip install" in str(error)
+        assert 'pip install "statexchange[torch]"' in str(error)
     else:
         raise AssertionError("no MissingExtraError")
 comm.barrier()
@@ -917,7 +922,7 @@ for wish in ({"backend": "shm"}, {"backend": "gloo", **meeting}):
     try:
         sx.init(**wish)
     except sx.errors.MissingExtraError as error:
-        assert "needs torch: pip install" in str(error)
+        assert 'pip install "statexchange[torch]"' in str(error)
     else:
         raise AssertionError("no MissingExtraError")
 assert "torch" not in sys.modules

@@ -116,7 +116,7 @@ def have_different_names(out: str) -> None:
         if sx.get_rank()
         else {"layers.0.ffn_norm.weight": torch.ones(2), "x": torch.ones(1)}
     )
-    with pytest.raises(UnsafeError, match="no rule for 1 of 3 names: x"):
+    with pytest.raises(UnsafeError, match=r"no rule.*\bx;"):
         sx.export_checkpoint(state, out, convert=LLAMA3)
     layout = {"layers.*": {"renumber": "layers"}} if sx.get_rank() else None
     with pytest.raises(InvalidArgumentError, match="renumbers"):
@@ -247,12 +247,12 @@ def test_the_model_of_a_jobs_save_is_converted_and_renames_come_after_the_conver
 def test_names_without_a_rule_are_refused_or_unexpected(tmp_path: Path) -> None:
     save_file({"norm.weight": torch.ones(2), "x": torch.ones(1)}, tmp_path / "s.safetensors")
     state = {"model.norm.weight": torch.zeros(2)}
-    with pytest.raises(UnsafeError, match="no rule for 1 of 2 names: x"):
+    with pytest.raises(UnsafeError, match=r"no rule.*\bx;"):
         sx.load_checkpoint(state, tmp_path / "s.safetensors", convert=LLAMA3)
     report = sx.load_checkpoint(state, tmp_path / "s.safetensors", convert=LLAMA3, strict=False)
     assert report.unexpected == ("x",)
     assert state["model.norm.weight"].tolist() == [1, 1]
-    with pytest.raises(NotFoundError, match="missing in the source"):
+    with pytest.raises(NotFoundError, match=r"missing.*\bmodel\.norm\.weight;"):
         sx.load_checkpoint(state, tmp_path / "s.safetensors")
 
 

@@ -99,8 +99,9 @@ def exports_dtensors_with_a_layout(out: str) -> bool:
     rank = mesh.get_rank()
     w = torch.arange(8.0)
     cut = distribute_tensor(w, mesh, [Shard(0)])
-    with pytest.raises(ValueError, match="'w' matches a tensor that is sharded already"):
+    with pytest.raises(ValueError, match="sharded already") as caught:
         sx.export_checkpoint({"w": cut}, out, layout={"w": {"dim": 0}})
+    assert caught.value.name == "w"
     scale = distribute_tensor(torch.zeros(2), mesh, [Replicate()])
     scale.to_local().fill_(rank)
     state = {"w.weight": cut, "scale": scale, "v.weight": w.chunk(2)[rank]}
@@ -377,11 +378,9 @@ def test_a_reduction_does_not_change_the_state_and_complex_numbers_are_refused(t
     assert mine.tolist() == [rank + 10.0] * 3
     layout = {"s": {"reduce": "max"}}
     complex_ = {"s": torch.zeros(2, dtype=torch.complex64)}
-    check_refusal(
-        sx.errors.UnsupportedError, "complex numbers have no max.*'s'", complex_, tmp_path / "x", layout=layout
-    )
+    check_refusal(sx.errors.UnsupportedError, "complex numbers.*'s'", complex_, tmp_path / "x", layout=layout)
     uneven = {"s": mine if rank else mine.bfloat16()}
-    message = r"copies to be reduced differ in dtype: expected BF16, found F32.*'s', rank 1"
+    message = r"BF16, .* F32 .*'s', rank 1\b"
     check_refusal(sx.errors.CorruptError, message, uneven, tmp_path / "x", layout=layout, dtype="float16")
 
 
@@ -447,7 +446,7 @@ def test_names_that_cannot_be_renumbered_are_refused(tmp_path: Path) -> None:
     bad = {"experts.w": torch.ones(1)}
     check_refusal(
         ValueError,
-        "renumbers 'experts', but the name has no number after it.*'experts.w'",
+        r"no number .*'experts\.w'",
         bad,
         tmp_path / "x",
         layout=layout,
@@ -455,7 +454,7 @@ def test_names_that_cannot_be_renumbered_are_refused(tmp_path: Path) -> None:
     state = {"experts.0.w": torch.ones(1), f"experts.{rank}.v": torch.ones(1)}
     twice = {"experts.0.w": torch.ones(1), **({"experts.1.v": torch.ones(1)} if rank else {})}
     rename = {"*.w": [{"renumber": "experts"}, {"dim": 0, "split": {"w": {"v": 1}}}]}
-    message = r"the layout gives this name to two tensors of one rank.*'experts\.1\.v', rank 1"
+    message = r"two tensors.*'experts\.1\.v', rank 1\b"
     check_refusal(ValueError, message, twice, tmp_path / "x", layout=rename)
     sx.export_checkpoint(state, tmp_path / "out", layout=layout)
     assert sorted(load_directory(tmp_path / "out")) == ["experts.0.v", "experts.0.w", "experts.1.v", "experts.1.w"]

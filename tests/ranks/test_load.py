@@ -104,35 +104,38 @@ def test_a_compiled_model_with_tied_weights_is_loaded_and_stays_tied(tmp_path: P
 def test_all_names_that_differ_are_in_one_error_and_nothing_is_changed(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "model.safetensors")
     live = {"a": torch.zeros(2), "c": torch.zeros(2)}
-    with pytest.raises(FileNotFoundError, match=r"1 missing in the source: c; 1 not in the state: b.*strict=False"):
+    with pytest.raises(FileNotFoundError, match=r"missing.*: c;.*: b;.*strict=False"):
         sx.load_checkpoint(live, tmp_path)
     assert live["a"].tolist() == [0, 0]
     report = sx.load_checkpoint(live, tmp_path, strict=False)
     assert (report.missing, report.unexpected) == (("c",), ("b",))
     assert live["a"].tolist() == [1, 1]
-    with pytest.raises(ValueError, match=r"1 not in the state: b"):
+    with pytest.raises(ValueError, match=r"not in.*\bb;"):
         sx.load_checkpoint({"a": torch.zeros(2)}, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("live", "message"),
+    ("live", "differs", "sides"),
     [
-        (torch.zeros(3), r"shape differs.*expected \(2,\), found \(3,\).*'a'"),
-        (torch.zeros(2, dtype=torch.float16), "dtype differs.*expected F32, found F16.*'a'"),
+        (torch.zeros(3), "shape differs", ((2,), (3,))),
+        (torch.zeros(2, dtype=torch.float16), "dtype differs", ("F32", "F16")),
     ],
     ids=["shape", "dtype"],
 )
-def test_shapes_and_dtypes_must_be_equal(live: torch.Tensor, message: str, tmp_path: Path) -> None:
+def test_shapes_and_dtypes_must_be_equal(live: torch.Tensor, differs: str, sides: Any, tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=differs) as caught:
         sx.load_checkpoint({"a": live}, tmp_path)
+    assert caught.value.name == "a"
+    assert (caught.value.expected, caught.value.found) == sides
 
 
 def test_changed_bytes_are_detected(tmp_path: Path) -> None:
     sx.export_checkpoint({"a": torch.ones(1000)}, tmp_path / "out")
     flip_bit(tmp_path / "out/model.safetensors", -9)
-    with pytest.raises(sx.errors.CorruptError, match=r"bytes differ from their digest.*'a'"):
+    with pytest.raises(sx.errors.CorruptError, match="digest") as caught:
         sx.load_checkpoint({"a": torch.zeros(1000)}, tmp_path / "out")
+    assert caught.value.name == "a"
 
 
 @settings(max_examples=25)
@@ -166,8 +169,9 @@ def test_values_that_differ_for_one_memory_are_not_called_corrupt(size: int, sch
     sx.export_checkpoint(saved, tmp_path / "out")
     memory = torch.zeros(2 * size - 1)
     for state in ({"a": memory[:size], "b": memory[:size]}, {"a": memory[:size], "b": memory[size - 1 :]}):
-        with pytest.raises(sx.errors.ReplicaError, match=r"shares memory with '[ab]', for which the source has other"):
+        with pytest.raises(sx.errors.ReplicaError, match="shares memory") as caught:
             sx.load_checkpoint(state, f"{scheme}{tmp_path}/out", strict=False)
+        assert caught.value.name in ("a", "b")
     state = {"a": memory[:size], "c": memory[:size]}
     sx.load_checkpoint(state, f"{scheme}{tmp_path}/out", strict=False)
     assert equal(state, {"a": saved["a"], "c": saved["a"]})
@@ -192,8 +196,9 @@ def test_thousands_of_tensors_are_read(tmp_path: Path) -> None:
 def test_of_many_tensors_the_one_with_changed_bytes_is_named(damaged: int, tmp_path: Path) -> None:
     sx.export_checkpoint({f"{i:02}": torch.full((100,), i) for i in range(40)}, tmp_path / "out")
     flip_bit(tmp_path / "out/model.safetensors", -(39 - damaged) * 800 - 400)
-    with pytest.raises(sx.errors.CorruptError, match=rf"bytes differ from their digest.*'{damaged:02}'"):
+    with pytest.raises(sx.errors.CorruptError, match="digest") as caught:
         sx.load_checkpoint({f"{i:02}": torch.zeros(100, dtype=torch.int64) for i in range(40)}, tmp_path / "out")
+    assert caught.value.name == f"{damaged:02}"
 
 
 def exports_halves(out: str) -> None:
@@ -208,8 +213,9 @@ def test_the_digest_of_each_ranks_box_is_checked(rank: int, tmp_path: Path) -> N
     sx.load_checkpoint(whole, tmp_path / "out")
     assert whole["a"][:, 0].tolist() == [1.0] * 40 + [2.0] * 41
     flip_bit(tmp_path / "out/model.safetensors", -81 * 30 * 4 if rank == 0 else -1)
-    with pytest.raises(sx.errors.CorruptError, match=r"bytes differ from their digest.*'a'"):
+    with pytest.raises(sx.errors.CorruptError, match="digest") as caught:
         sx.load_checkpoint(whole, tmp_path / "out")
+    assert caught.value.name == "a"
 
 
 @pytest.mark.parametrize("name", ["nothing", "file.txt"])
@@ -271,18 +277,20 @@ def test_an_optimizer_finds_its_parameters_by_name(tmp_path: Path) -> None:
 
 def test_state_that_was_not_saved_is_named(tmp_path: Path) -> None:
     sx.save_checkpoint({"model": model_of(1), "step": 7}, tmp_path / "ckpt")
-    with pytest.raises(FileNotFoundError, match=r"1 missing in the source: epoch; 1 not in the state: step"):
+    with pytest.raises(FileNotFoundError, match=r"missing.*\bepoch;.*\bstep;"):
         sx.load_checkpoint({"model": model_of(2), "epoch": 7}, tmp_path / "ckpt")
-    with pytest.raises(FileNotFoundError, match=r'under "model": give \{"model": state\}'):
+    with pytest.raises(FileNotFoundError, match=r'\{"model": state\}'):
         sx.load_checkpoint(model_of(2), tmp_path / "ckpt")
     with pytest.raises(
         sx.errors.InvalidArgumentError,
-        match=r"state\.step was saved as something else.*expected a tensor, found an int",
-    ):
+        match="something else",
+    ) as caught:
         sx.load_checkpoint({"model": model_of(2), "step": torch.zeros(1)}, tmp_path / "ckpt")
+    assert caught.value.name == "step"
+    assert (caught.value.expected, caught.value.found) == ("a tensor", "an int")
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     state = {"a": torch.zeros(2), "step": 7}
-    with pytest.raises(FileNotFoundError, match=r"1 missing in the source: step; strict=False loads what both have"):
+    with pytest.raises(FileNotFoundError, match=r"missing.*\bstep;.*strict=False"):
         sx.load_checkpoint(state, tmp_path / "model.safetensors")
     assert sx.load_checkpoint(state, tmp_path / "model.safetensors", strict=False).missing == ("step",)
     assert state["step"] == 7
@@ -293,7 +301,7 @@ def test_an_optimizer_without_state_in_the_source_is_missing(tmp_path: Path) -> 
     model = model_of(1)
     state = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
     sx.export_checkpoint({f"model.{name}": tensor for name, tensor in model.state_dict().items()}, tmp_path / "hf")
-    with pytest.raises(FileNotFoundError, match=r"missing in the source: optimizer\.model\..*strict=False") as caught:
+    with pytest.raises(FileNotFoundError, match=r"missing.*\boptimizer\.model\..*strict=False") as caught:
         sx.load_checkpoint(state, tmp_path / "hf")
     assert "give state" not in str(caught.value)
     assert sx.load_checkpoint(state, tmp_path / "hf", include="model.*").missing == ()
@@ -340,7 +348,7 @@ def test_fsdp1_is_refused(tmp_path: Path) -> None:
 def test_a_mapping_of_modules_loads_names_with_a_prefix(tmp_path: Path) -> None:
     one, other = model_of(1), model_of(2)
     save_file({f"model.{n}": t for n, t in one.state_dict().items()}, tmp_path / "model.safetensors")
-    with pytest.raises(FileNotFoundError, match=r'under "model": give \{"model": state\}'):
+    with pytest.raises(FileNotFoundError, match=r'\{"model": state\}'):
         sx.load_checkpoint(other, tmp_path)
     sx.load_checkpoint({"model": other}, tmp_path)
     assert equal(other.state_dict(), one.state_dict())
@@ -359,8 +367,9 @@ def test_a_config_without_state_is_ignored(tmp_path: Path) -> None:
 def test_a_saved_state_with_a_tensor_that_is_in_no_file_is_corrupt(tmp_path: Path) -> None:
     config = encode({"w": [object()]}, lambda value, path: path if type(value) is object else None)
     Workspace(tmp_path).write([], run="job", round=1, rank=0, world_size=1, config=config)
-    with pytest.raises(sx.errors.CorruptError, match=r"no file has it .*'\.w\[0\]'"):
+    with pytest.raises(sx.errors.CorruptError, match="no file") as caught:
         sx.load_checkpoint({"w": [torch.ones(2)]}, tmp_path)
+    assert caught.value.name == ".w[0]"
 
 
 def test_an_optimizer_of_fewer_or_more_parameters_is_loaded_without_strict(tmp_path: Path) -> None:
@@ -370,14 +379,16 @@ def test_an_optimizer_of_fewer_or_more_parameters_is_loaded_without_strict(tmp_p
     optimizer.state["global"] = {"seen": 3}
     sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path / "saved")
     fewer = torch.optim.Adam(fresh[2].parameters())
-    with pytest.raises(ValueError, match=r"2 not in the state: optimizer\.model\.0\.weight, optimizer\.model\.0\.bias"):
+    with pytest.raises(ValueError, match=r": optimizer\.model\.0\.weight, optimizer\.model\.0\.bias;"):
         sx.load_checkpoint({"model": fresh, "optimizer": fewer}, tmp_path / "saved")
     sx.load_checkpoint({"model": fresh, "optimizer": fewer}, tmp_path / "saved", strict=False)
     assert equal(fewer.state[fresh[2].weight], optimizer.state[model[2].weight])
     assert fewer.state["global"] == {"seen": 3}
     joined = torch.optim.Adam(fresh.parameters())
-    with pytest.raises(ValueError, match=r"joins 'model\.0\.weight' and 'model\.2\.weight'.* different values of 'lr'"):
+    with pytest.raises(ValueError, match="values of 'lr'") as caught:
         sx.load_checkpoint({"model": fresh, "optimizer": joined}, tmp_path / "saved", strict=False)
+    assert caught.value.name == "optimizer.param_groups[0]"
+    assert all(repr(name) in str(caught.value) for name in ("model.0.weight", "model.2.weight"))
     more = torch.optim.Adam([{"params": fresh[0].parameters()}, {"params": fresh[1:].parameters()}])
     trained(fresh, more)
     before = {key: value.clone() for key, value in more.state[fresh[1].weight].items()}
@@ -389,13 +400,13 @@ def test_an_optimizer_of_fewer_or_more_parameters_is_loaded_without_strict(tmp_p
 @pytest.mark.parametrize(
     ("live", "message"),
     [
-        ({"a": torch.zeros(1).expand(2)}, "several elements share memory"),
+        ({"a": torch.zeros(1).expand(2)}, "share memory"),
         ({"a": FROZEN}, "read-only"),
         (
             {"a": torch.zeros(2), "s": torch.amp.GradScaler("cpu")},
-            "expected the state of a GradScaler, found a NoneType",
+            "something else",
         ),
-        ({"a": torch.zeros(2), "s": (1, torch.zeros(2))}, "expected 2 items, found a NoneType"),
+        ({"a": torch.zeros(2), "s": (1, torch.zeros(2))}, "something else"),
     ],
     ids=["expanded", "read-only", "scaler", "tuple"],
 )
@@ -417,13 +428,13 @@ def test_tensors_in_a_tuple_are_filled_in_place(tmp_path: Path) -> None:
     sx.load_checkpoint(live, tmp_path / "saved")
     assert live["pair"][0] is kept
     assert live["pair"][1] == 3
-    with pytest.raises(ValueError, match="a tuple, which cannot be changed in place: give a mapping that holds it"):
+    with pytest.raises(ValueError, match="a tuple"):
         sx.load_checkpoint((kept, 4), tmp_path / "tuple")
 
 
 @pytest.mark.parametrize("source", [b"x", ""])
 def test_a_source_is_a_path(source: Any) -> None:
-    with pytest.raises(ValueError, match="a source is a path or a URL"):
+    with pytest.raises(ValueError, match="or a URL"):
         sx.load_checkpoint({"a": torch.zeros(1)}, source)
 
 
@@ -561,7 +572,7 @@ def loads_before_backward(folder: str) -> None:
         used = weight.to_local() if of_local else weight
         loss = (used * used).sum()
         sx.load_checkpoint({"w": weight}, folder)
-        with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+        with pytest.raises(RuntimeError, match="modified"):
             loss.backward()
 
 
@@ -598,8 +609,10 @@ def test_a_sharded_model_of_another_dtype_is_filled(world_size: int, tmp_path: P
 def does_not_fit(backend: str, folder: str) -> None:
     comm = launched_communicator(backend)
     live = {"a": torch.zeros(2 + comm.rank)}
-    with pytest.raises(ValueError, match=r"shape differs.*expected \(2,\), found \(3,\).*rank 1"):
+    with pytest.raises(ValueError, match="shape differs") as caught:
         sx.load_checkpoint(live, folder)
+    assert (caught.value.name, caught.value.rank) == ("a", 1)
+    assert (caught.value.expected, caught.value.found) == ((2,), (3,))
     assert not live["a"].any()
 
 
@@ -663,10 +676,13 @@ def saves_different_values(folder: str) -> None:
 def test_values_that_differ_between_ranks_are_loaded_on_their_ranks(tmp_path: Path) -> None:
     run_ranks(saves_different_values, 2, backend="gloo", args=(str(tmp_path / "saved"),))
     live = {"rng": torch.zeros(3, dtype=torch.int64), "seed": 0, "same": torch.zeros(2)}
-    with pytest.raises(sx.errors.ReplicaError, match=r"ranks 0 and 1 saved different values of 'seed': .*exclude="):
+    with pytest.raises(sx.errors.ReplicaError, match=r"'seed'.*exclude='seed'") as caught:
         sx.load_checkpoint(live, tmp_path / "saved")
-    with pytest.raises(sx.errors.ReplicaError, match=r"ranks 0 and 1 saved different values.*'rng'"):
+    assert caught.value.rank == 1
+    with pytest.raises(sx.errors.ReplicaError, match="different values") as caught:
         sx.load_checkpoint(live, tmp_path / "saved", exclude="seed")
+    assert caught.value.name == "rng"
+    assert caught.value.rank == 1
     assert sx.load_checkpoint(live, tmp_path / "saved", exclude=["seed", "rng"]).missing == ()
     assert (live["rng"].tolist(), live["seed"], live["same"].tolist()) == ([0, 0, 0], 0, [1.0, 1.0])
 
@@ -749,8 +765,10 @@ def test_copies_on_two_hosts_are_one_checkpoint_though_a_tool_has_indented_a_man
 
 def opens_another_checkpoint(backend: str, directory: str, folder: str) -> None:
     comm = start(backend, directory)
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"rank 0 opened .*one and rank 1 opened .*two: pass"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="the same path") as caught:
         sx.load_checkpoint({"w": torch.zeros(3)}, f"{folder}/{'two' if comm.rank else 'one'}")
+    assert caught.value.rank == 1
+    assert all(f"{folder}/{name}" in str(caught.value) for name in ("one", "two"))
     state = {"w": torch.zeros(3)}
     sx.load_checkpoint(state, f"{folder}/one")
     assert state["w"].tolist() == [1.0] * 3
@@ -840,20 +858,22 @@ def test_state_without_tensors_comes_back(tmp_path: Path) -> None:
 def test_the_names_of_a_state_of_values_are_compared(tmp_path: Path) -> None:
     sx.save_checkpoint({"step": 7, "model": nn.Linear(1, 1)}, tmp_path / "saved")
     live = {"step": 0, "own": 5}
-    with pytest.raises(FileNotFoundError, match=r"1 missing in the source: own; 1 not in the state: model; strict=Fal"):
+    with pytest.raises(FileNotFoundError, match=r"missing.*: own;.*: model;.*strict=False"):
         sx.load_checkpoint(live, tmp_path / "saved")
     assert live == {"step": 0, "own": 5}
     report = sx.load_checkpoint(live, tmp_path / "saved", strict=False)
     assert (live, report.missing, report.unexpected) == ({"step": 7, "own": 5}, ("own",), ("model",))
-    with pytest.raises(FileNotFoundError, match="the source has no name of the state"):
+    with pytest.raises(FileNotFoundError, match="no name") as caught:
         sx.load_checkpoint({"own": 5}, tmp_path / "saved", strict=False)
+    assert ": own;" in caught.value.message
 
 
 def test_strict_is_not_advised_where_it_changes_nothing(tmp_path: Path) -> None:
     sx.save_checkpoint({"step": 7}, tmp_path / "saved")
     for strict in (True, False):
-        with pytest.raises(FileNotFoundError, match=r"no tensor of the state; 1 missing in the source: w \["):
+        with pytest.raises(FileNotFoundError, match=r"missing.*\bw\b") as caught:
             sx.load_checkpoint({"w": torch.zeros(2), "step": 0}, tmp_path / "saved", strict=strict)
+        assert "strict" not in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -878,9 +898,9 @@ def test_plain_values_that_are_not_selected_stay(options: dict[str, Any], with_m
 def selects_by_patterns(folder: str) -> None:
     live = {f"w{sx.get_rank()}": torch.zeros(2)}
     for strict in (True, False):
-        with pytest.raises(sx.errors.InvalidArgumentError, match=r"include=\['other'\] selects no tensor and no value"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match=r"include=\['other'\]"):
             sx.load_checkpoint(live, folder, include="other", strict=strict)
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"exclude=\['\*'\] selects no tensor and no value"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"exclude=\['\*'\]"):
         sx.load_checkpoint(live, folder, exclude="*")
     report = sx.load_checkpoint(live, folder, include="w1")  # one rank has it
     assert report.num_tensors == sx.get_rank()
@@ -895,11 +915,13 @@ def test_patterns_that_select_nothing_on_any_rank_are_an_error(verb: str, tmp_pa
 
 def saves_at_two_places(folder: str) -> None:
     rank = sx.get_rank()
-    with pytest.raises(sx.errors.NotFoundError, match=r"rank 0 on .* has written in .*same shared directory.*rank 1"):
+    with pytest.raises(sx.errors.NotFoundError, match="shared directory") as caught:
         sx.save_checkpoint({"w": torch.ones(3)}, f"{folder}/in{rank}/saved")
-    with pytest.raises(sx.errors.InvalidArgumentError, match="rank 0 saves to 0 and rank 1 to 1: pass the same path"):
+    assert caught.value.rank == 1
+    with pytest.raises(sx.errors.InvalidArgumentError, match="the same path") as caught:
         sx.save_checkpoint({"w": torch.ones(3)}, f"{folder}/{rank}")
-    with pytest.raises(sx.errors.InvalidArgumentError, match="a target is a path or a URL"):
+    assert caught.value.rank == 1
+    with pytest.raises(sx.errors.InvalidArgumentError, match="or a URL"):
         sx.save_checkpoint({"w": torch.ones(3)}, 3 if rank else f"{folder}/saved")  # type: ignore[arg-type]
     for wrong in ("3", [1]):
         with pytest.raises(sx.errors.InvalidArgumentError, match="number of seconds"):
@@ -957,8 +979,9 @@ class Copying(nn.Module):
 def test_a_copy_of_another_shape_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
     sx.save_checkpoint({"model": Copying(3)}, tmp_path / "saved")
     live = Copying(4)
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"shape or dtype differs.*copy"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="shape or dtype") as caught:
         sx.load_checkpoint({"model": live}, tmp_path / "saved")
+    assert caught.value.name == "model.copy"
     assert live.w.tolist() == [4.0, 4.0]
 
 
@@ -979,8 +1002,9 @@ def saves_statistics(folder: str) -> None:
 def test_replicas_root_loads_the_lowest_ranks_copy(tmp_path: Path) -> None:
     run_ranks(saves_statistics, 2, args=(str(tmp_path / "saved"),))
     live = nn.BatchNorm1d(3)
-    with pytest.raises(sx.errors.ReplicaError, match=r"pass replicas=\"root\" to take rank 0's .*running_mean"):
+    with pytest.raises(sx.errors.ReplicaError, match='replicas="root"') as caught:
         sx.load_checkpoint({"model": live}, tmp_path / "saved")
+    assert caught.value.name == "model.running_mean"
     sx.load_checkpoint({"model": live}, tmp_path / "saved", replicas="root")
     assert live.running_mean.tolist() == [1.0] * 3
 
@@ -1035,7 +1059,7 @@ def cut_by_hand(folder: str) -> list[Any]:
     sx.load_checkpoint(fresh, f"{folder}/two", layout=PARTS)
     assert plain_block(fresh) == plain_block(state)
     assert fresh["step"] == 2
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r'say so with layout=\{"model.gate_up": Shard\(0\)\}'):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r'layout=\{"model.gate_up": Shard\(0\)\}'):
         sx.load_checkpoint(fresh, f"{folder}/two")
     return [plain_block(state)]
 
@@ -1084,10 +1108,11 @@ def renames_and_splits(folder: str) -> None:
     sx.load_checkpoint(stage, folder, layout={"mesh": {"pp": 2}, "rules": {"*.qkv": rules}})
     for number in range(2):
         assert stage[f"layers.{number}.qkv"][:8].tolist() == (q + 1000 * (2 * rank + number)).tolist()
-    with pytest.raises(sx.errors.InvalidArgumentError, match="layout pattern 'other' matches no tensor"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="pattern 'other'"):
         sx.load_checkpoint(stage, folder, layout={"other": {"dim": 0}})
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"mesh is \{\} on rank 0 and \{'pp': 2\} on rank 1"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="mesh is") as caught:
         sx.load_checkpoint(stage, folder, layout={"mesh": {"pp": 2}, "rules": {}} if rank else None)
+    assert caught.value.rank == 1
 
 
 def test_a_layout_may_split_and_renumber_loaded_tensors(tmp_path: Path) -> None:
@@ -1103,20 +1128,20 @@ def test_a_layout_may_split_and_renumber_loaded_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"dim": 0, "split": {"w": {"a": 1, "b": 1}}}, "'x.w' renames tensors"),
-        ({"renumber": "x"}, "'x.w' renames tensors"),
-        ({"reduce": "max"}, "'x.w' reduces copies"),
+        ({"dim": 0, "split": {"w": {"a": 1, "b": 1}}}, "'x.w' renames"),
+        ({"renumber": "x"}, "'x.w' renames"),
+        ({"reduce": "max"}, "'x.w' reduces"),
     ],
     ids=["split", "renumber", "reduce"],
 )
 def test_a_save_refuses_rules_that_change_names_or_values(rule: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(sx.errors.InvalidArgumentError, match=message):
         sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path / "saved", layout={"x.w": rule})
-    with pytest.raises(sx.errors.InvalidArgumentError, match="layout pattern 'y' matches no tensor"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="pattern 'y'"):
         sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path / "saved", layout={"y": {"dim": 0}})
     sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path / "saved")
     if "reduce" not in rule:
-        with pytest.raises(sx.errors.InvalidArgumentError, match="renames tensors, and this source"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="renames tensors"):
             sx.load_checkpoint({"x": {"w": torch.zeros(2)}}, tmp_path / "saved", layout={"x.w": rule})
 
 
@@ -1129,19 +1154,18 @@ def test_dtype_state_casts_values_to_the_dtype_of_the_state(tmp_path: Path) -> N
         "c": np.zeros(6, np.float16),
         "n": torch.zeros(6, dtype=torch.int64),
     }
-    with pytest.raises(
-        sx.errors.InvalidArgumentError, match=r'dtype differs.*dtype="state" casts.*expected F32, found BF16'
-    ):
+    with pytest.raises(sx.errors.InvalidArgumentError, match='dtype="state"') as caught:
         sx.load_checkpoint(live, tmp_path / "saved")
+    assert (caught.value.expected, caught.value.found) == ("F32", "BF16")
     sx.load_checkpoint(live, tmp_path / "saved", dtype="state")
     assert torch.equal(live["a"].view(torch.int16), values.bfloat16().view(torch.int16))
     assert torch.equal(live["b"].view(torch.int32), values.double().float().view(torch.int32))
     assert np.array_equal(live["c"], values.half().numpy(), equal_nan=True)
     assert live["n"].tolist() == list(range(6))
-    with pytest.raises(
-        sx.errors.InvalidArgumentError, match=r"dtype differs from the source's: expected I64, found F32"
-    ):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="dtype differs") as caught:
         sx.load_checkpoint({**live, "n": torch.zeros(6)}, tmp_path / "saved", dtype="state")
+    assert caught.value.name == "n"
+    assert (caught.value.expected, caught.value.found) == ("I64", "F32")
 
 
 def test_an_optimizer_of_another_dtype_continues(tmp_path: Path) -> None:
@@ -1192,7 +1216,7 @@ def test_names_that_are_not_included_do_not_change(nested: bool, tmp_path: Path)
     assert torch.equal(live["enc"][0].weight, saved["enc"][0].weight)
     assert (live["enc"][0].bias.tolist(), live["step"]) == (bias, 0)
     assert equal(live["head"].state_dict(), before)
-    with pytest.raises(FileNotFoundError, match="missing in the source: new"):
+    with pytest.raises(FileNotFoundError, match=r"missing.*\bnew\b"):
         sx.load_checkpoint(live, tmp_path / "out", include=["enc.*", "new.*"])
     if nested:
         assert sx.load_checkpoint(live, tmp_path / "out", include=["enc.*", "step"]).num_tensors == 9
@@ -1222,13 +1246,14 @@ def test_rename_maps_names_of_the_source_to_the_state(tmp_path: Path) -> None:
             tensor.zero_()
         sx.load_checkpoint({"model": fresh}, tmp_path / "flat", rename=rename)
         assert equal(fresh.state_dict(), model.state_dict())
-    with pytest.raises(sx.errors.UnsafeError, match="rename gives one name to both"):
+    with pytest.raises(sx.errors.UnsafeError, match="one name") as caught:
         sx.load_checkpoint({"model": fresh}, tmp_path / "flat", rename=lambda name: "w")
+    assert caught.value.name == "w"
     for wrong in (5, ("^net", "model")):
-        with pytest.raises(sx.errors.InvalidArgumentError, match="rename must be a function or a list of"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="rename must be"):
             sx.load_checkpoint({"model": fresh}, tmp_path / "flat", rename=wrong)  # type: ignore[arg-type]
     for strict in (True, False):  # loading nothing is never intended
-        with pytest.raises(FileNotFoundError, match="the source has no name of the state; 9 missing in the source"):
+        with pytest.raises(FileNotFoundError, match=r"missing.*\bmodel\.0\.weight"):
             sx.load_checkpoint({"model": fresh}, tmp_path / "flat", strict=strict)
 
 
@@ -1245,8 +1270,10 @@ def test_a_saved_tree_is_loaded_under_other_names(tmp_path: Path) -> None:
     assert (state["step"], its.param_groups[0]["lr"]) == (7, 0.5)
     for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
         assert equal(optimizer.state[one], its.state[other])
-    with pytest.raises(sx.errors.UnsafeError, match="rename gives one name to both"):
+    with pytest.raises(sx.errors.UnsafeError, match="one name") as caught:
         sx.load_checkpoint(state, tmp_path / "saved", rename=[("^at.step$", "optimizer")])
+    assert caught.value.name == "optimizer"
+    assert "'at.step'" in str(caught.value)
     alone = model_of(3)
     sx.load_checkpoint(alone, tmp_path / "saved", rename=[(r"^net\.old\.", "")], include=["[0-9]*"])
     assert equal(alone.state_dict(), fresh.state_dict())
@@ -1270,10 +1297,10 @@ def test_progress_is_reported_in_bytes(tmp_path: Path) -> None:
 def gives_wrong_or_different_options(folder: str) -> None:
     rank = sx.get_rank()
     options: list[tuple[dict[str, Any], str]] = [
-        ({"dtype": "state"} if rank else {}, "dtype is None on rank 0 and 'state' on rank 1"),
-        ({"strict": rank > 0}, "strict is False on rank 0 and True on rank 1"),
-        ({"replicas": "root"} if rank else {}, "replicas is 'equal' on rank 0 and 'root' on rank 1"),
-        ({"dtype": "float16"}, 'dtype must be None or "state"'),
+        ({"dtype": "state"} if rank else {}, "dtype is None .*'state'"),
+        ({"strict": rank > 0}, "strict is False .*True"),
+        ({"replicas": "root"} if rank else {}, "replicas is 'equal'.*'root'"),
+        ({"dtype": "float16"}, "dtype must be"),
         ({"replicas": "any"}, "replicas must be"),
         ({"include": 5}, "include must be"),
         ({"layout": 5} if rank else {}, "layout must map"),
@@ -1293,9 +1320,9 @@ def test_a_load_without_any_matching_name_suggests_a_rename(tmp_path: Path) -> N
     sx.save_checkpoint({"model": model}, tmp_path / "nested")
     sx.export_checkpoint(model, tmp_path / "flat")
     for strict in (True, False):
-        with pytest.raises(FileNotFoundError, match=r'under "model": give \{"model": state\} \['):
+        with pytest.raises(FileNotFoundError, match=r'\{"model": state\}'):
             sx.load_checkpoint(model_of(2), tmp_path / "nested", strict=strict)
-        with pytest.raises(FileNotFoundError, match=r'without "model": give state\["model"\] \['):
+        with pytest.raises(FileNotFoundError, match=r'state\["model"\]'):
             sx.load_checkpoint({"model": model_of(2)}, tmp_path / "flat", strict=strict)
 
 
@@ -1326,8 +1353,9 @@ def test_live_tensors_that_share_memory_have_the_values_of_each_source(kind: Any
     assert live.tolist() == [0, 1, 2, 3, 4, 5]
 
     for changed in ({"a": a + 1, "b": b}, {"a": a, "b": b + 1}):
-        with pytest.raises(sx.errors.ReplicaError, match=r"shares memory with '[ab]', for which the source has other"):
+        with pytest.raises(sx.errors.ReplicaError, match="shares memory") as caught:
             sx.load_checkpoint({"a": first, "b": second}, write_model(tmp_path, **changed))
+        assert caught.value.name in ("a", "b")
     sx.load_checkpoint({"a": first, "b": second}, write_model(tmp_path, a=a, b=b + 1), exclude="b")
     assert torch.equal(torch.as_tensor(first), a)
 
@@ -1384,7 +1412,7 @@ def test_without_strict_a_plain_value_may_be_missing_beside_any_state(tmp_path: 
     sx.load_checkpoint(live, tmp_path / "saved", include=["step", "new"], strict=False)
     assert (live["w"].tolist(), live["step"], live["new"]) == ([0, 0], 2, 1)
 
-    with pytest.raises(sx.errors.NotFoundError, match=r"the source has no tensor of the state; 1 missing .*: v"):
+    with pytest.raises(sx.errors.NotFoundError, match=r"missing.*\bv;"):
         sx.load_checkpoint({"v": torch.zeros(2), "step": 0}, tmp_path / "saved", strict=False)
 
 
@@ -1408,7 +1436,7 @@ def test_a_tensor_whose_memory_is_given_back_during_a_load_is_not_filled(nbytes:
     def give_back(done: int, total: int) -> None:
         state["last"].untyped_storage().resize_(nbytes)
 
-    with pytest.raises(RuntimeError, match="out of bounds for storage"):
+    with pytest.raises(RuntimeError, match="out of bounds"):
         sx.load_checkpoint(state, tmp_path / "saved", on_progress=give_back)
 
 

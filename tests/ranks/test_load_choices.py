@@ -108,8 +108,10 @@ def test_what_moves_keeps_its_keys(saved: Any, live: Any, rename: Any, expected:
 def test_a_path_whose_keys_are_not_known_is_refused(tmp_path: Path) -> None:
     live: dict[str, Any] = {"n": {}, "w": torch.zeros(1)}
     path = write_save({"m": {"a": 1}, "w": torch.ones(1)}, tmp_path)
-    with pytest.raises(sx.errors.UnsafeError, match=r"moves 'm\.a' into a mapping.*not known.*'n\.x\.y\.a'"):
+    with pytest.raises(sx.errors.UnsafeError, match="not known") as caught:
         sx.load_checkpoint(live, path, rename=[(r"^m\b", "n.x.y")])
+    assert caught.value.name == "n.x.y.a"
+    assert "'m.a'" in str(caught.value)
     assert repr(live) == "{'n': {}, 'w': tensor([0.])}"
 
 
@@ -119,10 +121,12 @@ def test_other_names_of_two_tensors_do_not_become_one(tmp_path: Path) -> None:
     sx.export_checkpoint(model, tmp_path / "out")
     for rename, first in (("^[xy]", "x"), ("^[xy].*", "x")):
         state = {"z.weight" if rename == "^[xy]" else "z": torch.zeros(1, 1)}
-        with pytest.raises(sx.errors.UnsafeError, match=rf"one name to both '{first}\.weight' and 'y\.weight'"):
+        with pytest.raises(sx.errors.UnsafeError, match="one name") as caught:
             sx.load_checkpoint(state, tmp_path / "out", rename=[(rename, "z")], strict=False)
-    with pytest.raises(sx.errors.UnsafeError, match=r"one name to both 'b\.weight' and 'x\.weight'"):
+        assert all(repr(name) in str(caught.value) for name in (f"{first}.weight", "y.weight"))
+    with pytest.raises(sx.errors.UnsafeError, match="one name") as caught:
         sx.load_checkpoint({"b.weight": torch.zeros(1, 1)}, tmp_path / "out", rename=[("^x", "b")], strict=False)
+    assert all(repr(name) in str(caught.value) for name in ("b.weight", "x.weight"))
     state = {"x.weight": torch.zeros(1, 1)}
     sx.load_checkpoint(state, tmp_path / "out", rename=[("^a", "x")], strict=False)
     assert torch.equal(state["x.weight"], model["a"].weight)
@@ -134,7 +138,7 @@ def test_values_that_ranks_saved_differently_are_found_under_their_new_name(tmp_
 
     run_ranks(saves, 2)
     state = {"scheduler": Counted(n=9), "w": torch.zeros(1)}
-    with pytest.raises(sx.errors.ReplicaError, match=r"different values of 'scheduler\.n'"):
+    with pytest.raises(sx.errors.ReplicaError, match=r"values of 'scheduler\.n'"):
         sx.load_checkpoint(state, tmp_path / "two", rename=[("^sched$", "scheduler")])
     assert repr(state) == "{'scheduler': Counted({'n': 9}), 'w': tensor([0.])}"
 
@@ -144,8 +148,9 @@ def test_a_rename_that_raises_names_the_tensor(world_size: int, tmp_path: Path) 
     path = write_torch({"w": torch.ones(2)}, tmp_path)
 
     def loads() -> str:
-        with pytest.raises(sx.errors.InvalidArgumentError, match=r"rename raised KeyError\('w'\) \[tensor 'w'"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="KeyError") as caught:
             sx.load_checkpoint({"w": torch.zeros(2)}, path, rename={"a": "b"}.__getitem__)
+        assert caught.value.name == "w"
         return "refused"
 
     assert run_ranks(loads, world_size) == ["refused"] * world_size
@@ -156,14 +161,14 @@ def test_a_rename_that_raises_names_the_tensor(world_size: int, tmp_path: Path) 
     [
         ({"rename": [("a{99999999999999}", "b")]}, r"rename pattern 'a\{99999999999999\}'"),
         ({"rename": [("(" * 5000 + ")" * 5000, "b")]}, "rename pattern"),
-        ({"strict": "no"}, "strict must be True or False, not 'no'"),
-        ({"strict": None}, "strict must be True or False"),
+        ({"strict": "no"}, "strict must be.*'no'"),
+        ({"strict": None}, "strict must be"),
     ],
 )
 def test_options_of_no_sense_are_refused(options: dict[str, Any], match: str, tmp_path: Path) -> None:
     with pytest.raises(sx.errors.InvalidArgumentError, match=match):
         sx.load_checkpoint({"w": torch.zeros(2)}, write_torch({"w": torch.ones(2)}, tmp_path), **options)
-    with pytest.raises(sx.errors.InvalidArgumentError, match="is not a size like"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="not a size"):
         sx.export_checkpoint({"w": torch.ones(2)}, tmp_path / "out", max_shard_size="9" * 5000)
 
 
@@ -190,7 +195,7 @@ def test_a_state_with_a_key_too_many_is_told_so(more: Any, strict: bool, tmp_pat
     torch.save(model.state_dict(), tmp_path / "torch.pt")  # the format under test
     for name in ("save", "states", "exported", "torch.pt"):
         for state in ({"model": model, **more}, {"model": model.state_dict(), **more}):
-            with pytest.raises(sx.errors.NotFoundError, match=r'has them without "model": give state\["model"\]'):
+            with pytest.raises(sx.errors.NotFoundError, match=r'state\["model"\]'):
                 sx.load_checkpoint(state, tmp_path / name, strict=strict)
             sx.load_checkpoint(state["model"], tmp_path / name, strict=strict)
 
@@ -203,7 +208,7 @@ def test_hints_lead_to_a_load(tmp_path: Path) -> None:
 
     encoder, state = nn.Linear(3, 3), Net()
     for source in (write_save(encoder, tmp_path), write_torch(encoder, tmp_path)):
-        with pytest.raises(sx.errors.NotFoundError, match=r'rename=\[\("\^", "encoder\."\)\] gives them this name'):
+        with pytest.raises(sx.errors.NotFoundError, match=r'rename=\[\("\^", "encoder\."\)\]'):
             sx.load_checkpoint(state, source)
         sx.load_checkpoint(state, source, rename=[("^", "encoder.")], strict=False)
         assert torch.equal(state.encoder.weight, encoder.weight)
@@ -284,7 +289,7 @@ def test_a_tensor_that_moved_is_no_reason_to_nest_the_state(tmp_path: Path) -> N
 
 def test_a_dtype_that_differs_is_told_how_to_cast(tmp_path: Path) -> None:
     sx.save_checkpoint({"w": torch.ones(2)}, tmp_path / "save")
-    with pytest.raises(sx.errors.InvalidArgumentError, match='dtype="state" casts to the dtype that the state has'):
+    with pytest.raises(sx.errors.InvalidArgumentError, match='dtype="state"'):
         sx.load_checkpoint({"w": torch.ones(2, dtype=torch.float16)}, tmp_path / "save")
 
 
@@ -342,8 +347,9 @@ def test_an_object_that_is_left_out_is_not_asked(write: Write, tmp_path: Path) -
     assert state["w"]["0"].tolist() == [1, 1]
     if write is write_torch:
         sx.load_checkpoint(state, path, exclude="o", layout={r"w.(\d+)": {"renumber": True}})
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"state_dict\(\) of a Raising raised KeyError.*'o'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="KeyError") as caught:
         sx.save_checkpoint(state, tmp_path / "other")
+    assert caught.value.name == "o"
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -351,7 +357,7 @@ def test_a_whole_state_that_is_one_object_is_loaded_whole(write: Write, tmp_path
     path = write(Counted(a=4, b=5), tmp_path)
     one = Counted(a=0, b=0)
     for pattern in ("b", "*"):
-        with pytest.raises(sx.errors.InvalidArgumentError, match="selects no tensor and no value"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="selects no"):
             sx.load_checkpoint(one, path, exclude=pattern)
     assert one.values == {"a": 0, "b": 0}
     sx.load_checkpoint(one, path, include="b")
@@ -375,7 +381,7 @@ def test_parameters_that_the_source_lacks_are_missing_from_an_included_optimizer
     large = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     state = {"model": large, "optimizer": torch.optim.Adam(large.parameters())}
     for include in ("optimizer", "optimizer.state.*", "optimizer.param_groups"):
-        with pytest.raises(sx.errors.NotFoundError, match=r"2 missing in the source: optimizer\.model\.1\.weight"):
+        with pytest.raises(sx.errors.NotFoundError, match=r"missing.*\boptimizer\.model\.1\.weight\b"):
             sx.load_checkpoint(state, path, include=include)
 
 
@@ -383,7 +389,7 @@ def test_parameters_that_the_source_lacks_are_missing_from_an_included_optimizer
 def test_an_included_value_that_was_not_saved_is_missing(write: Write, tmp_path: Path) -> None:
     path = write({"b": {"y": 1}, "w": torch.ones(1)}, tmp_path)
     state = {"b": {"x": 5, "y": 0}, "w": torch.zeros(1)}
-    with pytest.raises(sx.errors.NotFoundError, match=r"1 missing in the source: b\.x"):
+    with pytest.raises(sx.errors.NotFoundError, match=r"missing.*\bb\.x;"):
         sx.load_checkpoint(state, path, include=["b.x", "w"])
     assert sx.load_checkpoint(state, path, include=["b.x", "w"], strict=False).missing == ("b.x",)
     assert repr(state) == "{'b': {'x': 5, 'y': 0}, 'w': tensor([1.])}"
@@ -573,8 +579,9 @@ def test_a_read_only_mapping_of_the_same_values_stays(tmp_path: Path) -> None:
 def test_a_tuple_that_does_not_have_the_items_it_is_made_with_is_refused(tmp_path: Path) -> None:
     path = write_torch({"p": (1, torch.ones(2))}, tmp_path)
     state = {"p": Pair(0, torch.zeros(2))}
-    with pytest.raises(sx.errors.UnsupportedError, match=r"Pair does not have the items.*'p'"):
+    with pytest.raises(sx.errors.UnsupportedError, match="a Pair") as caught:
         sx.load_checkpoint(state, path)
+    assert caught.value.name == "p"
     assert repr(state) == "{'p': (0, tensor([0., 0.]))}"
 
 
@@ -657,8 +664,9 @@ class Output(collections.OrderedDict[str, Any]):
 
 
 def test_a_mapping_that_is_a_dataclass_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(sx.errors.UnsupportedError, match=r"an Output here is both a mapping and a dataclass.*'d'"):
+    with pytest.raises(sx.errors.UnsupportedError, match="an Output") as caught:
         sx.save_checkpoint({"d": Output(5), "w": torch.ones(1)}, tmp_path / "save")
+    assert caught.value.name == "d"
 
 
 class OddModule(nn.Module):
@@ -700,8 +708,9 @@ def test_names_of_parameters_that_contradict_the_source_are_refused(names: list[
         layer.weight.grad = torch.full((2, 2), float(value))
     one.step()
     path = write_torch({"o": one}, tmp_path)
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"names the parameters of this optimizer .*'o'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="names the parameters") as caught:
         sx.load_checkpoint({"o": two_layers(*names)[1]}, path)
+    assert caught.value.name == "o"
     layers, other = two_layers("y", "x")
     sx.load_checkpoint({"o": other}, path)
     assert [float(other.state[layer.weight]["momentum_buffer"][0, 0]) for layer in layers] == [1, 0]
@@ -712,8 +721,9 @@ def test_two_parameters_of_one_name_in_their_modules_are_refused(tmp_path: Path)
     named = get_optimizer_state_dict(one, trained(one))
     path = write_torch({"g": one, "d": other, "o": named}, tmp_path)
     state = {"g": one, "d": other, "o": torch.optim.Adam([*one.parameters(), *other.parameters()])}
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"two of the state's are called 'bias'.*'o'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="called 'bias'") as caught:
         sx.load_checkpoint(state, path, strict=False)
+    assert caught.value.name == "o"
     assert not state["o"].state
 
 
@@ -729,8 +739,9 @@ def test_groups_that_list_no_parameters_are_refused(entry: str, value: Any, foun
     saved = optimizer.state_dict()
     saved["param_groups"][0][entry] = value
     path = write_torch({"o": saved}, tmp_path)
-    with pytest.raises(sx.errors.CorruptError, match=rf"has {found}: save what.*'o\.param_groups\.0\.{entry}'"):
+    with pytest.raises(sx.errors.CorruptError, match=f"has {found}") as caught:
         sx.load_checkpoint({"o": optimizer}, path)
+    assert caught.value.name == f"o.param_groups.0.{entry}"
 
 
 @pytest.mark.parametrize("groups", [[{"lr": 0.1}], [1], [{"params": 3}]])
@@ -739,16 +750,19 @@ def test_a_saved_mapping_that_only_looks_like_an_optimizer_is_a_mapping(groups: 
     state: dict[str, Any] = {"o": {}, "y": 0}
     sx.load_checkpoint(state, path, rename=[("^x$", "y")])
     assert state == {"o": {"state": {}, "param_groups": groups}, "y": 1}
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"expected an optimizer.*'o'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="something else") as caught:
         sx.load_checkpoint({"o": trained(nn.Linear(1, 1)), "x": 0}, path)
+    assert caught.value.name == "o"
+    assert caught.value.expected == "an optimizer"
 
 
 def test_fewer_names_than_parameters_are_refused(tmp_path: Path) -> None:
     optimizer = two_layers("x", "y")[1]
     path = write_torch({"o": optimizer}, tmp_path)
     optimizer.param_groups[0]["param_names"] = ["x"]
-    with pytest.raises(sx.errors.InvalidArgumentError, match="has 2 parameters, and 1 param_names"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="param_names") as caught:
         sx.load_checkpoint({"o": optimizer}, path)
+    assert caught.value.name == "param_groups[0]"
 
 
 # Other sources
@@ -768,8 +782,9 @@ def test_entries_of_a_key_with_a_dot_are_not_those_of_another_key(tmp_path: Path
     assert state == saved
     path = write_torch({"a": {"b": {"step": 1}}, "a.b": None}, tmp_path)
     state = {"a": {"b": {"step": 0}}, "a.b": 0}
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"a value here, and 'a\.b\.step' besides.*'a\.b'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"'a\.b\.step'") as caught:
         sx.load_checkpoint(state, path)
+    assert caught.value.name == "a.b"
     assert state == {"a": {"b": {"step": 0}}, "a.b": 0}
 
 
@@ -787,15 +802,17 @@ def test_root_gives_its_shape_too(tmp_path: Path) -> None:
 
 def test_a_huge_index_in_a_name_is_no_index(tmp_path: Path) -> None:
     path = write_torch({"o": {"l": {"9" * 5000: torch.ones(1)}}}, tmp_path)
-    with pytest.raises(sx.errors.InvalidArgumentError, match="a list without their keys"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="without their keys") as caught:
         sx.load_checkpoint({"o": Counted(l=[1, 2])}, path)
+    assert caught.value.name == "o.l"
 
 
 @pytest.mark.parametrize(("state", "kind"), [([1, 2], "a list"), ("abc", "a str"), (3, "an int")])
 def test_a_state_that_holds_nothing_is_refused(state: Any, kind: str, tmp_path: Path) -> None:
     path = write_torch({"w": torch.ones(1)}, tmp_path)
-    with pytest.raises(sx.errors.InvalidArgumentError, match=rf"the state is {kind}: give modules.*\[{path}"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=f"is {kind}") as caught:
         sx.load_checkpoint(state, path)
+    assert caught.value.path == str(path)
 
 
 def test_an_iterator_of_patterns_is_used_once(tmp_path: Path) -> None:
@@ -878,7 +895,7 @@ def test_an_item_of_a_list_that_ranks_saved_differently_can_be_left_out(tmp_path
 
     run_ranks(lambda: sx.save_checkpoint(state(sx.get_rank()), tmp_path / "save"), 2)
     live = state(9)
-    with pytest.raises(sx.errors.ReplicaError, match=r"different values of 'l\.0\.n'.*exclude='l\.0\.n'"):
+    with pytest.raises(sx.errors.ReplicaError, match=r"exclude='l\.0\.n'"):
         sx.load_checkpoint(live, tmp_path / "save")
     live["l"][1] = Counted(n=0)
     sx.load_checkpoint(live, tmp_path / "save", exclude="l.0.n")
@@ -982,7 +999,7 @@ def test_empty_containers_of_the_live_state_go_if_they_were_not_saved(write: Wri
     assert repr(state) == "{'h': [{'a': 5}], 'k': {2: 5}, 'o': Counted({'n': 5})}"
     if write is write_torch:
         state = {"t": {"a": {}, "b": 3}}
-        with pytest.raises(sx.errors.NotFoundError, match=r"missing in the source: t\.a"):
+        with pytest.raises(sx.errors.NotFoundError, match=r"missing.*\bt\.a;"):
             sx.load_checkpoint(state, write_torch({"t": {"b": 5}}, tmp_path))
 
 
@@ -1013,7 +1030,7 @@ def test_patterns_hide_no_unexpected_entry_of_what_is_loaded(options: Any, tmp_p
     small = nn.Sequential(nn.Linear(1, 1, bias=False))
     named = get_optimizer_state_dict(large, trained(large))
     path = write_torch({"o": named, "m": small, "step": 1}, tmp_path)
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"3 not in the state: o\.state\.1\.weight"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"not in.*\bo\.state\.1\.weight\b"):
         sx.load_checkpoint({"o": trained(small), "m": small, "step": 0}, path, **options)
 
 
@@ -1036,8 +1053,9 @@ def test_entries_of_a_whole_state_are_selected_by_any_key(write: Write, tmp_path
 
 def test_a_key_with_a_bracket_is_compared_between_ranks(tmp_path: Path) -> None:
     run_ranks(lambda: sx.save_checkpoint({"lr[enc]": 0.1 * (sx.get_rank() + 1)}, tmp_path / "save"), 3)
-    with pytest.raises(sx.errors.ReplicaError, match=r"ranks 0 and 1 saved different values of 'lr\[enc\]'"):
+    with pytest.raises(sx.errors.ReplicaError, match=r"values of 'lr\[enc\]'") as caught:
         sx.load_checkpoint({"lr[enc]": 0.0}, tmp_path / "save")
+    assert caught.value.rank == 1
 
 
 def test_a_difference_names_the_ranks_that_have_the_value(tmp_path: Path) -> None:
@@ -1047,8 +1065,10 @@ def test_a_difference_names_the_ranks_that_have_the_value(tmp_path: Path) -> Non
 
     run_ranks(saves, 3)
     state = {"a": 0, "b": 0}
-    with pytest.raises(sx.errors.ReplicaError, match=r"ranks 1 and 2 saved different values of 'b'.*take rank 1's"):
+    with pytest.raises(sx.errors.ReplicaError, match="values of 'b'") as caught:
         sx.load_checkpoint(state, tmp_path / "save")
+    assert caught.value.rank == 2
+    assert 'replicas="root"' in str(caught.value)
     sx.load_checkpoint(state, tmp_path / "save", replicas="root")
     assert state == {"a": 1, "b": 1}
 
@@ -1106,10 +1126,10 @@ def test_groups_without_parameters_keep_their_order(tmp_path: Path) -> None:
 
 def test_names_are_listed_once(tmp_path: Path) -> None:
     path = write_torch({"a": 1}, tmp_path)
-    with pytest.raises(sx.errors.NotFoundError, match=r"1 missing in the source: b;"):
+    with pytest.raises(sx.errors.NotFoundError, match=r"source: b;"):
         sx.load_checkpoint({"a": 0, "b": 0}, path, include=["a", "b"])
     path = write_save({"c": {"d": {"a": 1}}}, tmp_path)
-    with pytest.raises(sx.errors.NotFoundError, match=r"1 missing in the source: c\.e;"):
+    with pytest.raises(sx.errors.NotFoundError, match=r"source: c\.e;"):
         sx.load_checkpoint({"c": {"d": {"a": 0}, "e": {"b": 0}}}, path, include="c")
 
 
@@ -1230,7 +1250,7 @@ def test_items_that_lie_deeper_are_not_changed_by_a_refused_load(tmp_path: Path)
     path = write_save({"c": {"lr": 1, "bs": 2}, "w": torch.ones(1)}, tmp_path)
     config = Layered({"lr": 0}, {"bs": 0})
     state = {"c": config, "w": torch.zeros(1), "new": torch.zeros(1)}
-    with pytest.raises(sx.errors.NotFoundError, match="missing in the source: new"):
+    with pytest.raises(sx.errors.NotFoundError, match=r"missing.*\bnew;"):
         sx.load_checkpoint(state, path)
     assert config.layers == [{"lr": 0}, {"bs": 0}]
     sx.load_checkpoint(state, path, strict=False)
@@ -1243,8 +1263,9 @@ def test_mappings_in_lists_of_plain_values_are_not_joined(tmp_path: Path) -> Non
         sx.save_checkpoint({"l": [{key: 3}], "w": torch.ones(1)}, tmp_path / "save")
 
     run_ranks(saves, 2)
-    with pytest.raises(sx.errors.ReplicaError, match=r"different values of 'l\.0'"):
+    with pytest.raises(sx.errors.ReplicaError, match=r"values of 'l\.0'") as caught:
         sx.load_checkpoint({"l": [{}], "w": torch.zeros(1)}, tmp_path / "save")
+    assert caught.value.rank == 1
 
 
 # What jobs have in their files

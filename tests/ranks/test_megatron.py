@@ -209,14 +209,16 @@ def saves_four_stages(folder: str) -> None:
 def test_an_offset_of_another_length_is_an_error(tmp_path: Path) -> None:
     wrong = sharded("w", torch.ones(2, 2))
     wrong.global_offset = (0,)
-    with pytest.raises(sx.errors.CorruptError, match=r"do not fit.*'w'"):
+    with pytest.raises(sx.errors.CorruptError, match="offset") as caught:
         sx.export_checkpoint({"w": wrong}, tmp_path / "out")
+    assert caught.value.name == "w"
 
 
 def test_chunks_of_one_rank_with_equal_offsets_are_an_error(tmp_path: Path) -> None:
     chunks = {f"model{n}": {"x": sharded("layers.0.w", torch.full((2,), float(n)))} for n in range(2)}
-    with pytest.raises(sx.errors.ReplicaError, match=r"two copies of rank 0 have.*layers.0.w"):
+    with pytest.raises(sx.errors.ReplicaError, match="copies of rank 0") as caught:
         sx.export_checkpoint(chunks, tmp_path / "out")
+    assert caught.value.name == "layers.0.w"
 
 
 @pytest.mark.parametrize("rows", [5, 7, 9])
@@ -237,12 +239,12 @@ def test_a_padded_vocabulary_is_loaded_into_another_padding(rows: int, tmp_path:
 def test_names_that_differ_are_reported_by_key(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "model.safetensors")
     live = {"x": sharded("a", torch.zeros(2)), "y": sharded("c", torch.zeros(2))}
-    with pytest.raises(FileNotFoundError, match=r"1 missing in the source: c; 1 not in the state: b"):
+    with pytest.raises(FileNotFoundError, match=r"missing.*\bc;.*\bb;"):
         sx.load_checkpoint(live, tmp_path)
     sx.load_checkpoint(live, tmp_path, strict=False)
     assert live["x"].data.tolist() == [1, 1]
     sx.save_checkpoint({"m": {"x": sharded("a", torch.ones(2)), "z": sharded("b", torch.ones(2))}}, tmp_path / "saved")
-    with pytest.raises(FileNotFoundError, match=r"1 missing in the source: c; 1 not in the state: b"):
+    with pytest.raises(FileNotFoundError, match=r"missing.*\bc;.*\bb;"):
         sx.load_checkpoint({"m": live}, tmp_path / "saved")
 
 
@@ -258,7 +260,7 @@ def test_extra_state_is_no_tensor_of_the_model_but_is_saved(tmp_path: Path) -> N
         sx.load_checkpoint(fresh, tmp_path / f"saved{number}")
         found = fresh["w._extra_state"].data
         assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
-    with pytest.raises(TypeError, match=r"cannot write a _io\.BytesIO as JSON, at \.w\._extra_state"):
+    with pytest.raises(TypeError, match=r"BytesIO.*\.w\._extra_state"):
         sx.save_checkpoint(state(io.BytesIO()), tmp_path / "no")
 
 
@@ -311,42 +313,42 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a flattened range": (
         sharded("k", torch.ones(4), flattened_range=slice(0, 4)),
         sx.errors.UnsupportedError,
-        "flattened_range.*'k'",
+        "flattened_range",
     ),
     "data of another dtype": (
         ShardedTensor("k", torch.ones(2).half(), torch.float32, (2,), (2,), (0,), (1,)),
         sx.errors.UnsupportedError,
-        r"does not fit its box: expected \('F32', \(2,\)\), found \('F16', \(2,\)\).*'k'",
+        "its box",
     ),
     "no data": (
         ShardedTensor("k", None, torch.float32, (2,), (2,), (0,), (1,)),
         ValueError,
-        "has no data.*'k'",
+        "no data",
     ),
     "a part outside": (
         sharded("k", torch.ones(2), (0, 2, 2)),
         ValueError,
-        r"of shape \(2,\) at \(4,\) lies outside \(4,\).*'k'",
+        "outside",
     ),
     "parts of two dtypes": (
         [sharded("k", torch.ones(2)), sharded("k", torch.ones(2).half())],
         sx.errors.CorruptError,
-        "differ in dtype.*'k'",
+        "differ in dtype",
     ),
     "parts of two shapes": (
         [sharded("k", torch.ones(2)), sharded("k", torch.ones(2), (0, 1, 2))],
         sx.errors.CorruptError,
-        r"differ in global_shape: expected \(2,\), found \(4,\).*'k'",
+        "differ in global_shape",
     ),
     "a missing part": (
         [sharded("k", torch.ones(2), (0, 1, 2))],
         sx.errors.IncompleteError,
-        r"no rank holds region \[0:2\].*'k'",
+        r"region \[0:2\]",
     ),
     "a plain value": (
         {"w": sharded("k", torch.ones(2)), "step": 3},
         ValueError,
-        r"state\['a\.step'\] is an int, not a tensor",
+        r"state\['a\.step'\]",
     ),
 }
 
@@ -355,8 +357,9 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 def test_state_that_cannot_be_exported_is_named(
     state: Any, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         sx.export_checkpoint({"a": state}, tmp_path / "out")
+    assert getattr(caught.value, "name", None) == (None if isinstance(state, dict) else "k")
     assert not (tmp_path / "out").exists()
 
 
@@ -364,8 +367,10 @@ def test_state_that_cannot_be_exported_is_named(
 def test_replicas_of_a_sharded_state_dict_must_be_equal(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     state = {"w": sharded("norm", torch.full((2,), float(rank)), replica_id=(0, rank, 0))}
-    with pytest.raises(sx.errors.ReplicaError, match=r'ranks 0 and 1 hold different values.*replicas="root"'):
+    with pytest.raises(sx.errors.ReplicaError, match="different values") as caught:
         sx.export_checkpoint(state, tmp_path / "out")
+    assert caught.value.name == "norm"
+    assert 'replicas="root"' in str(caught.value)
     sx.export_checkpoint(state, tmp_path / "out", replicas="root")
     assert load_file(tmp_path / "out/model.safetensors")["norm"].tolist() == [0, 0]
     assert "norm" in json.loads((tmp_path / "out/statexchange.json").read_text())["tensors"]

@@ -131,7 +131,7 @@ def test_a_copy_is_loaded_after_the_disk_has_lost_the_save(saves: Path, caplog: 
     run_ranks(lambda: sx.Checkpoints(saves, memory=True).delete(2), 2)
     assert copies_of(saves) == []
     assert load_alone(saves) == [None, "nowhere", True]
-    with pytest.raises(FileNotFoundError, match="no save of step 2"):
+    with pytest.raises(FileNotFoundError, match="step 2"):
         sx.Checkpoints(saves, memory=True).delete(2)
 
 
@@ -312,8 +312,9 @@ def test_without_a_save_on_disk_a_broken_copy_is_an_error_and_changes_nothing(sa
     flip_bit(whole_copy(saves, 7) / "rank-00001-of-00002.safetensors", -9)
     shutil.rmtree(saves / "step-000000007")
     state = {"w": torch.zeros(ROWS, 1000), "step": -1}
-    with pytest.raises(sx.errors.CorruptError, match=r"bytes differ from their digest.*'w'"):
+    with pytest.raises(sx.errors.CorruptError, match="digest") as caught:
         sx.Checkpoints(saves, memory=True).load(state)
+    assert caught.value.name == "w"
     assert state["step"] == -1
     assert not state["w"].any()
 

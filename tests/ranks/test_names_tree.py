@@ -75,8 +75,9 @@ def test_numbers_and_containers_in_a_parameters_state_come_back(write: Writer, t
     more = {"step": 7, "inner": {"a": 1, "list": [torch.ones(2), None], "t": torch.zeros(1)}}
     one.state[model.weight] |= more
     path = write({"model": model.state_dict(), "o": get_optimizer_state_dict(model, one)}, tmp_path)
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"to put them into.*'o\.state\.weight"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="without their keys") as caught:
         sx.load_checkpoint({"model": model, "o": trained(model, steps=0)}, path)
+    assert caught.value.name == "o.state.weight"
     other.state[model.weight] |= {"inner": {"a": 0, "list": [None], "t": 0}}
     sx.load_checkpoint({"model": model, "o": other}, path)
     found = other.state[model.weight]
@@ -122,8 +123,9 @@ def test_a_hyperparameter_that_cannot_be_read_is_refused_by_name(write: Writer, 
     one = trained(model)
     one.param_groups[0]["lr"] = lr
     path = write({"o": one.state_dict()}, tmp_path)
-    with pytest.raises(sx.errors.UnsupportedError, match=r"neither a tensor nor a plain value.*param_groups\.0\.lr"):
+    with pytest.raises(sx.errors.UnsupportedError, match="plain value") as caught:
         sx.load_checkpoint({"o": trained(model)}, path)
+    assert caught.value.name == "o.param_groups.0.lr"
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -162,8 +164,9 @@ def test_containers_whose_kind_the_names_do_not_show_are_refused(
 ) -> None:
     path = write({"w": torch.ones(1), "v": value}, tmp_path)
     state = {"w": torch.zeros(1), "v": live}
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"to put them into.*'v'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="to put them") as caught:
         sx.load_checkpoint(state, path)
+    assert caught.value.name == "v"
     sx.load_checkpoint(state, path, exclude=["v", "v.*"])
     assert state["v"] == live
 
@@ -186,9 +189,7 @@ def test_patterns_select_entries_of_plain_mappings(write: Writer, tmp_path: Path
 def test_values_that_the_state_lacks_are_listed(write: Writer, tmp_path: Path) -> None:
     path = write({"w": torch.ones(1), "step": 3, "config": {"a": 1}, "seen": {1, 2}}, tmp_path)
     assert sx.load_checkpoint({"w": torch.zeros(1)}, path).unexpected == ("step", "config.a", "seen")
-    with pytest.raises(
-        FileNotFoundError, match=r"1 missing in the source: x; 3 not in the state: step, config\.a, seen"
-    ):
+    with pytest.raises(FileNotFoundError, match=r": x; .*: step, config\.a, seen;"):
         sx.load_checkpoint({"w": torch.zeros(1), "x": torch.zeros(1)}, path)
     assert sx.load_checkpoint({"w": torch.zeros(1)}, path, include="w").unexpected == ()
 
@@ -287,14 +288,15 @@ def test_an_objects_state_has_the_entries_of_its_present_one(write: Writer, tmp_
     assert str(other.state) == str(one.state)
     assert live.state_dict() == scaler.state_dict()
     counting.state["by"] = {4: torch.zeros(2)}
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"to put them into.*'a\.by'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="without their keys") as caught:
         sx.load_checkpoint({"a": counting, "scaler": live}, path)
-    with pytest.raises(FileNotFoundError, match="1 missing in the source: b"):
+    assert caught.value.name == "a.by"
+    with pytest.raises(FileNotFoundError, match=r"missing.*\bb;"):
         sx.load_checkpoint({"a": other, "scaler": live, "b": Averages(1.0)}, path)
     alone = Averages(0.0)
     assert sx.load_checkpoint(alone, write(one.state_dict(), tmp_path / "alone")).missing == ()
     assert str(alone.state) == str(one.state)
-    with pytest.raises(FileNotFoundError, match="nothing for the state"):
+    with pytest.raises(FileNotFoundError, match="nothing for"):
         sx.load_checkpoint(torch.amp.GradScaler("cpu"), write({"w": torch.ones(1)}, tmp_path / "other"))
 
 
@@ -331,17 +333,19 @@ def test_lists_that_hold_state_are_filled(write: Writer, tmp_path: Path) -> None
     assert live["parts"][1][0].tolist() == [0, 0, 0]
     assert live["parts"][0].state_dict()["state"]
     for means, problem in (
-        (live["means"][:1], r"has 'means\.1' besides"),
+        (live["means"][:1], r"has 'means\.1'"),
         ([*live["means"], torch.zeros(1)], r"lacks 'means\.2'"),
     ):
-        with pytest.raises(sx.errors.InvalidArgumentError, match=rf"{len(means)} items? here.*{problem}.*'means'"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match=problem) as caught:
             sx.load_checkpoint({**live, "means": means}, path)
+        assert caught.value.name == "means"
     pair = {"pair": (torch.ones(2), 1)}
     path = write(pair, tmp_path / "tuple")
     pair["pair"] = (torch.zeros(2), 0)
     if write is write_dcp:  # torch pickles a tuple whole
-        with pytest.raises(sx.errors.UnsupportedError, match=r"tuple of 2, with tensors in it.*'pair'"):
+        with pytest.raises(sx.errors.UnsupportedError, match="tuple of 2") as caught:
             sx.load_checkpoint(pair, path)
+        assert caught.value.name == "pair"
     else:
         sx.load_checkpoint(pair, path)
         assert str(pair) == "{'pair': (tensor([1., 1.]), 1)}"
@@ -356,7 +360,7 @@ def test_values_that_the_source_lacks_are_missing_and_stay(write: Writer, tmp_pa
     if write is write_torch:  # it has an empty mapping there
         missing = missing.removesuffix(", metrics.inner")
         live["metrics"]["inner"] = {}
-    with pytest.raises(FileNotFoundError, match=f"missing in the source: {missing}; "):
+    with pytest.raises(FileNotFoundError, match=f"source: {missing}; "):
         sx.load_checkpoint(live, path)
     assert sx.load_checkpoint(live, path, strict=False).missing == tuple(missing.split(", "))
     assert live["metrics"] == {"loss": 1.5, "best": 2.5, "inner": live["metrics"]["inner"]}
@@ -386,10 +390,9 @@ def test_a_tensor_for_each_parameter_as_lr_is_refused(write: Writer, tmp_path: P
     options = torch.distributed.checkpoint.state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
     state = get_optimizer_state_dict(model, trained(model, lr=torch.tensor(0.5)), options=options)
     path = write({"model": model.state_dict(), "o": state}, tmp_path)
-    with pytest.raises(
-        sx.errors.UnsupportedError, match=r"'lr'.*a tensor for each parameter.*state_dict\(\).*'o\.param"
-    ):
+    with pytest.raises(sx.errors.UnsupportedError, match=r"'lr'.*state_dict\(\)") as caught:
         sx.load_checkpoint({"model": model, "o": trained(model)}, path)
+    assert caught.value.name == "o.param_groups[0]"
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -451,8 +454,9 @@ def test_numbered_state_that_does_not_fit_its_parameter_is_refused(kind: str, tm
     one.step()
     path = write_torch({"o": one.state_dict()}, tmp_path)
     before = str(other.state_dict())
-    with pytest.raises(sx.errors.InvalidArgumentError, match="by number, and this one does not fit"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="does not fit") as caught:
         sx.load_checkpoint({"o": other}, path)
+    assert caught.value.name.startswith("o.state.0.")
     assert str(other.state_dict()) == before
 
 
@@ -483,8 +487,10 @@ def test_numbered_parameters_are_matched_by_the_names_that_groups_have(
 def test_two_names_that_become_one_are_refused(write: Writer, tmp_path: Path) -> None:
     path = write({"w": torch.ones(1), "old": 1, "s": 2}, tmp_path)
     for new, live in (("s", {"w": torch.zeros(1), "s": 0}), ("w", {"w": torch.zeros(1)})):
-        with pytest.raises(sx.errors.UnsafeError, match=f"one name to both.*'old'.*'{new}'"):
+        with pytest.raises(sx.errors.UnsafeError, match="one name") as caught:
             sx.load_checkpoint(live, path, rename=[("^old$", new)])
+        assert caught.value.name == new
+        assert "'old'" in str(caught.value)
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -495,7 +501,7 @@ def test_keys_whose_type_is_not_known_are_refused(write: Writer, tmp_path: Path)
     one.state[None], other.state[None] = {"x": 1}, {"x": 0}  # type: ignore[index]
     path = write({"w": torch.ones(1), "d": {2: 3}, "e": {float("inf"): 5}, "o": one.state_dict()}, tmp_path)
     for live in ({"d": {2: 5, "2": 0}}, {"e": {}}, {"o": trained(model)}):
-        with pytest.raises(sx.errors.InvalidArgumentError, match=r"look alike|to put them into|not known"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match=r"alike|put them|known"):
             sx.load_checkpoint({"w": torch.zeros(1), **live}, path)
     sx.load_checkpoint({"w": torch.zeros(1), "o": other}, path)
     assert other.state[None] == {"x": 1}  # type: ignore[index]  # as above
@@ -505,16 +511,19 @@ def test_keys_whose_type_is_not_known_are_refused(write: Writer, tmp_path: Path)
 def test_files_of_a_directory_that_differ_are_refused(names: tuple[str, str], tmp_path: Path) -> None:
     for number, name in enumerate(names):  # in torch's format, which is under test
         torch.save({"w": torch.full((3,), number), "same": torch.ones(2), "step": number, "n": 3}, tmp_path / name)
-    problem = f"{names[0]} and {names[1]} have different values.*give one of the files.*exclude='w'"
-    with pytest.raises(sx.errors.ReplicaError, match=problem):
+    with pytest.raises(sx.errors.ReplicaError, match=f"{names[0]} and {names[1]}") as caught:
         sx.load_checkpoint({"w": torch.zeros(3, dtype=torch.int64)}, tmp_path)
+    assert caught.value.name == "w"
+    assert "exclude='w'" in str(caught.value)
     with sx.open_checkpoint(tmp_path) as checkpoint:
         for _ in range(2):
-            with pytest.raises(sx.errors.ReplicaError, match=f"{names[0]} and {names[1]} hold different.*open one of"):
+            with pytest.raises(sx.errors.ReplicaError, match=f"{names[0]} and {names[1]}") as caught:
                 checkpoint["w"].read()
+            assert caught.value.name == "w"
             assert checkpoint["same"].read().tolist() == [1, 1]
-    with pytest.raises(sx.errors.UnsupportedError, match=r"int 0 in one file, int 1 in another.*'step'"):
+    with pytest.raises(sx.errors.UnsupportedError, match=r"int 0 .*int 1\b") as caught:
         sx.load_checkpoint({"step": 5}, tmp_path, include="step")
+    assert caught.value.name == "step"
     live: dict[str, Any] = {"w": torch.ones(3, dtype=torch.int64), "same": torch.zeros(2), "n": 0}
     sx.load_checkpoint(live, tmp_path, replicas="root")
     assert (live["w"].tolist(), live["same"].tolist(), live["n"]) == ([0, 0, 0], [1, 1], 3)
@@ -563,5 +572,7 @@ def test_further_entries_of_modules_and_optimizers_come_back(write: Writer, tmp_
 @pytest.mark.parametrize("write", WRITERS)
 def test_a_tensor_that_gets_the_name_of_a_value_is_refused(write: Writer, tmp_path: Path) -> None:
     path = write({"w": torch.ones(1), "s": 2}, tmp_path)
-    with pytest.raises(sx.errors.UnsafeError, match="one name to both 'w' and 's'"):
+    with pytest.raises(sx.errors.UnsafeError, match="one name") as caught:
         sx.load_checkpoint({"s": torch.zeros(1)}, path, rename=[("^w$", "s")])
+    assert caught.value.name == "s"
+    assert "'w'" in str(caught.value)

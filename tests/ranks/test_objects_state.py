@@ -84,10 +84,10 @@ def test_an_optimizer_without_the_entry_misses_it_and_the_reverse(tmp_path: Path
     model = nn.Linear(3, 3)
     states = trained(model, torch.optim.SGD, lr=0.1, momentum=0.9).state_dict()  # which do not record the class
     path = saved({"model": model, "optimizer": states}, tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"2 missing in the source: optimizer\.count, optimizer\.slow"):
+    with pytest.raises(FileNotFoundError, match=r"missing.*: optimizer\.count, optimizer\.slow"):
         sx.load_checkpoint({"model": model, "optimizer": trained(model, WithCount)}, path)
     path = saved({"model": model, "optimizer": trained(model, WithCount).state_dict()}, tmp_path / "2")
-    with pytest.raises(ValueError, match=r"2 not in the state: optimizer\.count, optimizer\.slow"):
+    with pytest.raises(ValueError, match=r": optimizer\.count, optimizer\.slow"):
         sx.load_checkpoint({"model": model, "optimizer": trained(model, torch.optim.SGD, lr=0.1)}, path)
 
 
@@ -107,10 +107,9 @@ def test_a_state_dict_of_another_form_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
     wrapper = trained(model, Wrapper, lr=0.1)
     for call in (lambda: saved({"o": wrapper}, tmp_path), lambda: sx.synchronize({"o": wrapper})):
-        with pytest.raises(
-            sx.errors.UnsupportedError, match=r"state_dict of a Wrapper is not .*give the optimizer that"
-        ):
+        with pytest.raises(sx.errors.UnsupportedError, match="of a Wrapper") as caught:
             call()
+        assert caught.value.name == "o"
 
 
 # Each rank's own state of parameters
@@ -151,7 +150,7 @@ def test_hyperparameters_that_differ_between_ranks_are_refused_on_another_number
 
     models[1].load_state_dict(models[0].state_dict())
     run_ranks(lambda: sx.save_checkpoint(job(), str(tmp_path / "saved")) and None, 2)
-    with pytest.raises(RankFailure, match=r"ReplicaError: ranks 0 and 1 saved different values .*param_groups"):
+    with pytest.raises(RankFailure, match=r"ReplicaError.*'optimizer.param_groups'"):
         run_ranks(loads, 3)
     assert run_ranks(lambda: loads(replicas="root"), 3) == [0.5] * 3
     assert run_ranks(loads, 2) == [0.5, 1.5]
@@ -284,8 +283,9 @@ def test_a_type_that_the_live_state_does_not_have_is_refused_by_name(value: Any,
     path = saved({"model": nn.Linear(1, 1), "holder": Holder(value=value), "plain": value}, tmp_path)
     live = {"model": nn.Linear(1, 1), "holder": Holder(value=None), "plain": None}
     name = type(value if not isinstance(value, set | dict) else Mode.SLOW).__name__
-    with pytest.raises(sx.errors.UnsupportedError, match=rf"{name} was saved here.*register_config.*'holder\.value'"):
+    with pytest.raises(sx.errors.UnsupportedError, match=rf"{name} was saved.*register_config") as caught:
         sx.load_checkpoint(live, path)
+    assert caught.value.name == "holder.value"
     with pytest.raises(sx.errors.UnsupportedError, match=r"register_config.*'plain'"):
         sx.load_checkpoint(live, path, exclude="holder.*")
     sx.load_checkpoint(live, path, include="model.*")
@@ -309,20 +309,20 @@ def test_an_object_in_the_state_of_an_object_is_refused_at_the_save(tmp_path: Pa
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     inner = LR.StepLR(optimizer, 1)
     for state in (Holder(after=inner), Holder(list=[{"model": nn.Linear(1, 1)}]), Extra({"inner": inner})):
-        with pytest.raises(
-            sx.errors.UnsupportedError, match=r"the state of an? (Holder|Extra) holds a (StepLR|Linear).*'x\."
-        ):
+        with pytest.raises(sx.errors.UnsupportedError, match=r"holds a (Step|Lin)") as caught:
             saved({"x": state}, tmp_path)
+        assert caught.value.name.startswith("x.")
     optimizer.state["x"] = inner
-    with pytest.raises(sx.errors.UnsupportedError, match=r"the state of an? SGD holds a StepLR"):
+    with pytest.raises(sx.errors.UnsupportedError, match="holds a StepLR"):
         saved({"x": optimizer}, tmp_path)
 
 
 def test_a_state_that_is_no_mapping_is_refused_at_the_save(tmp_path: Path) -> None:
     holder = Holder()
     holder.state = [1, 2]  # type: ignore[assignment]
-    with pytest.raises(sx.errors.UnsupportedError, match=r"state_dict\(\) of a Holder returned a list.*'x'"):
+    with pytest.raises(sx.errors.UnsupportedError, match="returned a list") as caught:
         saved({"x": holder}, tmp_path)
+    assert caught.value.name == "x"
 
 
 def test_the_error_of_an_objects_load_names_it(tmp_path: Path) -> None:
@@ -330,10 +330,9 @@ def test_the_error_of_an_objects_load_names_it(tmp_path: Path) -> None:
     schedulers = [LR.ConstantLR(optimizer), LR.StepLR(optimizer, 2)]
     path = saved({"a": {"scheduler": LR.StepLR(optimizer, 2)}}, tmp_path)
     live = LR.SequentialLR(optimizer, schedulers, [2])
-    with pytest.raises(
-        sx.errors.InvalidArgumentError, match=r"a SequentialLR does not take .* KeyError.*'a\.scheduler'"
-    ):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"SequentialLR.*KeyError") as caught:
         sx.load_checkpoint({"a": {"scheduler": live}}, path)
+    assert caught.value.name == "a.scheduler"
 
 
 def test_a_loader_is_asked_for_its_state_before_generators_are_restored(tmp_path: Path) -> None:
@@ -453,8 +452,9 @@ def test_keys_of_unknown_types_are_refused_and_of_known_ones_come_back(tmp_path:
 
     for number, state in enumerate(({"shared": {Mode.SLOW: 1}}, {"own": {Mode.SLOW: 1}}, {"group": {Mode.SLOW: 1}})):
         path = saved({"model": model, "o": optimizer(**state)}, tmp_path / str(number))
-        with pytest.raises(sx.errors.UnsupportedError, match=r"Mode was saved here.*'o"):
+        with pytest.raises(sx.errors.UnsupportedError, match="Mode was saved") as caught:
             sx.load_checkpoint({"model": model, "o": optimizer()}, path)
+        assert caught.value.name.startswith("o.")
         other = optimizer(shared={Mode.FAST: 4})
         sx.load_checkpoint({"model": model, "o": other}, path)
         assert Mode.SLOW in {*other.state, *other.state[model.weight], *other.param_groups[0]}
@@ -491,20 +491,23 @@ def test_shared_state_under_the_name_of_a_parameter_is_refused_at_the_save(tmp_p
     model = nn.Linear(2, 2)
     optimizer = trained(nn.Linear(3, 2))
     optimizer.state["0"] = {"x": 1}
-    with pytest.raises(sx.errors.UnsupportedError, match=r"the key '0', which is the name of a parameter"):
+    with pytest.raises(sx.errors.UnsupportedError, match="the key '0'") as caught:
         saved({"o": optimizer}, tmp_path)
+    assert caught.value.name == "o"
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state["model.weight"] = 1
-    with pytest.raises(sx.errors.UnsupportedError, match=r"'model\.weight', which is the name"):
+    with pytest.raises(sx.errors.UnsupportedError, match=r"'model\.weight'") as caught:
         saved({"model": model, "o": optimizer}, tmp_path)
+    assert caught.value.name == "o"
 
 
 def test_hooks_that_change_the_groups_are_refused_and_those_before_are_called(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     optimizer = trained(model)
     optimizer.register_state_dict_post_hook(lambda o, found: found["param_groups"][0].update(ema=0.5))
-    with pytest.raises(sx.errors.UnsupportedError, match="is not its param_groups and state"):
+    with pytest.raises(sx.errors.UnsupportedError, match="of an Adam") as caught:
         saved({"model": model, "o": optimizer}, tmp_path)
+    assert caught.value.name == "o"
     one, other = trained(model), trained(model)
     one.register_state_dict_pre_hook(lambda o: o.state[model.weight].update(slow=torch.full((2,), 3.0)))
     sx.load_checkpoint({"model": model, "o": other}, saved({"model": model, "o": one}, tmp_path))
@@ -531,8 +534,9 @@ def test_entries_of_a_state_dict_may_have_types_and_their_errors_name_the_optimi
     assert other.entry is Mode.SLOW
     assert other.param_groups is groups
     assert other.param_groups[0] is group
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"a Loads does not take .*ValueError\('boo'\).*'o'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"ValueError\('boo'\)") as caught:
         sx.load_checkpoint({"model": model, "o": Loads(model.parameters(), Mode.FAST, ValueError("boo"))}, path)
+    assert caught.value.name == "o"
 
 
 def test_synchronize_refuses_entries_that_only_one_rank_has() -> None:
@@ -545,7 +549,7 @@ def test_synchronize_refuses_entries_that_only_one_rank_has() -> None:
             optimizer.register_state_dict_post_hook(lambda o, found: {**found, "n": 7})
         sx.synchronize({"o": optimizer})
 
-    with pytest.raises(RankFailure, match=r"only one of root's state dict and this rank's has the entry 'n'"):
+    with pytest.raises(RankFailure, match="the entry 'n'"):
         run_ranks(ranks, 2)
 
 
@@ -557,9 +561,9 @@ def test_groups_without_parameters_must_be_as_many(tmp_path: Path) -> None:
         return {"model": model, "o": torch.optim.SGD(groups, lr=0.1)}
 
     path = saved(job(1.0, 2.0), tmp_path)
-    with pytest.raises(ValueError, match=r"not in the state: o\.param_groups \(without parameters\)"):
+    with pytest.raises(ValueError, match=r"not in.*\bo\.param_groups\b"):
         sx.load_checkpoint(job(1.0), path)
-    with pytest.raises(FileNotFoundError, match=r"missing in the source: o\.param_groups \(without parameters\)"):
+    with pytest.raises(FileNotFoundError, match=r"missing.*\bo\.param_groups\b"):
         sx.load_checkpoint(job(1.0, 2.0, 3.0), path)
 
 
@@ -581,7 +585,7 @@ def test_states_of_a_parameter_with_other_keys_on_other_ranks_are_not_joined(tmp
 
     run_ranks(saves, 2)
     assert run_ranks(loads, 2) == [{"a": 1}, {"b": 2}]
-    with pytest.raises(RankFailure, match=r"ReplicaError: .*different values of 'o\.state\.model\.weight'"):
+    with pytest.raises(RankFailure, match=r"ReplicaError: .*'o\.state\.model\.weight'"):
         run_ranks(loads, 1)
     assert run_ranks(lambda: loads(replicas="root"), 1) == [{"a": 1}]
 
@@ -605,8 +609,9 @@ def test_a_type_that_has_changed_is_refused_only_where_it_is_loaded(tmp_path: Pa
 
     path = saved({"a": torch.ones(1), "h": Holder(cfg=version("x", "old"))}, tmp_path)
     live = {"a": torch.zeros(1), "h": Holder(cfg=version("x", "new"))}
-    with pytest.raises(sx.errors.UnsupportedError, match=r"Changed was saved here.*other fields here.*'h\.cfg'"):
+    with pytest.raises(sx.errors.UnsupportedError, match="other fields") as caught:
         sx.load_checkpoint(live, path)
+    assert caught.value.name == "h.cfg"
     sx.load_checkpoint(live, path, exclude="h.*")
     assert live["a"].tolist() == [1]
 
@@ -620,8 +625,9 @@ def test_objects_that_are_not_loaded_are_not_asked(tmp_path: Path) -> None:
     live = {"a": torch.zeros(1), "h": Fails(), "mode": Mode.FAST, "g": Holder(m=Mode.FAST)}
     sx.load_checkpoint(live, path, exclude="h.*")
     assert live["g"].state == {"m": Mode.SLOW}
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"state_dict\(\) of a Fails raised .*not ready.*'h'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="not ready") as caught:
         sx.load_checkpoint(live, path)
+    assert caught.value.name == "h"
 
 
 def test_groups_that_share_the_tensor_of_the_default_lr_get_their_own(tmp_path: Path) -> None:

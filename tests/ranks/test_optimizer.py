@@ -597,7 +597,7 @@ def test_ranks_that_step_unequally_often_raise() -> None:
         loss_of(module, comm.rank, 0).backward()
         if comm.rank:
             optimizer.step()
-        with pytest.raises(MismatchError, match="rank 0 is in step 0, rank 1 in step 1") as caught:
+        with pytest.raises(MismatchError, match=r"\b0 .*step 0, .*\b1 .*step 1") as caught:
             loss_of(module, comm.rank, 1).backward()
         return str(caught.value)
 
@@ -983,7 +983,7 @@ def small_loss(module: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
 
 def test_ddp_averages_by_the_hook_of_a_communicator_or_reducer() -> None:
     assert run_ranks(ddp_with_our_hooks, 2, backend="gloo", timeout_s=120) == [[True] * 4] * 2
-    with pytest.raises(InvalidArgumentError, match="buckets of its own"):
+    with pytest.raises(InvalidArgumentError, match="buckets of its"):
         as_comm_hook(BucketReducer(nn.Linear(2, 2)))
 
 

@@ -167,9 +167,9 @@ def hidden_job(shapes: Sequence[int], sizes: Sequence[int], *, names: Sequence[s
 @pytest.mark.parametrize(
     ("shapes", "sizes", "match"),
     [
-        ([2, 3, 3], [1, 2], r"by number, in param groups of \[3\], and the state's groups have \[1, 2\]"),
-        ([2, 3], [2], r"in param groups of \[3\], and the state's groups have \[2\]"),
-        ([2, 4, 3], [3], r"does not fit '1'.*expected \(4,\).*found \(3,\)"),
+        ([2, 3, 3], [1, 2], r"\[3\].*\[1, 2\]"),
+        ([2, 3], [2], r"\[3\].*\[2\]"),
+        ([2, 4, 3], [3], r"not fit '1'.*\(4,\).*\(3,\)"),
     ],
 )
 @pytest.mark.parametrize("write", [write_save, write_states, write_torch])
@@ -195,8 +195,10 @@ def test_names_that_groups_have_come_before_the_order(write: Write, tmp_path: Pa
     assert moments(live["optimizer"], [ours[1], ours[2], ours[0]]) == moments(saved["optimizer"], theirs)
     assert [group["param_names"] for group in live["optimizer"].param_groups] == [["c"], ["a", "b"]]
     live, _ = hidden_job([3, 3, 3], [3], names=["c", "a", "x"])
-    with pytest.raises(errors.InvalidArgumentError, match=r"names the parameters .*'x'.* and the source .*'b'"):
+    with pytest.raises(errors.InvalidArgumentError, match="names the parameters") as caught:
         sx.load_checkpoint(live, path)
+    assert caught.value.name == "optimizer"
+    assert all(name in str(caught.value) for name in ("'x'", "'b'"))
 
 
 def net(seed: int) -> nn.Sequential:
@@ -228,7 +230,7 @@ def test_an_optimizer_without_its_model_says_what_is_missing(tmp_path: Path) -> 
     path = write_save(saved, tmp_path)
     new = net(1)
     optimizer = torch.optim.Adam(new.parameters())
-    match = r"the parameters of 'optimizer' by their names in the state.*give the state what has these parameters, too"
+    match = "parameters of 'optimizer'"
     with pytest.raises(errors.NotFoundError, match=match):
         sx.load_checkpoint({"optimizer": optimizer}, path, include="optimizer")
     before = new[0].weight.tolist()
@@ -276,7 +278,7 @@ def test_a_part_of_a_name_is_no_prefix(tmp_path: Path) -> None:
     other.register_parameter("b", nn.Parameter(torch.randn(3)))
     other.register_parameter("a", nn.Parameter(torch.randn(3)))
     path = write_torch({"optimizer": stepped(torch.optim.Adam(one.named_parameters()))}, tmp_path)
-    with pytest.raises(errors.InvalidArgumentError, match=r"names the parameters .*'a', 'b'.*'xa', 'xb'"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"\['a', 'b'\].*\['xa', 'xb'\]"):
         sx.load_checkpoint({"optimizer": torch.optim.Adam(other.named_parameters())}, path)
 
 
@@ -357,8 +359,9 @@ def test_names_that_two_modules_have_for_different_parameters_are_refused(tmp_pa
     assert {name: found for name, found in by_parameter(live).items() if "m1" in name} == {
         name.replace("m0", "m1"): found for name, found in expected.items()
     }
-    with pytest.raises(errors.InvalidArgumentError, match=r"two modules of the state have these names for different"):
+    with pytest.raises(errors.InvalidArgumentError, match="two modules") as caught:
         sx.load_checkpoint(job([1, 2, 0], [2, 0, 1]), path, include="o")
+    assert caught.value.name == "o"
 
 
 @pytest.mark.parametrize("write", [write_states, write_torch, write_dcp])
@@ -438,8 +441,9 @@ def test_names_that_are_numbers_are_not_taken_for_numbers(tmp_path: Path) -> Non
     stepped(optimizer)
     sx.save_checkpoint({"m": model, "o": get_optimizer_state_dict(model, optimizer)}, tmp_path / "save")
     other, permuted = job([2, 0, 1])
-    with pytest.raises(errors.InvalidArgumentError, match="as numbers or as names of the parameters is not known"):
+    with pytest.raises(errors.InvalidArgumentError, match="is not known") as caught:
         sx.load_checkpoint({"m": other, "o": permuted}, tmp_path / "save")
+    assert caught.value.name == "o"
     other, same = job([0, 1, 2])
     sx.load_checkpoint({"m": other, "o": same}, tmp_path / "save")
     assert moments(same, [*other]) == moments(optimizer, [*model])
@@ -485,7 +489,7 @@ def test_a_scheduler_of_groups_in_another_order_is_refused_if_they_differ(
     sx.load_checkpoint(same, path)
     assert advanced(same) == advanced(saved)
     if write is write_save:
-        with pytest.raises(errors.InvalidArgumentError, match="by the number of a param group, and the groups"):
+        with pytest.raises(errors.InvalidArgumentError, match="scheduler out"):
             sx.load_checkpoint(grouped_job(order, different, make), path)
         sx.load_checkpoint(grouped_job(order, different, make), path, exclude="s")
     (tmp_path / "equal").mkdir()
@@ -503,7 +507,7 @@ def test_a_scheduler_of_another_number_of_groups_is_refused(tmp_path: Path) -> N
     live = grouped_job(["a", "b"], lrs, by_lambda)
     optimizer = torch.optim.SGD(live["m"].parameters(), lr=1.0)
     joined = {"m": live["m"], "o": optimizer, "s": by_lambda(optimizer)}
-    with pytest.raises(errors.InvalidArgumentError, match="by the number of a param group, and the groups"):
+    with pytest.raises(errors.InvalidArgumentError, match="scheduler out"):
         sx.load_checkpoint(joined, tmp_path / "save")
     sx.load_checkpoint(joined, tmp_path / "save", exclude="s")
 
@@ -517,7 +521,7 @@ def test_schedulers_go_on_from_flattened_groups(tmp_path: Path) -> None:
     path = write_dcp(states, tmp_path)
     sx.load_checkpoint(live, path)
     assert advanced(live) == advanced(saved)
-    with pytest.raises(errors.InvalidArgumentError, match="by the number of a param group, and the groups"):
+    with pytest.raises(errors.InvalidArgumentError, match="scheduler out"):
         sx.load_checkpoint(grouped_job(["a", "b"], lrs, by_lambda), path)
 
 
@@ -530,7 +534,7 @@ def test_a_scheduler_of_other_groups_is_refused(tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(of_groups, lr=1.0)
         return {"m": model, "o": optimizer, "s": by_lambda(optimizer)}
 
-    match = "by the number of a param group, and the groups"
+    match = "scheduler out"
     sx.save_checkpoint(job("ab", "c", "d", lrs=[1, 0.1, 0.1]), tmp_path / "split")
     with pytest.raises(errors.InvalidArgumentError, match=match):
         sx.load_checkpoint(job("a", "b", "cd", lrs=[1, 1, 0.1]), tmp_path / "split")
@@ -559,7 +563,7 @@ def test_a_layer_of_another_shape_is_not_left_out_alone(write: Write, tmp_path: 
     saved, live = job(2), job(3)
     stepped(saved["o"])
     path = write(saved, tmp_path)
-    with pytest.raises(errors.InvalidArgumentError, match=r"leave the optimizer out|leave it out of the state"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"'m\.1\.weight'"):
         sx.load_checkpoint(live, path, exclude="m.1.*")
     assert not live["o"].state
     sx.load_checkpoint(live, path, exclude=["m.1.*", "o"])
@@ -716,8 +720,9 @@ def test_names_of_any_rank_are_used(named_rank: int, tmp_path: Path) -> None:
 def test_numbers_of_ranks_with_other_parameters_are_refused_on_one_rank(kind: str, tmp_path: Path) -> None:
     run_ranks(saves_and_loads_stages, 2, args=(str(tmp_path / "save"), kind, "equal"))
     live, _ = stage_job(0, kind)
-    with pytest.raises(errors.InvalidArgumentError, match="load on as many ranks as have saved"):
+    with pytest.raises(errors.InvalidArgumentError, match="as many ranks") as caught:
         sx.load_checkpoint({"optimizer": live["optimizer"]}, tmp_path / "save", strict=False)
+    assert caught.value.name == "optimizer"
 
 
 @pytest.mark.parametrize("kind", ["objects", "objects, named", "hidden", "hidden, named", "states", "states, named"])
@@ -742,7 +747,6 @@ def test_a_parameter_has_the_names_of_all_its_modules(write: Write, tmp_path: Pa
 
 def test_a_shorter_list_has_no_item_for_what_was_saved(tmp_path: Path) -> None:
     path = write_torch({"model": net(0), "history": [{"loss": 0.5}, {"loss": 0.25}]}, tmp_path)
-    with pytest.raises(
-        errors.InvalidArgumentError, match=r"'history\.0\.loss', and the state has no item to put them into"
-    ):
+    with pytest.raises(errors.InvalidArgumentError, match=r"'history\.0\.loss'") as caught:
         sx.load_checkpoint({"model": net(1), "history": []}, path)
+    assert caught.value.name == "history.0"

@@ -92,7 +92,7 @@ def test_the_state_dict_of_an_optimizer_is_a_plain_value(differ: bool, world_siz
 
     run_ranks(saves, 2)
     if world_size == 1 and differ:
-        with pytest.raises(sx.errors.ReplicaError, match=r"different values of 'optim.param_groups': "):
+        with pytest.raises(sx.errors.ReplicaError, match=r"'optim.param_groups'"):
             sx.load_checkpoint(state(0.1)[1], tmp_path / "save", exclude="rng")
         assert run_ranks(lambda: loads(replicas="root"), 1) == [0.5]
     else:
@@ -125,7 +125,7 @@ def test_a_value_that_is_only_equal_is_replaced(saved: Any, live: Any, tmp_path:
         sx.save_checkpoint({"value": live if sx.get_rank() else saved, "w": torch.zeros(1)}, tmp_path / "two")
 
     run_ranks(saves, 2)
-    with pytest.raises(sx.errors.ReplicaError, match=r"different values of 'value(\.0)?'"):
+    with pytest.raises(sx.errors.ReplicaError, match=r"values of 'value(\.0)?'"):
         sx.load_checkpoint(state, tmp_path / "two")
 
 
@@ -150,12 +150,12 @@ class WithNan(enum.Enum):
 
 
 REFUSED: list[tuple[Any, str]] = [
-    (dt.datetime(2020, 1, 1, tzinfo=dt.timezone(dt.timedelta(hours=1), "x")), "datetime as JSON.*give it in UTC"),
-    (dt.datetime(2020, 1, 1, tzinfo=dt.timezone(dt.timedelta(microseconds=5))), "give it in UTC"),
-    (pathlib.PureWindowsPath("a\\b"), "PureWindowsPath as JSON"),
-    (WithNan.A, "its value does not lead back to it"),
-    (10**4300, r"an integer of 14,285 bits as JSON, at \.value"),
-    ({10**5000: 1}, "has an int as a key"),
+    (dt.datetime(2020, 1, 1, tzinfo=dt.timezone(dt.timedelta(hours=1), "x")), "datetime.*UTC"),
+    (dt.datetime(2020, 1, 1, tzinfo=dt.timezone(dt.timedelta(microseconds=5))), "in UTC"),
+    (pathlib.PureWindowsPath("a\\b"), "PureWindowsPath"),
+    (WithNan.A, "lead back"),
+    (10**4300, "14,285 bits"),
+    ({10**5000: 1}, "as a key"),
 ]
 
 
@@ -179,8 +179,9 @@ def test_a_changed_byte_of_a_plain_value_is_found(old: bytes, new: bytes, tmp_pa
     file = tmp_path / "save/rank-00000-of-00001.safetensors"
     file.write_bytes(file.read_bytes().replace(old, new, 1))
     live = {"w": torch.ones(4), "step": 0, "lr": 0.0}
-    with pytest.raises(sx.errors.CorruptError, match=r"differs from its own digest.*rank 0"):
+    with pytest.raises(sx.errors.CorruptError, match="own digest") as caught:
         sx.load_checkpoint(live, tmp_path / "save")
+    assert caught.value.rank == 0
     assert (live["step"], live["lr"], live["w"].tolist()) == (0, 0.0, [1.0] * 4)
 
 
@@ -222,8 +223,9 @@ def test_a_tied_tensor_follows_its_own_rule(options: dict[str, Any], expected: l
 def test_copies_of_a_tied_tensor_without_a_rule_are_compared(tmp_path: Path) -> None:
     def exports() -> None:
         tied = torch.tensor([0.0, 1.0]) + sx.get_rank()
-        with pytest.raises(sx.errors.ReplicaError, match=r"hold different values.*'b'"):
+        with pytest.raises(sx.errors.ReplicaError, match="different values") as caught:
             sx.export_checkpoint({"a": tied, "b": tied}, tmp_path / "out", layout={"a": {"reduce": "max"}})
+        assert caught.value.name == "b"
 
     run_ranks(exports, 2)
 
@@ -271,7 +273,7 @@ def test_flags_that_are_no_bools_are_refused_on_all_ranks(tmp_path: Path) -> Non
             "on_progress must be a function of two numbers, not 'no' [rank 1]",
         ]
     yes: Any = "yes"
-    with pytest.raises(sx.errors.InvalidArgumentError, match="memory must be True or False, not 'yes'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"memory must.*'yes'"):
         sx.Checkpoints(tmp_path, memory=yes)
 
 
@@ -282,8 +284,9 @@ def test_a_load_of_another_step_on_one_rank_is_refused_on_all(options: dict[str,
         for step in (1, 2):
             saves.save({"w": torch.ones(1)}, step)
         (name,) = options
-        with pytest.raises(sx.errors.InvalidArgumentError, match=rf"{name} is .* on rank 0 and .* on rank 1: give all"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match=rf"^{name} is") as caught:
             saves.load({"w": torch.zeros(1)}, **(options if sx.get_rank() else {}))
+        assert caught.value.rank == 1
 
     run_ranks(loads, 2)
 

@@ -175,12 +175,12 @@ def test_a_pretrained_model_sharded_four_ways_has_the_same_bits(tmp_path: Path) 
 
 
 def test_a_wrong_tokenizer_and_several_active_adapters_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="tokenizer must be a tokenizer or processor of transformers, not a"):
+    with pytest.raises(InvalidArgumentError, match="tokenizer must be"):
         sx.export_checkpoint(build("llama"), tmp_path / "out", tokenizer="gpt2")
     model = adapted()
     model.add_adapter("second", model.peft_config["default"])
     model.base_model.set_adapter(["default", "second"])
-    with pytest.raises(UnsupportedError, match="the adapters 'default', 'second' are active: activate one"):
+    with pytest.raises(UnsupportedError, match="'default', 'second'"):
         sx.export_checkpoint(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -109,17 +109,17 @@ def test_steps_are_listed_kept_and_deleted(store: Any, caplog: pytest.LogCapture
     report = saves.load(state, step=20)
     assert report is not None
     assert value_in(state) == 20.0
-    with pytest.raises(sx.errors.NotFoundError, match="no save of step 30: there are steps 10, 20, 40, 50"):
+    with pytest.raises(sx.errors.NotFoundError, match=r"step 30.*10, 20, 40, 50"):
         saves.load(state, step=30)
-    with pytest.raises(sx.errors.NotFoundError, match="no save of step 30: there are steps 10, 20, 40, 50"):
+    with pytest.raises(sx.errors.NotFoundError, match=r"step 30.*10, 20, 40, 50"):
         sx.load_checkpoint(state, step_url(saves.path, 30))
-    with pytest.raises(sx.errors.TargetExistsError, match="step 20 is saved already"):
+    with pytest.raises(sx.errors.TargetExistsError, match="step 20"):
         saves.save(state_of(1), 20, metrics={"loss": 1})
-    with pytest.raises(sx.errors.InvalidArgumentError, match="contains 4 saves: name one"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="4 saves"):
         sx.load_checkpoint(state, "memory://bucket/saves")
     saves.delete(50)
     assert saves.steps() == [10, 20, 40]
-    with pytest.raises(sx.errors.NotFoundError, match="no save of step 50"):
+    with pytest.raises(sx.errors.NotFoundError, match="step 50"):
         saves.delete(50)
 
 
@@ -163,13 +163,14 @@ def test_a_load_during_which_a_save_is_removed_at_any_request_is_of_one_whole_sa
 
 def test_other_content_is_not_taken_for_no_save(store: Any) -> None:
     store.pipe_file("/bucket/notes.txt", b"mine")
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"other content, such as 'notes\.txt"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"'notes\.txt"):
         sx.Checkpoints("memory://bucket").load(state_of(0))
     sx.Checkpoints("memory://saves").save(state_of(0), 7)
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"one save: pass .* contains it, memory://saves "):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="one save") as caught:
         sx.Checkpoints(step_url("memory://saves", 7)).load(state_of(0))
+    assert "memory://saves " in str(caught.value)
     store.rm_file("/saves/step-000000007/save.json")
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"has lost its save\.json"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="'step-000000007'"):
         sx.Checkpoints("memory://saves").load(state_of(0))
 
 
@@ -177,11 +178,11 @@ def test_an_unfinished_save_is_no_save(store: Any) -> None:
     put_claim(store, "/saves/step-000000007")
     saves = sx.Checkpoints("memory://saves")
     assert saves.load(state_of(0)) is None
-    with pytest.raises(sx.errors.NotFoundError, match="there is no save here yet"):
+    with pytest.raises(sx.errors.NotFoundError, match="no save"):
         saves.load(state_of(0), missing_ok=False)
     store.pipe_file(f"/saves/step-000000007/{WHOLE[0]}", b"half")
     assert (saves.load(state_of(0)), saves.steps()) == (None, [])
-    with pytest.raises(sx.errors.IncompleteError, match="process 2 on a-host-far-away has been publishing here since"):
+    with pytest.raises(sx.errors.IncompleteError, match="process 2 on a-host-far-away"):
         sx.load_checkpoint(state_of(0), step_url("memory://saves", 7))
 
 
@@ -240,7 +241,7 @@ def test_a_step_that_another_job_is_saving_is_refused(store: Any) -> None:
     nonce = "a" * 16
     object_build.active_builds.add(nonce)  # as a save that runs in this process
     try:
-        with pytest.raises(sx.errors.TargetExistsError, match=rf"process {os.getpid()} on .* is publishing"):
+        with pytest.raises(sx.errors.TargetExistsError, match=f"process {os.getpid()}"):
             save_steps(sx.Checkpoints("memory://saves"), 10)
     finally:
         object_build.active_builds.discard(nonce)
@@ -258,7 +259,7 @@ def test_saves_in_the_background_have_the_state_at_the_call_and_raise_failures(s
             for tensor in state["model"].values():
                 tensor.fill_(-1)
         future = saves.save(state, 20, background=True)
-        with pytest.raises(sx.errors.TargetExistsError, match="step 20 is saved already"):
+        with pytest.raises(sx.errors.TargetExistsError, match="step 20"):
             future.result()
         saves.load(state)
         assert value_in(state) == 20.0
@@ -279,8 +280,9 @@ class ChangeAtFirstPut:
 def test_a_tensor_that_changes_while_it_is_saved_is_named(store: Any) -> None:
     state = {"w": torch.zeros(5)}
     sys.addaudithook(ChangeAtFirstPut(state["w"]))
-    with pytest.raises(sx.errors.CorruptError, match=r"changed while it was saved.*\[.*w"):
+    with pytest.raises(sx.errors.CorruptError, match="changed while") as caught:
         sx.save_checkpoint(state, "memory://saved")
+    assert caught.value.name == "w"
     assert names_at("memory://saved") == []
 
 

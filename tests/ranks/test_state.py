@@ -79,9 +79,9 @@ def test_a_plain_value_of_a_module_is_left_out_with_a_warning(tmp_path: Path, ca
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.Sequential(nn.LazyLinear(3)), "call the module once, on every rank"),
-        (lambda: {"a": torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)])}, "not a nested one"),
-        (lambda: {"a": torch.ones(2).to_sparse()}, "not a sparse_coo one"),
+        (lambda: nn.Sequential(nn.LazyLinear(3)), "call the module"),
+        (lambda: {"a": torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)])}, "nested"),
+        (lambda: {"a": torch.ones(2).to_sparse()}, "sparse_coo"),
     ],
     ids=["lazy", "nested", "sparse"],
 )
@@ -106,9 +106,9 @@ def test_tensors_without_plain_memory_are_refused_by_name(
 def test_a_list_that_contains_itself_and_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     loop: list[Any] = [1]
     loop.append(loop)
-    with pytest.raises(ValueError, match=r"contains itself: loop\[1\]"):
+    with pytest.raises(ValueError, match=r"itself: loop\[1\]"):
         sx.save_checkpoint({"loop": loop}, tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"two values are called 'a\.b'"):
+    with pytest.raises(ValueError, match=r"called 'a\.b'"):
         sx.save_checkpoint({"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}, tmp_path / "saved")
 
 
@@ -123,13 +123,13 @@ def test_a_state_that_is_too_deep_or_contains_itself_cannot_be_loaded(source: st
     loop: dict[str, Any] = {"w": weight}
     loop["x"] = loop
     for state in (deep, loop):
-        with pytest.raises(sx.errors.InvalidArgumentError, match=r"nested deeper than 100|contains itself"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match=r"deeper|itself"):
             sx.load_checkpoint({**state, "w": weight}, tmp_path / source, strict=False)
     assert weight.tolist() == [0]
 
 
 def test_an_export_of_no_tensors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nothing to export: no rank's state has a tensor"):
+    with pytest.raises(ValueError, match="nothing to export"):
         sx.export_checkpoint({}, tmp_path / "out")
     with pytest.raises(ValueError, match="exclude"):
         sx.export_checkpoint({"a": torch.ones(1)}, tmp_path / "out", exclude="a")
@@ -280,16 +280,16 @@ def test_plain_values_come_back_with_their_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.Generator(), r"Generator as JSON, at \.a: give its get_state\(\), a tensor"),
-        (DataLoader([1, 2]), r"DataLoader as JSON, at \.a: use torchdata's StatefulDataLoader"),
-        (np.random.default_rng(), r"Generator as JSON, at \.a: give its bit_generator\.state"),
-        (np.random.RandomState(0), r"RandomState as JSON, at \.a: give .* get_state\(\)"),
-        (10**5000, r"an integer of 16,610 bits as JSON, at \.a: give its hex\(\)"),
-        (object(), r"object as JSON, at \.a: give plain values, tensors, or a dataclass of them"),
-        (np.longdouble(1), r"longdouble as JSON, at \.a"),
-        (collections.deque([torch.ones(1)]), r"a Tensor cannot be an item of a set or deque, or a key, at \.a\[0\]"),
-        ({torch.ones(1): 1}, r"a mapping at a has a Tensor as a key: use text, numbers or enums"),
-        ([{torch.ones(1)}], r"a Tensor cannot be an item of a set or deque, or a key, at \.a\[0\]<item"),
+        (torch.Generator(), r"Generator.*get_state\(\)"),
+        (DataLoader([1, 2]), "DataLoader.*StatefulDataLoader"),
+        (np.random.default_rng(), r"Generator.*bit_generator\.state"),
+        (np.random.RandomState(0), r"RandomState.*get_state\(\)"),
+        (10**5000, r"16,610 bits.*hex\(\)"),
+        (object(), r"object .*at \.a: "),
+        (np.longdouble(1), "longdouble"),
+        (collections.deque([torch.ones(1)]), r"a Tensor .*\.a\[0\]"),
+        ({torch.ones(1): 1}, "a Tensor as"),
+        ([{torch.ones(1)}], r"a Tensor .*\.a\[0\]<item"),
     ],
     ids=[
         "generator",
@@ -314,7 +314,7 @@ def test_a_load_increments_the_version_of_a_tensor(tmp_path: Path) -> None:
     sx.save_checkpoint({"p": torch.zeros(3)}, tmp_path / "saved")
     loss = (parameter * parameter).sum()
     sx.load_checkpoint({"p": parameter}, tmp_path / "saved")
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="modified by"):
         loss.backward()
 
 
@@ -326,8 +326,9 @@ def test_a_tensor_that_overlaps_itself_is_refused_and_an_interleaved_one_is_not(
     sx.save_checkpoint({"t": wanted}, tmp_path / "saved")
     live = torch.zeros(20).as_strided(shape, (2, 1) if shape == (4, 4) else (3, 2))
     if shape == (4, 4):
-        with pytest.raises(ValueError, match=r"several elements share memory.*t"):
+        with pytest.raises(ValueError, match="share memory") as caught:
             sx.load_checkpoint({"t": live}, tmp_path / "saved")
+        assert caught.value.name == "t"
     else:
         sx.load_checkpoint({"t": live}, tmp_path / "saved")
         assert torch.equal(live, wanted)
@@ -365,5 +366,5 @@ def test_an_optimizer_that_the_source_does_not_have_is_missing(tmp_path: Path) -
     model = nn.Linear(4, 1)
     sx.export_checkpoint({f"model.{name}": tensor for name, tensor in model.state_dict().items()}, tmp_path / "out")
     live = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
-    with pytest.raises(FileNotFoundError, match=r"2 missing in the source: optimizer\.model\.weight"):
+    with pytest.raises(FileNotFoundError, match=r"missing.*\boptimizer\.model\.weight\b"):
         sx.load_checkpoint(live, tmp_path / "out")

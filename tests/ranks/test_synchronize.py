@@ -271,10 +271,9 @@ def test_any_array_gets_roots_values_in_place(limits: tuple[int, int], monkeypat
     "number", [np.longdouble(1), np.clongdouble(1), ml_dtypes.bfloat16(1), ml_dtypes.int4(1)], ids=repr
 )
 def test_a_number_that_is_no_plain_value_is_named(number: Any) -> None:
-    with pytest.raises(
-        sx.errors.UnsupportedError, match=rf"a number of dtype {number.dtype} .*: give float\(\).*'a\.b'"
-    ):
+    with pytest.raises(sx.errors.UnsupportedError, match=f"dtype {number.dtype} ") as caught:
         synchronize({"a": {"b": number}})
+    assert caught.value.name == "a.b"
 
 
 @pytest.mark.ranks(2)
@@ -472,9 +471,10 @@ def test_tensors_that_share_memory_are_refused_if_root_has_different_values(on_r
     tree = (elsewhere if rank == 1 else on_root)(rank + 7.0)
     with pytest.raises(
         sx.errors.MismatchError,
-        match=r"on rank 1 this tensor shares memory with pair\[.\], but .* clone\(\) one of them on rank 1",
+        match=r"with pair\[.\]",
     ) as caught:
         synchronize({"pair": tree})
+    assert "clone()" in str(caught.value)
     assert caught.value.rank == 1
     assert {caught.value.name, re.findall(r"pair\[.\]", str(caught.value))[0]} == {"pair[0]", "pair[1]"}
 
@@ -484,9 +484,7 @@ def test_tensors_that_share_memory_are_refused_if_root_has_different_values(on_r
 def test_parameters_that_share_memory_on_one_rank_alone_are_not_averaged(sharing_rank: int) -> None:
     rank, _ = rank_and_size()
     tensors = (overlapping if rank == sharing_rank else apart)(float(rank))
-    with pytest.raises(
-        sx.errors.MismatchError, match=rf"on rank {sharing_rank} this tensor shares memory with [01], but"
-    ) as caught:
+    with pytest.raises(sx.errors.MismatchError, match=r"with [01],") as caught:
         allreduce_parameters(nn.ParameterList(tensors))
     assert caught.value.rank == sharing_rank
 
@@ -585,8 +583,9 @@ def test_another_type_than_a_module_is_an_error_on_all_ranks(verb: Callable[...,
 def test_float8_cannot_be_averaged() -> None:
     model = nn.Linear(1, 1)
     model.register_buffer("scale", torch.ones(1, dtype=torch.float8_e4m3fn))
-    with pytest.raises(sx.errors.UnsupportedError, match=r"float8_e4m3fn cannot be averaged.*'scale'"):
+    with pytest.raises(sx.errors.UnsupportedError, match="float8_e4m3fn") as caught:
         allreduce_parameters(model)
+    assert caught.value.name == "scale"
 
 
 @pytest.mark.ranks(2)
@@ -594,8 +593,9 @@ def test_a_tensor_and_a_view_of_it_as_integers_cannot_be_averaged() -> None:
     model = nn.Linear(2, 1)
     model.register_buffer("mean", torch.full((4,), 1.0 + rank_and_size()[0]))
     model.register_buffer("bits", model.mean.view(torch.int32)[:1])
-    with pytest.raises(sx.errors.UnsupportedError, match=r"shares memory with bits, .*rank 0's; clone\(\).*'mean'"):
+    with pytest.raises(sx.errors.UnsupportedError, match="memory with bits") as caught:
         allreduce_parameters(model)
+    assert caught.value.name == "mean"
     assert (model.mean == 1.0 + rank_and_size()[0]).all()
     model.bits = model.bits.clone()
     allreduce_parameters(model)
@@ -777,7 +777,7 @@ def test_an_object_in_the_state_of_an_optimizer_is_not_replaced() -> None:
     assert run_ranks(body, 2, args=(True,)) == [True, True]
     outcomes = run_ranks(body, 2, args=(False,), allow_failure=True)
     assert set(outcomes.errors.values()) == {"UnsupportedError"}
-    assert "an object at helper that cannot be sent" in outcomes.messages[0]
+    assert "an object at helper" in outcomes.messages[0]
     assert outcomes.messages[0] == outcomes.messages[1]
 
 
@@ -786,13 +786,13 @@ def test_an_object_in_the_state_of_an_optimizer_is_not_replaced() -> None:
 def test_tensors_in_a_set_or_deque_are_refused_by_name(make: Any) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     held = make([torch.ones(2)])
-    with pytest.raises(
-        sx.errors.UnsupportedError, match=f"a {type(held).__name__} here holds tensors.*give a list.*'a'"
-    ):
+    with pytest.raises(sx.errors.UnsupportedError, match=f"a {type(held).__name__}") as caught:
         synchronize({"a": held})
-    with pytest.raises(sx.errors.UnsupportedError, match=f"a {type(held).__name__} here holds tensors"):
+    assert caught.value.name == "a"
+    with pytest.raises(sx.errors.UnsupportedError, match=f"a {type(held).__name__}") as caught:
         optimizer.param_groups[0]["held"] = held
         synchronize([optimizer])
+    assert caught.value.name.endswith("param_groups[0].held")
     plain = make([rank_and_size()[0]])
     assert synchronize({"a": plain})["a"] is plain
 
@@ -897,13 +897,14 @@ def test_different_trees_are_one_error_on_all_ranks(case: str, odd: int) -> None
 
 def test_a_different_key_is_shown_with_that_of_root() -> None:
     error = raised_on_all(lambda: synchronize({"a": 0, "weight" if rank_and_size()[0] == 0 else "wait": OF_2_3}))[0]
-    assert "expected float32[2, 3] (rank 0), found nothing (rank 1) [tensor 'weight', rank 1]" in str(error)
+    assert (error.name, error.rank) == ("weight", 1)
+    assert (error.expected, error.found) == ("float32[2, 3] (rank 0)", "nothing (rank 1)")
 
 
 def test_different_roots_are_one_error_on_all_ranks() -> None:
     outcomes = run_ranks(lambda: synchronize(1, root=rank_and_size()[0]), 2, allow_failure=True)
     assert outcomes.errors == {0: "MismatchError", 1: "MismatchError"}
-    assert "different roots: 0, 1" in outcomes.messages[1]
+    assert "roots: 0, 1" in outcomes.messages[1]
 
 
 def test_a_root_that_does_not_exist_is_an_error_on_all_ranks() -> None:
@@ -945,21 +946,17 @@ class Other(enum.Enum):
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type, str]] = {
-    "sparse": (lambda: torch.eye(2).to_sparse(), sx.errors.UnsupportedError, "not a sparse_coo one"),
-    "meta": (lambda: torch.ones(2, device="meta"), sx.errors.UnsupportedError, "not a meta one"),
-    "quantised": (lambda: quantised(), sx.errors.UnsupportedError, "not a quantized one"),
-    "lazy": (lambda: nn.LazyLinear(2), sx.errors.InvalidArgumentError, "call the module once"),
-    "freed": (lambda: freed(), sx.errors.UnsupportedError, "no storage of its own"),
-    "generator": (
-        lambda: nn.Linear(1, 1).parameters(),
-        sx.errors.InvalidArgumentError,
-        "a generator cannot be filled in place",
-    ),
+    "sparse": (lambda: torch.eye(2).to_sparse(), sx.errors.UnsupportedError, "sparse_coo"),
+    "meta": (lambda: torch.ones(2, device="meta"), sx.errors.UnsupportedError, "a meta one"),
+    "quantised": (lambda: quantised(), sx.errors.UnsupportedError, "quantized"),
+    "lazy": (lambda: nn.LazyLinear(2), sx.errors.InvalidArgumentError, "call the module"),
+    "freed": (lambda: freed(), sx.errors.UnsupportedError, "no storage"),
+    "generator": (lambda: nn.Linear(1, 1).parameters(), sx.errors.InvalidArgumentError, "a generator"),
     "view of values": (lambda: {"a": 1}.values(), sx.errors.InvalidArgumentError, "give a list"),
     "objects": (lambda: np.array([object()]), sx.errors.UnsupportedError, "array of objects"),
     "masked": (lambda: np.ma.array([1, 2], mask=[True, False]), sx.errors.UnsupportedError, "masked array"),
-    "cycle": (cycle, sx.errors.InvalidArgumentError, r"x\[1\]\.again is x again"),
-    "key": (lambda: {nn.Parameter(torch.ones(1)): 1}, sx.errors.UnsupportedError, "Parameter as a key"),
+    "cycle": (cycle, sx.errors.InvalidArgumentError, r"x\[1\]\.again"),
+    "key": (lambda: {nn.Parameter(torch.ones(1)): 1}, sx.errors.UnsupportedError, "a Parameter as"),
     "stale state": (lambda: stale(), sx.errors.InvalidArgumentError, "no param group"),
 }
 
@@ -1105,8 +1102,9 @@ def test_an_array_in_the_state_of_an_object_keeps_its_dtype(dtype: str, lacks_it
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [[("x", "f4"), ("y", "i4")], ml_dtypes.int4, BIG_ENDIAN])
 def test_an_array_of_a_dtype_without_text_in_the_state_of_an_object_is_refused(dtype: Any) -> None:
-    with pytest.raises(sx.errors.UnsupportedError, match="cannot be sent in the state of an object"):
+    with pytest.raises(sx.errors.UnsupportedError, match="arrays of") as caught:
         synchronize({"holder": ArrayHolder(np.zeros(4, dtype))})
+    assert caught.value.name == "holder.array"
 
 
 # Over processes
@@ -1147,12 +1145,13 @@ def test_every_kind_of_state_is_synchronized_between_processes() -> None:
     allreduce_parameters(model)
     assert (model.weight == 0.5).all()
     broadcast_parameters(nn.BatchNorm1d(3), root=1)
-    with pytest.raises(sx.errors.MismatchError, match="on rank 1 this tensor shares memory"):
+    with pytest.raises(sx.errors.MismatchError, match="shares memory") as caught:
         synchronize(overlapping(7.0) if comm.rank == 1 else [torch.zeros(6), torch.ones(6)])
-    with pytest.raises(
-        sx.errors.MismatchError, match=r"expected float32\[2\] \(rank 0\), found float32\[3\] \(rank 1\)"
-    ):
+    assert caught.value.rank == 1
+    with pytest.raises(sx.errors.MismatchError, match=r"float32\[2\].*float32\[3\]") as caught:
         synchronize({"w": torch.ones(2 + comm.rank)})
+    assert caught.value.name == "w"
+    assert caught.value.rank == 1
     if dist.is_initialized():
         on_a_mesh()
 
@@ -1167,7 +1166,8 @@ def on_a_mesh() -> None:
     assert synchronize({"w": whole})["w"] is whole
     assert (whole.to_local() == 1).all()
     cut = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
-    with pytest.raises(sx.errors.UnsupportedError, match=r"lies on several ranks.*'w'"):
+    with pytest.raises(sx.errors.UnsupportedError, match="several ranks") as caught:
         synchronize({"w": cut})
-    with pytest.raises(sx.errors.UnsupportedError, match="lies on many ranks"):
+    assert caught.value.name == "w"
+    with pytest.raises(sx.errors.UnsupportedError, match="many ranks"):
         synchronize(torch.optim.SGD([nn.Parameter(cut)], lr=0.1))

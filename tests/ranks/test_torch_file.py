@@ -343,7 +343,7 @@ def write_misfits(out: str) -> None:
 def test_a_local_part_that_does_not_fit_its_placements_is_refused(tmp_path: Path) -> None:
     run_ranks(write_misfits, 2, backend="gloo", args=(str(tmp_path),))
     for path in tmp_path.iterdir():
-        with pytest.raises(CorruptError, match=r"does not fit its placements.*expected") as caught:
+        with pytest.raises(CorruptError, match="its placements") as caught:
             open_source(path)
         assert (caught.value.name, caught.value.path) == ("w", str(path))
 
@@ -379,9 +379,9 @@ def test_a_nested_axis_is_read_and_one_larger_than_its_mesh_is_refused() -> None
     nested = {"_layout": layout_of(shape=((2, 2), 3), stride=((6, 3), 1)), "_flatten_rank_map": tuple(range(12))}
     assert shape_of(nested, [DimSplit(0), None]) == [4, 3]
     for stride, message in (
-        (1 << 40, "has an axis that is larger"),
-        (-1, "not a list of sizes"),
-        (True, "not a list of"),
+        (1 << 40, "is larger"),
+        (-1, "not a list"),
+        (True, "not a list"),
     ):
         with pytest.raises(ValueError, match=message):
             shape_of({"_layout": layout_of(shape=1 << 30, stride=stride), "_flatten_rank_map": (0, 1)}, [DimSplit(0)])
@@ -398,7 +398,7 @@ def test_a_nested_axis_is_read_and_one_larger_than_its_mesh_is_refused() -> None
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "qtensor"),
         (lambda: torch.ones(2, device="meta"), "meta"),
         (lambda: torch.ones(2, dtype=torch.complex64).conj(), "conjugated"),
-        (lambda: torch.zeros(2, dtype=torch.uint8).view(torch.bits8), "dtype bits8 is not supported"),
+        (lambda: torch.zeros(2, dtype=torch.uint8).view(torch.bits8), "dtype bits8"),
     ],
     ids=["sparse", "quantized", "meta", "conjugated", "bits8"],
 )
@@ -419,13 +419,13 @@ def test_the_format_before_torch_1_6_is_refused_with_advice(tmp_path: Path) -> N
     torch.save({"a": torch.ones(1)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     shutil.copy(tmp_path / "old.pt", tmp_path / "old")
     for name in ("old.pt", "old"):
-        with pytest.raises(UnsupportedError, match=r"torch\.save\(torch\.load\(path, weights_only=True\), path\)"):
+        with pytest.raises(UnsupportedError, match=r"torch\.load\(path, weights_only=True\)"):
             open_source(tmp_path / name)
 
 
 def test_files_that_torch_did_not_save_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(b"hello")
-    with pytest.raises(CorruptError, match=r"not a file of torch\.save"):
+    with pytest.raises(CorruptError, match=r"not .*torch\.save"):
         open_source(tmp_path / "x.pt")
     with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
         archive.writestr("a/b", b"")
@@ -475,8 +475,9 @@ def test_big_endian_numbers_are_refused(saved: Path) -> None:
 
 def test_storages_that_are_missing_or_of_another_size_are_refused(saved: Path) -> None:
     repack(saved, lambda name, data: data[:-8] if name.endswith("data/0") else data)
-    with pytest.raises(CorruptError, match=r"storage '0' has another size.*expected 8000 bytes, found 7992"):
+    with pytest.raises(CorruptError, match="storage '0'") as caught:
         open_source(saved)
+    assert (caught.value.expected, caught.value.found) == ("8000 bytes", "7992 bytes")
     repack(saved, lambda name, data: None if name.endswith("data/0") else data)
     with pytest.raises(CorruptError, match="no storage '0'"):
         open_source(saved)
@@ -581,7 +582,7 @@ def test_a_list_that_is_referenced_very_often_is_refused(tmp_path: Path) -> None
     for level in range(1, 60):
         doubling += b"](h" + bytes([level - 1]) + b"h" + bytes([level - 1]) + b"eq" + bytes([level])
     write_with_pickle(tmp_path / "x.pt", doubling + b"t.")
-    with pytest.raises(CorruptError, match="refers to the same objects"):
+    with pytest.raises(CorruptError, match="the same objects"):
         open_source(tmp_path / "x.pt")
 
 
@@ -651,7 +652,7 @@ def test_objects_of_unknown_classes_are_named_and_tensors_are_read(tmp_path: Pat
 )
 def test_tensors_in_unknown_objects_are_refused_by_name(tmp_path: Path, value: Any) -> None:
     torch.save({"w": torch.ones(2), "odd": value(), "again": value()}, tmp_path / "x.pt")
-    with pytest.raises(UnsupportedError, match="contains tensors, but its class is not supported") as caught:
+    with pytest.raises(UnsupportedError, match="its class") as caught:
         merge_checkpoint(tmp_path / "x.pt", tmp_path / "out")
     assert (caught.value.name, caught.value.path) == ("odd", str(tmp_path / "x.pt"))
     assert list(open_source(tmp_path / "x.pt").unsupported) == ["odd", "again"]

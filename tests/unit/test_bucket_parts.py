@@ -172,7 +172,7 @@ def test_ranks_that_are_done_are_not_compared() -> None:
 
 
 def test_steps_and_plans_that_differ_are_refused() -> None:
-    with pytest.raises(MismatchError, match="rank 0 is in step 1, rank 2 in step 2"):
+    with pytest.raises(MismatchError, match=r"\b0 .*step 1, .*\b2 .*step 2"):
         RoundSummary.of([header(1).to_bytes(), header(1).to_bytes(), header(2).to_bytes()], 0, b"the plan")
     with pytest.raises(MismatchError, match="different plans"):
         RoundSummary.of([header().to_bytes(), header(0, b"another!").to_bytes()], 0, b"the plan")

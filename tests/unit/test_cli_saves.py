@@ -804,7 +804,7 @@ def test_an_absent_step_is_not_found_and_the_message_lists_the_steps(saved: Path
         code, out, err = call(command, folder(saved, 250))
         assert (code, out) == (3, "")
         assert "there is no save of step 250: there are steps 100, 200, 300, 400" in err
-    with pytest.raises(sx.errors.NotFoundError, match="there is no save of step 250"):
+    with pytest.raises(sx.errors.NotFoundError, match="step 250"):
         sx.open_checkpoint(folder(saved, 250))
 
 

@@ -105,10 +105,10 @@ def test_a_missing_number_is_named_with_the_option_that_gives_it(tmp_path: Path,
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ({"n_heads": 3}, "a dim of size 16 is not n_heads x half x 2"),
-        ({"n_heads": 4, "n_kv_heads": 4}, "is this the config of this model"),
+        ({"n_heads": 3}, "dim of size 16"),
+        ({"n_heads": 4, "n_kv_heads": 4}, "dim of size 8"),
         ({"n_head": 4}, "uses no 'n_head'"),
-        ({"n_heads": -4}, "must be a number"),
+        ({"n_heads": -4}, "a number"),
     ],
 )
 def test_numbers_that_do_not_fit_the_tensors_are_refused(tmp_path: Path, numbers: dict[str, int], message: str) -> None:
@@ -312,8 +312,9 @@ def test_boxes_that_lie_one_after_another_are_permuted_as_one(tmp_path: Path) ->
     assert same(found, {"b": array.reshape(4, 2, 8, 3).swapaxes(1, 2).reshape(64, 3)})
     file = tmp_path / "sealed" / "model.safetensors"
     flip_bit(file, file.stat().st_size - 4)  # in the last of the 16 boxes
-    with pytest.raises(CorruptError, match="bytes differ from their digest in region"):
+    with pytest.raises(CorruptError, match="digest in region") as caught:
         merge_checkpoint(tmp_path / "sealed", tmp_path / "again", **options)
+    assert caught.value.name == "a"
 
 
 def own(path: Path, *rules: dict[str, Any]) -> str:
@@ -350,12 +351,12 @@ def test_names_before_are_selected_and_names_after_are_renamed_and_cast(tmp_path
 def test_names_without_a_rule_are_an_error_unless_they_are_excluded(tmp_path: Path) -> None:
     save_file({"a": np.ones(2, "f4"), "b.x": np.ones(2, "f4")}, tmp_path / "s.safetensors")
     source, convert = tmp_path / "s.safetensors", own(tmp_path / "own.json", {"from": "a", "to": "c"})
-    with pytest.raises(UnsafeError, match=r"no rule for 1 of 2 names: b.x; .*--exclude"):
+    with pytest.raises(UnsafeError, match=r"rule.*: b\.x;.*--exclude"):
         merge_checkpoint(source, tmp_path / "out", convert=convert)
     assert set(merged(source, tmp_path / "out", convert=convert, exclude="b.*")) == {"c"}
-    with pytest.raises(InvalidArgumentError, match=r"torchtitan:llama3 has a rule for none of the 2 names: a, b.x"):
+    with pytest.raises(InvalidArgumentError, match=r"\ba, b\.x\b"):
         merge_checkpoint(source, tmp_path / "out2", convert=LLAMA3)
-    with pytest.raises(InvalidArgumentError, match=r"there is no conversion 'llama': choose .*torchtitan:llama3"):
+    with pytest.raises(InvalidArgumentError, match=r"'llama'.*torchtitan:llama3"):
         merge_checkpoint(source, tmp_path / "out2", convert="llama")
 
 
@@ -366,11 +367,11 @@ def fused(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("tensors", "rule", "error", "message"),
     [
-        ({"0.a": (2, 2)}, fused(), IncompleteError, "'{n}.b' beside it"),
+        ({"0.a": (2, 2)}, fused(), IncompleteError, "'{n}.b'"),
         ({"0.a": (2, 2), "0.b": (2, 3)}, fused(), InvalidArgumentError, "do not fuse"),
         ({"0.a": (2, 2), "0.b": (3, 2)}, fused(groups=2), InvalidArgumentError, "in 2 groups"),
         ({"0.a": (2, 2), "0.b": (4, 2)}, fused(sizes=[1, 1]), InvalidArgumentError, "ratios"),
-        ({"0.a": (2,), "1.a": (2,)}, {"from": "{n}.a", "to": "c"}, UnsafeError, "one name to two tensors"),
+        ({"0.a": (2,), "1.a": (2,)}, {"from": "{n}.a", "to": "c"}, UnsafeError, "to two tensors"),
         ({"0.a": (2,), "2.a": (2,)}, {"from": "{n}.a", "to": "c", "stack": ["n"]}, IncompleteError, "some are missing"),
         (
             {"0.a": (2,), "1.a": (3,)},
@@ -467,7 +468,7 @@ def test_a_file_that_is_no_conversion_is_refused_with_the_reason(
 def test_a_rule_without_an_inverse_is_refused_in_the_other_direction(tmp_path: Path) -> None:
     save_file({"0.ab": np.zeros(4, "f4")}, tmp_path / "s.safetensors")
     (tmp_path / "own.json").write_text(json.dumps({"rules": [fused()]}))
-    with pytest.raises(InvalidArgumentError, match="fuse has no inverse without 'sizes'"):
+    with pytest.raises(InvalidArgumentError, match="without 'sizes'"):
         merge_checkpoint(tmp_path / "s.safetensors", tmp_path / "out", convert=f"inverse:{tmp_path / 'own.json'}")
 
 
@@ -484,7 +485,7 @@ def test_bytes_that_differ_from_their_digest_are_found_in_tensors_that_are_cut(t
     )
     file = tmp_path / "s" / "model.safetensors"
     flip_bit(file, file.stat().st_size - (40 if name == "a.w" else 4))
-    with pytest.raises(CorruptError, match="differ from their digest") as caught:
+    with pytest.raises(CorruptError, match="digest") as caught:
         merge_checkpoint(tmp_path / "s", tmp_path / "out", convert={"rules": rules})
     assert caught.value.name in (name, "c")
     assert not (tmp_path / "out").exists()
@@ -595,16 +596,11 @@ def test_a_config_that_contradicts_the_arguments_of_the_run_is_refused(tmp_path:
     """It would reshape queries, keys and values to another model's heads."""
     source = megatron / "tp2_pp2" / "torch_dist"
     config = {"config.json": json.dumps({"num_attention_heads": 4, "num_key_value_heads": 4})}
-    match = (
-        r"n_heads .* is 4 in config.json of files_from and 2 in the arguments of the run: .*--convert-with n_heads=N"
-    )
-    with pytest.raises(InvalidArgumentError, match=match):
+    with pytest.raises(InvalidArgumentError, match=r"\b4 in .*\b2 in .*n_heads=N"):
         merge_checkpoint(source, tmp_path / "out", convert=GPT, files_from=config)
     right = merged(source, tmp_path / "right", convert=GPT)
     numbers = {"n_heads": 2, "n_kv_heads": 2}
-    with pytest.raises(
-        InvalidArgumentError, match=r"num_attention_heads is 4 in config.json of .* and 2 by convert_wi"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"num_attention_heads is 4.*and 2"):
         merge_checkpoint(source, tmp_path / "out", convert=GPT, files_from=config, convert_with=numbers)
     shutil.copytree(source, tmp_path / "beside")
     (tmp_path / "beside" / "config.json").write_text(config["config.json"])  # it is not written
@@ -630,20 +626,17 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"num_hidden_layers": 1}, "num_hidden_layers is 1 in {} and 2 in the checkpoint"),
-        ({"num_hidden_layers": 6}, "num_hidden_layers is 6 in {} and 2 in the checkpoint"),
-        ({"hidden_size": 16}, "hidden_size is 16 in {} and 8 in the checkpoint"),
-        ({"intermediate_size": 16}, "ffn (rows of the gate) is 16 in {} and 12 in the arguments of the run"),
-        ({"vocab_size": 17}, "unpad to 17 (vocab_size = 17 in {}), but dim 0 has 16"),
-        (
-            {"num_key_value_heads": 1},
-            "n_kv_heads (heads of keys and values) is 1 in {} and 2 in the arguments of the run",
-        ),
-        ({"head_dim": 2}, "num_attention_heads x head_dim is 4 in {} and 8 in the checkpoint"),
-        ({"attention_bias": False}, "attention_bias is false in {} and true in the checkpoint"),
-        ({"attention_bias": None}, "attention_bias is false in {} and true in the checkpoint"),
-        ({"mlp_bias": False}, "mlp_bias is false in {} and true in the checkpoint"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings is true in {} and false in the checkpoint"),
+        ({"num_hidden_layers": 1}, r"num_hidden_layers is 1 .*\b2 in"),
+        ({"num_hidden_layers": 6}, r"num_hidden_layers is 6 .*\b2 in"),
+        ({"hidden_size": 16}, r"hidden_size is 16 .*\b8 in"),
+        ({"intermediate_size": 16}, r"^convert: ffn .*\b16 .*\b12 in"),
+        ({"vocab_size": 17}, "vocab_size = 17 .* 16"),
+        ({"num_key_value_heads": 1}, r"n_kv_heads .*\b1 .*\b2 in"),
+        ({"head_dim": 2}, r"x head_dim is 4 .*\b8 in"),
+        ({"attention_bias": False}, r"attention_bias is false .*\btrue"),
+        ({"attention_bias": None}, r"attention_bias is false .*\btrue"),
+        ({"mlp_bias": False}, r"mlp_bias is false .*\btrue"),
+        ({"tie_word_embeddings": True}, r"tie_word_embeddings is true .*\bfalse"),
     ],
 )
 def test_a_config_that_contradicts_megatrons_tensors_is_refused(
@@ -658,9 +651,9 @@ def test_a_config_that_contradicts_megatrons_tensors_is_refused(
         (source / "config.json").write_text(json.dumps(config))
     else:
         options["files_from"] = {"config.json": json.dumps(config)}
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(InvalidArgumentError, match=text) as caught:
         merge_checkpoint(source, tmp_path / "out", convert=GPT, **options)
-    assert text.format(where) in str(caught.value)
+    assert where in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -669,9 +662,7 @@ def test_a_config_that_fits_is_taken_and_a_selection_may_have_less(tmp_path: Pat
     config = {"config.json": json.dumps(LLAMA)}
     merge_checkpoint(source, tmp_path / "all", convert=GPT, files_from=config)
     merge_checkpoint(source, tmp_path / "some", convert=GPT, files_from=config, exclude="output_layer.weight")
-    with pytest.raises(
-        InvalidArgumentError, match=r"tie_word_embeddings is false .* true in the checkpoint, which has no"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"tie_word_embeddings.*false.*true"):
         merge_checkpoint(
             megatron / "pp2_tied" / "torch_dist",
             tmp_path / "out",
@@ -683,13 +674,13 @@ def test_a_config_that_fits_is_taken_and_a_selection_may_have_less(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"num_hidden_layers": 3}, "num_hidden_layers is 3 in config.json of files_from and 2 in the checkpoint"),
+        ({"num_hidden_layers": 3}, r"num_hidden_layers is 3 .*\b2 in"),
         ({"hidden_size": 32}, "hidden_size is 32"),
-        ({"intermediate_size": 25}, "intermediate_size is 25 in config.json of files_from and 24 in the checkpoint"),
-        ({"vocab_size": 21}, "vocab_size is 21 in config.json of files_from and 20 in the checkpoint"),
-        ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}, "a dim of size"),
-        ({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}, "a dim of size"),
-        ({"attention_bias": True}, "attention_bias is true in config.json of files_from and false in the checkpoint"),
+        ({"intermediate_size": 25}, r"intermediate_size is 25 .*\b24 in"),
+        ({"vocab_size": 21}, r"vocab_size is 21 .*\b20 in"),
+        ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}, "dim of size"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}, "dim of size"),
+        ({"attention_bias": True}, r"attention_bias is true .*\bfalse"),
         ({"mlp_bias": True}, "mlp_bias is true"),
     ],
 )
@@ -697,10 +688,9 @@ def test_a_config_that_contradicts_torchtitans_tensors_is_refused(
     tmp_path: Path, change: dict[str, Any], text: str
 ) -> None:
     config = json.loads((TORCHTITAN / "fused" / "config.json").read_text())
-    with pytest.raises(InvalidArgumentError) as caught:
-        files = {"config.json": json.dumps({**config, **change})}
+    files = {"config.json": json.dumps({**config, **change})}
+    with pytest.raises(InvalidArgumentError, match=text):
         merge_checkpoint(titan("fused"), tmp_path / "out", convert=LLAMA3, files_from=files)
-    assert text in str(caught.value)
 
 
 def test_in_the_other_direction_the_config_is_that_of_the_source(tmp_path: Path) -> None:
@@ -708,9 +698,7 @@ def test_in_the_other_direction_the_config_is_that_of_the_source(tmp_path: Path)
     merge_checkpoint(titan("fused"), tmp_path / "hf", convert=LLAMA3, files_from=[config])
     values = json.loads(config.read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 5}))
-    with pytest.raises(
-        InvalidArgumentError, match=r"num_hidden_layers is 5 in .*hf/config.json and 2 in the checkpoint"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"num_hidden_layers is 5.*and 2"):
         merge_checkpoint(tmp_path / "hf", tmp_path / "back", convert=f"inverse:{LLAMA3}")
 
 
@@ -728,16 +716,17 @@ def test_a_model_that_is_no_llama_is_refused(tmp_path: Path, megatron: Path) -> 
     save_file(megatron_names(12), source)
     assert len(merged(source, tmp_path / "gated", convert=GPT)) == 3
     save_file(megatron_names(6), source)
-    with pytest.raises(InvalidArgumentError, match="a dim of size 6 is not"):
+    with pytest.raises(InvalidArgumentError, match="dim of size 6"):
         merge_checkpoint(source, tmp_path / "out", convert=GPT)
     save_file(megatron_names(12, **{"decoder.layers.0.input_layernorm.bias": np.zeros(4, "f4")}), source)
-    with pytest.raises(UnsafeError, match=r"no rule for 1 of 3 names: decoder.layers.0.input_layernorm.bias"):
+    with pytest.raises(UnsafeError, match=r"no rule.*\bdecoder\.layers\.0\.input_layernorm\.bias"):
         merge_checkpoint(source, tmp_path / "out", convert=GPT)
     save_file(megatron_names(12), source)
     for numbers in ({"gated": 0}, {"norms_1p": 1}, {"interleaved": 1}):
-        with pytest.raises(UnsupportedError, match="this conversion is for models in which"):
+        with pytest.raises(UnsupportedError, match="models in which") as caught:
             merge_checkpoint(source, tmp_path / "out", convert=GPT, convert_with=numbers)
-    with pytest.raises(UnsafeError, match=r"no rule for .*router"):
+        assert f"{next(iter(numbers))} is" in str(caught.value)
+    with pytest.raises(UnsafeError, match=r"no rule.*router"):
         merge_checkpoint(megatron / "ep2_moe" / "torch_dist", tmp_path / "out", convert=GPT)
 
 
@@ -805,8 +794,9 @@ def float4(path: Path) -> Path:
 )
 def test_elements_that_share_a_byte_are_not_moved_apart(tmp_path: Path, operation: dict[str, Any]) -> None:
     rules = {"rules": [{"from": "w", "to": "v", "values": [operation]}]}
-    with pytest.raises(UnsupportedError, match="only whole rows can be moved"):
+    with pytest.raises(UnsupportedError, match="only whole rows") as caught:
         merge_checkpoint(float4(tmp_path / "w.safetensors"), tmp_path / "out", convert=rules)
+    assert caught.value.name == "w"
 
 
 def test_whole_rows_of_a_packed_dtype_are_moved(tmp_path: Path) -> None:
@@ -827,5 +817,5 @@ def test_a_number_that_is_0_or_refers_to_itself_is_an_error(tmp_path: Path, valu
         "numbers": {"n": {"config": "n"}, "loop": {"value": "again"}, "again": {"value": "loop"}},
         "rules": [{"from": "w", "to": ["a", "b"], "values": [values]}],
     }
-    with pytest.raises(InvalidArgumentError, match=r"n is 0 \(n = 0 in|is not known"):
+    with pytest.raises(InvalidArgumentError, match=r"n is|known"):
         merge_checkpoint(tmp_path, tmp_path / "out", convert=rules)

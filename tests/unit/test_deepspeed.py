@@ -74,7 +74,7 @@ def test_master_weights_in_the_dtype_of_the_training_are_its_weights(tmp_path: P
         merged(SAMPLES / "zero2", tmp_path, dtype={"scale": "float32", "*": "bfloat16"}),
         merged(SAMPLES / "zero2", tmp_path, weights="model"),
     )
-    error = refused(UnsupportedError, "ZeRO-3 saves only fp32", copy_of("zero3", tmp_path), weights="model")
+    error = refused(UnsupportedError, "ZeRO-3", copy_of("zero3", tmp_path), weights="model")
     assert "--dtype bfloat16" in str(error)
 
 
@@ -82,7 +82,7 @@ def test_master_weights_in_the_dtype_of_the_training_are_its_weights(tmp_path: P
 def test_a_merge_notes_that_fp32_weights_have_no_names(kind: str, tmp_path: Path) -> None:
     report = merge_checkpoint(SAMPLES / kind, tmp_path / "out")
     assert report.notes[0].startswith("these are the weights of the training, not the fp32 master weights: ")
-    refused(UnsupportedError, r'cannot be read here: .*weights="model"', copy_of(kind, tmp_path), weights="master")
+    refused(UnsupportedError, 'weights="model"', copy_of(kind, tmp_path), weights="master")
 
 
 def test_info_shows_sections_and_ranks() -> None:
@@ -239,9 +239,9 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
         path = copy_of(kind, tmp_path)
         (file,) = path.glob("global_step2/bf16_zero_pp_rank_1_*")
         file.unlink()
-        error = refused(IncompleteError, "this rank's part of the fp32 weights", path)
+        error = refused(IncompleteError, "rank's part", path)
         assert (error.rank, error.path) == (1, str(file))
-        refused(IncompleteError, "this rank's part of the fp32 weights", path, section="optimizer")
+        refused(IncompleteError, "rank's part", path, section="optimizer")
         summary = summarize(path)
         assert [type(problem) for problem in summary.problems] == [IncompleteError]
         assert summary.num_unreadable > 5
@@ -251,9 +251,9 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
 def test_a_missing_models_file_of_a_rank_of_zero_3_is_named(tmp_path: Path) -> None:
     path = copy_of("zero3", tmp_path)
     (path / "global_step2/zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
-    assert refused(IncompleteError, "the file with the model's states is missing", path).rank == 1
+    assert refused(IncompleteError, "model's states", path).rank == 1
     (path / "global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
-    assert refused(IncompleteError, "the file that describes the model is missing", path).rank == 0
+    assert refused(IncompleteError, "describes the model", path).rank == 0
 
 
 def test_without_optimizer_states_only_the_models_weights_are_merged(tmp_path: Path) -> None:
@@ -261,17 +261,17 @@ def test_without_optimizer_states_only_the_models_weights_are_merged(tmp_path: P
         path = copy_of(kind, tmp_path)
         for file in path.glob("global_step2/*optim_states.pt"):
             file.unlink()
-        assert refused(IncompleteError, f"there are no files with the fp32 weights.*{advice}", path).rank == 0
+        assert refused(IncompleteError, f"no files.*{advice}", path).rank == 0
     assert len(merged(tmp_path / "zero2", tmp_path, weights="model")) == 9
     file = tmp_path / "zero3/global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt"
-    refused(UnsupportedError, r"of shape \[0\] here.*give the directory with all files", file)
+    refused(UnsupportedError, "the directory", file)
 
 
 @pytest.mark.parametrize("section", [None, "model", "all"])
 @pytest.mark.parametrize("kind", ["zero3", "llama3"])
 def test_one_file_of_zero3_has_no_values_whatever_is_read_of_it(kind: str, section: str | None, tmp_path: Path) -> None:
     (file,) = (DATA / "deepspeed").glob(f"{kind}/global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt")
-    match = r"ZeRO-3 wrote [0-9]+ tensors of shape \[0\] here.*give the directory with all files"
+    match = r"[0-9]+ tensors.*the directory"
     with pytest.raises(UnsupportedError, match=match):
         merge_checkpoint(file, tmp_path / "out", section=section)  # type: ignore[arg-type]
     name = "model.norm.weight" if kind == "llama3" else "norm.weight"
@@ -290,10 +290,10 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
 def test_a_latest_file_that_names_an_absent_step_is_named(tmp_path: Path) -> None:
     path = copy_of("zero1", tmp_path)
     (path / "latest").write_text("global_step9")
-    error = refused(IncompleteError, "'global_step9', which is not here; give one of the others: global_step2", path)
+    error = refused(IncompleteError, "'global_step9'.*global_step2", path)
     assert error.path == str(path / "latest")
     shutil.rmtree(path / "global_step2")
-    refused(IncompleteError, "which is not here; no other is here", path)
+    refused(IncompleteError, "no other", path)
     for text in ("../zero1", "", "..", "a\nb", "x" * 300):
         (path / "latest").write_text(text)
         refused(NotFoundError, "neither a save", path)
@@ -301,8 +301,8 @@ def test_a_latest_file_that_names_an_absent_step_is_named(tmp_path: Path) -> Non
 
 def test_the_option_weights_is_refused_for_other_formats_and_values(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
-    refused(InvalidArgumentError, "for checkpoints of DeepSpeed alone", tmp_path / "w.pt", weights="master")
-    with pytest.raises(InvalidArgumentError, match="weights must be 'master' or 'model', not 'both'"):
+    refused(InvalidArgumentError, "DeepSpeed alone", tmp_path / "w.pt", weights="master")
+    with pytest.raises(InvalidArgumentError, match="weights must be"):
         open_checkpoint(SAMPLES / "zero1", weights="both")  # type: ignore[arg-type]
     with open_checkpoint(SAMPLES / "zero1", weights="model") as checkpoint:
         assert checkpoint["model.up.weight"].dtype == "BF16"
@@ -316,31 +316,31 @@ def change(file: Path, key: str, value: Any) -> None:
 
 
 WRONG: dict[str, tuple[int, str, str, Any, str]] = {
-    "more ranks than files": (2, "mp_rank_00_model", "dp_world_size", 4, "this rank's part.*is missing"),
-    "fewer ranks than files": (2, "mp_rank_00_model", "dp_world_size", 1, "of rank 1, but 1 ranks saved the model"),
-    "other partitions": (2, "rank_1_mp_rank_00_optim", "partition_count", [3], "number of partitions is not that of"),
-    "another stage": (3, "rank_1_mp_rank_00_optim", "zero_stage", 2, "not what DeepSpeed writes"),
+    "more ranks than files": (2, "mp_rank_00_model", "dp_world_size", 4, "rank's part"),
+    "fewer ranks than files": (2, "mp_rank_00_model", "dp_world_size", 1, "of rank 1"),
+    "other partitions": (2, "rank_1_mp_rank_00_optim", "partition_count", [3], "number of partitions"),
+    "another stage": (3, "rank_1_mp_rank_00_optim", "zero_stage", 2, "what DeepSpeed writes"),
     "a short partition": (
         2,
         "rank_0_mp_rank_00_optim",
         "single_partition_of_fp32_groups",
         [torch.ones(3)],
-        "group 0 differs in size from rank 0's",
+        "differs in size",
     ),
-    "no group": (2, "rank_1_mp_rank_00_optim", "single_partition_of_fp32_groups", [], "number of groups is not that"),
+    "no group": (2, "rank_1_mp_rank_00_optim", "single_partition_of_fp32_groups", [], "number of groups"),
     "a larger shape": (
         2,
         "mp_rank_00_model",
         "param_shapes",
         [{"a.weight": torch.Size([70, 3])}],
-        "do not have as many elements as its parameters",
+        "as its parameters",
     ),
     "a larger shape in ZeRO-3": (
         3,
         "rank_0_mp_rank_00_model",
         "param_shapes",
         [{"a.weight": torch.Size([70, 3])}],
-        "do not have as many elements as 1 parameters on 2 ranks",
+        "as 1 parameters",
     ),
     "paddings of another group": (
         2,
@@ -349,9 +349,9 @@ WRONG: dict[str, tuple[int, str, str, Any, str]] = {
         [[0, 0]],
         "3 parameters, but 2 paddings",
     ),
-    "a matrix": (2, "rank_1_mp_rank_00_optim", "single_partition_of_fp32_groups", [torch.ones(2, 8)], "of a flat one"),
+    "a matrix": (2, "rank_1_mp_rank_00_optim", "single_partition_of_fp32_groups", [torch.ones(2, 8)], "flat one"),
     "tensor parallelism": (2, "mp_rank_00_model", "mp_world_size", 2, "ds_to_universal"),
-    "no parameters by name": (2, "mp_rank_00_model", "param_shapes", [[1, 2]], "in the place of shapes by name"),
+    "no parameters by name": (2, "mp_rank_00_model", "param_shapes", [[1, 2]], "shapes by name"),
 }
 
 
@@ -361,8 +361,8 @@ def test_the_first_problem_is_the_cause_of_the_others(tmp_path: Path) -> None:
     problems = summarize(tmp_path / "run").problems
     assert [problem.message for problem in problems][-1] == "the values of this parameter are in no file"
     assert len(problems) == 2
-    refused(CorruptError, "do not have as many elements", tmp_path / "run")
-    refused(CorruptError, "do not have as many elements", tmp_path / "run", section="optimizer")
+    refused(CorruptError, "as many elements", tmp_path / "run")
+    refused(CorruptError, "as many elements", tmp_path / "run", section="optimizer")
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -386,7 +386,7 @@ def test_files_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
     step = write_zero(tmp_path / "run", 2, [PARAMETERS], 2)
     file = step / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     shutil.copy(file, step / f"bf16_{file.name}")
-    assert refused(CorruptError, "files of two saves are mixed", tmp_path / "run").rank == 1
+    assert refused(CorruptError, "two saves", tmp_path / "run").rank == 1
 
 
 def test_shapes_that_contradict_param_slice_mappings_are_refused(tmp_path: Path) -> None:
@@ -396,20 +396,20 @@ def test_shapes_that_contradict_param_slice_mappings_are_refused(tmp_path: Path)
     (first, second) = state["param_shapes"]
     state["param_shapes"] = [dict(reversed(first.items())), second]  # as many elements, in another order
     torch.save(state, model)
-    refused(CorruptError, "contradict its param_slice_mappings", path)
+    refused(CorruptError, "param_slice_mappings", path)
 
 
 def test_a_missing_file_of_an_expert_or_of_a_universal_parameter_is_named(tmp_path: Path) -> None:
     path = copy_of("experts", tmp_path)
     (path / "global_step2/layer_0_expert_2_mp_rank_00_model_states.pt").unlink()
-    refused(IncompleteError, "the file of expert 2 is missing", path)
+    refused(IncompleteError, "expert 2", path)
     path = copy_of("universal", tmp_path)
     file = path / "global_step2/zero/up.weight/fp32.pt"
     file.unlink()
-    assert refused(IncompleteError, "the file of a parameter is missing", path).path == str(file)
+    assert refused(IncompleteError, "of a parameter", path).path == str(file)
     shutil.rmtree(file.parent)
-    assert refused(IncompleteError, "the file of a parameter is missing", path).name == "up.weight"
-    refused(IncompleteError, "the file of a parameter is missing", path, section="optimizer")
+    assert refused(IncompleteError, "of a parameter", path).name == "up.weight"
+    refused(IncompleteError, "of a parameter", path, section="optimizer")
 
 
 def test_a_placeholder_without_values_is_refused(tmp_path: Path) -> None:
@@ -417,7 +417,7 @@ def test_a_placeholder_without_values_is_refused(tmp_path: Path) -> None:
     file = step / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     state = torch.load(file)
     change(file, "module", {**state["module"], "other": torch.empty(0)})
-    assert refused(IncompleteError, "the values of this parameter are in no file", tmp_path / "run").name == "other"
+    assert refused(IncompleteError, "in no file", tmp_path / "run").name == "other"
 
 
 def test_a_hostile_number_of_ranks_costs_nothing(tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ def test_a_hostile_number_of_ranks_costs_nothing(tmp_path: Path) -> None:
     change(step / "zero_pp_rank_0_mp_rank_00_model_states.pt", "dp_world_size", 1 << 60)
     assert refused(IncompleteError, "is missing", tmp_path / "run").rank == 1
     change(step / "zero_pp_rank_0_mp_rank_00_model_states.pt", "dp_world_size", -1)
-    refused(CorruptError, "in the place of a number of ranks", tmp_path / "run")
+    refused(CorruptError, "number of ranks", tmp_path / "run")
 
 
 def test_tensors_that_a_client_saved_do_not_become_the_models(tmp_path: Path) -> None:

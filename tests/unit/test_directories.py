@@ -151,12 +151,12 @@ def test_an_optimizer_of_trainer_is_loaded_as_torch_loads_it() -> None:
 def test_an_optimizer_with_other_groups_or_another_order_is_refused() -> None:
     path, module = DATA / "trainer/plain/checkpoint-2", tiny_model()
     one_group = torch.optim.SGD(module.parameters(), lr=1.0)
-    text = r"by number, in param groups of \[2, 2\], and the state's groups have \[4\]: make the groups .*'optimizer'"
+    text = r"\[2, 2\].*\[4\]"
     with pytest.raises(InvalidArgumentError, match=text):
         sx.load_checkpoint({"model": module, "optimizer": one_group}, path, strict=False)
     groups = [group["params"][::-1] for group in trainer_optimizer(module).param_groups]
     reordered = torch.optim.SGD([{"params": of_group} for of_group in groups], lr=1.0)
-    text = r"does not fit 'model.head.weight': give the optimizer the parameters in the order .*momentum_buffer'"
+    text = "'model.head.weight'.*momentum_buffer"
     with pytest.raises(InvalidArgumentError, match=text):
         sx.load_checkpoint({"model": module, "optimizer": reordered}, path, strict=False)
     assert not reordered.state
@@ -279,9 +279,9 @@ def test_an_absent_file_of_torch_checkpointing_is_named_where_a_region_is_missin
         assert (code, text in out + err) == (5, True), arguments
     code, out, _ = call("verify", path)
     assert (code, out.count(ABSENT)) == (5, 2)
-    with pytest.raises(IncompleteError, match=ABSENT):
+    with pytest.raises(IncompleteError, match=r"no model_1\.pt.*step_1\.pt"):
         sx.load_checkpoint({"rows": torch.zeros(7, 6)}, path)
-    with sx.open_checkpoint(path) as checkpoint, pytest.raises(IncompleteError, match=ABSENT):
+    with sx.open_checkpoint(path) as checkpoint, pytest.raises(IncompleteError, match=r"model_1\.pt"):
         checkpoint["rows"].read()
 
 
@@ -289,7 +289,7 @@ def test_several_absent_files_of_torch_checkpointing_are_listed(tmp_path: Path) 
     path = copied("torch_checkpointing/state", tmp_path)
     (path / "model_1.pt").unlink()
     shutil.copy(path / "step_0.pt", path / "step_2.pt")
-    text = "there is no model_1.pt, model_2.pt, though step_2.pt shows a rank 2"
+    text = r"model_1\.pt, model_2\.pt.*step_2\.pt"
     with pytest.raises(IncompleteError, match=text):
         merge_checkpoint(path, tmp_path / "out")
 
@@ -435,8 +435,9 @@ def test_the_error_for_verls_extra_states_alone_names_what_is_missing(tmp_path: 
 
 
 def test_a_missing_section_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="no section 'ema', only 'model', 'optimizer', 'scheduler', 'rng'"):
+    with pytest.raises(InvalidArgumentError, match="section 'ema'") as caught:
         merge_checkpoint(DATA / "accelerate/full/state", tmp_path / "out", section="ema")
+    assert "'model', 'optimizer', 'scheduler', 'rng'" in str(caught.value)
 
 
 def test_a_bare_module_takes_the_model_of_a_job_state(tmp_path: Path) -> None:
@@ -573,7 +574,7 @@ def test_the_error_for_a_missing_region_names_the_file_that_has_the_rest(tmp_pat
     code, out, _ = call("verify", path)
     nothing = "nothing holds region [0:1, 0:5] of shape (1, 5) [tensor 'head.weight']"
     assert (code, gap in out, nothing in out) == (5, True, True)
-    with pytest.raises(IncompleteError, match=r"no file holds .*; rank1\.pt holds the rest"):
+    with pytest.raises(IncompleteError, match=r"no file.*rank1\.pt"):
         sx.load_checkpoint({"block": {"linear": {"weight": torch.zeros(5, 3)}}}, path)
 
 
@@ -645,5 +646,6 @@ def test_files_without_ranks_in_their_names_are_named_where_they_differ(tmp_path
         assert "part-0.pt" in err.partition("hold different")[0], err
         assert "ranks" not in err.partition("hold different")[0], err
     torch.save({"w": torch.ones(3).double()}, tmp_path / "part-1.pt")
-    with pytest.raises(sx.errors.CorruptError, match=r"part-0\.pt and part-1\.pt"):
+    with pytest.raises(sx.errors.CorruptError, match=r"part-0\.pt and part-1\.pt") as caught:
         sx.merge_checkpoint(tmp_path, tmp_path / "out")
+    assert caught.value.name == "w"

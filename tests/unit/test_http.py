@@ -126,9 +126,7 @@ def test_a_whole_file_of_small_tensors_is_read_by_few_requests(call: str, tmp_pa
 
 @pytest.mark.parametrize("served", [WithoutRanges], indirect=True)
 def test_a_server_without_ranges_is_refused_by_name(served: str) -> None:
-    with pytest.raises(
-        sx.errors.UnsupportedError, match="does not answer range requests: copy the file here first"
-    ) as caught:
+    with pytest.raises(sx.errors.UnsupportedError, match="range requests") as caught:
         sx.open_checkpoint(served)
     assert "hidden" not in str(caught.value)
 
@@ -161,5 +159,5 @@ def test_an_absent_url_is_not_found_and_cannot_be_published_to(served: str, tmp_
     host = served.rpartition("/")[0]
     with pytest.raises(sx.errors.NotFoundError, match="no such path"):
         sx.open_checkpoint(f"{host}/gone.safetensors")
-    with pytest.raises(sx.errors.UnsupportedError, match="http:// is read-only"):
+    with pytest.raises(sx.errors.UnsupportedError, match="read-only"):
         sx.merge_checkpoint(tmp_path / "out", f"{host}/new")

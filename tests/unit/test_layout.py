@@ -23,7 +23,7 @@ def test_json_that_is_no_box_is_a_value_error(raw: Any) -> None:
     "raw", [None, [], ["a", "F32", [2], 3], ["a", [], [2], []], ["a", "F33", [2], []], ["a", "F32", "2", []]], ids=repr
 )
 def test_json_that_is_no_shard_is_a_value_error(raw: Any) -> None:
-    with pytest.raises(ValueError, match=r"not a|unknown dtype"):
+    with pytest.raises(ValueError, match=r"not a|dtype"):
         Shard.from_json(raw)
 
 

@@ -275,7 +275,7 @@ def test_a_tp_plan_may_name_tensors_that_the_files_lack(tmp_path: Path) -> None:
     assert torch.equal(merged(tmp_path, plan, *states)["a.weight"], w)
     (tmp_path / "b").mkdir()  # a tensor that the plan lacks is found by its copies, which differ
     both = [{**state, "b.weight": state["a.weight"]} for state in states]
-    assert refuse(ReplicaError, "if each holds a part, give a layout", tmp_path / "b", plan, *both).name == "b.weight"
+    assert refuse(ReplicaError, "give a layout", tmp_path / "b", plan, *both).name == "b.weight"
 
 
 @settings(max_examples=25)
@@ -291,8 +291,9 @@ def test_a_layout_applies_to_plain_tensors_of_workspaces_only(tmp_path: Path) ->
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", layout={"w": {"dim": 0}})
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], w)
     commit_round(tmp_path / "cut", *[[part("w", w, Box((4 * r,), (4,)))] for r in range(2)])
-    with pytest.raises(InvalidArgumentError, match="whose file already has its sharding") as caught:
+    with pytest.raises(InvalidArgumentError, match="already has") as caught:
         merge_checkpoint(tmp_path / "cut", tmp_path / "new", layout={"w": {"dim": 0}})
+    assert caught.value.name == "w"
     assert (caught.value.name, caught.value.rank) == ("w", 0)
 
 
@@ -327,40 +328,40 @@ def test_files_are_ranks_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     with pytest.raises(IncompleteError, match="number 7 is missing"):
         merge_checkpoint(path, tmp_path / "new", layout={"w": {"dim": 0}})
     few = write_ranks(tmp_path / "few", {"w": torch.ones(1)}, name="x-0000{}-of-00003.safetensors")
-    with pytest.raises(IncompleteError, match="should be 3 files, but there are 1"):
+    with pytest.raises(IncompleteError, match=r"3 files, .* 1\b"):
         merge_checkpoint(few, tmp_path / "new", layout={"w": {"dim": 0}})
 
 
 TWO_RANKS = [{"w": torch.zeros(2, 4)}, {"w": torch.ones(2, 4)}]
 WRONG: list[tuple[Any, str]] = [
-    ({"w": {"dim": 0, "axes": "tp"}}, "'w' has the unknown key 'axes'"),
+    ({"w": {"dim": 0, "axes": "tp"}}, "unknown key 'axes'"),
     ({"mesh": {"tp": 2}, "rule": {}}, "unknown key 'rule'"),
     ({"w": "columns"}, "'w' must be"),
-    ({"w": {"dim": "0"}}, "'w': a rule with a dim is like"),
-    ({"w": {"dim": 0, "blocks": [0, 1]}}, "a rule with a dim is like"),
-    ({"w": {"dim": 0, "blocks": []}}, "a rule with a dim is like"),
-    ({"w": {"dim": 0, "split": {"w": {"a": 1}}, "blocks": [1]}}, "a rule with a dim is like"),
+    ({"w": {"dim": "0"}}, "'w': a rule"),
+    ({"w": {"dim": 0, "blocks": [0, 1]}}, "with a dim"),
+    ({"w": {"dim": 0, "blocks": []}}, "with a dim"),
+    ({"w": {"dim": 0, "split": {"w": {"a": 1}}, "blocks": [1]}}, "with a dim"),
     ({"w": {"reduce": "sum"}}, "'w' must be"),
-    ({"w": [{"dim": 0}, {"dim": 0}]}, "shards a tensor in two ways"),
-    ({"w": ["colwise", {"dim": 0}]}, "shards a tensor in two ways"),
-    ({"w": {"dim": 0}, "v.*": {"dim": 0}}, r"'v\.\*' matches no tensor"),
-    ({"model.w": "colwise"}, r"'model\.w' matches no tensor"),
-    ({"w": "colwise", "v": {"dim": 0}}, "'v' matches no tensor"),
-    ({"w": {"dim": 0}, "lm_head": "colwise"}, "'lm_head' matches no tensor"),
-    ({"w": {"dim": 0, "axis": "tp"}}, "axis 'tp' is not in the \"mesh\""),
-    ({"mesh": {"tp": 2, "pp": 1}, "rules": {"w": {"dim": 0}}}, 'needs an "axis": one of'),
-    ({"mesh": {"tp": 1}, "rules": {"w": {"dim": 0}}}, r"mesh \(tp 1\) has 1 ranks, but there are 2"),
-    ({"mesh": [2], "rules": {}}, "layout mesh must be like"),
-    (["w"], "must map name patterns"),
-    ({"mesh": {"tp": 2}, "rules": [["w"]]}, 'layout "rules" must map name patterns'),
-    ({"mesh": {"tp": 2}, "rules": {"w": {"dim": 0, "axis": [["tp"]]}}}, r"axis \['tp'\] is not in the"),
+    ({"w": [{"dim": 0}, {"dim": 0}]}, "two ways"),
+    ({"w": ["colwise", {"dim": 0}]}, "two ways"),
+    ({"w": {"dim": 0}, "v.*": {"dim": 0}}, r"pattern 'v\.\*'"),
+    ({"model.w": "colwise"}, r"pattern 'model\.w'"),
+    ({"w": "colwise", "v": {"dim": 0}}, "pattern 'v'"),
+    ({"w": {"dim": 0}, "lm_head": "colwise"}, "pattern 'lm_head'"),
+    ({"w": {"dim": 0, "axis": "tp"}}, "axis 'tp'"),
+    ({"mesh": {"tp": 2, "pp": 1}, "rules": {"w": {"dim": 0}}}, 'needs an "axis"'),
+    ({"mesh": {"tp": 1}, "rules": {"w": {"dim": 0}}}, r"mesh \(tp 1\)"),
+    ({"mesh": [2], "rules": {}}, "mesh must be"),
+    (["w"], "layout must map"),
+    ({"mesh": {"tp": 2}, "rules": [["w"]]}, '"rules" must map'),
+    ({"mesh": {"tp": 2}, "rules": {"w": {"dim": 0, "axis": [["tp"]]}}}, r"axis \['tp'\]"),
     ({"w": {"reduce": ["max"]}}, "reduce"),
-    ({"w": {"dim": 2}}, r"'w': dim 2, but the shape is \(2, 4\).*rank0"),
-    ({"w": {"dim": 0, "blocks": [2, 1]}}, r"a dim of 2 does not divide into blocks \[2, 1\].*rank 0"),
-    ({"w": {"dim": 0, "split": {"qkv": {"q": 1, "k": 1}}}}, "no part 'qkv' to split"),
-    ({"w": {"renumber": "experts"}}, "no number after it"),
-    ({"w": {"global_shape": [4, 4], "boxes": [[[[0, 0], [2, 4]]]]}}, "boxes are given for 1 ranks only"),
-    ({"w": {"global_shape": [4, 4], "offsets": [3, 0], "shape": [2, 4]}}, "lies outside the global shape"),
+    ({"w": {"dim": 2}}, r"dim 2, .*\(2, 4\).*rank0"),
+    ({"w": {"dim": 0, "blocks": [2, 1]}}, r"blocks \[2, 1\].*rank 0"),
+    ({"w": {"dim": 0, "split": {"qkv": {"q": 1, "k": 1}}}}, "part 'qkv'"),
+    ({"w": {"renumber": "experts"}}, "no number"),
+    ({"w": {"global_shape": [4, 4], "boxes": [[[[0, 0], [2, 4]]]]}}, "for 1 ranks"),
+    ({"w": {"global_shape": [4, 4], "offsets": [3, 0], "shape": [2, 4]}}, "outside"),
     ({"w": {"global_shape": [4, 4], "offsets": [2, 0], "shape": [1, 4]}}, "differ in shape"),
 ]
 
@@ -372,7 +373,7 @@ def test_a_layout_that_does_not_fit_the_files_is_refused(tmp_path: Path, layout:
 
 def test_a_mesh_shows_which_rank_is_missing(tmp_path: Path) -> None:
     layout = {"mesh": {"tp": 3}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
-    error = refuse(IncompleteError, r"mesh \(tp 3\) has 3 ranks, but there are 2: copy", tmp_path, layout, *TWO_RANKS)
+    error = refuse(IncompleteError, r"mesh \(tp 3\).* 2: copy", tmp_path, layout, *TWO_RANKS)
     assert (error.rank, error.path) == (2, str(tmp_path / "in"))
 
 
@@ -393,7 +394,7 @@ def test_the_file_of_one_rank_alone_is_not_merged_by_a_layout(
     for name in names:
         (save_file if name.endswith(".safetensors") else torch.save)(TWO_RANKS[0], tmp_path / name)
     file = tmp_path / names[0]
-    with pytest.raises(IncompleteError, match=f"this file alone is .*{text}.* give their directory, {tmp_path}"):
+    with pytest.raises(IncompleteError, match=rf"{text}.* {tmp_path}"):
         merge_checkpoint(file, tmp_path / "out", layout={"w": {"dim": 0}})
     for arguments in (["info", file], ["merge", file, tmp_path / "plain"]):
         code, out, err = call(*arguments)
@@ -412,10 +413,10 @@ def test_the_file_of_the_only_rank_is_merged_by_a_layout(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("shapes", "text"),
     [
-        ([(3, 2), (3, 2)], r'\{"w": \{"dim": 0\}\}, or \{"w": \{"dim": 1\}\} \(it is the dim along which .* \[3, 2\];'),
-        ([(3,), (3,)], r'layout \(--layout\): \{"w": \{"dim": 0\}\}; '),
-        ([(3, 2), (3, 1)], r'give a layout: \{"w": \{"dim": 1\}\}'),
-        ([(2, 3, 2), (2, 4, 2)], r'give a layout: \{"w": \{"dim": 1\}\}'),
+        ([(3, 2), (3, 2)], r'\{"w": \{"dim": 0\}\}.*\{"w": \{"dim": 1\}\} .*\[3, 2\]'),
+        ([(3,), (3,)], r'\(--layout\): \{"w": \{"dim": 0\}\}; '),
+        ([(3, 2), (3, 1)], r'layout: \{"w": \{"dim": 1\}\}'),
+        ([(2, 3, 2), (2, 4, 2)], r'layout: \{"w": \{"dim": 1\}\}'),
     ],
 )
 def test_a_layout_is_suggested_where_shapes_allow_few(tmp_path: Path, shapes: list[tuple[int, ...]], text: str) -> None:
@@ -440,7 +441,7 @@ def merge_ranks(path: Path, states: list[State]) -> None:
 
 def test_sizes_that_do_not_fit_name_tensor_ranks_and_file(tmp_path: Path) -> None:
     states = [{"w": torch.zeros(2, 4)}, {"w": torch.zeros(2, 3)}]
-    match = r'ranks 0 and 1 have shapes \(2, 4\) and \(2, 3\): .*\{"w": \{"dim": 1\}\}'
+    match = r'\(2, 4\) .*\(2, 3\): .*\{"w": \{"dim": 1\}\}'
     error = refuse(InvalidArgumentError, match, tmp_path, {"w": {"dim": 0}}, *states)
     assert (error.name, error.rank, error.path) == ("w", 1, str(tmp_path / "in" / "rank1.safetensors"))
 
@@ -448,14 +449,14 @@ def test_sizes_that_do_not_fit_name_tensor_ranks_and_file(tmp_path: Path) -> Non
 def test_copies_along_an_axis_must_have_one_size(tmp_path: Path) -> None:
     states = [{"w": torch.zeros(n)} for n in (2, 2, 3, 2)]
     layout = {"mesh": {"dp": 2, "tp": 2}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
-    error = refuse(InvalidArgumentError, 'ranks 0 and 2 .*"axis" must name all axes', tmp_path, layout, *states)
+    error = refuse(InvalidArgumentError, r' 0 .* 2 .*"axis" must', tmp_path, layout, *states)
     assert (error.name, error.rank) == ("w", 2)
 
 
 def test_a_part_that_no_rank_holds_is_incomplete(tmp_path: Path) -> None:
     states = [{"w": torch.zeros(2)}, {"w": torch.ones(2)}, {"v": torch.zeros(1)}]
     layout = {"mesh": {"tp": 3}, "rules": {"w": {"dim": 0}}}
-    error = refuse(IncompleteError, r"no rank with index \[2\] along \['tp'\]", tmp_path, layout, *states)
+    error = refuse(IncompleteError, r"index \[2\] along \['tp'\]", tmp_path, layout, *states)
     assert error.name == "w"
 
 
@@ -465,15 +466,15 @@ def test_errors_without_a_layout_print_a_rule(tmp_path: Path) -> None:
     assert (error.name, error.rank) == ("w", 1)
     (tmp_path / "b").mkdir()
     states = [{"w": torch.zeros(2)}, {"w": torch.zeros(3)}]
-    refuse(CorruptError, r'disagree on the global_shape; .*\{"w": \{"dim": 0\}\}', tmp_path / "b", {}, *states)
+    refuse(CorruptError, r'global_shape; .*\{"w": \{"dim": 0\}\}', tmp_path / "b", {}, *states)
 
 
 def test_two_tensors_cannot_become_one(tmp_path: Path) -> None:
     states = [{"qkv": torch.zeros(2), "q": torch.zeros(1)}]
     layout = {"qkv": {"dim": 0, "split": {"qkv": {"q": 1, "k": 1}}}}
-    refuse(InvalidArgumentError, "two tensors of one rank", tmp_path, layout, *states)
+    refuse(InvalidArgumentError, "two tensors", tmp_path, layout, *states)
 
 
 def test_complex_numbers_have_no_maximum(tmp_path: Path) -> None:
     states = [{"w": torch.zeros(2, dtype=torch.complex64)}] * 2
-    refuse(UnsupportedError, "complex numbers have no max", tmp_path, {"w": {"reduce": "max"}}, *states)
+    refuse(UnsupportedError, "complex numbers", tmp_path, {"w": {"reduce": "max"}}, *states)

@@ -192,22 +192,20 @@ def test_the_runs_file_names_the_iteration_that_is_read(legacy: Path) -> None:
     with open_source(legacy) as source:
         assert all("release" in shard_file.path for shard_file in source.files)
     tracker.write_text("9")
-    with pytest.raises(IncompleteError, match="names iter_0000009, which is missing; there are: iter_0000007, release"):
+    with pytest.raises(IncompleteError, match=r"iter_0000009.*iter_0000007, release"):
         open_source(legacy)
     tracker.write_text("../../etc")
-    with pytest.raises(CorruptError, match="not the number of an iteration"):
+    with pytest.raises(CorruptError, match="an iteration"):
         open_source(legacy)
     tracker.unlink()
-    with pytest.raises(
-        InvalidArgumentError, match=r"latest_checkpointed_iteration\.txt.* is missing: give the directory"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"latest_checkpointed_iteration\.txt"):
         open_source(legacy)
 
 
 def test_an_iteration_of_an_unknown_format_is_named(legacy: Path) -> None:
     shutil.rmtree(legacy / ITERATION)
     (legacy / ITERATION).mkdir()
-    with pytest.raises(IncompleteError, match=r"neither metadata\.json .* nor directories mp_rank_\*"):
+    with pytest.raises(IncompleteError, match=r"metadata\.json.*mp_rank_\*"):
         open_source(legacy)
 
 
@@ -232,7 +230,7 @@ FAULTS_OF_TORCH_DIST: dict[str, tuple[Callable[[Path], object], type[StateExchan
     "another backend": (
         lambda path: (path / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
         UnsupportedError,
-        "sharded_backend is 'zarr': only torch_dist is read",
+        "sharded_backend is 'zarr'",
     ),
     "broken JSON": (
         lambda path: (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"'),
@@ -251,7 +249,7 @@ FAULTS_OF_TORCH_DIST: dict[str, tuple[Callable[[Path], object], type[StateExchan
 def test_damage_of_torch_dist_is_named(torch_dist: Path, tmp_path: Path, fault: str) -> None:
     damage, kind, match = FAULTS_OF_TORCH_DIST[fault]
     damage(torch_dist / ITERATION)
-    with pytest.raises(kind, match=f"(?s){match}"):
+    with pytest.raises(kind, match=rf"(?s){match}"):
         merge_checkpoint(torch_dist, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -310,20 +308,23 @@ def test_a_refused_file_of_a_rank_is_refused(legacy: Path) -> None:
 
 def test_a_missing_rank_is_named_by_its_directory(legacy: Path, tmp_path: Path) -> None:
     shutil.rmtree(legacy / ITERATION / "mp_rank_01_001")
-    with pytest.raises(IncompleteError, match=r"this one of 4 ranks is missing \(tensor 2 x .*mp_rank_01_001"):
+    with pytest.raises(IncompleteError, match="one of 4 ranks") as caught:
         merge_checkpoint(legacy, tmp_path / "out")
+    assert caught.value.path.endswith("mp_rank_01_001")
     summary = summarize(legacy)
     assert [problem.code for problem in summary.problems] == ["INCOMPLETE"]
     assert summary.num_tensors
     shutil.rmtree(legacy / ITERATION / "mp_rank_00_000")
-    with pytest.raises(IncompleteError, match=r"2 of 4 ranks are missing.*mp_rank_00_000"):
+    with pytest.raises(IncompleteError, match="2 of 4 ranks") as caught:
         open_source(legacy)
+    assert caught.value.path.endswith("mp_rank_00_000")
 
 
 def test_a_rank_without_its_file_is_named(legacy: Path) -> None:
     (legacy / ITERATION / "mp_rank_01_000" / RANK_FILE).unlink()
-    with pytest.raises(IncompleteError, match=r"this rank's model_optim_rng\.pt is missing.*mp_rank_01_000"):
+    with pytest.raises(IncompleteError, match=r"model_optim_rng\.pt") as caught:
         open_source(legacy)
+    assert "mp_rank_01_000" in caught.value.path
 
 
 def test_a_truncated_file_of_a_rank_is_named(legacy: Path) -> None:
@@ -335,8 +336,9 @@ def test_a_truncated_file_of_a_rank_is_named(legacy: Path) -> None:
 
 def test_a_rank_of_another_run_is_named(legacy: Path) -> None:
     shutil.copytree(legacy / ITERATION / "mp_rank_00_000", legacy / ITERATION / "mp_rank_02_000")
-    with pytest.raises(IncompleteError, match=r"have no such rank.*mp_rank_02_000"):
+    with pytest.raises(IncompleteError, match="no such rank") as caught:
         open_source(legacy)
+    assert caught.value.path.endswith("mp_rank_02_000")
 
 
 @pytest.mark.parametrize(
@@ -348,8 +350,9 @@ def test_a_rank_of_another_run_is_named(legacy: Path) -> None:
 )
 def test_ranks_that_contradict_each_other_are_named(legacy: Path, change: Callable[[Any], None]) -> None:
     rewrite(legacy / ITERATION / "mp_rank_01_000" / RANK_FILE, change)
-    with pytest.raises(IncompleteError, match=r"this rank is of another save.*mp_rank_01_000"):
+    with pytest.raises(IncompleteError, match="another save") as caught:
         open_source(legacy)
+    assert caught.value.path.endswith("mp_rank_01_000")
 
 
 def test_layers_that_are_missing_are_named(legacy: Path) -> None:
@@ -358,24 +361,25 @@ def test_layers_that_are_missing_are_named(legacy: Path) -> None:
             legacy / ITERATION / name / RANK_FILE,
             lambda state: state.update(model={k: v for k, v in state["model"].items() if ".layers." not in k}),
         )
-    with pytest.raises(
-        IncompleteError, match=r"do not have as many layers.*expected 2 layers, found 1 layers.*mp_rank_00_001"
-    ):
+    with pytest.raises(IncompleteError, match="layers") as caught:
         open_source(legacy)
+    assert (caught.value.expected, caught.value.found) == ("2 layers", "1 layers")
+    assert caught.value.path.endswith("mp_rank_00_001")
 
 
 def test_a_file_without_the_runs_arguments_is_named(legacy: Path) -> None:
     for path in legacy.rglob(RANK_FILE):
         rewrite(path, lambda state: state.pop("args"))
-    with pytest.raises(CorruptError, match="there are no 'args' of the run in it"):
+    with pytest.raises(CorruptError, match="no 'args'"):
         open_source(legacy)
 
 
 def test_a_parameter_of_an_unknown_name_is_refused_unless_it_is_excluded(legacy: Path, tmp_path: Path) -> None:
     for path in legacy.rglob(RANK_FILE):
         rewrite(path, lambda state: state["model"].update({"decoder.layers.0.mixer.weight": torch.ones(4, 4)}))
-    with pytest.raises(UnsupportedError, match=r"not known how.*decoder\.layers\.0\.mixer\.weight"):
+    with pytest.raises(UnsupportedError, match="tensor parallelism") as caught:
         merge_checkpoint(legacy, tmp_path / "out")
+    assert caught.value.name == "decoder.layers.0.mixer.weight"
     found = merged(legacy, tmp_path / "out", section="model", exclude="*.mixer.*")
     assert len(found) == 23
 
@@ -398,7 +402,7 @@ def test_copies_of_a_tied_embedding_must_be_equal(samples: dict[str, Path], tmp_
 def test_one_rank_alone_is_read_only_if_the_run_had_no_other(samples: dict[str, Path], tmp_path: Path) -> None:
     directory = samples["tp2_pp2"] / "legacy" / ITERATION / "mp_rank_00_000"
     for path in (directory, directory / RANK_FILE):
-        with pytest.raises(InvalidArgumentError, match=rf"one of 4 ranks' parts of the model: .*{ITERATION} "):
+        with pytest.raises(InvalidArgumentError, match=rf"4 ranks.*{ITERATION} "):
             open_source(path)
     alone = tmp_path / "mp_rank_00"
     alone.mkdir()
@@ -511,7 +515,7 @@ def test_a_gated_parameter_is_divided_by_halves() -> None:
 
 def test_a_linear_fc1_that_fits_no_linear_fc2_is_refused() -> None:
     for sibling in (None, (6, 3), (6,)):
-        with pytest.raises(UnsupportedError, match="does not show whether it is gated"):
+        with pytest.raises(UnsupportedError, match="gated"):
             division_of("mlp.linear_fc1.weight", (8, 6), sibling)
 
 

@@ -66,7 +66,7 @@ def test_files_are_private(tmp_path: Path) -> None:
 def test_with_several_runs_a_run_must_be_chosen(tmp_path: Path) -> None:
     for run in ("one", "two"):
         sx.NFSWorkspace(tmp_path / "ws", run=run).write_configs_and_weights(run, {})
-    with pytest.raises(ValueError, match=r"several runs are in this workspace \(one, two\): pass run="):
+    with pytest.raises(ValueError, match=r"one, two.*run="):
         sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
     assert sx.NFSWorkspace(tmp_path / "ws", run="two").read_configs_and_weights_from_rank(0)[0] == "two"
 
@@ -91,8 +91,9 @@ def test_a_reader_waits_for_a_rank_that_is_late(tmp_path: Path) -> None:
 
 
 def has_no_identity(path: str) -> None:
-    with pytest.raises(ValueError, match=r"gives this job no identity.*pass run="):
+    with pytest.raises(ValueError, match="no identity") as caught:
         sx.NFSWorkspace(path).write_configs_and_weights({}, {})
+    assert "run=" in str(caught.value)
     sx.NFSWorkspace(path, run="mine").write_configs_and_weights({}, {})
 
 
@@ -105,8 +106,9 @@ def test_an_altered_file_is_an_error_that_names_tensor_rank_and_file(tmp_path: P
     sx.NFSWorkspace(tmp_path / "ws").write_configs_and_weights({}, {"layer.w": torch.ones(100)})
     (file,) = (tmp_path / "ws").rglob("*.safetensors")
     flip_bit(file, -3)
-    with pytest.raises(sx.errors.CorruptError, match=rf"digest.*'layer\.w', rank 0, .*{file.name}"):
+    with pytest.raises(sx.errors.CorruptError, match=rf"digest.*{file.name}") as caught:
         sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
+    assert (caught.value.name, caught.value.rank) == ("layer.w", 0)
     os.truncate(file, file.stat().st_size - 50)
     with pytest.raises(sx.errors.CorruptError, match=rf"truncated.*{file.name}"):
         sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
@@ -123,5 +125,5 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_a_saved_state_is_not_taken_for_a_config(tmp_path: Path) -> None:
     sx.save_checkpoint({"w": torch.ones(2)}, tmp_path / "saved")
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"this is a save, .*load_checkpoint reads it"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="load_checkpoint"):
         sx.NFSWorkspace(tmp_path / "saved").read_configs_and_weights_from_rank(0)

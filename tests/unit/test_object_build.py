@@ -93,8 +93,9 @@ def test_foreign_objects_are_never_mixed_with_a_checkpoint(store: Any) -> None:
 def test_a_merge_that_fails_leaves_no_object(store: Any, tmp_path: Path) -> None:
     sx.export_checkpoint(TENSORS, tmp_path / "local", max_shard_size=200_000)
     flip_bit(max((tmp_path / "local").glob("*.safetensors")), -1)
-    with pytest.raises(sx.errors.CorruptError, match="differ from their digest"):
+    with pytest.raises(sx.errors.CorruptError, match="digest") as caught:
         sx.merge_checkpoint(tmp_path / "local", "memory://out")
+    assert caught.value.name == "b.c"
     assert objects(store, "out") == {}
 
 
@@ -102,7 +103,7 @@ def test_a_target_that_holds_the_source_is_refused(store: Any, tmp_path: Path) -
     save_file(TENSORS, tmp_path / "model.safetensors")
     sx.merge_checkpoint(tmp_path / "model.safetensors", "memory://out")
     before = objects(store, "out")
-    with pytest.raises(UnsafeError, match="the source is in the target"):
+    with pytest.raises(UnsafeError, match="in the target"):
         sx.merge_checkpoint("memory://out", "memory://out", overwrite=True, max_shard_size=200_000)
     assert objects(store, "out") == before
 
@@ -115,7 +116,7 @@ def test_during_a_replacement_the_claim_names_the_publisher(store: Any) -> None:
         build(publication, 2)
         with open_path("memory://out") as place:
             assert str(claim_of(place.store)).startswith(f"process {os.getpid()} on ")
-        with pytest.raises(TargetExistsError, match=rf"process {os.getpid()} on .* is publishing to this target"):
+        with pytest.raises(TargetExistsError, match=rf"process {os.getpid()}\b"):
             publish("memory://out", 3)
         publication.commit(provenance_of(plan_of(2), 2))
     assert (state_of("memory://out"), names_at("memory://out")) == ("2", WHOLE)
@@ -160,7 +161,7 @@ def test_a_claim_that_is_renewed_is_respected(store: Any, soon: None) -> None:
     claim = left_by(store, OTHER_HOST, names=WHOLE)
     timer = threading.Timer(0.2, lambda: store.pipe_file(f"/out/{CLAIM_NAME}", claim.to_bytes()))
     timer.start()
-    with pytest.raises(TargetExistsError, match="process 2 on a-host-far-away is publishing to this target"):
+    with pytest.raises(TargetExistsError, match="process 2 on a-host-far-away"):
         publish("memory://out", 2)
     timer.join()
     assert names_at("memory://out") == [CLAIM_NAME]

@@ -86,19 +86,20 @@ def test_a_save_that_was_copied_to_a_url_is_read(store: Any, tmp_path: Path) -> 
     manifest = store.cat_file("/bucket/saved/save.json")
     store.rm_file("/bucket/saved/save.json")
     for place in (url, file):
-        with pytest.raises(sx.errors.IncompleteError, match=r"save\.json of this save is missing"):
+        with pytest.raises(sx.errors.IncompleteError, match=r"save\.json.*missing"):
             open_source(place)
     store.pipe_file("/bucket/saved/save.json", manifest)
     store.rm_file("/bucket/saved/rank-00000-of-00001.safetensors")
-    with pytest.raises(sx.errors.IncompleteError, match=r"this rank's file is missing.*rank 0"):
+    with pytest.raises(sx.errors.IncompleteError, match="file is missing") as caught:
         open_source(url)
+    assert caught.value.rank == 0
 
 
 def test_absent_urls_and_unknown_schemes_are_errors(store: Any) -> None:
     for url in ("memory://nowhere", "memory://my-bucket/nowhere"):
-        with pytest.raises(sx.errors.NotFoundError, match=f"no such path.*{url}"):
+        with pytest.raises(sx.errors.NotFoundError, match=rf"no such path.*{url}"):
             open_source(url)
-    with pytest.raises(ValueError, match="no file system for this"):
+    with pytest.raises(ValueError, match="no file system"):
         open_source("carrier-pigeon://roof")
     with pytest.raises(sx.errors.MissingExtraError, match=r'pip install "statexchange\[gcs\]"'):
         open_source("gs://bucket/x")
@@ -123,13 +124,13 @@ def test_an_object_that_is_removed_while_it_is_read_is_not_an_absent_path(
     url = put(store, tmp_path / "local", "model")
     with sx.open_checkpoint(url) as checkpoint:
         store.rm("/model", recursive=True)
-        with pytest.raises(sx.errors.ReplacedError, match="removed while it was read"):
+        with pytest.raises(sx.errors.ReplacedError, match="removed while"):
             checkpoint["a"].read()
     put(store, tmp_path / "local", "model")
     opened = open_path(url)
     file = opened.store.open(name)
     store.rm(f"/model/{name}")
-    with pytest.raises(sx.errors.ReplacedError, match="removed while it was read") as caught:
+    with pytest.raises(sx.errors.ReplacedError, match="removed while") as caught:
         file.read_all()
     assert caught.value.path == f"{url}/{name}"
 
@@ -158,7 +159,7 @@ def test_the_failure_of_a_store_is_one_message(tmp_path: Path) -> None:
         lambda: sx.export_checkpoint(TENSORS, tmp_path / "out", files_from=url),
     ]
     for call in calls:
-        with pytest.raises(sx.errors.StorageError, match="the disk is on fire") as caught:
+        with pytest.raises(sx.errors.StorageError, match="on fire") as caught:
             call()
         assert str(caught.value).count("cannot") == 1
         assert str(caught.value).count(url) == 1

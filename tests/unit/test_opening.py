@@ -44,7 +44,7 @@ def test_a_name_that_leads_out_of_a_directory_is_refused(name: str, tmp_path: Pa
     for path in (f"{tmp_path}/ck", f"memory:/{tmp_path}/ck"):
         with open_path(path) as opened:
             assert opened.store.open("model.safetensors").size > 0
-            with pytest.raises(sx.errors.UnsafeError, match="not the name of a file"):
+            with pytest.raises(sx.errors.UnsafeError, match="not the name"):
                 opened.store.open(name)
 
 
@@ -88,7 +88,7 @@ def test_a_link_to_nothing_is_named_with_what_it_says_and_not_waited_for(
     monkeypatch.setattr("time.sleep", fail)
     (tmp_path / "latest").symlink_to("newest")
     (tmp_path / "newest").symlink_to(target)
-    with pytest.raises(sx.errors.NotFoundError, match=r"leads to .*newest, which does not exist") as caught:
+    with pytest.raises(sx.errors.NotFoundError, match=r"link leads.*newest") as caught:
         sx.open_checkpoint(tmp_path / "latest")
     assert caught.value.path == str(tmp_path / "latest")
 
@@ -206,7 +206,7 @@ def test_several_buffers_are_filled_with_consecutive_bytes(scheme: str, tmp_path
         with pytest.raises(sx.errors.CorruptError, match="truncated"):
             file.read_into_each([memoryview(bytearray(4000)), memoryview(bytearray(994))], 7)
         os.truncate(tmp_path / "x", 4000)
-        with pytest.raises(sx.errors.ReplacedError, match="changed while it was read"):
+        with pytest.raises(sx.errors.ReplacedError, match="changed while"):
             file.read_into_each([memoryview(bytearray(4000)), memoryview(bytearray(993))], 7)
 
 
@@ -325,7 +325,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_every_call_refuses_what_is_no_path(call: str, path: Any, checkpoint: Path) -> None:
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"path|map name patterns") as caught:
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"path|patterns") as caught:
         CALLS[call](path)
     assert sorted(os.listdir()) == ["checkpoint", "home"], caught.value
 
@@ -379,7 +379,5 @@ def test_an_option_that_is_no_json_file_is_refused(option: str, what: str, check
     Path("half.json").write_text('{"rules": [')
     Path("folder.json").mkdir()
     for path, problem in (("folder.json", "a directory"), ("half.json", "none: broken JSON: Expecting value")):
-        with pytest.raises(
-            sx.errors.InvalidArgumentError, match=f"{what} is a JSON file, and this is {problem}.* \\[/"
-        ):
+        with pytest.raises(sx.errors.InvalidArgumentError, match=rf"{what} is .*{problem}"):
             merge_checkpoint("checkpoint", "out", **{option: path})

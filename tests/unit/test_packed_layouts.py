@@ -116,7 +116,7 @@ def test_a_renamed_merge_renames_torchaos_records(tmp_path: Path) -> None:
     assert json.loads(found["tensor_names"]) == [name.replace("model.", "decoder.") for name in WEIGHTS]
     assert set(json.loads(found["tensor_names"])) < found.keys()
     assert "model.0.weight" not in found
-    with pytest.raises(UnsupportedError, match=r"torchao would not find the parts .* Rename modules") as refused:
+    with pytest.raises(UnsupportedError, match="Rename modules") as refused:
         sx.merge_checkpoint(SAMPLES / "torchao", tmp_path / "no", rename=[("[.]weight$", ".kernel")])
     assert refused.value.name == "model.0.weight"
     assert not (tmp_path / "no").exists()
@@ -155,5 +155,5 @@ def test_a_live_tensor_that_is_made_of_several_is_refused(tmp_path: Path) -> Non
 
     tensor = TwoTensor(torch.ones(2), torch.ones(2))
     for write in (sx.export_checkpoint, sx.save_checkpoint):
-        with pytest.raises(UnsupportedError, match=r"TwoTensor is made of several tensors \(a, b\): give what"):
+        with pytest.raises(UnsupportedError, match=r"TwoTensor.*\(a, b\)"):
             write({"w": tensor}, tmp_path / "out")

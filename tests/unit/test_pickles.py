@@ -110,7 +110,7 @@ def test_objects_of_unknown_classes_are_opaque_and_keep_their_content(protocol: 
     ]
     assert (read[0].items, read[0].state, read[1].state) == (["a", 1], {"name": "x"}, {"depth": 2})
     assert (read[2].items, read[3].state) == ([1, 2], {"lr": 0.5})
-    with pytest.raises(UnsafeError, match="Settings, which is not known to be harmless"):
+    with pytest.raises(UnsafeError, match=r"\bSettings\b"):
         read_pickle(pickle.dumps(settings, protocol), "x")
 
 
@@ -121,7 +121,7 @@ def test_functions_as_values_are_opaque(protocol: int) -> None:
     name = "statexchange.formats.pickles.read_pickle"
     assert (found["direct"].class_name, found["direct"].is_unknown) == ("posixpath.join", True)
     assert (found["in"][0].class_name, found["object"].state["activation"].class_name) == (name, name)
-    with pytest.raises(UnsafeError, match="read_pickle, which is not known to be harmless"):
+    with pytest.raises(UnsafeError, match=r"\bread_pickle\b"):
         read_pickle(pickle.dumps(read_pickle, protocol), "x")
 
 

@@ -178,10 +178,9 @@ def test_a_scalar_is_one_element() -> None:
 def test_a_region_that_nobody_holds_is_named_with_the_ranks_of_the_rest() -> None:
     rows = [[Box((2 * r, 0), (2, 6))] for r in range(4)]
     rows[2] = []
-    with pytest.raises(
-        IncompleteError, match=re.escape("no rank holds region [4:6, 0:6] of shape (8, 6); ranks [10, 11, 13]")
-    ):
+    with pytest.raises(IncompleteError, match=re.escape("region [4:6, 0:6]")) as caught:
         plan_one((8, 6), rows)
+    assert "[10, 11, 13]" in str(caught.value)
 
 
 def test_a_cover_of_very_unequal_boxes_is_proved_fast() -> None:
@@ -211,16 +210,16 @@ def test_many_boxes_along_many_dims_are_split_before_their_corners_are_counted(
     prove_cover("w", shape, boxes)
     missing, region = (0, 1, *(1,) * 10), "[0:1, 1:2, 1:2, 1:2, 1:2, 1:2, 1:2, 1:2, 1:2, 1:2, 1:2, 1:2]"
     del boxes[Box(missing, ones)]
-    with pytest.raises(IncompleteError, match=re.escape(f"no rank holds region {region}")):
+    with pytest.raises(IncompleteError, match=re.escape(f"region {region}")):
         prove_cover("w", shape, boxes)
     boxes[Box(missing, ones)] = [0]
     boxes[Box((1, 1, *(1,) * 10), ones)] = [1]
     boxes[Box((1, 0, *(1,) * 10), (1, 2, *(1,) * 10))] = [2]
-    with pytest.raises(OverlapError, match=r"claimed twice: .* by rank 0 and .* by rank 2"):
+    with pytest.raises(OverlapError, match=r"rank 0\b.*rank 2\b"):
         prove_cover("w", shape, boxes)
     monkeypatch.setattr("statexchange.sharding.plan._MAX_CORNERS", 8)
     pinwheel = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
-    with pytest.raises(UnsupportedError, match="5 boxes cut along 2 dims at once"):
+    with pytest.raises(UnsupportedError, match="5 boxes"):
         prove_cover("w", (3, 3), {Box(*box): [0] for box in pinwheel})
 
 
@@ -236,7 +235,7 @@ def test_holders_that_disagree_are_named(change: tuple[str, tuple[int, ...]], wh
         RankShards(3, [Shard("w", "F32", (8,), (Box((0,), (4,)),))]),
         RankShards(7, [Shard("w", *change, (Box((0,), (4,)),))]),
     ]
-    with pytest.raises(CorruptError, match=f"ranks 3 and 7 disagree on the {what}") as caught:
+    with pytest.raises(CorruptError, match=rf"disagree.*{what}") as caught:
         plan_merge(rank_shards)
     assert (caught.value.name, caught.value.rank) == ("w", 7)
 
@@ -283,14 +282,15 @@ def test_tensors_are_selected_and_renamed_and_bad_patterns_are_refused() -> None
     assert names_of(plan_merge(rank_shards, ExportOptions(include=("model.*",), exclude=("*.b",)))) == ["model.a"]
     renamed = plan_merge(rank_shards, ExportOptions(rename=str.upper, include=("h*",))).files[0].tensors[0]
     assert (renamed.name, renamed.source) == ("HEAD", "head")
-    with pytest.raises(InvalidArgumentError, match=r"'x\*' matches no tensor"):
+    with pytest.raises(InvalidArgumentError, match=r"pattern 'x\*'"):
         plan_merge(rank_shards, ExportOptions(include=("x*",)))
-    with pytest.raises(UnsafeError, match=r"both 'model\.a' and 'model\.b'") as caught:
+    with pytest.raises(UnsafeError, match="one name") as caught:
         plan_merge(rank_shards, ExportOptions(rename=((r"model\..", "same"),)))
+    assert all(repr(name) in str(caught.value) for name in ("model.a", "model.b"))
     assert caught.value.name == "same"
     with pytest.raises(InvalidArgumentError, match="rename pattern"):
         plan_merge(rank_shards, ExportOptions(rename=(("(", ""),)))
-    with pytest.raises(InvalidArgumentError, match="must return a name"):
+    with pytest.raises(InvalidArgumentError, match="rename must return"):
         plan_merge(rank_shards, ExportOptions(rename=lambda name: None))  # type: ignore[arg-type,return-value]
 
 
@@ -323,7 +323,7 @@ def test_a_size_is_a_number_of_bytes_or_a_text_with_a_unit(text: int | str, nbyt
 
 @pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 i", "5XB", "1e9", "5GBs", "nan", "GBx", "٣GB"])
 def test_invalid_sizes_are_refused(text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="is not a size"):
+    with pytest.raises(InvalidArgumentError, match="not a size"):
         ExportOptions(max_shard_size=text)
 
 
@@ -352,7 +352,7 @@ WRONG: list[dict[str, Any]] = [
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_wrong_option_is_named_with_what_is_accepted(wrong: dict[str, Any]) -> None:
     (option,) = wrong
-    with pytest.raises(InvalidArgumentError, match=rf"^{option}.*( must |not a size like|unterminated)"):
+    with pytest.raises(InvalidArgumentError, match=rf"^{option}\b.*(must|size|unterminated)"):
         ExportOptions(**wrong)
 
 

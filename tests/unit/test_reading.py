@@ -354,7 +354,7 @@ def test_a_source_that_is_changed_in_place_again_and_again_is_not_published(tmp_
         if done > total // 2:
             overwrite_in_place(tmp_path / "source", float(next(value)))
 
-    with pytest.raises(ReplacedError, match="changed while it was read") as caught:
+    with pytest.raises(ReplacedError, match="changed while") as caught:
         sx.merge_checkpoint(tmp_path / "source", tmp_path / "out", threads=1, on_progress=change)
     assert caught.value.path == str(tmp_path / "source" / "1.safetensors")
     assert os.listdir(tmp_path) == ["source"]
@@ -427,7 +427,7 @@ def test_a_flipped_byte_of_a_tensor_of_several_boxes_is_found_by_every_reader(
         lambda: sx.load_checkpoint(state, broken),
         lambda: sx.open_checkpoint(broken)["w"].read(),
     ):
-        with pytest.raises(CorruptError, match="bytes differ from their digest") as caught:
+        with pytest.raises(CorruptError, match="digest") as caught:
             read()
         assert caught.value.name == "w"
     assert os.listdir(tmp_path) == ["broken"]
@@ -455,7 +455,7 @@ def test_a_header_that_contradicts_the_manifest_is_corrupt(tmp_path: Path) -> No
     for number, (old, new) in enumerate([("[4,6]", "[6,4]"), ('"F32"', '"I32"')]):
         broken = with_header(tmp_path / "good", tmp_path / f"bad{number}", old, new)
         for read in (lambda: sx.merge_checkpoint(broken, tmp_path / "out"), lambda: sx.open_checkpoint(broken)):  # noqa: B023
-            with pytest.raises(CorruptError, match="file and manifest disagree"):
+            with pytest.raises(CorruptError, match="manifest disagree"):
                 read()
         assert [type(finding) for finding in verify(broken).findings][:1] == [CorruptError]
 
@@ -467,8 +467,9 @@ def test_missing_files_are_detected_by_the_count_in_file_names(name: str, tmp_pa
         torch.save({"a": torch.ones(2)}, tmp_path / name)
     else:
         save_file({"a": torch.ones(2)}, tmp_path / name)
-    with pytest.raises(IncompleteError, match=r"this one is missing.*00002-of-"):
+    with pytest.raises(IncompleteError, match="is missing") as caught:
         sx.open_checkpoint(tmp_path)
+    assert "00002-of-" in caught.value.path
     assert [type(finding) for finding in verify(tmp_path).findings] == [IncompleteError]
 
 
@@ -530,7 +531,7 @@ def test_without_digests_verify_does_not_call_the_bytes_correct(tmp_path: Path, 
 def test_a_directory_with_a_claim_and_no_manifest_is_being_written(tmp_path: Path) -> None:
     """Readers of an object store find this while a checkpoint is published there."""
     (tmp_path / CLAIM_NAME).write_bytes(Claim.new("0" * 16, PLAN, ("model.safetensors",)).to_bytes())
-    with pytest.raises(IncompleteError, match=r"no complete checkpoint: process \d+ on \S+ has been publishing"):
+    with pytest.raises(IncompleteError, match=r"no complete .*process \d+ "):
         sx.open_checkpoint(tmp_path)
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(IncompleteError, match="no complete checkpoint"):
@@ -558,7 +559,7 @@ def test_a_closed_checkpoint_opens_nothing(tmp_path: Path) -> None:
             lambda: file.read_all(),
             lambda: file.check_unchanged(),
         ):
-            with pytest.raises(InvalidArgumentError, match="has been closed: open it again"):
+            with pytest.raises(InvalidArgumentError, match="been closed"):
                 use()
         assert set(os.listdir("/proc/self/fd")) == opened
     finally:
@@ -581,7 +582,7 @@ def test_a_box_is_given_as_offsets_and_shape_and_other_forms_are_refused(tmp_pat
             ((0.5, 1), (2, 2)),
             (slice(2), slice(2)),
         ):
-            with pytest.raises(InvalidArgumentError, match=r"box must be \(offsets, shape\)"):
+            with pytest.raises(InvalidArgumentError, match="box must be"):
                 checkpoint["a"].read(wrong)
 
 
@@ -594,7 +595,7 @@ def test_a_box_outside_of_a_tensor_is_refused(box: Box, tmp_path: Path) -> None:
     save_file({"a": torch.ones(2, 3)}, tmp_path / "model.safetensors")
     with (
         sx.open_checkpoint(tmp_path) as checkpoint,
-        pytest.raises(InvalidArgumentError, match=r"outside of the tensor, whose shape is \(2, 3\)"),
+        pytest.raises(InvalidArgumentError, match="outside"),
     ):
         checkpoint["a"].read(box)
 
@@ -618,7 +619,7 @@ def test_a_tensor_is_read_as_a_torch_tensor_of_the_same_bits(dtype: torch.dtype,
         assert part.tolist() == tensors["w"][1:2, :2].tolist()
         part.zero_()  # memory of its own
         assert torch.equal(checkpoint["w"].read(framework="pt"), tensors["w"])
-        with pytest.raises(InvalidArgumentError, match='framework must be "np" or "pt"'):
+        with pytest.raises(InvalidArgumentError, match="framework must be"):
             checkpoint["w"].read(framework="tf")  # type: ignore[call-overload]
 
 

@@ -139,7 +139,7 @@ def test_a_record_that_was_changed_is_read_or_refused(record: Any, read: Callabl
 
 @pytest.mark.parametrize("data", [b"", b"[", b"{}", b"[1, 2]", b"\xff", b"[" * 100_000])
 def test_an_invalid_record_names_the_rank_that_sent_it(data: bytes) -> None:
-    with pytest.raises(sx.errors.MismatchError, match=r"cannot read the plan that rank 3 sent.*same version") as caught:
+    with pytest.raises(sx.errors.MismatchError, match="same version") as caught:
         records.decoded(data, lambda raw: WritePlan.from_json(raw, 2), "the plan", 3)
     assert caught.value.rank == 3
 
@@ -174,7 +174,6 @@ def test_a_file_is_written_by_the_host_to_which_the_least_is_sent() -> None:
 def test_options_that_differ_are_named_with_both_values() -> None:
     same = {"dtype": "None", "replicas": "'equal'"}
     check_equal_options([same, dict(same)])
-    with pytest.raises(
-        sx.errors.InvalidArgumentError, match=r"^dtype is None on rank 0 and 'float16' on rank 2: give all"
-    ):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"^dtype is .* 0 .*'float16' .* 2") as caught:
         check_equal_options([same, same, {**same, "dtype": "'float16'"}])
+    assert caught.value.rank == 2

@@ -156,7 +156,7 @@ def test_a_save_to_a_path_that_exists_is_refused(tmp_path: Path, kind: str, back
     else:
         sx.export_checkpoint({"w": np.ones(2)}, path)
     before = contents_of(tmp_path)
-    with pytest.raises(TargetExistsError, match="the target exists; overwrite=True") as caught:
+    with pytest.raises(TargetExistsError, match="overwrite=True") as caught:
         if background:
             sx.save_checkpoint({"w": np.ones(3)}, path, background=True).result(30)
         else:
@@ -211,7 +211,7 @@ def test_a_checkpoint_does_not_replace_a_save(tmp_path: Path) -> None:
 def test_a_save_does_not_go_to_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for options in ({}, {"overwrite": True}):
-        with pytest.raises(InvalidArgumentError, match="goes to a directory, not to"):
+        with pytest.raises(InvalidArgumentError, match="to a directory"):
             sx.save_checkpoint({"w": np.ones(2)}, "shm://name", **options)
     assert os.listdir() == []
 
@@ -263,7 +263,7 @@ def test_the_second_of_two_savers_to_one_path_is_refused_by_name(
     if overwrite:
         save(path, 1.0)
     first = stopped(*(["overwrite"] if overwrite else []))
-    with pytest.raises(TargetExistsError, match=rf"process {first.pid} on .* is publishing to this target"):
+    with pytest.raises(TargetExistsError, match=rf"process {first.pid}\b"):
         save(path, 2.0, overwrite=overwrite)
     if overwrite:
         assert value_of(path) == 1.0
@@ -304,7 +304,7 @@ def test_what_a_killed_saver_left_is_removed_by_the_next(
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_missing_rank_is_named(saved: Path, reader: str, rank: int) -> None:
     (saved / FILES[rank]).unlink()
-    with pytest.raises(IncompleteError, match="this rank's file is missing") as caught:
+    with pytest.raises(IncompleteError, match="file is missing") as caught:
         READERS[reader](saved)
     assert (caught.value.rank, caught.value.path) == (rank, str(saved / FILES[rank]))
     (finding,) = verify(saved).findings
@@ -316,7 +316,7 @@ def test_a_missing_rank_is_named(saved: Path, reader: str, rank: int) -> None:
 def test_without_its_manifest_a_save_is_incomplete(saved: Path, reader: str, what: str) -> None:
     """As a copy that was interrupted: its rank files are no checkpoints by themselves."""
     (saved / "save.json").unlink()
-    with pytest.raises(IncompleteError, match=r"save\.json of this save is missing") as caught:
+    with pytest.raises(IncompleteError, match=r"save\.json.*missing") as caught:
         READERS[reader](saved if what == "directory" else saved / FILES[0])
     assert caught.value.path == str(saved / "save.json")
 
@@ -336,7 +336,7 @@ def test_a_file_of_another_program_with_the_name_of_a_ranks_file_is_a_checkpoint
 @pytest.mark.parametrize("name", [*FILES, "save.json"])
 def test_a_file_of_another_save_in_its_place_is_corrupt(kept: Path, saved: Path, reader: str, name: str) -> None:
     shutil.copy(kept / "two" / name, saved / name)
-    with pytest.raises(CorruptError, match="its metadata names another save") as caught:
+    with pytest.raises(CorruptError, match="another save") as caught:
         READERS[reader](saved)
     assert caught.value.path == str(saved / (FILES[0] if name == "save.json" else name))
     assert {type(finding) for finding in verify(saved).findings} == {CorruptError}
@@ -345,7 +345,7 @@ def test_a_file_of_another_save_in_its_place_is_corrupt(kept: Path, saved: Path,
 def test_a_file_that_the_manifest_does_not_list_is_of_another_save(saved: Path) -> None:
     other = saved / "rank-00002-of-00003.safetensors"
     shutil.copy(saved / FILES[0], other)
-    with pytest.raises(CorruptError, match="does not list it"):
+    with pytest.raises(CorruptError, match="not list it"):
         sx.open_checkpoint(other)
     shutil.copy(saved / FILES[0], saved / FILES[1])
     with pytest.raises(CorruptError, match="names another rank") as caught:
@@ -365,8 +365,9 @@ def test_a_file_of_another_size_is_corrupt(saved: Path, reader: str) -> None:
 def test_a_changed_byte_of_a_tensor_is_found(saved: Path, reader: str) -> None:
     own1 = np.full(5, 2.0, np.float32).tobytes()  # which no other file has
     flip_bit(saved / FILES[1], (saved / FILES[1]).read_bytes().index(own1))
-    with pytest.raises(CorruptError, match="bytes differ from their digest"):
+    with pytest.raises(CorruptError, match="digest") as caught:
         READERS[reader](saved)
+    assert caught.value.name == "own1"
     (finding,) = verify(saved).findings
     assert (type(finding), finding.path) == (CorruptError, str(saved / FILES[1]))
 
@@ -415,7 +416,7 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize("change", WRONG, ids=str)
 def test_a_manifest_with_a_wrong_value_is_corrupt(saved: Path, change: dict[str, Any]) -> None:
     (saved / "save.json").write_text(json.dumps(seal({**GOOD, **change})))
-    with pytest.raises(CorruptError, match="broken manifest of a save") as caught:
+    with pytest.raises(CorruptError, match="broken manifest") as caught:
         sx.open_checkpoint(saved)
     assert caught.value.path == str(saved / "save.json")
 
@@ -424,7 +425,7 @@ def test_a_manifest_with_a_wrong_value_is_corrupt(saved: Path, change: dict[str,
 def test_a_manifest_that_lacks_a_value_is_corrupt(saved: Path, missing: str) -> None:
     found = seal({name: value for name, value in GOOD.items() if name != missing})
     (saved / "save.json").write_text(json.dumps({name: value for name, value in found.items() if name != missing}))
-    with pytest.raises(CorruptError, match="broken manifest of a save"):
+    with pytest.raises(CorruptError, match="broken manifest"):
         sx.open_checkpoint(saved)
 
 
@@ -456,7 +457,7 @@ def test_what_is_no_manifest_is_corrupt(saved: Path, reader: str, text: str) -> 
 def test_a_changed_manifest_is_corrupt(saved: Path) -> None:
     text = (saved / "save.json").read_text()
     (saved / "save.json").write_text(text.replace('"step": null', '"step": 8'))
-    with pytest.raises(CorruptError, match="it differs from its own digest"):
+    with pytest.raises(CorruptError, match="own digest"):
         sx.open_checkpoint(saved)
 
 
@@ -464,7 +465,7 @@ def test_a_changed_manifest_is_corrupt(saved: Path) -> None:
 def test_a_save_of_a_newer_version_says_so(saved: Path, schema: object) -> None:
     (saved / "save.json").write_text(json.dumps(seal({"schema": schema, "other": "content"})))
     for read in READERS.values():
-        with pytest.raises(CorruptError, match="written by a newer version of statexchange") as caught:
+        with pytest.raises(CorruptError, match="newer version") as caught:
             read(saved)
         assert caught.value.path == str(saved / "save.json")
     with pytest.raises(CorruptError, match="newer version"):

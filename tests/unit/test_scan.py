@@ -265,7 +265,7 @@ def test_an_index_without_tensors_or_files_is_not_whole(tmp_path: Path) -> None:
     (row,) = scan(tmp_path)
     assert row.status == "broken"
     assert "the index lists no tensors" in row.verdict
-    with pytest.raises(sx.errors.IncompleteError, match="the index lists no tensors"):
+    with pytest.raises(sx.errors.IncompleteError, match="index lists no"):
         sx.merge_checkpoint(tmp_path, tmp_path / "merged")
 
 

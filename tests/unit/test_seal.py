@@ -270,13 +270,13 @@ def test_a_broken_checkpoint_is_not_sealed(folder: Path, how: str) -> None:
 def test_other_kinds_are_refused_by_name(tmp_path: Path) -> None:
     state = {"w": torch.ones(3)}
     sx.save_checkpoint(state, tmp_path / "save")
-    with pytest.raises(UnsupportedError, match="a save has digests of its own"):
+    with pytest.raises(UnsupportedError, match="digests of its"):
         seal_checkpoint(tmp_path / "save")
     sx.Checkpoints(tmp_path / "saves").save(state, 1)
-    with pytest.raises(UnsupportedError, match="saves have digests of their own"):
+    with pytest.raises(UnsupportedError, match="digests of their"):
         seal_checkpoint(tmp_path / "saves")
     torch.save(state, tmp_path / "model.pt")
-    with pytest.raises(UnsupportedError, match="this is torch: statexchange merge"):
+    with pytest.raises(UnsupportedError, match="statexchange merge"):
         seal_checkpoint(tmp_path / "model.pt")
     with pytest.raises(NotFoundError):
         seal_checkpoint(tmp_path / "nowhere")
@@ -337,7 +337,7 @@ def test_a_read_only_directory_is_refused_before_its_files_are_read() -> None:
         if is_root:  # root may write everywhere
             os.seteuid(65534)
         try:
-            with pytest.raises(StorageError, match="cannot write in this directory"):
+            with pytest.raises(StorageError, match="cannot write"):
                 seal_checkpoint(folder, on_progress=lambda done, total: pytest.fail("it was read"))
         finally:
             if is_root:

@@ -116,12 +116,12 @@ def test_patterns_without_a_section_match_the_full_names(tmp_path: Path, pattern
 
 def test_a_section_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
     torch.save(MOMENTS, tmp_path / "moments.pt")
-    with pytest.raises(InvalidArgumentError, match="no section 'model', only 'optimizer': choose with section"):
+    with pytest.raises(InvalidArgumentError, match="'model', only 'optimizer'"):
         merge_checkpoint(tmp_path / "moments.pt", tmp_path / "out")
-    with pytest.raises(InvalidArgumentError, match=r"section must be 'model', .* or 'all', not 'weights'"):
+    with pytest.raises(InvalidArgumentError, match=r"section must.*'weights'"):
         merge_checkpoint(tmp_path / "moments.pt", tmp_path / "out", section="weights")  # type: ignore[arg-type]
     torch.save({"w": one()}, tmp_path / "w.pt")
-    with pytest.raises(InvalidArgumentError, match=r"no section 'optimizer': .*--section all"):
+    with pytest.raises(InvalidArgumentError, match=r"'optimizer'.*--section all"):
         merge_checkpoint(tmp_path / "w.pt", tmp_path / "out", section="optimizer")
     assert not (tmp_path / "out").exists()
 
@@ -143,7 +143,7 @@ def test_a_broken_file_of_another_section_does_not_count(tmp_path: Path) -> None
         paths = {tensor.shard.name: shard_file.path for shard_file, tensor in source.shards()}
     Path(paths["optimizer.state.w.exp_avg"]).unlink()
     assert merged(tmp_path / "dcp") == {"w"}
-    with pytest.raises(IncompleteError, match="a file of this checkpoint is missing"):
+    with pytest.raises(IncompleteError, match=r"a file .*missing"):
         merged(tmp_path / "dcp", section="optimizer")
 
 
@@ -154,7 +154,7 @@ def test_a_section_without_tensors_is_not_merged_to_nothing(tmp_path: Path, call
     assert (code, text in err) == (2, True)
     assert not (tmp_path / "out").exists()
     torch.save({"step": 3}, tmp_path / "step.pt")
-    with pytest.raises(InvalidArgumentError, match="the source has no tensor"):
+    with pytest.raises(InvalidArgumentError, match="nothing to merge"):
         merge_checkpoint(tmp_path / "step.pt", tmp_path / "out", section="all")
 
 

@@ -127,12 +127,12 @@ INVALID_DEADLINES = (0, -1, 0.0, float("nan"), "5", True, [1], float("-inf"))
 
 @pytest.mark.parametrize("wrong", INVALID_DEADLINES)
 def test_a_deadline_is_a_number_of_seconds_above_0(wrong: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="x_s must be a number of seconds above 0"):
+    with pytest.raises(InvalidArgumentError, match=r"^x_s must be"):
         settings.check_timeout(wrong, "x_s")
     if wrong == 0:
         assert settings.check_timeout(wrong, zero=True) == 0
     else:
-        with pytest.raises(InvalidArgumentError, match="timeout_s must be a number of seconds of at least 0"):
+        with pytest.raises(InvalidArgumentError, match=r"^timeout_s must be"):
             settings.check_timeout(wrong, zero=True)
 
 

@@ -55,7 +55,7 @@ def test_a_ranks_file_in_a_wrong_directory_is_named(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "job" / "7", tmp_path / ".hidden" / "000001"):
         place.mkdir(parents=True, exist_ok=True)
         copy = shutil.copy(tmp_path / "ws" / receipts[0].relative, place)
-        with pytest.raises(InvalidArgumentError, match="in <workspace>/<run>/<round>"):
+        with pytest.raises(InvalidArgumentError, match="<workspace>/<run>/<round>"):
             open_source(copy)
 
 
@@ -84,7 +84,7 @@ def test_the_newest_committed_round_is_read_else_the_newest_whole_one(tmp_path: 
 
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
     fill(tmp_path, ranks=1)
-    with pytest.raises(IncompleteError, match=r"ranks \[1, 2\] of 3 have no file") as caught:
+    with pytest.raises(IncompleteError, match=r"ranks \[1, 2\] of 3") as caught:
         open_source(tmp_path)
     assert (caught.value.rank, caught.value.path) == (1, str(tmp_path / "job" / "000001"))
     source = open_source(tmp_path, strict=False)
@@ -110,7 +110,7 @@ def test_two_attempts_in_one_round_are_not_mixed(tmp_path: Path) -> None:
 def test_with_several_runs_a_run_must_be_chosen(tmp_path: Path) -> None:
     fill(tmp_path, run="a")
     fill(tmp_path, run="b")
-    with pytest.raises(InvalidArgumentError, match=rf"open one of {tmp_path}/a, {tmp_path}/b "):
+    with pytest.raises(InvalidArgumentError, match=f"{tmp_path}/a, {tmp_path}/b "):
         open_source(tmp_path)
     assert open_source(tmp_path / "b").run == "b"
 
@@ -127,7 +127,7 @@ def test_unknown_paths_are_not_found(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"neither .*\.pt"):
         open_source(tmp_path / "text")
     (tmp_path / "text").rename(tmp_path / "text.safetensors")
-    with pytest.raises(CorruptError, match="not a safetensors file"):
+    with pytest.raises(CorruptError, match="not a safetensors"):
         open_source(tmp_path / "text.safetensors")
 
 
@@ -189,8 +189,9 @@ def test_metadata_that_contradicts_the_file_is_refused(tmp_path: Path, change: d
 def test_metadata_that_was_changed_is_found(tmp_path: Path, change: dict[str, Any]) -> None:
     (receipt,) = fill(tmp_path, ranks=1, world_size=1)
     write_metadata(tmp_path / receipt.relative, change, sealed=False)
-    with pytest.raises(CorruptError, match="its metadata differs from its own digest"):
+    with pytest.raises(CorruptError, match="digest") as caught:
         open_source(tmp_path)
+    assert caught.value.rank == 0
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "statexchange.json"])
@@ -273,8 +274,9 @@ def test_a_tensor_that_is_absent_from_its_file_is_named(published: Path, by: str
     (published / {"manifest": "model.safetensors.index.json", "index": "statexchange.json"}[by]).unlink()
     path = published / "model-00002-of-00002.safetensors"
     save_file({"b": torch.ones(4, dtype=torch.bfloat16)}, path)
-    with pytest.raises(IncompleteError, match="which does not have it") as caught:
+    with pytest.raises(IncompleteError, match="the index") as caught:
         open_source(published)
+    assert caught.value.name == "c"
     assert (caught.value.name, caught.value.path) == ("c", str(path))
 
 

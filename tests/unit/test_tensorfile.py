@@ -128,7 +128,7 @@ def test_a_digest_does_not_depend_on_how_its_bytes_are_split(tmp_path: Path) -> 
     ],
 )
 def test_a_harmful_name_is_never_written(tmp_path: Path, name: str, why: str) -> None:
-    with pytest.raises(UnsafeError, match=f"cannot be written under the name .*: {why}.*; rename the tensor"):
+    with pytest.raises(UnsafeError, match=rf"name .*: {why}"):
         write(tmp_path / "x", shard(name, torch.ones(1)))
     assert list(tmp_path.iterdir()) == []
 
@@ -249,7 +249,7 @@ def test_a_file_cut_off_anywhere_is_corrupt(tmp_path: Path) -> None:
         with pytest.raises(CorruptError):
             header_of(str(path))
     path.write_bytes(whole + b"\0")
-    with pytest.raises(CorruptError, match="bytes after the last tensor"):
+    with pytest.raises(CorruptError, match="last tensor"):
         header_of(str(path))
 
 
@@ -297,9 +297,9 @@ def test_a_mutated_file_is_read_or_refused_and_nothing_else(tmp_path: Path, chan
 def test_other_than_regular_files_are_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/null")):
-        with pytest.raises(UnsafeError, match="not a regular file"):
+        with pytest.raises(UnsafeError, match="regular file"):
             header_of(str(path))
-    with open_path(str(tmp_path)) as place, pytest.raises(UnsafeError, match="not a regular file"):
+    with open_path(str(tmp_path)) as place, pytest.raises(UnsafeError, match="regular file"):
         place.store.open("fifo")
     with pytest.raises(NotFoundError):
         header_of(str(tmp_path / "gone"))

@@ -159,7 +159,7 @@ def test_an_unknown_type_is_a_type_error_that_names_its_path(value: Any, path: s
 def test_an_unset_field_is_named() -> None:
     broken = object.__new__(Slots)
     broken.inner = 1
-    with pytest.raises(TypeError, match=r"'things' unset, at \.a"):
+    with pytest.raises(TypeError, match=r"'things'.* at \.a"):
         encode({"a": broken})
 
 
@@ -211,7 +211,7 @@ def test_leaves_are_kept_by_name_and_two_of_one_name_are_refused() -> None:
     value = {"a": {"b": box[0]}, "c": [box[1], box[1]]}
     back = decode(encode(value, keep), leaf=kept.__getitem__)
     assert back == value
-    with pytest.raises(ValueError, match="two values are called"):
+    with pytest.raises(ValueError, match="two values"):
         encode({"a": {"b": box[0]}, "a.b": box[1]}, keep)
     with pytest.raises(ValueError, match="not here"):
         decode(encode(value, keep))
@@ -245,7 +245,7 @@ def test_a_number_that_files_cannot_hold_is_refused(kind: Any) -> None:
 )
 def test_a_numpy_number_of_another_dtype_is_malformed(dtype: object) -> None:
     text = json.dumps({"a": {"$": "number", "dtype": dtype, "value": 3}})
-    with pytest.raises(ValueError, match=r"is not the dtype of a number"):
+    with pytest.raises(ValueError, match="not the dtype"):
         decode(text)
 
 
@@ -258,7 +258,7 @@ def test_a_kept_object_in_a_set_a_deque_or_a_key_is_refused_if_that_is_asked_for
 
     value = {"a": [wrap([kept])]}
     assert decode(encode(value, keep), leaf=lambda _: kept) == value
-    with pytest.raises(UnsupportedError, match=r"an object cannot be an item of a set or deque, or a key, at \.a\[0\]"):
+    with pytest.raises(UnsupportedError, match=r"\.a\[0\]"):
         encode(value, keep, leaves_anywhere=False)
     assert encode({"a": [kept]}, keep, leaves_anywhere=False) == encode({"a": [kept]}, keep)
 

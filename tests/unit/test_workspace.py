@@ -247,7 +247,7 @@ BAD_NAMES = [
 def test_a_name_outside_of_the_workspace_is_refused(workspace: Workspace, name: str) -> None:
     write(workspace)
     for use in (RankName.parse, lambda n: workspace.open(Receipt(n, 1)), lambda n: workspace.remove([n])):
-        with pytest.raises(UnsafeError, match="not the name of a rank's file"):
+        with pytest.raises(UnsafeError, match="rank's file"):
             use(name)
 
 
@@ -335,7 +335,7 @@ def test_a_special_file_in_place_of_a_file_is_refused_and_never_blocks(workspace
     else:
         program = "import os, socket, sys; os.chdir(sys.argv[1]); socket.socket(1).bind(sys.argv[2])"
         subprocess.run([sys.executable, "-c", program, *os.path.split(path)], check=True)
-    with pytest.raises(UnsafeError, match="not a regular file") as caught:
+    with pytest.raises(UnsafeError, match="regular file") as caught:
         workspace.open(receipt)
     assert caught.value.path == path
 
@@ -421,7 +421,7 @@ def test_a_commit_needs_every_rank_once(workspace: Workspace) -> None:
     one, two = write(workspace, 0, 2), write(workspace, 1, 2)
     later = write(workspace, 1, 2, number=2)
     for receipts, keep in [([], 2), ([one], 2), ([one, one], 2), ([two, one], 2), ([one, later], 2), ([one, two], 0)]:
-        with pytest.raises(InvalidArgumentError, match="commit needs exactly one receipt per rank"):
+        with pytest.raises(InvalidArgumentError, match="one receipt"):
             workspace.commit(receipts, keep=keep)
     workspace.commit([one, two], keep=1)
     with pytest.raises(TargetExistsError):
