@@ -57,6 +57,15 @@ _SIZES = {
 }
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
+BERT = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "vocab_size": 30,
+    "hidden_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 20,
+}
 LORA = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 NUMBERED = "model-{:05d}-of-{:05d}.safetensors"
 INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
@@ -284,8 +293,7 @@ def index_without_metadata(folder: Folder) -> Tensors:
     folder.config()
     first, second = folder.shards(llama())
     parts = halves(llama())
-    weight_map = {name: first for name in parts[0]} | {name: second for name in parts[1]}
-    folder.write_json(INDEX, {"weight_map": weight_map})
+    folder.write_json(INDEX, {"weight_map": dict.fromkeys(parts[0], first) | dict.fromkeys(parts[1], second)})
     return Tensors(llama())
 
 
@@ -450,7 +458,8 @@ def different_tensors_of_one_name_in_numbered_files(folder: Folder) -> Refused:
     first, second = halves(llama())
     folder.write(NUMBERED.format(1, 2), first)
     folder.write(NUMBERED.format(2, 2), {**second, EMBED: llama(2)[EMBED]})
-    return Refused(StateExchangeError, (EMBED, NUMBERED.format(1, 2), NUMBERED.format(2, 2)), _NO_UNION)
+    words = (EMBED, NUMBERED.format(1, 2), NUMBERED.format(2, 2))
+    return Refused(StateExchangeError, words, _NO_UNION, by_bytes=True)
 
 
 @row("ggml-org/llama.cpp#10756")
@@ -565,7 +574,7 @@ def state_of_accelerate(folder: Folder) -> Tensors:
 def arguments_of_trainer_beside_numbered_torch_files(folder: Folder) -> Tensors:
     """training_args.bin is no weights."""
     folder.shards(llama(), "pytorch_model-{:05d}-of-{:05d}.bin", index=None)
-    folder.write("training_args.bin", {"x": torch.ones(2)})
+    torch.save({"learning_rate": 0.1}, folder.path / "training_args.bin")
     return Tensors(llama())
 
 
@@ -580,10 +589,10 @@ def directory_with_the_name_of_a_torch_file(folder: Folder) -> Tensors:
 
 @row("JIA-Lab-research/LISA#155", "causal", agrees=False)
 def directory_above_the_one_with_the_name_of_a_torch_file(folder: Folder) -> Refused:
-    """The weights lie one level down: the message says where."""
+    """The weights lie one level down: the message says what lists them."""
     folder.config()
     Folder(folder.path / "pytorch_model.bin").shards(llama(), "pytorch_model-{:05d}-of-{:05d}.bin", BIN_INDEX)
-    return Refused((NotFoundError, InvalidArgumentError), ("pytorch_model.bin",))
+    return Refused(NotFoundError, ("statexchange scan",), scan=("source/pytorch_model.bin",))
 
 
 @row("haotian-liu/LLaVA#784", "peft")
@@ -673,7 +682,7 @@ def two_epochs_of_one_adapter(folder: Folder) -> Refused:
     names = [f"Ag3d-{epoch:06d}.safetensors" for epoch in (1, 2)]
     for epoch, name in enumerate(names):
         folder.write(name, lora(epoch))
-    return Refused(StateExchangeError, tuple(names), _NO_UNION)
+    return Refused(StateExchangeError, tuple(names), _NO_UNION, by_bytes=True)
 
 
 @row("ml-explore/mlx-examples#812")
@@ -707,7 +716,7 @@ def files_of_two_numbers_of_ranks(folder: Folder) -> Refused:
     for ranks in (2, 4):
         for rank in range(ranks):
             folder.write(f"model_world_size_{ranks}_rank_{rank}.pt", {f"{rank}.weight": torch.full((2,), float(ranks))})
-    return Refused((InvalidArgumentError, CorruptError), ("world_size_2", "world_size_4"), _NO_UNION)
+    return Refused((InvalidArgumentError, CorruptError), ("2 and 4 ranks",), _NO_UNION)
 
 
 @row("vllm-project/vllm#4690")
@@ -723,7 +732,7 @@ def parts_of_two_ranks(folder: Folder) -> Refused:
     """Each rank has its slice under the same name; nothing says along which dim."""
     for rank in range(2):
         folder.write(f"model-rank-{rank}-part-0.safetensors", {QUERY: torch.full((6, 12), float(rank))})
-    return Refused(StateExchangeError, (QUERY,))
+    return Refused(StateExchangeError, (QUERY,), by_bytes=True)
 
 
 @row("black-forest-labs/flux#457")
@@ -756,20 +765,20 @@ def torch_twin_of_a_part_of_diffusers(folder: Folder) -> Tensors:
 
 @row("huggingface/huggingface_hub#4487")
 def directory_of_the_cache_of_the_hub(folder: Folder) -> Refused:
-    """The model is below snapshots/REVISION: the message has the path."""
+    """The model is below snapshots/REVISION: the message says what lists it."""
     folder.write_bytes("refs/main", b"c0ffee")
     folder.write("snapshots/c0ffee/model.safetensors", llama())
     (folder.path / "blobs").mkdir()
-    return Refused((NotFoundError, InvalidArgumentError), ("snapshots/c0ffee",))
+    return Refused(NotFoundError, ("statexchange scan",), scan=("source/snapshots/c0ffee",))
 
 
 @row("huggingface/diffusers#10634")
 def directory_of_a_pipeline(folder: Folder) -> Refused:
-    """A pipeline is several models, each in its own directory: these are named."""
+    """A pipeline is several models, each in its own directory: the message says what lists them."""
     folder.write_json("model_index.json", {"_class_name": "SanaPipeline", "vae": ["diffusers", "AutoencoderDC"]})
     for part in ("transformer", "vae"):
         folder.write(f"{part}/diffusion_pytorch_model.safetensors", {"w": torch.ones(2)})
-    return Refused((NotFoundError, InvalidArgumentError), ("transformer", "vae"))
+    return Refused(NotFoundError, ("statexchange scan",), scan=("source/transformer", "source/vae"))
 
 
 @row("hiyouga/LlamaFactory#9659", "causal", agrees=False)
@@ -792,11 +801,11 @@ def shards_below_the_consolidated_files(folder: Folder) -> Tensors:
 # ------------------------------------------------------------------------------------- names, metadata and configs
 
 
-@row(
-    "huggingface/transformers#11809",
-    "bert",
-    renamed=lambda name: name.replace("gamma", "weight").replace("beta", "bias"),
-)
+def _new_name(name: str) -> str:
+    return name.replace("gamma", "weight").replace("beta", "bias")
+
+
+@row("huggingface/transformers#11809", "bert", renamed=_new_name)
 def old_names_of_layer_norms(folder: Folder) -> Tensors:
     """transformers renames gamma and beta as it loads; a merge keeps the names of the file."""
     folder.write_json("config.json", BERT)
@@ -807,17 +816,6 @@ def old_names_of_layer_norms(folder: Folder) -> Tensors:
     }
     folder.write("pytorch_model.bin", state)
     return Tensors(state)
-
-
-BERT = {
-    "architectures": ["BertModel"],
-    "model_type": "bert",
-    "vocab_size": 30,
-    "hidden_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 20,
-}
 
 
 @row("huggingface/transformers#217", "causal", renamed=lambda name: name if name == HEAD else f"model.{name}")
@@ -881,7 +879,7 @@ def adapter_without_tensors(folder: Folder) -> Refused:
     """A save that gathered nothing: a file of 443 bytes."""
     folder.adapter_config()
     folder.write("adapter_model.bin", {})
-    return Refused(StateExchangeError, ("no tensor",))
+    return Refused(StateExchangeError, ("no tensor",), by_bytes=True)
 
 
 @row("huggingface/peft#276", "peft", agrees=False)
@@ -985,11 +983,9 @@ def printed(command: str, path: Path) -> str:
 
 def differences(wanted: State, state: State) -> list[str]:
     """Return the names whose tensors differ in dtype, shape or bits, or that only one of the two has."""
-    differing = []
-    for name in sorted({*wanted, *state}):
-        if name not in wanted or name not in state:
-            differing.append(name)
-        elif wanted[name].dtype != state[name].dtype or not torch.equal(wanted[name], state[name]):
+    differing = sorted(wanted.keys() ^ state.keys())
+    for name in sorted(wanted.keys() & state.keys()):
+        if wanted[name].dtype != state[name].dtype or not torch.equal(wanted[name], state[name]):
             differing.append(name)
     return differing
 
