@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,6 +155,11 @@ def _shards_on_disk(drawing: Drawing) -> list[Path]:
     return sorted(drawing.folder.path.glob("*-of-*"))
 
 
+def _form(path: Path) -> str:
+    """Return the name of a shard without its number: that of its set."""
+    return re.sub("[0-9]+-of", "of", path.name)
+
+
 def _missing_shard(drawing: Drawing) -> None:
     shards = _shards_on_disk(drawing)
     if shards:
@@ -162,16 +168,20 @@ def _missing_shard(drawing: Drawing) -> None:
 
 def _tensor_in_a_second_file(drawing: Drawing) -> None:
     """Copy a tensor of one shard into another, with the same or with an older value."""
-    shards = [path for path in _shards_on_disk(drawing) if path.suffix in (".safetensors", ".bin")]
-    if len(shards) < 2:
+    shards = _shards_on_disk(drawing)
+    if not shards:
         return
-    source, target = drawing.random.sample(shards, 2)
-    tensors, others = _load(source), _load(target)
+    source = drawing.random.choice(shards)
+    others = [path for path in shards if path != source and _form(path) == _form(source)]
+    if not others:
+        return
+    target = drawing.random.choice(others)
+    tensors = _load(source)
     if not tensors:
         return
     name = drawing.random.choice(sorted(tensors))
     older = STALE if drawing.random.random() < 0.7 else 0
-    drawing.folder.write(target.name, {**others, name: tensors[name] + older})
+    drawing.folder.write(target.name, {**_load(target), name: tensors[name] + older})
 
 
 def _tensor_that_no_index_lists(drawing: Drawing) -> None:
@@ -330,6 +340,8 @@ def _differences(ours: Outcome, peer: Outcome) -> list[str]:
     assert peer.state is not None
     faults = []
     for peer_name, tensor in peer.state.items():
+        if not _is_of_a_file(peer_name, tensor):
+            continue
         name = peer_name.replace(".base_layer.", ".")
         candidates = (name, name.removeprefix("model."), f"model.{name}")
         own = next((candidate for candidate in candidates if candidate in ours.state), None)
@@ -337,7 +349,7 @@ def _differences(ours: Outcome, peer: Outcome) -> list[str]:
             # An adapter beside the model is loaded into it, by transformers; a tied tensor is in no file.
             is_named = name in ours.text or (".lora_" in name and "adapter_model" in ours.text)
             is_tied = name in (EMBED, HEAD) and torch.equal(peer.state[EMBED], peer.state.get(HEAD, tensor))
-            if not is_named and not is_tied and _is_of_a_file(name, tensor):
+            if not is_named and not is_tied:
                 faults.append(f"the peer has {name}, and no note names it")
         elif not torch.equal(ours.state[own].to(tensor.dtype), tensor) and own not in ours.text:
             values = float(ours.state[own].flatten()[0]), float(tensor.flatten()[0])
