@@ -917,7 +917,7 @@ def layers_of_one_stage(folder: Folder) -> Tensors:
     return Tensors(state, merge_notes=("num_hidden_layers",))
 
 
-@row("huggingface/transformers: config.transformers_weights", "causal", agrees=False)
+@row("huggingface/transformers#38152", "causal", agrees=False)
 def config_that_names_the_file(folder: Folder) -> Tensors:
     """transformers 5 reads the file that config.json names; ours is another one, so that is said."""
     folder.config(transformers_weights="other.safetensors")
