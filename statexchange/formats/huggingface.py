@@ -134,8 +134,7 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
     if opened.file is None and not weight_map:
         problems += check_numbers(names, store)
         if not names and manifest is None and not problems:
-            text = "the index lists no tensors, and there are no safetensors files: it was not written or copied whole"
-            problems.append(IncompleteError(text, path=store.path))
+            problems.append(IncompleteError("there are no safetensors files", path=store.path))
     shard_files: list[ShardFile] = []
     unreadable: list[UnreadableTensor] = []
     texts: list[Mapping[str, str]] = []
@@ -450,6 +449,7 @@ def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str
 
     Raises:
         CorruptError: a file name is not plain, or has another suffix.
+        IncompleteError: the index lists no tensors.
     """
     path = store.path_of(index)
     raw = read_json(store.open(index))
@@ -457,6 +457,8 @@ def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str
     if not isinstance(weight_map, dict):
         raise CorruptError("the index has no weight_map", path=path)
     check_file_names(weight_map, path, suffix)
+    if not weight_map:
+        raise IncompleteError("the index lists no tensors: it was not written or copied whole", path=path)
     return weight_map
 
 

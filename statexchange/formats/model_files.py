@@ -158,7 +158,7 @@ def _several(candidates: Sequence[Sequence[str]], store: Store) -> InvalidArgume
         shown.append(f"{excerpt(names[0], 100)[1:-1]}{more}")
     text = (
         f"this directory has {len(candidates)} sets of weights, and no name says which is the model: "
-        f"{abbreviated_names(shown)}. Give the path of one file, or move one set to a directory of its own"
+        f"{abbreviated_names(shown)}. Give the path of one file or index, or move one set to a directory of its own"
     )
     return InvalidArgumentError(text, path=store.path)
 
