@@ -88,6 +88,9 @@ def config_warnings(tensors: _Tensors, files: Mapping[str, bytes]) -> tuple[str,
         warnings += [f"{ADAPTER_CONFIG} and the tensors differ: {text}" for text in _against_adapter(adapter, tensors)]
     if config is not None and tensors:
         texts = [*_against_dtypes(config, tensors)]
+        file = config.get("transformers_weights")
+        if isinstance(file, str) and file != "model.safetensors":
+            texts.append(f"transformers_weights is {excerpt(file, 100)}, the only file that transformers reads")
         for model in _text_models(config, tensors):
             texts += [*_against_layers(model, tensors), *_against_sizes(model, tensors)]
             texts += _against_head(model, config, tensors)
@@ -358,6 +361,8 @@ def _against_adapter(adapter: _Config, tensors: _Tensors) -> Iterator[str]:
     if not is_adapter(tensors, [ADAPTER_CONFIG]):
         name = next((name for name in tensors if not name.startswith(ADAPTER_PREFIX)), next(iter(tensors)))
         yield f"it describes an adapter, and the tensors are a whole model's, such as {excerpt(name)[1:-1]}"
+    elif not any(name.startswith(ADAPTER_PREFIX) for name in tensors) and "prompt_embeddings" not in tensors:
+        yield f"names lack {ADAPTER_PREFIX!r}: PeftModel reads none of them, and load_adapter of transformers all"
     elif adapter.get("peft_type") == "LORA" and type(adapter.get("r")) is int and not adapter.get("rank_pattern"):
         rows = {info.shape[0]: name for name, info in tensors.items() if _LORA_A.fullmatch(name) and info.shape}
         if rows and adapter["r"] not in rows:

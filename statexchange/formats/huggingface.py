@@ -96,7 +96,7 @@ def matches(opened: OpenedPath) -> bool:
     Rank files of a workspace do not match.
     """
     if opened.file is not None:
-        return not is_rank_file(opened.file) and (opened.file.endswith(_SUFFIX) or _has_header(opened))
+        return not is_rank_file(opened.file) and (opened.file.endswith((_SUFFIX, INDEX_SUFFIX)) or _has_header(opened))
     listing = opened.store.listing
     if ".metadata" in listing or any(map(is_rank_file, listing)):  # a torch DCP directory, or a workspace's round
         return False
@@ -117,25 +117,24 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
     problems: list[StateExchangeError] = []
     manifest: dict[str, Any] | None = None
     weight_map: dict[str, str] = {}
-    files = ModelFiles((opened.file,), None, is_torch=False) if opened.file is not None else None
-    if opened.file is None:
-        try:
+    files: ModelFiles | None = None
+    try:
+        if opened.file is None:
             manifest = _manifest(store) if uses_manifest else None
             problems += _unfinished(store, manifest)
-            files = model_files(store) if manifest is None else None
-            weight_map = _weight_map(store, files, manifest)
-        except InvalidArgumentError:  # several candidates, of which the caller has to name one
-            raise
-        except StateExchangeError as error:
-            problems.append(error)
+        files = model_files(opened) if manifest is None else None
+        weight_map = _weight_map(store, files, manifest)
+    except InvalidArgumentError:  # several candidates, of which the caller has to name one
+        raise
+    except StateExchangeError as error:
+        problems.append(error)
     published = manifest["tensors"] if manifest is not None else {}
     listed_names = names_by_file(weight_map)
     names = sorted(listed_names) or (list(files.names) if files is not None else [])
     if opened.file is None and not weight_map:
         problems += check_numbers(names, store)
         if not names and manifest is None and not problems:
-            text = "the index lists no tensors, and there are no safetensors files: it was not written or copied whole"
-            problems.append(IncompleteError(text, path=store.path))
+            problems.append(IncompleteError("there are no safetensors files", path=store.path))
     shard_files: list[ShardFile] = []
     unreadable: list[UnreadableTensor] = []
     texts: list[Mapping[str, str]] = []
@@ -185,17 +184,18 @@ def check_numbers(names: Sequence[str], store: Store) -> list[StateExchangeError
 
     Without an index only the numbers in the names show that a file is missing.
     """
-    numbers_of_set: dict[tuple[str, str, str], set[int]] = {}  # by the name around the number, and n
+    numbers_of_set: dict[tuple[str, str, str], dict[int, str]] = {}  # digits, by the name around the number, and n
     for name in names:
         match = _NUMBERED.fullmatch(name)
         if match is not None and not _SHARD_NAME.fullmatch(name):
-            numbers_of_set.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
+            numbers_of_set.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = match[2]
     problems: list[StateExchangeError] = []
     for (begin, digits, end), numbers in numbers_of_set.items():
         total = int(digits)
         if len(numbers) < total:
             first = next(number for number in range(1, total + 1) if number not in numbers)
-            missing = f"{begin}{first:0{len(digits)}d}-of-{digits}{end}"
+            width = min(map(len, numbers.values()))  # as in model-00001-of-000004, that of n may be another
+            missing = f"{begin}{first:0{width}d}-of-{digits}{end}"
             text = f"by their names there should be {total} files, but there are {len(numbers)}: this one is missing"
             problems.append(IncompleteError(text, path=store.path_of(missing)))
     return problems + missing_ranks(names, RANK, store)
@@ -449,6 +449,7 @@ def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str
 
     Raises:
         CorruptError: a file name is not plain, or has another suffix.
+        IncompleteError: the index lists no tensors.
     """
     path = store.path_of(index)
     raw = read_json(store.open(index))
@@ -456,6 +457,8 @@ def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str
     if not isinstance(weight_map, dict):
         raise CorruptError("the index has no weight_map", path=path)
     check_file_names(weight_map, path, suffix)
+    if not weight_map:
+        raise IncompleteError("the index lists no tensors: it was not written or copied whole", path=path)
     return weight_map
 
 

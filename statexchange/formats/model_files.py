@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.formats.part_names import state_file
 from statexchange.formats.source import ShardFile, abbreviated_names
+from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import Store
 
 __all__ = [
@@ -68,9 +69,13 @@ class ModelFiles:
 def has_safetensors_model(store: Store) -> bool:
     """Whether the model of a directory lies in safetensors files; it may be one of several candidates."""
     preferred = preferred_file(store)
-    if preferred is not None:
-        return preferred.removesuffix(INDEX).endswith(SAFETENSORS)
-    return any(name.removesuffix(INDEX).endswith(SAFETENSORS) for name in store.non_directories)
+    names = _names(store) if preferred is None else [preferred]
+    return any(name.removesuffix(INDEX).endswith(SAFETENSORS) for name in names)
+
+
+def _names(store: Store) -> list[str]:
+    """Return the names in a directory without those of files in which macOS keeps the attributes of other files."""
+    return [name for name in store.non_directories if not name.startswith("._")]
 
 
 def preferred_file(store: Store) -> str | None:
@@ -79,17 +84,20 @@ def preferred_file(store: Store) -> str | None:
     return next((name for name in _PREFERRED if name in names), None)
 
 
-def model_files(store: Store) -> ModelFiles | None:
+def model_files(opened: OpenedPath) -> ModelFiles | None:
     """Return the files of a directory that are its model; None if it has no weights that can be read.
+
+    Of the path of one file or index, that is the model.
 
     Raises:
         InvalidArgumentError: there are several candidates, and no name says which of them is the model.
     """
-    preferred = preferred_file(store)
+    store = opened.store
+    preferred = preferred_file(store) if opened.file is None else opened.file
     if preferred is not None:
         return _chosen([preferred])
     # As in transformers, safetensors files come before those of torch.save.
-    names = store.non_directories
+    names = _names(store)
     for suffixes in (SAFETENSORS, TORCH):
         weights = [name for name in names if name.endswith(suffixes) and state_file(name) is None]
         indexes = [name for name in names if name.endswith(tuple(f"{suffix}{INDEX}" for suffix in suffixes))]
@@ -150,7 +158,7 @@ def _several(candidates: Sequence[Sequence[str]], store: Store) -> InvalidArgume
         shown.append(f"{excerpt(names[0], 100)[1:-1]}{more}")
     text = (
         f"this directory has {len(candidates)} sets of weights, and no name says which is the model: "
-        f"{abbreviated_names(shown)}. Give the path of one file, or move one set to a directory of its own"
+        f"{abbreviated_names(shown)}. Give the path of one file or index, or move one set to a directory of its own"
     )
     return InvalidArgumentError(text, path=store.path)
 
@@ -163,7 +171,7 @@ def is_weights(name: str) -> bool:
 def unread_weights(store: Store, names: Iterable[str]) -> tuple[str, ...]:
     """Return a note on the files of weights in a directory that are not among `names`, those that are read."""
     read = set(names)
-    unread = [name for name in store.non_directories if is_weights(name) and name not in read]
+    unread = [name for name in _names(store) if is_weights(name) and name not in read]
     if not unread:
         return ()
     advice = "to read one, give its path; a merge copies one of up to 64 MiB if --files-from gives its path"

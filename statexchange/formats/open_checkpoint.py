@@ -203,8 +203,6 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
                 self._tensors[shard.name] = stored
             elif (stored.dtype, stored.shape) != (shard.dtype, shard.global_shape):
                 raise CorruptError("two files disagree on dtype or shape", name=shard.name, path=shard_file.path)
-            elif source.kind == "huggingface" and boxes[shard.name].keys() & set(shard.boxes):
-                raise CorruptError("two files have a tensor of this name", name=shard.name, path=shard_file.path)
             for box, byte_range in zip(shard.boxes, tensor.byte_ranges, strict=True):
                 label = source.label_of(shard_file)
                 first, holder = boxes[shard.name].setdefault(box, (byte_range, label))

@@ -80,7 +80,7 @@ class Format(Protocol):
 # section itself.
 _DIRECTORIES, _DEEPSPEED, _FOREIGN = "directories", "deepspeed", "foreign"
 FORMATS = ("save", _DIRECTORIES, "huggingface", "workspace", "megatron", "dcp", _DEEPSPEED, _FOREIGN, "torch_file")
-_DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
+_DESCRIPTIONS = ("statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
 # All tensors together may have _BASE_BYTES more than _MAX_REPETITION times the bytes of their files.
 _BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
 # A file by which a directory is known, and what such directories are.

@@ -63,7 +63,9 @@ def matches(opened: OpenedPath) -> bool:
     """Whether a path is a file of torch.save or a directory with such files."""
     if opened.file is None:
         return any(name.removesuffix(INDEX).endswith(TORCH) for name in opened.store.non_directories)
-    return opened.file.endswith(TORCH) or _first_bytes(opened.store.open(opened.file)).startswith((_ZIP, _LEGACY))
+    return opened.file.endswith((*TORCH, f".bin{INDEX}")) or _first_bytes(opened.store.open(opened.file)).startswith(
+        (_ZIP, _LEGACY)
+    )
 
 
 def _first_bytes(file: StoredFile) -> bytes:
@@ -87,16 +89,14 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     unreadable: list[UnreadableTensor] = []
     known: dict[str, StateFile] = {}  # by name of an entry
     indexed: dict[str, str] = {}
-    names = [opened.file] if opened.file is not None else []
-    if opened.file is None:
-        files = model_files(store)
-        if files is not None and files.index is not None:
-            indexed = read_index(store, files.index, ".bin")
-            names = sorted(set(indexed.values()))
-        else:
-            names = list(files.names) if files is not None else []
-            names += [name for name in store.non_directories if name.endswith(TORCH) and state_file(name) is not None]
-            problems += check_numbers(names, store)
+    files = model_files(opened)
+    names = list(files.names) if files is not None else []
+    if files is not None and files.index is not None:
+        indexed = read_index(store, files.index, ".bin")
+        names = sorted(set(indexed.values()))
+    elif opened.file is None:
+        names += [name for name in store.non_directories if name.endswith(TORCH) and state_file(name) is not None]
+        problems += check_numbers(names, store)
     listed_names = names_by_file(indexed)
     notes: tuple[str, ...] = () if opened.file is not None else unread_weights(store, names)
     for rank, name in _ranked(names):

@@ -230,7 +230,8 @@ def test_an_adapter_is_known_by_its_tensors(tmp_path: Path) -> None:
 def test_an_adapter_may_have_the_names_of_its_base_model(tmp_path: Path) -> None:
     shapes = {name.removeprefix("base_model.model."): shape for name, shape in ADAPTER.items()}
     write_model(tmp_path / "in", {"peft_type": "LORA", "r": 2}, shapes, name="adapter_config.json")
-    assert merge_checkpoint(tmp_path / "in", tmp_path / "out").notes == ()
+    (note,) = merge_checkpoint(tmp_path / "in", tmp_path / "out").notes
+    assert "base_model.model." in note  # which PeftModel needs, and load_adapter of transformers does not
     assert {"adapter_config.json", "adapter_model.safetensors"} < set(os.listdir(tmp_path / "out"))
 
 

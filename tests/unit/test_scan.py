@@ -260,13 +260,16 @@ def test_a_directory_that_is_removed_meanwhile_is_left_out(tmp_path: Path) -> No
     assert found == {"a": "WHOLE", "c": "WHOLE"}
 
 
-def test_an_index_without_tensors_or_files_is_not_whole(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {}}')
-    (row,) = scan(tmp_path)
-    assert row.status == "broken"
-    assert "the index lists no tensors" in row.verdict
-    with pytest.raises(sx.errors.IncompleteError, match="index lists no"):
-        sx.merge_checkpoint(tmp_path, tmp_path / "merged")
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_an_index_without_tensors_or_files_is_not_whole(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"metadata": {}, "weight_map": {}}')
+    for path in (tmp_path, tmp_path / name):
+        (row,) = scan(path)
+        assert row.status == "broken"
+        assert "no tensors" in row.verdict
+        with pytest.raises(sx.errors.IncompleteError) as caught:
+            sx.merge_checkpoint(path, tmp_path / "merged")
+        assert caught.value.path == str(tmp_path / name)
 
 
 def test_a_file_that_lacks_a_tensor_is_not_missing(tmp_path: Path) -> None:
