@@ -87,7 +87,7 @@ class SavedTree:
                 )
         merged = merge_trees(trees)
         tree = selection.of(merged.tree)
-        if catalog.own_rank is None:
+        if catalog.own_rank is None and (catalog.source.per_rank or places.per_rank):
             recorded = map(renaming.new_path, catalog.source.per_rank)
             check_ranks({*recorded, *places.per_rank}, _names_of(tree), catalog)
         _check_values(tree, catalog, merged.conflicts)

@@ -75,12 +75,18 @@ def class_name(optimizer: Any) -> str:
 
     A wrapper, such as accelerate's or DistributedOptimizer, has the state of the optimizer inside.
     """
+    kind = [type(layer) for layer in _layers(optimizer) if layer.state is optimizer.state][-1]
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _layers(optimizer: Any) -> list[Any]:
+    """Return an optimizer, the one that it wraps, and so on."""
     layers = [optimizer]
-    for layer in layers:  # it grows; an optimizer may refer to its wrapper
+    for layer in layers:  # which grows; an optimizer may refer to its wrapper
         for inner in getattr(layer, "__dict__", {}).values():
-            if is_optimizer(inner) and inner.state is optimizer.state and all(inner is not outer for outer in layers):
+            if is_optimizer(inner) and all(inner is not outer for outer in layers):
                 layers.append(inner)
-    return f"{type(layers[-1]).__module__}.{type(layers[-1]).__qualname__}"
+    return layers
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
@@ -247,14 +253,14 @@ def install_optimizer(
 def _load(optimizer: Any, more: Mapping[str, Any]) -> None:
     """Let an optimizer load its present state, and further entries, by its own `load_state_dict`. Not collective."""
     # torch's load_state_dict casts the state and replaces the dicts, in a wrapper those of the inner optimizer.
-    holders = [holder for holder in (optimizer, *vars(optimizer).values()) if is_optimizer(holder)]
-    before = []
-    for holder in holders:
-        before.append({name: vars(holder)[name] for name in ("param_groups", "state") if name in vars(holder)})
+    layers = _layers(optimizer)
+    before = [
+        {name: vars(layer)[name] for name in ("param_groups", "state") if name in vars(layer)} for layer in layers
+    ]
     optimizer.load_state_dict({**optimizer.state_dict(), **more})
     groups, state = optimizer.param_groups, optimizer.state
-    for holder, attributes in zip(holders, before, strict=True):
-        vars(holder).update(attributes)
+    for layer, attributes in zip(layers, before, strict=True):
+        vars(layer).update(attributes)
     new_groups = [_without_casts(new, old) for new, old in zip(groups, optimizer.param_groups, strict=True)]
     new_state = {key: _without_casts(entries, optimizer.state.get(key)) for key, entries in state.items()}
     dropped = [key for key in optimizer.state if key not in new_state]

@@ -85,23 +85,23 @@ def check_class(optimizer: Any, classes: Collection[str], groups: Iterable[Mappi
         groups: the saved param groups.
         path: the path of the optimizer in the state.
     """
-    own = class_name(optimizer)
-    if own in classes:
+    live = class_name(optimizer)
+    if live in classes:
         return
     live_names, saved_names = (
         {name for group in each for name in hyperparameters(group)} - _OF_SCHEDULERS
         for each in (optimizer.param_groups, groups)
     )
-    has_name = not classes or own.rpartition(".")[2] in {name.rpartition(".")[2] for name in classes}
+    has_name = not classes or live.rpartition(".")[2] in {name.rpartition(".")[2] for name in classes}
     if has_name and (live_names <= saved_names or saved_names <= live_names):
         return
     lacking = ", ".join(sorted(saved_names - live_names))
     leave = f", or pass exclude={with_dots(path)!r} to leave it as it is" if path else ""
     raise InvalidArgumentError(
         f"this is the state of another optimizer than {type_text(optimizer)}: make the optimizer that was saved{leave}",
-        name=path,
+        name=path or None,
         expected=min(classes, default=f"hyperparameters {lacking}"),
-        found=own,
+        found=live,
     )
 
 

@@ -89,7 +89,7 @@ def _parts_of_rank(
     A scalar, or a tensor of the parameter's shape, belongs to the whole parameter; so does what a layout places.
     """
     for label, parameter in named_parameters(optimizer, names).items():
-        is_sharded = is_dtensor(parameter) and any(hasattr(one, "dim") for one in parameter.placements)
+        is_sharded = is_dtensor(parameter) and any(hasattr(part, "dim") for part in parameter.placements)
         if not is_sharded and not has_rule(label):
             continue
         for place, _, tensor, _ in walk(optimizer.state.get(parameter), path=f"{path}.state.{label}".removeprefix(".")):

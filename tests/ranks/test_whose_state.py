@@ -524,11 +524,12 @@ def test_what_a_loader_of_an_optimizer_changes_stays_changed(tmp_path: Path) -> 
     assert live["optimizer"].param_groups[0]["lr"] == 0.5
 
 
-def test_a_loader_of_an_optimizer_does_not_round_its_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, accelerated, twice])
+def test_a_loader_of_an_optimizer_does_not_round_its_state(wrap: Any, tmp_path: Path) -> None:
     """torch's casts moments to the dtype of the parameters."""
 
     def make(steps: int) -> dict[str, Any]:
-        state = job(WithTrust, steps=steps)
+        state = job(WithTrust, steps=steps, wrap=wrap)
         state["model"].bfloat16()
         for parameter in state["model"].parameters():
             state["optimizer"].state[parameter]["momentum_buffer"] = torch.full(parameter.shape, steps + 1e-5)
