@@ -326,8 +326,11 @@ def _faults_by_the_rule(path: Path, state: State) -> list[str]:
             wanted = _load(path / name)
         else:
             weight_map = json.loads((path / name).read_text())["weight_map"]
-            files = {file: _load(path / file) for file in set(weight_map.values())}
-            wanted = {tensor: files[file][tensor] for tensor, file in weight_map.items()}
+            present = {file: _load(path / file) for file in set(weight_map.values()) if (path / file).exists()}
+            lost = [tensor for tensor, file in weight_map.items() if tensor not in present.get(file, {})]
+            if lost:
+                return [f"read, although {name} lists what is not there: {lost[0]}"]
+            wanted = {tensor: present[file][tensor] for tensor, file in weight_map.items()}
         if all(tensor.startswith("module.") for tensor in wanted):
             wanted = {tensor.removeprefix("module."): value for tensor, value in wanted.items()}
         return [f"not as in {name}: {tensor}" for tensor in differences(wanted, state)]
