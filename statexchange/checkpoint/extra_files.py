@@ -21,8 +21,9 @@ from statexchange.errors import (
     excerpt,
     without_secrets,
 )
-from statexchange.formats.config_check import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG, is_adapter, named_adapters
+from statexchange.formats.config_check import is_adapter, named_adapters
 from statexchange.formats.huggingface import MANIFEST
+from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG
 from statexchange.formats.source import abbreviated_list
 from statexchange.sharding.options import FLOATS
 from statexchange.storage.budget import Budget

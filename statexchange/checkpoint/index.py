@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, NotFoundError, UnsafeError
 from statexchange.formats.huggingface import MANIFEST
+from statexchange.formats.model_files import INDEX
 from statexchange.formats.sealed_files import KEY as SEALED
 from statexchange.storage.budget import Budget
 from statexchange.storage.files import check_size
@@ -51,7 +52,7 @@ def single_file_name(plan: Plan) -> str:
 
 def index_name(plan: Plan) -> str | None:
     """Return the name of a plan's index; None for a single file."""
-    return None if len(plan.files) == 1 else f"{single_file_name(plan)}.index.json"
+    return None if len(plan.files) == 1 else f"{single_file_name(plan)}{INDEX}"
 
 
 def index_text(plan: Plan) -> bytes:
@@ -165,4 +166,4 @@ def listed_files(store: Store) -> list[str]:
     names = raw.get("files") if isinstance(raw, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CorruptError("broken manifest: it lists no files", path=path)
-    return [MANIFEST, *sorted(set(names) - {MANIFEST}, key=lambda name: (not name.endswith(".index.json"), name))]
+    return [MANIFEST, *sorted(set(names) - {MANIFEST}, key=lambda name: (not name.endswith(INDEX), name))]

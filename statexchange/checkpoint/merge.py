@@ -29,15 +29,9 @@ from statexchange.checkpoint.extra_files import (
     own_files,
 )
 from statexchange.checkpoint.index import BoxProvenance
-from statexchange.checkpoint.notes import (
-    check_readable,
-    joined_parts,
-    kept_metadata,
-    notes_about,
-    notes_on_equal_parts,
-)
+from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about, notes_on_written
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication, target_path
-from statexchange.checkpoint.tensor_notes import note_on_overflows, notes_on_tensors, overflows_of
+from statexchange.checkpoint.tensor_notes import notes_on_tensors
 from statexchange.conversions.choice import Convert, check_numbers
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.errors import (
@@ -51,15 +45,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats import directories, rank_files
-from statexchange.formats.config_check import (
-    ADAPTER_CONFIG,
-    CONFIG,
-    config_warnings,
-    is_adapter,
-    tie_warnings,
-    unties_heads,
-    without_heads,
-)
+from statexchange.formats.config_check import config_warnings, is_adapter, unties_heads, without_heads
 from statexchange.formats.converted import (
     Converted,
     check_model_configs,
@@ -70,7 +56,7 @@ from statexchange.formats.converted import (
     read_conversion,
 )
 from statexchange.formats.huggingface import part_of
-from statexchange.formats.model_files import are_of_ranks
+from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG, are_of_ranks
 from statexchange.formats.registry import open_source, open_with, read_opened, read_section
 from statexchange.formats.replicas import check_tensor_copies, check_tied
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, no_section, section_of
@@ -306,7 +292,8 @@ def merge_checkpoint(
         if _writes_adapter(merged, plan_options, own):
             plan_options = replace(plan_options, filename_pattern=options.filename_pattern or ADAPTER_PATTERN)
         elif ADAPTER_CONFIG in own:
-            left_over = {ADAPTER_CONFIG: own.pop(ADAPTER_CONFIG)}  # transformers would look for the adapter
+            # Beside a whole model it would make transformers look for an adapter: not copied, only compared.
+            left_over = {ADAPTER_CONFIG: own.pop(ADAPTER_CONFIG)}
         basis = _basis(merged, options, reductions)
         try:
             rank_shards = merged.rank_shards()
@@ -325,11 +312,12 @@ def merge_checkpoint(
         notes = (*checkpoint.notes, *notes, *about, *metadata_notes, *own_notes)
         notes += notes_on_tensors(rank_shards, plan, plan_options)
         notes += notes_on_empty_directories(files_from)
-        notes += notes_on_missing_files(plan, extra, checkpoint) if has_model else ()
-        notes += notes_on_adapters(plan, {**left_over, **extra}, checkpoint) if has_model else ()
-        notes += notes_on_foreign_names(plan) if has_model and conversion is None else ()
-        selects = bool(options.include or options.exclude)
-        if has_model and not selects:
+        is_whole_model = has_model and not options.include and not options.exclude
+        if has_model:
+            notes += notes_on_missing_files(plan, extra, checkpoint)
+            notes += notes_on_adapters(plan, {**left_over, **extra}, checkpoint)
+            notes += notes_on_foreign_names(plan) if conversion is None else ()
+        if is_whole_model:
             notes += config_warnings(plan.tensors, {**left_over, **extra})
         target = target_path(path)
         reused: tuple[str, ...] = ()
@@ -355,11 +343,7 @@ def merge_checkpoint(
                 # Before the commit: a copy of a file that was changed in place is half old and half new.
                 checkpoint.check_unchanged()
                 publication.commit(provenance)
-            notes += note_on_overflows(overflows_of(provenance))
-            notes += notes_on_equal_parts(options.new_layout(), joined_parts(plan, provenance))
-            if has_model and not selects:
-                digests = {name: [box.digest for box in boxes] for name, boxes in provenance.items()}
-                notes += tie_warnings(plan.tensors, extra, digests)
+            notes += notes_on_written(plan, provenance, options.new_layout(), extra if is_whole_model else None)
         report = MergeReport(
             path=target,
             files=tuple((file.name, file.data_nbytes) for file in plan.files),
@@ -382,7 +366,7 @@ def merge_checkpoint(
 
 
 def _with_heads(source: Source, config: bytes | None) -> Source:
-    """Return the source; if its config.json does not tie heads to embeddings, such a head is written."""
+    """Return the source; without the aliases of heads if config.json does not tie these, so that they are written."""
     if not unties_heads(config):
         return source
     files = [replace(shard_file, aliases=without_heads(shard_file.aliases)) for shard_file in source.files]
@@ -396,7 +380,7 @@ def _writes_adapter(source: Source, options: ExportOptions, files: Mapping[str, 
 
 
 def _with_directory(error: StateExchangeError, checkpoint: Source) -> StateExchangeError:
-    """Return the error; if a region is missing, with what is known about the files that may have it."""
+    """Return the error; if a region is missing, it also says which files may have it."""
     opened = checkpoint.opened
     of = part_of(opened.file, opened.store) if opened.file is not None else ""
     if not of or not isinstance(error, IncompleteError):

@@ -7,7 +7,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.checkpoint.publication import FORMAT_METADATA
+from statexchange.checkpoint.tensor_notes import note_on_overflows
 from statexchange.errors import UnsupportedError, excerpt
+from statexchange.formats.config_check import tie_warnings
 from statexchange.formats.packed import renamed_torchao
 from statexchange.formats.sections import sections_of
 from statexchange.formats.source import FLAT_PARAMETERS, abbreviated_list, abbreviated_names, is_flat_parameter
@@ -25,10 +27,10 @@ if TYPE_CHECKING:
 __all__ = [
     "JoinedParts",
     "check_readable",
-    "joined_parts",
     "kept_metadata",
     "notes_about",
     "notes_on_equal_parts",
+    "notes_on_written",
 ]
 
 _OPTIMIZERS = ("optim", "optimizer", "optimizers", "optim_state", "optimizer_state", "optimizer_states")
@@ -115,11 +117,36 @@ def _optimizer_group(name: str) -> str:
     return f"*.{slot}" if slot in _SLOTS else ""
 
 
+def notes_on_written(
+    plan: Plan,
+    provenance: Mapping[str, Sequence[BoxProvenance]],
+    layout: Layout,
+    model_files: Mapping[str, bytes] | None,
+) -> tuple[str, ...]:
+    """Return the notes that follow from the written bytes: overflows, equal parts of ranks, a head that is not tied.
+
+    Args:
+        plan: what was written.
+        provenance: the boxes of each tensor.
+        layout: the layout by which parts were joined.
+        model_files: the small files beside a whole model; None if what was written may be a part of one.
+    """
+    notes = note_on_overflows({name: sum(box.num_overflows for box in boxes) for name, boxes in provenance.items()})
+    notes += notes_on_equal_parts(layout, _joined_parts(plan, provenance))
+    if model_files is not None:
+        digests = {name: [box.digest for box in boxes] for name, boxes in provenance.items()}
+        notes += tie_warnings(plan.tensors, model_files, digests)
+    return notes
+
+
 class JoinedParts(NamedTuple):
     """The parts that a layout joins to one tensor.
 
-    `digests` has those of each rank's boxes, whole or their first digits, and `numel` the elements of some of the
-    boxes, by digest.
+    Attributes:
+        name: the name of the tensor.
+        dtype: its dtype.
+        digests: the digests of each rank's boxes, or the first digits of these.
+        numel: the number of elements of a box, by such a digest; of some of the boxes at least.
     """
 
     name: str
@@ -128,7 +155,7 @@ class JoinedParts(NamedTuple):
     numel: Mapping[str, int]
 
 
-def joined_parts(plan: Plan, provenance: Mapping[str, Sequence[BoxProvenance]]) -> Iterator[JoinedParts]:
+def _joined_parts(plan: Plan, provenance: Mapping[str, Sequence[BoxProvenance]]) -> Iterator[JoinedParts]:
     """Yield the parts of each tensor in a plan, from the ranks and digests of its boxes."""
     for file in plan.files:
         for tensor in file.tensors:
@@ -168,7 +195,7 @@ def notes_on_equal_parts(layout: Layout, joined: Iterable[JoinedParts]) -> tuple
 
 
 def _is_constant(start: str, numel: int, dtype: str) -> bool:
-    """Whether the digest that begins with `start` is that of a scalar, or of zeros or ones."""
+    """Whether the digest that begins with `start` is that of one element, or of zeros or ones."""
     from statexchange.storage.tensorfile import digest_of_parts
 
     if numel <= 1:
@@ -177,6 +204,7 @@ def _is_constant(start: str, numel: int, dtype: str) -> bool:
     if dtype not in PACKED:
         contents.append(numpy_dtype(dtype).type(1).tobytes())
     for element in contents:
+        # Hash window by window: a constant of the size of a tensor may not fit into memory.
         window = element * min(numel, _WINDOW)
         rest = element * (numel % _WINDOW if numel > _WINDOW else 0)
         if digest_of_parts([window] * max(1, numel // _WINDOW) + [rest]).startswith(start):

@@ -15,11 +15,10 @@ from statexchange.tensors import ITEMSIZE, LONG_NAMES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from statexchange.checkpoint.index import BoxProvenance
     from statexchange.sharding.options import ExportOptions
     from statexchange.sharding.plan import Plan, RankShards, TensorPlan
 
-__all__ = ["note_on_overflows", "notes_on_tensors", "overflows_of"]
+__all__ = ["note_on_overflows", "notes_on_tensors"]
 
 _MAX_PATTERNS = 16
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
@@ -31,14 +30,9 @@ _KEPT_WIDE = re.compile(
 )
 
 
-def overflows_of(provenance: Mapping[str, Sequence[BoxProvenance]]) -> dict[str, int]:
-    """Return the number of finite elements that became infinite as they were cast, by the names of such tensors."""
-    counts = {name: sum(box.num_overflows for box in boxes) for name, boxes in provenance.items()}
-    return {name: count for name, count in counts.items() if count}
-
-
 def note_on_overflows(counts: Mapping[str, int]) -> tuple[str, ...]:
-    """Return a note about the tensors, given with their numbers of elements, that a cast has made infinite."""
+    """Return a note about finite elements that a cast has made infinite; `counts` has their number by tensor."""
+    counts = {name: count for name, count in counts.items() if count}
     if not counts:
         return ()
     total = sum(counts.values())

@@ -27,6 +27,7 @@ from statexchange.formats.converted import (
     read_conversion,
     tensors_of,
 )
+from statexchange.formats.model_files import CONFIG
 from statexchange.formats.sections import section_of
 from statexchange.formats.source import Section, Source
 from statexchange.sharding import records
@@ -61,7 +62,7 @@ class ChosenConversion:
 
     def with_config(self, content: bytes | None) -> ChosenConversion:
         """Return the conversion with the config.json of `files_from`, if there is one, before other configs."""
-        return self if content is None else replace(self, configs=[*config_of("config.json", content), *self.configs])
+        return self if content is None else replace(self, configs=[*config_of(CONFIG, content), *self.configs])
 
     def texts(self) -> dict[str, str]:
         """Return the options that must be equal on all ranks, as text by name."""

@@ -17,9 +17,9 @@ from typing import Any
 
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files, given_config
 from statexchange.checkpoint.index import BoxProvenance
-from statexchange.checkpoint.notes import joined_parts, notes_on_equal_parts
+from statexchange.checkpoint.notes import notes_on_written
 from statexchange.checkpoint.publication import PlannedFile, Publication, target_path
-from statexchange.checkpoint.tensor_notes import note_on_overflows, notes_on_tensors, overflows_of
+from statexchange.checkpoint.tensor_notes import notes_on_tensors
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, ReplicaError
 from statexchange.exchange.converting import ChosenConversion, convert_live
@@ -35,7 +35,8 @@ from statexchange.exchange.rank_metadata import (
 from statexchange.exchange.reducing import reduce_copies
 from statexchange.exchange.saved_names import SavedNames
 from statexchange.exchange.writing import write_boxes, writing_nodes
-from statexchange.formats.config_check import CONFIG, config_warnings, tie_warnings, unties_heads, without_heads
+from statexchange.formats.config_check import config_warnings, unties_heads, without_heads
+from statexchange.formats.model_files import CONFIG
 from statexchange.processes import collector_paused
 from statexchange.settings import check_flags, check_progress, check_timeout
 from statexchange.sharding import records
@@ -60,12 +61,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """The result of an export. `files` are (name, bytes); `rank_nbytes` the bytes that each rank supplied.
+    """The result of an export.
 
-    `phases` has seconds and `phase_nbytes` bytes by phase: metadata sent to root ("describe"), the plan sent to the
-    ranks ("plan"), tensors ("write") and receipts ("publish"). `notes` say what a config that is written says against
-    the tensors, what `dtype` has made infinite, or narrowed, or left as it was, and which equal parts of ranks a layout
-    without a mesh has joined, as these may be copies; they are logged on root, too.
+    Attributes:
+        path: the checkpoint directory.
+        files: (name, bytes) of each file.
+        nbytes: bytes of all tensors.
+        num_tensors: number of tensors written.
+        aliases: names of tied tensors that are not written, with the names under which their values are.
+        seconds: duration.
+        phases: seconds by phase: metadata sent to root ("describe"), the plan sent to the ranks ("plan"), tensors
+            ("write") and receipts ("publish").
+        phase_nbytes: bytes by phase.
+        rank_nbytes: the bytes that each rank supplied.
+        notes: differences between the tensors and the config that is written; tensors that `dtype` has made infinite,
+            narrowed or left as they were; equal parts of ranks that a layout without a mesh has joined, as these may be
+            copies. Root logs them, too.
     """
 
     path: str
@@ -327,13 +338,12 @@ class _Export:
         for output, node in zip(self._outputs, nodes, strict=True):
             output.finish(writes_header=node == self._comm.node_rank)
         small_files = publication.commit(provenance)
-        self._notes += note_on_overflows(overflows_of(provenance))
-        self._notes += notes_on_equal_parts(self._layout, joined_parts(plan, provenance))
         files = [(file.name, output.nbytes) for file, output in zip(plan.files, self._outputs, strict=True)]
-        if not self._request.options.include and not self._request.options.exclude:
-            digests = {name: [box.digest for box in boxes] for name, boxes in provenance.items()}
-            self._notes += config_warnings(plan.tensors, self._extra)
-            self._notes += tie_warnings(plan.tensors, self._extra, digests)
+        is_part = self._request.options.include or self._request.options.exclude
+        model_files = None if is_part else self._extra
+        if model_files is not None:
+            self._notes += config_warnings(plan.tensors, model_files)
+        self._notes += notes_on_written(plan, provenance, self._layout, model_files)
         self._clock.lap("publish", sum(map(len, receipts)))
         return ExportReport(
             publication.path,

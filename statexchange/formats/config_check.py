@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from statexchange.conversions.plan import TensorInfo
 from statexchange.errors import CorruptError, ReplacedError, StateExchangeError, excerpt
+from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG
 from statexchange.formats.sections import sections_of
 from statexchange.sharding.options import FLOATS
 from statexchange.storage.budget import Budget
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Source
 
 __all__ = [
-    "ADAPTER_CONFIG",
-    "ADAPTER_PREFIX",
-    "CONFIG",
     "config_warnings",
     "is_adapter",
     "is_plain",
@@ -30,8 +28,6 @@ __all__ = [
     "without_heads",
 ]
 
-CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-ADAPTER_PREFIX = "base_model.model."  # of all names in an adapter that PEFT saves
 _METHODS = "lora|ia3|hada|lokr|oft|boft|vera|fourierft|hra|vblora|adaption|bone|miss|shira|c3a|randlora|road"
 _ADAPTER_PARAMETER = re.compile(rf"[._]({_METHODS})_")
 # While a model is trained, its parameters of an adapter have the adapter's name.

@@ -17,6 +17,7 @@ from statexchange.conversions.patches import Block
 from statexchange.conversions.plan import ConversionPlan, Fill, InputFills, TensorInfo, plan_conversion
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import CorruptError, StateExchangeError
+from statexchange.formats.model_files import CONFIG
 from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.shards import Box, Shard, c_strides
 from statexchange.storage.budget import Budget
@@ -37,8 +38,6 @@ __all__ = [
     "read_conversion",
     "tensors_of",
 ]
-
-_CONFIG = "config.json"
 
 
 def read_conversion(convert: Convert) -> ConversionRules:
@@ -62,8 +61,8 @@ def configs_beside(source: Source) -> list[KnownConfig]:
 def config_files_beside(source: Source) -> list[KnownConfig]:
     """Return the config.json of a source; [] without one."""
     store = source.small_files or source.opened.store
-    if (source.small_files is not None or source.opened.file is None) and _CONFIG in store.files:
-        return config_of(store.path_of(_CONFIG), store.read_small(_CONFIG), store.budget)
+    if (source.small_files is not None or source.opened.file is None) and CONFIG in store.files:
+        return config_of(store.path_of(CONFIG), store.read_small(CONFIG), store.budget)
     return []
 
 

@@ -27,7 +27,16 @@ from statexchange.errors import (
     excerpt,
     without_secrets,
 )
-from statexchange.formats.model_files import TORCH, WEIGHT_SUFFIXES, is_weights, unread_weights
+from statexchange.formats.model_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_PREFIX,
+    INDEX,
+    SAFETENSORS,
+    TORCH,
+    WEIGHT_SUFFIXES,
+    is_weights,
+    unread_weights,
+)
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import (
     Part,
@@ -48,7 +57,6 @@ __all__ = ["check_none_below", "error_without_model", "matches", "read"]
 
 _Reader = Literal["dcp", "huggingface", "torch_file"]
 _MAX_SHOWN = 8
-_PEFT = "base_model.model."
 _MAX_TEXT = 64  # bytes of a file with one number
 # Files that only checkpoints of other formats have.
 _OF_OTHERS = ("statexchange.json", "save.json", "latest", CLAIM_NAME)  # "latest" is DeepSpeed's
@@ -99,7 +107,6 @@ def _stored(pattern: str, reader: _Reader, *keys: str, is_directory: bool = Fals
 _TRAINER_STATE, _MAX_STATE_BYTES = "trainer_state.json", 64 << 10
 # Trainer writes its state last. A directory of this name with one of these files and without the state was cut short.
 _TRAINER_DIRECTORY, _OF_TRAINER = re.compile(r"checkpoint-[0-9]{1,18}"), ("training_args.bin", "optimizer.pt")
-_ADAPTER_CONFIG = "adapter_config.json"
 _GLOBAL_STEP = re.compile(rb'"global_step"\s*:\s*([0-9]{1,18})(?![0-9.eE])')
 _INDEX = r"(-[0-9]{5}-of-[0-9]{5})?"
 _SAFETENSORS = _stored(rf"(?P<of>(adapter_)?model(_[0-9]+)?){_INDEX}\.safetensors(\.index\.json)?", "huggingface")
@@ -269,7 +276,7 @@ def _is_cut_short(store: Store) -> bool:
 
 def _adapters_below(store: Store) -> list[str]:
     """Return the subdirectories in which PEFT keeps adapters that have names."""
-    return [name for name in store.directories if _ADAPTER_CONFIG in store.below(name).listing]
+    return [name for name in store.directories if ADAPTER_CONFIG in store.below(name).listing]
 
 
 def _chosen(framework: _Framework, store: Store) -> list[tuple[SectionName | None, list[_FoundPart]]]:
@@ -313,7 +320,7 @@ def _has_only_small_files(stored: _Stored, store: Store, name: str) -> bool:
     """Whether a directory for weights of transformers has config and tokenizer alone, as verl always writes them."""
     if not stored.is_directory or stored.reader != "huggingface":
         return False
-    return not any(file.endswith((".safetensors", ".safetensors.index.json")) for file in store.below(name).files)
+    return not any(file.removesuffix(INDEX).endswith(SAFETENSORS) for file in store.below(name).files)
 
 
 class _Directory:
@@ -581,7 +588,7 @@ class _Directory:
 def _notes_on_lora(source: Source) -> tuple[str, ...]:
     """Return a note on the names of a PEFT model, which transformers does not know."""
     names = _names_of(source)
-    if not any(".lora_" in name for name in names) or not all(name.startswith(_PEFT) for name in names):
+    if not any(".lora_" in name for name in names) or not all(name.startswith(ADAPTER_PREFIX) for name in names):
         return ()
     advice = '--exclude "*.lora_*" --rename "^base_model[.]model[.]=" --rename "[.]base_layer[.]=."'
     return (f"the names are those of a PEFT model with LoRA; its base model alone: {advice}",)

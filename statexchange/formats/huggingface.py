@@ -27,6 +27,7 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats.model_files import (
+    INDEX,
     ModelFiles,
     has_safetensors_model,
     model_files,
@@ -63,7 +64,6 @@ from statexchange.storage.workspace import is_rank_file
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
 __all__ = [
-    "INDEX_SUFFIX",
     "MANIFEST",
     "RANK",
     "check_file_names",
@@ -78,8 +78,8 @@ __all__ = [
 ]
 
 MANIFEST = "statexchange.json"
-INDEX_SUFFIX = ".safetensors.index.json"
 _SUFFIX = ".safetensors"
+_INDEX_SUFFIX = f"{_SUFFIX}{INDEX}"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _SHARD_NAME = re.compile(r"shard-([0-9]{5,9})-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
 _NUMBERED = re.compile(r"(.*?)([0-9]{5,9})-of-([0-9]{5,9})(\.[a-z]+)")
@@ -96,7 +96,7 @@ def matches(opened: OpenedPath) -> bool:
     Rank files of a workspace do not match.
     """
     if opened.file is not None:
-        return not is_rank_file(opened.file) and (opened.file.endswith((_SUFFIX, INDEX_SUFFIX)) or _has_header(opened))
+        return not is_rank_file(opened.file) and (opened.file.endswith((_SUFFIX, _INDEX_SUFFIX)) or _has_header(opened))
     listing = opened.store.listing
     if ".metadata" in listing or any(map(is_rank_file, listing)):  # a torch DCP directory, or a workspace's round
         return False
@@ -425,7 +425,7 @@ def _weight_map(store: Store, files: ModelFiles | None, manifest: Mapping[str, A
     files_of_manifest = set(published.values())
     chosen = preferred_file(store)  # which other programs read, whatever the manifest says
     for name in store.files:
-        if not name.endswith(INDEX_SUFFIX):
+        if not name.endswith(_INDEX_SUFFIX):
             if name == chosen and name not in files_of_manifest:
                 text = "this file is what other programs read, and the manifest does not list it: remove one of them"
                 raise CorruptError(text, path=store.path_of(name))

@@ -20,6 +20,9 @@ from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import Store
 
 __all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_PREFIX",
+    "CONFIG",
     "INDEX",
     "SAFETENSORS",
     "TORCH",
@@ -34,8 +37,10 @@ __all__ = [
     "unread_weights",
 ]
 
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+ADAPTER_PREFIX = "base_model.model."  # all names in an adapter that PEFT saves begin with it
 SAFETENSORS, TORCH, INDEX = (".safetensors",), (".pt", ".pth", ".bin"), ".index.json"
-# The last of these are what other programs keep weights in. No format of ours reads them beside a model.
+# Weights of other programs, which no format reads beside a model: a note names them.
 _OTHERS = (".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz", ".tflite", ".ot")
 WEIGHT_SUFFIXES = (*SAFETENSORS, *TORCH, *_OTHERS)
 _PREFERRED = (

@@ -17,13 +17,14 @@ from typing import NamedTuple
 from statexchange.conversions.plan import TensorInfo
 from statexchange.errors import CorruptError, StateExchangeError, UnsupportedError, excerpt
 from statexchange.formats.config_check import is_plain
+from statexchange.formats.model_files import CONFIG
 from statexchange.formats.source import TORCHAO_NAMES, Source
 from statexchange.storage.budget import Budget
 from statexchange.storage.json_text import parse_json
 
 __all__ = ["packing_notes", "renamed_torchao"]
 
-_CONFIG, _MAX_CONFIG_BYTES = "config.json", 1 << 20
+_MAX_CONFIG_BYTES = 1 << 20
 _MAX_TEXT = 40
 
 
@@ -99,10 +100,10 @@ def _layout_by_names(names: Iterable[str]) -> str | None:
 def _quantization_config(source: Source) -> Mapping[str, object]:
     """Return the quantization_config of the config.json beside the tensors; {} if there is none that can be read."""
     store = source.opened.store
-    if source.opened.file is None and _CONFIG not in store.listing:
+    if source.opened.file is None and CONFIG not in store.listing:
         return {}
     try:
-        parsed = parse_json(store.read_small(_CONFIG, _MAX_CONFIG_BYTES), store.path_of(_CONFIG), store.budget)
+        parsed = parse_json(store.read_small(CONFIG, _MAX_CONFIG_BYTES), store.path_of(CONFIG), store.budget)
     except StateExchangeError:
         return {}
     config = parsed.get("quantization_config") if isinstance(parsed, dict) else None

@@ -26,7 +26,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats import directories
-from statexchange.formats.model_files import is_weights, unread_weights
+from statexchange.formats.model_files import CONFIG, is_weights, unread_weights
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, problems_of, select_section
 from statexchange.formats.source import WEIGHTS, Source, Weights, abbreviated_names
@@ -83,10 +83,8 @@ FORMATS = ("save", _DIRECTORIES, "huggingface", "workspace", "megatron", "dcp", 
 _DESCRIPTIONS = ("statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
 # All tensors together may have _BASE_BYTES more than _MAX_REPETITION times the bytes of their files.
 _BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
-# A file by which a directory is known, and what such directories are.
-_DCP = (".metadata", "torch DCP directories")
 # Ends of names of the small files that frameworks write beside files of weights.
-_CONFIGS = ("config.json", "tokenizer.json", "trainer_state.json", "tokenizer.model", "special_tokens_map.json")
+_CONFIGS = (CONFIG, "tokenizer.json", "trainer_state.json", "tokenizer.model", "special_tokens_map.json")
 UNFINISHED_DOWNLOAD = ".incomplete"  # the end of the hub's files while they are written
 _UNKNOWN = (
     "neither a save, a workspace nor a checkpoint "
@@ -345,13 +343,13 @@ def read_opened(
         _check_is_complete(opened)
         deepspeed.check_is_no_part(opened)
         directories.check_none_below(opened)
-        _check_none_below(opened, *_DCP)
+        _check_no_dcp_below(opened)
     if name is not None:
         source = read_section(_format(name).read, opened, strict=strict, section=section)
         return replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
     _check_no_saves_below(opened)
     directories.check_none_below(opened)
-    _check_none_below(opened, *_DCP)
+    _check_no_dcp_below(opened)
     _check_is_complete(opened)
     raise NotFoundError(_UNKNOWN + _found_instead(opened), path=opened.path)
 
@@ -406,13 +404,14 @@ def read_section(read: Callable[..., Source], opened: OpenedPath, *, strict: boo
     return source
 
 
-def _check_none_below(opened: OpenedPath, file: str, kind: str) -> None:
-    """Raise InvalidArgumentError if directories one level below have `file`, so that one of them must be named."""
+def _check_no_dcp_below(opened: OpenedPath) -> None:
+    """Raise InvalidArgumentError if directories one level below are of torch DCP, so that one of them must be named."""
     if opened.file is not None:
         return
-    names = [name for name in opened.store.directories if _has_below(opened, name, file)]
+    names = [name for name in opened.store.directories if _has_below(opened, name, ".metadata")]
     if names:
-        text = f"this directory contains {kind}, name one of them: {', '.join(names)} (statexchange scan lists all)"
+        shown = ", ".join(names)
+        text = f"this directory contains torch DCP directories, name one of them: {shown} (statexchange scan lists all)"
         raise InvalidArgumentError(text, path=opened.path)
 
 
@@ -427,7 +426,7 @@ def _check_no_saves_below(opened: OpenedPath) -> None:
 
 
 def _check_is_complete(opened: OpenedPath) -> None:
-    """Raise InvalidArgumentError for a file that is no checkpoint without its directory, such as an index."""
+    """Raise InvalidArgumentError for a file that is no checkpoint without its directory, such as a manifest."""
     if opened.file is not None and opened.file.endswith((*_DESCRIPTIONS, ".distcp")):
         is_part = opened.file.endswith(".distcp")
         does = "has some entries of a torch DCP checkpoint" if is_part else "only describes a checkpoint"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from statexchange.formats.model_files import CONFIG
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.stored_values import plain_stored
 
@@ -26,7 +27,7 @@ __all__ = [
     "plain_entries",
 ]
 
-_CONFIG, _MAX_CONFIG_BYTES = "config.json", 64 << 20
+_MAX_CONFIG_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,9 @@ def model_config(source: Source) -> tuple[str, Any] | None:
     """
     stores: Iterable[Store | None] = (source.small_files, source.opened.store if source.opened.file is None else None)
     for store in stores:
-        if store is not None and store.listing.get(_CONFIG) == "file":
-            path = store.path_of(_CONFIG)
-            return path, parse_json(store.read_small(_CONFIG, _MAX_CONFIG_BYTES), path, store.budget)
+        if store is not None and store.listing.get(CONFIG) == "file":
+            path = store.path_of(CONFIG)
+            return path, parse_json(store.read_small(CONFIG, _MAX_CONFIG_BYTES), path, store.budget)
     return None
 
 

@@ -39,7 +39,7 @@ _SUFFIX = ".metadata"
 _MAX_DEPTH = 20
 _MAX_BYTES = 4096  # of one metadata file
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_BLOB = re.compile(r"(?:.*/)?blobs/([0-9a-f]{40}|[0-9a-f]{64})")
+_BLOB = re.compile(rf"(?:.*/)?blobs/({_ETAG.pattern})")
 _SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 
 

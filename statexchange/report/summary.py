@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from statexchange.errors import StateExchangeError, without_secrets
 from statexchange.formats.config_check import source_warnings
+from statexchange.formats.model_files import CONFIG
 from statexchange.formats.packed import packing_notes
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
@@ -244,14 +245,14 @@ def model_of(source: Source) -> str | None:
     Frameworks that save shards, such as verl, keep the model's config.json in a folder ``huggingface``.
     """
     store = source.opened.store
-    has_config = "config.json" in source.opened.names
+    has_config = CONFIG in source.opened.names
     if not has_config and "huggingface" not in store.directories:
         return None
     try:
         if not has_config:
             store = store.below("huggingface")
-        text = store.read_small("config.json", _MAX_CONFIG_BYTES)
-        config = parse_json(text, store.path_of("config.json"), store.budget)
+        text = store.read_small(CONFIG, _MAX_CONFIG_BYTES)
+        config = parse_json(text, store.path_of(CONFIG), store.budget)
     except StateExchangeError:
         return None
     if not isinstance(config, dict):
