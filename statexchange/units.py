@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 __all__ = [
     "format_bytes",
     "format_count",
+    "format_number",
     "format_ranks",
     "format_seconds",
     "format_shape",
@@ -50,6 +51,11 @@ def _three_digits(value: float) -> str:
     return f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
 
 
+def format_number(number: int, noun: str) -> str:
+    """Format a number of things: ``1 tensor``, ``1,000 tensors``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Format a duration: ``0.42 s``, ``42 s``, ``3 min 05 s``, ``2 h 10 min``, ``3 d 04 h``."""
     if seconds < 9.95:
@@ -79,14 +85,13 @@ def format_time(seconds: float) -> str:
 
 def format_transfer(num_tensors: int, nbytes: int, seconds: float) -> str:
     """Format the result of a transfer: ``21 tensors, 429 kB in 0.12 s``."""
-    tensors = "1 tensor" if num_tensors == 1 else f"{num_tensors:,} tensors"
-    return f"{tensors}, {format_bytes(nbytes)} in {format_seconds(seconds)}"
+    return f"{format_number(num_tensors, 'tensor')}, {format_bytes(nbytes)} in {format_seconds(seconds)}"
 
 
 def format_shares(rank_nbytes: Sequence[int]) -> str:
     """Format how ranks share bytes: ``4 ranks, 25 % each`` or ``3 ranks, 10 to 60 %``."""
     total = sum(rank_nbytes)
-    ranks = "1 rank" if len(rank_nbytes) == 1 else f"{len(rank_nbytes)} ranks"
+    ranks = format_number(len(rank_nbytes), "rank")
     if len(rank_nbytes) == 1 or not total:
         return ranks
     low, high = (round(100 * share(rank_nbytes) / total) for share in (min, max))

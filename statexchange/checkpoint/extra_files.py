@@ -1,4 +1,4 @@
-"""Read the extra files of a published checkpoint, such as its config and tokenizer."""
+"""Choose and read the extra files of a published checkpoint, such as its config and tokenizer; notes about these."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _NOT_COPIED = re.compile(
     r"latest_checkpointed_iteration\.txt|fsdp_config\.json|lora_train_meta\.json|events\.out\.tfevents.*"
 )
 
-# Directories of a training job.
+# Directories that a training job keeps beside a model.
 _OF_JOB = re.compile(
     r"(checkpoint|step)-[0-9]+|global_step[0-9]*|(pytorch_model_fsdp|optimizer|dataloader)_[0-9]+|iter_[0-9]+|"
     r"mp_rank_.*|runs?|logs?|wandb|mlruns|tensorboard"
@@ -153,8 +153,8 @@ def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
         if opened.file is not None or not (has_config or source.kind == "huggingface"):
             return {}, ()
     base = f"{store.path.rstrip('/')}/"
-    known = {name for part in source.parts for name in part.names}
-    known |= {file.path.removeprefix(base).partition("/")[0] for file in source.files}
+    read = {name for part in source.parts for name in part.names}
+    read |= {file.path.removeprefix(base).partition("/")[0] for file in source.files}
     chosen, left = _choose(store)
     files = {}
     for name, file in chosen.items():
@@ -164,14 +164,14 @@ def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
             raise
         except StateExchangeError as error:
             left[name] = error.message
-    left = {name: reason for name, reason in left.items() if name not in known}
+    left = {name: reason for name, reason in left.items() if name not in read}
     if not left:
         return files, ()
     return files, (f"not copied from {without_secrets(store.path)}: {abbreviated_list(left)}",)
 
 
 def _choose(store: Store) -> tuple[dict[str, StoredFile], dict[str, str]]:
-    """Return a model's small files in a directory and in small directories below, and why others are left out."""
+    """Return a model's small files in a directory and the small directories below, and why others are left out."""
     files: dict[str, StoredFile] = {}
     left: dict[str, str] = {}
     for name in store.files:
@@ -185,7 +185,8 @@ def _choose(store: Store) -> tuple[dict[str, StoredFile], dict[str, str]]:
     large = {name: file.size for name, file in files.items() if file.size > _MAX_BYTES}
     left |= {name: format_bytes(files.pop(name).size) for name in large}
     room = _MAX_BYTES
-    for name, kind in store.listing.items() if files else ():  # without a file it is not the directory of a model
+    # Without a small file this is not a model's directory, and those below are not its parts.
+    for name, kind in store.listing.items() if files else ():
         try:
             below = _files_below(store, name, _MAX_DEPTH) if kind != "file" else {}
         except ReplacedError:
@@ -213,7 +214,7 @@ def _files_below(store: Store, name: str, depth: int) -> dict[str, StoredFile]:
     if name.startswith("."):
         if CONFIG in below.listing:
             raise UnsafeError("hidden")
-        return {}  # of tools, such as git
+        return {}  # a directory of a tool, such as git
     if _OF_JOB.fullmatch(name):
         raise UnsafeError("of a job")
     if MANIFEST in below.listing:
@@ -237,21 +238,23 @@ def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes], source: Sourc
     if extra.keys() & {CONFIG, ADAPTER_CONFIG}:
         return ()
     names = plan.tensors
-    # Those of a whole model of PEFT are no directory that any program loads.
+    # The names of a live model of PEFT: no program loads these, whatever config lies beside them.
     if not any(map(_TRANSFORMERS_NAMES.search, names)) or named_adapters(names):
         return ()
     program, missing = "transformers", CONFIG
     if is_adapter(names):
         program, missing = "PEFT", ADAPTER_CONFIG
     store = source.opened.store
-    found = store.path_of(missing) if missing in store.listing else "one"  # beside the file that was named
-    return (f"no {missing}: {program} will not load this directory; give {found} by files_from (--files-from)",)
+    # A source that is one file may have its config beside it; only the files of a directory are copied by default.
+    path = store.path_of(missing) if missing in store.listing else "one"
+    return (f"no {missing}: {program} will not load this directory; give {path} by files_from (--files-from)",)
 
 
 def notes_on_adapters(plan: Plan, files: Collection[str], source: Source) -> tuple[str, ...]:
-    """Return a note on an adapter under the names that it has in a model of PEFT, by which PEFT does not load it.
+    """Return a note if tensors have the names of a live model of PEFT, by which PEFT loads no adapter.
 
-    The note shows the options of a merge that selects and renames its tensors; `files` are the names of extra files.
+    The note shows the options of a merge that selects and renames the tensors of one adapter. `files` are the names of
+    the extra files.
     """
     adapters = named_adapters(plan.tensors)
     if not adapters or not all(ADAPTER_PREFIX in name for name in plan.tensors):
@@ -262,11 +265,11 @@ def notes_on_adapters(plan: Plan, files: Collection[str], source: Source) -> tup
     rename = [(rf"([.]modules_to_save)?[.]{re.escape(adapter)}\b", "")]
     if not all(name.startswith(ADAPTER_PREFIX) for name in names):
         rename.append((f"^.*?(?={re.escape(ADAPTER_PREFIX)})", ""))
-    given = [] if ADAPTER_CONFIG in files else [ADAPTER_CONFIG]
+    missing = [] if ADAPTER_CONFIG in files else [ADAPTER_CONFIG]
     arguments = [f'section="{name}"' for name in section] + [f"include={include}", f"rename={rename}"]
-    arguments += [f'files_from="{name}"' for name in given]
+    arguments += [f'files_from="{name}"' for name in missing]
     options = [f"--section {name}" for name in section] + [f'--include "{pattern}"' for pattern in include]
-    options += [f'--rename "{pattern}="' for pattern, _ in rename] + [f"--files-from {name}" for name in given]
+    options += [f'--rename "{pattern}="' for pattern, _ in rename] + [f"--files-from {name}" for name in missing]
     others = f" (others are {', '.join(map(repr, list(adapters)[1:]))})" if len(adapters) > 1 else ""
     text = f"the tensors are those of a model of PEFT; to write what PEFT loads, its adapter {adapter!r}{others} alone"
     return (f"{text}: {', '.join(arguments)} ({' '.join(options)})",)
@@ -274,10 +277,10 @@ def notes_on_adapters(plan: Plan, files: Collection[str], source: Source) -> tup
 
 def notes_on_foreign_names(plan: Plan) -> tuple[str, ...]:
     """Return a note if a built-in conversion to names of transformers has a rule for the name of every tensor."""
-    known = conversion_of(list(plan.tensors))
-    if known is None:
+    conversion = conversion_of(list(plan.tensors))
+    if conversion is None:
         return ()
-    option = f'convert="{known}" (--convert {known})'
+    option = f'convert="{conversion}" (--convert {conversion})'
     return (f"transformers does not know these names: {option} writes the names and values that it knows",)
 
 

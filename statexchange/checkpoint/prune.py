@@ -18,7 +18,7 @@ from statexchange.errors import (
 from statexchange.settings import check_flags, check_progress
 from statexchange.storage.location import location
 from statexchange.storage.opened_path import open_path
-from statexchange.storage.save_check import check_saves
+from statexchange.storage.save_check import check_saves, whole_saves
 from statexchange.storage.save_directory import SaveManifest, removable_files
 from statexchange.storage.steps import (
     Retention,
@@ -128,11 +128,10 @@ def prune_saves(
     check_progress(on_progress)
     root = saves_path(path)
     rows: list[PruneRow] = []
-    whole: dict[int, SaveManifest] = {}
-    for check in check_saves(root):
-        if check.is_whole and check.manifest is not None:
-            whole[check.step] = check.manifest
-        else:
+    checks = check_saves(root)
+    whole = whole_saves(checks)
+    for check in checks:
+        if check.step not in whole:
             nbytes = None if check.manifest is None else sum(check.manifest.nbytes)
             reason = f"broken, does not count: {check.state}"
             rows.append(PruneRow(check.step, (check.path,), nbytes, False, "not removed", reason, check.problems[0]))

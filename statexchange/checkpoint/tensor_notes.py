@@ -11,6 +11,7 @@ from statexchange.formats.source import abbreviated_list, empty_weights_text
 from statexchange.sharding.options import FLOATS
 from statexchange.sharding.plan import is_packed_weight
 from statexchange.tensors import ITEMSIZE, LONG_NAMES
+from statexchange.units import format_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,9 +23,9 @@ __all__ = ["note_on_overflows", "notes_on_tensors"]
 
 _MAX_PATTERNS = 16
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
-# What is needed to read quantised weights: the rest of the name after that of the module, or of the weight.
+# Tensors without which quantised weights cannot be read: their names after that of the module or the weight.
 _SCALES = re.compile(r"\.[^.]*(scale|zero|g_idx|SCB|absmax|quant_map|weight_shape)[^.]*$|\.quant_state\.[^.]+$")
-# What writers of model families keep in float32 (`_keep_in_fp32_modules` in transformers), where the name is clear.
+# Tensors that writers of model families keep in float32 (`_keep_in_fp32_modules` in transformers).
 _KEPT_WIDE = re.compile(
     r"e_score_correction_bias$|\.expert_bias$|\.moe_statics\.|\.indexer\.weights_proj\.|\.time_(decay|first)$"
 )
@@ -44,7 +45,10 @@ def note_on_overflows(counts: Mapping[str, int]) -> tuple[str, ...]:
 def notes_on_tensors(rank_shards: Sequence[RankShards], plan: Plan, options: ExportOptions) -> tuple[str, ...]:
     """Return notes about weights that are empty or lack their scales, and about what a cast leaves or narrows.
 
-    Only tensors decide. `rank_shards` and `options` are those of the plan.
+    Args:
+        rank_shards: what the plan was made of.
+        plan: the plan of the output.
+        options: the options of the plan.
     """
     tensors = [tensor for file in plan.files for tensor in file.tensors]
     empty = empty_weights_text({tensor.name: tensor.shape for tensor in tensors})
@@ -58,7 +62,7 @@ def notes_on_tensors(rank_shards: Sequence[RankShards], plan: Plan, options: Exp
 
 
 def _notes_on_scales(tensors: Sequence[TensorPlan], dtypes: Mapping[str, str], options: ExportOptions) -> Iterable[str]:
-    """Yield a note about scales and the like that are not selected, of quantised weights that are."""
+    """Yield a note if quantised weights are selected without their scales, zero points or the like."""
     packed = {tensor.source for tensor in tensors if is_packed_weight(tensor.source, dtypes[tensor.source])}
     owners = packed | {name.rpartition(".")[0] for name in packed}
     lacking = {}
@@ -107,10 +111,11 @@ def _notes_on_narrowed(
         return
     patterns = _patterns(narrowed, dtypes)
     shown = patterns if len(patterns) <= _MAX_PATTERNS else dict(list(patterns.items())[:1])
+    # The caller's own patterns follow: the first that matches a name counts.
     rules = {pattern: LONG_NAMES[dtype] for pattern, dtype in (*options.dtype, *shown.items())}
-    rules = {pattern: rules[pattern] for pattern in (*shown, *rules)}  # the first that matches counts
+    rules = {pattern: rules[pattern] for pattern in (*shown, *rules)}
     arguments = [f'--dtype "{pattern}={dtype}"' for pattern, dtype in rules.items()]
-    count = "1 tensor" if len(narrowed) == 1 else f"{len(narrowed):,} tensors"
+    count = format_number(len(narrowed), "tensor")
     text = (
         f"the cast narrows {count} that the source, or writers of such models, keep wide: {abbreviated_list(narrowed)}"
     )

@@ -12,7 +12,7 @@ from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of
 from statexchange.cli.progress import LiveLine
 from statexchange.cli.table_layout import Narrowing
-from statexchange.units import format_bytes, format_count, format_seconds
+from statexchange.units import format_bytes, format_count, format_number, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ def command(output: Output, paths: tuple[str, ...], only: str | None, sort: str)
     cells = [_cells(row, output.aligned) for row in shown]
     output.table(_HEADER, cells, right=_HEADER[3:8], narrowing=_NARROWING)
     counts = ", ".join(f"{count:,} {status}" for status, count in Counter(row.status for row in rows).most_common())
-    total = "1 checkpoint" if len(rows) == 1 else f"{len(rows):,} checkpoints"
+    total = format_number(len(rows), "checkpoint")
     places = "1 directory" if num_directories == 1 else f"{num_directories:,} directories"
     output.message(f"{total} in {places}" + (f": {counts}" if rows else ""))
     data = {"num_directories": num_directories, "num_checkpoints": len(rows), "num_broken": len(broken)}

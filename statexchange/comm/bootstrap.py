@@ -134,17 +134,20 @@ class _RankInfo(NamedTuple):
 
 
 def _all_gather_bytes(bootstrap: Backend, timeout_s: float, payload: bytes) -> list[bytes]:
-    """Return every rank's payload; errors name the ranks that have not begun, if the transport does not. Collective."""
+    """Return every rank's payload. Collective.
+
+    If the transport's error does not name a rank, it becomes one that names the ranks that have not called yet.
+    """
     wait = Wait(timeout_s, "the formation of the communicator")
     try:
         return bootstrap.all_gather_bytes(payload, wait)
     except (StallError, PeerError) as error:
         absent = bootstrap.absent_ranks()
-        if error.rank not in (None, -1) or not absent:
+        if error.rank not in (None, -1) or not absent:  # a PeerError of an unknown rank has -1
             raise
         if isinstance(error, StallError):
             raise wait.stall_error(absent) from error
-        # A connection has ended, and nothing has carried the error of a rank that had not begun to this one.
+        # A connection has ended. A rank that had not called yet had no way to send its error to this one.
         subject = "it" if len(absent) == 1 else f"one of ranks {list(absent)}"
         cause = f"{subject} ended before it called {public_call_name() or 'this'}, so its own log has the error"
         raise PeerError(absent[0] if len(absent) == 1 else -1, "its own code", f"{cause} ({error.cause})") from error

@@ -37,8 +37,10 @@ _TESTING = os.path.join(_PACKAGE, "testing") + os.sep  # its frames count as the
 class _PublicCall:
     """A public call whose steps communicate.
 
-    Its name; where it was made if this thread's stack does not show it; and whether all ranks have completed one of its
-    steps.
+    Attributes:
+        name: the name of the call.
+        site: where it was made, if this thread's stack does not show it.
+        is_joined: whether all ranks have completed one of its steps.
     """
 
     name: str
@@ -94,17 +96,16 @@ def note_joined() -> None:
 def absence_text(missing: Sequence[int], operation: str, timeout_s: float) -> str:
     """Return the message for ranks that have not reached `operation`; `missing` is () if they are not known.
 
-    As long as all ranks have not completed a step of the public call, it says that they have not made this call.
+    Until all ranks have completed a step of the public call, the message says that these have not made the call.
     """
     public = _public.get()
     if public is None or public.is_joined:
         subject = f"ranks {list(missing)} did not reach" if missing else "not all ranks reached"
         return f"{subject} {operation} in {timeout_s:g} s"
-    numbers = [str(rank) for rank in missing]
     subject = "not all ranks have"
-    if numbers:
-        listed = " and ".join(filter(None, (", ".join(numbers[:-1]), numbers[-1])))
-        subject = f"rank {listed} has not" if len(numbers) == 1 else f"ranks {listed} have not"
+    if missing:
+        *others, last = map(str, missing)
+        subject = f"ranks {', '.join(others)} and {last} have not" if others else f"rank {last} has not"
     where = "" if operation.startswith(public.name) else f" ({operation})"
     return f"{subject} called {public.name} in {timeout_s:g} s{where}; it must be called on all ranks"
 

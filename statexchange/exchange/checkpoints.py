@@ -54,7 +54,7 @@ from statexchange.settings import check_flags, check_timeout, restart_grace_s
 from statexchange.sharding import records
 from statexchange.state.describe import State
 from statexchange.storage.location import location
-from statexchange.storage.save_check import check_saves
+from statexchange.storage.save_check import check_saves, whole_saves
 from statexchange.storage.save_directory import SaveManifest
 from statexchange.storage.steps import (
     MAX_STEP,
@@ -417,8 +417,7 @@ class Checkpoints:
             return
         try:
             checks = check_saves(self.path, checked=self._checked, trusted=(current,))
-            saves = {check.step: check.manifest for check in checks if check.is_whole and check.manifest is not None}
-            for step in self._retention.obsolete(saves):
+            for step in self._retention.obsolete(whole_saves(checks)):
                 if step != current and step in known:
                     self._remove(step)
         except (StateExchangeError, OSError) as error:  # the other ranks do not wait for this
@@ -529,14 +528,14 @@ class Checkpoints:
 
     def _advice(self, newest: int) -> str:
         """Return what to do about a newest save that is broken, for its error. Root only."""
-        checks = {check.step: check for check in check_saves(self.path)}
-        older = [step for step, check in checks.items() if check.is_whole and step < newest]
+        checks = check_saves(self.path)
+        older = [step for step in whole_saves(checks) if step < newest]
         # `delete` removes only files that a manifest lists.
-        has_manifest = newest in checks and checks[newest].manifest is not None
+        has_manifest = any(check.step == newest and check.manifest is not None for check in checks)
         leave = f"delete({newest}) removes this one" if has_manifest else "move this step's directory elsewhere"
         if not older:
             return f"there is no older save that is whole; {leave}, and the job begins anew"
-        return f"whole are steps {steps_text(older)}: load(state, step={older[-1]}), or {leave}"
+        return f"older saves that are whole: steps {steps_text(older)}; load(state, step={older[-1]}), or {leave}"
 
     def _load_from_memory(
         self, state: State, step: int | None, copies: MemoryCopies, options: Mapping[str, Any], comm: Communicator

@@ -54,7 +54,7 @@ def _spans_all(local: LocalTensor, world_size: int) -> bool:
 
 
 class DeclaredCopies:
-    """This rank's boxes that may have copies, and root's records of all ranks' boxes.
+    """This rank's boxes that may have copies; on root also the records of all ranks' boxes.
 
     Args:
         comm: the communicator.
@@ -97,8 +97,8 @@ class DeclaredCopies:
 
     def compare(self) -> None:
         """Raise ReplicaError, on all ranks, if copies differ. Collective."""
-        own = b"".join(key + _hash(boxes[0].name) + _start(boxes) for key, boxes in self._boxes.items())
-        self._sent = self._comm.all_gather_bytes(own, root=0, operation="the digests of copies")
+        sent = b"".join(key + _hash(boxes[0].name) + _start(boxes) for key, boxes in self._boxes.items())
+        self._sent = self._comm.all_gather_bytes(sent, root=0, operation="the digests of copies")
         difference = self._comm.broadcast_object(self._first_difference())
         if difference is not None:
             self._raise_replica_error(difference)
@@ -120,7 +120,7 @@ class DeclaredCopies:
         return None
 
     def _raise_replica_error(self, difference: object) -> NoReturn:
-        """Have the two ranks send the boxes, and raise the error for the first that differs. Collective."""
+        """Gather the digests of the two ranks' boxes, and raise the error for the first that differs. Collective."""
         key, rank, other = records.parsed(difference, lambda raw: records.items(raw, lambda part: part, 3), "copies", 0)
         boxes = self._boxes.get(bytes.fromhex(key), ()) if self._comm.rank in (rank, other) else ()
         sent = self._comm.all_gather_object([[box.name, box.box.to_json(), box.digest] for box in boxes])
@@ -130,7 +130,7 @@ class DeclaredCopies:
         raise MismatchError("ranks do not agree which copies differ: run the same version of statexchange on all ranks")
 
     def joined_parts(self) -> Iterator[JoinedParts]:
-        """Yield the parts of each tensor of this rank that a rule joins. Root only, after `compare`."""
+        """Yield the parts, on all ranks, of each tensor of this rank that a rule joins. Root only, after `compare`."""
         names: dict[bytes, str] = {}
         for name, local in self._parts.tensors.items():
             if local.part is not None and local.part.cuts:

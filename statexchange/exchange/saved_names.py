@@ -1,9 +1,9 @@
-"""The names and parts under which transformers saves a model: those of its files, traced through its own conversion.
+"""The names and parts under which transformers saves a model, found by tracing its own conversion.
 
 transformers 5 keeps some weights fused in memory, such as all experts of a layer in one tensor, and its
-`save_pretrained` writes them one by one, as other programs read them. It is asked here what it would write: it converts
-tensors without memory (device "meta"), and the storage, offset and strides of each result show which part of which
-tensor it is. So no rule about a model family is needed. An operation that makes new values cannot be traced.
+`save_pretrained` writes them one by one, as other programs read them. Here transformers converts tensors without memory
+(device "meta"): the storage, offset and strides of each result show which part of which tensor it is. So no rule about
+a model family is needed. An operation that makes new values cannot be traced: the names in memory are used then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class _UntracedError(Exception):
-    """A result is no part of one tensor."""
+    """The conversion cannot be traced: a result is not a part of one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def saved_names(state: Any) -> SavedNames | None:
     loading = sys.modules.get("transformers.core_model_loading")
     if model is None or loading is None or not hasattr(loading, "revert_weight_conversion"):  # before transformers 5
         return None
-    # Without a conversion, what it is given comes back.
+    # Without a conversion, transformers returns the same mapping.
     unchanged: dict[str, Any] = {}
     return None if loading.revert_weight_conversion(model, unchanged) is unchanged else SavedNames(model)
 
@@ -103,7 +103,7 @@ def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tupl
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        """Lets copies of a tensor be the tensor itself, so that results stay views of what they are copies of."""
+        """Returns the tensor itself for a copy of it, so that copied results stay views of the inputs."""
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.aten.clone.default:
@@ -111,6 +111,7 @@ def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tupl
             return func(*args, **(kwargs or {}))
 
     inputs = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    # On the meta device all data pointers are 0: only the storage objects differ.
     by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in inputs.items()}  # noqa: SLF001
     loading = sys.modules["transformers.core_model_loading"]
     with Tracing():  # type: ignore[no-untyped-call]
@@ -133,10 +134,10 @@ def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tupl
 
 
 def _patch(name: str, view: Any, shape: tuple[int, ...]) -> Patch:
-    """Return the part of a dense tensor of this shape that a view of it is."""
+    """Return which part of a dense tensor of this shape a view shows."""
     strides = c_strides(shape)
     begin, rest = [], view.storage_offset()
-    for stride in strides:
+    for stride in strides:  # the offset of the view, as indices of its first element
         begin.append(rest // stride if stride else 0)
         rest -= begin[-1] * stride
     dims = []

@@ -21,6 +21,7 @@ from statexchange.state.source_names import names_above
 from statexchange.state.state_dict import parameter_names
 from statexchange.state.tree import WalkStep, entry_path, walk
 from statexchange.storage.stored_values import decode_stored
+from statexchange.units import format_number
 
 __all__ = ["LivePlaces", "SavedTree", "check_ranks", "check_unions"]
 
@@ -488,9 +489,9 @@ def check_unions(plain: Collection[str], differing: Collection[str], catalog: Ca
 def check_ranks(per_rank: Iterable[str], loaded: Iterable[str], catalog: Catalog) -> None:
     """Raise ReplicaError if what belongs to a rank is loaded, on another number of ranks than have saved it.
 
-    It is often equal on all ranks: with random numbers of one rank all would draw the same, and a position in a rank's
-    part of the data would repeat or skip samples. `replicas` gives all ranks the state of an object, but not that of a
-    part of a parameter, which fits no other part.
+    It is refused even if it is equal on all ranks: ranks with one random state draw the same numbers, and a position in
+    one rank's part of the data repeats or skips samples in another. With ``replicas="root"`` the state of an object is
+    loaded nevertheless, but not that of a part of a parameter, which fits no other part.
 
     Args:
         per_rank: the paths of what belongs to a rank.
@@ -499,14 +500,13 @@ def check_ranks(per_rank: Iterable[str], loaded: Iterable[str], catalog: Catalog
     """
     names = {*loaded}.intersection(per_rank)
     if catalog.options.replicas == "root":
-        names &= {*map(with_dots, catalog)}
+        names &= {*map(with_dots, catalog)}  # of tensors: these are parts of parameters
     if names:
         name, ranks = min(names), catalog.source.world_size or 1
-        count = "1 rank" if ranks == 1 else f"{ranks} ranks"
         leave = f": pass exclude={name!r} to leave it as it is on each rank" if name else ""
         raise ReplicaError(
-            f"{name or 'the state'!r} belongs to a rank, and fits the same number of ranks only: {count} saved it, and "
-            f"the world size is {catalog.world_size} now{leave}",
+            f"{name or 'the state'!r} belongs to a rank, and fits the same number of ranks only: "
+            f"{format_number(ranks, 'rank')} saved it, and the world size is {catalog.world_size} now{leave}",
             name=name or None,
             path=catalog.source.path,
         )

@@ -1,4 +1,7 @@
-"""Compare config.json and adapter_config.json with the tensors beside them, which decide: a difference is a warning."""
+"""Compare config.json and adapter_config.json with the tensors beside them: a difference is a warning.
+
+The tensors decide what is written. Where it is unclear which part of a model a config describes, there is no warning.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from statexchange.formats.sections import sections_of
 from statexchange.sharding.options import FLOATS
 from statexchange.storage.budget import Budget
 from statexchange.storage.json_text import parse_json
+from statexchange.units import format_number
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
@@ -30,11 +34,11 @@ __all__ = [
 
 _METHODS = "lora|ia3|hada|lokr|oft|boft|vera|fourierft|hra|vblora|adaption|bone|miss|shira|c3a|randlora|road"
 _ADAPTER_PARAMETER = re.compile(rf"[._]({_METHODS})_")
-# While a model is trained, its parameters of an adapter have the adapter's name.
+# In a live model of PEFT, the names of an adapter's parameters contain the name of the adapter.
 _NAMED_ADAPTER = re.compile(
     rf"\.(({_METHODS})_[A-Za-z0-9_]+|modules_to_save)\.(?!weight$|bias$)(?P<adapter>[^.]+)(\.|$)"
 )
-# A weight below an adapted layer is the whole model's; PEFT writes those of embeddings into adapters, too.
+# The wrapped weight of a layer shows a whole model. Those of embeddings do not: PEFT writes them into adapters.
 _BASE_LAYER = re.compile(r"(?<!embed_tokens)(?<!lm_head)\.base_layer\.")
 _LORA_A = re.compile(r".*\.lora_A\.(.+\.)?weight")
 _SCALE = re.compile(r"(scale|scales|scale_inv|absmax|qzeros|SCB)$")
@@ -46,13 +50,13 @@ _EMBEDDING = re.compile(
 )
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output|output_projection|predictions\.decoder)\.[^.]+")
 _LANGUAGE_MODEL = re.compile(r".*(ForCausalLM|ForConditionalGeneration)")
-# In the keys of configs that describe no part that reads text.
+# Keys of configs of parts that do not read text, and of quantization_config.
 _OTHER_PART = re.compile(r"quantization|compression|vision|visual|audio|speech")
 _TIED = "tie_word_embeddings"
-# Keys of the same number, in transformers and in the configs of some models.
+# Several keys of one number, in transformers and in the configs of some models.
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "dim")
-_FURTHER = "num_nextn_predict_layers"  # layers that predict further tokens, and are not counted
+_FURTHER = "num_nextn_predict_layers"  # layers for multi-token prediction, which num_hidden_layers does not count
 
 _Config = Mapping[str, object]
 
@@ -68,11 +72,10 @@ _Tensors = Mapping[str, _Info]
 
 
 def config_warnings(tensors: _Tensors, files: Mapping[str, bytes]) -> tuple[str, ...]:
-    """Return what the configs in a directory say against its tensors, one warning for each file. Not collective.
+    """Return a warning for each config in a directory that differs from its tensors. Not collective.
 
     transformers would give missing layers and heads random values, leave out layers that it does not expect, and refuse
-    tensors of other shapes. A config that is broken says nothing, and neither does one of which it is unclear what part
-    of the model it describes.
+    tensors of other shapes. A config that cannot be parsed is left out.
 
     Args:
         tensors: all tensors of the model, by name.
@@ -96,13 +99,13 @@ def config_warnings(tensors: _Tensors, files: Mapping[str, bytes]) -> tuple[str,
 
 
 def source_warnings(source: Source, digests: Mapping[str, Sequence[str]] | None = None) -> tuple[str, ...]:
-    """Return what the configs in a source's directory say against its model. Not collective; may read the configs.
+    """Return the warnings about the configs in a source's directory. Not collective; reads the configs.
 
-    Nothing of a source that is broken or of which a part cannot be read: then it is no wonder that they differ.
+    () for a source of which something is missing or broken, as its tensors are not all there to compare.
 
     Args:
         source: the source.
-        digests: those of each tensor's boxes, in order, where they are known.
+        digests: the digests of each tensor's boxes, in order, where they are known.
 
     Raises:
         ReplacedError: a config was replaced while it was read.
@@ -140,7 +143,7 @@ def tie_warnings(
     Args:
         tensors: all tensors of the model, by name.
         files: the files of the directory, by name.
-        digests: those of each tensor's boxes, in order.
+        digests: the digests of each tensor's boxes, in order.
     """
     for model in _text_models(_parsed(files, CONFIG) or {}, tensors):
         embedding = tensors.get(model.embedding)
@@ -164,8 +167,8 @@ def unties_heads(config: bytes | None) -> bool:
 def without_heads(aliases: Mapping[str, str]) -> dict[str, str]:
     """Return the aliases of tied tensors without those between a head and an embedding.
 
-    For a config that does not tie them: a head that is not written would get random values from transformers. Ties of
-    embeddings among each other, as in T5, do not depend on the config.
+    For a config that does not tie them: transformers would give a head that is not written random values. Aliases
+    between embeddings, as in T5, do not depend on the config and stay.
     """
     kept = {}
     for alias, name in aliases.items():
@@ -178,7 +181,7 @@ def is_adapter(names: Collection[str], files: Collection[str] = ()) -> bool:
     """Whether tensors of these names, beside these files, are an adapter of PEFT and not a whole model."""
     if "prompt_embeddings" in names or not names:
         return bool(names)
-    if ADAPTER_CONFIG in files and all(map(_ADAPTER_PARAMETER.search, names)):  # as transformers may save it
+    if ADAPTER_CONFIG in files and all(map(_ADAPTER_PARAMETER.search, names)):  # PEFT's prefix may be missing
         return True
     if any(not name.startswith(ADAPTER_PREFIX) or _BASE_LAYER.search(name) for name in names):
         return False
@@ -186,7 +189,7 @@ def is_adapter(names: Collection[str], files: Collection[str] = ()) -> bool:
 
 
 def named_adapters(names: Collection[str]) -> dict[str, list[str]]:
-    """Return the names of tensors by the name of the adapter of PEFT in them, as a model that is trained has them."""
+    """Return the names of tensors that contain an adapter's name, as in a live model of PEFT, by that name."""
     adapters: dict[str, list[str]] = {}
     for name in names:
         match = _NAMED_ADAPTER.search(name)
@@ -196,7 +199,7 @@ def named_adapters(names: Collection[str]) -> dict[str, list[str]]:
 
 
 def is_plain(tensors: _Tensors) -> bool:
-    """Whether no tensor is packed, in float8 or a scale of such: then the weights are not quantised."""
+    """Whether the weights are not quantised: no tensor is packed, in float8, or a scale."""
     plain = {*FLOATS, "I64", "BOOL"}  # positions and masks are in models of any kind
     return not any(info.dtype not in plain or _SCALE.search(name) for name, info in tensors.items())
 
@@ -241,7 +244,7 @@ class _TextModel(NamedTuple):
         return next(iter(values.items())) if len(set(values.values())) == 1 else None
 
     def flags(self, key: str) -> set[bool]:
-        """Return the values of a flag in the configs."""
+        """Return the different values of a flag in the configs."""
         return _flags(self.configs, key)
 
 
@@ -250,7 +253,7 @@ def _flags(configs: Mapping[str, _Config], key: str) -> set[bool]:
 
 
 def _text_models(config: _Config, tensors: _Tensors) -> list[_TextModel]:
-    """Return the parts that read text, without those of which it is unclear which config describes them."""
+    """Return the parts that read text, without parts that share a config: it is unclear which of them it describes."""
     lists = {match["list"] for match in map(_NUMBERED.match, tensors) if match is not None}
     lists = set(filter(_LAYERS.fullmatch, lists))
     embeddings: dict[str, str] = {}  # by the beginning of the part's names
@@ -258,7 +261,8 @@ def _text_models(config: _Config, tensors: _Tensors) -> list[_TextModel]:
         match = _EMBEDDING.fullmatch(name)
         if match is not None and _NUMBERED.match(name) is None:
             embeddings[match["model"]] = name
-    if not embeddings and len(lists) == 1:  # of a model, and not of a part such as a decoder of audio
+    # Without an embedding, a list of layers is that of a text model only under these names, not under "encoder".
+    if not embeddings and len(lists) == 1:
         embeddings = {prefix: "" for prefix in ("", "model.", "transformer.") if _layers_below(prefix, lists, 1)}
     models: dict[str, list[_TextModel]] = {}  # by the beginning of their config's keys
     for prefix, embedding in embeddings.items():
@@ -269,7 +273,7 @@ def _text_models(config: _Config, tensors: _Tensors) -> list[_TextModel]:
 
 
 def _layers_below(prefix: str, lists: Collection[str], max_depth: int = 2) -> str:
-    """Return the list of layers beside the embedding, or else the only one in a part of the model, as `encoder`."""
+    """Return the only list of layers beside the embedding or else one level deeper, as in `encoder`; "" if unclear."""
     for depth in range(1, max_depth + 1):
         near = [name for name in lists if name.startswith(prefix) and name.count(".", len(prefix)) == depth]
         if near:
@@ -278,7 +282,7 @@ def _layers_below(prefix: str, lists: Collection[str], max_depth: int = 2) -> st
 
 
 def _config_below(config: _Config, prefix: str) -> tuple[str, _Config]:
-    """Return the beginning of the keys and the config of a part, as `thinker_config` of names in ``thinker.``."""
+    """Return the beginning of the keys and the config of a part: `thinker_config` for names in ``thinker.``."""
     where = ""
     for part in prefix.split("."):
         inner = config.get(f"{part}_config")
@@ -296,7 +300,7 @@ def _configs(config: _Config, where: str) -> Iterator[tuple[str, _Config]]:
 
 
 def _against_layers(model: _TextModel, tensors: _Tensors) -> Iterator[str]:
-    """Yield what the number of layers in configs says against those that are there."""
+    """Yield a text if the number of layers in the configs is not that of the tensors."""
     matches = [match for match in map(_NUMBERED.match, tensors) if match is not None]
     count = len({match["number"] for match in matches if match["list"] == model.layers})
     named, (_, further) = model.number(*_NUM_LAYERS), model.number(_FURTHER) or ("", 0)
@@ -306,29 +310,30 @@ def _against_layers(model: _TextModel, tensors: _Tensors) -> Iterator[str]:
         return
     if not named[1] <= count <= named[1] + further:
         verb = "is" if count == 1 else "are"
-        yield f"{named[0]} is {named[1]}, and there {verb} {_counted(count, 'layer')} of {model.layers[:-1]}"
+        yield f"{named[0]} is {named[1]}, and there {verb} {format_number(count, 'layer')} of {model.layers[:-1]}"
 
 
 def _against_sizes(model: _TextModel, tensors: _Tensors) -> Iterator[str]:
-    """Yield what the sizes in configs say against the embedding and the norms."""
-    shapes = {name: info.shape for name, info in tensors.items() if info.dtype in FLOATS}  # packed ones have others
+    """Yield a text for each size in the configs that is not that of the embedding or the norms."""
+    # Packed weights have other shapes than their values.
+    shapes = {name: info.shape for name, info in tensors.items() if info.dtype in FLOATS}
     embedding, named = shapes.get(model.embedding, ()), model.number("vocab_size")
     if len(embedding) == 2 and named is not None:
         # Some embeddings have more rows than there are tokens to predict; then the head has the vocabulary's size.
         rows = {shapes[name][0] for name in filter(_HEAD.fullmatch, shapes) if len(shapes[name]) == 2}
         if named[1] not in {embedding[0], *rows}:
-            yield f"{named[0]} is {named[1]}, and {model.embedding} has {_counted(embedding[0], 'row')}"
+            yield f"{named[0]} is {named[1]}, and {model.embedding} has {format_number(embedding[0], 'row')}"
     beside = re.compile(rf"({re.escape(model.prefix)}|{re.escape(model.layers or '-')}0\.)[^.]+\.weight")
     norms = {name: shape[0] for name, shape in shapes.items() if len(shape) == 1 and beside.fullmatch(name)}
     # An embedding may have other columns than the layers, so nothing is said unless all sizes are equal.
     sizes, named = {*norms.values(), *embedding[1:]}, model.number(*_HIDDEN_SIZE)
     if norms and named is not None and len(sizes) == 1 and named[1] not in sizes:
         name, size = next(iter(norms.items()))
-        yield f"{named[0]} is {named[1]}, and {name} has {_counted(size, 'element')}"
+        yield f"{named[0]} is {named[1]}, and {name} has {format_number(size, 'element')}"
 
 
 def _against_head(model: _TextModel, config: _Config, tensors: _Tensors) -> Iterator[str]:
-    """Yield that a language model, whose head is not tied to its embedding, has no head."""
+    """Yield a text if a language model has no head, and the config does not tie it to the embedding."""
     classes = config.get("architectures")
     is_language_model = isinstance(classes, list) and any(_LANGUAGE_MODEL.fullmatch(str(name)) for name in classes)
     if not is_language_model or model.embedding == "" or model.flags(_TIED) != {False}:
@@ -344,7 +349,7 @@ def _against_head(model: _TextModel, config: _Config, tensors: _Tensors) -> Iter
 
 
 def _against_dtypes(config: _Config, tensors: _Tensors) -> Iterator[str]:
-    """Yield that quantised weights are plain ones."""
+    """Yield a text if the config calls the weights quantised, and no tensor is."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if isinstance(method, str) and is_plain(tensors):
@@ -354,6 +359,7 @@ def _against_dtypes(config: _Config, tensors: _Tensors) -> Iterator[str]:
 
 
 def _against_adapter(adapter: _Config, tensors: _Tensors) -> Iterator[str]:
+    """Yield a text if the tensors are no adapter, or their names or LoRA's rank are not those of the config."""
     if not is_adapter(tensors, [ADAPTER_CONFIG]):
         name = next((name for name in tensors if not name.startswith(ADAPTER_PREFIX)), next(iter(tensors)))
         yield f"it describes an adapter, and the tensors are a whole model's, such as {excerpt(name)[1:-1]}"
@@ -363,8 +369,4 @@ def _against_adapter(adapter: _Config, tensors: _Tensors) -> Iterator[str]:
         rows = {info.shape[0]: name for name, info in tensors.items() if _LORA_A.fullmatch(name) and info.shape}
         if rows and adapter["r"] not in rows:
             size, name = next(iter(rows.items()))
-            yield f"r is {adapter['r']}, and {name} has {_counted(size, 'row')}"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+            yield f"r is {adapter['r']}, and {name} has {format_number(size, 'row')}"

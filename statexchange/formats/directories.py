@@ -105,7 +105,7 @@ def _stored(pattern: str, reader: _Reader, *keys: str, is_directory: bool = Fals
 
 
 _TRAINER_STATE, _MAX_STATE_BYTES = "trainer_state.json", 64 << 10
-# Trainer writes its state last. A directory of this name with one of these files and without the state was cut short.
+# Trainer writes its state last. A directory of this name that has one of these files and no state is unfinished.
 _TRAINER_DIRECTORY, _OF_TRAINER = re.compile(r"checkpoint-[0-9]{1,18}"), ("training_args.bin", "optimizer.pt")
 _GLOBAL_STEP = re.compile(rb'"global_step"\s*:\s*([0-9]{1,18})(?![0-9.eE])')
 _INDEX = r"(-[0-9]{5}-of-[0-9]{5})?"
@@ -267,7 +267,7 @@ def _framework_of(store: Store) -> _Framework | None:
 
 
 def _is_cut_short(store: Store) -> bool:
-    """Whether this is a directory of Trainer whose writer was killed before it wrote its state."""
+    """Whether this is a directory of Trainer without the state, which is written last."""
     name = store.path.rstrip("/").rpartition("/")[2]
     if _TRAINER_STATE in store.listing or not _TRAINER_DIRECTORY.fullmatch(name):
         return False
@@ -459,7 +459,7 @@ class _Directory:
         reader = stored.reader
         if stored.is_directory:
             below = self._store.below(first)
-            # accelerate can also write one file of torch.save for each rank into the directory of a DCP.
+            # In place of a DCP, accelerate can write one file of torch.save for each rank into this directory.
             if ".metadata" not in below.listing and any(name.endswith(TORCH) for name in below.files):
                 reader = "torch_file"
             opened = OpenedPath(below.path, below, None)
@@ -483,7 +483,7 @@ class _Directory:
             if section in sections:
                 problems += self._missing_ranks(parts)
         found = {section for section, _ in self._chosen}
-        if len(sections) > 1 and _is_cut_short(self._store):  # the model alone may well be whole
+        if len(sections) > 1 and _is_cut_short(self._store):  # the files of the model alone may be whole
             text = "Trainer writes this file last, and it is missing: the save did not finish, or was not copied whole"
             problems.append(IncompleteError(text, path=self._store.path_of(_TRAINER_STATE)))
         if "model" in sections and not found & {"model", None} and not _adapters_below(self._store):

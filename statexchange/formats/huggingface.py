@@ -1,7 +1,7 @@
 """Read Hugging Face checkpoints: one safetensors file, or a directory of them with or without an index.
 
-`model_files` decides which files of a directory are the model. An index says which tensor of which file is meant: what
-else lies in its files, such as tensors of an earlier save, is not read, and a note names it.
+`model_files.py` decides which files of a directory are the model. An index assigns each tensor to a file: other tensors
+in its files, such as those of an earlier save, are not read, and a note names them.
 
 Files of torch's HuggingFaceStorageWriter are shards: their metadata has the offsets of each tensor's part, but not the
 tensor's global shape, which is taken from the ends of all parts.
@@ -151,9 +151,7 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
         except StateExchangeError as error:
             problems.append(_as_incomplete(error, store.path_of(name)))
             unreadable += _listed_in(store, name, listed_names.get(name, []), published)
-    notes: tuple[str, ...] = ()
-    if opened.file is None:
-        notes = unread_weights(store, names)
+    notes = unread_weights(store, names) if opened.file is None else ()
     problems += misplaced(weight_map, shard_files, unreadable)
     if weight_map and manifest is None:
         shard_files, stale = only_indexed(shard_files, weight_map, parts)
@@ -194,7 +192,7 @@ def check_numbers(names: Sequence[str], store: Store) -> list[StateExchangeError
         total = int(digits)
         if len(numbers) < total:
             first = next(number for number in range(1, total + 1) if number not in numbers)
-            width = min(map(len, numbers.values()))  # as in model-00001-of-000004, that of n may be another
+            width = min(map(len, numbers.values()))  # the width of n may be another: model-00001-of-000004
             missing = f"{begin}{first:0{width}d}-of-{digits}{end}"
             text = f"by their names there should be {total} files, but there are {len(numbers)}: this one is missing"
             problems.append(IncompleteError(text, path=store.path_of(missing)))
@@ -205,7 +203,7 @@ def missing_ranks(names: Sequence[str], rank: re.Pattern[str], store: Store) -> 
     """Return an IncompleteError for each set of files in which a rank is missing.
 
     A set is all names that differ only in the number that `rank` finds. Nothing lists the ranks, so a file that is
-    missing after the last one goes unnoticed. The number in a lone name may be another one, such as LoRA's rank.
+    missing after the last one goes unnoticed. A set of one name is whole: its number may be LoRA's rank.
     """
     ranks_of_set: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:
@@ -423,7 +421,8 @@ def _weight_map(store: Store, files: ModelFiles | None, manifest: Mapping[str, A
     published = {name: record["file"] for name, record in manifest["tensors"].items()}
     check_file_names(published, store.path)
     files_of_manifest = set(published.values())
-    chosen = preferred_file(store)  # which other programs read, whatever the manifest says
+    # Other programs know no manifest, and read this file: it must be one of the manifest's.
+    chosen = preferred_file(store)
     for name in store.files:
         if not name.endswith(_INDEX_SUFFIX):
             if name == chosen and name not in files_of_manifest:

@@ -72,19 +72,19 @@ class ModelFiles:
 
 
 def has_safetensors_model(store: Store) -> bool:
-    """Whether the model of a directory lies in safetensors files; it may be one of several candidates."""
+    """Whether the model of a directory, or one of several candidates, lies in safetensors files."""
     preferred = preferred_file(store)
     names = _names(store) if preferred is None else [preferred]
     return any(name.removesuffix(INDEX).endswith(SAFETENSORS) for name in names)
 
 
 def _names(store: Store) -> list[str]:
-    """Return the names in a directory without those of files in which macOS keeps the attributes of other files."""
+    """Return the names of files in a directory, without the ``._NAME`` in which macOS keeps attributes of a file."""
     return [name for name in store.non_directories if not name.startswith("._")]
 
 
 def preferred_file(store: Store) -> str | None:
-    """Return the file or index that transformers and PEFT look for, by name; None if there is none of them."""
+    """Return the file or index that transformers or PEFT reads, by its name; None if there is no such file."""
     names = store.non_directories
     return next((name for name in _PREFERRED if name in names), None)
 
@@ -92,7 +92,7 @@ def preferred_file(store: Store) -> str | None:
 def model_files(opened: OpenedPath) -> ModelFiles | None:
     """Return the files of a directory that are its model; None if it has no weights that can be read.
 
-    Of the path of one file or index, that is the model.
+    If the path is that of one file or index, this is the model.
 
     Raises:
         InvalidArgumentError: there are several candidates, and no name says which of them is the model.
@@ -117,16 +117,17 @@ def model_files(opened: OpenedPath) -> ModelFiles | None:
 
 
 def _chosen(names: Sequence[str]) -> ModelFiles:
+    """Return the candidate that was chosen: one index, or files."""
     first = names[0].removesuffix(INDEX)
     is_index = first != names[0]
     return ModelFiles(() if is_index else tuple(names), names[0] if is_index else None, first.endswith(TORCH))
 
 
 def _sets(names: Iterable[str]) -> list[list[str]]:
-    """Return the files in sets, each of which may be one model: names that differ in numbers alone.
+    """Return sets of files, each of which may be one model: their names differ in numbers alone.
 
-    Sets "of 2" and "of 3" are two saves. Numbers without such a total or a word such as "rank" count files only if they
-    begin at 0 or 1 and have no gap: model_100 and model_200 are two steps.
+    Sets "of 2" and "of 3" are two saves. Without such a total, or a word such as "rank", numbers count the files of one
+    model only if they begin at 0 or 1 and have no gap: model_100 and model_200 are two steps.
     """
     by_form: dict[tuple[str, str], list[str]] = {}
     for name in names:
@@ -142,7 +143,7 @@ def _sets(names: Iterable[str]) -> list[list[str]]:
 
 
 def are_of_ranks(names: Iterable[str]) -> bool:
-    """Whether the names of files show that each is a rank's, or a part of a model."""
+    """Whether the name of each file shows that it is a rank's, or a part of a model."""
     return all(map(_RANK.search, names))
 
 
@@ -191,7 +192,7 @@ def only_indexed(
     Args:
         files: the files of the index.
         weight_map: the file of each tensor, by the index.
-        parts: names of tensors of which several files have parts; the index names one file of these.
+        parts: names of tensors of which several files have parts; the index lists only one file for each.
     """
     indexed = []
     stale: list[str] = []

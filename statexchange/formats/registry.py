@@ -33,6 +33,7 @@ from statexchange.formats.source import WEIGHTS, Source, Weights, abbreviated_na
 from statexchange.storage.opened_path import OpenedPath, open_path, read_with_retry
 from statexchange.storage.steps import is_saves_directory, list_steps, step_name, step_of, steps_text
 from statexchange.storage.store import resolve_path
+from statexchange.units import format_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -420,7 +421,7 @@ def _check_no_saves_below(opened: OpenedPath) -> None:
     steps = list_steps(opened.store) if opened.file is None else []
     if steps:
         newest = opened.store.path_of(step_name(steps[-1]))
-        number = "1 save" if len(steps) == 1 else f"{len(steps)} saves"
+        number = format_number(len(steps), "save")
         text = f"this directory contains {number}: name one of them, such as {newest}, or use Checkpoints(path).load"
         raise InvalidArgumentError(text, path=opened.path)
 

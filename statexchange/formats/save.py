@@ -85,7 +85,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
 
 def _owners(file: RankFile) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the paths of what belongs to a rank, and the class of each optimizer. Older files have neither."""
-    per_rank, optimizers = (file.metadata.get(key, empty) for key, empty in (("per_rank", []), ("optimizers", {})))
+    per_rank, optimizers = file.metadata.get("per_rank", []), file.metadata.get("optimizers", {})
     try:
         return records.items(per_rank, records.text), records.texts(optimizers)
     except ValueError:

@@ -6,9 +6,9 @@ follow from the first keys of the names, such as ``optimizer`` in ``optimizer.st
 
 * A checkpoint has sections only if it is certain to be a job's state: it has an optimizer's state, or plain values
   under keys such as ``step``. A model may well have a module called ``scaler``, and none of its tensors may get lost.
-* What has ``param_groups`` and else only ``state`` is an optimizer, whatever its key is called.
+* A key with ``param_groups`` below it, and nothing else but ``state``, is an optimizer's, whatever it is called.
 * Keys that libraries use for states other than the model's then name these sections.
-* A key that all names have above such keys is looked through: torch's Stateful example wraps all in ``app``.
+* If all names begin with one key above such keys, the keys below it count: torch's Stateful example has ``app``.
 * A key such as ``model`` or ``state_dict`` names the model, and is removed from the names when the section is selected,
   if all tensors that are in no other section have it.
 * Otherwise the tensors that are in no other section are the model, and keep their names: some jobs save the model
@@ -73,7 +73,7 @@ _KEYS: dict[str, SectionName] = {
 _NUMBER = re.compile(r"_?[0-9]+$")  # of one among several optimizers
 # An entry of an optimizer's own state dict. In a save, a key that is a number stands in brackets: state[0].exp_avg.
 _OPTIMIZER_STATE = re.compile(r"state(\.[0-9]+|\[[0-9]+\])\.[^.]+$|param_groups\b")
-# Names below an optimizer's key: each has one of both words, and one at least has the groups.
+# A key is an optimizer's if all names below it match _OF_STATE, and at least one of them _OF_OPTIMIZER.
 _OF_OPTIMIZER = re.compile(r"[^.]+\.param_groups([.\[]|$)")
 _OF_STATE = re.compile(r"[^.]+\.(param_groups|state)([.\[]|$)")
 _HAS_STATE = re.compile(r"(^|\.)(state|param_groups)[.\[]")
@@ -92,7 +92,7 @@ def sections_of(source: Source) -> tuple[Section, ...]:
 
 
 def _values_of_save(source: Source, tensors: set[str]) -> set[str]:
-    """Return the names of plain values in a save that show what its keys are.
+    """Return the names of plain values in a save by which its sections are known.
 
     These are the first keys under which there are plain values alone, and the param_groups of optimizers.
     """
@@ -266,7 +266,7 @@ def problems_of(source: Source, wants: Callable[[str], bool]) -> tuple[StateExch
     affected = {tensor.path for tensor in source.unreadable if wants(tensor.name)}
     problems = []
     for problem in source.problems:
-        # A file is known by its tensors, unless it is so broken that not even their names can be read.
+        # A problem of a file affects the tensors in it, unless it is so broken that their names are not known.
         is_affected = problem.name is None or wants(problem.name)
         if problem.path in paths:
             is_affected = problem.path in affected

@@ -77,9 +77,9 @@ def _first_bytes(file: StoredFile) -> bytes:
 def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     """Return the source at a path.
 
-    In a directory the files of the model (model_files.py) are read, and those of other parts of a job's state, such as
-    ``optimizer.pt``. If all names have exactly one ``rankN``, N is the file's rank; otherwise the files are numbered in
-    the order of their names.
+    In a directory the files of the model (model_files.py) and of other parts of a job's state, such as
+    ``optimizer.pt``, are read. If the names of several files have exactly one ``rankN`` each, N is the rank; otherwise
+    the files are numbered in the order of their names.
     """
     store = opened.store
     problems: list[StateExchangeError] = []
@@ -98,7 +98,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         names += [name for name in store.non_directories if name.endswith(TORCH) and state_file(name) is not None]
         problems += check_numbers(names, store)
     listed_names = names_by_file(indexed)
-    notes: tuple[str, ...] = () if opened.file is not None else unread_weights(store, names)
+    notes = unread_weights(store, names) if opened.file is None else ()
     for rank, name in _ranked(names):
         try:
             reader = TorchFile(store.open(name), rank)

@@ -169,10 +169,10 @@ def diff_paths(
 
 
 def _wants(selected: ExportOptions, rename: Rename) -> Callable[[str], bool] | None:
-    """Return whether a problem of a stored name counts; None if all do.
+    """Return a function that returns whether problems of a stored name count; None if all problems count.
 
-    Patterns match names without the parts of wrappers, which are known when the file is open. Until then a problem
-    counts if the name with or without them is compared.
+    Patterns match names without the parts of wrappers. Which parts these are is known only when all names are: until
+    then a problem counts if the name with or without such parts is compared.
     """
     if not selected.include and not selected.exclude:
         return None

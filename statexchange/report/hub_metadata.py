@@ -4,7 +4,8 @@
 lines, the commit, the ETag and the time. The ETag is the file's SHA-256 if the Hub has it in LFS, else git's SHA-1 of
 it as a blob. huggingface_hub trusts it as long as the file is not newer; here the bytes are hashed.
 
-In its cache, each file of ``models--ORG--NAME/snapshots/COMMIT`` is a symbolic link to ``../../blobs/ETAG``.
+In the cache of huggingface_hub, each file of ``models--ORG--NAME/snapshots/COMMIT`` is a symbolic link to
+``../../blobs/ETAG``.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def compare_with_cache(
 ) -> HubComparison | None:
     """Compare the hash of each file of a snapshot in huggingface_hub's cache with the name of its blob.
 
-    Not collective. Return None if no file at the path itself is a link to a blob.
+    Not collective. Return None if nothing directly at the path is a link to a blob.
 
     Raises:
         ReplacedError: a file changed while it was read.
@@ -171,7 +172,7 @@ def _files_below(store: Store, prefix: str = "", depth: int = 0) -> Iterator[tup
 
 
 class _Comparison:
-    """One comparison of `files` with the hashes that are `expected` of some of them, by name."""
+    """A comparison of `files` with the hashes in `expected`, both by name."""
 
     def __init__(self, files: dict[str, _Lazy]) -> None:
         self.files = files
@@ -180,7 +181,7 @@ class _Comparison:
         self._findings: list[StateExchangeError] = []
 
     def add_record(self, name: str, record: _Lazy, store: Store) -> None:
-        """Expect of a file what its metadata says."""
+        """Add the hash of a file from its metadata, or a finding."""
         try:
             commit, etag = _read_record(record.open())
         except StateExchangeError as error:

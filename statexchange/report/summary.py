@@ -71,8 +71,8 @@ class Summary:
         unsupported: reasons, by name, why tensors cannot be read although their files can.
         parts: the parts of a training framework's directory.
         problems: errors for everything that is missing or broken.
-        notes: which layout of quantised weights this is and which tool reads it; what was not looked at; what a config
-            says against the tensors.
+        notes: the layout of quantised weights and the tool that reads it; what was not looked at; differences between a
+            config and the tensors beside it.
         tree: the modules in the names of the tensors, if they were asked for.
     """
 

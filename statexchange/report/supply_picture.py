@@ -18,7 +18,7 @@ from statexchange.report.supply import (
 )
 from statexchange.report.svg import BORDER, MARGIN, NOT_THERE, WIDTH, Drawing, fitted, palette, text_colour, title_of
 from statexchange.tensors import ITEMSIZE, element_shape
-from statexchange.units import format_bytes, format_shape, format_shares
+from statexchange.units import format_bytes, format_number, format_shape, format_shares
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ def supply_picture(supply: Supply) -> str:
     """
     if not supply.tensors:
         raise NotFoundError("there is no tensor to draw", path=supply.path)
-    tensors = "1 tensor" if len(supply.tensors) == 1 else f"{len(supply.tensors):,} tensors"
+    tensors = format_number(len(supply.tensors), "tensor")
     unknown = f"; {len(supply.unknown):,} more are missing, size unknown" if supply.unknown else ""
     subtitle = (
         f"{format_bytes(supply.nbytes)} in {tensors}{unknown}. "
@@ -74,7 +74,7 @@ def tensor_picture(supply: Supply, name: str) -> str:
         raise NotFoundError("there is no such tensor to draw", name=name, path=supply.path)
     tensor = selected.tensors[0]
     dims = ", ".join(f"dim {dim} runs {'across' if across else 'down'}" for dim, across in cut_dims(tensor))
-    regions = "1 region" if len(tensor.boxes) == 1 else f"{len(tensor.boxes):,} regions"
+    regions = format_number(len(tensor.boxes), "region")
     facts = [
         f"{tensor.dtype} {fitted(_shape(tensor), 40)}",
         format_bytes(tensor.nbytes),

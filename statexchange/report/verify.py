@@ -42,8 +42,8 @@ class VerifyReport:
         findings: an error for each problem.
         values: what the checks of values found.
         hub: the comparison with the hashes of a download, whose findings are among `findings`; None without.
-        notes: what a user should know about how the checkpoint was read, such as files of weights that were not; and
-            what a config beside the tensors says against them.
+        notes: files of weights that were not read and other facts about the reading; differences between a config and
+            the tensors beside it.
     """
 
     path: str
@@ -72,8 +72,8 @@ def verify(
     Args:
         path: a path or URL of any format that `open_checkpoint` reads.
         checks: the checks of values to make, of `value_checks.CHECKS`.
-        against: a directory with the metadata of a download from the Hub, with which files are compared. Files of a
-            snapshot in the Hub's cache are compared with the names of their blobs, which are hashes.
+        against: a directory with the metadata of a download from the Hub, with which files are compared. Without it,
+            files of a snapshot in the Hub's cache are compared with the names of their blobs, which are hashes.
         on_progress: called with (bytes done, bytes in total).
 
     Returns:
@@ -258,7 +258,7 @@ class _Check:
                     self.findings.append(ReplicaError(text, name=tensor.source, rank=other.rank))
 
     def digests(self) -> dict[str, list[str]]:
-        """Return the digests of the boxes of each tensor that lies in one file; of others the order is not known."""
+        """Return the digests of each tensor's boxes; [] if several files have parts of it, whose order is not known."""
         digests: dict[str, list[str]] = {}
         for number, shard_file in enumerate(self._source.files):
             for name, tensor in shard_file.tensors.items():

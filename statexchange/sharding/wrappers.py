@@ -1,8 +1,8 @@
-"""The parts that wrappers of modules put into names, and the one rule by which every call removes them.
+"""The parts that wrappers of modules put into names, and the rules that remove them.
 
-torch.compile, FSDP1 and activation checkpointing put a part of their own anywhere into a name, which no model has.
-DistributedDataParallel and AveragedModel put ``module.`` in front of all names. A user's own attribute may have that
-name, too, so it is removed only where all names begin with it.
+torch.compile, FSDP1 and activation checkpointing put their own parts anywhere into a name; no attribute of a model is
+called so. DistributedDataParallel and AveragedModel put ``module.`` in front of all names. A user's own attribute may
+have that name, too, so it is removed only where all names begin with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def without_wrappers(name: str) -> str:
 
 
 def wrapper_rules(names: Collection[str]) -> list[tuple[str, str]]:
-    """Return what removes the parts of wrappers from all names of a model, as (regex, replacement); [] without any.
+    """Return (regex, replacement) pairs that remove the parts of wrappers from all names of a model; [] without any.
 
     Example:
         >>> wrapper_rules(["module.a._orig_mod.w", "module.b.w"])
@@ -36,7 +36,7 @@ def wrapper_rules(names: Collection[str]) -> list[tuple[str, str]]:
     """
     clean = [without_wrappers(name) for name in names]
     rules = [(_PARTS, "")] if any(map(str.__ne__, clean, names)) else []
-    # A common prefix of the first and the last name in sorted order is common to all names.
+    # A prefix of the first and the last name in sorted order is a prefix of all. A model can be wrapped several times.
     first, last = min(clean, default=""), max(clean, default="")
     shortest = min(map(len, clean), default=0)
     prefix = ""

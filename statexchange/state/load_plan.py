@@ -61,6 +61,7 @@ from statexchange.state.source_names import is_index
 from statexchange.state.state_dict import ParameterName, parameter_names
 from statexchange.state.tree import flatten, walk
 from statexchange.tensors import is_tensor, is_torch
+from statexchange.units import format_number
 
 __all__ = [
     "NO_TREE",
@@ -408,7 +409,7 @@ class _Planner:
             return entries or {}
         if by_index:
             fits = isinstance(saved, list | tuple) and len(saved) == len(live)
-            self._expect(fits, _num_items(live), saved, path)
+            self._expect(fits, format_number(len(live), "item"), saved, path)
         else:
             self._expect(entries is not None and not isinstance(saved, list), "a mapping", saved, path)
         assert entries is not None  # `_expect` has checked it
@@ -434,7 +435,7 @@ class _Planner:
     def _module(self, module: Any, saved: Any, path: str, rank_tree: Any) -> None:
         """Plan a module: parameters and buffers are filled, and other entries go through its `load_state_dict`.
 
-        If that does more, by hooks or loaders of modules inside, it is called with what was filled, too.
+        If that does more than copy, by hooks or loaders of modules inside, it is called with what was filled, too.
         """
         self._expect(isinstance(saved, Mapping), "the tensors of a module", saved, path)
         live, rest = live_items(module)
@@ -467,7 +468,7 @@ class _Planner:
         self._add_unexpected(path, [name for name in saved if name not in live and name not in rest])
 
     def _resized(self, live: Any, saved: Any, part: Any, name: str) -> Any:
-        """Return a new tensor for a buffer, `name` of `part`, that takes the saved shape at a load; else None."""
+        """Return a new tensor of the saved shape, if the module `part` takes it for its buffer `name`; else None."""
         if part is None or not isinstance(saved, SavedTensor):
             return None
         new = self._allocate(saved.name, Place(live))
@@ -479,23 +480,23 @@ class _Planner:
     def _optimizer(self, optimizer: Any, saved: Any, path: str, rank_tree: Any) -> None:
         """Plan an optimizer: each parameter gets its state and its group's hyperparameters, by name."""
         self._expect(is_state_of_optimizer(saved), "an optimizer", saved, path)
+        full_name = _name_at(path)
         in_state = {key: name.in_state for key, name in self._parameters.items()}
         parameters = named_parameters(optimizer, in_state)
         labels: dict[str, str] = {}
         tree = rank_tree if is_state_of_optimizer(rank_tree) else saved
         if self._matching.old_names is not None:
-            numbered = numbered_parameters(tree, self._matching.old_names, _name_at(path))
+            numbered = numbered_parameters(tree, self._matching.old_names, full_name)
             labels = {} if numbered is None else numbered.labels(optimizer, parameters, self._parameters)
         of_numbers = {*labels.values()}
         labels |= self._other_names(parameters, tree)
-        is_ungrouped = _name_at(path) in self._matching.ungrouped
+        is_ungrouped = full_name in self._matching.ungrouped
         self.schedulers.moved[id(optimizer)] = None if is_ungrouped else are_moved(optimizer, parameters, tree, labels)
         entries = SavedEntries.of(saved, rank_tree, labels)
-        name = _name_at(path)
-        check_class(optimizer, self._matching.classes.get(with_dots(name), ()), tree["param_groups"], name)
+        check_class(optimizer, self._matching.classes.get(with_dots(full_name), ()), tree["param_groups"], full_name)
         names = {id(parameter): name for name, parameter in parameters.items()}
         if parameters and all(map(is_index, parameters)) and not all(map(is_index, entries.groups)):
-            self.plan.nameless.add(_name_at(path))
+            self.plan.nameless.add(full_name)
         if any(
             group["params"] and not any(names[id(one)] in entries.groups for one in group["params"])
             for group in optimizer.param_groups
@@ -542,7 +543,7 @@ class _Planner:
             dropped += [key for key in optimizer.state if not is_torch(key) and key not in states]
         more = self._more(optimizer, entries.more, path)
         install = functools.partial(install_optimizer, optimizer, groups, states, dropped)
-        self.plan.callbacks.append(functools.partial(load_object, optimizer, install, more, _name_at(path)))
+        self.plan.callbacks.append(functools.partial(load_object, optimizer, install, more, full_name))
 
     def _other_names(self, parameters: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, str]:
         """Return the names of an optimizer's parameters by the other names in the state that the tree has for them."""
@@ -654,7 +655,7 @@ class _Planner:
         if isinstance(saved, SavedTensor):
             found = "a tensor"
         elif isinstance(saved, list | tuple):
-            found = _num_items(saved)
+            found = format_number(len(saved), "item")
         text = f"state{path} was saved as something else: build it as it was saved, or leave it out by exclude"
         raise InvalidArgumentError(text, name=_name_at(path), expected=wanted, found=found)
 
@@ -667,10 +668,6 @@ def _check_known(saved: Any, path: str) -> None:
             if part.problem:
                 reason = f"it cannot be built here: {part.problem}"
             raise UnsupportedError(f"a {part.type_name} was saved here, and {reason}", name=_name_at(path))
-
-
-def _num_items(items: Sequence[Any]) -> str:
-    return "1 item" if len(items) == 1 else f"{len(items)} items"
 
 
 def _name_at(path: str) -> str:

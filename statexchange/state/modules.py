@@ -102,10 +102,10 @@ def is_plain_entry(name: str, value: Any) -> bool:
 
 
 def has_loader(module: Any, path: str) -> bool:
-    """Whether a module, or one inside it, does more at a load than copy tensors: by hooks, or by its own loader.
+    """Whether a module, or one inside it, does more at a load than copy tensors, by hooks or an own loader.
 
     Raises:
-        UnsupportedError: a wrapper has hooks, and only those of the model are called; the error names `path`.
+        UnsupportedError: a wrapper has hooks, and only the model inside is loaded; the error names `path`.
     """
     *wrappers, model = layers(module)
     for wrapper in wrappers:
@@ -116,6 +116,7 @@ def has_loader(module: Any, path: str) -> bool:
 
 
 def _has_own_loader(part: Any) -> bool:
+    """Whether a module itself, without those inside it, has load hooks or overrides `_load_from_state_dict`."""
     hooks = [getattr(part, f"_load_state_dict_{when}_hooks", {}).values() for when in ("pre", "post")]
     functions = [getattr(part, "_load_from_state_dict", None), *hooks[0], *hooks[1]]
     return not all(map(_is_torchs, functions))
@@ -127,7 +128,7 @@ def _is_torchs(function: Any) -> bool:
 
 
 def resizable_buffers(module: Any) -> dict[int, tuple[Any, str]]:
-    """Return the buffers, by `id`, of modules that have loaders of their own, each with its module and name there."""
+    """Return by `id` the buffers whose modules have loaders of their own, each with its module and its name there."""
     return {
         id(buffer): (part, name)
         for part in filter(_has_own_loader, _unwrapped(module).modules())
@@ -138,8 +139,9 @@ def resizable_buffers(module: Any) -> dict[int, tuple[Any, str]]:
 def resizes(part: Any, name: str, tensor: Any) -> bool:
     """Whether a module takes `tensor`, of another shape than its buffer `name`, at a load. Not collective.
 
-    Its loader and hooks are tried on a copy that shares the parameters and modules inside, which they do not reach.
+    Only running its loader and hooks shows that: they run on a copy, so that live state stays as it is.
     """
+    # The parameters and the modules inside are not copied: no loader is called for them.
     shared = {id(item): item for item in [*part.children(), *part.parameters(recurse=False)]}
     problems: list[str] = []
     try:
@@ -153,7 +155,7 @@ def resizes(part: Any, name: str, tensor: Any) -> bool:
 
 
 def load_items(module: Any, items: Mapping[str, Any], filled: Collection[str] = ()) -> None:
-    """Let a module load `items`, by names without wrappers, as torch does, and its tensors `filled` as they are."""
+    """Let a module load `items` and its present tensors `filled`, all by names without wrappers."""
     model = _unwrapped(module)
     state = model.state_dict()
     for name in [*state]:

@@ -29,6 +29,7 @@ from statexchange.state.source_names import (
 from statexchange.state.state_dict import ParameterName, parameter_names
 from statexchange.state.tree import entry_path, walk
 from statexchange.tensors import is_tensor
+from statexchange.units import format_number
 
 __all__ = ["NamesTree", "tree_from_names"]
 
@@ -319,7 +320,7 @@ class _Builder:
         others = [key for key in found if not (is_index(key) and int(key) < len(items))]
         if lacking or others:
             more = f"has {prefix + others[0]!r} besides" if others else f"lacks {f'{prefix}{lacking[0]}'!r}"
-            count = "1 item" if len(items) == 1 else f"{len(items)} items"
+            count = format_number(len(items), "item")
             text = f"the state has {count} here, and the source {more}: make the list as it was saved, or leave it out "
             text += "by exclude"
             raise InvalidArgumentError(text, name=name)

@@ -71,18 +71,18 @@ def check_optimizer(optimizer: Any, path: str) -> None:
 
 
 def class_name(optimizer: Any) -> str:
-    """Return the qualified name of an optimizer's class, or of the class of the one that it wraps. Not collective.
+    """Return the qualified name of the class of an optimizer without its wrappers. Not collective.
 
-    A wrapper, such as accelerate's or DistributedOptimizer, has the state of the optimizer inside.
+    A wrapper, such as accelerate's or DistributedOptimizer, is known by having the same state as the optimizer inside.
     """
     kind = [type(layer) for layer in _layers(optimizer) if layer.state is optimizer.state][-1]
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _layers(optimizer: Any) -> list[Any]:
-    """Return an optimizer, the one that it wraps, and so on."""
+    """Return an optimizer and all that it wraps, the outermost first."""
     layers = [optimizer]
-    for layer in layers:  # which grows; an optimizer may refer to its wrapper
+    for layer in layers:  # which grows in the loop; an optimizer may refer to its wrapper
         for inner in getattr(layer, "__dict__", {}).values():
             if is_optimizer(inner) and all(inner is not outer for outer in layers):
                 layers.append(inner)
@@ -161,7 +161,7 @@ def state_of_optimizer(optimizer: Any, path: str) -> OptimizerState:
 
 
 def _has_own(optimizer: Any, method: str) -> bool:
-    """Whether an optimizer's `state_dict` or `load_state_dict` is not torch's alone: it may have further entries."""
+    """Whether an optimizer's `state_dict` or `load_state_dict` does more than torch's, by an override or hooks."""
     torch_optim = sys.modules.get("torch.optim")
     of_type = getattr(type(optimizer), method, None)
     if of_type is None or torch_optim is None:
@@ -244,7 +244,8 @@ def install_optimizer(
         more: the other entries of the optimizer's state dict.
     """
     _install(optimizer, groups, state, dropped)
-    set_state = getattr(type(optimizer), "__setstate__", None)  # which torch's load_state_dict calls
+    # torch's load_state_dict calls __setstate__, in which an optimizer may derive values from its state.
+    set_state = getattr(type(optimizer), "__setstate__", None)
     derives = not getattr(set_state, "__module__", "torch.optim").startswith("torch.optim")
     if more or derives or _has_own(optimizer, "load_state_dict"):
         _load(optimizer, more)
@@ -252,7 +253,8 @@ def install_optimizer(
 
 def _load(optimizer: Any, more: Mapping[str, Any]) -> None:
     """Let an optimizer load its present state, and further entries, by its own `load_state_dict`. Not collective."""
-    # torch's load_state_dict casts the state and replaces the dicts, in a wrapper those of the inner optimizer.
+    # torch's load_state_dict casts the state, and replaces the dicts, to which others may refer, also in a wrapped
+    # optimizer. So the old dicts are put back, and get what the loader has made of their entries.
     layers = _layers(optimizer)
     before = [
         {name: vars(layer)[name] for name in ("param_groups", "state") if name in vars(layer)} for layer in layers
@@ -268,7 +270,7 @@ def _load(optimizer: Any, more: Mapping[str, Any]) -> None:
 
 
 def _without_casts(new: Any, old: Any) -> Any:
-    """Return what a loader has made of the state `old`, with the old tensors where it has only copied or cast them."""
+    """Return what a loader has made of `old`, with the old tensors where it has only copied or cast them."""
     if is_torch(new) and is_torch(old):
         cast = old.detach().to(device=new.device, dtype=new.dtype)
         return old if _are_alike(new.detach(), cast) else new

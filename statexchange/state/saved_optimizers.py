@@ -16,7 +16,7 @@ from statexchange.tensors import is_tensor
 
 __all__ = ["SavedEntries", "are_moved", "check_class", "found_states", "numbered_parameters"]
 
-# What schedulers add to param groups, which says nothing of the optimizer's class
+# What schedulers add to param groups: it says nothing of the optimizer's class.
 _OF_SCHEDULERS = {"initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
 
 
@@ -76,8 +76,9 @@ class SavedEntries:
 def check_class(optimizer: Any, classes: Collection[str], groups: Iterable[Mapping[str, Any]], path: str) -> None:
     """Raise InvalidArgumentError if the state of another class of optimizers was saved at `path`.
 
-    Classes are compared by their names and not by their modules, as a script that is run and one that is imported are
-    two modules. Without equal qualified names, the names of hyperparameters must not contradict either.
+    An equal qualified name is enough. Else the name without the module must be equal, as a script is the module
+    ``__main__`` when it is run and another when it is imported, and the hyperparameters of one side must contain those
+    of the other. Of a source without classes only the hyperparameters are compared.
 
     Args:
         optimizer: the live optimizer.
@@ -88,10 +89,8 @@ def check_class(optimizer: Any, classes: Collection[str], groups: Iterable[Mappi
     live = class_name(optimizer)
     if live in classes:
         return
-    live_names, saved_names = (
-        {name for group in each for name in hyperparameters(group)} - _OF_SCHEDULERS
-        for each in (optimizer.param_groups, groups)
-    )
+    live_names = _hyperparameter_names(optimizer.param_groups)
+    saved_names = _hyperparameter_names(groups)
     has_name = not classes or live.rpartition(".")[2] in {name.rpartition(".")[2] for name in classes}
     if has_name and (live_names <= saved_names or saved_names <= live_names):
         return
@@ -103,6 +102,10 @@ def check_class(optimizer: Any, classes: Collection[str], groups: Iterable[Mappi
         expected=min(classes, default=f"hyperparameters {lacking}"),
         found=live,
     )
+
+
+def _hyperparameter_names(groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    return {name for group in groups for name in hyperparameters(group)} - _OF_SCHEDULERS
 
 
 def numbered_parameters(tree: Mapping[str, Any], old_names: Mapping[str, str], path: str) -> NumberedParameters | None:

@@ -58,11 +58,11 @@ def encode_state(state: Any) -> EncodedState:
 
 
 def owners_of(state: Any, names: Mapping[int, str], has_rule: Callable[[str], bool]) -> dict[str, Any]:
-    """Return what a save records of what its entries belong to, as a JSON value. Not collective.
+    """Return, as a JSON value, what of a state belongs to a rank and which optimizers it has. Not collective.
 
-    ``per_rank`` are the paths of what belongs to a rank: of objects that say so, and of plain tensors beside sharded
-    parameters, of which each rank has its own even where they are equal. ``optimizers`` has the class of each optimizer
-    by its path.
+    ``per_rank`` has the paths of objects that say that their state belongs to a rank, and of plain tensors beside
+    sharded parameters, which belong to a rank's part even where they are equal. ``optimizers`` has the class of each
+    optimizer by its path. Empty entries are left out.
 
     Args:
         state: the state.
@@ -89,6 +89,7 @@ def _parts_of_rank(
     A scalar, or a tensor of the parameter's shape, belongs to the whole parameter; so does what a layout places.
     """
     for label, parameter in named_parameters(optimizer, names).items():
+        # Of torch's placements, only those that shard have a `dim`.
         is_sharded = is_dtensor(parameter) and any(hasattr(part, "dim") for part in parameter.placements)
         if not is_sharded and not has_rule(label):
             continue

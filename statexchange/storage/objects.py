@@ -77,14 +77,15 @@ class Objects:
     def list_infos(self, names: Collection[str] = ()) -> dict[str, Mapping[str, Any]]:
         """List the directory: fsspec's info of each entry by name.
 
-        Directories in `names` are replaced by all that is below them; others, which may have any size, are not listed.
+        Directories to which one of `names` leads are replaced by all that is below them. Others may have any size, and
+        are not listed.
         """
         audit("list", self.path)
         infos = self._list(self._base)
-        if set(infos) == {self._base.rpartition("/")[2]} and next(iter(infos.values())).get("type") == "file":
-            is_target = str(next(iter(infos.values()))["name"]).strip("/") == self._base.strip("/")
-            if is_target:
-                raise TargetExistsError("the target is an object, not a directory", path=self.path)
+        info = infos.get(self._base.rpartition("/")[2], {})
+        # `ls` of an object lists the object itself.
+        if info.get("type") == "file" and str(info["name"]).strip("/") == self._base.strip("/"):
+            raise TargetExistsError("the target is an object, not a directory", path=self.path)
         for folder in {name.partition("/")[0] for name in names if "/" in name}:
             if infos.get(folder, {}).get("type") == "directory":
                 del infos[folder]

@@ -30,12 +30,12 @@ from statexchange.storage.steps import is_saves_directory, saved_steps, step_nam
 from statexchange.units import format_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from statexchange.storage.opened_path import OpenedPath
     from statexchange.storage.store import Store
 
-__all__ = ["SaveCheck", "check_saves", "list_save_directories"]
+__all__ = ["SaveCheck", "check_saves", "list_save_directories", "whole_saves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,6 @@ class SaveCheck:
     manifest: SaveManifest | None
     state: str
     problems: tuple[StateExchangeError, ...]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the save counts for what a `Retention` keeps."""
-        return self.manifest is not None and not self.problems
 
 
 def list_save_directories(path: str) -> list[int]:
@@ -81,6 +76,11 @@ def list_save_directories(path: str) -> list[int]:
             text = "there are no saves by step here: pass the directory in which Checkpoints saves"
             raise NotFoundError(text, path=path)
         return saved_steps(opened.store)
+
+
+def whole_saves(checks: Iterable[SaveCheck]) -> dict[int, SaveManifest]:
+    """Return the manifests of the saves without a problem, by step: those that count for what a `Retention` keeps."""
+    return {check.step: check.manifest for check in checks if check.manifest is not None and not check.problems}
 
 
 def check_saves(

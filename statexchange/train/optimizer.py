@@ -42,8 +42,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     a rank, call `finalize` before you clip.
 
     Equal gradients keep parameters equal only if they are equal at the start. So the constructor gives all ranks rank
-    0's parameters, and with `module` its buffers, as DDP does; ``init_sync=False`` leaves them as they are. State that
-    the optimizer has already, as after a load on one rank, is not made equal: `synchronize` the optimizer.
+    0's parameters, and with `module` its buffers, as DDP does; ``init_sync=False`` leaves them as they are. It does not
+    change the optimizer's state: after a load on one rank alone, `synchronize` the optimizer.
 
     A gradient that is missing on some ranks counts as zeros there. Missing on all, it is None and the parameter is
     skipped. See BucketReducer. State, hyperparameters, `state_dict` and hooks are those of the inner optimizer, so that
@@ -56,8 +56,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         module: the module, or list of modules, that has the optimizer's parameters; messages use its names.
         reducer: a BucketReducer of all parameters, made by the caller.
         accumulate: average after every `accumulate`-th backward; gradients are sums over these.
-        init_sync: give all ranks rank 0's parameters and buffers now. Without it, ranks whose parameters differ train
-            different models and no error is raised: only if they are known to be equal, or are loaded afterwards.
+        init_sync: give all ranks rank 0's parameters and buffers now. Pass False only if they are known to be equal, or
+            are loaded afterwards: ranks whose parameters differ train different models without any error.
         weight: a function that returns this rank's weight when gradients are averaged, for the true mean over tokens:
             the sum of weight times gradient, divided by the sum of weights. Nothing is sent during backward then.
         settings: options of the BucketReducer that is made if `reducer` is None. With `delay_reduce` backward leaves
