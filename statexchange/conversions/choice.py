@@ -11,11 +11,11 @@ from statexchange.conversions.plan import unknown_names
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import InvalidArgumentError, excerpt
 
-__all__ = ["INVERSE", "Convert", "check_numbers", "choose_conversion", "conversion_of"]
+__all__ = ["Convert", "check_numbers", "choose_conversion", "conversion_of"]
 
 Convert = str | Mapping[str, Any]
 
-INVERSE = "inverse:"
+_INVERSE = "inverse:"
 
 
 def choose_conversion(convert: Convert, read: Callable[[str], object]) -> ConversionRules:
@@ -33,7 +33,7 @@ def choose_conversion(convert: Convert, read: Callable[[str], object]) -> Conver
         return ConversionRules.parse(convert, "the conversion")
     if not isinstance(convert, str) or not convert:
         raise InvalidArgumentError(f"convert must be a name, a path or a mapping, not {excerpt(convert)}")
-    name = convert.removeprefix(INVERSE)
+    name = convert.removeprefix(_INVERSE)
     if name in BUILTIN:
         rules = _built_in(name)
     elif name.endswith(".json"):
@@ -41,7 +41,7 @@ def choose_conversion(convert: Convert, read: Callable[[str], object]) -> Conver
     else:
         known = ", ".join(BUILTIN)
         raise InvalidArgumentError(f"there is no conversion {excerpt(name)}: choose {known}, or FILE.json")
-    return rules.inverse() if convert.startswith(INVERSE) else rules
+    return rules.inverse() if convert.startswith(_INVERSE) else rules
 
 
 def conversion_of(names: Collection[str]) -> str | None:

@@ -17,7 +17,7 @@ from statexchange.conversions.patches import Patch, concatenated, identity, perm
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 from statexchange.sharding.shards import MAX_DIMS
 
-__all__ = ["OPERATIONS", "Operation", "Planned", "parse_operation"]
+__all__ = ["Operation", "Planned", "parse_operation"]
 
 T = TypeVar("T")
 _MAX_ENTRIES = 64
@@ -261,9 +261,9 @@ def parse_operation(raw: object) -> Operation:
     if not isinstance(raw, Mapping) or len(raw) != 1:
         raise InvalidArgumentError(f'convert: an operation is like {{"transpose": {{...}}}}, not {excerpt(raw)}')
     ((name, options),) = raw.items()
-    if name not in OPERATIONS or not isinstance(options, Mapping):
-        raise InvalidArgumentError(f"convert: {excerpt(raw)} is no operation; there are {', '.join(OPERATIONS)}")
-    return OPERATIONS[name](_Options(name, options))
+    if name not in _OPERATIONS or not isinstance(options, Mapping):
+        raise InvalidArgumentError(f"convert: {excerpt(raw)} is no operation; there are {', '.join(_OPERATIONS)}")
+    return _OPERATIONS[name](_Options(name, options))
 
 
 class _Options:
@@ -359,7 +359,7 @@ def _fuse(options: _Options) -> Operation:
     return operation
 
 
-OPERATIONS: Mapping[str, Callable[[_Options], Operation]] = {
+_OPERATIONS: Mapping[str, Callable[[_Options], Operation]] = {
     "permute": _permute,
     "transpose": _transpose,
     "split": _split,

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ADAPTER_PATTERN",
-    "CAST_DTYPES",
     "FLOATS",
     "MODEL_PATTERN",
     "REPLICAS",
@@ -29,9 +28,7 @@ __all__ = [
     "LoadOptions",
     "Rename",
     "Replicas",
-    "check_replicas_option",
     "mesh_option",
-    "name_patterns",
     "rename_rules",
     "renamed",
 ]
@@ -44,7 +41,7 @@ REPLICAS: tuple[str, ...] = ("equal", "root")
 MODEL_PATTERN = "model{suffix}.safetensors"
 ADAPTER_PATTERN = "adapter_model{suffix}.safetensors"  # of an adapter of PEFT
 FLOATS = ("F16", "BF16", "F32", "F64")
-CAST_DTYPES = tuple(LONG_NAMES[name] for name in FLOATS)
+_CAST_DTYPES = tuple(LONG_NAMES[name] for name in FLOATS)
 _FILENAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\{suffix\}[A-Za-z0-9._-]{0,80}\.safetensors")
 _EVERY_NAME = "*"
 _MAX_COMPARED = 1 << 16  # characters of an option that ranks compare
@@ -84,14 +81,14 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         accepted = {
-            "include": name_patterns("include", self.include),
-            "exclude": name_patterns("exclude", self.exclude),
+            "include": _name_patterns("include", self.include),
+            "exclude": _name_patterns("exclude", self.exclude),
             "rename": rename_rules(self.rename),
             "dtype": _cast_rules(self.dtype),
             "max_shard_size": _parse_size(self.max_shard_size),
             "layout": self.layout if isinstance(self.layout, Layout | None) else Layout.parse(self.layout),
         }
-        check_replicas_option(self.replicas)
+        _check_replicas_option(self.replicas)
         if self.filename_pattern is not None and not (
             isinstance(self.filename_pattern, str) and _FILENAME_PATTERN.fullmatch(self.filename_pattern)
         ):
@@ -205,12 +202,12 @@ class LoadOptions:
             raise InvalidArgumentError(
                 f'dtype must be None or "state", which casts to the dtype that the state has, not {excerpt(self.dtype)}'
             )
-        check_replicas_option(self.replicas)
+        _check_replicas_option(self.replicas)
         check_flags(strict=self.strict)
         accepted = {
             "layout": self.layout if isinstance(self.layout, Layout | None) else Layout.parse(self.layout),
-            "include": name_patterns("include", self.include),
-            "exclude": name_patterns("exclude", self.exclude),
+            "include": _name_patterns("include", self.include),
+            "exclude": _name_patterns("exclude", self.exclude),
             "rename": rename_rules(self.rename),
         }
         for option, value in accepted.items():
@@ -272,7 +269,7 @@ def mesh_option(layout: Layout | None) -> dict[str, str]:
     return {"layout's mesh": excerpt({} if layout is None else dict(layout.mesh), _MAX_COMPARED)}
 
 
-def name_patterns(option: str, value: object) -> tuple[str, ...]:
+def _name_patterns(option: str, value: object) -> tuple[str, ...]:
     """Return one shell pattern or several as a tuple; raise InvalidArgumentError for anything else."""
     patterns: tuple[Any, ...] | None = None
     if isinstance(value, str):
@@ -325,7 +322,7 @@ def renamed(name: str, rename: Rename) -> str:
     return name
 
 
-def check_replicas_option(replicas: object) -> None:
+def _check_replicas_option(replicas: object) -> None:
     """Raise InvalidArgumentError unless `replicas` is a value that the option accepts."""
     if replicas not in REPLICAS:
         raise InvalidArgumentError(f"replicas must be 'equal' or 'root', not {excerpt(replicas)}")
@@ -357,7 +354,7 @@ def _float_name(dtype: object) -> str:
     text = str(dtype).removeprefix("torch.").lower()
     name = DTYPE_NAMES.get(text, text.upper())
     if name not in FLOATS:
-        raise InvalidArgumentError(f"dtype must be one of {', '.join(CAST_DTYPES)}, not {excerpt(dtype)}")
+        raise InvalidArgumentError(f"dtype must be one of {', '.join(_CAST_DTYPES)}, not {excerpt(dtype)}")
     return name
 
 

@@ -29,7 +29,7 @@ from statexchange.storage.fsspec_store import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-__all__ = ["Objects", "conditional", "etag_of", "version_of"]
+__all__ = ["Objects", "conditional", "etag_of"]
 
 _log = logging.getLogger(__name__)
 _PART_BYTES = 16 << 20  # of a multipart upload; stores require at least 5 MiB
@@ -116,7 +116,7 @@ class Objects:
         try:
             with storage_errors("look up", f"{self.url}/{name}"):
                 self._system.invalidate_cache()
-                return version_of(self._system.info(f"{self._base}/{name}"))
+                return _version_of(self._system.info(f"{self._base}/{name}"))
         except NotFoundError:
             return None
 
@@ -235,6 +235,6 @@ def etag_of(info: Mapping[str, Any]) -> str:
     return str(info.get("ETag") or info.get("etag") or "")
 
 
-def version_of(info: Mapping[str, Any]) -> str:
+def _version_of(info: Mapping[str, Any]) -> str:
     """Return an object's ETag, else another version that its store gives, else ""."""
     return etag_of(info) or version_of_info(info) or ""

@@ -33,7 +33,6 @@ __all__ = [
     "Run",
     "blocks",
     "one_run",
-    "read_block",
     "read_part",
     "slices_within",
     "to_global",
@@ -150,7 +149,7 @@ def _assign(memory: memoryview, dtype: str, window: Box, part: Box, source: Any)
     elements(memory, dtype, window.shape)[slices_within(part, window)] = source
 
 
-def read_block(
+def _read_block(
     stored: ByteRange, window: Box, strides: tuple[int, ...], dtype: str, target: memoryview, *, is_run: bool
 ) -> None:
     """Fill `target` with the bytes, in C order, of `window`, which is local to a stored box.
@@ -264,7 +263,7 @@ def blocks(
     source_strides = c_strides(shape) if strides is None else strides
     for window in windows(shape, itemsize, window_bytes) if memory else ():
         part = memory[: window.numel * itemsize]
-        read_block(stored, window, source_strides, dtype, part, is_run=strides is None)
+        _read_block(stored, window, source_strides, dtype, part, is_run=strides is None)
         yield window, part
 
 
@@ -341,7 +340,7 @@ def read_part(
         nbytes = window.numel * itemsize
         data = memory[target_offset : target_offset + nbytes] if target_is_contiguous else bounce[:nbytes]
         from_box = to_global(window, source_box)
-        read_block(stored, from_box, source_strides, dtype, data, is_run=source_is_contiguous)
+        _read_block(stored, from_box, source_strides, dtype, data, is_run=source_is_contiguous)
         placed = to_global(window, part)
         if digest:
             digest.update(placed, data)

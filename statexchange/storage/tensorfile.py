@@ -35,7 +35,6 @@ __all__ = [
     "Entry",
     "Header",
     "ShardData",
-    "check_name",
     "digest",
     "digest_of_parts",
     "encode_header",
@@ -155,7 +154,7 @@ def storage_form(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]
     return ("F64", (*shape, 2)) if dtype == "C128" else (dtype, element_shape(dtype, shape))
 
 
-def check_name(name: str) -> None:
+def _check_name(name: str) -> None:
     """Raise UnsafeError unless a name is text of 1 to 512 bytes without control characters, and not "__metadata__"."""
     problem = _name_problem(name)
     if problem is not None:
@@ -186,7 +185,7 @@ def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: M
     entries: dict[str, Any] = {_METADATA_KEY: dict(metadata)}
     begin = 0
     for name, dtype, shape in tensors:
-        check_name(name)
+        _check_name(name)
         if name in entries:
             raise InvalidArgumentError("two tensors of one file use this name", name=name)
         end = begin + math.prod(shape) * ITEMSIZE[dtype]

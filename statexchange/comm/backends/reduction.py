@@ -11,13 +11,13 @@ from statexchange.comm.backends.backend import Backend
 from statexchange.comm.wait import Wait
 from statexchange.errors import InvalidArgumentError, NumericOverflowError, UnsupportedError
 
-__all__ = ["OPS", "Reduction", "op_name"]
+__all__ = ["OPS", "Reduction"]
 
 _INT64_MAX = 2**63 - 1
 OPS = ("sum", "avg", "min", "max", "prod")
 
 
-def op_name(op: object) -> str:
+def _op_name(op: object) -> str:
     """Return one of OPS for a name or a torch ReduceOp. Not collective."""
     name = op.lower() if isinstance(op, str) else str(op).rpartition(".")[2].lower()
     name = {"product": "prod"}.get(name, name)
@@ -55,10 +55,10 @@ class Reduction:
         """
         factor = float(scale)
         if factor != 1:
-            return cls._of(op_name(op), dtype, factor, backend)
+            return cls._of(_op_name(op), dtype, factor, backend)
         cached: Reduction | None = backend.reductions.get((op, dtype))
         if cached is None:
-            cached = backend.reductions[op, dtype] = cls._of(op_name(op), dtype, 1.0, backend)
+            cached = backend.reductions[op, dtype] = cls._of(_op_name(op), dtype, 1.0, backend)
         return cached
 
     @classmethod

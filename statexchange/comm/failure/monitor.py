@@ -24,7 +24,6 @@ __all__ = [
     "OuterMonitor",
     "PeerMonitor",
     "forming_group",
-    "is_monitored",
     "monitored",
     "named_failure",
     "outer_monitor",
@@ -172,7 +171,7 @@ def outer_monitor() -> FailureMonitor | None:
     return _outer.get()
 
 
-def is_monitored() -> bool:
+def _is_monitored() -> bool:
     """Whether this is inside a `monitored` block that has a monitor. Not collective."""
     return _outer.get() is not None
 
@@ -184,7 +183,7 @@ def forming_group(monitor: FailureMonitor | None, hosts: Sequence[str]) -> Itera
     `hosts` are the names of the ranks' hosts. Inside another such block, which forms the parent of this group, the
     monitor of that block is used, and errors have its ranks.
     """
-    if is_monitored():
+    if _is_monitored():
         yield
         return
     try:
