@@ -293,7 +293,7 @@ def count_overflows(data: Any, source: str, target: str) -> int:
 
 
 def _magnitudes_below(bits: Any, limit: int, sign: int) -> bool:
-    """Whether all floating numbers, given as signed integers, are nearer to zero than the one with the bits `limit`."""
+    """Whether all floating numbers, given by their bits as signed integers, are smaller in magnitude than `limit`."""
     return bool(bits.max(initial=0) < limit and bits.view(f"u{bits.itemsize}").max(initial=0) < limit + sign)
 
 

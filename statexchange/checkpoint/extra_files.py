@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import os
@@ -158,16 +159,23 @@ def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
     chosen, left = _choose(store)
     files = {}
     for name, file in chosen.items():
-        try:
+        with _left_out(left, name):
             files[name] = file.read_all()
-        except ReplacedError:
-            raise
-        except StateExchangeError as error:
-            left[name] = error.message
     left = {name: reason for name, reason in left.items() if name not in read}
     if not left:
         return files, ()
     return files, (f"not copied from {without_secrets(store.path)}: {abbreviated_list(left)}",)
+
+
+@contextlib.contextmanager
+def _left_out(left: dict[str, str], name: str) -> Iterator[None]:
+    """Note in `left` why a file or directory cannot be read; ReplacedError goes on, and the source is read again."""
+    try:
+        yield
+    except ReplacedError:
+        raise
+    except StateExchangeError as error:
+        left[name] = error.message
 
 
 def _choose(store: Store) -> tuple[dict[str, StoredFile], dict[str, str]]:
@@ -176,24 +184,16 @@ def _choose(store: Store) -> tuple[dict[str, StoredFile], dict[str, str]]:
     left: dict[str, str] = {}
     for name in store.files:
         if not _NOT_COPIED.fullmatch(name):
-            try:
+            with _left_out(left, name):
                 files[name] = store.open(name)
-            except ReplacedError:
-                raise
-            except StateExchangeError as error:
-                left[name] = error.message
     large = {name: file.size for name, file in files.items() if file.size > _MAX_BYTES}
     left |= {name: format_bytes(files.pop(name).size) for name in large}
     room = _MAX_BYTES
     # Without a small file this is not a model's directory, and those below are not its parts.
     for name, kind in store.listing.items() if files else ():
-        try:
+        below: dict[str, StoredFile] = {}
+        with _left_out(left, name):
             below = _files_below(store, name, _MAX_DEPTH) if kind != "file" else {}
-        except ReplacedError:
-            raise
-        except StateExchangeError as error:
-            left[name] = error.message
-            continue
         nbytes = sum(file.size for file in below.values())
         if nbytes > room:
             left[name] = format_bytes(nbytes)

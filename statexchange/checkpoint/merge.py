@@ -33,7 +33,7 @@ from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_a
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication, target_path
 from statexchange.checkpoint.tensor_notes import notes_on_tensors
 from statexchange.conversions.choice import Convert, check_numbers
-from statexchange.conversions.numbers import KnownConfig
+from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -263,30 +263,15 @@ def merge_checkpoint(
             return merge_opened(checkpoint, reductions)
 
     def merge_opened(checkpoint: Source, reductions: Mapping[str, str]) -> MergeReport:
-        notes: tuple[str, ...]
         check_readable(checkpoint, options)
         own, own_notes = ({}, ()) if files_from == () else own_files(checkpoint)
-        merged, plan_options, notes = checkpoint, options, ()
-        converted: Converted | None = None
+        merged, converted = checkpoint, None
         if conversion is None:
             plan_options, notes = _unwrapping_options(checkpoint, options)
         else:
-            given_configs = _given_configs(files_from)
-            selected, notes = _selected(checkpoint, options)
-            converted = convert_source(selected, conversion, numbers, [*given_configs, *configs_beside(checkpoint)])
-            config_files = [*given_configs, *config_files_beside(checkpoint)]
-            check_model_configs(
-                selected,
-                converted.source,
-                conversion,
-                config_files,
-                written=config_files[0] if config_files and (given_configs or CONFIG in own) else None,
-                given=numbers,
-                is_whole=len(list(selected.shards())) == len(list(checkpoint.shards())),
-            )
+            converted, notes = _converted(checkpoint, options, conversion, numbers, files_from, own)
             merged, reductions = converted.source, converted.renamed_keys(reductions)
-            notes += tuple(options.notes_on_rename({tensor.shard.name for _, tensor in merged.shards()}))
-            plan_options = replace(options, include=(), exclude=())  # `_selected` has applied them
+            plan_options = replace(options, include=(), exclude=())  # `_converted` has applied them
         merged = _with_heads(merged, given_config(files_from) or own.get(CONFIG))
         left_over: dict[str, bytes] = {}
         if _writes_adapter(merged, plan_options, own):
@@ -479,20 +464,36 @@ def _unwrapping_options(source: Source, options: ExportOptions) -> tuple[ExportO
     return options, tuple(notes)
 
 
-def _selected(source: Source, options: ExportOptions) -> tuple[Source, tuple[str, ...]]:
-    """Return the tensors to convert, under their names without wrappers' prefixes, and notes about that."""
+def _converted(
+    source: Source,
+    options: ExportOptions,
+    conversion: ConversionRules,
+    numbers: Mapping[str, int],
+    files_from: FilesFrom,
+    own: Mapping[str, bytes],
+) -> tuple[Converted, tuple[str, ...]]:
+    """Convert the selected tensors under their names without wrappers' parts; return notes about names, too."""
     names = {tensor.shard.name for _, tensor in source.shards()}
     options.check_include(names)
-    selected = frozenset(filter(options.wants, names))
-    model = section_of(source, Section("model", "", selected)).unwrapped()
-    notes = model.notes[len(source.notes) :]
-    return model, (*notes, *options.notes_on_exclude({*names, *source.unsupported}))
-
-
-def _given_configs(files_from: FilesFrom) -> list[KnownConfig]:
-    """Return the config.json that the caller gives for the output."""
+    wanted = frozenset(filter(options.wants, names))
+    selected = section_of(source, Section("model", "", wanted)).unwrapped()
     content = given_config(files_from)
-    return [] if content is None else config_of(f"{CONFIG} of files_from", content)
+    given_configs = [] if content is None else config_of(f"{CONFIG} of files_from", content)
+    converted = convert_source(selected, conversion, numbers, [*given_configs, *configs_beside(source)])
+    config_files = [*given_configs, *config_files_beside(source)]
+    check_model_configs(
+        selected,
+        converted.source,
+        conversion,
+        config_files,
+        written=config_files[0] if config_files and (given_configs or CONFIG in own) else None,
+        given=numbers,
+        is_whole=len(wanted) == len(names),
+    )
+    # The source's own notes come with the others of the report.
+    notes = [*selected.notes[len(source.notes) :], *options.notes_on_exclude({*names, *source.unsupported})]
+    notes += options.notes_on_rename({tensor.shard.name for _, tensor in converted.source.shards()})
+    return converted, tuple(notes)
 
 
 def _unwrapping(rules: Sequence[tuple[str, str]], rename: Rename) -> Rename:

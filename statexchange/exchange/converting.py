@@ -139,17 +139,17 @@ def convert_live(
 
 def _renumbered(comm: Communicator, described: Description, layout: Layout) -> Description:
     """Return the description with the names that a layout renumbers over all ranks. Collective."""
-    own: dict[str, str] | None = None
+    sources: dict[str, str] | None = None
     if any(rule.renumber for rule in layout.rules.values()):
-        own = {name: described.sources.get(name, name) for name in described.tensors}
-    sent = comm.all_gather_object(own)
+        sources = {name: described.sources.get(name, name) for name in described.tensors}
+    sent = comm.all_gather_object(sources)
     with comm.phase("renumbering its tensors"):
         by_rank = {}
         for rank, raw in enumerate(sent):
-            if (raw is None) != (own is None):
+            if (raw is None) != (sources is None):
                 raise InvalidArgumentError("with convert, a layout renumbers on all ranks or on none", rank=rank)
             by_rank[rank] = {} if raw is None else records.parsed(raw, records.texts, "its names", rank)
-        if own is None:
+        if sources is None:
             return described
         names = renumber_names(by_rank, layout)[comm.rank]
         if len({*names.values()}) < len(names):

@@ -173,7 +173,7 @@ class _LiveComparison:
         tolerance: float | None,
         state: Any,
     ) -> None:
-        """Compare `live`; `state` gives the checkpoint its names in memory, None leaves them as they are."""
+        """Compare `live`. The checkpoint's names become those in the memory of `state`, unless it is None."""
         self._comm = comm
         self._state = state
         self._live = live

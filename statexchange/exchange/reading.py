@@ -92,7 +92,7 @@ def read_all(
     comm: Communicator,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[int, list[Overflows]]:
-    """Fill the live tensors; return the bytes that this rank has read, and what became infinite by a cast.
+    """Fill the live tensors; return the bytes that this rank has read, and boxes in which casts made values infinite.
 
     Not collective without `readers` (from `assign_readers`); otherwise all ranks that they name must call this.
     Raise ReplacedError if a file may have changed since it was opened.

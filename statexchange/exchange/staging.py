@@ -35,7 +35,15 @@ __all__ = ["Staging", "memory_of", "shard_data"]
 
 
 class _Copied(NamedTuple):
-    """A window, the part of a tensor, and its copy in a buffer, complete when `event` is."""
+    """A window of a tensor that is copied into a buffer.
+
+    Attributes:
+        window: the box of the window.
+        memory: the bytes of the buffer.
+        source: the part of the tensor.
+        buffer: the array or tensor over `memory`.
+        event: what to wait for until the copy is complete; None if it is.
+    """
 
     window: Box
     memory: memoryview
@@ -103,7 +111,7 @@ class Staging:
             pending[number % 2] = _copy(target, buffer, tensor)
             if cast is not None:
                 cast_bytes = own_bytes(target)
-                if cast_bytes is None:  # on a GPU, for which the host does not wait, or strided
+                if cast_bytes is None:  # strided, or on a GPU, for which the host does not wait: count from the source
                     self.num_overflows += count_overflows(memory, dtype, cast)
                 elif not all_finite(cast_bytes, cast):
                     self.num_overflows += num_overflows(buffer, target)
@@ -111,7 +119,7 @@ class Staging:
             _await(copy)
 
     def _finished(self, copied: _Copied, cast: str | None) -> tuple[Box, memoryview]:
-        """Wait for a copy; return the data. If the copy has cast them to the dtype `cast`, their NaNs are unified."""
+        """Wait for a copy; return the data. If it has cast them to dtype `cast`, unify NaNs and count overflows."""
         _await(copied.event)
         if cast is not None and not unify_nans(copied.memory, cast):
             self.num_overflows += num_overflows(copied.source, copied.buffer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from statexchange.conversions.plan import TensorInfo
@@ -98,7 +99,7 @@ def config_warnings(tensors: _Tensors, files: Mapping[str, bytes]) -> tuple[str,
     return tuple(warnings)
 
 
-def source_warnings(source: Source, digests: Mapping[str, Sequence[str]] | None = None) -> tuple[str, ...]:
+def source_warnings(source: Source, digests: Mapping[str, Sequence[str]] = MappingProxyType({})) -> tuple[str, ...]:
     """Return the warnings about the configs in a source's directory. Not collective; reads the configs.
 
     () for a source of which something is missing or broken, as its tensors are not all there to compare.
@@ -124,15 +125,15 @@ def source_warnings(source: Source, digests: Mapping[str, Sequence[str]] | None 
                 continue
     if not files:
         return ()
-    sections = [section for section in sections_of(source) if section.name == "model"]
-    tensors, names = {}, {}
+    model = next((section for section in sections_of(source) if section.name == "model"), None)
+    tensors, digests_of_model = {}, {}
     for _, tensor in source.shards():
-        shard, prefix = tensor.shard, sections[0].prefix if sections else ""
-        if not sections or shard.name in sections[0].names:
-            names[shard.name] = shard.name.removeprefix(prefix)
-            tensors[names[shard.name]] = TensorInfo(shard.dtype, shard.global_shape)
-    renamed = {names[name]: digest for name, digest in (digests or {}).items() if name in names}
-    return (*config_warnings(tensors, files), *tie_warnings(tensors, files, renamed))
+        shard = tensor.shard
+        if model is None or shard.name in model.names:
+            name = shard.name if model is None else shard.name.removeprefix(model.prefix)
+            tensors[name] = TensorInfo(shard.dtype, shard.global_shape)
+            digests_of_model[name] = digests.get(shard.name, ())
+    return config_warnings(tensors, files) + tie_warnings(tensors, files, digests_of_model)
 
 
 def tie_warnings(
@@ -198,10 +199,10 @@ def named_adapters(names: Collection[str]) -> dict[str, list[str]]:
     return adapters
 
 
-def is_plain(tensors: _Tensors) -> bool:
-    """Whether the weights are not quantised: no tensor is packed, in float8, or a scale."""
+def is_plain(dtypes: Mapping[str, str]) -> bool:
+    """Whether the weights, given by name and dtype, are not quantised: none is packed, in float8, or a scale."""
     plain = {*FLOATS, "I64", "BOOL"}  # positions and masks are in models of any kind
-    return not any(info.dtype not in plain or _SCALE.search(name) for name, info in tensors.items())
+    return not any(dtype not in plain or _SCALE.search(name) for name, dtype in dtypes.items())
 
 
 def _parsed(files: Mapping[str, bytes], name: str) -> _Config | None:
@@ -352,7 +353,7 @@ def _against_dtypes(config: _Config, tensors: _Tensors) -> Iterator[str]:
     """Yield a text if the config calls the weights quantised, and no tensor is."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if isinstance(method, str) and is_plain(tensors):
+    if isinstance(method, str) and is_plain({name: info.dtype for name, info in tensors.items()}):
         name, info = next(iter(tensors.items()))
         text = f"quantization_config says {excerpt(method)}, and no tensor is packed, in float8 or a scale"
         yield f"{text}: {excerpt(name)[1:-1]} has dtype {info.dtype}"

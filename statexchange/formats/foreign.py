@@ -84,14 +84,14 @@ def matches(opened: OpenedPath) -> bool:
 
 
 def is_directory_format(store: Store) -> bool:
-    """Whether a directory is one checkpoint of these formats, with all that is below it."""
+    """Whether a directory, with all that is below it, is a checkpoint of one of these formats."""
     return _directory_format(store) is not None
 
 
 def read(opened: OpenedPath, *, strict: bool = True) -> NoReturn:  # noqa: ARG001 (a parameter of every format)
     """Raise UnsupportedError, which names the format and the tool; CorruptError if a file is not what its suffix says.
 
-    The error is the same with `strict` and without, as there is nothing to read.
+    `strict` makes no difference.
     """
     if opened.file is None:
         directory_format = _directory_format(opened.store)
@@ -116,7 +116,7 @@ def _names(store: Store) -> list[str]:
 
 
 def _format_of(start: bytes) -> _Format | None:
-    """Return the format of a file that begins so; None for any other file."""
+    """Return the format of a file with these first bytes; None if it is none of them."""
     for format_ in _FILES:
         if format_.start.match(start):
             return format_

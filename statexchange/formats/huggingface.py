@@ -115,26 +115,9 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
     """Return the source at a path; with `uses_manifest` False, ignore its manifest."""
     store = opened.store
     problems: list[StateExchangeError] = []
-    manifest: dict[str, Any] | None = None
-    weight_map: dict[str, str] = {}
-    files: ModelFiles | None = None
-    try:
-        if opened.file is None:
-            manifest = _manifest(store) if uses_manifest else None
-            problems += _unfinished(store, manifest)
-        files = model_files(opened) if manifest is None else None
-        weight_map = _weight_map(store, files, manifest)
-    except InvalidArgumentError:  # several candidates, of which the caller has to name one
-        raise
-    except StateExchangeError as error:
-        problems.append(error)
+    manifest, weight_map, names = _files_to_read(opened, problems, uses_manifest=uses_manifest)
     published = manifest["tensors"] if manifest is not None else {}
     listed_names = names_by_file(weight_map)
-    names = sorted(listed_names) or (list(files.names) if files is not None else [])
-    if opened.file is None and not weight_map:
-        problems += check_numbers(names, store)
-        if not names and manifest is None and not problems:
-            problems.append(IncompleteError("there are no safetensors files", path=store.path))
     shard_files: list[ShardFile] = []
     unreadable: list[UnreadableTensor] = []
     texts: list[Mapping[str, str]] = []
@@ -175,6 +158,33 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
         differing=differing,
         notes=notes,
     )
+
+
+def _files_to_read(
+    opened: OpenedPath, problems: list[StateExchangeError], *, uses_manifest: bool
+) -> tuple[dict[str, Any] | None, dict[str, str], list[str]]:
+    """Return the manifest, the file of each tensor by it or an index, and the files to read; add to `problems`."""
+    store = opened.store
+    manifest: dict[str, Any] | None = None
+    weight_map: dict[str, str] = {}
+    files = ModelFiles()
+    try:
+        if opened.file is None:
+            manifest = _manifest(store) if uses_manifest else None
+            problems += _unfinished(store, manifest)
+        if manifest is None:
+            files = model_files(opened)
+        weight_map = _weight_map(store, files, manifest)
+    except InvalidArgumentError:  # several candidates, of which the caller has to name one
+        raise
+    except StateExchangeError as error:
+        problems.append(error)
+    names = sorted(set(weight_map.values())) or list(files.names)
+    if opened.file is None and not weight_map:
+        problems += check_numbers(names, store)
+        if not names and manifest is None and not problems:
+            problems.append(IncompleteError("there are no safetensors files", path=store.path))
+    return manifest, weight_map, names
 
 
 def check_numbers(names: Sequence[str], store: Store) -> list[StateExchangeError]:
@@ -414,10 +424,10 @@ def _check_record(record: Any) -> None:
         raise TypeError("a tensor's file is not a name")
 
 
-def _weight_map(store: Store, files: ModelFiles | None, manifest: Mapping[str, Any] | None) -> dict[str, str]:
+def _weight_map(store: Store, files: ModelFiles, manifest: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the file of each tensor, from the manifest or else the index; {} without either."""
     if manifest is None:
-        return {} if files is None or files.index is None else read_index(store, files.index)
+        return {} if files.index is None else read_index(store, files.index)
     published = {name: record["file"] for name, record in manifest["tensors"].items()}
     check_file_names(published, store.path)
     files_of_manifest = set(published.values())

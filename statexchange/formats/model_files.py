@@ -58,17 +58,15 @@ _NUMBER = re.compile(r"[0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The files of a directory that are its model.
+    """The files of a directory that are its model; neither names nor an index if there is none.
 
     Attributes:
         names: the files; empty if an index lists them.
         index: the index that lists them; None without one.
-        is_torch: whether they are files of torch.save; else they are safetensors files.
     """
 
-    names: tuple[str, ...]
-    index: str | None
-    is_torch: bool
+    names: tuple[str, ...] = ()
+    index: str | None = None
 
 
 def has_safetensors_model(store: Store) -> bool:
@@ -89,8 +87,8 @@ def preferred_file(store: Store) -> str | None:
     return next((name for name in _PREFERRED if name in names), None)
 
 
-def model_files(opened: OpenedPath) -> ModelFiles | None:
-    """Return the files of a directory that are its model; None if it has no weights that can be read.
+def model_files(opened: OpenedPath) -> ModelFiles:
+    """Return the files of a directory that are its model; none if it has no weights that can be read.
 
     If the path is that of one file or index, this is the model.
 
@@ -113,14 +111,12 @@ def model_files(opened: OpenedPath) -> ModelFiles | None:
             raise _several(candidates, store)
         if candidates:
             return _chosen(candidates[0])
-    return None
+    return ModelFiles()
 
 
 def _chosen(names: Sequence[str]) -> ModelFiles:
     """Return the candidate that was chosen: one index, or files."""
-    first = names[0].removesuffix(INDEX)
-    is_index = first != names[0]
-    return ModelFiles(() if is_index else tuple(names), names[0] if is_index else None, first.endswith(TORCH))
+    return ModelFiles(index=names[0]) if names[0].endswith(INDEX) else ModelFiles(tuple(names))
 
 
 def _sets(names: Iterable[str]) -> list[list[str]]:

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from statexchange.conversions.plan import TensorInfo
 from statexchange.errors import CorruptError, StateExchangeError, UnsupportedError, excerpt
 from statexchange.formats.config_check import is_plain
 from statexchange.formats.model_files import CONFIG
@@ -70,15 +69,15 @@ def packing_notes(source: Source) -> tuple[str, ...]:
     """Return a note about the layout of quantised weights in a Hugging Face checkpoint; () for any other source."""
     if source.kind != "huggingface":
         return ()
-    tensors = {tensor.shard.name: tensor.shard for _, tensor in source.shards()}
+    dtypes = {tensor.shard.name: tensor.shard.dtype for _, tensor in source.shards()}
     # Tensors decide: a config that calls plain weights quantised is named by config_check.py.
-    if is_plain({name: TensorInfo(shard.dtype, shard.global_shape) for name, shard in tensors.items()}):
+    if is_plain(dtypes):
         return ()
     config = _quantization_config(source)
     method, settings = config.get("quant_method"), _settings(config)
     found = _LAYOUTS.get(method) if isinstance(method, str) else None
     if found is None:
-        by_names = _layout_by_names(tensors)
+        by_names = _layout_by_names(dtypes)
         found = None if by_names is None else _LAYOUTS[by_names]
     if found is not None:
         return (f"{found.title}{settings}. {found.tool}; a merge copies the packed tensors as they are",)

@@ -113,7 +113,8 @@ def open_source(
             tensors are the model's (formats/sections.py). Problems of other sections do not count.
         weights: which weights of a DeepSpeed checkpoint are the model's: "master" (fp32) or "model"; None for the
             master weights where they can be read.
-        wants: whether a name will be read; with `strict`, problems of other tensors are left out. By default all count.
+        wants: `wants(name)` returns whether a tensor will be read. With `strict`, only problems of such tensors are
+            raised, by default those of all.
 
     Returns:
         The source, which holds its files open until it is closed.
@@ -143,7 +144,8 @@ def open_with(
         try:
             source = read(opened, strict=strict, section=section)
         except StateExchangeError as error:
-            opened.store.check_opened()  # files of two versions do not fit each other
+            # Files of two versions contradict each other: then ReplacedError is raised, and they are read again.
+            opened.store.check_opened()
             if wants is None or not isinstance(error, IncompleteError | CorruptError | UnsafeError):
                 raise
             source = _without_problems(read(opened, strict=False, section=section), wants, error)
@@ -166,7 +168,7 @@ def open_with(
 
 
 def _without_problems(source: Source, wants: Callable[[str], bool], error: StateExchangeError) -> Source:
-    """Return a source of which `error` is a problem, if none of its problems affects what `wants` accepts."""
+    """Return a source without its problems, if none affects a tensor that `wants` accepts; else raise the first."""
     problems = problems_of(source, wants)
     if problems or not source.problems:
         raise problems[0] if problems else error
@@ -182,8 +184,9 @@ class Probe:
         source: the checkpoint; None if there is none, or if it cannot be opened.
         error: why it cannot be opened.
         names: all names in the directory, sorted.
-        directories: the names of its directories, without links and without parts of a checkpoint that is not read.
-        is_foreign: whether it is a checkpoint of a format that is not read, which `error` names.
+        directories: the names of its directories, without links; none if these are parts of a checkpoint in one of the
+            formats that are not read.
+        is_foreign: whether the checkpoint has a format that is not read, which `error` names.
     """
 
     opened: OpenedPath

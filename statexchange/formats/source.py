@@ -161,10 +161,10 @@ def abbreviated_reasons(reasons: Mapping[str, str]) -> str:
 
 
 def empty_weights_text(shapes: Mapping[str, Sequence[int]]) -> str:
-    """Return what is wrong with the tensors of shape [0] among those with these shapes; "" without a weight of it.
+    """Return a text about tensors of shape [0], given by name; "" if none of these is called a weight.
 
-    DeepSpeed's ZeRO-3 leaves such tensors where a parameter is on other ranks, and saves by other tools write them. No
-    layer has a weight of shape [0]; tensors of that shape under other names alone may be meant.
+    DeepSpeed's ZeRO-3 leaves such tensors on a rank that does not own a parameter, and other tools save these. No layer
+    has a weight of shape [0]. A buffer of this shape, as of an empty list, may be right.
     """
     empty = [name for name, shape in shapes.items() if [*shape] == [0]]
     if not any(name.endswith("weight") for name in empty):
@@ -291,8 +291,8 @@ class Source:
         metrics: numbers that a job gave with a save.
         world_size: number of ranks, where the format has it.
         configs: each rank's config as JSON text of `values.encode`.
-        per_rank: the paths in the configs of what belongs to a rank: it fits the number of ranks that saved it.
-        optimizers: the qualified names of the classes of an optimizer, which ranks may have saved apart, by its path.
+        per_rank: the paths of what belongs to a rank, and fits no other number of ranks than saved it.
+        optimizers: by the path of each optimizer, the qualified names of its class; several if ranks differ.
         manifest: content of the statexchange.json of a published directory.
         others: descriptions, by name, of entries that are not tensors.
         texts: those of `others` that are plain values, as JSON text of `values.encode`.
@@ -390,7 +390,7 @@ class Source:
         return rank_shards
 
     def empty_weights(self) -> tuple[StateExchangeError, ...]:
-        """Return the error of tensors of shape [0] in place of weights, if there are any."""
+        """Return an error if tensors of shape [0] are in place of weights, else ()."""
         shapes = {tensor.shard.name: tensor.shard.global_shape for _, tensor in self.shards()}
         text = empty_weights_text(shapes)
         return (IncompleteError(text, path=self.path),) if text else ()
@@ -452,7 +452,7 @@ class Source:
         )
 
     def unwrapped(self) -> Source:
-        """Return the source with names without the parts of wrappers, and a note on that if there are any."""
+        """Return the source without the parts of wrappers in its names, and with a note if there were any."""
         names = {tensor.shard.name for _, tensor in self.shards()}
         rules = wrapper_rules(names)
         if not rules:

@@ -88,14 +88,8 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     texts: dict[str, dict[str, str]] = {}  # each text of a value, with its description
     unreadable: list[UnreadableTensor] = []
     known: dict[str, StateFile] = {}  # by name of an entry
-    indexed: dict[str, str] = {}
-    files = model_files(opened)
-    names = list(files.names) if files is not None else []
-    if files is not None and files.index is not None:
-        indexed = read_index(store, files.index, ".bin")
-        names = sorted(set(indexed.values()))
-    elif opened.file is None:
-        names += [name for name in store.non_directories if name.endswith(TORCH) and state_file(name) is not None]
+    indexed, names = _files_to_read(opened)
+    if opened.file is None and not indexed:
         problems += check_numbers(names, store)
     listed_names = names_by_file(indexed)
     notes = unread_weights(store, names) if opened.file is None else ()
@@ -172,6 +166,18 @@ def _lone_side_files(store: Store) -> list[StateExchangeError]:
             text = f"{program} writes this file beside .metadata and .distcp files, which are missing: copy them, too"
             problems.append(IncompleteError(text, path=store.path_of(name)))
     return problems
+
+
+def _files_to_read(opened: OpenedPath) -> tuple[dict[str, str], list[str]]:
+    """Return the file of each tensor by the index, {} without one, and the files to read."""
+    store, files = opened.store, model_files(opened)
+    if files.index is not None:
+        indexed = read_index(store, files.index, ".bin")
+        return indexed, sorted(set(indexed.values()))
+    names = list(files.names)
+    if opened.file is None:
+        names += [name for name in store.non_directories if name.endswith(TORCH) and state_file(name) is not None]
+    return {}, names
 
 
 def _ranked(names: Sequence[str]) -> list[tuple[int, str]]:

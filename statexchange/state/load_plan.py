@@ -483,11 +483,9 @@ class _Planner:
         full_name = _name_at(path)
         in_state = {key: name.in_state for key, name in self._parameters.items()}
         parameters = named_parameters(optimizer, in_state)
-        labels: dict[str, str] = {}
         tree = rank_tree if is_state_of_optimizer(rank_tree) else saved
-        if self._matching.old_names is not None:
-            numbered = numbered_parameters(tree, self._matching.old_names, full_name)
-            labels = {} if numbered is None else numbered.labels(optimizer, parameters, self._parameters)
+        numbered = numbered_parameters(tree, self._matching.old_names, full_name)
+        labels = {} if numbered is None else numbered.labels(optimizer, parameters, self._parameters)
         of_numbers = {*labels.values()}
         labels |= self._other_names(parameters, tree)
         is_ungrouped = full_name in self._matching.ungrouped

@@ -108,14 +108,19 @@ def _hyperparameter_names(groups: Iterable[Mapping[str, Any]]) -> set[str]:
     return {name for group in groups for name in hyperparameters(group)} - _OF_SCHEDULERS
 
 
-def numbered_parameters(tree: Mapping[str, Any], old_names: Mapping[str, str], path: str) -> NumberedParameters | None:
+def numbered_parameters(
+    tree: Mapping[str, Any], old_names: Mapping[str, str] | None, path: str
+) -> NumberedParameters | None:
     """Return the numbers of parameters in a tree of an optimizer, by group, and their names; None without numbers.
 
-    The groups of several ranks may be joined in the tree. Where a number comes again, those of the next rank begin.
+    `old_names` is None if the tree has the names or numbers of the live parameters (`Matching`). The groups of several
+    ranks may be joined in the tree. Where a number comes again, those of the next rank begin.
 
     Raises:
         InvalidArgumentError: ranks have other parameters for one number.
     """
+    if old_names is None:
+        return None
     ranks: list[list[list[str]]] = [[]]
     names: dict[str, str] = {}
     seen: set[str] = set()
