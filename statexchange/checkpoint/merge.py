@@ -470,7 +470,7 @@ def _converted(
     conversion: ConversionRules,
     numbers: Mapping[str, int],
     files_from: FilesFrom,
-    own: Mapping[str, bytes],
+    model_files: Mapping[str, bytes],
 ) -> tuple[Converted, tuple[str, ...]]:
     """Convert the selected tensors under their names without wrappers' parts; return notes about names, too."""
     names = {tensor.shard.name for _, tensor in source.shards()}
@@ -486,7 +486,7 @@ def _converted(
         converted.source,
         conversion,
         config_files,
-        written=config_files[0] if config_files and (given_configs or CONFIG in own) else None,
+        written=config_files[0] if config_files and (given_configs or CONFIG in model_files) else None,
         given=numbers,
         is_whole=len(wanted) == len(names),
     )
