@@ -17,6 +17,7 @@ from typing import Any
 
 from statexchange.conversions.patches import Dim, Patch, identity
 from statexchange.conversions.plan import ConversionPlan, Fill, TensorInfo
+from statexchange.errors import UnsupportedError
 from statexchange.sharding.shards import Box, c_strides
 from statexchange.state.pretrained import pretrained_model
 
@@ -56,6 +57,9 @@ class SavedNames:
 
         A tensor that is stored under its name in memory stays as it is, and so does a name that the model does not
         know.
+
+        Raises:
+            UnsupportedError: parts of one tensor are stored in several dtypes.
         """
         outputs = dict(stored)
         fills = {name: [Fill(name, patch) for patch in identity(info.shape)] for name, info in stored.items()}
@@ -64,10 +68,15 @@ class SavedNames:
             by_name.setdefault(name, {})[saved] = patch
         changed = False
         for name, patches in by_name.items():
-            if name in stored or not patches.keys() <= stored.keys():
+            # Parts of a model of other sizes are no parts of this one: its tensor is missing then.
+            if name in stored or any(not _has_part(stored, saved, patch) for saved, patch in patches.items()):
                 continue
             changed = True
-            dtypes = {stored[saved].dtype for saved in patches}
+            dtypes = {stored[saved].dtype: saved for saved in patches}
+            if len(dtypes) > 1:
+                listed = ", ".join(f"{saved} is {dtype}" for dtype, saved in sorted(dtypes.items()))
+                text = f"tensors of different dtypes would become one: {listed}; merge with dtype (--dtype) first"
+                raise UnsupportedError(text, name=name)
             outputs[name] = TensorInfo(min(dtypes), shapes[name])
             for saved, patch in patches.items():
                 del outputs[saved]
@@ -150,6 +159,11 @@ def _patch(name: str, view: Any, shape: tuple[int, ...]) -> Patch:
         else:
             raise _UntracedError(f"the dims of {name} are not those of one tensor")
     return Patch(0, Box((0,) * len(dims), tuple(view.shape)), tuple(begin), tuple(dims))
+
+
+def _has_part(stored: Mapping[str, TensorInfo], name: str, patch: Patch) -> bool:
+    """Whether a part of a tensor is stored under a name, in the shape that it has."""
+    return name in stored and stored[name].shape == patch.box.shape
 
 
 def _inverse(patch: Patch) -> Patch:

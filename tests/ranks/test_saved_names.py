@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import TINY, build
 
 import statexchange as sx
@@ -75,6 +76,36 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     with pytest.raises(sx.errors.NotFoundError) as caught:
         sx.load_checkpoint(seeded("qwen3_moe", 2), tmp_path / "less")
     assert "model.layers.1.mlp.experts.gate_up_proj" in str(caught.value)
+
+
+def stored_with(path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """Save a model with one tensor of its file changed."""
+    seeded("qwen3_moe", 1).save_pretrained(path)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, name: change(tensors[name]).contiguous()}, file, {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "state"}])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_experts_of_two_dtypes_are_refused(tmp_path: Path, options: dict[str, Any], kind: torch.dtype) -> None:
+    name = "model.layers.0.mlp.experts.2.down_proj.weight"
+    path = stored_with(tmp_path, name, lambda value: value.bfloat16())
+    model = seeded("qwen3_moe", 2).to(kind)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(sx.errors.UnsupportedError, match="dtypes") as caught:
+        sx.load_checkpoint(model, path, **options)
+    assert caught.value.name == "model.layers.0.mlp.experts.down_proj"
+    assert_equal(before, dict(model.state_dict()))
+
+
+def test_an_expert_of_another_size_is_no_part(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.2.down_proj.weight"
+    path = stored_with(tmp_path, name, lambda value: torch.cat([value, value], 0))
+    with pytest.raises(sx.errors.NotFoundError) as caught:
+        sx.load_checkpoint(seeded("qwen3_moe", 2), path)
+    assert "model.layers.0.mlp.experts.down_proj" in str(caught.value)
 
 
 def on_a_mesh(path: str) -> None:
