@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from statexchange.conversions.patches import Dim, Patch, identity
+from statexchange.conversions.patches import Dim, Patch
 from statexchange.conversions.plan import ConversionPlan, Fill, TensorInfo
 from statexchange.errors import UnsupportedError
-from statexchange.sharding.shards import Box, c_strides
+from statexchange.sharding.shards import Box, c_strides, full_box
 from statexchange.state.pretrained import pretrained_model
 
 __all__ = ["SavedNames", "saved_names"]
@@ -62,7 +62,7 @@ class SavedNames:
             UnsupportedError: parts of one tensor are stored in several dtypes.
         """
         outputs = dict(stored)
-        fills = {name: [Fill(name, patch) for patch in identity(info.shape)] for name, info in stored.items()}
+        fills = {name: [Fill(name, _whole(info.shape))] for name, info in stored.items()}
         by_name: dict[str, dict[str, Patch]] = {}
         for saved, (name, patch) in self._parts(shapes).items():
             by_name.setdefault(name, {})[saved] = patch
@@ -93,7 +93,7 @@ class SavedNames:
         except _UntracedError as error:
             kind = type(self.model).__name__
             _log.warning("%s: save_pretrained writes other names than those in memory, which are used: %s", kind, error)
-            return {name: (name, patch) for name, shape in shapes.items() for patch in identity(shape)}
+            return {name: (name, _whole(shape)) for name, shape in shapes.items()}
 
 
 def saved_names(state: Any) -> SavedNames | None:
@@ -159,6 +159,12 @@ def _patch(name: str, view: Any, shape: tuple[int, ...]) -> Patch:
         else:
             raise _UntracedError(f"the dims of {name} are not those of one tensor")
     return Patch(0, Box((0,) * len(dims), tuple(view.shape)), tuple(begin), tuple(dims))
+
+
+def _whole(shape: tuple[int, ...]) -> Patch:
+    """Return the patch of a tensor that stays as it is; an empty one has a patch, too, or it would get lost."""
+    box = full_box(shape)
+    return Patch(0, box, box.offsets, tuple(Dim(dim, range(size)) for dim, size in enumerate(shape)))
 
 
 def _has_part(stored: Mapping[str, TensorInfo], name: str, patch: Patch) -> bool:

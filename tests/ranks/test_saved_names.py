@@ -108,6 +108,33 @@ def test_an_expert_of_another_size_is_no_part(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.experts.down_proj" in str(caught.value)
 
 
+def test_empty_tensors_stay(tmp_path: Path) -> None:
+    model, other = seeded("qwen3_moe", 1), seeded("qwen3_moe", 2)
+    for one in (model, other):
+        one.model.register_parameter("empty", torch.nn.Parameter(torch.empty(1, 0, 4)))
+    sx.export_checkpoint(model, tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors")["model.empty"].shape == (1, 0, 4)
+    sx.load_checkpoint(other, tmp_path / "out")
+    assert_equal(dict(model.state_dict()), dict(other.state_dict()))
+
+
+def gte() -> Any:
+    from transformers import GteConfig, GteForMaskedLM
+
+    return GteForMaskedLM(GteConfig(**TINY, pad_token_id=0))
+
+
+def test_what_cannot_be_traced_keeps_its_names_in_memory_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers joins some tensors of this model into new ones when it saves it."""
+    model = gte()
+    model.register_buffer("empty", torch.empty(0, 2))
+    sx.export_checkpoint(model, tmp_path / "out")
+    assert "GteForMaskedLM" in caplog.text
+    assert {"empty", "gte.layers.0.mlp.gate_proj.weight"} <= load_file(tmp_path / "out/model.safetensors").keys()
+
+
 def on_a_mesh(path: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
