@@ -213,7 +213,7 @@ def missing_ranks(names: Sequence[str], rank: re.Pattern[str], store: Store) -> 
     """Return an IncompleteError for each set of files in which a rank is missing.
 
     A set is all names that differ only in the number that `rank` finds. Nothing lists the ranks, so a file that is
-    missing after the last one goes unnoticed. A set of one name is whole: its number may be LoRA's rank.
+    missing after the last one goes unnoticed. The number in a lone name may be LoRA's rank, unless it is all of the name.
     """
     ranks_of_set: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:
@@ -224,7 +224,8 @@ def missing_ranks(names: Sequence[str], rank: re.Pattern[str], store: Store) -> 
     problems: list[StateExchangeError] = []
     for (begin, end), digits in ranks_of_set.items():
         absent = next(number for number in range(len(digits) + 1) if number not in digits)
-        if len(digits) > 1 and absent < max(digits):
+        is_ranks = len(digits) > 1 or _RANK_ALONE.fullmatch(begin + digits[max(digits)] + end) is not None
+        if is_ranks and absent < max(digits):
             name = f"{begin}{absent:0{min(map(len, digits.values()))}d}{end}"
             text = f"there are files of ranks up to {max(digits)}: the file of this rank is missing"
             if name in store.directories:

@@ -199,7 +199,7 @@ def _with_download(folder: str, found: Probe, row: ScanRow | None) -> ScanRow | 
     """
     names = [name for name in found.names if name.endswith(UNFINISHED_DOWNLOAD)]
     names = [name for name in names if name.removesuffix(UNFINISHED_DOWNLOAD) not in found.names]
-    if row is None or row.status == "broken" or row.kind == "torch":  # nothing lists torch's files
+    if row is None or row.status != "whole" or row.kind == "torch":  # nothing lists torch's files
         names += _hidden_downloads(found)
     if not names:
         return row

@@ -39,10 +39,10 @@ def wrapper_rules(names: Collection[str]) -> list[tuple[str, str]]:
     # A prefix of the first and the last name in sorted order is a prefix of all. A model can be wrapped several times.
     first, last = min(clean, default=""), max(clean, default="")
     shortest = min(map(len, clean), default=0)
-    prefix = ""
-    while len(prefix) + len(_MODULE) < shortest and all(end.startswith(prefix + _MODULE) for end in (first, last)):
-        prefix += _MODULE
-    return [*rules, (f"^{re.escape(prefix)}", "")] if prefix else rules
+    end = 0
+    while end + len(_MODULE) < shortest and first.startswith(_MODULE, end) and last.startswith(_MODULE, end):
+        end += len(_MODULE)
+    return [*rules, (f"^{re.escape(first[:end])}", "")] if end else rules
 
 
 def note_on_wrappers(names: Collection[str], rules: Sequence[tuple[str, str]]) -> str:
