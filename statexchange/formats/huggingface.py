@@ -213,7 +213,7 @@ def missing_ranks(names: Sequence[str], rank: re.Pattern[str], store: Store) -> 
     """Return an IncompleteError for each set of files in which a rank is missing.
 
     A set is all names that differ only in the number that `rank` finds. Nothing lists the ranks, so a file that is
-    missing after the last one goes unnoticed. The number in a lone name may be LoRA's rank, unless it is all of the name.
+    missing after the last one goes unnoticed. The number in a lone name may be LoRA's rank, unless it is all of it.
     """
     ranks_of_set: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:
