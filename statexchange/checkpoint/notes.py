@@ -182,7 +182,8 @@ def notes_on_equal_parts(layout: Layout, joined: Iterable[JoinedParts]) -> tuple
             groups.setdefault(tuple(digests), []).append(rank)
         rule = layout.rule_for(parts.name)
         are_copied = len(parts.digests) > 1 and all(len(ranks) > 1 for ranks in groups.values())
-        if rule is None or rule.boxes is not None or not are_copied:
+        # Moments of parts may well be equal where the parts are not; those of copies come with their parameter.
+        if rule is None or rule.boxes is not None or not are_copied or ".state." in parts.name:
             continue
         if not all(_is_constant(text, numel, parts.dtype) for text, numel in parts.numel.items()):
             repeated.setdefault(rule.pattern, (rule, list(groups.values()), []))[2].append(parts.name)

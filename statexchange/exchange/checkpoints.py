@@ -535,7 +535,10 @@ class Checkpoints:
         leave = f"delete({newest}) removes this one" if has_manifest else "move this step's directory elsewhere"
         if not older:
             return f"there is no older save that is whole; {leave}, and the job begins anew"
-        return f"older saves that are whole: steps {steps_text(older)}; load(state, step={older[-1]}), or {leave}"
+        # It has to go before the job goes on: the job will save this step again.
+        steps = f"step{'s' * (len(older) > 1)} {steps_text(older)}"
+        load = f"load(state, step={older[-1]})"
+        return f"older saves that are whole: {steps}: {load}; {leave}, before the job saves this step again"
 
     def _load_from_memory(
         self, state: State, step: int | None, copies: MemoryCopies, options: Mapping[str, Any], comm: Communicator

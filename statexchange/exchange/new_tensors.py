@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from statexchange.errors import ReplicaError
 from statexchange.exchange.catalog import Catalog
-from statexchange.state.dtensors import new_dtensor
+from statexchange.state.dtensors import is_sharded, new_dtensor
 from statexchange.state.load_plan import Place
 from statexchange.tensors import (
     dtype_name,
@@ -19,6 +20,7 @@ from statexchange.tensors import (
     numpy_dtype,
     torch_dtype,
 )
+from statexchange.units import format_number
 
 __all__ = ["tensor_to_fill"]
 
@@ -35,6 +37,7 @@ def tensor_to_fill(catalog: Catalog, name: str, place: Place) -> Any:
     shape: Sequence[int] = shard.global_shape
     if catalog.options.layout is not None and catalog.shape_like(name, [place.parameter_name]) is not None:
         shape = tuple(place.parameter.shape)  # a shard, as the parameter is
+    _check_is_of_all_ranks(catalog, name, shape, place.parameter)
     if place.is_filled and _fits(catalog, stored, shape, own):
         moves = place.is_step and not place.on_host and own.device != place.parameter.device
         if not moves:
@@ -43,6 +46,27 @@ def tensor_to_fill(catalog: Catalog, name: str, place: Place) -> Any:
         return np.empty(shape, numpy_dtype(stored))
     like = own if is_torch(own) and not place.is_step else place.parameter
     return _new(catalog, name, stored, shape, place, like)
+
+
+def _check_is_of_all_ranks(catalog: Catalog, name: str, shape: Sequence[int], parameter: Any) -> None:
+    """Raise ReplicaError for a whole tensor beside a sharded parameter that is neither a scalar nor of its shape.
+
+    It may be a value for each row of the parameter, of which this rank has only some. A save of several ranks records
+    what belongs to a rank; one of a single rank, or of torch, does not show that the parameter would be sharded.
+    """
+    is_recorded = catalog.own_rank is not None or catalog.source.world_size not in (None, 1)
+    if is_recorded or not is_sharded(parameter) or _cut_dims(catalog, name):
+        return
+    if tuple(shape) not in ((), tuple(parameter.shape)):
+        saved = format_number(catalog.source.world_size or 1, "rank")
+        raise ReplicaError(
+            f"state of a sharded parameter has neither its shape nor is it a scalar: {saved} saved it, and "
+            f"{catalog.world_size} load it, each with a part of the parameter; exclude={name!r} leaves it as it is",
+            name=name,
+            path=catalog.source.path,
+            expected=tuple(parameter.shape),
+            found=tuple(shape),
+        )
 
 
 def _fits(catalog: Catalog, stored: str, shape: Sequence[int], own: Any) -> bool:

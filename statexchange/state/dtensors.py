@@ -15,9 +15,14 @@ from statexchange.errors import UnsupportedError
 from statexchange.sharding.placements import DimSplit, local_boxes
 from statexchange.sharding.sharding_spec import Placement, coordinate_of
 from statexchange.sharding.shards import Box
-from statexchange.tensors import wait_tensor
+from statexchange.tensors import is_dtensor, wait_tensor
 
-__all__ = ["chunks_of", "new_dtensor"]
+__all__ = ["chunks_of", "is_sharded", "new_dtensor"]
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether this is a DTensor that a placement divides; of torch's placements, only those that do have a `dim`."""
+    return is_dtensor(tensor) and any(hasattr(placement, "dim") for placement in tensor.placements)
 
 
 def new_dtensor(like: Any, shape: Sequence[int], dtype: Any, dims: Collection[int]) -> Any:

@@ -16,6 +16,7 @@ from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.rules import with_dots
 from statexchange.state.containers import children, is_dataclass, other_with, with_children
+from statexchange.state.dtensors import is_sharded
 from statexchange.state.leaves import contains_state, is_leaf, is_per_rank, is_stateful, state_of_object
 from statexchange.state.megatron import Kind, MegatronTensor, sharded_kind
 from statexchange.state.modules import check_module, is_module, module_items
@@ -89,9 +90,7 @@ def _parts_of_rank(
     A scalar, or a tensor of the parameter's shape, belongs to the whole parameter; so does what a layout places.
     """
     for label, parameter in named_parameters(optimizer, names).items():
-        # Of torch's placements, only those that shard have a `dim`.
-        is_sharded = is_dtensor(parameter) and any(hasattr(part, "dim") for part in parameter.placements)
-        if not is_sharded and not has_rule(label):
+        if not is_sharded(parameter) and not has_rule(label):
             continue
         for place, _, tensor, _ in walk(optimizer.state.get(parameter), path=f"{path}.state.{label}".removeprefix(".")):
             is_part = (

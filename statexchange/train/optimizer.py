@@ -17,7 +17,7 @@ import torch
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
-from statexchange.errors import InvalidArgumentError, MismatchError
+from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from statexchange.settings import check_flags
 from statexchange.state.optimizers import labelled_parameters, parameters_of
 from statexchange.train.buckets.options import ReducerOptions
@@ -123,7 +123,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check_equal({"accumulate": accumulate, "init_sync": init_sync})
         if init_sync:
             with public_call("DistributedOptimizer"):
-                synchronize(named if module is None else module, comm=self._comm)
+                try:
+                    synchronize(named if module is None else module, comm=self._comm)
+                except (InvalidArgumentError, UnsupportedError) as error:
+                    raise error.located(advice="init_sync=False leaves parameters and buffers as they are") from error
         self._reducer = reducer
         self._reducer.watch(self._backward_ended)
         self._arm()

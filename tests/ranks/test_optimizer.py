@@ -228,6 +228,17 @@ def test_init_sync_false_leaves_parameters_as_they_are() -> None:
     assert run_ranks(work, 2) == [[1.0] * 3, [2.0] * 3]
 
 
+def test_what_cannot_be_sent_names_the_way_out() -> None:
+    def job() -> str:
+        module = net()
+        module.register_buffer("sparse", torch.eye(3).to_sparse())
+        with pytest.raises(sx.StateExchangeError) as caught:
+            DistributedOptimizer(OPTIMIZERS["SGD"](module.parameters()), module=module)
+        return str(caught.value)
+
+    assert all("init_sync=False" in text for text in run_ranks(job, 2))
+
+
 def test_ranks_that_differ_in_init_sync_raise() -> None:
     def work() -> Any:
         with pytest.raises(MismatchError, match="init_sync") as caught:

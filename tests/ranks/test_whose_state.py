@@ -793,3 +793,48 @@ def test_extra_state_of_another_length_on_each_rank_is_restored_to_it(tmp_path: 
     assert loaded_by(2, lambda: {"model": WithExtra(0)}, path, read, **options) == [3, 4]
     (error,) = loaded_by(1, lambda: {"model": WithExtra(0)}, path, read, **options)
     assert isinstance(error, errors.ReplicaError)
+
+
+class RowMeans(torch.optim.SGD):
+    """An optimizer that keeps one plain number for each row of a parameter that this rank has."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            local = getattr(parameter.grad, "_local_tensor", parameter.grad)
+            self.state[parameter]["rows"] = local.square().mean(1)
+
+
+def row_job(*, sharded: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4, bias=False)
+    if sharded:
+        fully_shard(model)
+    return {"model": model, "optimizer": RowMeans(model.parameters(), lr=0.1)}
+
+
+def loads_rows(path: str) -> list[str]:
+    state = row_job(sharded=True)
+    with pytest.raises(errors.ReplicaError) as caught:
+        sx.load_checkpoint(state, path)
+    sx.load_checkpoint(state, path, exclude=str(caught.value.name))
+    return [str(caught.value.name), str(len(state["optimizer"].state[state["model"].weight]))]
+
+
+@pytest.mark.parametrize("form", ["save", "torch"])
+def test_rows_of_one_rank_are_not_those_of_a_part(form: str, tmp_path: Path) -> None:
+    """A save of one rank does not show that the parameter would be sharded at the load."""
+    state = row_job(sharded=False)
+    state["model"](torch.ones(1, 3)).sum().backward()
+    state["optimizer"].step()
+    path = tmp_path / ("save" if form == "save" else "state.pt")
+    if form == "save":
+        sx.save_checkpoint(state, path)
+    else:
+        torch.save({name: value.state_dict() for name, value in state.items()}, path)
+    for name, count in run_ranks(loads_rows, 2, backend="gloo", args=(str(path),)):
+        assert name.startswith("optimizer.state.")
+        assert count == "0"
+    again = row_job(sharded=False)
+    sx.load_checkpoint(again, path)
+    assert again["optimizer"].state[again["model"].weight]["rows"].shape == (4,)
