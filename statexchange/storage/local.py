@@ -469,16 +469,16 @@ class LocalStore(Store):
                 if not self.is_shared:
                     return _identity(os.stat(name, dir_fd=dir_fd, follow_symlinks=self._follow))
                 fd = open_file(name, dir_fd, self.path_of(name), follow=self._follow)  # so that NFS asks the server
+                try:
+                    return _identity(os.fstat(fd))  # which fails where the server has removed it since
+                finally:
+                    os.close(fd)
             except (FileNotFoundError, NotADirectoryError):
                 return None
             except OSError as error:
                 if isinstance(error, StateExchangeError):
                     raise
                 raise read_error(error, "read the attributes", self.path_of(name)) from error
-            try:
-                return _identity(os.fstat(fd))
-            finally:
-                os.close(fd)
 
     def check_opened(self) -> None:
         """Raise ReplacedError if another file has the name of one that was opened here or below.
