@@ -1001,10 +1001,13 @@ def _remove_entry(name: str, path: str, dir_fd: int) -> None:
     """Remove a file, or a directory with all that is in it; links are not followed."""
     if name.startswith(".nfs"):  # a removed file that is still open: NFS removes it when closed
         return
-    attributes = files.stat_of(name, dir_fd, path)
-    if attributes is None or not stat.S_ISDIR(attributes.st_mode):
+    try:
+        # No look at what it is: on NFS that fails for a file that another host removes at the same time.
         files.remove_file(name, path, dir_fd)
         return
+    except StorageError as error:
+        if error.errno not in (errno.EISDIR, errno.EPERM):
+            raise
     with files.directory(name, dir_fd, path) as below:
         for entry in files.list_names(below, path):
             _remove_entry(entry, os.path.join(path, entry), below)
