@@ -328,7 +328,7 @@ def index_whose_shards_were_not_downloaded(folder: Folder) -> Refused:
 
 @row("liltom-eth/llama2-webui#7")
 def path_of_an_index(folder: Folder) -> Tensors:
-    """Who is told to name one gives the path of the index whose files are there."""
+    """A user names the candidate that is whole by the path of its index."""
     index_whose_shards_were_not_downloaded(folder)
     folder.opened = folder.path / BIN_INDEX
     return Tensors(llama())
@@ -931,7 +931,7 @@ def config_that_names_the_file(folder: Folder) -> Tensors:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program did with a directory: its tensors, or its error, and what it said."""
+    """The outcome of a program for a directory: its tensors or its error, and its output."""
 
     state: State | None
     error: BaseException | None

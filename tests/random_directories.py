@@ -286,7 +286,7 @@ def draw(seed: int, path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of a directory: a word for the statistics, and the faults."""
+    """The outcome of a directory: a word for the statistics, and the faults."""
 
     word: str
     faults: list[str]

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from statexchange.report.verify import VerifyReport
     from statexchange.report.verify_saves import SaveVerdict
 
+_NOT_IN_DATA = ("findings", "values", "hub", "notes")  # notes are the warnings of the JSON
+
 
 @commands.command
 @commands.each_path(total="without a finding")
@@ -81,9 +83,6 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...], a
     if report.hub is not None:
         data["against"] = {key: value for key, value in fields_of(report.hub).items() if key != "findings"}
     return output.finish(_code(report), data, rows=("findings", _records(report)), error=worst)
-
-
-_NOT_IN_DATA = ("findings", "values", "hub", "notes")  # notes are the warnings of the JSON
 
 
 def _code(report: VerifyReport) -> str:

@@ -156,7 +156,9 @@ def _root(names: set[str]) -> str:
     """
     key = _common_key(names)
     is_section = key[:-1] in _MODEL_KEYS or _NUMBER.sub("", key[:-1]) in _KEYS
-    return "" if is_section or not _optimizers(_below(key, names)) else key
+    if not key or is_section or not _optimizers(_below(key, names)):
+        return ""
+    return key
 
 
 def _below(root: str, names: set[str]) -> set[str]:

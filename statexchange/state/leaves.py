@@ -39,7 +39,7 @@ def is_stateful(value: Any) -> bool:
 def is_per_rank(value: Any) -> bool:
     """Whether the state of an object belongs to its rank, even if it is equal on all ranks. Not collective.
 
-    An object says so by ``per_rank = True``. The position of a data loader of torchdata is that in its rank's part.
+    Objects with ``per_rank = True`` are such. So are torchdata's loaders: their position is one in the rank's part.
     """
     if not is_stateful(value):
         return False

@@ -1,4 +1,4 @@
-"""What the checks share: the marks of a check, comparisons that name what is wrong, and each rank's data."""
+"""Helpers of all checks: the marks of a check, comparisons with named failures, and each rank's data."""
 
 from __future__ import annotations
 
