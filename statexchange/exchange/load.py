@@ -3,66 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from statexchange.checkpoint.tensor_notes import note_on_overflows
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.conversions.choice import Convert
-from statexchange.errors import (
-    CorruptError,
-    IncompleteError,
-    InvalidArgumentError,
-    NotFoundError,
-    ReplacedError,
-    StateExchangeError,
-)
-from statexchange.exchange.catalog import Catalog
+from statexchange.errors import InvalidArgumentError, ReplacedError, StateExchangeError, type_text
 from statexchange.exchange.converting import ChosenConversion, convert_for_load, with_names_in_memory
-from statexchange.exchange.new_tensors import tensor_to_fill
-from statexchange.exchange.placing import parameter_names, place_parts
-from statexchange.exchange.rank_metadata import check_equal_options
+from statexchange.exchange.load_items import live_targets, place_targets, read_item, stored_names
+from statexchange.exchange.name_check import check_names, loads_nothing, selects_nothing
+from statexchange.exchange.new_tensors import Filled, tensor_to_fill
+from statexchange.exchange.opened_source import check_same, opened
 from statexchange.exchange.reading import Overflows, ReadItem, assign_readers, read_all
-from statexchange.exchange.saved_tree import LivePlaces, SavedTree, check_ranks, check_unions
 from statexchange.exchange.shared_memory_check import check_shared_memory
-from statexchange.formats.registry import open_source
-from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
+from statexchange.exchange.source_entries import check_conflicts, check_ranks, has_tree, source_entries
+from statexchange.exchange.stored_tensors import StoredTensors
 from statexchange.formats.source import Source
 from statexchange.processes import collector_paused
 from statexchange.settings import check_progress
 from statexchange.sharding import records
-from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
-from statexchange.sharding.plan import prove_cover
-from statexchange.sharding.rename_hint import suggest_rename
-from statexchange.sharding.rules import renumber_names, with_dots
+from statexchange.sharding.options import LoadOptions, Rename, Replicas
+from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.sharding.shards import Box
-from statexchange.sharding.wrappers import WRAPPERS, without_wrappers
-from statexchange.state.containers import children
-from statexchange.state.describe import Description, LocalTensor, State, describe_entry
-from statexchange.state.load_plan import NO_TREE, LoadPlan, Matching, ObjectStates, plan_load
-from statexchange.state.merged_trees import SavedTensor
-from statexchange.state.modules import is_module, live_items, module_items
-from statexchange.state.names_tree import tree_from_names
-from statexchange.state.source_names import SourceNames
-from statexchange.state.tree import flatten, walk
-from statexchange.storage.tensorfile import digest
-from statexchange.tensors import check_writable, is_tensor, mark_changed, without_grad
+from statexchange.sharding.wrappers import without_wrappers
+from statexchange.state.describe import State
+from statexchange.state.entries import Entries
+from statexchange.state.flatten import LiveState, flatten
+from statexchange.state.leaves import contains_state
+from statexchange.state.load_plan2 import LoadPlan, ObjectStates
+from statexchange.state.match import Matching, match
+from statexchange.state.modules import is_extra_state, is_module, live_items
+from statexchange.state.name_filter import NameFilter
+from statexchange.state.tree import walk
+from statexchange.tensors import mark_changed
 from statexchange.units import format_transfer
 
 __all__ = ["LoadReport", "load_checkpoint", "load_now"]
 
 _log = logging.getLogger(__name__)
-_SHOWN = 5
-_KEYED_KINDS = ("dcp", "deepspeed", "torch")  # formats whose first keys show the sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,64 +241,6 @@ def load_now(
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenedSource:
-    """The checkpoint that a rank has opened, and its options; ranks compare these records.
-
-    `content` and `files` are digests. Equal `content` means the same checkpoint. Equal `files`, on ranks of one host,
-    means the same files.
-    """
-
-    content: str
-    files: str
-    path: str
-    shown: str
-    options: Mapping[str, str]
-    has_layout: bool
-
-    @classmethod
-    def of(cls, source: Source, options: LoadOptions, texts: Mapping[str, str]) -> _OpenedSource:
-        """Describe the source that this rank has opened; `texts` are further options.
-
-        Two publications may have files of equal names and sizes. So ranks of one host also compare the files' local
-        identity, and all ranks compare their identity on a file system that hosts share.
-        """
-        holders = [[os.path.basename(holder.path), holder.nbytes, len(holder.tensors)] for holder in source.files]
-        shared = [holder.file.shared_identity for holder in source.files]
-        local = [holder.file.local_identity for holder in source.files]
-        content = [source.kind, source.run, source.round, holders, source.manifest, shared]
-        where = f", round {source.round} of {source.run}" if source.round is not None else ""
-        shown = source.path + where
-        has_layout = options.layout is not None
-        return cls(_digest(content), _digest(local), source.path, shown, {**options.texts(), **texts}, has_layout)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads."""
-        return {
-            "content": self.content,
-            "files": self.files,
-            "path": self.path,
-            "shown": self.shown,
-            "options": dict(self.options),
-            "has_layout": self.has_layout,
-        }
-
-    @classmethod
-    def from_json(cls, raw: Any) -> _OpenedSource:
-        """Return the record that `to_json` wrote; raise ValueError for anything else."""
-        content, files, path, shown, options, has_layout = records.fields(
-            raw, "content", "files", "path", "shown", "options", "has_layout"
-        )
-        return cls(
-            records.text(content),
-            records.text(files),
-            records.text(path),
-            records.text(shown),
-            records.texts(options),
-            records.flag(has_layout),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class _ComparedNames:
     """A rank's unexpected names, and whether it would load nothing; ranks compare these records."""
 
@@ -351,38 +280,42 @@ class _Load:
 
     def run(self, state: Any, path: str | os.PathLike[str], given: Mapping[str, Any]) -> LoadReport:
         """Load once, with the options that were given; collective."""
+        comm = self._comm
         with contextlib.ExitStack() as holding:
             with collector_paused():
-                source, plan, items = self._plan(state, path, given, holding)
+                with comm.phase("reading the headers", timeout_s=self._stall_timeout_s):
+                    if self._options is None:  # once: a second run would find an iterator used up
+                        self._options = LoadOptions(**given)
+                    source, without_rule = self._opened(path, state, holding)
+                texts = {} if self._conversion is None else self._conversion.texts()
+                has_layout = check_same(source, self._options, texts, comm)
+                matched = _MatchedState(state, source, self._options, comm)
+                with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
+                    matched.find_entries()
+                if has_layout:
+                    matched.renumber()
+                with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
+                    plan = matched.match()
+                items = matched.items(plan, has_layout=has_layout, timeout_s=self._stall_timeout_s)
+                self._compare_names(matched, plan, without_rule)
             return self._fill(source, plan, items)
 
-    def _plan(
-        self, state: Any, path: str | os.PathLike[str], given: Mapping[str, Any], holding: contextlib.ExitStack
-    ) -> tuple[Source, LoadPlan, list[ReadItem]]:
-        """Open the source, which `holding` closes; return it with the load plan and the items to read. Collective."""
-        comm = self._comm
-        with comm.phase("reading the headers", timeout_s=self._stall_timeout_s):
-            if self._options is None:  # once: a second run would find an iterator used up
-                self._options = LoadOptions(**given)
-            options = self._options
-            source = holding.enter_context(_opened(path, state, comm, self._conversion))
-            without_rule: tuple[str, ...] = ()
-            if self._conversion is not None:
-                source, without_rule = convert_for_load(source, self._conversion, strict=options.strict)
-            elif options.layout is None:  # with one, shapes in memory are those of parts
-                source = with_names_in_memory(source, state)
-        texts = {} if self._conversion is None else self._conversion.texts()
-        has_layout = _check_same(source, options, texts, comm)
-        with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
-            strips = _strips_wrappers(source, state)
-            catalog = Catalog(source, options, comm.rank, comm.world_size, comm.progress, strips_wrappers=strips)
-            objects = ObjectStates()
-            tree = SavedTree.of(state, catalog, objects)
-            if not has_layout:
-                plan = _load_plan(state, catalog, tree, objects)
-                items = [_read_item(target, catalog) for target in _targets(plan, catalog, comm.rank)]
-        if has_layout:
-            plan, items = self._plan_with_layout(state, catalog, tree, objects)
+    def _opened(
+        self, path: str | os.PathLike[str], state: Any, holding: contextlib.ExitStack
+    ) -> tuple[Source, tuple[str, ...]]:
+        """Open the source, which `holding` closes, and convert it; return the names without a rule, too."""
+        options = self._options
+        assert options is not None  # `run` has made them
+        source = holding.enter_context(opened(path, state, self._comm, self._conversion))
+        if self._conversion is not None:
+            return convert_for_load(source, self._conversion, strict=options.strict)
+        if options.layout is None:  # with one, shapes in memory are those of parts
+            source = with_names_in_memory(source, state)
+        return source, ()
+
+    def _compare_names(self, matched: _MatchedState, plan: LoadPlan, without_rule: Sequence[str]) -> None:
+        """Raise, on all ranks, if names differ and that is an error. Collective."""
+        comm, options = self._comm, matched.options
         sent = comm.all_gather_object(_ComparedNames(plan.unexpected, plan.is_empty).to_json())
         with comm.phase("comparing the names"):
             by_rank = [
@@ -392,11 +325,10 @@ class _Load:
             unexpected = [set(names.unexpected) for names in by_rank]
             plan.unexpected = [name for name in plan.unexpected if all(name in names for names in unexpected)]
             plan.unexpected += without_rule
-            if options.strict or _loads_nothing(plan):
-                _check_names(state, plan, catalog)
+            if options.strict or loads_nothing(plan):
+                check_names(matched.state, plan, matched.entries, matched.source)
             if (options.include or options.exclude) and all(names.is_empty for names in by_rank):
-                raise InvalidArgumentError(_selects_nothing(options), path=source.path)
-        return source, plan, items
+                raise InvalidArgumentError(selects_nothing(options), path=matched.source.path)
 
     def _fill(self, source: Source, plan: LoadPlan, items: Sequence[ReadItem]) -> LoadReport:
         """Read the items, and run the plan's callbacks. Collective."""
@@ -405,7 +337,7 @@ class _Load:
             self._before_reading(items)
         readers = assign_readers(items, comm) if source.opened.store.is_remote else {}
         with comm.phase("reading", timeout_s=self._stall_timeout_s):
-            mark_changed(live for _, live, _ in plan.targets)
+            mark_changed(target.live for target in plan.targets)
             mark_changed(part for item in items for part in item.local.tensors)
             read, overflows = read_all(items, readers, comm, self._on_progress)
             check_shared_memory(items, comm)
@@ -436,172 +368,110 @@ class _Load:
             counts[name] += num_elements
         return note_on_overflows(counts)
 
-    def _plan_with_layout(
-        self, state: Any, catalog: Catalog, tree: SavedTree | None, objects: ObjectStates
-    ) -> tuple[LoadPlan, list[ReadItem]]:
-        """Return the load plan and the items to read, if any rank has a layout. Collective."""
-        catalog.renumbered = self._renumbered(state, catalog, None if tree is not None else objects)
-        with self._comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
-            plan = _load_plan(state, catalog, tree, objects)
-            targets = _targets(plan, catalog, self._comm.rank)
-        targets = self._placed(targets, catalog)
-        with self._comm.phase("comparing the tensors", timeout_s=self._stall_timeout_s):
-            return plan, [_read_item(target, catalog) for target in targets]
 
-    def _renumbered(self, state: Any, catalog: Catalog, objects: ObjectStates | None) -> dict[str, str]:
-        """Return the source's names of tensors that a layout renumbers over all ranks. Collective.
+class _MatchedState:
+    """The live state, the source, and what of them belongs together."""
 
-        `objects` is None if the source has a saved tree.
-        """
-        ours: dict[str, str] = {}
-        layout = catalog.layout
-        with self._comm.phase("naming its tensors"):
-            if objects is not None and any(rule.renumber for rule in layout.rules.values()):
-                tree = tree_from_names(state, SourceNames(lambda _: True, catalog.options), objects).tree
-                live = [leaf.name for _, leaf in flatten(tree) if isinstance(leaf, SavedTensor)]
-                for name in live:
-                    rule = layout.rule_for(name)
-                    ours |= dict.fromkeys([name] if rule is None else rule.names(name), name)
-        sent = self._comm.all_gather_object(ours)
-        with self._comm.phase("renumbering its tensors"):
-            names = {rank: records.parsed(raw, records.texts, "its names", rank) for rank, raw in enumerate(sent)}
-            return renumber_names(names, layout)[self._comm.rank]
+    def __init__(self, state: Any, source: Source, options: LoadOptions, comm: Communicator) -> None:
+        self.state = state
+        self.source = source
+        self.options = options
+        self._comm = comm
+        self._objects = ObjectStates()
+        self._layout = Layout({}) if options.layout is None else options.layout.unmatched()
+        self._renumbered: Mapping[str, str] = {}
+        self._tensors: StoredTensors
+        self._live: LiveState
+        self.entries: Entries
 
-    def _placed(self, targets: Sequence[_Target], catalog: Catalog) -> list[_Target]:
-        """Return the targets with each part's boxes in its whole tensor. Collective."""
-        tensors: dict[str, LocalTensor] = {}
-        for target in targets:
-            tensors.setdefault(target.name, target.local.renamed(target.name))
-        layout = catalog.layout
-        selects = catalog.options.include or catalog.options.exclude
-        unused = () if selects else tuple(sorted(layout.unused))
-        placed = place_parts(self._comm, Description(tensors, unused=unused), layout).tensors
-        found = []
-        for target in targets:
-            whole = target.local
-            if whole.part is not None:
-                shard = replace(placed[target.name].shard, name=whole.shard.name)
-                whole = replace(whole, shard=shard, part=None)
-            found.append(target._replace(local=whole))
-        return found
-
-
-def _check_same(source: Source, options: LoadOptions, texts: Mapping[str, str], comm: Communicator) -> bool:
-    """Raise, on all ranks, if they have opened different checkpoints or were given different options. Collective.
-
-    Different checkpoints at one path are a ReplacedError, at different paths an InvalidArgumentError. Return whether
-    any rank has a layout.
-    """
-    if comm.world_size == 1:
-        return options.layout is not None
-    ours = _OpenedSource.of(source, options, texts)
-    sent = comm.all_gather_object(ours.to_json())
-    found = [
-        records.parsed(raw, _OpenedSource.from_json, "the description of the checkpoint", rank)
-        for rank, raw in enumerate(sent)
-    ]
-    for rank, theirs in enumerate(found):
-        other = next(first for first, node in enumerate(comm.nodes) if node == comm.nodes[rank])
-        same_content, same_files = theirs.content == found[0].content, theirs.files == found[other].files
-        if same_content and same_files:
-            continue
-        first = 0 if not same_content else other
-        if theirs.path == found[first].path:
-            raise ReplacedError(
-                f"ranks {first} and {rank} opened different versions of this checkpoint, because it was replaced "
-                "during the load: load again when nothing publishes to this path",
-                path=theirs.path,
+    def find_entries(self) -> None:
+        """Find the entries of the source and of the live state."""
+        comm, options = self._comm, self.options
+        if not isinstance(self.state, Mapping) and not contains_state(self.state):
+            text = f"the state is {type_text(self.state)}: give modules, optimizers or mappings"
+            raise InvalidArgumentError(text)
+        self._tensors = StoredTensors(self.source, options.replicas, comm.rank, comm.world_size, comm.progress)
+        self._live = flatten(self.state)
+        strips = _strips_wrappers(self.source, self.state)
+        self._names = NameFilter(options, self._live.units, strips_wrappers=strips)
+        with _located(self.source.path):
+            self.entries = source_entries(
+                self.source, self._tensors, self._names, self.state, self._live, self._objects
             )
-        raise InvalidArgumentError(
-            f"rank {first} opened {found[first].shown} and rank {rank} opened {theirs.shown}: pass the same path on "
-            "all ranks",
-            rank=rank,
-            path=theirs.path,
+        if has_tree(self.source, self._tensors):
+            for rule in self._layout.rules.values():
+                if rule.renames:
+                    text = (
+                        f"layout rule for {rule.pattern!r} renames tensors, and this source was saved with the names that "
+                        "the state has: leave it out"
+                    )
+                    raise InvalidArgumentError(text, path=self.source.path)
+
+    def renumber(self) -> None:
+        """Find the source's names of tensors that a layout renumbers over all ranks. Collective."""
+        names: dict[str, str] = {}
+        layout = self._layout
+        with self._comm.phase("naming its tensors"):
+            if any(rule.renumber for rule in layout.rules.values()):
+                for name in self._live_names():
+                    rule = layout.rule_for(name)
+                    names |= dict.fromkeys([name] if rule is None else rule.names(name), name)
+        sent = self._comm.all_gather_object(names)
+        with self._comm.phase("renumbering its tensors"):
+            by_rank = {rank: records.parsed(raw, records.texts, "its names", rank) for rank, raw in enumerate(sent)}
+            self._renumbered = renumber_names(by_rank, layout)[self._comm.rank]
+
+    def _live_names(self) -> Iterator[str]:
+        """Yield the names of the live tensors that are loaded."""
+        for entry in self._live.entries:
+            if entry.kind == "tensor" and self.options.wants(entry.text):
+                yield entry.text
+            elif entry.kind == "module":
+                for name in live_items(entry.value)[0]:
+                    path = f"{entry.text}.{name}" if entry.text else name
+                    if self.options.wants(path):
+                        yield path
+
+    def match(self) -> LoadPlan:
+        """Plan the load. Not collective."""
+        source, options, tensors = self.source, self.options, self._tensors
+        filled = Filled(tensors, self.entries, options, self._layout)
+        tree = has_tree(source, tensors)
+        matching = Matching(
+            names=self._names,
+            stored=lambda text, keys: stored_names(text, keys, self.entries, self._layout, self._renumbered),
+            allocate=partial(tensor_to_fill, filled),
+            shape_of=tensors.shape_of if options.layout is None else None,
+            objects=self._objects,
+            has_tree=tree,
+            classes={self._names.place(path): names for path, names in source.optimizers.items()},
         )
-    check_equal_options([one.options for one in found])
-    return any(one.has_layout for one in found)
+        with _located(source.path):
+            plan = match(self.state, self._live, self.entries, matching)
+        takes_root = options.replicas == "root"
+        if tensors.own_rank is None:
+            per_rank = {*map(self._names.place, source.per_rank), *self._live.per_rank}
+            if tree or {tensors.world_size, source.world_size or 1} != {1}:
+                check_ranks(per_rank, plan.loaded, tensors, takes_root=takes_root)
+            if not takes_root:
+                check_conflicts(self.entries.conflicts, plan.loaded, tensors)
+        refusals = {self._names.name(name): error for name, error in source.unsupported.items()}
+        for name in filter(refusals.__contains__, plan.missing):
+            raise refusals[name]
+        if not tree:
+            plan.unexpected += [name for name in refusals if name not in plan.missing and options.wants(name)]
+            plan.tolerated.update(name for name in plan.missing if is_extra_state(name) and not source.others)
+        return plan
 
-
-def _digest(value: Any) -> str:
-    return digest(json.dumps(value).encode())
-
-
-def _opened(
-    path: str | os.PathLike[str], state: Any, comm: Communicator, conversion: ChosenConversion | None
-) -> Source:
-    """Open the part of the source that the state needs; on several hosts NotFoundError names the one that lacks it.
-
-    For a conversion that is the model. From a training framework's directory it is the model, too, unless the state is
-    a mapping with sections as keys, which needs all parts.
-    """
-    names_sections = isinstance(state, Mapping) and any(key in SECTIONS for key in state)
-    try:
-        if conversion is not None:
-            return open_source(path, section=None)
-        source = open_source(path, section=ALL if names_sections else MODEL_OF_PARTS)
-        return _model_for(state, source)
-    except NotFoundError as error:
-        if comm.num_nodes == 1:
-            raise
-        text = f"{error.message} on {comm.hosts[comm.rank]}; all hosts must see the source"
-        raise NotFoundError(text, rank=comm.rank, path=error.path) from error
-
-
-def _model_for(state: Any, source: Source) -> Source:
-    """Return only the model's section of a job's state if `state` is a module without the section's prefix in names."""
-    if not is_module(state) or source.kind not in _KEYED_KINDS:
-        return source
-    models = [section for section in sections_of(source) if section.name == "model" and section.prefix]
-    if not models:
-        return source
-    (model,) = models
-    own = module_items(state, keep_vars=True)
-    return source if model.names & own.keys() else select_section(source, model.name)
-
-
-# The load plan
-
-
-def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: ObjectStates) -> LoadPlan:
-    """Plan the load: the live tensors with their names in the source, and the callbacks that restore the rest."""
-    options = catalog.options
-    if tree is None:
-        names = _source_names(catalog)
-        with _located(catalog.source.path):
-            named = tree_from_names(state, names, objects)
-        saved, rank_tree, left_out, lacking = named.tree, NO_TREE, named.left_out, named.lacking
-        matching = Matching(None, options.layout is None, named.ungrouped)
-    else:
-        saved, rank_tree, left_out, lacking = tree.tree, tree.rank_tree, tree.left_out, tree.lacking
-        ungrouped = set() if rank_tree is not NO_TREE else {".".join(map(str, keys[:-1])) for keys in tree.unions}
-        matching = Matching(catalog.old_names, options.layout is None, ungrouped, tree.optimizers)
-    selects = options.include or options.exclude
-    stays = partial(_stays, options, left_out | lacking) if selects or lacking else None
-    allocate = partial(tensor_to_fill, catalog)
-    if saved is NO_TREE:
-        return LoadPlan()
-    with _located(catalog.source.path):
-        plan = plan_load(state, saved, allocate, objects, stays, rank_tree, matching)
-    if tree is not None:
-        check_unions(plan.plain if tree.rank_tree is NO_TREE else (), plan.differing, catalog, tree.unions)
-    elif plan.plain and {catalog.world_size, catalog.source.world_size or 1} != {1}:
-        # Other sources have one state of an object, whatever the number of ranks.
-        check_ranks(LivePlaces.of(state).per_rank, map(with_dots, plan.plain), catalog)
-    plan.missing += sorted(lacking.difference(plan.missing))
-    if selects:
-        places = LivePlaces.of(state) if tree is None else tree.places
-        is_left_out = partial(_is_left_out, left_out)
-        plan.missing = [path for path in plan.missing if not is_left_out(path) and places.may_want(path, options)]
-    if tree is None:
-        taken = {catalog.stored(one) for name, _, _ in plan.targets for one in catalog.names_of(name)}
-        taken |= named.taken
-        holding = [name for name, text in names.texts.items() if text not in ("{}", "[]")]
-        found = [*catalog, *holding, *names.opaque, *map(catalog.new_name, catalog.source.unsupported)]
-        plan.unexpected = [name for name in found if name not in taken and options.wants(name)]
-    refusals = {catalog.new_name(name): error for name, error in catalog.source.unsupported.items()}
-    for name in filter(refusals.__contains__, plan.missing):
-        raise refusals[name]
-    return plan
+    def items(self, plan: LoadPlan, *, has_layout: bool, timeout_s: float) -> list[ReadItem]:
+        """Return what is read for each target; collective if any rank has a layout."""
+        comm, options = self._comm, self.options
+        with comm.phase("finding its tensors", timeout_s=timeout_s):
+            targets = live_targets(plan, self.entries, self._tensors, self._layout, self._renumbered, comm.rank)
+        if has_layout:
+            targets = place_targets(comm, targets, self._layout, selects=bool(options.include or options.exclude))
+        with comm.phase("comparing the tensors", timeout_s=timeout_s):
+            return [read_item(target, self._tensors, options) for target in targets]
 
 
 @contextlib.contextmanager
@@ -624,167 +494,3 @@ def _strips_wrappers(source: Source, state: Any) -> bool:
     steps = walk(state, lambda _, value: isinstance(value, Mapping) and not is_module(value))
     keys = (str(step.keys[-1]) for step in steps if step.keys)
     return all(key == without_wrappers(key) for key in keys)
-
-
-def _is_left_out(left_out: Container[str], path: str) -> bool:
-    """Whether a path is left out. Those of a source without a saved tree have dots before indices."""
-    return path in left_out or with_dots(path) in left_out
-
-
-def _stays(options: LoadOptions, left_out: Container[str], path: str, value: Any) -> bool:
-    """Whether the entry at `path` of a live mapping of plain values is not to be loaded, nor anything in it."""
-    if _is_left_out(left_out, path):
-        return True
-    return not options.wants_object([step.path for step in walk(value, path=path) if not children(step.value)])
-
-
-def _source_names(catalog: Catalog) -> SourceNames:
-    """Return what the source has, by the state's names."""
-    source = catalog.source
-    return SourceNames(
-        has=catalog.has,
-        options=catalog.options,
-        tensors={*catalog},
-        texts={catalog.new_name(name): text for name, text in source.texts.items()},
-        opaque={catalog.new_name(name): text for name, text in source.others.items() if name not in source.texts},
-        shape_of=partial(_shape_of, catalog),
-        renamed=catalog.new_name,
-        leaves_out_empty=source.kind == "dcp",
-        writes_empty=source.kind in ("torch", "lightning"),
-        old_names=catalog.old_names,
-    )
-
-
-def _shape_of(catalog: Catalog, name: str) -> tuple[int, ...] | None:
-    """Return the global shape of a tensor; None if plain live tensors may be parts of whole ones."""
-    return None if catalog.options.layout is not None else catalog.shard_of(name).global_shape
-
-
-class _Target(NamedTuple):
-    """A live tensor at `path` of the state, or a part of one, and the catalog's name of its source."""
-
-    name: str
-    path: str
-    local: LocalTensor
-    is_padded: bool
-
-
-def _targets(plan: LoadPlan, catalog: Catalog, rank: int) -> list[_Target]:
-    """Describe the live tensors to fill; a layout's rule may split one into several."""
-    layout = catalog.layout
-    if layout.rules:
-        like = {
-            path: catalog.shape_like(name, parameter_names(path)) for name, _, path in plan.targets if name in catalog
-        }
-        layout.like = {path: parameter for path, parameter in like.items() if parameter is not None}
-    found = []
-    with without_grad():
-        for name, live, path in plan.targets:
-            is_padded = bool(getattr(live, "allow_shape_mismatch", False))
-            for local in describe_entry(path, live, layout, rank):
-                is_whole = local.shard.name == path
-                source = name if is_whole else local.shard.name
-                found.append(_Target(catalog.renumbered.get(source, source), path, local, is_padded))
-    return found
-
-
-def _loads_nothing(plan: LoadPlan) -> bool:
-    """Whether the source lacks all tensors of the state, or all that a state without tensors has."""
-    lacks_state = not plan.stateful.isdisjoint(plan.missing)
-    return bool(plan.missing) and not plan.targets and (lacks_state or plan.is_empty)
-
-
-def _selects_nothing(options: LoadOptions) -> str:
-    """Return the message for patterns that leave nothing to load on any rank."""
-    given = {"include": list(options.include), "exclude": list(options.exclude)}
-    patterns = " and ".join(f"{option}={names}" for option, names in given.items() if names)
-    return f"{patterns} selects no tensor and no value that both the source and the state have"
-
-
-def _check_names(state: Any, plan: LoadPlan, catalog: Catalog) -> None:
-    """Raise an error that lists all missing and unexpected names, as torch does."""
-    value_names = {*map(catalog.new_name, catalog.source.others)}
-    if not plan.missing and all(name in value_names for name in plan.unexpected):
-        return
-    lists = [
-        f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
-        for what, names in (("missing in the source", plan.missing), ("not in the state", plan.unexpected))
-        if names
-    ]
-    if not plan.targets and not plan.num_values:
-        what, general = "the source has no name of the state", ""
-    elif _loads_nothing(plan):  # an error without `strict`, too
-        what, general = "the source has no tensor of the state", ""
-    else:
-        what, general = "the names differ", "strict=False loads what both have"
-    advice = [_hint(state, plan, catalog), general]
-    text = "; ".join([what, *lists, *filter(None, advice)])
-    kind = NotFoundError if plan.missing else InvalidArgumentError
-    raise kind(text, path=catalog.source.path)
-
-
-def _hint(state: Any, plan: LoadPlan, catalog: Catalog) -> str:
-    """Return advice if the source has names for an optimizer's parameters, or the missing ones with another prefix."""
-    if plan.nameless:
-        return (
-            f"the source has the parameters of {min(plan.nameless)!r} by their names in the state that was saved: "
-            "give the state what has these parameters, too, under the same name; exclude leaves it as it is"
-        )
-    # Parameters of optimizers have the names of their tensors in the state. What is missing whole has several names.
-    missing = [name for name in plan.missing if name not in plan.parameters]
-    inside = {name: _names_in(state[name]) for name in missing if isinstance(state, Mapping) and name in state}
-    missing = [f"{name}.{inner}" if inner else name for name in missing for inner in inside.get(name) or [""]]
-    prefixes = dict.fromkeys(name.split(".", 1)[0] for name in catalog if "." in name)
-    for prefix in sorted(prefixes, key=lambda prefix: (prefix != "model", prefix not in SECTIONS)):
-        is_above = not plan.targets and missing and all(f"{prefix}.{name}" in catalog for name in missing)
-        if is_above and prefix not in WRAPPERS:
-            return f'the source has them under "{prefix}": give {{"{prefix}": state}}'
-    free = {*catalog} - {name for name, _, _ in plan.targets}
-    for prefix in dict.fromkeys(name.split(".", 1)[0] for name in missing if "." in name):
-        if free.issuperset(name[len(prefix) + 1 :] for name in missing if name.startswith(f"{prefix}.")):
-            is_key = isinstance(state, Mapping) and prefix in state
-            if plan.targets and not is_key:  # it would move names that fit
-                continue
-            advice = f'give state["{prefix}"]' if is_key else f'rename=[("^", "{prefix}.")] gives them this name'
-            return f'the source has them without "{prefix}": {advice}'
-    found = suggest_rename(free, missing)
-    return f"rename=[{found[:2]!r}] gives {found[2]} tensors of the source names of the state" if found else ""
-
-
-def _names_in(value: Any) -> list[str]:
-    """Return the names of the tensors in a module, or in a mapping."""
-    if is_module(value):
-        return [*live_items(value)[0]]
-    return [step.path for step in walk(value) if is_tensor(step.value)] if isinstance(value, Mapping) else []
-
-
-def _read_item(target: _Target, catalog: Catalog) -> ReadItem:
-    stored, local = catalog.shard_of(target.name), target.local
-    for part in local.tensors:
-        check_writable(part, target.path)
-    ours, theirs = local.shard.global_shape, stored.global_shape
-    # The common part of a padded tensor is read.
-    if ours != theirs and not (target.is_padded and len(ours) == len(theirs)):
-        hint = "; build the state as it was saved, or leave this tensor out by exclude"
-        if len(ours) == len(theirs) and local.placement is None and catalog.world_size > 1:
-            dim = next(dim for dim in range(len(ours)) if ours[dim] != theirs[dim])
-            hint = f'; if each rank holds a part, say so with layout={{"{target.path}": Shard({dim})}}'
-        text = f"the state's shape differs from the source's{hint}"
-        raise InvalidArgumentError(text, name=target.path, path=catalog.source.path, expected=theirs, found=ours)
-    if local.shard.dtype != stored.dtype and not catalog.options.casts(stored.dtype, local.shard.dtype):
-        castable = {stored.dtype, local.shard.dtype} <= set(FLOATS)
-        hint = '; dtype="state" casts to the dtype that the state has' if castable else ""
-        raise InvalidArgumentError(
-            f"the state's dtype differs from the source's{hint}",
-            name=target.path,
-            path=catalog.source.path,
-            expected=stored.dtype,
-            found=local.shard.dtype,
-        )
-    boxes = catalog.boxes_of(target.name)
-    try:
-        prove_cover(target.name, stored.global_shape, catalog.holders_of(target.name))
-    except (CorruptError, IncompleteError) as error:
-        explained = catalog.source.explained(error)
-        raise explained.located(name=target.name, path=catalog.source.path) from error
-    return ReadItem(target.name, local, boxes, stored.dtype)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from statexchange.errors import ReplicaError
-from statexchange.exchange.catalog import Catalog
+from statexchange.exchange.load_items import like_parameter
+from statexchange.exchange.stored_tensors import StoredTensors
+from statexchange.sharding.options import LoadOptions
+from statexchange.sharding.rules import Layout
 from statexchange.state.dtensors import is_sharded, new_dtensor
-from statexchange.state.load_plan import Place
+from statexchange.state.entries import Entries, SavedTensor
+from statexchange.state.load_plan2 import Place
 from statexchange.tensors import (
     dtype_name,
     is_array,
@@ -22,20 +27,30 @@ from statexchange.tensors import (
 )
 from statexchange.units import format_number
 
-__all__ = ["tensor_to_fill"]
+__all__ = ["Filled", "tensor_to_fill"]
 
 
-def tensor_to_fill(catalog: Catalog, name: str, place: Place) -> Any:
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What decides about a tensor to fill: the source's tensors and entries, and the options of the load."""
+
+    tensors: StoredTensors
+    entries: Entries
+    options: LoadOptions
+    layout: Layout
+
+
+def tensor_to_fill(catalog: Filled, name: str, place: Place) -> Any:
     """Return the tensor of this place that the saved one `name` is read into. Not collective.
 
     It is the live one if the saved one fits into it. A new one is like the live one, or else like the parameter whose
     state it is: it lies on the same device, and is a DTensor on the same mesh. As in torch's `load_state_dict`, a count
     of steps lies on the CPU, or on the parameter's device if the optimizer is fused or capturable.
     """
-    shard, own = catalog.shard_of(name), place.own
+    shard, own = catalog.tensors.shard_of(name), place.own
     stored = shard.dtype
     shape: Sequence[int] = shard.global_shape
-    if catalog.options.layout is not None and catalog.shape_like(name, [place.parameter_name]) is not None:
+    if like_parameter(name, place.parameter_name, catalog.entries, catalog.tensors, catalog.layout):
         shape = tuple(place.parameter.shape)  # a shard, as the parameter is
     _check_is_of_all_ranks(catalog, name, shape, place.parameter)
     if place.is_filled and _fits(catalog, stored, shape, own):
@@ -48,28 +63,29 @@ def tensor_to_fill(catalog: Catalog, name: str, place: Place) -> Any:
     return _new(catalog, name, stored, shape, place, like)
 
 
-def _check_is_of_all_ranks(catalog: Catalog, name: str, shape: Sequence[int], parameter: Any) -> None:
+def _check_is_of_all_ranks(catalog: Filled, name: str, shape: Sequence[int], parameter: Any) -> None:
     """Raise ReplicaError for a whole tensor beside a sharded parameter that is neither a scalar nor of its shape.
 
     It may be a value for each row of the parameter, of which this rank has only some. A save of several ranks records
     what belongs to a rank; one of a single rank, or of torch, does not show that the parameter would be sharded.
     """
-    is_recorded = catalog.own_rank is not None or catalog.source.world_size not in (None, 1)
+    source = catalog.tensors.source
+    is_recorded = catalog.tensors.own_rank is not None or source.world_size not in (None, 1)
     if is_recorded or not is_sharded(parameter) or _cut_dims(catalog, name):
         return
     if tuple(shape) not in ((), tuple(parameter.shape)):
-        saved = format_number(catalog.source.world_size or 1, "rank")
+        saved = format_number(source.world_size or 1, "rank")
         raise ReplicaError(
             f"state of a sharded parameter has neither its shape nor is it a scalar: {saved} saved it, and "
-            f"{catalog.world_size} load it, each with a part of the parameter; exclude={name!r} leaves it as it is",
+            f"{catalog.tensors.world_size} load it, each with a part of the parameter; exclude={name!r} leaves it as it is",
             name=name,
-            path=catalog.source.path,
+            path=source.path,
             expected=tuple(parameter.shape),
             found=tuple(shape),
         )
 
 
-def _fits(catalog: Catalog, stored: str, shape: Sequence[int], own: Any) -> bool:
+def _fits(catalog: Filled, stored: str, shape: Sequence[int], own: Any) -> bool:
     """Whether a saved tensor can be read into the live one."""
     if not (is_torch(own) or is_array(own)) or tuple(own.shape) != shape:
         return False
@@ -77,7 +93,7 @@ def _fits(catalog: Catalog, stored: str, shape: Sequence[int], own: Any) -> bool
     return found == stored or catalog.options.casts(stored, found)
 
 
-def _new(catalog: Catalog, name: str, stored: str, shape: Sequence[int], place: Place, like: Any) -> Any:
+def _new(catalog: Filled, name: str, stored: str, shape: Sequence[int], place: Place, like: Any) -> Any:
     """Return a new tensor of `shape`, like the live tensor or parameter `like` if that is not None."""
     import torch
 
@@ -93,16 +109,23 @@ def _new(catalog: Catalog, name: str, stored: str, shape: Sequence[int], place: 
         return torch.empty(shape, dtype=dtype, device=like.device)
     cut = _cut_dims(catalog, name)
     # Each rank had the whole tensor, and a part of the parameter: it was a plain one.
-    is_plain = not cut and like is place.parameter and bool(_cut_dims(catalog, place.parameter_name))
+    is_plain = not cut and like is place.parameter and bool(_cut_dims_of_parameter(catalog, place.parameter_name))
     if has_shape and not is_plain:
         return torch.zeros_like(like, dtype=dtype, requires_grad=False)
     return new_dtensor(like, shape, dtype, cut) if cut else torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def _cut_dims(catalog: Catalog, name: str) -> set[int]:
+def _cut_dims(catalog: Filled, name: str) -> set[int]:
     """Return the dims in which saved parts of a tensor are smaller than the whole; none if the source lacks it."""
-    if name not in catalog:
+    if name not in catalog.tensors:
         return set()
-    shape = catalog.shard_of(name).global_shape
-    boxes = [box for box in catalog.boxes_of(name) if box.numel]
+    shape = catalog.tensors.shape_of(name)
+    boxes = [box for box in catalog.tensors.boxes_of(name) if box.numel]
     return {dim for box in boxes for dim in range(len(shape)) if box.shape[dim] != shape[dim]}
+
+
+def _cut_dims_of_parameter(catalog: Filled, path: str) -> set[int]:
+    parameter = catalog.entries.at(path) if path else None
+    if parameter is None or not isinstance(parameter.leaf, SavedTensor):
+        return set()
+    return _cut_dims(catalog, parameter.leaf.name)

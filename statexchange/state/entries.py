@@ -1,0 +1,459 @@
+"""The entries of a source: what it has at each path, whatever its format.
+
+A source of tensors alone has names: their keys are not known. A torch.distributed.checkpoint knows keys as texts, other
+files of torch and our own saves know them as they were. So each entry has a text, by which it is paired with the live
+state, and as many of its last keys as the source knows.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from statexchange import values
+from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
+from statexchange.sharding.paths import Key, ListItem, TupleItem, is_index, joined
+from statexchange.state.containers import children, is_dataclass, with_children
+from statexchange.state.tree import contains
+
+__all__ = [
+    "ABSENT",
+    "Conflicts",
+    "Entries",
+    "Entry",
+    "OpaqueValue",
+    "RankEntries",
+    "SavedTensor",
+    "UnknownValue",
+    "are_equal",
+    "flatten_tree",
+    "refuse_opaque",
+]
+
+ABSENT: Any = object()  # where a source has nothing
+
+
+class SavedTensor:
+    """The place of a tensor that the source has under this name of its own."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class OpaqueValue:
+    """Something in a source that is neither a tensor nor a plain value, with its description."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class UnknownValue:
+    """A value of a type that nothing in the live state has, with its JSON text.
+
+    `problem` is why its type cannot have the value; "" if nothing in the live state has the type.
+    """
+
+    __slots__ = ("problem", "text", "type_name")
+
+    def __init__(self, type_name: str, text: str, problem: str) -> None:
+        self.type_name = type_name
+        self.text = text
+        self.problem = problem
+
+    def __repr__(self) -> str:
+        return f"<{self.type_name}>"
+
+
+class Entry(NamedTuple):
+    """What a source has at one path.
+
+    Attributes:
+        text: the path as text, by the names of the state.
+        keys: the last keys of the path, as many as the source knows.
+        leaf: a SavedTensor, an OpaqueValue, or a plain value without a mapping that has entries.
+        name: what the source itself calls it.
+        is_alias: whether it is another name of a tensor that the source has under its own.
+    """
+
+    text: str
+    keys: tuple[Key, ...]
+    leaf: Any
+    name: str
+    is_alias: bool = False
+
+    def keys_below(self, path: str) -> tuple[Key, ...] | None:
+        """Return the keys that lead from the container at `path` here; None if the source does not know them all."""
+        rest = self.text[len(path) + 1 :] if path else self.text
+        count, length = 0, -1
+        for key in reversed(self.keys):
+            if length >= len(rest):
+                break
+            length += len(str(key)) + 1
+            count += 1
+        if length != len(rest):
+            return None if rest else ()
+        return self.keys[len(self.keys) - count :]
+
+
+Conflicts: TypeAlias = dict[str, tuple[int, int]]
+"""Two ranks that saved different values, by the text of the path."""
+
+
+@dataclass(slots=True)
+class RankEntries:
+    """What one rank has saved; a source without ranks has one such record.
+
+    Attributes:
+        rank: the rank, or 0.
+        entries: its entries.
+        templates: namedtuples and dataclasses whose items are entries, by their paths.
+        sizes: the number of items of lists whose items are entries, and the keys of mappings of plain values in such
+            lists: values of two ranks that differ in them are not joined.
+    """
+
+    rank: int
+    entries: list[Entry] = field(default_factory=list)
+    templates: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, object] = field(default_factory=dict)
+
+
+def flatten_tree(tree: Any, rank: int) -> RankEntries:
+    """Return the entries of a decoded tree in which a SavedTensor stands for each tensor.
+
+    Mappings are entered, and lists that have a tensor in them. Any other list is one plain value.
+    """
+    found = RankEntries(rank)
+    waiting: list[tuple[Any, tuple[Key, ...], str, bool]] = [(tree, (), "", False)]
+    while waiting:
+        value, keys, text, in_list = waiting.pop()
+        inside = _entered(value)
+        if inside is None:
+            name = value.name if isinstance(value, SavedTensor) else text
+            found.entries.append(Entry(text, keys, value, name))
+            continue
+        if isinstance(value, list):
+            found.sizes[text] = len(value)
+            in_list = True
+        elif in_list and isinstance(value, Mapping) and not contains(value, _is_tensor):
+            found.sizes[text] = frozenset(value)
+        elif not isinstance(value, Mapping) and type(value) is not tuple:
+            found.templates[text] = value
+        waiting += reversed([(item, (*keys, key), joined(text, key), in_list) for key, item in inside.items()])
+    return found
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, SavedTensor)
+
+
+def _entered(value: Any) -> dict[Any, Any] | None:
+    """Return the items of a container that is entered, by their keys in a path; None for a leaf."""
+    if isinstance(value, Mapping) and not is_dataclass(value):
+        return dict(value) or None
+    if children(value) is None or not contains(value, _is_tensor):
+        return None
+    kind = {list: ListItem, tuple: TupleItem}.get(type(value))
+    items = children(value) or {}
+    return items if kind is None else {kind(index): item for index, item in items.items()}
+
+
+class Entries:
+    """All entries of a source, by their texts.
+
+    Ranks may have saved different ones. `ranks` come in the order of their claim, the first one's entry counts, and
+    `conflicts` are the texts of plain values that differ. With `is_own` the first rank is this one, which takes nothing
+    from others where it has a value itself. With `keys_are_texts` a key that is a text may have been a number.
+    """
+
+    def __init__(self, ranks: Sequence[RankEntries], *, is_own: bool = False, keys_are_texts: bool = False) -> None:
+        self.ranks = ranks
+        self.is_own = is_own
+        self.keys_are_texts = keys_are_texts
+        self.conflicts: Conflicts = {}
+        self.templates: dict[str, Any] = {}
+        self._by_text: dict[str, list[Entry]] = {}
+        holders: dict[str, int] = {}
+        sizes: dict[str, tuple[int, object]] = {}
+        for of_rank in ranks:
+            for path, size in of_rank.sizes.items():
+                rank, first = sizes.setdefault(path, (of_rank.rank, size))
+                if first != size:
+                    self.conflicts.setdefault(path, (rank, of_rank.rank))
+            for path, template in of_rank.templates.items():
+                self.templates.setdefault(path, template)
+            for entry in of_rank.entries:
+                self._add(entry, of_rank.rank, holders)
+        self._texts = sorted(self._by_text)
+        self._own: Entries | None = None
+
+    def _add(self, entry: Entry, rank: int, holders: dict[str, int]) -> None:
+        """Add an entry, unless another rank has it."""
+        alike = self._by_text.setdefault(entry.text, [])
+        first = holders.setdefault(entry.text, rank)
+        if first == rank:
+            alike.append(entry)
+        elif not any(are_equal(entry.leaf, other.leaf) for other in alike):
+            self.conflicts.setdefault(entry.text, (first, rank))
+
+    def __iter__(self) -> Iterator[Entry]:
+        for alike in self._by_text.values():
+            yield from alike
+
+    def __len__(self) -> int:
+        return len(self._by_text)
+
+    @property
+    def first(self) -> Entries:
+        """The entries of the first rank."""
+        if self._own is None:
+            self._own = self if len(self.ranks) == 1 else Entries(self.ranks[:1], keys_are_texts=self.keys_are_texts)
+        return self._own
+
+    def of_each_rank(self) -> Iterator[tuple[int, Entries]]:
+        """Yield the entries of each rank."""
+        if len(self.ranks) == 1:
+            yield self.ranks[0].rank, self
+            return
+        for index, of_rank in enumerate(self.ranks):
+            entries = Entries([of_rank], keys_are_texts=self.keys_are_texts) if index else self.first
+            yield of_rank.rank, entries
+
+    def at(self, text: str, keys: tuple[Key, ...] | None = None) -> Entry | None:
+        """Return the entry at a path, for which the live state has these keys.
+
+        Raises:
+            InvalidArgumentError: there are several, and which one is meant is not known.
+        """
+        alike = self._by_text.get(text)
+        if alike is None:
+            return None
+        if len(alike) == 1:
+            return alike[0]
+        same = [entry for entry in alike if entry.keys == keys]
+        if len(same) != 1:
+            text_ = (
+                "two entries of the source have this name when their keys are joined with dots: leave it out by exclude"
+            )
+            raise InvalidArgumentError(text_, name=text)
+        return same[0]
+
+    def has_below(self, path: str) -> bool:
+        """Whether there is an entry at a path or below it."""
+        if path in self._by_text or not path:
+            return path in self._by_text or bool(self._texts)
+        begin = f"{path}."
+        at = bisect.bisect_left(self._texts, begin)
+        return at < len(self._texts) and self._texts[at].startswith(begin)
+
+    def below(self, path: str) -> list[Entry]:
+        """Return the entries at a path and below it."""
+        found = list(self._by_text.get(path, ()))
+        begin = f"{path}." if path else ""
+        at = bisect.bisect_left(self._texts, begin)
+        while at < len(self._texts) and self._texts[at].startswith(begin):
+            if self._texts[at] != path:
+                found += self._by_text[self._texts[at]]
+            at += 1
+        return found
+
+    def value(self, path: str, live: Any) -> Any:
+        """Return what the source has at a path, as one value with a SavedTensor for each tensor; ABSENT for nothing.
+
+        It is that of the first rank that has something there. Keys that the source does not know are those of `live`,
+        the value in the state.
+
+        Raises:
+            InvalidArgumentError: the keys or containers of the source are not known, and `live` does not show them.
+        """
+        entries = self.first if self.is_own and self.first.has_below(path) else self
+        found = entries.below(path)
+        return entries.built(found, live, path) if found else ABSENT
+
+    def built(self, entries: Sequence[Entry], live: Any, path: str) -> Any:
+        """Return the value that entries at and below a path make, as `value` does."""
+        return _Builder(self).value(entries, live, path)
+
+    def by_key(self, path: str) -> dict[Any, list[Entry]] | None:
+        """Return the entries below a path by their first key there; None if the source does not know the keys."""
+        found: dict[Any, list[Entry]] = {}
+        for entry in self.below(path):
+            keys = entry.keys_below(path)
+            if keys is None:
+                return None
+            if keys:
+                found.setdefault(keys[0], []).append(entry)
+        return found
+
+
+class _Builder:
+    """Builds a value from the entries below a path, with the live value to decide what the source does not know."""
+
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
+
+    def value(self, entries: Sequence[Entry], live: Any, path: str) -> Any:
+        """Return the value at `path`, from the entries at and below it."""
+        here = [entry for entry in entries if entry.text == path]
+        inside = [entry for entry in entries if entry.text != path]
+        if here and inside and all(isinstance(entry.leaf, Mapping) and not entry.leaf for entry in here):
+            here = []  # empty on one rank
+        if len(here) > 1 or (here and inside):
+            text = (
+                "the source has a value here, and others below it, so that a key has a dot: save with keys without dots, "
+                "or leave it out by exclude"
+            )
+            raise InvalidArgumentError(text, name=path)
+        if here:
+            return here[0].leaf
+        by_key = self._by_key(inside, live, path)
+        live_items = {} if children(live) is None else children(live) or {}
+        items = {key: self.value(of_key, live_items.get(key), joined(path, key)) for key, of_key in by_key.items()}
+        items |= self._empty(live, by_key, path)
+        return self._container(items, live, path)
+
+    def _by_key(self, entries: Sequence[Entry], live: Any, path: str) -> dict[Any, list[Entry]]:
+        """Group entries by their first key below `path`."""
+        found: dict[Any, list[Entry]] = {}
+        live_keys = children(live) or {}
+        by_text: dict[str, list[Any]] = {}
+        for key in live_keys:
+            by_text.setdefault(str(key), []).append(key)
+        for entry in entries:
+            keys = entry.keys_below(path)
+            if keys is not None:
+                key = self._live_key(keys[0], by_text, live)
+            else:
+                key = self._matched_key(entry, by_text, live, path)
+            found.setdefault(key, []).append(entry)
+        return found
+
+    def _live_key(self, key: Key, by_text: Mapping[str, Sequence[Any]], live: Any) -> Any:
+        """Return the live state's key for one of the source, which may have been a number; else the source's own."""
+        if not self._entries.keys_are_texts or isinstance(key, int):
+            return key
+        alike = by_text.get(str(key), ())
+        if len(alike) == 1 and not isinstance(live, list | tuple):
+            return alike[0]
+        if alike or not _is_certain(str(key)):
+            return _Unknown(str(key))
+        return key
+
+    def _matched_key(self, entry: Entry, by_text: Mapping[str, Sequence[Any]], live: Any, path: str) -> Any:
+        """Return the key of the live state that begins the rest of a name, the longest of several."""
+        rest = entry.text[len(path) + 1 :] if path else entry.text
+        text = rest
+        while text not in by_text and "." in text:
+            text = text.rpartition(".")[0]
+        if isinstance(live, list | tuple) and not hasattr(live, "_fields"):
+            first = rest.partition(".")[0]
+            return ListItem(first) if is_index(first) else _Unknown(rest)
+        if len(by_text.get(text, ())) == 1:
+            return by_text[text][0]
+        return rest if _is_certain(rest) else _Unknown(rest)
+
+    def _empty(self, live: Any, by_key: Mapping[Any, object], path: str) -> dict[Any, Any]:
+        """Return the items of a live container that the source may have had without an entry: empty mappings."""
+        if not self._entries.keys_are_texts:
+            return {}
+        found = {}
+        for key, item in (children(live) or {}).items():
+            if key in by_key:
+                continue
+            key = ListItem(key) if isinstance(live, list | tuple) and isinstance(key, int) else key
+            if _has_no_leaves(item):
+                found[key] = item
+            elif contains(item, lambda part: isinstance(part, Mapping)):
+                text = (
+                    "the source has nothing here, as torch leaves out empty mappings: empty that of the state, or leave "
+                    "it out by exclude"
+                )
+                raise InvalidArgumentError(text, name=joined(path, key))
+        return found
+
+    def _container(self, items: dict[Any, Any], live: Any, path: str) -> Any:
+        """Return a container of these items: of the type that the source knows, or else of the live one's kind."""
+        unknown = [key for key in items if isinstance(key, _Unknown)]
+        if unknown:
+            has = "None" if live is None else type_text(live)
+            text = (
+                f"the source has an entry {unknown[0].text!r} here, and what kind of key that is is not known; the state "
+                f"has {has} to put it into: make it as it was saved, or leave it out by exclude"
+            )
+            raise InvalidArgumentError(text, name=path)
+        if path in self._entries.templates:
+            return with_children(self._entries.templates[path], items)
+        if not all(isinstance(key, ListItem | TupleItem) for key in items):
+            return items
+        if sorted(items) != [*range(len(items))]:
+            text = "the source lacks an item of this list: make it as it was saved, or leave it out by exclude"
+            raise InvalidArgumentError(text, name=path)
+        ordered = [items[key] for key in sorted(items)]
+        is_tuple = any(isinstance(key, TupleItem) for key in items) or isinstance(live, tuple)
+        return tuple(ordered) if is_tuple else ordered
+
+
+class _Unknown:
+    """A key of which the text is known alone."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Unknown) and other.text == self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _is_certain(text: str) -> bool:
+    """Whether a key in a name was a text, and no number, None or True, or several keys with dots between them."""
+    return text.isidentifier() and text not in ("True", "False", "None", "inf", "nan")
+
+
+def _has_no_leaves(value: Any) -> bool:
+    """Whether a value is an empty mapping, or holds nothing else."""
+    if isinstance(value, Mapping):
+        return all(map(_has_no_leaves, value.values()))
+    return isinstance(value, list) and len(value) > 0 and all(map(_has_no_leaves, value))
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two saved values are the same, whatever the order of keys, or SavedTensors of one name."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, bool | int | float | str):
+        return values.is_same(one, other)
+    if isinstance(one, SavedTensor):
+        return bool(one.name == other.name)
+    if isinstance(one, UnknownValue | OpaqueValue):
+        return bool(one.text == other.text)
+    items, others = children(one), children(other)
+    if items is None or others is None:
+        return values.is_same(one, other)
+    return items.keys() == others.keys() and all(are_equal(item, others[key]) for key, item in items.items())
+
+
+def refuse_opaque(value: Any, path: str) -> None:
+    """Raise UnsupportedError for a value that the live state cannot have, or one with such a value in it."""
+    parts: Iterable[Any] = () if isinstance(value, str | int | float) else values.parts_of(value)
+    for part in parts:
+        if isinstance(part, OpaqueValue):
+            raise UnsupportedError(
+                f"the source has something here that is neither a tensor nor a plain value: {part.text}. Load what holds "
+                "it with the program that wrote it, and leave it out of the state here",
+                name=path,
+            )
+        if isinstance(part, UnknownValue):
+            reason = "the state has no value of this type to build it by: give it to register_config"
+            if part.problem:
+                reason = f"it cannot be built here: {part.problem}"
+            raise UnsupportedError(f"a {part.type_name} was saved here, and {reason}", name=path)

@@ -1,0 +1,402 @@
+"""Match a live state with the entries of a source: each live path takes the entries of the same path."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from statexchange import values
+from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
+from statexchange.sharding.paths import joined, text_of
+from statexchange.state.containers import (
+    children,
+    has_indices,
+    is_dataclass,
+    is_mutable,
+    other_with,
+    refill,
+    with_children,
+)
+from statexchange.state.entries import ABSENT, Entries, SavedTensor
+from statexchange.state.flatten import LiveEntry, LiveState
+from statexchange.state.leaves import is_leaf, load_object
+from statexchange.state.load_plan2 import Allocate, Filler, LoadPlan, LoadTarget, ObjectStates, Place, expect, named
+from statexchange.state.match_modules import match_module, prefixes_of_modules
+from statexchange.state.match_optimizers import OptimizerMatcher
+from statexchange.state.megatron import MegatronTensor, leaves, sharded_kind
+from statexchange.state.modules import live_items
+from statexchange.state.name_filter import NameFilter
+from statexchange.state.tree import walk
+from statexchange.units import format_number
+
+__all__ = ["Matching", "match"]
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """What decides a match besides the live state and the entries.
+
+    Attributes:
+        names: the filter of the load.
+        stored: returns the source's tensors for a live tensor's path, several if a layout splits it; None without one.
+        allocate: returns the tensor to fill for a place (`Filler`).
+        shape_of: returns the global shape of a tensor of the source; None if plain live tensors may be parts.
+        objects: the present states of objects.
+        has_tree: whether the source is a save of ours, with the names of parameters in the whole state.
+        classes: the classes of optimizers that the source records, by path.
+    """
+
+    names: NameFilter
+    stored: Callable[[str, tuple[Any, ...]], Sequence[str] | None]
+    allocate: Allocate
+    shape_of: Callable[[str], tuple[int, ...]] | None
+    objects: ObjectStates
+    has_tree: bool
+    classes: Mapping[str, frozenset[str]]
+
+
+def match(state: Any, live: LiveState, entries: Entries, matching: Matching) -> LoadPlan:
+    """Plan how a live state becomes that of the source. Not collective; nothing is changed yet.
+
+    Raises:
+        InvalidArgumentError: something cannot be changed in place, or was saved as another kind; names the path.
+        UnsupportedError: a value has a type that the live state does not have; names the path.
+    """
+    matcher = _Matcher(state, live, entries, matching)
+    for entry in live.entries:
+        matcher.match(entry)
+    matcher.optimizers.check_schedulers()
+    matcher.check_lists()
+    matcher.add_unexpected()
+    if matcher.install_values() is not state:
+        text = f"the state is {type_text(state)}, which cannot be changed in place: give a mapping that holds it"
+        raise InvalidArgumentError(text)
+    return matcher.plan
+
+
+class _Matcher:
+    """Matches the live entries one after the other, and writes the plan."""
+
+    def __init__(self, state: Any, live: LiveState, entries: Entries, matching: Matching) -> None:
+        self.plan = LoadPlan()
+        self._state = state
+        self._live = live
+        self._entries = entries
+        self._matching = matching
+        self._names = matching.names
+        self._options = matching.names.options
+        self._filler = Filler(self.plan, matching.allocate)
+        self._taken: set[str] = set()  # paths of entries that the live state has a place for
+        self._new_values: dict[tuple[Any, ...], Any] = {}
+        self._by_key = _ShardedTensors.of(live, entries)
+        self._prefixes = prefixes_of_modules(live, entries, lambda name: matching.stored(name, ()) is not None)
+        self.optimizers = OptimizerMatcher(state, entries, matching, self._filler, self._taken)
+
+    def match(self, entry: LiveEntry) -> None:
+        """Match one live entry."""
+        if entry.kind == "tensor":
+            self._tensor(entry)
+        elif entry.kind == "module":
+            self._module(entry)
+        elif entry.kind == "optimizer":
+            self.optimizers.match(entry)
+        elif entry.kind == "object":
+            self._object(entry)
+        elif entry.kind == "sharded":
+            self._sharded(entry.value, entry.text)
+        else:
+            self._value(entry)
+
+    def _module(self, entry: LiveEntry) -> None:
+        prefix = self._prefixes.of(entry.text)
+        if entry.text and not self._entries.has_below(prefix.removesuffix(".")):
+            if self._may_want(entry) and any(live_items(entry.value)):
+                self._add_missing(entry)
+            return
+        other = self._entries.at(entry.text, entry.keys) if entry.text else None
+        expect(other is None or _is_empty(other.leaf), "the tensors of a module", other and other.leaf, entry.text)
+        if other is not None:
+            self._taken.add(entry.text)
+        match_module(entry, prefix, self._entries, self._matching, self._filler, self._taken)
+
+    # Tensors
+
+    def _tensor(self, entry: LiveEntry) -> None:
+        if not self._options.wants(entry.text):
+            return
+        stored = self._matching.stored(entry.text, entry.keys)
+        if stored is None:
+            other = self._entries.at(entry.text, entry.keys)
+            below = other is None and self._entries.has_below(entry.text)
+            expect(other is None and not below, "a tensor", {} if other is None else other.leaf, entry.text)
+            self._add_missing(entry)
+            return
+        self._taken.add(entry.text)
+        self.plan.loaded.add(entry.text)
+        name = stored[0] if [*stored] and len(stored) == 1 else None
+        self.plan.targets.append(LoadTarget(name, entry.value, entry.text))
+
+    def _sharded(self, live: Any, path: str) -> None:
+        """Plan an object of Megatron-Core: match tensors by key; merge what a factory builds into its parameter."""
+        kind = sharded_kind(live)
+        if kind == "tensor" and self._options.wants(live.key):
+            if live.key in self._by_key.saved:
+                self.plan.targets.append(LoadTarget(self._by_key.saved[live.key], MegatronTensor(live), live.key))
+            else:
+                self.plan.add_missing([live.key])
+        elif kind == "factory":
+            built = live.build()
+            parts = [(inner, part) for inner, part in leaves(built) if sharded_kind(part) == "tensor"]
+            for inner, part in parts:
+                self._sharded(part, joined(path, inner))
+            if all(part.key in self._by_key.saved for _, part in parts):
+                self.plan.callbacks.append(functools.partial(_merge_built, live, built))
+        elif kind == "object":
+            saved = self._entries.value(path, live.data)
+            if saved is ABSENT:
+                if live.data is not None:  # an object without data needs no saved one
+                    self.plan.add_missing([path])
+                return
+            self._take(path)
+            self.plan.callbacks.append(functools.partial(setattr, live, "data", self._filler.fill(saved, path)))
+
+    # Objects and values
+
+    def _object(self, entry: LiveEntry) -> None:
+        """Plan an object that has `load_state_dict`: it is loaded whole if anything in it is wanted, and nothing not."""
+        path, live = entry.text, entry.value
+        if not self._entries.has_below(path):
+            if self._may_want(entry):
+                self._add_missing(entry)
+            return
+        if self._names.selects and path and not self._options.may_want(path):
+            self._take_unloaded(path)
+            return
+        present = self._matching.objects.of(live, path)
+        saved = self._entries.value(path, present)
+        if self._names.selects and not self._wants_whole([(saved, path), (present, path)]):
+            self._take_unloaded(path)
+            return
+        expect(isinstance(saved, Mapping), f"the state of {type_text(live)}", saved, path)
+        self._take(path)
+        new = self._filler.fill(saved, path, Place(present, is_filled=False))
+        self.optimizers.add_scheduler(entry, new)
+        self.plan.callbacks.append(functools.partial(load_object, live, live.load_state_dict, new, path))
+
+    def _value(self, entry: LiveEntry) -> None:
+        """Plan a plain value, or a container of such values."""
+        path, live = entry.text, entry.value
+        may_want = self._may_want(entry)
+        saved = self._entries.value(path, live) if may_want else ABSENT
+        if saved is ABSENT:
+            if not may_want:
+                self._take_unloaded(path)
+            elif not (self._entries.keys_are_texts and _is_empty(live)):
+                self._add_missing(entry)
+            return
+        selected = self._selected(saved, live, path) if self._names.selects else saved
+        self._take(path)
+        if selected is ABSENT:
+            return
+        self.plan.num_values += 1
+        new = self._filler.fill(selected, path, Place(live))
+        self._new_values[entry.keys] = self._replacement(live, new, path)
+
+    def _selected(self, saved: Any, live: Any, path: str) -> Any:
+        """Return what is loaded of a plain value, with the live values of what is not; ABSENT for nothing."""
+        fields = is_dataclass(saved) or hasattr(saved, "_fields")
+        if isinstance(saved, Mapping) and saved and (isinstance(live, Mapping) or live is ABSENT):
+            return self._selected_entries(saved, {} if live is ABSENT else live, path)
+        if fields and type(saved) is type(live):
+            own, new = children(live) or {}, children(saved) or {}
+            selected = {key: self._selected(item, own.get(key, ABSENT), joined(path, key)) for key, item in new.items()}
+            kept = {key: own[key] for key, item in selected.items() if item is ABSENT and key in own}
+            return ABSENT if len(kept) == len(new) else other_with(saved, kept)
+        inside = [(saved, path)] if live is ABSENT else [(saved, path), (live, path)]
+        return saved if self._wants_whole(inside) else ABSENT
+
+    def _selected_entries(self, saved: Mapping[Any, Any], live: Mapping[Any, Any], path: str) -> Any:
+        selected: dict[Any, Any] = {}
+        loads = False
+        for key, item in live.items():
+            inner = joined(path, key)
+            if key in saved:
+                new = self._selected(saved[key], item, inner)
+                loads |= new is not ABSENT
+                selected[key] = item if new is ABSENT else new
+            elif not self._wants_whole([(item, inner)]):
+                selected[key] = item
+            elif self._options.include and not (isinstance(item, Mapping) and not item):
+                self.plan.add_missing([inner], stateful=False)
+                selected[key] = item
+        for key, item in saved.items():
+            if key not in live and (new := self._selected(item, ABSENT, joined(path, key))) is not ABSENT:
+                selected[key], loads = new, True
+        return selected if loads else ABSENT
+
+    def _wants_whole(self, parts: Sequence[tuple[Any, str]]) -> bool:
+        """Whether what has these values at these paths is loaded: if one path is included, and none is excluded."""
+        return self._options.wants_object([step.path for value, path in parts for step in walk(value, path=path)])
+
+    def _may_want(self, entry: LiveEntry) -> bool:
+        """Whether a live entry, or anything inside it, is to be loaded."""
+        if not self._names.selects or not entry.text:
+            return True
+        has_inside = children(entry.value) is not None or (is_leaf(entry.value) and entry.kind != "tensor")
+        return self._options.wants(entry.text) or (has_inside and self._options.may_want(entry.text))
+
+    def _replacement(self, live: Any, new: Any, path: str) -> Any:
+        """Return what replaces a plain value: `live` itself if it is equal, or if a callback refills it."""
+        if isinstance(live, MutableMapping) and isinstance(new, Mapping):
+            if not values.is_same(dict(live), dict(new)):
+                self._filler.change(live, functools.partial(refill, items=dict(new)), path)
+            return live
+        if values.is_same(live, new):
+            return live
+        if type(new) is type(live) and is_mutable(live) and not isinstance(live, list):  # a dataclass
+            self._filler.change(live, functools.partial(with_children, changed=children(new) or {}), path)
+            return live
+        if children(live) is None and not values.has_text(live):
+            text = f"the state has {type_text(live)} here, which a load would replace by {type_text(new)}: leave it out"
+            raise UnsupportedError(f"{text} by exclude", name=path)
+        return new
+
+    def install_values(self) -> Any:
+        """Plan the changes of the containers that hold plain values; return what replaces the whole state."""
+        return self._installed(self._state, (), "")
+
+    def _installed(self, live: Any, keys: tuple[Any, ...], path: str) -> Any:
+        if keys not in self._live.containers:
+            return self._new_values.get(keys, live)
+        changed = {}
+        for key, item in (children(live) or {}).items():
+            new = self._installed(item, (*keys, key), joined(path, key))
+            if new is not item:
+                changed[key] = new
+        if not changed:
+            return live
+        if is_mutable(live):
+            self._filler.change(live, functools.partial(with_children, changed=changed), path)
+            return live
+        with named(path):
+            return with_children(live, changed)
+
+    # What one side lacks
+
+    def _take(self, path: str) -> None:
+        """Note that all entries at a path and below it are loaded."""
+        for entry in self._entries.below(path):
+            self._taken.add(entry.text)
+            if not self._names.selects or self._options.wants(entry.text):
+                self.plan.loaded.add(entry.text)
+
+    def _take_unloaded(self, path: str) -> None:
+        self._taken.update(entry.text for entry in self._entries.below(path))
+
+    def _add_missing(self, entry: LiveEntry) -> None:
+        """Add the highest path above a live entry below which the source has nothing."""
+        above = [text_of(entry.keys[:count]) for count in range(1, len(entry.keys))]
+        path = next((path for path in above if not self._entries.has_below(path)), entry.text)
+        if path not in self.plan.missing:
+            self.plan.add_missing([path], stateful=entry.kind != "value")
+        elif entry.kind != "value":
+            self.plan.stateful.add(path)
+
+    def check_lists(self) -> None:
+        """Raise InvalidArgumentError for a list that holds state and has another length than the source's."""
+        for keys, live in self._live.containers.items():
+            path = text_of(keys)
+            if not has_indices(live) or path in self._prefixes.shared or self._by_key.saved:
+                continue
+            indices = {
+                entry.text[len(path) + 1 if path else 0 :].partition(".")[0] for entry in self._wanted_below(path)
+            }
+            live_indices = {str(index) for index in range(len(live)) if self._wants_item(joined(path, index))}
+            if indices and indices != live_indices:
+                count = format_number(len(live), "item")
+                text = (
+                    f"the state has {count} here, and the source others, {', '.join(sorted(indices))}: make the list as it "
+                    "was saved, or leave it out by exclude"
+                )
+                raise InvalidArgumentError(text, name=path)
+
+    def _wants_item(self, path: str) -> bool:
+        return not self._names.selects or self._options.may_want(path) or self._options.wants(path)
+
+    def _wanted_below(self, path: str) -> list[Any]:
+        entries = self._entries.below(path)
+        return [entry for entry in entries if entry.text != path and self._wants_item(entry.text)]
+
+    def add_unexpected(self) -> None:
+        """Add what the source has, and the live state has no place for, by the highest such path."""
+        places = {text_of(entry.keys[:count]) for entry in self._live.entries for count in range(len(entry.keys) + 1)}
+        not_plain: set[str] = set()
+        known = set(self._by_key.saved)
+        found: dict[str, None] = {}
+        for entry in self._entries:
+            if entry.text in self._taken or entry.is_alias or not self._options.wants(entry.text):
+                continue
+            if self._by_key.live and (entry.name in known or entry.text in known):
+                if entry.name not in self._by_key.live:
+                    found.setdefault(entry.name)
+                continue
+            path = entry.text
+            if text_of(entry.keys) == entry.text:  # else some of its keys are not known
+                above = (text_of(entry.keys[:count]) for count in range(1, len(entry.keys)))
+                path = next((path for path in above if path not in places), path)
+            found.setdefault(path)
+            if isinstance(entry.leaf, SavedTensor) or self._matching.has_tree:
+                not_plain.add(path)
+        self.plan.unexpected += [path for path in found if path not in self.plan.unexpected]
+        self.plan.tolerated.update(found.keys() - not_plain)
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardedTensors:
+    """ShardedTensors of Megatron-Core, which are matched by key wherever in the state they lie.
+
+    `live` are the keys of the live state; `saved` has the source's names by the names of the state, or nothing if
+    `live` is empty.
+    """
+
+    live: frozenset[str]
+    saved: Mapping[str, str]
+
+    @classmethod
+    def of(cls, live: LiveState, entries: Entries) -> _ShardedTensors:
+        """Collect the keys of a live state, and the tensors of a source."""
+        keys = set()
+        for entry in live.entries:
+            if entry.kind == "sharded":
+                keys.update(leaf.key for _, leaf in leaves(entry.value) if sharded_kind(leaf) == "tensor")
+        if not keys and not any(entry.kind == "sharded" for entry in live.entries):
+            return cls(frozenset(), {})
+        saved: dict[str, str] = {}
+        for entry in entries:
+            if isinstance(entry.leaf, SavedTensor):
+                saved.setdefault(entry.text, entry.leaf.name)
+                saved.setdefault(entry.leaf.name, entry.leaf.name)
+        return cls(frozenset(keys), saved)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
+
+
+def _merge_built(factory: Any, built: Any) -> None:
+    """Merge the tensors that a factory built, now filled, into its parameter."""
+    import torch
+
+    with torch.no_grad():
+        factory.data.copy_(factory.merge_fn(_with_data(built)))
+
+
+def _with_data(built: Any) -> Any:
+    """Return a tree with the data of ShardedTensors in their place."""
+    if isinstance(built, Mapping):
+        return {key: _with_data(item) for key, item in built.items()}
+    if type(built) in (list, tuple):
+        return type(built)(map(_with_data, built))
+    return built.data if sharded_kind(built) == "tensor" else built

@@ -1,0 +1,103 @@
+"""The one filter of a load: what `rename` and wrappers make of a source's names, and which of them are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from statexchange.errors import UnsafeError
+from statexchange.sharding.options import LoadOptions, renamed
+from statexchange.sharding.paths import Key
+from statexchange.sharding.wrappers import without_wrappers
+from statexchange.state.entries import Entry
+
+__all__ = ["NameFilter", "paths_above"]
+
+
+class NameFilter:
+    """Gives the entries of a source the names of the state.
+
+    `units` are the paths of the live optimizers and other objects, which move whole. With `strips_wrappers` names lose
+    what torch.compile and others put into them.
+    """
+
+    def __init__(self, options: LoadOptions, units: Collection[str], *, strips_wrappers: bool = False) -> None:
+        self.options = options
+        self._units = units
+        self._strips_wrappers = strips_wrappers
+        self._places: dict[str, str] = {}
+
+    @property
+    def renames(self) -> bool:
+        """Whether a name may change."""
+        return bool(self.options.rename) or self._strips_wrappers
+
+    @property
+    def selects(self) -> bool:
+        """Whether a name may be left out."""
+        return bool(self.options.include or self.options.exclude)
+
+    def name(self, name: str) -> str:
+        """Return the state's name of an entry of the source."""
+        new = renamed(name, self.options.rename) if self.options.rename else name
+        return without_wrappers(new) if self._strips_wrappers else new
+
+    def place(self, path: str) -> str:
+        """Return the new path of a container, also if a pattern for what is inside it moves it: ``^opt\\.``."""
+        if path not in self._places:
+            new = self.name(path)
+            if new == path and not callable(self.options.rename):  # a function expects whole names
+                inside = self.name(f"{path}.")
+                new = inside[:-1] if inside.endswith(".") else new
+            self._places[path] = new
+        return self._places[path]
+
+    def entries(self, entries: Sequence[Entry], path: str) -> list[Entry]:
+        """Return the entries of one rank by the names of the state; `path` is that of the source.
+
+        Raises:
+            UnsafeError: two entries have one name then.
+        """
+        if not self.renames:
+            return [*entries]
+        new = list(map(self._entry, entries))
+        first: dict[str, str] = {}
+        for entry, old in zip(new, entries, strict=True):
+            other = first.setdefault(entry.text, old.text)
+            if other != old.text and not (entry.is_alias or old.is_alias):
+                text = f"rename gives one name to both {other!r} and {old.text!r}: change rename"
+                raise UnsafeError(text, name=entry.text, path=path)
+        return new
+
+    def _entry(self, entry: Entry) -> Entry:
+        text = self._text(entry.text)
+        if text == entry.text:
+            return entry
+        return entry._replace(text=text, keys=_kept_keys(entry.keys, text))
+
+    def _text(self, text: str) -> str:
+        for unit in paths_above(text):
+            new = self.place(unit)
+            if new in self._units:
+                return new + text[len(unit) :]
+        return self.name(text)
+
+
+def paths_above(text: str) -> Iterator[str]:
+    """Yield the text of each path above one, the shortest first, and last the path itself."""
+    end = text.find(".")
+    while end >= 0:
+        yield text[:end]
+        end = text.find(".", end + 1)
+    yield text
+
+
+def _kept_keys(keys: tuple[Key, ...], text: str) -> tuple[Key, ...]:
+    """Return the last keys with which a new text still ends: what moves with its mapping keeps its keys."""
+    end, count = len(text), 0
+    for key in reversed(keys):
+        part = str(key)
+        begin = end - len(part)
+        if begin < 0 or text[begin:end] != part or (begin > 0 and text[begin - 1] != "."):
+            break
+        count, end = count + 1, begin - 1
+    return keys[len(keys) - count :] if count else ()
