@@ -389,7 +389,7 @@ class _MatchedState:
         comm, options = self._comm, self.options
         if not isinstance(self.state, Mapping) and not contains_state(self.state):
             text = f"the state is {type_text(self.state)}: give modules, optimizers or mappings"
-            raise InvalidArgumentError(text)
+            raise InvalidArgumentError(text, path=self.source.path)
         self._tensors = StoredTensors(self.source, options.replicas, comm.rank, comm.world_size, comm.progress)
         self._live = flatten(self.state)
         strips = _strips_wrappers(self.source, self.state)
@@ -454,7 +454,7 @@ class _MatchedState:
             if tree or {tensors.world_size, source.world_size or 1} != {1}:
                 check_ranks(per_rank, plan.loaded, tensors, takes_root=takes_root)
             if not takes_root:
-                check_conflicts(self.entries.conflicts, plan.loaded, tensors)
+                check_conflicts(self.entries.conflicts | plan.conflicts, plan.loaded, tensors)
         refusals = {self._names.name(name): error for name, error in source.unsupported.items()}
         for name in filter(refusals.__contains__, plan.missing):
             raise refusals[name]

@@ -10,6 +10,7 @@ from statexchange.errors import CorruptError, ReplicaError
 from statexchange.exchange.stored_tensors import StoredTensors, differing_text
 from statexchange.formats.source import Source
 from statexchange.sharding.options import LoadOptions
+from statexchange.sharding.paths import paths_above
 from statexchange.state.entries import (
     Conflicts,
     Entries,
@@ -23,7 +24,7 @@ from statexchange.state.entries import (
 from statexchange.state.flatten import LiveState
 from statexchange.state.load_plan2 import ObjectStates
 from statexchange.state.modules import live_items
-from statexchange.state.name_filter import NameFilter, paths_above
+from statexchange.state.name_filter import NameFilter
 from statexchange.state.optimizers import state_of_optimizer
 from statexchange.storage.stored_values import decode_stored
 from statexchange.tensors import is_torch
@@ -49,7 +50,9 @@ def source_entries(
         CorruptError: the saved state has a tensor that no file has.
     """
     if not has_tree(source, tensors):
-        of_names = RankEntries(0, names.entries(_named_entries(source, tensors), source.path))
+        of_names = RankEntries(0)
+        _add_named_entries(of_names, source, tensors)
+        of_names.entries = names.entries(of_names.entries, source.path)
         return Entries([of_names], keys_are_texts=source.kind == "dcp")
     # Equal ranks count once; this rank comes first if as many load as have saved.
     configs = sorted(source.configs.items(), key=lambda item: (item[0] != tensors.own_rank, item[0]))
@@ -66,7 +69,8 @@ def source_entries(
         trees = _decoded_trees(source, tensors, ranks, types, unknown)
     found = []
     for rank, tree in trees.items():
-        of_rank = flatten_tree(tree, rank)
+        of_rank = RankEntries(rank)
+        flatten_tree(tree, of_rank)
         of_rank.entries = names.entries(of_rank.entries, source.path)
         if names.renames:
             of_rank.templates = {names.place(path): value for path, value in of_rank.templates.items()}
@@ -118,25 +122,24 @@ def _types_in_objects(live: LiveState, options: LoadOptions, objects: ObjectStat
     return found
 
 
-def _named_entries(source: Source, tensors: StoredTensors) -> list[Entry]:
-    """Return the entries of a source without a saved tree, with the keys that it knows."""
-    found = [Entry(name, _keys(source, name), SavedTensor(name), name) for name in tensors]
+def _add_named_entries(found: RankEntries, source: Source, tensors: StoredTensors) -> None:
+    """Add the entries of a source without a saved tree, with the keys that it knows."""
+    found.entries += [Entry(name, _keys(source, name), SavedTensor(name), name) for name in tensors]
     for alias, name in tensors.aliases.items():
-        if alias not in tensors or tensors.stored(alias) != alias:
-            found.append(Entry(alias, _keys(source, alias), SavedTensor(name), alias, is_alias=True))
+        if tensors.stored(alias) != alias:
+            found.entries.append(Entry(alias, _keys(source, alias), SavedTensor(name), alias, is_alias=True))
     decoded: dict[str, Any] = {}  # flattened groups repeat the same few values for each parameter
     for name, description in source.others.items():
         text = source.texts.get(name)
         if text is None:
-            leaf: Any = OpaqueValue(description)
+            found.entries.append(Entry(name, _keys(source, name), OpaqueValue(description), name))
         elif text[0] in "[{":
-            leaf = values.decode(text)
+            value = values.decode(text)
+            flatten_tree(value, found, Entry(name, _keys(source, name), value, name))
         else:
             if text not in decoded:
                 decoded[text] = values.decode(text)
-            leaf = decoded[text]
-        found.append(Entry(name, _keys(source, name), leaf, name))
-    return found
+            found.entries.append(Entry(name, _keys(source, name), decoded[text], name))
 
 
 def _keys(source: Source, name: str) -> tuple[Any, ...]:

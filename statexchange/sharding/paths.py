@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-__all__ = ["Key", "ListItem", "Path", "TupleItem", "is_index", "joined", "text_of"]
+__all__ = ["Key", "ListItem", "Path", "TupleItem", "is_index", "joined", "paths_above", "text_of"]
 
 Key = object
 Path = tuple[Key, ...]
@@ -32,3 +32,12 @@ def joined(path: str, key: Key) -> str:
 def is_index(text: str) -> bool:
     """Whether a part of a text is a number as Python writes it, and short enough to be an index."""
     return len(text) < _MAX_DIGITS and text.isdecimal() and str(int(text)) == text
+
+
+def paths_above(text: str) -> Iterator[str]:
+    """Yield the text of each path above one, the shortest first, and last the path itself."""
+    end = text.find(".")
+    while end >= 0:
+        yield text[:end]
+        end = text.find(".", end + 1)
+    yield text

@@ -8,13 +8,13 @@ state, and as many of its last keys as the source knows.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
-from statexchange.sharding.paths import Key, ListItem, TupleItem, is_index, joined
+from statexchange.sharding.paths import Key, ListItem, TupleItem, is_index, joined, paths_above
 from statexchange.state.containers import children, is_dataclass, with_children
 from statexchange.state.tree import contains
 
@@ -29,6 +29,7 @@ __all__ = [
     "UnknownValue",
     "are_equal",
     "flatten_tree",
+    "has_no_leaves",
     "refuse_opaque",
 ]
 
@@ -89,15 +90,13 @@ class Entry(NamedTuple):
 
     def keys_below(self, path: str) -> tuple[Key, ...] | None:
         """Return the keys that lead from the container at `path` here; None if the source does not know them all."""
-        rest = self.text[len(path) + 1 :] if path else self.text
+        rest = len(self.text) - len(path) - 1 if path else len(self.text)
         count, length = 0, -1
-        for key in reversed(self.keys):
-            if length >= len(rest):
-                break
-            length += len(str(key)) + 1
+        while length < rest and count < len(self.keys):
             count += 1
-        if length != len(rest):
-            return None if rest else ()
+            length += len(str(self.keys[-count])) + 1
+        if length != rest:
+            return None
         return self.keys[len(self.keys) - count :]
 
 
@@ -123,19 +122,19 @@ class RankEntries:
     sizes: dict[str, object] = field(default_factory=dict)
 
 
-def flatten_tree(tree: Any, rank: int) -> RankEntries:
-    """Return the entries of a decoded tree in which a SavedTensor stands for each tensor.
+def flatten_tree(tree: Any, found: RankEntries, base: Entry | None = None) -> None:
+    """Add the entries of a decoded tree, in which a SavedTensor stands for each tensor, below those of `base`.
 
-    Mappings are entered, and lists that have a tensor in them. Any other list is one plain value.
+    Mappings are entered, and lists that have a tensor or a mapping in them. Any other list is one plain value.
     """
-    found = RankEntries(rank)
-    waiting: list[tuple[Any, tuple[Key, ...], str, bool]] = [(tree, (), "", False)]
+    begin = ((), "") if base is None else (base.keys, base.text)
+    waiting: list[tuple[Any, tuple[Key, ...], str, bool]] = [(tree, *begin, False)]
     while waiting:
         value, keys, text, in_list = waiting.pop()
         inside = _entered(value)
         if inside is None:
             name = value.name if isinstance(value, SavedTensor) else text
-            found.entries.append(Entry(text, keys, value, name))
+            found.entries.append(Entry(text, keys, value, name if base is None else base.name))
             continue
         if isinstance(value, list):
             found.sizes[text] = len(value)
@@ -152,11 +151,15 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, SavedTensor)
 
 
+def _is_entered_for(value: Any) -> bool:
+    return isinstance(value, SavedTensor) or (isinstance(value, Mapping) and not is_dataclass(value))
+
+
 def _entered(value: Any) -> dict[Any, Any] | None:
     """Return the items of a container that is entered, by their keys in a path; None for a leaf."""
     if isinstance(value, Mapping) and not is_dataclass(value):
         return dict(value) or None
-    if children(value) is None or not contains(value, _is_tensor):
+    if children(value) is None or not contains(value, _is_entered_for):
         return None
     kind = {list: ListItem, tuple: TupleItem}.get(type(value))
     items = children(value) or {}
@@ -181,15 +184,19 @@ class Entries:
         holders: dict[str, int] = {}
         sizes: dict[str, tuple[int, object]] = {}
         for of_rank in ranks:
+            others: set[str] = set()  # lists of another length, of which this rank's items do not count
             for path, size in of_rank.sizes.items():
                 rank, first = sizes.setdefault(path, (of_rank.rank, size))
                 if first != size:
                     self.conflicts.setdefault(path, (rank, of_rank.rank))
+                    others.add(path)
             for path, template in of_rank.templates.items():
                 self.templates.setdefault(path, template)
             for entry in of_rank.entries:
-                self._add(entry, of_rank.rank, holders)
+                if not others or others.isdisjoint(("", *paths_above(entry.text))):
+                    self._add(entry, of_rank.rank, holders)
         self._texts = sorted(self._by_text)
+        self._positions = {text: position for position, text in enumerate(self._by_text)}
         self._own: Entries | None = None
 
     def _add(self, entry: Entry, rank: int, holders: dict[str, int]) -> None:
@@ -233,7 +240,7 @@ class Entries:
         alike = self._by_text.get(text)
         if alike is None:
             return None
-        if len(alike) == 1:
+        if all(are_equal(entry.leaf, alike[0].leaf) for entry in alike):
             return alike[0]
         same = [entry for entry in alike if entry.keys == keys]
         if len(same) != 1:
@@ -245,34 +252,34 @@ class Entries:
 
     def has_below(self, path: str) -> bool:
         """Whether there is an entry at a path or below it."""
-        if path in self._by_text or not path:
-            return path in self._by_text or bool(self._texts)
-        begin = f"{path}."
-        at = bisect.bisect_left(self._texts, begin)
-        return at < len(self._texts) and self._texts[at].startswith(begin)
+        return path in self._by_text or next(self._inside(path), None) is not None
 
     def below(self, path: str) -> list[Entry]:
-        """Return the entries at a path and below it."""
-        found = list(self._by_text.get(path, ()))
+        """Return the entries at a path and below it, in the order of the source."""
+        found = [*self._by_text.get(path, ()), *self._inside(path)]
+        return sorted(found, key=lambda entry: self._positions[entry.text])
+
+    def _inside(self, path: str) -> Iterator[Entry]:
         begin = f"{path}." if path else ""
         at = bisect.bisect_left(self._texts, begin)
         while at < len(self._texts) and self._texts[at].startswith(begin):
             if self._texts[at] != path:
-                found += self._by_text[self._texts[at]]
+                yield from self._by_text[self._texts[at]]
             at += 1
-        return found
 
-    def value(self, path: str, live: Any) -> Any:
+    def value(self, path: str, live: Any, is_here: Callable[[Entry], bool] | None = None) -> Any:
         """Return what the source has at a path, as one value with a SavedTensor for each tensor; ABSENT for nothing.
 
         It is that of the first rank that has something there. Keys that the source does not know are those of `live`,
-        the value in the state.
+        the value in the state. `is_here` returns whether an entry is meant for this place.
 
         Raises:
             InvalidArgumentError: the keys or containers of the source are not known, and `live` does not show them.
         """
         entries = self.first if self.is_own and self.first.has_below(path) else self
         found = entries.below(path)
+        if is_here is not None:
+            found = [entry for entry in found if is_here(entry)]
         return entries.built(found, live, path) if found else ABSENT
 
     def built(self, entries: Sequence[Entry], live: Any, path: str) -> Any:
@@ -366,7 +373,7 @@ class _Builder:
             if key in by_key:
                 continue
             key = ListItem(key) if isinstance(live, list | tuple) and isinstance(key, int) else key
-            if _has_no_leaves(item):
+            if has_no_leaves(item):
                 found[key] = item
             elif contains(item, lambda part: isinstance(part, Mapping)):
                 text = (
@@ -419,11 +426,11 @@ def _is_certain(text: str) -> bool:
     return text.isidentifier() and text not in ("True", "False", "None", "inf", "nan")
 
 
-def _has_no_leaves(value: Any) -> bool:
+def has_no_leaves(value: Any) -> bool:
     """Whether a value is an empty mapping, or holds nothing else."""
     if isinstance(value, Mapping):
-        return all(map(_has_no_leaves, value.values()))
-    return isinstance(value, list) and len(value) > 0 and all(map(_has_no_leaves, value))
+        return all(map(has_no_leaves, value.values()))
+    return isinstance(value, list) and len(value) > 0 and all(map(has_no_leaves, value))
 
 
 def are_equal(one: Any, other: Any) -> bool:

@@ -6,14 +6,14 @@ Planning changes nothing: an error leaves the live state as it was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.paths import joined
 from statexchange.state.containers import check_change, children, with_children, with_types_of
-from statexchange.state.entries import SavedTensor, refuse_opaque
+from statexchange.state.entries import Conflicts, Entry, SavedTensor, refuse_opaque
 from statexchange.state.leaves import is_leaf, state_of_object
 from statexchange.units import format_number
 
@@ -68,6 +68,7 @@ class LoadPlan:
         unexpected: paths of the source that the live state lacks.
         tolerated: those of `missing` and `unexpected` that are no error with ``strict``.
         loaded: the paths of all that is loaded, in the source by the names of the state.
+        conflicts: parameters of optimizers for which ranks saved different hyperparameters, or other state, by path.
         num_values: the number of plain values that are loaded.
         parameters: those of `missing` that are parameters of optimizers.
         nameless: the paths of optimizers whose parameters have names in the source, and only numbers in the live state.
@@ -80,6 +81,7 @@ class LoadPlan:
     unexpected: list[str] = field(default_factory=list)
     tolerated: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
+    conflicts: Conflicts = field(default_factory=dict)
     num_values: int = 0
     parameters: set[str] = field(default_factory=set)
     nameless: set[str] = field(default_factory=set)
@@ -88,6 +90,10 @@ class LoadPlan:
     def is_empty(self) -> bool:
         """Whether nothing is loaded."""
         return not (self.targets or self.callbacks or self.num_values)
+
+    def add_loaded(self, entries: Iterable[Entry]) -> None:
+        """Add entries of the source that are loaded."""
+        self.loaded.update(entry.text for entry in entries)
 
     def add_missing(self, paths: Sequence[str], *, stateful: bool = True) -> None:
         """Add paths of the live state that the source lacks."""

@@ -19,7 +19,7 @@ from statexchange.state.containers import (
     refill,
     with_children,
 )
-from statexchange.state.entries import ABSENT, Entries, SavedTensor
+from statexchange.state.entries import ABSENT, Entries, Entry, SavedTensor, has_no_leaves
 from statexchange.state.flatten import LiveEntry, LiveState
 from statexchange.state.leaves import is_leaf, load_object
 from statexchange.state.load_plan2 import Allocate, Filler, LoadPlan, LoadTarget, ObjectStates, Place, expect, named
@@ -189,20 +189,32 @@ class _Matcher:
         """Plan a plain value, or a container of such values."""
         path, live = entry.text, entry.value
         may_want = self._may_want(entry)
-        saved = self._entries.value(path, live) if may_want else ABSENT
+        if not may_want:
+            self._take_unloaded(path)
+            return
+        others = [other for other in self._live.entries if other.text.startswith(f"{path}.")] if path else []
+        is_here = functools.partial(_is_of, keys=entry.keys, others=others) if others else None
+        saved = self._entries.value(path, live, is_here)
         if saved is ABSENT:
-            if not may_want:
-                self._take_unloaded(path)
-            elif not (self._entries.keys_are_texts and _is_empty(live)):
+            if not (self._entries.keys_are_texts and has_no_leaves(live)):
                 self._add_missing(entry)
             return
-        selected = self._selected(saved, live, path) if self._names.selects else saved
+        selected = saved
+        if self._names.selects or not self._matching.has_tree:
+            selected = self._selected(saved, live, path)
         self._take(path)
         if selected is ABSENT:
             return
         self.plan.num_values += 1
-        new = self._filler.fill(selected, path, Place(live))
-        self._new_values[entry.keys] = self._replacement(live, new, path)
+        self._new_values[entry.keys] = self._replacement(live, self._filled(selected, live, path), path)
+
+    def _filled(self, saved: Any, live: Any, path: str) -> Any:
+        """Return a plain value in containers of the live types; a live mapping itself is refilled with the entries."""
+        if isinstance(live, MutableMapping) and isinstance(saved, Mapping) and not is_dataclass(saved):
+            return {
+                key: self._filler.fill(item, joined(path, key), Place(live.get(key))) for key, item in saved.items()
+            }
+        return self._filler.fill(saved, path, Place(live))
 
     def _selected(self, saved: Any, live: Any, path: str) -> Any:
         """Return what is loaded of a plain value, with the live values of what is not; ABSENT for nothing."""
@@ -228,7 +240,8 @@ class _Matcher:
                 selected[key] = item if new is ABSENT else new
             elif not self._wants_whole([(item, inner)]):
                 selected[key] = item
-            elif self._options.include and not (isinstance(item, Mapping) and not item):
+            elif (self._options.include or not self._matching.has_tree) and not has_no_leaves(item):
+                # Without patterns a mapping becomes what was saved; other files may not have all that the state has.
                 self.plan.add_missing([inner], stateful=False)
                 selected[key] = item
         for key, item in saved.items():
@@ -308,26 +321,24 @@ class _Matcher:
         """Raise InvalidArgumentError for a list that holds state and has another length than the source's."""
         for keys, live in self._live.containers.items():
             path = text_of(keys)
-            if not has_indices(live) or path in self._prefixes.shared or self._by_key.saved:
+            if not has_indices(live) or path in self._prefixes.shared or self._by_key.live:
                 continue
-            indices = {
-                entry.text[len(path) + 1 if path else 0 :].partition(".")[0] for entry in self._wanted_below(path)
-            }
-            live_indices = {str(index) for index in range(len(live)) if self._wants_item(joined(path, index))}
-            if indices and indices != live_indices:
-                count = format_number(len(live), "item")
+            begin = len(path) + 1 if path else 0
+            wanted = [entry.text[begin:] for entry in self._entries.below(path) if self._wants_item(entry)]
+            indices = {text.partition(".")[0] for text in wanted}
+            live_indices = [str(index) for index in range(len(live))]
+            lacking = [index for index in live_indices if joined(path, index) in self.plan.missing]
+            others = sorted(indices.difference(live_indices))
+            if indices and (lacking or others):
+                more = f"has {joined(path, others[0])!r} besides" if others else f"lacks {joined(path, lacking[0])!r}"
                 text = (
-                    f"the state has {count} here, and the source others, {', '.join(sorted(indices))}: make the list as it "
+                    f"the state has {format_number(len(live), 'item')} here, and the source {more}: make the list as it "
                     "was saved, or leave it out by exclude"
                 )
                 raise InvalidArgumentError(text, name=path)
 
-    def _wants_item(self, path: str) -> bool:
-        return not self._names.selects or self._options.may_want(path) or self._options.wants(path)
-
-    def _wanted_below(self, path: str) -> list[Any]:
-        entries = self._entries.below(path)
-        return [entry for entry in entries if entry.text != path and self._wants_item(entry.text)]
+    def _wants_item(self, entry: Entry) -> bool:
+        return not self._names.selects or self._options.wants(entry.text)
 
     def add_unexpected(self) -> None:
         """Add what the source has, and the live state has no place for, by the highest such path."""
@@ -379,6 +390,13 @@ class _ShardedTensors:
                 saved.setdefault(entry.text, entry.leaf.name)
                 saved.setdefault(entry.leaf.name, entry.leaf.name)
         return cls(frozenset(keys), saved)
+
+
+def _is_of(entry: Entry, keys: tuple[Any, ...], others: Sequence[LiveEntry]) -> bool:
+    """Whether an entry is below the live path `keys`, and not that of a key with a dot: "a.b" is not "b" in "a"."""
+    if text_of(entry.keys) == entry.text:
+        return tuple(map(str, entry.keys[: len(keys)])) == tuple(map(str, keys))
+    return not any(entry.text == other.text or entry.text.startswith(f"{other.text}.") for other in others)
 
 
 def _is_empty(value: Any) -> bool:

@@ -116,7 +116,7 @@ def match_module(
             else:
                 extra[name] = filler.fill(saved, prefix + name, Place(rest[name], is_filled=False))
                 taken.update(one.text for one in entries.below(prefix + name))
-                plan.loaded.add(prefix + name)
+                plan.add_loaded(entries.below(prefix + name))
                 if not is_extra_state(name):
                     _check_like(rest[name], extra[name], prefix + name)
     if extra or (has_own_loader and loaded):

@@ -20,7 +20,7 @@ from statexchange.state.optimizers import (
     is_optimizer,
     state_of_optimizer,
 )
-from statexchange.state.saved_optimizer import LiveParameters, SavedGroup, SavedOptimizer, read_optimizer
+from statexchange.state.saved_optimizer import LiveParameters, OtherKey, SavedGroup, SavedOptimizer, read_optimizer
 from statexchange.state.state_dict import ParameterName, parameter_names
 from statexchange.tensors import is_tensor, is_torch
 
@@ -75,7 +75,6 @@ class OptimizerMatcher:
         self._hyperparameters: dict[int, Any] = {}  # live ones by id
         self._schedulers: list[LiveEntry] = []
         self._same_groups: dict[int, bool | None] = {}  # by id of the optimizer; None if the source does not say
-        self.conflicts: dict[str, tuple[int, int]] = {}
 
     def match(self, entry: LiveEntry) -> None:
         """Plan one optimizer."""
@@ -144,8 +143,8 @@ class OptimizerMatcher:
             if new != label:
                 return new
             # Some patterns are for whole names: a name in a module is renamed as a part of the name of its state.
-            whole = names.name(f"{path}.state.{label}.step")
-            begin = f"{path}.state."
+            begin = joined(path, "state.")
+            whole = names.name(f"{begin}{label}.step")
             is_inside = whole.startswith(begin) and whole.endswith(".step")
             return whole[len(begin) : -len(".step")] if is_inside else label
 
@@ -157,13 +156,13 @@ class OptimizerMatcher:
             return
         ranks = (first.rank, other.rank)
         if not are_equal(dict(first.group.settings), dict(other.group.settings)):
-            self.conflicts.setdefault(joined(path, "param_groups"), ranks)
+            self._plan.conflicts.setdefault(joined(path, "param_groups"), ranks)
         keys = [
-            {one.keys_below(f"{path}.state.{it.label}") for one in it.saved.state.get(it.label, ())}
+            {one.keys_below(joined(path, f"state.{it.label}")) for one in it.saved.state.get(it.label, ())}
             for it in (first, other)
         ]
         if keys[0] != keys[1]:
-            self.conflicts.setdefault(f"{path}.state.{label}", ranks)
+            self._plan.conflicts.setdefault(joined(path, f"state.{label}"), ranks)
 
     def _compare_groups(self, optimizer: Any, match: _Match) -> None:
         """Find whether each parameter lies in the group of the same number in the state and in the source."""
@@ -192,16 +191,15 @@ class OptimizerMatcher:
             of_group = {next(labels): parameter for parameter in group["params"]}
             settings = self._settings(of_group, match, empty, num_empty)
             num_empty += not of_group
-            groups.append(None if settings is None else self._group(group, settings, f"{path}.param_groups.{index}"))
+            groups.append(
+                None if settings is None else self._group(group, settings, joined(path, f"param_groups.{index}"))
+            )
             new = groups[-1] or group
             on_host = not (new.get("fused") or new.get("capturable"))
             for label, parameter in of_group.items():
                 found = match.parameters.get(label)
-                if (
-                    found is not None
-                    and found.label in found.saved.state
-                    and self._wants_state(found, label, parameter, optimizer, path)
-                ):
+                is_saved = found is not None and found.label in found.saved.state
+                if is_saved and self._wants_state(found, label, parameter, optimizer):
                     states[parameter] = self._state_of(found, label, parameter, optimizer, on_host=on_host)
         dropped = self._dropped(optimizer, match, states)
         self._shared(optimizer, match, states)
@@ -226,19 +224,21 @@ class OptimizerMatcher:
         plan.callbacks.append(functools.partial(load_object, optimizer, install, more, path))
 
     def _wants(self, path: str, label: str) -> bool:
-        return self._options.wants(f"{path}.state.{label}") or self._options.wants(f"{path}.param_groups.{label}")
+        return self._options.wants(joined(path, f"state.{label}")) or self._options.wants(
+            joined(path, f"param_groups.{label}")
+        )
 
-    def _wants_state(self, found: _SavedParameter, label: str, parameter: Any, optimizer: Any, path: str) -> bool:
+    def _wants_state(self, found: _SavedParameter, label: str, parameter: Any, optimizer: Any) -> bool:
         """Whether the state of a parameter is loaded: if anything in it is included, and nothing excluded."""
         if not self._matching.names.selects:
             return True
-        begin = f"{path}.state.{label}"
+        saved = found.saved
+        begin, old = joined(saved.path, f"state.{label}"), joined(saved.path, f"state.{found.label}")
         live = optimizer.state.get(parameter)
-        keys = {*(live if isinstance(live, Mapping) else ())}
-        keys |= {
-            (one.keys_below(f"{path}.state.{found.label}") or one.keys or ("",))[0]
-            for one in found.saved.state[found.label]
-        }
+        keys = {*live} if isinstance(live, Mapping) else set()
+        for entry in saved.state.get(found.label, ()):
+            inside = entry.keys_below(old)
+            keys.update(inside[:1] if inside else ())
         return self._options.wants_object([begin, *(f"{begin}.{key}" for key in keys)])
 
     def _settings(
@@ -255,9 +255,13 @@ class OptimizerMatcher:
         found: tuple[str, SavedGroup] | None = None
         for label in of_group:
             saved = match.parameters.get(label)
-            if saved is None or not saved.group.settings or not self._options.wants(f"{path}.param_groups.{label}"):
+            if (
+                saved is None
+                or not saved.group.settings
+                or not self._options.wants(joined(path, f"param_groups.{label}"))
+            ):
                 continue
-            self._plan.loaded.add(f"{path}.param_groups.{label}")
+            self._plan.loaded.add(joined(path, f"param_groups.{label}"))
             if found is None:
                 found = label, saved.group
             elif saved.group is not found[1] and not are_equal(dict(found[1].settings), dict(saved.group.settings)):
@@ -278,23 +282,34 @@ class OptimizerMatcher:
     def _state_of(self, found: _SavedParameter, label: str, parameter: Any, optimizer: Any, *, on_host: bool) -> Any:
         """Return a parameter's state; torch keeps ``step`` on the CPU unless it is fused or capturable."""
         path = found.saved.path
-        where = f"{path}.state.{label}"
+        where = joined(path, f"state.{label}")
         live = optimizer.state.get(parameter)
         of_label = found.saved.state[found.label]
-        saved = found.entries.built(of_label, {} if live is None else live, f"{path}.state.{found.label}")
-        self._plan.loaded.update(one.text for one in of_label)
+        saved = found.entries.built(of_label, {} if live is None else live, joined(path, f"state.{found.label}"))
+        self._plan.add_loaded(of_label)
         place = Place(live, parameter=parameter, parameter_name=label)
         if not isinstance(saved, Mapping):
             return self._filler.fill(saved, where, place)
         own = live if isinstance(live, Mapping) else {}
+        checks_shapes = not self._is_of_shape(found, label, parameter)
         new: dict[Any, Any] = {}
         for key, entry in saved.items():
             refuse_opaque(key, where)
-            self._check_shape(entry, own.get(key), parameter, optimizer, joined(where, key))
+            if checks_shapes:
+                self._check_shape(entry, own.get(key), parameter, optimizer, joined(where, key))
             is_step = key == "step"
             at = Place(own.get(key), True, parameter, label, is_step, is_step and on_host)
             new[key] = self._filler.fill(entry, joined(where, key), at)
         return self._filler.fill(new, where, Place(live)) if live is not None else new
+
+    def _is_of_shape(self, found: _SavedParameter, label: str, parameter: Any) -> bool:
+        """Whether the source has this parameter by name, and the state of one of the live shape is any that it has."""
+        if found.saved.by_number or self._matching.shape_of is None:
+            return self._matching.shape_of is None
+        tensor = self._entries.at(label)
+        if tensor is None or not isinstance(tensor.leaf, SavedTensor):
+            return False
+        return self._matching.shape_of(tensor.leaf.name) == tuple(parameter.shape)
 
     def _check_shape(self, saved: Any, live: Any, parameter: Any, optimizer: Any, path: str) -> None:
         """Raise InvalidArgumentError for a tensor of a parameter's state that is another parameter's.
@@ -324,36 +339,33 @@ class OptimizerMatcher:
         labels = {*saved.labels}
         live = {str(key): key for key in optimizer.state if not is_torch(key)}
         for label, of_label in saved.state.items():
-            path = f"{match.path}.state.{label}"
+            key = label.key if isinstance(label, OtherKey) else label
+            path = joined(match.path, f"state.{key}")
             if label in labels or not self._options.wants(path):
                 continue
-            key = of_label[0].keys_below(joined(match.path, "state"))
-            if label not in live and (key is None or entries.keys_are_texts):
-                text = (
-                    "whether the key of this state was a text or something else is not known: give the state of the "
-                    "optimizer this key, or leave the optimizer out"
-                )
-                raise InvalidArgumentError(text, name=path)
-            new_key = live[label] if label in live else (key or (label,))[0]
-            refuse_opaque(new_key, path)
-            value = entries.built(of_label, optimizer.state.get(new_key), path)
-            self._plan.loaded.update(one.text for one in of_label)
-            states[new_key] = self._filler.fill(value, path, Place(optimizer.state.get(new_key)))
+            if not isinstance(label, OtherKey):
+                if label not in live:
+                    text = (
+                        "whether the key of this state was a text or something else is not known: give the state of the "
+                        "optimizer this key, or leave the optimizer out"
+                    )
+                    raise InvalidArgumentError(text, name=path)
+                key = live[label]
+            refuse_opaque(key, path)
+            value = entries.built(of_label, optimizer.state.get(key), path)
+            self._plan.add_loaded(of_label)
+            states[key] = self._filler.fill(value, path, Place(optimizer.state.get(key)))
 
     def _dropped(self, optimizer: Any, match: _Match, states: Mapping[Any, Any]) -> list[Any]:
         """Return the keys whose state the source does not have, although it has the parameter."""
-        path = match.path
-        dropped = [
-            parameter
-            for label, parameter in match.live.by_label.items()
-            if label in match.parameters
-            and parameter not in states
-            and self._options.wants(f"{path}.state.{label}")
-            and match.parameters[label].label not in match.parameters[label].saved.state
-        ]
+        dropped = []
+        for label, parameter in match.live.by_label.items():
+            found = match.parameters.get(label)
+            is_saved = found is None or found.label in found.saved.state
+            if not is_saved and parameter not in states and self._wants_state(found, label, parameter, optimizer):
+                dropped.append(parameter)
         if match.parameters.keys() >= match.live.by_label.keys() and not self._matching.names.selects:
-            shared = {label for label in match.saved[0][2].state}
-            dropped += [key for key in optimizer.state if not is_torch(key) and str(key) not in shared]
+            dropped += [key for key in optimizer.state if not is_torch(key) and key not in states]
         return dropped
 
     def _more(self, optimizer: Any, match: _Match) -> dict[str, Any]:

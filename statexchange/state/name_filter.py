@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from statexchange.errors import UnsafeError
 from statexchange.sharding.options import LoadOptions, renamed
-from statexchange.sharding.paths import Key
+from statexchange.sharding.paths import Key, paths_above
 from statexchange.sharding.wrappers import without_wrappers
-from statexchange.state.entries import Entry
+from statexchange.state.entries import Entry, SavedTensor, are_equal
 
-__all__ = ["NameFilter", "paths_above"]
+__all__ = ["NameFilter"]
 
 
 class NameFilter:
@@ -60,11 +60,11 @@ class NameFilter:
         if not self.renames:
             return [*entries]
         new = list(map(self._entry, entries))
-        first: dict[str, str] = {}
+        first: dict[str, Entry] = {}
         for entry, old in zip(new, entries, strict=True):
-            other = first.setdefault(entry.text, old.text)
-            if other != old.text and not (entry.is_alias or old.is_alias):
-                text = f"rename gives one name to both {other!r} and {old.text!r}: change rename"
+            other = first.setdefault(entry.text, old)
+            if other.text != old.text and not _are_one_tensor(other, old):
+                text = f"rename gives one name to both {other.text!r} and {old.text!r}: change rename"
                 raise UnsafeError(text, name=entry.text, path=path)
         return new
 
@@ -82,13 +82,9 @@ class NameFilter:
         return self.name(text)
 
 
-def paths_above(text: str) -> Iterator[str]:
-    """Yield the text of each path above one, the shortest first, and last the path itself."""
-    end = text.find(".")
-    while end >= 0:
-        yield text[:end]
-        end = text.find(".", end + 1)
-    yield text
+def _are_one_tensor(one: Entry, other: Entry) -> bool:
+    """Whether two entries are names of one tensor."""
+    return isinstance(one.leaf, SavedTensor) and are_equal(one.leaf, other.leaf)
 
 
 def _kept_keys(keys: tuple[Key, ...], text: str) -> tuple[Key, ...]:

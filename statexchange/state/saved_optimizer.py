@@ -13,7 +13,7 @@ from statexchange.state.entries import Entries, Entry, SavedTensor
 from statexchange.state.optimizers import hyperparameters, names_of_groups, parameters_of
 from statexchange.state.state_dict import ParameterName
 
-__all__ = ["LiveParameters", "SavedGroup", "SavedOptimizer", "read_optimizer"]
+__all__ = ["LiveParameters", "OtherKey", "SavedGroup", "SavedOptimizer", "read_optimizer"]
 
 _GROUPS, _STATE = "param_groups", "state"
 _OF_DDP = "module."
@@ -21,11 +21,26 @@ _OF_DDP = "module."
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """A param group: its parameters, by name or number, its hyperparameters, and the names of numbered parameters."""
+    """A param group in a source.
+
+    Attributes:
+        labels: its parameters, by name or number.
+        settings: its hyperparameters.
+        names: the names of parameters that have numbers.
+        keys: the parameters as the group lists them, where it does: texts or numbers.
+    """
 
     labels: tuple[str, ...]
     settings: Mapping[str, Any]
     names: tuple[str, ...] = ()
+    keys: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OtherKey:
+    """A key of state that is not a parameter's."""
+
+    key: Any
 
 
 @dataclass(slots=True)
@@ -35,7 +50,7 @@ class SavedOptimizer:
     Attributes:
         path: its path in the state.
         groups: the param groups; in torch's flattened form, which has none, one for each parameter.
-        state: the entries of each parameter's state, and of other state, by the key under which they lie.
+        state: the entries of each parameter's state by label, and of other state by its key.
         more: the entries of what its `state_dict` has besides, by key.
         has_groups: whether the source knows which parameters one group has.
         by_number: whether the parameters have numbers.
@@ -84,7 +99,7 @@ def read_optimizer(entries: Entries, path: str, optimizer: Any, names: Collectio
     else:
         found.has_groups = False
     if not flat:
-        found.state = {str(key): of_key for key, of_key in (entries.by_key(joined(path, _STATE)) or {}).items()}
+        _read_state(found, entries)
     found.more = {key: of_key for key, of_key in by_key.items() if key not in (_STATE, _GROUPS) and key not in flat}
     return found
 
@@ -103,8 +118,16 @@ def _read_groups(found: SavedOptimizer, entries: Entries, optimizer: Any) -> Non
         names: Sequence[Any] = ()
         if group.get("param_names") is not None:
             names = _listed(group["param_names"], f"{where}.param_names", "names", (str,))
-        found.groups.append(SavedGroup(tuple(map(str, labels)), hyperparameters(group), tuple(names)))
+        found.groups.append(SavedGroup(tuple(map(str, labels)), hyperparameters(group), tuple(names), tuple(labels)))
     found.by_number = bool(found.labels) and all(map(is_index, found.labels))
+
+
+def _read_state(found: SavedOptimizer, entries: Entries) -> None:
+    """Read the state of each parameter, and other state, which may have a key that looks like a parameter's."""
+    keys = {key for group in found.groups for key in group.keys}
+    for key, of_key in (entries.by_key(joined(found.path, _STATE)) or {}).items():
+        is_parameters = not keys or key in keys or entries.keys_are_texts
+        found.state[str(key) if is_parameters else OtherKey(key)] = of_key
 
 
 def _listed(value: Any, path: str, kind: str, types: tuple[type, ...]) -> Sequence[Any]:
