@@ -27,6 +27,7 @@ __all__ = [
     "is_adapter",
     "is_plain",
     "named_adapters",
+    "names_other_class",
     "source_warnings",
     "tie_warnings",
     "unties_heads",
@@ -167,8 +168,13 @@ def tie_warnings(
 
 def unties_heads(config: bytes | None) -> bool:
     """Whether a config.json says that the head of a language model is not tied to its embedding."""
-    parsed = None if config is None else _parsed({CONFIG: config}, CONFIG)
-    return parsed is not None and _ties_heads(dict(_configs(parsed, "")).values()) is False
+    parsed = _parsed({CONFIG: config or b""}, CONFIG) or {}
+    return _ties_heads(dict(_configs(parsed, "")).values()) is False
+
+
+def names_other_class(config: bytes | None) -> bool:
+    """Whether a config.json names a class of transformers, and it is no language model."""
+    return _is_language_model(_parsed({CONFIG: config or b""}, CONFIG) or {}) is False
 
 
 def without_heads(aliases: Mapping[str, str]) -> dict[str, str]:

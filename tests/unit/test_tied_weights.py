@@ -106,7 +106,7 @@ def test_equal_values_are_not_named(tmp_path: Path, call: CommandLine) -> None:
 
 
 def parts(*, ties_head: bool) -> Any:
-    """Return a model whose config does not tie the head, and whose text_config does: transformers looks at the first."""
+    """Return a model whose config does not tie the head, and whose text_config does."""
     from transformers import ModernVBertConfig, ModernVBertForMaskedLM
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
