@@ -302,8 +302,7 @@ def merge_checkpoint(
         has_model = section not in _WITHOUT_MODEL
         about = notes_about(checkpoint, sources, options, expects_model=has_model)
         notes = (*checkpoint.notes, *notes, *about, *metadata_notes, *own_notes)
-        notes += notes_on_tensors(rank_shards, plan, plan_options)
-        notes += notes_on_empty_directories(files_from)
+        notes += notes_on_tensors(rank_shards, plan, plan_options) + notes_on_empty_directories(files_from)
         is_whole_model = has_model and not options.include and not options.exclude
         if has_model:
             notes += notes_on_missing_files(plan, extra, checkpoint)

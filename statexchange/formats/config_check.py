@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Source
 
 __all__ = [
+    "LIVE_MODEL",
     "config_warnings",
     "is_adapter",
     "is_plain",
+    "live_name",
     "named_adapters",
     "names_other_class",
     "source_warnings",
@@ -34,14 +36,17 @@ __all__ = [
     "without_heads",
 ]
 
-_METHODS = "lora|ia3|hada|lokr|oft|boft|vera|fourierft|hra|vblora|adaption|bone|miss|shira|c3a|randlora|road"
+# Methods of PEFT that save parameters by their names in the live model without that of the adapter; others save some by
+# new names.
+_BY_NAME = "lora|ia3|hada|lokr|oft|boft|fourierft|hra|miss|trainable_tokens"
+_METHODS = f"{_BY_NAME}|vera|vblora|adaption|bone|shira|c3a|randlora|road"
 _ADAPTER_PARAMETER = re.compile(rf"[._]({_METHODS})_")
-# In a live model of PEFT, the names of an adapter's parameters contain the name of the adapter.
 _NAMED_ADAPTER = re.compile(
-    rf"\.(({_METHODS})_[A-Za-z0-9_]+|modules_to_save)\.(?!weight$|bias$)(?P<adapter>[^.]+)(\.|$)"
+    rf"\.(({_BY_NAME})_[A-Za-z0-9_]+|modules_to_save)\.(?!weight$|bias$)(?P<adapter>[^.]+)(\.|$)"
 )
-# The wrapped weight of a layer shows a whole model. Those of embeddings do not: PEFT writes them into adapters.
-_BASE_LAYER = re.compile(r"(?<!embed_tokens)(?<!lm_head)\.base_layer\.")
+_LIVE_MODEL = re.compile(r"\.(base_layer|original_module)\.|^prompt_encoder\.[^.]+\.embedding\.weight$")
+# The wrapped weight of a layer shows a whole model. PEFT writes those of embeddings, and biases, into adapters.
+_BASE_LAYER = re.compile(r"(?<!embed_tokens)(?<!lm_head)\.base_layer\.(?!bias$)")
 _LORA_A = re.compile(r".*\.lora_A\.(.+\.)?weight")
 _SCALE = re.compile(r"(scale|scales|scale_inv|absmax|qzeros|SCB)$")
 
@@ -61,6 +66,11 @@ _TIED = "tie_word_embeddings"
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "dim")
 _FURTHER = "num_nextn_predict_layers"  # layers for multi-token prediction, which num_hidden_layers does not count
+
+LIVE_MODEL = (
+    "a live model with an adapter of PEFT has these names, and its save_pretrained writes what PEFT loads; "
+    "load_checkpoint fills such a model from here"
+)
 
 _Config = Mapping[str, object]
 
@@ -90,7 +100,7 @@ def config_warnings(tensors: _Tensors, files: Mapping[str, bytes]) -> tuple[str,
     if adapter is not None and tensors:
         warnings += [f"{ADAPTER_CONFIG} and the tensors differ: {text}" for text in _against_adapter(adapter, tensors)]
     if config is not None and tensors:
-        texts = [*_against_dtypes(config, tensors)]
+        texts = [*_against_names(tensors), *_against_dtypes(config, tensors)]
         file = config.get("transformers_weights")
         if isinstance(file, str) and file != "model.safetensors":
             texts.append(f"transformers_weights is {excerpt(file, 100)}, the only file that transformers reads")
@@ -202,13 +212,26 @@ def is_adapter(names: Collection[str], files: Collection[str] = ()) -> bool:
 
 
 def named_adapters(names: Collection[str]) -> dict[str, list[str]]:
-    """Return the names of tensors that contain an adapter's name, as in a live model of PEFT, by that name."""
+    """Return the names of each adapter's tensors in a live model of PEFT, by the name of the adapter in them.
+
+    Without adapters of which PEFT saves a tensor by a name that does not follow from these.
+    """
     adapters: dict[str, list[str]] = {}
     for name in names:
         match = _NAMED_ADAPTER.search(name)
         if match is not None:
             adapters.setdefault(match["adapter"], []).append(name)
+    for adapter, of_adapter in list(adapters.items()):
+        if sum(f".{adapter}." in f"{name}." for name in names) > len(of_adapter):
+            del adapters[adapter]
     return adapters
+
+
+def live_name(names: Collection[str]) -> str | None:
+    """Return a name that only a live model with an adapter of PEFT has, and no file that PEFT or transformers reads."""
+    for adapter_names in named_adapters(names).values():
+        return adapter_names[0]
+    return None if is_adapter(names) else next(filter(_LIVE_MODEL.search, names), None)
 
 
 def is_plain(dtypes: Mapping[str, str]) -> bool:
@@ -374,6 +397,13 @@ def _against_head(model: _TextModel, config: _Config, tensors: _Tensors) -> Iter
         if is_alike and _NUMBERED.match(name) is None:  # a head of another name
             return
     yield f"{_TIED} is false, and beside {model.embedding} there is no head, such as lm_head.weight"
+
+
+def _against_names(tensors: _Tensors) -> Iterator[str]:
+    """Yield a text if the tensors are those of a live model with an adapter, whose names transformers does not find."""
+    name = live_name(tensors)
+    if name is not None:
+        yield f"from_pretrained does not find names such as {name}: {LIVE_MODEL}"
 
 
 def _against_dtypes(config: _Config, tensors: _Tensors) -> Iterator[str]:
