@@ -24,7 +24,7 @@ from statexchange.errors import (
 )
 from statexchange.formats.config_check import LIVE_MODEL, is_adapter, live_name, named_adapters
 from statexchange.formats.huggingface import MANIFEST
-from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG
+from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG, WEIGHT_SUFFIXES
 from statexchange.formats.source import abbreviated_list
 from statexchange.sharding.options import FLOATS
 from statexchange.storage.budget import Budget
@@ -61,7 +61,8 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versio
 # Files of a directory that do not belong to a model: weights, indexes, manifests, hidden files and what a training job
 # keeps beside them (Trainer, DeepSpeed and verl).
 _NOT_COPIED = re.compile(
-    r".*\.(safetensors|bin|pt|pth|ckpt|distcp|gguf|onnx|h5|pkl|msgpack|npz|index\.json|log)|statexchange\.json|\..*|"
+    rf".*({'|'.join(map(re.escape, WEIGHT_SUFFIXES))}|\.distcp|\.pkl|\.log|\.index\.(.+\.)?json)|"
+    r"statexchange\.json|\..*|"
     r"trainer_state\.json|(all|train|eval|test|predict)_results\.json|latest|latest_universal|zero_to_(fp32|torch)\.py|"
     r"latest_checkpointed_iteration\.txt|fsdp_config\.json|lora_train_meta\.json|events\.out\.tfevents.*"
 )
