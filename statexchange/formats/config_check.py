@@ -369,11 +369,10 @@ def _against_sizes(model: _TextModel, config: _Config, tensors: _Tensors) -> Ite
     embedding, named = shapes.get(model.embedding, ()), model.number("vocab_size")
     if len(embedding) == 2 and named is not None:
         # Some embeddings have more rows than there are tokens to predict; then the head, which a base model lacks, has
-        # the vocabulary's size. That of a decoder may have a key of its own.
+        # the vocabulary's size.
         rows = {shapes[name][0] for name in filter(_HEAD.fullmatch, shapes) if len(shapes[name]) == 2}
-        of_decoder = model.number("decoder_vocab_size") or named
         is_base_model = _is_language_model(config) is False and embedding[0] > named[1]
-        if not is_base_model and {named[1], of_decoder[1]}.isdisjoint({embedding[0], *rows}):
+        if not is_base_model and named[1] not in {embedding[0], *rows}:
             yield f"{named[0]} is {named[1]}, and {model.embedding} has {format_number(embedding[0], 'row')}"
     beside = re.compile(rf"({re.escape(model.prefix)}|{re.escape(model.layers or '-')}0\.)[^.]+\.weight")
     norms = {name: shape[0] for name, shape in shapes.items() if len(shape) == 1 and beside.fullmatch(name)}

@@ -123,7 +123,6 @@ def test_nested_configs_and_other_names_are_compared(
         ({"vocab_size": 99, "hidden_size": 7}, {EMBEDDING: (4, 2, 2), NORM: None, LAYER_NORM: None}),
         ({"vocab_size": 12}, {"lm_head.weight": (12, 8)}),  # an embedding with tokens that are not predicted
         ({"vocab_size": 15, "architectures": ["MoshiModel"]}, {}),  # the same, in a model without a head
-        ({"vocab_size": 9, "decoder_vocab_size": 16, "architectures": ["MarianForCausalLM"]}, {}),
         ({"num_hidden_layers": 9, "encoder_layers": 9, "decoder_layers": 1}, {}),
         ({"num_hidden_layers": 1, "num_nextn_predict_layers": 1}, {"model.layers.1.norm.weight": (8,)}),
         ({"text_config": {"vocab_size": 99}}, {}),  # two sizes, of which one is right
