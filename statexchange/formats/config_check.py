@@ -6,6 +6,7 @@ The tensors decide what is written. Where it is unclear which part of a model a 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -221,10 +222,10 @@ def named_adapters(names: Collection[str]) -> dict[str, list[str]]:
         match = _NAMED_ADAPTER.search(name)
         if match is not None:
             adapters.setdefault(match["adapter"], []).append(name)
-    for adapter, of_adapter in list(adapters.items()):
-        if sum(f".{adapter}." in f"{name}." for name in names) > len(of_adapter):
-            del adapters[adapter]
-    return adapters
+    counts: Counter[str] = Counter()
+    for name in names if adapters else ():
+        counts.update(adapters.keys() & name.split("."))
+    return {adapter: of_adapter for adapter, of_adapter in adapters.items() if counts[adapter] == len(of_adapter)}
 
 
 def live_name(names: Collection[str]) -> str | None:
