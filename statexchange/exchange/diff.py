@@ -129,9 +129,8 @@ def diff_checkpoints(
             names_sections = conversion is None and isinstance(a, Mapping)
             wanted = ALL if section is None and names_sections else section
         described = saved.described
-        if conversion is not None:
-            described = convert_live(communicator, described, conversion, ExportOptions(layout=layout))
-        elif communicator.all_gather_object(layout is not None).count(True):
+        described, _ = convert_live(communicator, described, conversion, ExportOptions(layout=layout))
+        if conversion is None and communicator.all_gather_object(layout is not None).count(True):
             described = place_parts(communicator, described, saved.rules)
         live = {selected.renamed(name): local for name, local in described.tensors.items()}
         live = {name: local for name, local in live.items() if selected.wants(name)}
@@ -186,7 +185,7 @@ class _LiveComparison:
         ours: dict[str, Any] = {}
         with self._comm.phase("comparing its rows"):
             source = open_source(path, section=section, weights=weights).unwrapped()
-            source = with_names_in_memory(source, self._state)
+            source, _ = with_names_in_memory(source, self._state)
             with OpenCheckpoint(source) as stored:
                 names = list(stored)
                 facts = {name: (one.dtype, one.shape) for name, one in stored.items() if self._selected.wants(name)}
