@@ -116,7 +116,7 @@ def convert_for_load(source: Source, conversion: ChosenConversion, *, strict: bo
 
 
 def with_names_in_memory(
-    source: Source, state: Any, options: LoadOptions | None = None, new_name: Callable[[str], str] = str
+    source: Source, state: Any, options: LoadOptions, new_name: Callable[[str], str]
 ) -> tuple[Source, dict[str, str]]:
     """Return a source with the names that `state` has in memory, if it is a model of transformers. Not collective.
 
@@ -135,7 +135,7 @@ def with_names_in_memory(
         return source, {}
     shapes = {name: tuple(value.shape) for name, value in module_items(state).items() if is_tensor(value)}
     renamed = source.renamed(new_name)
-    plan, lacking = names.plan_to_load(shapes, tensors_of(renamed), options or LoadOptions())
+    plan, lacking = names.plan_to_load(shapes, tensors_of(renamed), options)
     if plan is None:
         return source, lacking
     # A saved tree has the names before the conversion.
