@@ -67,7 +67,8 @@ def diff_checkpoints(
         layout: for live state, the sharding of plain tensors, as for `save_checkpoint`.
         section: what to compare of a job's state, as for `merge_checkpoint`: by default the model, where it is known.
         weights: which weights of a DeepSpeed checkpoint are the model, as for `merge_checkpoint`, in a and b.
-        include: shell patterns of names to compare; by default all. They are matched after `rename` and `convert`.
+        include: shell patterns of names to compare; by default all. They are matched after `rename` and `convert`. A
+            live model of transformers, such as one with all experts in one tensor, is compared by the names in b.
         exclude: shell patterns of names to leave out.
         rename: a function of a name, or (regex, replacement) pairs, for the names in a.
         convert: a conversion of the names and values in a, as for `merge_checkpoint`; `rename` applies after it. Live

@@ -156,7 +156,8 @@ def load_checkpoint(
             in it matches, as it was saved or as it is now.
         rename: from the source's names to those in `state`: a function, or (regex, replacement) pairs, which are
             applied in order. Names are dotted paths; the parameters of optimizers are renamed too. What moves with its
-            mapping keeps its keys. What is inside a list, or in the state of another object, is not renamed.
+            mapping keeps its keys. What is inside a list, or in the state of another object, is not renamed. Where a
+            model of transformers has other names in memory than in its files, this gives the names of the files.
         convert: convert the source's model to the names and values of the state first: a built-in conversion such as
             "torchtitan:llama3", the path of a JSON file (`statexchange.conversions.rules`), or the file's content.
             "inverse:" before the name or path converts in the other direction. Only the model's tensors are loaded

@@ -233,14 +233,6 @@ def stage(name: str, seed: int, rank: int) -> Any:
     return model
 
 
-def plain(model: Any) -> Any:
-    """Return a module of the same tensors that is no model of transformers."""
-    module = torch.nn.Module()
-    for name, child in model.named_children():
-        module.add_module(name, child)
-    return module
-
-
 def pipeline(kind: str, seed: int, rank: int) -> Any:
     """Return a rank's state of a model that two ranks have."""
     if kind == "one rank":
@@ -262,16 +254,18 @@ def export_and_load(path: str, kind: str) -> None:
     assert report.missing == report.unexpected == ()
     assert_equal(dict(state.state_dict()), dict(other.state_dict()))
     assert sx.diff_checkpoints(state, f"{path}/ours").equal
+    if kind == "two classes":
+        return
     report = sx.load_checkpoint(pipeline(kind, 2, rank), f"{path}/theirs", strict=False)
     assert len(report.missing) == (3 if kind == "a plain model" and rank == 1 else 0)
 
 
-@pytest.mark.parametrize("kind", ["one rank", "a plain model", "stages"])
+@pytest.mark.parametrize("kind", ["one rank", "a plain model", "stages", "two classes"])
 def test_ranks_may_have_different_models(tmp_path: Path, kind: str) -> None:
     model = seeded("mixtral", 1)
     model.save_pretrained(tmp_path / "theirs")
     run_ranks(export_and_load, 2, backend="gloo", args=(str(tmp_path), kind))
-    if kind != "a plain model":
+    if kind in ("one rank", "stages"):
         assert_equal(load_file(tmp_path / "theirs/model.safetensors"), load_file(tmp_path / "ours/model.safetensors"))
 
 
