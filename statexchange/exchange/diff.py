@@ -219,11 +219,11 @@ class _LiveComparison:
 
         What a model of transformers has under another name in memory than in files has the checkpoint's name.
         """
-        apart, live = {}, {}
-        for name, local in self._described.tensors.items():
-            (live if self._selected.renamed(name) in stored else apart)[name] = local
+        tensors = self._described.tensors
+        apart = {name: local for name, local in tensors.items() if self._selected.renamed(name) not in stored}
         converted, _ = convert_live(self._comm, replace(self._described, tensors=apart), self._names, ExportOptions())
-        live = {self._selected.renamed(name): local for name, local in {**live, **converted.tensors}.items()}
+        live = {name: local for name, local in tensors.items() if name not in apart} | dict(converted.tensors)
+        live = {self._selected.renamed(name): local for name, local in live.items()}
         return {name: local for name, local in live.items() if self._selected.wants(name)}
 
     def _check_copies(self, source: Source, names: Collection[str]) -> None:
