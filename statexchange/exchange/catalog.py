@@ -94,6 +94,10 @@ class Catalog:
             if new != stored:
                 self._aliases[new] = stored
 
+    def keep_aliases(self, original: Catalog) -> None:
+        """Add the aliases that the same source has before a conversion, of tensors that stay as they are."""
+        self._aliases |= {alias: name for alias, name in original._aliases.items() if name in self._parts}
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
 

@@ -406,7 +406,9 @@ class _Load:
         if self._conversion is None and options.layout is None:  # with one, shapes in memory are those of parts
             converted, lacking = with_names_in_memory(source, state, options, catalog.new_name)
             if converted is not source:
+                original = catalog
                 catalog = Catalog(converted, replace(options, rename=()), *ranks, self._comm.progress)
+                catalog.keep_aliases(original)
             catalog.lacking = lacking
         return catalog
 

@@ -211,6 +211,17 @@ def test_names_of_the_source_are_renamed_before_the_conversion(tmp_path: Path, p
         sx.load_checkpoint(other, tmp_path / "theirs", rename=[(r"experts\.1", "experts.0")])
 
 
+def test_a_tied_head_of_the_source_loads_into_a_model_that_has_its_own(tmp_path: Path) -> None:
+    model, other = seeded("mixtral", 1), seeded("mixtral", 2)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    sx.export_checkpoint({f"x.{name}": value for name, value in model.state_dict().items()}, tmp_path / "in_memory")
+    sx.export_checkpoint(model, tmp_path / "ours")
+    for name, rename in (("ours", ()), ("in_memory", [("^x.", "")])):
+        report = sx.load_checkpoint(other, tmp_path / name, rename=rename)
+        assert report.missing == report.unexpected == ()
+        assert_equal(dict(model.state_dict()), dict(other.state_dict()))
+
+
 def test_a_save_with_the_names_of_a_file_loads(tmp_path: Path) -> None:
     model, other = seeded("qwen3_moe", 1), seeded("qwen3_moe", 2)
     model.save_pretrained(tmp_path / "theirs")
