@@ -196,7 +196,7 @@ def export_checkpoint(
 
     def describe_state(request: ExportRequest) -> Description:
         tensors = adapter_state(state) if is_adapter_model(state) else state
-        return describe(tensors, request.options.new_layout(), communicator.rank)
+        return describe(tensors, request.options.new_layout(), communicator.rank, with_extra_state=False)
 
     if background:
 
