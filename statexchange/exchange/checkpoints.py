@@ -654,7 +654,8 @@ class Checkpoints:
     def best(self) -> int | None:
         """Return the step of the best save by the metric of `best`; None if no save has it.
 
-        Not collective: ranks may get different answers, as from `steps`. If several are equal, it is the newest. A save whose value is NaN, or that lacks the metric, is never the best.
+        Not collective: ranks may get different answers, as from `steps`. If several are equal, it is the
+        newest. A save whose value is NaN, or that lacks the metric, is never the best.
 
         Returns:
             The step.

@@ -36,7 +36,7 @@ from statexchange.exchange.saved_tree import LivePlaces, SavedTree, check_ranks,
 from statexchange.exchange.shared_memory_check import check_shared_memory
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
-from statexchange.formats.source import Source
+from statexchange.formats.source import Source, abbreviated_names
 from statexchange.processes import collector_paused
 from statexchange.settings import check_progress
 from statexchange.sharding import records
@@ -71,7 +71,8 @@ class LoadReport:
 
     `nbytes` were read from the source for `num_tensors`; `missing` are names of the state that the source lacks,
     `unexpected` those of the source that the state lacks. `step` is that of the save, None for any other source.
-    `notes` are about values that a cast has made infinite, on any rank; they are logged on root, too.
+    `notes` are about values that a cast has made infinite, on any rank, and about this rank's parameters that are one
+    tensor in the source. Root's are logged, too.
     """
 
     path: str
@@ -348,6 +349,7 @@ class _Load:
         self._on_progress = on_progress
         self._before_reading = before_reading
         self._began = began
+        self._tie_notes: tuple[str, ...] = ()
 
     def run(self, state: Any, path: str | os.PathLike[str], given: Mapping[str, Any]) -> LoadReport:
         """Load once, with the options that were given; collective."""
@@ -396,6 +398,7 @@ class _Load:
                 _check_names(state, plan, catalog)
             if (options.include or options.exclude) and all(names.is_empty for names in by_rank):
                 raise InvalidArgumentError(_selects_nothing(options), path=source.path)
+            self._tie_notes = _notes_on_lost_ties(plan, catalog)
         return source, plan, items
 
     def _fill(self, source: Source, plan: LoadPlan, items: Sequence[ReadItem]) -> LoadReport:
@@ -412,7 +415,7 @@ class _Load:
             for callback in plan.callbacks:
                 callback()
         names = (tuple(plan.missing), tuple(plan.unexpected))
-        notes = self._notes(overflows)
+        notes = self._tie_notes + self._notes(overflows)
         seconds = time.perf_counter() - self._began
         report = LoadReport(source.path, len(plan.targets), read, *names, seconds, source.step, notes)
         if comm.rank == 0:
@@ -686,6 +689,26 @@ def _targets(plan: LoadPlan, catalog: Catalog, rank: int) -> list[_Target]:
                 source = name if is_whole else local.shard.name
                 found.append(_Target(catalog.renumbered.get(source, source), path, local, is_padded))
     return found
+
+
+def _notes_on_lost_ties(plan: LoadPlan, catalog: Catalog) -> tuple[str, ...]:
+    """Return a note on parameters that are one tensor in the source and several here, as after `to_empty`."""
+    manifest = catalog.source.manifest or {}
+    aliases: dict[str, str] = {}
+    for of_file in (manifest.get("aliases", {}), *(file.aliases for file in catalog.source.files)):
+        aliases |= {catalog.new_name(alias): catalog.new_name(name) for alias, name in of_file.items()}
+    live: dict[str, dict[int, str]] = {}
+    for name, tensor, path in plan.targets if aliases else ():
+        if getattr(tensor, "requires_grad", False):  # only what trains will differ
+            live.setdefault(aliases.get(name, name), {}).setdefault(id(tensor), path)
+    lost = [" and ".join(paths.values()) for paths in live.values() if len(paths) > 1]
+    if not lost:
+        return ()
+    text = (
+        f"{abbreviated_names(lost)}: one tensor in the source and several here, which differ after a training step; to "
+        "train one, assign it to all these modules after to_empty (transformers: model.tie_weights())"
+    )
+    return (text,)
 
 
 def _loads_nothing(plan: LoadPlan) -> bool:
