@@ -50,7 +50,7 @@ from statexchange.state.containers import children
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
 from statexchange.state.load_plan import NO_TREE, LoadPlan, Matching, ObjectStates, plan_load
 from statexchange.state.merged_trees import SavedTensor
-from statexchange.state.modules import is_module, live_items, module_items
+from statexchange.state.modules import is_extra_state, is_module, live_items, module_items
 from statexchange.state.names_tree import tree_from_names
 from statexchange.state.source_names import SourceNames
 from statexchange.state.tree import flatten, walk
@@ -727,11 +727,14 @@ def _selects_nothing(options: LoadOptions) -> str:
 def _check_names(state: Any, plan: LoadPlan, catalog: Catalog) -> None:
     """Raise an error that lists all missing and unexpected names, as torch does."""
     value_names = {*map(catalog.new_name, catalog.source.others)}
-    if not plan.missing and all(name in value_names for name in plan.unexpected):
+    missing = plan.missing
+    if catalog.source.kind == "huggingface" and not any(map(is_extra_state, catalog)):
+        missing = [name for name in missing if not is_extra_state(name)]  # an export leaves it out
+    if not missing and all(name in value_names for name in plan.unexpected):
         return
     lists = [
         f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
-        for what, names in (("missing in the source", plan.missing), ("not in the state", plan.unexpected))
+        for what, names in (("missing in the source", missing), ("not in the state", plan.unexpected))
         if names
     ]
     if not plan.targets and not plan.num_values:
@@ -742,7 +745,7 @@ def _check_names(state: Any, plan: LoadPlan, catalog: Catalog) -> None:
         what, general = "the names differ", "strict=False loads what both have"
     advice = [_hint(state, plan, catalog), general]
     text = "; ".join([what, *lists, *filter(None, advice)])
-    kind = NotFoundError if plan.missing else InvalidArgumentError
+    kind = NotFoundError if missing else InvalidArgumentError
     raise kind(text, path=catalog.source.path)
 
 

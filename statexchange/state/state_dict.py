@@ -121,8 +121,9 @@ def note_on_stale_optimizers(state: Any, names: Mapping[int, str]) -> tuple[str,
     if not modules:
         return ()
     text = (
-        f"{' or '.join(map(repr, modules))} is not trained by {', '.join(map(repr, stale))}, which got other parameters "
-        "of the same shapes: make an optimizer after fully_shard and to_empty, which replace a module's parameters"
+        f"{' or '.join(map(repr, modules))} is not trained by {', '.join(map(repr, stale))}, which got other "
+        "parameters of the same shapes: make an optimizer after fully_shard and to_empty, which replace those of a "
+        "module"
     )
     return (text,)
 

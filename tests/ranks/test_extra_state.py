@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import statexchange as sx
@@ -86,3 +86,37 @@ def test_a_bytesio_is_saved_and_given_to_its_module(tmp_path: Path) -> None:
 def test_extra_state_that_is_no_value_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(errors.UnsupportedError, match="_extra_state"):
         sx.save_checkpoint({"model": WithExtra(io.StringIO())}, tmp_path / "saved")
+
+
+def test_an_export_loads_back_and_the_report_names_the_extra_state_that_it_lacks(tmp_path: Path) -> None:
+    saved, live = (nn.Sequential(WithExtra({"scale": scale})) for scale in (1.0, 2.0))
+    sx.export_checkpoint(saved, tmp_path / "out")
+    report = sx.load_checkpoint(live, tmp_path / "out")
+    assert report.missing == ("0._extra_state",)
+    assert live[0].extra == {"scale": 2.0}
+    assert torch.equal(live[0].weight, saved[0].weight)
+    with pytest.raises(errors.NotFoundError, match="missing") as caught:
+        sx.load_checkpoint(nn.Sequential(*live, nn.Linear(2, 2)), tmp_path / "out")
+    assert "_extra_state" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["save", "torch", "safetensors"])
+def test_extra_state_that_a_source_could_have_is_missing(source: str, tmp_path: Path) -> None:
+    """A safetensors file of others may have the extra state of some modules, as tensors."""
+    extra = torch.ones(1, dtype=torch.uint8)
+    saved, live = nn.Sequential(WithExtra(extra), nn.Linear(2, 2)), nn.Sequential(WithExtra(extra), WithExtra(extra))
+    if source == "save":
+        sx.save_checkpoint(saved, tmp_path / "saved")
+    elif source == "torch":
+        torch.save(saved.state_dict(), tmp_path / "saved")
+    else:
+        save_file(saved.state_dict(), tmp_path / "saved")
+    with pytest.raises(errors.NotFoundError, match=r"1\._extra_state"):
+        sx.load_checkpoint(live, tmp_path / "saved")
+
+
+def test_extra_state_in_a_safetensors_file_of_others_goes_to_its_module(tmp_path: Path) -> None:
+    saved, live = (WithExtra(torch.arange(length, dtype=torch.uint8)) for length in (5, 0))
+    save_file(saved.state_dict(), tmp_path / "model.safetensors")
+    assert sx.load_checkpoint(live, tmp_path / "model.safetensors").missing == ()
+    assert live.extra.tolist() == [0, 1, 2, 3, 4]
