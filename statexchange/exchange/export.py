@@ -108,7 +108,8 @@ def export_checkpoint(
     Args:
         state: a module, a mapping of names to tensors, or a list of such. DTensors and Megatron-Core's ShardedTensors
             carry their sharding (the latter also their keys, and the padding of a vocabulary); a plain tensor counts as
-            a replica unless `layout` has a rule for its name.
+            a replica unless `layout` has a rule for its name. Extra state of modules is left out, and the report's
+            `notes` name it.
         path: a local directory. Root's `path`, `files_from` and `overwrite` are used; pass the same on all ranks. All
             other options must be equal on all ranks, except the rules of a layout.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.

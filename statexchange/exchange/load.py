@@ -139,7 +139,8 @@ def load_checkpoint(
         strict: raise an error for names of the state that the source lacks and for names of the source that no rank
             has, as torch does; else the report lists them, and it is an error only if the source has no tensor of the
             state, or no entry of a state of plain values. Shapes and dtypes must be equal in any case. Plain values of
-            a torch checkpoint that no rank has are listed by the report alone. State of an optimizer of another shape
+            a torch checkpoint that no rank has are listed by the report alone, and so is extra state of modules if a
+            safetensors checkpoint has none, as an export. State of an optimizer of another shape
             or dtype than the saved one is replaced.
         layout: rules for plain tensors of `state` that are parts of whole ones, as in `export_checkpoint`, by their
             dotted paths: ``{"*.up.weight": Shard(0)}``. Optimizer state of a parameter's shape follows the parameter's
