@@ -108,7 +108,8 @@ def export_checkpoint(
     Args:
         state: a module, a mapping of names to tensors, or a list of such. DTensors and Megatron-Core's ShardedTensors
             carry their sharding (the latter also their keys, and the padding of a vocabulary); a plain tensor counts as
-            a replica unless `layout` has a rule for its name.
+            a replica unless `layout` has a rule for its name. Extra state of modules is left out, and the report's
+            `notes` name it.
         path: a local directory. Root's `path`, `files_from` and `overwrite` are used; pass the same on all ranks. All
             other options must be equal on all ranks, except the rules of a layout.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
@@ -197,7 +198,7 @@ def export_checkpoint(
 
     def describe_state(request: ExportRequest) -> Description:
         tensors = adapter_state(state) if is_adapter_model(state) else state
-        return describe(tensors, request.options.new_layout(), communicator.rank)
+        return describe(tensors, request.options.new_layout(), communicator.rank, with_extra_state=False)
 
     if background:
 

@@ -36,7 +36,7 @@ from statexchange.exchange.saved_tree import LivePlaces, SavedTree, check_ranks,
 from statexchange.exchange.shared_memory_check import check_shared_memory
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
-from statexchange.formats.source import Source
+from statexchange.formats.source import Source, abbreviated_names
 from statexchange.processes import collector_paused
 from statexchange.settings import check_progress
 from statexchange.sharding import records
@@ -50,7 +50,7 @@ from statexchange.state.containers import children
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
 from statexchange.state.load_plan import NO_TREE, LoadPlan, Matching, ObjectStates, plan_load
 from statexchange.state.merged_trees import SavedTensor
-from statexchange.state.modules import is_module, live_items, module_items
+from statexchange.state.modules import is_extra_state, is_module, live_items, module_items
 from statexchange.state.names_tree import tree_from_names
 from statexchange.state.source_names import SourceNames
 from statexchange.state.tree import flatten, walk
@@ -71,7 +71,8 @@ class LoadReport:
 
     `nbytes` were read from the source for `num_tensors`; `missing` are names of the state that the source lacks,
     `unexpected` those of the source that the state lacks. `step` is that of the save, None for any other source.
-    `notes` are about values that a cast has made infinite, on any rank; they are logged on root, too.
+    `notes` are about values that a cast has made infinite, on any rank, and about this rank's parameters that are one
+    tensor in the source. Root's are logged, too.
     """
 
     path: str
@@ -138,7 +139,8 @@ def load_checkpoint(
         strict: raise an error for names of the state that the source lacks and for names of the source that no rank
             has, as torch does; else the report lists them, and it is an error only if the source has no tensor of the
             state, or no entry of a state of plain values. Shapes and dtypes must be equal in any case. Plain values of
-            a torch checkpoint that no rank has are listed by the report alone. State of an optimizer of another shape
+            a torch checkpoint that no rank has are listed by the report alone, and so is extra state of modules if a
+            safetensors checkpoint has none, as an export. State of an optimizer of another shape
             or dtype than the saved one is replaced.
         layout: rules for plain tensors of `state` that are parts of whole ones, as in `export_checkpoint`, by their
             dotted paths: ``{"*.up.weight": Shard(0)}``. Optimizer state of a parameter's shape follows the parameter's
@@ -349,6 +351,7 @@ class _Load:
         self._on_progress = on_progress
         self._before_reading = before_reading
         self._began = began
+        self._tie_notes: tuple[str, ...] = ()
 
     def run(self, state: Any, path: str | os.PathLike[str], given: Mapping[str, Any]) -> LoadReport:
         """Load once, with the options that were given; collective."""
@@ -396,6 +399,7 @@ class _Load:
                 _check_names(state, plan, catalog)
             if (options.include or options.exclude) and all(names.is_empty for names in by_rank):
                 raise InvalidArgumentError(_selects_nothing(options), path=source.path)
+            self._tie_notes = _notes_on_lost_ties(plan, catalog)
         return source, plan, items
 
     def _catalog(self, source: Source, state: Any, options: LoadOptions) -> Catalog:
@@ -426,7 +430,7 @@ class _Load:
             for callback in plan.callbacks:
                 callback()
         names = (tuple(plan.missing), tuple(plan.unexpected))
-        notes = self._notes(overflows)
+        notes = self._tie_notes + self._notes(overflows)
         seconds = time.perf_counter() - self._began
         report = LoadReport(source.path, len(plan.targets), read, *names, seconds, source.step, notes)
         if comm.rank == 0:
@@ -704,6 +708,26 @@ def _targets(plan: LoadPlan, catalog: Catalog, rank: int) -> list[_Target]:
     return found
 
 
+def _notes_on_lost_ties(plan: LoadPlan, catalog: Catalog) -> tuple[str, ...]:
+    """Return a note on parameters that are one tensor in the source and several here, as after `to_empty`."""
+    manifest = catalog.source.manifest or {}
+    aliases: dict[str, str] = {}
+    for of_file in (manifest.get("aliases", {}), *(file.aliases for file in catalog.source.files)):
+        aliases |= {catalog.new_name(alias): catalog.new_name(name) for alias, name in of_file.items()}
+    live: dict[str, dict[int, str]] = {}
+    for name, tensor, path in plan.targets if aliases else ():
+        if getattr(tensor, "requires_grad", False):  # only what trains will differ
+            live.setdefault(aliases.get(name, name), {}).setdefault(id(tensor), path)
+    lost = [" and ".join(paths.values()) for paths in live.values() if len(paths) > 1]
+    if not lost:
+        return ()
+    text = (
+        f"{abbreviated_names(lost)}: one tensor in the source and several here, which differ after a training step; to "
+        "train one, assign it to all these modules after to_empty (transformers: model.tie_weights())"
+    )
+    return (text,)
+
+
 def _loads_nothing(plan: LoadPlan) -> bool:
     """Whether the source lacks all tensors of the state, or all that a state without tensors has."""
     lacks_state = not plan.stateful.isdisjoint(plan.missing)
@@ -720,11 +744,14 @@ def _selects_nothing(options: LoadOptions) -> str:
 def _check_names(state: Any, plan: LoadPlan, catalog: Catalog) -> None:
     """Raise an error that lists all missing and unexpected names, as torch does."""
     value_names = {*map(catalog.new_name, catalog.source.others)}
-    if not plan.missing and all(name in value_names for name in plan.unexpected):
+    missing = plan.missing
+    if catalog.source.kind == "huggingface" and not any(map(is_extra_state, catalog)):
+        missing = [name for name in missing if not is_extra_state(name)]  # an export leaves it out
+    if not missing and all(name in value_names for name in plan.unexpected):
         return
     lists = [
         f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
-        for what, names in (("missing in the source", plan.missing), ("not in the state", plan.unexpected))
+        for what, names in (("missing in the source", missing), ("not in the state", plan.unexpected))
         if names
     ]
     if not plan.targets and not plan.num_values:
@@ -735,7 +762,7 @@ def _check_names(state: Any, plan: LoadPlan, catalog: Catalog) -> None:
         what, general = "the names differ", "strict=False loads what both have"
     advice = [*_lacking_parts(plan, catalog), _hint(state, plan, catalog), general]
     text = "; ".join([what, *lists, *filter(None, advice)])
-    kind = NotFoundError if plan.missing else InvalidArgumentError
+    kind = NotFoundError if missing else InvalidArgumentError
     raise kind(text, path=catalog.source.path)
 
 

@@ -51,14 +51,15 @@ class DescribedShard:
 class RankMetadata:
     """One rank's shards, and its options as text by name.
 
-    `reductions` are operations by name; `aliases`, `unused` and `sources` are as in a Description. Ranks that hold all
-    their tensors over one mesh have equal metadata, which is sent and parsed once.
+    `reductions` are operations by name; `aliases`, `unused`, `sources` and `extra_state` are as in a Description. Ranks
+    that hold all their tensors over one mesh have equal metadata, which is sent and parsed once.
     """
 
     shards: Sequence[DescribedShard]
     aliases: Mapping[str, str]
     unused: Sequence[str]
     sources: Mapping[str, str]
+    extra_state: Sequence[str]
     reductions: Mapping[str, str]
     options: Mapping[str, str]
 
@@ -72,7 +73,8 @@ class RankMetadata:
                 shard = ShardingSpec(shard.name, shard.dtype, shard.global_shape, local.placement)
             shards.append(DescribedShard(shard, local.part))
         reductions = {name: local.reduce for name, local in described.tensors.items() if local.reduce is not None}
-        return cls(shards, described.aliases, described.unused, described.sources, reductions, options)
+        names = (described.aliases, described.unused, described.sources, described.extra_state)
+        return cls(shards, *names, reductions, options)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON value that `from_json` reads."""
@@ -94,6 +96,7 @@ class RankMetadata:
             "aliases": dict(self.aliases),
             "unused": list(self.unused),
             "sources": dict(self.sources),
+            "extra_state": list(self.extra_state),
             "reductions": dict(self.reductions),
             "options": dict(self.options),
         }
@@ -101,8 +104,10 @@ class RankMetadata:
     @classmethod
     def from_json(cls, raw: Any) -> RankMetadata:
         """Return the metadata that `to_json` wrote; raise ValueError for anything else."""
-        names = ("shards", "placements", "aliases", "unused", "sources", "reductions", "options")
-        raw_shards, raw_placements, aliases, unused, sources, raw_reductions, options = records.fields(raw, *names)
+        names = ("shards", "placements", "aliases", "unused", "sources", "extra_state", "reductions", "options")
+        raw_shards, raw_placements, aliases, unused, sources, extra_state, raw_reductions, options = records.fields(
+            raw, *names
+        )
         placements = records.items(raw_placements, Placement.from_json)
         reductions = records.texts(raw_reductions)
         if not set(reductions.values()) <= set(REDUCTIONS):
@@ -112,6 +117,7 @@ class RankMetadata:
             records.texts(aliases),
             records.items(unused, records.text),
             records.texts(sources),
+            records.items(extra_state, records.text),
             reductions,
             records.texts(options),
         )
