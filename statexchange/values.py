@@ -1,9 +1,9 @@
 """The one JSON codec: Python values to JSON and back. Decoding imports nothing by name and runs no code of a value.
 
 Plain JSON values stay themselves. Everything else is an object with a tag under the key ``"$"``: tuple, set, deque,
-dict (of keys other than str), float (NaN, infinities), complex, number (a numpy scalar), bytes, path, datetime, date,
-time, timedelta, dtype, size and device (torch's), enum, namedtuple, dataclass, or leaf: an object that the caller keeps
-elsewhere under a name, such as a tensor.
+dict (of keys other than str), float (NaN, infinities), complex, number (a numpy scalar), bytes, bytesio, path,
+datetime, date, time, timedelta, dtype, size and device (torch's), enum, namedtuple, dataclass, or leaf: an object that
+the caller keeps elsewhere under a name, such as a tensor.
 
 The text may come from a file or another rank, so decoding trusts nothing: types are looked up among those that the
 caller or `register_config` gave, fields are set without ``__init__``, depth is limited, and so is the number of keys
@@ -16,6 +16,7 @@ import base64
 import dataclasses
 import datetime as dt
 import enum
+import io
 import json
 import math
 import pathlib
@@ -193,6 +194,8 @@ def _tagged(value: Any, inner: Callable[[object, str], Json]) -> Json:  # noqa: 
         return {_TAG: "complex", "value": [inner(value.real, ".real"), inner(value.imag, ".imag")]}
     if kind is bytes:
         return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
+    if kind is io.BytesIO:
+        return {_TAG: "bytesio", "value": base64.b64encode(value.getvalue()).decode(), "position": value.tell()}
     if kind in (set, frozenset):  # sorted, so that equal sets have equal texts
         items = [inner(item, f"<item {excerpt(item)}>") for item in value]
         return {_TAG: kind.__name__, "value": sorted(items, key=json.dumps)}
@@ -444,6 +447,11 @@ class _Decoder:
     def _bytes(self, raw: dict[str, Any]) -> bytes:
         return base64.b64decode(raw["value"], validate=True)
 
+    def _bytesio(self, raw: dict[str, Any]) -> io.BytesIO:
+        stream = io.BytesIO(self._bytes(raw))
+        stream.seek(raw["position"])
+        return stream
+
     def _set(self, raw: dict[str, Any]) -> object:
         items = [self._hashable(item) for item in raw["value"]]
         _check_hashes(items)
@@ -564,6 +572,7 @@ class _Decoder:
         "complex": _complex,
         "number": _number,
         "bytes": _bytes,
+        "bytesio": _bytesio,
         "path": _path,
         "datetime": _time,
         "date": _time,
@@ -627,7 +636,7 @@ class _PlainDecoder(_Decoder):
         "dtype": _dtype_text,
         "number": _number,
         "complex": _complex_text,
-        "bytes": _bytes_text,
+        **dict.fromkeys(("bytes", "bytesio"), _bytes_text),
         "dict": _dict,
         "leaf": _kept,
     }

@@ -22,9 +22,9 @@ from statexchange.errors import (
     excerpt,
     without_secrets,
 )
-from statexchange.formats.config_check import is_adapter, named_adapters
+from statexchange.formats.config_check import LIVE_MODEL, is_adapter, live_name, named_adapters
 from statexchange.formats.huggingface import MANIFEST
-from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG
+from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG, WEIGHT_SUFFIXES
 from statexchange.formats.source import abbreviated_list
 from statexchange.sharding.options import FLOATS
 from statexchange.storage.budget import Budget
@@ -61,7 +61,8 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versio
 # Files of a directory that do not belong to a model: weights, indexes, manifests, hidden files and what a training job
 # keeps beside them (Trainer, DeepSpeed and verl).
 _NOT_COPIED = re.compile(
-    r".*\.(safetensors|bin|pt|pth|ckpt|distcp|gguf|onnx|h5|pkl|msgpack|npz|index\.json|log)|statexchange\.json|\..*|"
+    rf".*({'|'.join(map(re.escape, WEIGHT_SUFFIXES))}|\.distcp|\.pkl|\.log|\.index\.(.+\.)?json)|"
+    r"statexchange\.json|\..*|"
     r"trainer_state\.json|(all|train|eval|test|predict)_results\.json|latest|latest_universal|zero_to_(fp32|torch)\.py|"
     r"latest_checkpointed_iteration\.txt|fsdp_config\.json|lora_train_meta\.json|events\.out\.tfevents.*"
 )
@@ -239,7 +240,7 @@ def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes], source: Sourc
         return ()
     names = plan.tensors
     # The names of a live model of PEFT: no program loads these, whatever config lies beside them.
-    if not any(map(_TRANSFORMERS_NAMES.search, names)) or named_adapters(names):
+    if not any(map(_TRANSFORMERS_NAMES.search, names)) or live_name(names) is not None:
         return ()
     program, missing = "transformers", CONFIG
     if is_adapter(names):
@@ -253,14 +254,17 @@ def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes], source: Sourc
 def notes_on_adapters(plan: Plan, files: Collection[str], source: Source) -> tuple[str, ...]:
     """Return a note if tensors have the names of a live model of PEFT, by which PEFT loads no adapter.
 
-    The note shows the options of a merge that selects and renames the tensors of one adapter. `files` are the names of
-    the extra files.
+    Where PEFT's own names follow from these, the note shows the options of a merge that selects and renames the tensors
+    of one adapter. `files` are the names of the extra files.
     """
+    live = live_name(plan.tensors)
     adapters = named_adapters(plan.tensors)
     if not adapters or not all(ADAPTER_PREFIX in name for name in plan.tensors):
-        return ()
+        # Beside a config.json the same is said by config_check.py.
+        return () if live is None or CONFIG in files else (f"no program finds names such as {live}: {LIVE_MODEL}",)
     adapter, names = next(iter(adapters.items()))
     section = [] if source.selected is None else [source.selected]
+    has_biases = any(name.endswith(".bias") for name in plan.tensors.keys() - set(names))
     include = [pattern for pattern in (f"*.{adapter}", f"*.{adapter}.*") if fnmatch.filter(names, pattern)]
     rename = [(rf"([.]modules_to_save)?[.]{re.escape(adapter)}\b", "")]
     if not all(name.startswith(ADAPTER_PREFIX) for name in names):
@@ -272,6 +276,8 @@ def notes_on_adapters(plan: Plan, files: Collection[str], source: Source) -> tup
     options += [f'--rename "{pattern}="' for pattern, _ in rename] + [f"--files-from {name}" for name in missing]
     others = f" (others are {', '.join(map(repr, list(adapters)[1:]))})" if len(adapters) > 1 else ""
     text = f"the tensors are those of a model of PEFT; to write what PEFT loads, its adapter {adapter!r}{others} alone"
+    if has_biases:
+        text += ', with "*.bias" in include if it trains biases'
     return (f"{text}: {', '.join(arguments)} ({' '.join(options)})",)
 
 

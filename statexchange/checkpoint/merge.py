@@ -45,7 +45,13 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats import directories, rank_files
-from statexchange.formats.config_check import config_warnings, is_adapter, unties_heads, without_heads
+from statexchange.formats.config_check import (
+    config_warnings,
+    is_adapter,
+    names_other_class,
+    unties_heads,
+    without_heads,
+)
 from statexchange.formats.converted import (
     Converted,
     check_model_configs,
@@ -266,13 +272,14 @@ def merge_checkpoint(
         check_readable(checkpoint, options)
         own, own_notes = ({}, ()) if files_from == () else own_files(checkpoint)
         merged, converted = checkpoint, None
+        config = given_config(files_from) or own.get(CONFIG)
         if conversion is None:
-            plan_options, notes = _unwrapping_options(checkpoint, options)
+            plan_options, notes = _unwrapping_options(checkpoint, options, config)
         else:
             converted, notes = _converted(checkpoint, options, conversion, numbers, files_from, own)
             merged, reductions = converted.source, converted.renamed_keys(reductions)
             plan_options = replace(options, include=(), exclude=())  # `_converted` has applied them
-        merged = _with_heads(merged, given_config(files_from) or own.get(CONFIG))
+        merged = _with_heads(merged, config)
         left_over: dict[str, bytes] = {}
         if _writes_adapter(merged, plan_options, own):
             plan_options = replace(plan_options, filename_pattern=options.filename_pattern or ADAPTER_PATTERN)
@@ -295,8 +302,7 @@ def merge_checkpoint(
         has_model = section not in _WITHOUT_MODEL
         about = notes_about(checkpoint, sources, options, expects_model=has_model)
         notes = (*checkpoint.notes, *notes, *about, *metadata_notes, *own_notes)
-        notes += notes_on_tensors(rank_shards, plan, plan_options)
-        notes += notes_on_empty_directories(files_from)
+        notes += notes_on_tensors(rank_shards, plan, plan_options) + notes_on_empty_directories(files_from)
         is_whole_model = has_model and not options.include and not options.exclude
         if has_model:
             notes += notes_on_missing_files(plan, extra, checkpoint)
@@ -440,7 +446,9 @@ def _read_plain(opened: OpenedPath, *, strict: bool, section: str | None, weight
     return read_opened(opened, strict=strict, section=section, weights=weights)
 
 
-def _unwrapping_options(source: Source, options: ExportOptions) -> tuple[ExportOptions, tuple[str, ...]]:
+def _unwrapping_options(
+    source: Source, options: ExportOptions, config: bytes | None
+) -> tuple[ExportOptions, tuple[str, ...]]:
     """Return options that remove the prefixes of wrappers from all selected names, and notes about that."""
     all_names = {tensor.shard.name for _, tensor in source.shards()}
     names = set(filter(options.wants, all_names))
@@ -451,7 +459,8 @@ def _unwrapping_options(source: Source, options: ExportOptions) -> tuple[ExportO
         return replace(options, rename=_unwrapping(rules, options.rename)), (note_on_wrappers(names, rules), *notes)
     inner = [name.removeprefix("model.") for name in names if name.startswith("model.")]
     if inner and len(inner) == len(names) and not options.rename:
-        is_whole_model = any(name.startswith(_TOPS) for name in inner)
+        # Some classes wrap a language model themselves, such as ShieldGemma2ForImageClassification.
+        is_whole_model = any(name.startswith(_TOPS) for name in inner) and not names_other_class(config)
         if is_whole_model or source.kind == "dcp":  # DCP checkpoints are often saved as {"model": ...}
             reason = "which may be a wrapper around the model's own names"
             if is_whole_model:

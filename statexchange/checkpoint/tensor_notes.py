@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from statexchange.formats.source import abbreviated_list, empty_weights_text
+from statexchange.formats.source import abbreviated_list, abbreviated_names, empty_weights_text
 from statexchange.sharding.options import FLOATS
 from statexchange.sharding.plan import is_packed_weight
 from statexchange.tensors import ITEMSIZE, LONG_NAMES
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from statexchange.sharding.options import ExportOptions
     from statexchange.sharding.plan import Plan, RankShards, TensorPlan
 
-__all__ = ["note_on_overflows", "notes_on_tensors"]
+__all__ = ["note_on_extra_state", "note_on_overflows", "notes_on_tensors"]
 
 _MAX_PATTERNS = 16
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
@@ -29,6 +29,14 @@ _SCALES = re.compile(r"\.[^.]*(scale|zero|g_idx|SCB|absmax|quant_map|weight_shap
 _KEPT_WIDE = re.compile(
     r"e_score_correction_bias$|\.expert_bias$|\.moe_statics\.|\.indexer\.weights_proj\.|\.time_(decay|first)$"
 )
+
+
+def note_on_extra_state(names: Iterable[str], options: ExportOptions) -> tuple[str, ...]:
+    """Return a note that names the selected extra state of modules, which an export leaves out."""
+    selected = [name for name in dict.fromkeys(names) if options.wants(name)]
+    if not selected:
+        return ()
+    return (f"extra state is no weight and is left out: {abbreviated_names(selected)}; save_checkpoint keeps it",)
 
 
 def note_on_overflows(counts: Mapping[str, int]) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ comes from another job on the same directory, and is named in a warning. Such a 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import operator
@@ -100,7 +101,8 @@ class Checkpoints:
             `keep`. A save whose value is NaN, or that lacks the metric, is never the best.
         on_signal: signals at which `should_save` becomes true on all ranks: "SIGTERM", or "SIGUSR1" of Slurm's
             ``--signal`` (for srun and mpiexec: under torchrun it kills the agent). Handlers are installed here and
-            removed by `close`.
+            removed by `close`. They call the handler that was there before, but SystemExit and KeyboardInterrupt,
+            which it may raise, do not end the process: leave the loop when `is_stopping` is true.
         agree_every: steps between comparisons of signals and clocks. More steps are cheaper, but delay signals.
         grace_s: seconds between the signal and the kill, for a warning if they are too few; None is 30 under torchrun,
             else unknown.
@@ -613,7 +615,8 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Return the steps of all whole saves, oldest first.
 
-        Not collective: another rank that asks later may see more.
+        Not collective: another rank that asks later may see more or fewer. So ranks must not loop over them and make
+        collective calls, such as `load`: let one rank ask, and send its answer to the others.
 
         Returns:
             The steps; [] if the directory does not exist.
@@ -623,13 +626,17 @@ class Checkpoints:
 
         Example:
             >>> import statexchange as sx
-            >>> sx.Checkpoints("saves").steps()
+            >>> saves, comm = sx.Checkpoints("saves"), sx.init()
+            >>> comm.broadcast_object(saves.steps() if comm.rank == 0 else None)  # the same list on all ranks
             []
         """
         return list(read_saves(self.path))
 
     def latest(self) -> int | None:
-        """Return the step of the newest save; None without one. Not collective.
+        """Return the step of the newest save; None without one.
+
+        Not collective: ranks may get different answers, as from `steps`. `load` without a step takes the newest save
+        that rank 0 sees, on all ranks.
 
         Returns:
             The step.
@@ -645,9 +652,10 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """Return the step of the best save by the metric of `best`; None if no save has it. Not collective.
+        """Return the step of the best save by the metric of `best`; None if no save has it.
 
-        If several are equal, it is the newest. A save whose value is NaN, or that lacks the metric, is never the best.
+        Not collective: ranks may get different answers, as from `steps`. If several are equal, it is the
+        newest. A save whose value is NaN, or that lacks the metric, is never the best.
 
         Returns:
             The step.
@@ -765,7 +773,7 @@ class _Pace:
 
 
 class _Signals:
-    """Handlers that record signals until the next agreement.
+    """Handlers that record signals until the next agreement, and call the previous handlers.
 
     A handler may also run where it must not record: in a process that was forked from the job, such as a worker of a
     data loader, and after `restore`, if that could not remove it. It then puts back the previous handler and raises the
@@ -794,8 +802,10 @@ class _Signals:
         before = self._before(number)
         if self._is_active and os.getpid() == self._pid:
             self._received = signal.Signals(number).name
-            if isinstance(getattr(before, "__self__", None), _Signals):  # of another Checkpoints of this job
-                before(number, frame)
+            if callable(before):
+                # It must not end the process before the save: the job leaves its loop by `is_stopping`.
+                with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                    before(number, frame)
             return
         signal.signal(number, before)
         signal.raise_signal(number)

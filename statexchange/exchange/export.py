@@ -108,7 +108,8 @@ def export_checkpoint(
     Args:
         state: a module, a mapping of names to tensors, or a list of such. DTensors and Megatron-Core's ShardedTensors
             carry their sharding (the latter also their keys, and the padding of a vocabulary); a plain tensor counts as
-            a replica unless `layout` has a rule for its name.
+            a replica unless `layout` has a rule for its name. Extra state of modules is left out, and the report's
+            `notes` name it.
         path: a local directory. Root's `path`, `files_from` and `overwrite` are used; pass the same on all ranks. All
             other options must be equal on all ranks, except the rules of a layout.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
@@ -124,7 +125,8 @@ def export_checkpoint(
             name or path converts in the other direction. `include`, `exclude` and `layout` match the names before the
             conversion, `rename` and `dtype` those after. A selected name without a rule is an error. By default a model
             of transformers is written by the names of its `save_pretrained`, such as one of each expert's weight, where
-            it has others in memory.
+            it has others in memory. Then only `layout` matches the names in memory, and all other options those that
+            are written.
         convert_with: numbers that the conversion needs, as ``{"n_heads": 32}``. Others come from root's config.json of
             `files_from`, or from the config of root's model of transformers.
         replicas: "equal" raises ReplicaError if copies differ; "root" takes the lowest rank's copy.
@@ -196,7 +198,7 @@ def export_checkpoint(
 
     def describe_state(request: ExportRequest) -> Description:
         tensors = adapter_state(state) if is_adapter_model(state) else state
-        return describe(tensors, request.options.new_layout(), communicator.rank)
+        return describe(tensors, request.options.new_layout(), communicator.rank, with_extra_state=False)
 
     if background:
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +20,7 @@ from statexchange.checkpoint.extra_files import FilesFrom, extra_files, given_co
 from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.notes import notes_on_written
 from statexchange.checkpoint.publication import PlannedFile, Publication, target_path
-from statexchange.checkpoint.tensor_notes import notes_on_tensors
+from statexchange.checkpoint.tensor_notes import note_on_extra_state, notes_on_tensors
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, ReplicaError
 from statexchange.exchange.converting import ChosenConversion, convert_live
@@ -44,7 +45,6 @@ from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.layout_advice import layout_advice
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge
-from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box
 from statexchange.sharding.write_plan import BoxReceipts, WriteFile, WritePlan, WriteTensor
 from statexchange.state.describe import Description
@@ -75,8 +75,8 @@ class ExportReport:
         phase_nbytes: bytes by phase.
         rank_nbytes: the bytes that each rank supplied.
         notes: differences between the tensors and the config that is written; tensors that `dtype` has made infinite,
-            narrowed or left as they were; equal parts of ranks that a layout without a mesh has joined, as these may be
-            copies. Root logs them, too.
+            narrowed or left as they were; extra state that is left out; equal parts of ranks that a layout without a
+            mesh has joined, as these may be copies. Root logs them, too.
     """
 
     path: str
@@ -233,13 +233,11 @@ class _Export:
 
     def _agreed_plan(self) -> WritePlan:
         """Send this rank's metadata to root; return root's plan. Collective."""
-        comm, conversion = self._comm, self._request.conversion
-        texts = self._options.texts()
-        if conversion is not None:
-            texts |= conversion.texts()
-            self._described = convert_live(comm, self._described, conversion, self._options)
-            # These options match names before the conversion, which has applied them.
-            self._options, self._layout = replace(self._options, include=(), exclude=()), Layout({})
+        comm, texts = self._comm, self._options.texts()
+        extra_state = self._described.extra_state
+        converted, self._options = convert_live(comm, self._described, self._request.conversion, self._options)
+        self._described = replace(converted, extra_state=extra_state)
+        self._layout = self._options.new_layout()
         own = RankMetadata.of(self._described, texts)
         metadata, nbytes = gather_metadata(comm, own, root=0)
         self._clock.lap("describe", nbytes)
@@ -279,6 +277,8 @@ class _Export:
             reason = "include and exclude leave out every tensor" if any(shards) else "no rank's state has a tensor"
             raise InvalidArgumentError(f"there is nothing to export: {reason}")
         self._notes = notes_on_tensors(by_rank, self._plan, self._options)
+        extra_state = chain.from_iterable(rank_metadata.extra_state for rank_metadata in metadata)
+        self._notes += note_on_extra_state(extra_state, self._request.options)
         path = target_path(self._request.path)
         if location(path).is_remote:
             raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {path!r}")

@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -20,14 +20,14 @@ from statexchange.conversions.choice import Convert
 from statexchange.errors import InvalidArgumentError, ReplacedError, StateExchangeError, type_text
 from statexchange.exchange.converting import ChosenConversion, convert_for_load, with_names_in_memory
 from statexchange.exchange.load_items import live_targets, place_targets, read_item, stored_names
-from statexchange.exchange.name_check import check_names, loads_nothing, selects_nothing
+from statexchange.exchange.name_check import SHOWN, check_names, loads_nothing, selects_nothing
 from statexchange.exchange.new_tensors import Filled, tensor_to_fill
 from statexchange.exchange.opened_source import check_same, opened
 from statexchange.exchange.reading import Overflows, ReadItem, assign_readers, read_all
 from statexchange.exchange.shared_memory_check import check_shared_memory
 from statexchange.exchange.source_entries import check_conflicts, check_ranks, has_tree, source_entries
 from statexchange.exchange.stored_tensors import StoredTensors
-from statexchange.formats.source import Source
+from statexchange.formats.source import Source, abbreviated_names
 from statexchange.processes import collector_paused
 from statexchange.settings import check_progress
 from statexchange.sharding import records
@@ -37,7 +37,7 @@ from statexchange.sharding.shards import Box
 from statexchange.sharding.wrappers import without_wrappers
 from statexchange.state.describe import State
 from statexchange.state.entries import Entries
-from statexchange.state.flatten import LiveState, flatten
+from statexchange.state.flatten import flatten
 from statexchange.state.leaves import contains_state
 from statexchange.state.load_plan2 import LoadPlan, ObjectStates
 from statexchange.state.match import Matching, match
@@ -58,7 +58,8 @@ class LoadReport:
 
     `nbytes` were read from the source for `num_tensors`; `missing` are names of the state that the source lacks,
     `unexpected` those of the source that the state lacks. `step` is that of the save, None for any other source.
-    `notes` are about values that a cast has made infinite, on any rank; they are logged on root, too.
+    `notes` are about values that a cast has made infinite, on any rank, and about this rank's parameters that are one
+    tensor in the source. Root's are logged, too.
     """
 
     path: str
@@ -125,7 +126,8 @@ def load_checkpoint(
         strict: raise an error for names of the state that the source lacks and for names of the source that no rank
             has, as torch does; else the report lists them, and it is an error only if the source has no tensor of the
             state, or no entry of a state of plain values. Shapes and dtypes must be equal in any case. Plain values of
-            a torch checkpoint that no rank has are listed by the report alone. State of an optimizer of another shape
+            a torch checkpoint that no rank has are listed by the report alone, and so is extra state of modules if a
+            safetensors checkpoint has none, as an export. State of an optimizer of another shape
             or dtype than the saved one is replaced.
         layout: rules for plain tensors of `state` that are parts of whole ones, as in `export_checkpoint`, by their
             dotted paths: ``{"*.up.weight": Shard(0)}``. Optimizer state of a parameter's shape follows the parameter's
@@ -143,7 +145,8 @@ def load_checkpoint(
             in it matches, as it was saved or as it is now.
         rename: from the source's names to those in `state`: a function, or (regex, replacement) pairs, which are
             applied in order. Names are dotted paths; the parameters of optimizers are renamed too. What moves with its
-            mapping keeps its keys. What is inside a list, or in the state of another object, is not renamed.
+            mapping keeps its keys. What is inside a list, or in the state of another object, is not renamed. Where a
+            model of transformers has other names in memory than in its files, this gives the names of the files.
         convert: convert the source's model to the names and values of the state first: a built-in conversion such as
             "torchtitan:llama3", the path of a JSON file (`statexchange.conversions.rules`), or the file's content.
             "inverse:" before the name or path converts in the other direction. Only the model's tensors are loaded
@@ -286,34 +289,23 @@ class _Load:
                 with comm.phase("reading the headers", timeout_s=self._stall_timeout_s):
                     if self._options is None:  # once: a second run would find an iterator used up
                         self._options = LoadOptions(**given)
-                    source, without_rule = self._opened(path, state, holding)
+                    source = holding.enter_context(opened(path, state, comm, self._conversion))
                 texts = {} if self._conversion is None else self._conversion.texts()
                 has_layout = check_same(source, self._options, texts, comm)
                 matched = _MatchedState(state, source, self._options, comm)
                 with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
+                    # Only now: ranks compare the files, and may convert them in different ways.
+                    matched.convert(self._conversion)
                     matched.find_entries()
                 if has_layout:
                     matched.renumber()
                 with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
                     plan = matched.match()
                 items = matched.items(plan, has_layout=has_layout, timeout_s=self._stall_timeout_s)
-                self._compare_names(matched, plan, without_rule)
-            return self._fill(source, plan, items)
+                self._compare_names(matched, plan)
+            return self._fill(matched, plan, items)
 
-    def _opened(
-        self, path: str | os.PathLike[str], state: Any, holding: contextlib.ExitStack
-    ) -> tuple[Source, tuple[str, ...]]:
-        """Open the source, which `holding` closes, and convert it; return the names without a rule, too."""
-        options = self._options
-        assert options is not None  # `run` has made them
-        source = holding.enter_context(opened(path, state, self._comm, self._conversion))
-        if self._conversion is not None:
-            return convert_for_load(source, self._conversion, strict=options.strict)
-        if options.layout is None:  # with one, shapes in memory are those of parts
-            source = with_names_in_memory(source, state)
-        return source, ()
-
-    def _compare_names(self, matched: _MatchedState, plan: LoadPlan, without_rule: Sequence[str]) -> None:
+    def _compare_names(self, matched: _MatchedState, plan: LoadPlan) -> None:
         """Raise, on all ranks, if names differ and that is an error. Collective."""
         comm, options = self._comm, matched.options
         sent = comm.all_gather_object(_ComparedNames(plan.unexpected, plan.is_empty).to_json())
@@ -324,15 +316,15 @@ class _Load:
             # A name is unexpected only if it is so on every rank.
             unexpected = [set(names.unexpected) for names in by_rank]
             plan.unexpected = [name for name in plan.unexpected if all(name in names for names in unexpected)]
-            plan.unexpected += without_rule
+            plan.unexpected += matched.without_rule
             if options.strict or loads_nothing(plan):
-                check_names(matched.state, plan, matched.entries, matched.source)
+                check_names(matched.state, plan, matched.entries, matched.reasons(plan), matched.source.path)
             if (options.include or options.exclude) and all(names.is_empty for names in by_rank):
                 raise InvalidArgumentError(selects_nothing(options), path=matched.source.path)
 
-    def _fill(self, source: Source, plan: LoadPlan, items: Sequence[ReadItem]) -> LoadReport:
+    def _fill(self, matched: _MatchedState, plan: LoadPlan, items: Sequence[ReadItem]) -> LoadReport:
         """Read the items, and run the plan's callbacks. Collective."""
-        comm = self._comm
+        comm, source = self._comm, matched.source
         if self._before_reading is not None:
             self._before_reading(items)
         readers = assign_readers(items, comm) if source.opened.store.is_remote else {}
@@ -344,7 +336,7 @@ class _Load:
             for callback in plan.callbacks:
                 callback()
         names = (tuple(plan.missing), tuple(plan.unexpected))
-        notes = self._notes(overflows)
+        notes = matched.notes_on_lost_ties(plan) + self._notes(overflows)
         seconds = time.perf_counter() - self._began
         report = LoadReport(source.path, len(plan.targets), read, *names, seconds, source.step, notes)
         if comm.rank == 0:
@@ -377,12 +369,25 @@ class _MatchedState:
         self.source = source
         self.options = options
         self._comm = comm
+        self.without_rule: tuple[str, ...] = ()
+        self._lacking: Mapping[str, str] = {}
         self._objects = ObjectStates()
+        self._live = flatten(state)
+        self._names = NameFilter(options, self._live.units, strips_wrappers=_strips_wrappers(source, state))
         self._layout = Layout({}) if options.layout is None else options.layout.unmatched()
         self._renumbered: Mapping[str, str] = {}
         self._tensors: StoredTensors
-        self._live: LiveState
         self.entries: Entries
+
+    def convert(self, conversion: ChosenConversion | None) -> None:
+        """Convert the source by a chosen conversion, or to the names that a model of transformers has in memory."""
+        options, original = self.options, self.source
+        if conversion is not None:
+            self.source, self.without_rule = convert_for_load(original, conversion, strict=options.strict)
+        elif options.layout is None:  # with one, shapes in memory are those of parts
+            self.source, self._lacking = with_names_in_memory(original, self.state, options, self._names.name)
+            if self.source is not original:
+                self._names = NameFilter(replace(options, rename=()), self._live.units)
 
     def find_entries(self) -> None:
         """Find the entries of the source and of the live state."""
@@ -391,9 +396,6 @@ class _MatchedState:
             text = f"the state is {type_text(self.state)}: give modules, optimizers or mappings"
             raise InvalidArgumentError(text, path=self.source.path)
         self._tensors = StoredTensors(self.source, options.replicas, comm.rank, comm.world_size, comm.progress)
-        self._live = flatten(self.state)
-        strips = _strips_wrappers(self.source, self.state)
-        self._names = NameFilter(options, self._live.units, strips_wrappers=strips)
         with _located(self.source.path):
             self.entries = source_entries(
                 self.source, self._tensors, self._names, self.state, self._live, self._objects
@@ -456,12 +458,41 @@ class _MatchedState:
             if not takes_root:
                 check_conflicts(self.entries.conflicts | plan.conflicts, plan.loaded, tensors)
         refusals = {self._names.name(name): error for name, error in source.unsupported.items()}
-        for name in filter(refusals.__contains__, plan.missing):
-            raise refusals[name]
+        for name in plan.missing:
+            error = refusals.get(self._lacking.get(name, name))
+            if error is not None:
+                raise error
         if not tree:
             plan.unexpected += [name for name in refusals if name not in plan.missing and options.wants(name)]
-            plan.tolerated.update(name for name in plan.missing if is_extra_state(name) and not source.others)
+        if source.kind == "huggingface" and not any(map(is_extra_state, tensors)):
+            plan.tolerated.update(filter(is_extra_state, plan.missing))  # an export leaves it out
         return plan
+
+    def reasons(self, plan: LoadPlan) -> list[str]:
+        """Return the reasons why tensors are missing of which the source has some parts."""
+        reasons = []
+        for name in plan.missing[:SHOWN]:
+            part = self._lacking.get(name)
+            if part is not None:
+                what = f"has shape {self._tensors.shape_of(part)}" if part in self._tensors else "is not"
+                reasons.append(f"{name} is missing: {part} {what} in the source")
+        return reasons
+
+    def notes_on_lost_ties(self, plan: LoadPlan) -> tuple[str, ...]:
+        """Return a note on parameters that are one tensor in the source and several here, as after `to_empty`."""
+        live: dict[str, dict[int, str]] = {}
+        for target in plan.targets if self._tensors.aliases else ():
+            if target.name is not None and getattr(target.live, "requires_grad", False):  # only what trains will differ
+                of_tensor = live.setdefault(self._tensors.stored(target.name), {})
+                of_tensor.setdefault(id(target.live), target.path)
+        lost = [" and ".join(paths.values()) for paths in live.values() if len(paths) > 1]
+        if not lost:
+            return ()
+        text = (
+            f"{abbreviated_names(lost)}: one tensor in the source and several here, which differ after a training step; "
+            "to train one, assign it to all these modules after to_empty (transformers: model.tie_weights())"
+        )
+        return (text,)
 
     def items(self, plan: LoadPlan, *, has_layout: bool, timeout_s: float) -> list[ReadItem]:
         """Return what is read for each target; collective if any rank has a layout."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, NotFoundError
 from statexchange.formats.sections import SECTIONS
-from statexchange.formats.source import Source
 from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.rename_hint import suggest_rename
 from statexchange.sharding.wrappers import WRAPPERS
@@ -17,9 +16,9 @@ from statexchange.state.modules import is_module, live_items
 from statexchange.state.tree import walk
 from statexchange.tensors import is_tensor
 
-__all__ = ["check_names", "loads_nothing", "selects_nothing"]
+__all__ = ["SHOWN", "check_names", "loads_nothing", "selects_nothing"]
 
-_SHOWN = 5
+SHOWN = 5
 
 
 def loads_nothing(plan: LoadPlan) -> bool:
@@ -35,17 +34,18 @@ def selects_nothing(options: LoadOptions) -> str:
     return f"{patterns} selects no tensor and no value that both the source and the state have"
 
 
-def check_names(state: Any, plan: LoadPlan, entries: Entries, source: Source) -> None:
+def check_names(state: Any, plan: LoadPlan, entries: Entries, reasons: Sequence[str], path: str) -> None:
     """Raise an error that lists all missing and unexpected names, as torch does.
 
-    Plain values of a torch checkpoint that no rank has are no error, nor is extra state that a source of tensors alone
-    cannot have.
+    `reasons` are those for what is missing. Plain values of a torch checkpoint that no rank has are no error, nor is
+    extra state that a source of tensors alone cannot have.
     """
-    if all(name in plan.tolerated for name in (*plan.missing, *plan.unexpected)):
+    missing = [name for name in plan.missing if name not in plan.tolerated]
+    if not missing and all(name in plan.tolerated for name in plan.unexpected):
         return
     lists = [
-        f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
-        for what, names in (("missing in the source", plan.missing), ("not in the state", plan.unexpected))
+        f"{len(names)} {what}: {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+        for what, names in (("missing in the source", missing), ("not in the state", plan.unexpected))
         if names
     ]
     if not plan.targets and not plan.num_values:
@@ -54,10 +54,10 @@ def check_names(state: Any, plan: LoadPlan, entries: Entries, source: Source) ->
         what, general = "the source has no tensor of the state", ""
     else:
         what, general = "the names differ", "strict=False loads what both have"
-    advice = [_hint(state, plan, entries), general]
+    advice = [*reasons, _hint(state, plan, entries), general]
     text = "; ".join([what, *lists, *filter(None, advice)])
-    kind = NotFoundError if plan.missing else InvalidArgumentError
-    raise kind(text, path=source.path)
+    kind = NotFoundError if missing else InvalidArgumentError
+    raise kind(text, path=path)
 
 
 def _hint(state: Any, plan: LoadPlan, entries: Entries) -> str:

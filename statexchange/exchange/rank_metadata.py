@@ -51,14 +51,15 @@ class DescribedShard:
 class RankMetadata:
     """One rank's shards, and its options as text by name.
 
-    `reductions` are operations by name; `aliases`, `unused` and `sources` are as in a Description. Ranks that hold all
-    their tensors over one mesh have equal metadata, which is sent and parsed once.
+    `reductions` are operations by name; `aliases`, `unused`, `sources` and `extra_state` are as in a Description. Ranks
+    that hold all their tensors over one mesh have equal metadata, which is sent and parsed once.
     """
 
     shards: Sequence[DescribedShard]
     aliases: Mapping[str, str]
     unused: Sequence[str]
     sources: Mapping[str, str]
+    extra_state: Sequence[str]
     reductions: Mapping[str, str]
     options: Mapping[str, str]
 
@@ -72,7 +73,8 @@ class RankMetadata:
                 shard = ShardingSpec(shard.name, shard.dtype, shard.global_shape, local.placement)
             shards.append(DescribedShard(shard, local.part))
         reductions = {name: local.reduce for name, local in described.tensors.items() if local.reduce is not None}
-        return cls(shards, described.aliases, described.unused, described.sources, reductions, options)
+        names = (described.aliases, described.unused, described.sources, described.extra_state)
+        return cls(shards, *names, reductions, options)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON value that `from_json` reads."""
@@ -94,6 +96,7 @@ class RankMetadata:
             "aliases": dict(self.aliases),
             "unused": list(self.unused),
             "sources": dict(self.sources),
+            "extra_state": list(self.extra_state),
             "reductions": dict(self.reductions),
             "options": dict(self.options),
         }
@@ -101,8 +104,10 @@ class RankMetadata:
     @classmethod
     def from_json(cls, raw: Any) -> RankMetadata:
         """Return the metadata that `to_json` wrote; raise ValueError for anything else."""
-        names = ("shards", "placements", "aliases", "unused", "sources", "reductions", "options")
-        raw_shards, raw_placements, aliases, unused, sources, raw_reductions, options = records.fields(raw, *names)
+        names = ("shards", "placements", "aliases", "unused", "sources", "extra_state", "reductions", "options")
+        raw_shards, raw_placements, aliases, unused, sources, extra_state, raw_reductions, options = records.fields(
+            raw, *names
+        )
         placements = records.items(raw_placements, Placement.from_json)
         reductions = records.texts(raw_reductions)
         if not set(reductions.values()) <= set(REDUCTIONS):
@@ -112,6 +117,7 @@ class RankMetadata:
             records.texts(aliases),
             records.items(unused, records.text),
             records.texts(sources),
+            records.items(extra_state, records.text),
             reductions,
             records.texts(options),
         )
@@ -181,11 +187,12 @@ def check_equal_options(options: Sequence[Mapping[str, str]]) -> None:
     for rank, rank_options in enumerate(options):
         if rank_options is first:  # equal metadata is one object
             continue
-        for option, value in rank_options.items():
-            if value != first.get(option):
+        for option in {**first, **rank_options}:
+            value, rank_value = first.get(option), rank_options.get(option)
+            if value != rank_value:
                 raise InvalidArgumentError(
-                    f"{option} is {_shown(first.get(option))} on rank 0 and {_shown(value)} on rank {rank}: give all "
-                    "ranks the same",
+                    f"{option} is {_shown(value)} on rank 0 and {_shown(rank_value)} on rank {rank}: give all ranks "
+                    "the same",
                     rank=rank,
                 )
 

@@ -37,7 +37,7 @@ from statexchange.sharding.rules import Layout
 from statexchange.state.containers import children
 from statexchange.state.describe import Description, State, describe
 from statexchange.state.leaves import is_leaf
-from statexchange.state.state_dict import encode_state, owners_of
+from statexchange.state.state_dict import encode_state, note_on_stale_optimizers, owners_of
 from statexchange.storage.build import Build, WrittenFile
 from statexchange.storage.location import location
 from statexchange.storage.save_directory import (
@@ -62,7 +62,8 @@ class SaveReport:
 
     `num_tensors` is the number of tensors of which this rank holds a part; `nbytes` are the bytes of all ranks' files,
     `rank_nbytes` those of each rank's file. `step` is None for a save without one. `notes` name equal parts of ranks
-    that a layout without a mesh has joined, as these may be copies.
+    that a layout without a mesh has joined, as these may be copies, and optimizers whose parameters are no longer those
+    of this rank's modules.
     """
 
     path: str
@@ -126,12 +127,16 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A rank's state as it is written: the tensors, described, all other values as JSON text, and what is whose."""
+    """A rank's state as it is written: the tensors, described, all other values as JSON text, and what is whose.
+
+    `notes` are for the report.
+    """
 
     config: str
     owners: Mapping[str, Any]
     described: Description
     rules: Layout
+    notes: tuple[str, ...]
 
 
 def describe_save(state: State, layout: Mapping[str, Any] | None, rank: int) -> SavedState:
@@ -147,7 +152,8 @@ def describe_save(state: State, layout: Mapping[str, Any] | None, rank: int) -> 
         def has_rule(name: str) -> bool:
             return name in described.tensors and described.tensors[name].part is not None
 
-        return SavedState(config, owners_of(state, names, has_rule), described, rules)
+        owners = owners_of(state, names, has_rule)
+        return SavedState(config, owners, described, rules, note_on_stale_optimizers(state, names))
 
 
 def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) -> Layout:
@@ -236,9 +242,9 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
             described = place_parts(comm, described, saved.rules)
         with comm.phase("saving", timeout_s=request.stall_timeout_s):
             file, folder = _write(described, saved, request.path, starts[0], comm)
-        notes: tuple[str, ...] = ()
+        notes = saved.notes
         if any(start.has_copies for start in starts):
-            notes = _compare_copies(saved, described, file.digests, comm)
+            notes += _compare_copies(saved, described, file.digests, comm)
         written = comm.all_gather_object(_Written(file.nbytes, file.version, folder).to_json())
         with comm.phase("publishing", timeout_s=request.stall_timeout_s):
             found = [

@@ -6,7 +6,8 @@ The tensors decide what is written. Where it is unclear which part of a model a 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -23,24 +24,30 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Source
 
 __all__ = [
+    "LIVE_MODEL",
     "config_warnings",
     "is_adapter",
     "is_plain",
+    "live_name",
     "named_adapters",
+    "names_other_class",
     "source_warnings",
     "tie_warnings",
     "unties_heads",
     "without_heads",
 ]
 
-_METHODS = "lora|ia3|hada|lokr|oft|boft|vera|fourierft|hra|vblora|adaption|bone|miss|shira|c3a|randlora|road"
+# Methods of PEFT that save parameters by their names in the live model without that of the adapter; others save some by
+# new names.
+_BY_NAME = "lora|ia3|hada|lokr|oft|boft|fourierft|hra|miss|trainable_tokens"
+_METHODS = f"{_BY_NAME}|vera|vblora|adaption|bone|shira|c3a|randlora|road"
 _ADAPTER_PARAMETER = re.compile(rf"[._]({_METHODS})_")
-# In a live model of PEFT, the names of an adapter's parameters contain the name of the adapter.
 _NAMED_ADAPTER = re.compile(
-    rf"\.(({_METHODS})_[A-Za-z0-9_]+|modules_to_save)\.(?!weight$|bias$)(?P<adapter>[^.]+)(\.|$)"
+    rf"\.(({_BY_NAME})_[A-Za-z0-9_]+|modules_to_save)\.(?!weight$|bias$)(?P<adapter>[^.]+)(\.|$)"
 )
-# The wrapped weight of a layer shows a whole model. Those of embeddings do not: PEFT writes them into adapters.
-_BASE_LAYER = re.compile(r"(?<!embed_tokens)(?<!lm_head)\.base_layer\.")
+_LIVE_MODEL = re.compile(r"\.(base_layer|original_module)\.|^prompt_encoder\.[^.]+\.embedding\.weight$")
+# The wrapped weight of a layer shows a whole model. PEFT writes those of embeddings, and biases, into adapters.
+_BASE_LAYER = re.compile(r"(?<!embed_tokens)(?<!lm_head)\.base_layer\.(?!bias$)")
 _LORA_A = re.compile(r".*\.lora_A\.(.+\.)?weight")
 _SCALE = re.compile(r"(scale|scales|scale_inv|absmax|qzeros|SCB)$")
 
@@ -49,8 +56,10 @@ _LAYERS = re.compile(r"(?P<model>(.*\.)?)(layers?|h|blocks?)\.")  # the list of 
 _EMBEDDING = re.compile(
     r"(?P<model>(.*?\.)??)(embeddings\.)?(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight"
 )
-_HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output|output_projection|predictions\.decoder)\.[^.]+")
-_LANGUAGE_MODEL = re.compile(r".*(ForCausalLM|ForConditionalGeneration)")
+_HEAD = re.compile(
+    r"(?P<model>(.*?\.)??)(lm_head|embed_out|output|output_projection|(cls\.)?predictions\.decoder)\.[^.]+"
+)
+_LANGUAGE_MODEL = re.compile(r".*(ForCausalLM|ForConditionalGeneration|LMHeadModel|ForMaskedLM)")
 # Keys of configs of parts that do not read text, and of quantization_config.
 _OTHER_PART = re.compile(r"quantization|compression|vision|visual|audio|speech")
 _TIED = "tie_word_embeddings"
@@ -58,6 +67,11 @@ _TIED = "tie_word_embeddings"
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "dim")
 _FURTHER = "num_nextn_predict_layers"  # layers for multi-token prediction, which num_hidden_layers does not count
+
+LIVE_MODEL = (
+    "a live model with an adapter of PEFT has these names, and its save_pretrained writes what PEFT loads; "
+    "load_checkpoint fills such a model from here"
+)
 
 _Config = Mapping[str, object]
 
@@ -87,12 +101,12 @@ def config_warnings(tensors: _Tensors, files: Mapping[str, bytes]) -> tuple[str,
     if adapter is not None and tensors:
         warnings += [f"{ADAPTER_CONFIG} and the tensors differ: {text}" for text in _against_adapter(adapter, tensors)]
     if config is not None and tensors:
-        texts = [*_against_dtypes(config, tensors)]
+        texts = [*_against_names(tensors), *_against_dtypes(config, tensors)]
         file = config.get("transformers_weights")
         if isinstance(file, str) and file != "model.safetensors":
             texts.append(f"transformers_weights is {excerpt(file, 100)}, the only file that transformers reads")
         for model in _text_models(config, tensors):
-            texts += [*_against_layers(model, tensors), *_against_sizes(model, tensors)]
+            texts += [*_against_layers(model, tensors), *_against_sizes(model, config, tensors)]
             texts += _against_head(model, config, tensors)
         if texts:
             warnings.append(f"{CONFIG} and the tensors differ: {'; '.join(texts)}")
@@ -148,9 +162,13 @@ def tie_warnings(
     """
     for model in _text_models(_parsed(files, CONFIG) or {}, tensors):
         embedding = tensors.get(model.embedding)
-        if embedding is None or True not in model.flags(_TIED):
+        # Some models with an encoder tie their embeddings alone, whatever the config says.
+        if embedding is None or model.has_encoder or not _ties_heads(model.configs.values()):
             continue
-        for name in filter(_HEAD.fullmatch, tensors):
+        for name in tensors:
+            head = _HEAD.fullmatch(name)
+            if head is None or not model.embedding.startswith(head["model"]):  # that of another part
+                continue
             is_alike = (tensors[name].dtype, tensors[name].shape) == (embedding.dtype, embedding.shape)
             of_head, of_embedding = digests.get(name, ()), digests.get(model.embedding, ())
             if is_alike and len(of_head) == len(of_embedding) and list(of_head) != list(of_embedding):
@@ -161,8 +179,13 @@ def tie_warnings(
 
 def unties_heads(config: bytes | None) -> bool:
     """Whether a config.json says that the head of a language model is not tied to its embedding."""
-    parsed = None if config is None else _parsed({CONFIG: config}, CONFIG)
-    return parsed is not None and _flags(dict(_configs(parsed, "")), _TIED) == {False}
+    parsed = _parsed({CONFIG: config or b""}, CONFIG) or {}
+    return _ties_heads(dict(_configs(parsed, "")).values()) is False
+
+
+def names_other_class(config: bytes | None) -> bool:
+    """Whether a config.json names a class of transformers, and it is no language model."""
+    return _is_language_model(_parsed({CONFIG: config or b""}, CONFIG) or {}) is False
 
 
 def without_heads(aliases: Mapping[str, str]) -> dict[str, str]:
@@ -190,13 +213,26 @@ def is_adapter(names: Collection[str], files: Collection[str] = ()) -> bool:
 
 
 def named_adapters(names: Collection[str]) -> dict[str, list[str]]:
-    """Return the names of tensors that contain an adapter's name, as in a live model of PEFT, by that name."""
+    """Return the names of each adapter's tensors in a live model of PEFT, by the name of the adapter in them.
+
+    Without adapters of which PEFT saves a tensor by a name that does not follow from these.
+    """
     adapters: dict[str, list[str]] = {}
     for name in names:
         match = _NAMED_ADAPTER.search(name)
         if match is not None:
             adapters.setdefault(match["adapter"], []).append(name)
-    return adapters
+    counts: Counter[str] = Counter()
+    for name in names if adapters else ():
+        counts.update(adapters.keys() & name.split("."))
+    return {adapter: of_adapter for adapter, of_adapter in adapters.items() if counts[adapter] == len(of_adapter)}
+
+
+def live_name(names: Collection[str]) -> str | None:
+    """Return a name that only a live model with an adapter of PEFT has, and no file that PEFT or transformers reads."""
+    for adapter_names in named_adapters(names).values():
+        return adapter_names[0]
+    return None if is_adapter(names) else next(filter(_LIVE_MODEL.search, names), None)
 
 
 def is_plain(dtypes: Mapping[str, str]) -> bool:
@@ -244,13 +280,28 @@ class _TextModel(NamedTuple):
                     values[f"{where}{key}"] = value
         return next(iter(values.items())) if len(set(values.values())) == 1 else None
 
-    def flags(self, key: str) -> set[bool]:
-        """Return the different values of a flag in the configs."""
-        return _flags(self.configs, key)
+    @property
+    def has_encoder(self) -> bool:
+        """Whether there is an encoder beside the decoder: some values in the configs are those of one of them."""
+        configs = self.configs.values()
+        return any("encoder_layers" in config or config.get("is_encoder_decoder") is True for config in configs)
 
 
-def _flags(configs: Mapping[str, _Config], key: str) -> set[bool]:
-    return {value for config in configs.values() if isinstance(value := config.get(key), bool)}
+def _ties_heads(configs: Iterable[_Config]) -> bool | None:
+    """Whether heads are tied, by the outermost config that says so, as in transformers; None if none does."""
+    for config in configs:
+        is_tied = config.get(_TIED)
+        if isinstance(is_tied, bool):
+            return is_tied
+    return None
+
+
+def _is_language_model(config: _Config) -> bool | None:
+    """Whether config.json names the class of a language model, which has a head; None if it names no class."""
+    classes = config.get("architectures")
+    if not isinstance(classes, list) or not classes:
+        return None
+    return any(_LANGUAGE_MODEL.fullmatch(str(name)) for name in classes)
 
 
 def _text_models(config: _Config, tensors: _Tensors) -> list[_TextModel]:
@@ -305,24 +356,24 @@ def _against_layers(model: _TextModel, tensors: _Tensors) -> Iterator[str]:
     matches = [match for match in map(_NUMBERED.match, tensors) if match is not None]
     count = len({match["number"] for match in matches if match["list"] == model.layers})
     named, (_, further) = model.number(*_NUM_LAYERS), model.number(_FURTHER) or ("", 0)
-    # With an encoder and a decoder the number is that of one of them.
-    has_both = any("encoder_layers" in config for config in model.configs.values())
-    if not model.layers or named is None or has_both or True in model.flags("is_encoder_decoder"):
+    if not model.layers or named is None or model.has_encoder:
         return
     if not named[1] <= count <= named[1] + further:
         verb = "is" if count == 1 else "are"
         yield f"{named[0]} is {named[1]}, and there {verb} {format_number(count, 'layer')} of {model.layers[:-1]}"
 
 
-def _against_sizes(model: _TextModel, tensors: _Tensors) -> Iterator[str]:
+def _against_sizes(model: _TextModel, config: _Config, tensors: _Tensors) -> Iterator[str]:
     """Yield a text for each size in the configs that is not that of the embedding or the norms."""
     # Packed weights have other shapes than their values.
     shapes = {name: info.shape for name, info in tensors.items() if info.dtype in FLOATS}
     embedding, named = shapes.get(model.embedding, ()), model.number("vocab_size")
     if len(embedding) == 2 and named is not None:
-        # Some embeddings have more rows than there are tokens to predict; then the head has the vocabulary's size.
+        # Some embeddings have more rows than there are tokens to predict; then the head, which a base model lacks, has
+        # the vocabulary's size.
         rows = {shapes[name][0] for name in filter(_HEAD.fullmatch, shapes) if len(shapes[name]) == 2}
-        if named[1] not in {embedding[0], *rows}:
+        is_base_model = _is_language_model(config) is False and embedding[0] > named[1]
+        if not is_base_model and named[1] not in {embedding[0], *rows}:
             yield f"{named[0]} is {named[1]}, and {model.embedding} has {format_number(embedding[0], 'row')}"
     beside = re.compile(rf"({re.escape(model.prefix)}|{re.escape(model.layers or '-')}0\.)[^.]+\.weight")
     norms = {name: shape[0] for name, shape in shapes.items() if len(shape) == 1 and beside.fullmatch(name)}
@@ -335,9 +386,8 @@ def _against_sizes(model: _TextModel, tensors: _Tensors) -> Iterator[str]:
 
 def _against_head(model: _TextModel, config: _Config, tensors: _Tensors) -> Iterator[str]:
     """Yield a text if a language model has no head, and the config does not tie it to the embedding."""
-    classes = config.get("architectures")
-    is_language_model = isinstance(classes, list) and any(_LANGUAGE_MODEL.fullmatch(str(name)) for name in classes)
-    if not is_language_model or model.embedding == "" or model.flags(_TIED) != {False}:
+    is_tied = _ties_heads(model.configs.values())
+    if not _is_language_model(config) or model.embedding == "" or is_tied is not False:
         return
     rows = tensors[model.embedding].shape[:1]
     for name, info in tensors.items():
@@ -347,6 +397,13 @@ def _against_head(model: _TextModel, config: _Config, tensors: _Tensors) -> Iter
         if is_alike and _NUMBERED.match(name) is None:  # a head of another name
             return
     yield f"{_TIED} is false, and beside {model.embedding} there is no head, such as lm_head.weight"
+
+
+def _against_names(tensors: _Tensors) -> Iterator[str]:
+    """Yield a text if the tensors are those of a live model with an adapter, whose names transformers does not find."""
+    name = live_name(tensors)
+    if name is not None:
+        yield f"from_pretrained does not find names such as {name}: {LIVE_MODEL}"
 
 
 def _against_dtypes(config: _Config, tensors: _Tensors) -> Iterator[str]:

@@ -18,6 +18,7 @@ from statexchange.formats.part_names import state_file
 from statexchange.formats.source import ShardFile, abbreviated_names
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import Store
+from statexchange.units import format_number
 
 __all__ = [
     "ADAPTER_CONFIG",
@@ -203,5 +204,6 @@ def only_indexed(
         indexed.append(replace(shard_file, tensors=tensors, aliases=aliases))
     if not stale:
         return list(files), ()
-    text = f"{len(stale):,} tensors lie in files to which the index does not assign them, and are not read"
+    count = format_number(len(stale), "tensor")
+    text = f"not read: {count} that the index does not list for these files, of which transformers reads all"
     return indexed, (f"{text}: {abbreviated_names(stale)}",)

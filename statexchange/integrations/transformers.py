@@ -111,11 +111,12 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
 
     Args:
         args: positional arguments of Trainer.
-        saves: the saves, the same on all ranks.
+        saves: the saves, or the path for a `Checkpoints` of default options; the same on all ranks.
         background: save in the background.
         kwargs: keyword arguments of Trainer.
 
     Raises:
+        InvalidArgumentError: `saves` is neither.
         UnsupportedError: an argument asks for what these saves do not have: DeepSpeed, ``load_best_model_at_end``,
             ``save_total_limit``, ``push_to_hub`` at each save.
 
@@ -137,15 +138,17 @@ class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not 
         [2, 4]
     """
 
-    def __init__(self, *args: Any, saves: Checkpoints, background: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, saves: Checkpoints | str | os.PathLike[str], background: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._check_supported()
-        self.saves = saves
+        self.saves = saves if isinstance(saves, Checkpoints) else Checkpoints(saves)
         self._background = background
         self._resumed_ranks: int | None = None  # while resuming from a save: the ranks that saved it
         self._resumed_random: Mapping[str, Any] | None = None
         self._saved_step: int | None = None
-        self.add_callback(_SaveWhenDue(saves))
+        self.add_callback(_SaveWhenDue(self.saves))
 
     def _check_supported(self) -> None:
         """Raise UnsupportedError for arguments that only Trainer's own saves support."""

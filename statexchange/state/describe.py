@@ -19,7 +19,7 @@ from statexchange.tensors import dtype_name, is_tensor, same_memory, wait_tensor
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Description", "LocalTensor", "State", "describe", "describe_entry", "named_tensors"]
+__all__ = ["Description", "LocalTensor", "State", "describe", "describe_entry"]
 
 # State as callers give it: a module, a mapping of names to tensors (nested where a call allows it), or a list of such.
 State: TypeAlias = "torch.nn.Module | Mapping[str, Any] | Sequence[torch.nn.Module | Mapping[str, Any]]"
@@ -63,12 +63,14 @@ class Description:
         aliases: the name that is kept for each other name of a tied tensor.
         unused: layout patterns that match nothing on this rank.
         sources: the name in the state of each tensor that a layout rule has renamed.
+        extra_state: the names of extra state that is left out.
     """
 
     tensors: Mapping[str, LocalTensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
+    extra_state: tuple[str, ...] = ()
 
     def renamed(self, names: Mapping[str, str]) -> Description:
         """Return this with tensors renamed as `names` maps; aliases and sources keep their names."""
@@ -78,13 +80,14 @@ class Description:
         return replace(self, tensors={new[name]: local.renamed(new[name]) for name, local in self.tensors.items()})
 
 
-def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Description:
+def describe(state: Any, layout: Layout | None = None, rank: int = 0, *, with_extra_state: bool = True) -> Description:
     """Describe a module, a mapping of names to tensors, or a list of such (pipeline parts). Not collective.
 
     Args:
         state: the state.
         layout: rules for plain tensors that are parts of larger ones.
         rank: this rank, for layouts that give boxes by rank.
+        with_extra_state: also describe extra state that is a tensor; other extra state is always left out.
 
     Raises:
         UnsupportedError: a tensor is sparse, quantised, meta, or has a Partial placement; the error names it.
@@ -95,7 +98,8 @@ def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Descrip
     sources: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     rules = layout or Layout({})
-    named = list(named_tensors(state))
+    extra_state: list[str] = []
+    named = list(_named_tensors(state, extra_state, with_extra_state=with_extra_state))
     with without_grad():
         for name, tensor in named:
             for part in _local_tensors(name, wait_tensor(tensor), rules.rule_for(name), rank):
@@ -107,7 +111,7 @@ def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Descrip
                 key = tuple(map(same_memory, part.tensors))
                 if key and None not in key and seen.setdefault(key, part.shard.name) != part.shard.name:
                     aliases[part.shard.name] = seen[key]
-    return Description(tensors, aliases, tuple(sorted(rules.unused)), sources)
+    return Description(tensors, aliases, tuple(sorted(rules.unused)), sources, tuple(extra_state))
 
 
 def describe_entry(name: str, value: Any, layout: Layout, rank: int = 0) -> list[LocalTensor]:
@@ -117,11 +121,11 @@ def describe_entry(name: str, value: Any, layout: Layout, rank: int = 0) -> list
     return list(describe({name: value}, layout, rank).tensors.values())
 
 
-def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the (name, tensor) pairs of a state.
+def _named_tensors(state: Any, extra_state: list[str], *, with_extra_state: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the (name, tensor) pairs of a state; add to `extra_state` the names of extra state that is left out.
 
     ShardedTensors of Megatron-Core are named by their keys; all parts of a key are one tensor. Other objects in its
-    sharded state dicts are left out: extra state, and what Megatron-Core itself does not save.
+    sharded state dicts are left out: what Megatron-Core itself does not save.
 
     Raises:
         InvalidArgumentError: a name is no text, or a value is no tensor; the error names it.
@@ -130,17 +134,14 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
     for name, value in _items(state):
         if not isinstance(name, str):
             raise InvalidArgumentError(f"state has the key {name!r}: names must be text")
-        if is_tensor(value):
-            yield name, value
-            continue
-        found = leaves(value, name) if holds_sharded(value) else [(name, value)]
-        for path, leaf in found:
-            kind = sharded_kind(leaf)
-            if kind == "tensor":
-                _add_sharded(sharded, leaf)
-            elif kind is None and is_tensor(leaf):
+        for path, leaf in leaves(value, name) if holds_sharded(value) else [(name, value)]:
+            if is_extra_state(path) and not (with_extra_state and is_tensor(leaf)):
+                extra_state.append(path)
+            elif is_tensor(leaf):
                 yield path, leaf
-            elif kind is None:
+            elif sharded_kind(leaf) == "tensor":
+                _add_sharded(sharded, leaf)
+            elif sharded_kind(leaf) is None:
                 raise InvalidArgumentError(
                     f"state[{path!r}] is {type_text(leaf)}, not a tensor: pass a module or one flat mapping; "
                     "save_checkpoint takes nested state"
@@ -149,12 +150,12 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors in a module's state dict; raise UnsupportedError for an entry that may hide weights.
+    """Yield a module's tensors and extra state; raise UnsupportedError for an entry that may hide weights.
 
-    Extra state may be of any type and is left out. Other plain values are left out with a warning.
+    Other plain values are left out with a warning.
     """
     for name, value in model_items(module).items():
-        if is_tensor(value):
+        if is_tensor(value) or is_extra_state(name):
             yield name, value
         elif not is_plain_entry(name, value):
             raise UnsupportedError(
@@ -162,7 +163,7 @@ def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
                 "quantized modules do: give the model before it was quantized",
                 name=name,
             )
-        elif not is_extra_state(name):
+        else:
             _log.warning("%s is not a tensor but %s, and is left out", name, excerpt(value))
 
 

@@ -93,7 +93,7 @@ def _add(items: dict[str, Any], name: str, value: Any) -> None:
 
 def is_extra_state(name: str) -> bool:
     """Whether an entry of a state dict is extra state: what a module's `get_extra_state` returned, of any type."""
-    return name.endswith("_extra_state")
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def is_plain_entry(name: str, value: Any) -> bool:

@@ -176,13 +176,28 @@ def _more_entries(
     """Return the entries of an optimizer's state dict beside ``state`` and ``param_groups``, which must be as given."""
     if isinstance(found, Mapping) and {"state", "param_groups"} <= found.keys():
         theirs = [hyperparameters(group) for group in found["param_groups"]]
-        if _are_alike(found["state"], state) and _are_alike(theirs, list(groups)):
+        unpacked = {key: _unpacked(entries, state.get(key)) for key, entries in found["state"].items()}
+        if _are_alike(unpacked, state) and _are_alike(theirs, list(groups)):
             return {key: value for key, value in found.items() if key not in ("state", "param_groups")}
     raise UnsupportedError(
         f"the state_dict of {type_text(optimizer)} is not its param_groups and state, as that of torch's optimizers: "
         "give the optimizer that it wraps, or what its state_dict() returns",
         name=path,
     )
+
+
+def _unpacked(entries: Any, live: Any) -> Any:
+    """Return a parameter's state with the items of mappings that the live state does not have in their places.
+
+    In such a mapping bitsandbytes hides 8-bit moments from FSDP. Its `load_state_dict` takes them out again.
+    """
+    if not isinstance(entries, Mapping) or not isinstance(live, Mapping):
+        return entries
+    unpacked: dict[Any, Any] = {}
+    for key, value in entries.items():
+        is_packed = isinstance(value, Mapping) and key not in live
+        unpacked.update(value if is_packed else {key: value})
+    return unpacked
 
 
 def _are_alike(one: Any, other: Any) -> bool:

@@ -8,6 +8,7 @@ of ranks. Megatron-Core's ShardedTensors are named by their keys, wherever in th
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,11 +21,11 @@ from statexchange.state.dtensors import is_sharded
 from statexchange.state.leaves import contains_state, is_leaf, is_per_rank, is_stateful, state_of_object
 from statexchange.state.megatron import Kind, MegatronTensor, sharded_kind
 from statexchange.state.modules import check_module, is_module, module_items
-from statexchange.state.optimizers import class_name, is_optimizer, named_parameters, optimizer_tree
+from statexchange.state.optimizers import class_name, is_optimizer, named_parameters, optimizer_tree, parameters_of
 from statexchange.state.tree import nodes, walk
 from statexchange.tensors import is_dtensor, is_tensor, is_torch
 
-__all__ = ["EncodedState", "ParameterName", "encode_state", "owners_of", "parameter_names"]
+__all__ = ["EncodedState", "ParameterName", "encode_state", "note_on_stale_optimizers", "owners_of", "parameter_names"]
 
 
 class EncodedState(NamedTuple):
@@ -98,6 +99,33 @@ def _parts_of_rank(
             )
             if is_part and not has_rule(with_dots(place)):
                 yield with_dots(place)
+
+
+def note_on_stale_optimizers(state: Any, names: Mapping[int, str]) -> tuple[str, ...]:
+    """Return a note on optimizers that were made before something replaced the parameters of their module.
+
+    Of each such parameter a module has another one of its shape that no optimizer has. This leaves out an optimizer of
+    parameters that lie elsewhere; `names` are those of the state's parameters by `id`. Not collective.
+    """
+    items = list(nodes(state, is_leaf))
+    optimizers = {path: parameters_of(value) for path, value, _ in items if is_optimizer(value)}
+    optimized = {id(parameter): parameter for parameters in optimizers.values() for parameter in parameters}
+    stale = [path for path, parameters in optimizers.items() if any(id(one) not in names for one in parameters)]
+    shapes = Counter(tuple(parameter.shape) for key, parameter in optimized.items() if key not in names)
+    modules = []
+    for path, module, _ in items if stale else ():
+        if is_module(module):
+            free = [one for one in module.parameters() if one.requires_grad and id(one) not in optimized]
+            if shapes == Counter(tuple(parameter.shape) for parameter in free):
+                modules.append(path)
+    if not modules:
+        return ()
+    text = (
+        f"{' or '.join(map(repr, modules))} is not trained by {', '.join(map(repr, stale))}, which got other "
+        "parameters of the same shapes: make an optimizer after fully_shard and to_empty, which replace those of a "
+        "module"
+    )
+    return (text,)
 
 
 class ParameterName(NamedTuple):

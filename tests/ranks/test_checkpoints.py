@@ -567,7 +567,26 @@ def test_a_signal_is_reported_once_and_earlier_handlers_are_restored(tmp_path: P
             assert [saves.should_save(step) for step in (1, 2, 3, 4)] == [False, True, False, False]
             assert saves.is_stopping
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert received == [signal.SIGUSR1]
+        assert received == [signal.SIGUSR1] * 2  # while the saves were open, and after
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("ends", [SystemExit, KeyboardInterrupt])
+def test_an_earlier_handler_that_ends_the_process_does_not_prevent_the_save(
+    ends: type[BaseException], tmp_path: Path
+) -> None:
+    def end(number: int, frame: object) -> None:
+        raise ends
+
+    before = signal.signal(signal.SIGUSR1, end)
+    try:
+        with sx.Checkpoints(tmp_path, on_signal="SIGUSR1", agree_every=1) as saves:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert saves.should_save(1)
+            assert saves.is_stopping
+        with pytest.raises(ends):
+            os.kill(os.getpid(), signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, before)
 

@@ -181,6 +181,16 @@ def test_a_trainer_refuses_a_save_of_another_loop(tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=True)
 
 
+def test_a_path_as_saves_of_a_trainer_makes_checkpoints_there(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=2, save_steps=2)
+    for path in (str(tmp_path / "text"), tmp_path / "path"):
+        trainer = sx.integrations.CheckpointsTrainer(llama_of_pages(), args, train_dataset=random_rows(), saves=path)
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.saves.steps() == sx.Checkpoints(path).steps() == [2]
+    with pytest.raises(sx.errors.InvalidArgumentError):
+        sx.integrations.CheckpointsTrainer(llama_of_pages(), args, saves=None)
+
+
 # Instead of printing the loss: notes it for each rank, and kills rank 0 once, after a step that was not saved.
 NOTES = """            import os
             with open(f"rank{accelerator.process_index}.txt", "a") as file:

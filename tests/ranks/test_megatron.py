@@ -260,8 +260,8 @@ def test_extra_state_is_no_tensor_of_the_model_but_is_saved(tmp_path: Path) -> N
         sx.load_checkpoint(fresh, tmp_path / f"saved{number}")
         found = fresh["w._extra_state"].data
         assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
-    with pytest.raises(TypeError, match=r"BytesIO.*\.w\._extra_state"):
-        sx.save_checkpoint(state(io.BytesIO()), tmp_path / "no")
+    with pytest.raises(TypeError, match=r"StringIO.*\.w\._extra_state"):
+        sx.save_checkpoint(state(io.StringIO()), tmp_path / "no")
 
 
 @dataclass

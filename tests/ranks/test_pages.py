@@ -51,6 +51,7 @@ OF_OTHER_TESTS = {
     "block: to_hf.py": "test_recipes",
     "block: lora.py": "test_recipes",
     "block: ema.py": "test_recipes",
+    "block: meta.py": "test_recipes",
     "block: stages.py": "test_recipes",
     "commands: megatron": "test_megatron_formats",
     "commands: torchtitan": "test_conversions",

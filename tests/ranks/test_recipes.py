@@ -211,6 +211,10 @@ def test_an_average_is_exported_as_the_model(tmp_path: Path) -> None:
     assert logits(from_pretrained(tmp_path / "averaged"), TOKENS).equal(logits(expected, TOKENS))
 
 
+def test_a_model_of_the_meta_device_is_loaded(tmp_path: Path) -> None:
+    run_recipe("meta", tmp_path)
+
+
 # TP x PP by hand
 
 

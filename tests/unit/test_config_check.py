@@ -47,6 +47,8 @@ def under(prefix: str, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str,
     [
         ({"vocab_size": 17}, {}, ["vocab_size is 17", f"{EMBEDDING} has 16 rows"]),
         ({"vocab_size": 13}, {}, ["vocab_size is 13", f"{EMBEDDING} has 16 rows"]),  # padded
+        ({"vocab_size": 13, "architectures": ["LlamaForCausalLM"]}, {}, ["vocab_size is 13"]),
+        ({"vocab_size": 17, "architectures": ["MoshiModel"]}, {}, ["vocab_size is 17"]),
         ({"hidden_size": 4}, {}, ["hidden_size is 4", "has 8 elements"]),
         ({"hidden_size": 4}, {EMBEDDING: None}, ["hidden_size is 4", "has 8 elements"]),
         ({"hidden_size": 4}, {EMBEDDING: None, NORM: None}, [f"{LAYER_NORM} has 8 elements"]),
@@ -120,6 +122,7 @@ def test_nested_configs_and_other_names_are_compared(
         ({"vocab_size": 99}, {EMBEDDING: None}),
         ({"vocab_size": 99, "hidden_size": 7}, {EMBEDDING: (4, 2, 2), NORM: None, LAYER_NORM: None}),
         ({"vocab_size": 12}, {"lm_head.weight": (12, 8)}),  # an embedding with tokens that are not predicted
+        ({"vocab_size": 15, "architectures": ["MoshiModel"]}, {}),  # the same, in a model without a head
         ({"num_hidden_layers": 9, "encoder_layers": 9, "decoder_layers": 1}, {}),
         ({"num_hidden_layers": 1, "num_nextn_predict_layers": 1}, {"model.layers.1.norm.weight": (8,)}),
         ({"text_config": {"vocab_size": 99}}, {}),  # two sizes, of which one is right

@@ -10,8 +10,10 @@ import pytest
 import torch
 from commands import CommandLine
 from safetensors.torch import load_file, save_file
+from tiny_models import llama
 
 import statexchange as sx
+from statexchange.formats.model_files import WEIGHT_SUFFIXES
 from statexchange.report.scan import scan
 
 NUMBERED = "model-{:05d}-of-{:05d}.safetensors"
@@ -172,6 +174,39 @@ def test_an_index_says_which_tensor_of_which_file(source: Path, tmp_path: Path, 
         assert stale in notes
         assert stale in call("info", source)[1]
         assert stale in "".join(map(str, call("verify", source)))
+
+
+def test_a_tensor_that_an_index_omits_is_named_with_what_transformers_does(tmp_path: Path, call: CommandLine) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path / "in", max_shard_size="5kB")
+    path = tmp_path / "in/model.safetensors.index.json"
+    listed = json.loads(path.read_text())
+    del listed["weight_map"]["model.norm.weight"]
+    path.write_text(json.dumps(listed))
+    (note,) = sx.merge_checkpoint(tmp_path / "in", tmp_path / "out").notes
+    assert "model.norm.weight" not in load_file(tmp_path / "out/model.safetensors")
+    assert all(text in note for text in ("1 tensor ", "model.norm.weight", "transformers"))
+    assert note in call("info", tmp_path / "in")[1]
+    _, report = type(model).from_pretrained(tmp_path / "in", output_loading_info=True)
+    assert not report["missing_keys"]
+
+
+@pytest.mark.parametrize(
+    "name", [*(f"x{suffix}" for suffix in WEIGHT_SUFFIXES), "model.safetensors.index.fp16.json", "x.bin.index.json"]
+)
+def test_what_is_named_as_not_copied_is_not_copied(name: str, source: Path, tmp_path: Path) -> None:
+    write(source, "model.safetensors", a=1.0)
+    (source / "config.json").write_text("{}")
+    (source / name).write_bytes(b"{}")
+    _, notes = merged(source, tmp_path / "own")
+    assert (name in notes) == (not name.endswith(".json"))
+    merged(source / "model.safetensors", tmp_path / "given", files_from=source)
+    sx.export_checkpoint({"a": torch.ones(1)}, tmp_path / "live", files_from=source)
+    for folder in ("own", "given", "live"):
+        names = {path.name for path in (tmp_path / folder).iterdir()}
+        assert names == {"config.json", "model.safetensors", "statexchange.json"}
+    merged(source, tmp_path / "path", files_from=source / name)
+    assert (tmp_path / "path" / name).read_bytes() == b"{}"
 
 
 @pytest.mark.parametrize("later", ["model.safetensors", "pytorch_model.bin"])

@@ -277,6 +277,7 @@ HOSTILE = [
     '{"$":"tuple","value":[' * 5_000, "", "{", b"\xff\xfe", '{"a":' + "9" * 5000 + "}",
 ]  # fmt: skip
 HOSTILE += [
+    '{"$":"bytesio","value":"AA==","position":-1}', '{"$":"bytesio","value":"AA==","position":"x"}',
     "[" * 102 + "]" * 102, '{"$":"device","value":"nonsense"}',
     json.dumps({"$": "set", "value": [number * ((1 << 61) - 1) for number in range(1000)]}),
     json.dumps({"$": "dict", "value": [[number * ((1 << 61) - 1), 0] for number in range(1000)]}),
