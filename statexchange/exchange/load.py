@@ -371,6 +371,7 @@ class _MatchedState:
         self._comm = comm
         self.without_rule: tuple[str, ...] = ()
         self._lacking: Mapping[str, str] = {}
+        self._aliases: dict[str, str] = {}
         self._objects = ObjectStates()
         self._live = flatten(state)
         self._names = NameFilter(options, self._live.units, strips_wrappers=_strips_wrappers(source, state))
@@ -387,6 +388,9 @@ class _MatchedState:
         elif options.layout is None:  # with one, shapes in memory are those of parts
             self.source, self._lacking = with_names_in_memory(original, self.state, options, self._names.name)
             if self.source is not original:
+                name_of = self._names.name
+                for file in original.files:  # aliases of tensors that stay as they are
+                    self._aliases |= {name_of(alias): name_of(name) for alias, name in file.aliases.items()}
                 self._names = NameFilter(replace(options, rename=()), self._live.units)
 
     def find_entries(self) -> None:
@@ -396,6 +400,7 @@ class _MatchedState:
             text = f"the state is {type_text(self.state)}: give modules, optimizers or mappings"
             raise InvalidArgumentError(text, path=self.source.path)
         self._tensors = StoredTensors(self.source, options.replicas, comm.rank, comm.world_size, comm.progress)
+        self._tensors.aliases |= {alias: name for alias, name in self._aliases.items() if name in self._tensors}
         with _located(self.source.path):
             self.entries = source_entries(
                 self.source, self._tensors, self._names, self.state, self._live, self._objects

@@ -13,7 +13,7 @@ from statexchange.exchange.reading import ReadItem
 from statexchange.exchange.stored_tensors import StoredTensors
 from statexchange.sharding.options import FLOATS, LoadOptions
 from statexchange.sharding.plan import prove_cover
-from statexchange.sharding.rules import Layout
+from statexchange.sharding.rules import Layout, with_dots
 from statexchange.state.describe import Description, LocalTensor, describe_entry
 from statexchange.state.entries import Entries, SavedTensor
 from statexchange.state.load_plan2 import LoadPlan
@@ -78,7 +78,7 @@ def like_parameter(name: str, parameter_name: str, entries: Entries, tensors: St
     """Whether a tensor of an optimizer's state has the shape of its parameter in the source, and a layout shards that."""
     if not parameter_name or layout.rule_for(parameter_name) is None:
         return False
-    parameter = entries.at(parameter_name)
+    parameter = entries.at(with_dots(parameter_name))
     if parameter is None or not isinstance(parameter.leaf, SavedTensor):
         return False
     return tensors.shape_of(parameter.leaf.name) == tensors.shape_of(name)

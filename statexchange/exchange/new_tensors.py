@@ -12,7 +12,7 @@ from statexchange.errors import ReplicaError
 from statexchange.exchange.load_items import like_parameter
 from statexchange.exchange.stored_tensors import StoredTensors
 from statexchange.sharding.options import LoadOptions
-from statexchange.sharding.rules import Layout
+from statexchange.sharding.rules import Layout, with_dots
 from statexchange.state.dtensors import is_sharded, new_dtensor
 from statexchange.state.entries import Entries, SavedTensor
 from statexchange.state.load_plan2 import Place
@@ -125,7 +125,7 @@ def _cut_dims(catalog: Filled, name: str) -> set[int]:
 
 
 def _cut_dims_of_parameter(catalog: Filled, path: str) -> set[int]:
-    parameter = catalog.entries.at(path) if path else None
+    parameter = catalog.entries.at(with_dots(path)) if path else None
     if parameter is None or not isinstance(parameter.leaf, SavedTensor):
         return set()
     return _cut_dims(catalog, parameter.leaf.name)

@@ -52,6 +52,8 @@ def source_entries(
     if not has_tree(source, tensors):
         of_names = RankEntries(0)
         _add_named_entries(of_names, source, tensors)
+        positions = {name: position for position, name in enumerate(source.paths)}  # in the order of the source
+        of_names.entries.sort(key=lambda entry: positions.get(entry.name, -1))
         of_names.entries = names.entries(of_names.entries, source.path)
         return Entries([of_names], keys_are_texts=source.kind == "dcp")
     # Equal ranks count once; this rank comes first if as many load as have saved.

@@ -338,7 +338,6 @@ class Source:
     small_files: Store | None = None
     absent_files: Mapping[str, str] = field(default_factory=dict)
     padding: Mapping[str, frozenset[Box]] = field(default_factory=dict)
-    paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
     def unsupported(self) -> dict[str, UnsupportedError]:

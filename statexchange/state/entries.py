@@ -267,11 +267,14 @@ class Entries:
                 yield from self._by_text[self._texts[at]]
             at += 1
 
-    def value(self, path: str, live: Any, is_here: Callable[[Entry], bool] | None = None) -> Any:
+    def value(
+        self, path: str, live: Any, is_here: Callable[[Entry], bool] | None = None, *, is_whole: bool = True
+    ) -> Any:
         """Return what the source has at a path, as one value with a SavedTensor for each tensor; ABSENT for nothing.
 
         It is that of the first rank that has something there. Keys that the source does not know are those of `live`,
-        the value in the state. `is_here` returns whether an entry is meant for this place.
+        the value in the state. `is_here` returns whether an entry is meant for this place. If the value `is_whole`, a
+        mapping that `live` has and the source does not may have been empty, which is an error.
 
         Raises:
             InvalidArgumentError: the keys or containers of the source are not known, and `live` does not show them.
@@ -280,11 +283,11 @@ class Entries:
         found = entries.below(path)
         if is_here is not None:
             found = [entry for entry in found if is_here(entry)]
-        return entries.built(found, live, path) if found else ABSENT
+        return entries.built(found, live, path, is_whole=is_whole) if found else ABSENT
 
-    def built(self, entries: Sequence[Entry], live: Any, path: str) -> Any:
+    def built(self, entries: Sequence[Entry], live: Any, path: str, *, is_whole: bool = True) -> Any:
         """Return the value that entries at and below a path make, as `value` does."""
-        return _Builder(self).value(entries, live, path)
+        return _Builder(self, is_whole=is_whole).value(entries, live, path)
 
     def by_key(self, path: str) -> dict[Any, list[Entry]] | None:
         """Return the entries below a path by their first key there; None if the source does not know the keys."""
@@ -301,8 +304,9 @@ class Entries:
 class _Builder:
     """Builds a value from the entries below a path, with the live value to decide what the source does not know."""
 
-    def __init__(self, entries: Entries) -> None:
+    def __init__(self, entries: Entries, *, is_whole: bool) -> None:
         self._entries = entries
+        self._is_whole = is_whole
 
     def value(self, entries: Sequence[Entry], live: Any, path: str) -> Any:
         """Return the value at `path`, from the entries at and below it."""
@@ -372,10 +376,9 @@ class _Builder:
         for key, item in (children(live) or {}).items():
             if key in by_key:
                 continue
-            key = ListItem(key) if isinstance(live, list | tuple) and isinstance(key, int) else key
             if has_no_leaves(item):
-                found[key] = item
-            elif contains(item, lambda part: isinstance(part, Mapping)):
+                found[ListItem(key) if isinstance(live, list | tuple) else key] = item
+            elif self._is_whole and contains(item, lambda part: isinstance(part, Mapping)):
                 text = (
                     "the source has nothing here, as torch leaves out empty mappings: empty that of the state, or leave "
                     "it out by exclude"

@@ -19,7 +19,7 @@ from statexchange.state.containers import (
     refill,
     with_children,
 )
-from statexchange.state.entries import ABSENT, Entries, Entry, SavedTensor, has_no_leaves
+from statexchange.state.entries import ABSENT, Entries, Entry, SavedTensor, has_no_leaves, refuse_opaque
 from statexchange.state.flatten import LiveEntry, LiveState
 from statexchange.state.leaves import is_leaf, load_object
 from statexchange.state.load_plan2 import Allocate, Filler, LoadPlan, LoadTarget, ObjectStates, Place, expect, named
@@ -67,6 +67,7 @@ def match(state: Any, live: LiveState, entries: Entries, matching: Matching) -> 
     matcher = _Matcher(state, live, entries, matching)
     for entry in live.entries:
         matcher.match(entry)
+    matcher.check_containers()
     matcher.optimizers.check_schedulers()
     matcher.check_lists()
     matcher.add_unexpected()
@@ -159,7 +160,7 @@ class _Matcher:
                 if live.data is not None:  # an object without data needs no saved one
                     self.plan.add_missing([path])
                 return
-            self._take(path)
+            self._taken.update(one.text for one in self._entries.below(path))
             self.plan.callbacks.append(functools.partial(setattr, live, "data", self._filler.fill(saved, path)))
 
     # Objects and values
@@ -172,15 +173,15 @@ class _Matcher:
                 self._add_missing(entry)
             return
         if self._names.selects and path and not self._options.may_want(path):
-            self._take_unloaded(path)
+            self._take_unloaded(entry)
             return
         present = self._matching.objects.of(live, path)
-        saved = self._entries.value(path, present)
+        saved = self._entries.value(path, present, self._is_here(entry))
         if self._names.selects and not self._wants_whole([(saved, path), (present, path)]):
-            self._take_unloaded(path)
+            self._take_unloaded(entry)
             return
         expect(isinstance(saved, Mapping), f"the state of {type_text(live)}", saved, path)
-        self._take(path)
+        self._take(entry)
         new = self._filler.fill(saved, path, Place(present, is_filled=False))
         self.optimizers.add_scheduler(entry, new)
         self.plan.callbacks.append(functools.partial(load_object, live, live.load_state_dict, new, path))
@@ -190,19 +191,18 @@ class _Matcher:
         path, live = entry.text, entry.value
         may_want = self._may_want(entry)
         if not may_want:
-            self._take_unloaded(path)
+            self._take_unloaded(entry)
             return
-        others = [other for other in self._live.entries if other.text.startswith(f"{path}.")] if path else []
-        is_here = functools.partial(_is_of, keys=entry.keys, others=others) if others else None
-        saved = self._entries.value(path, live, is_here)
+        saved = self._entries.value(path, live, self._is_here(entry), is_whole=False)
         if saved is ABSENT:
-            if not (self._entries.keys_are_texts and has_no_leaves(live)):
+            may_be_empty = self._entries.keys_are_texts or not path
+            if not (may_be_empty and has_no_leaves(live)):
                 self._add_missing(entry)
             return
         selected = saved
         if self._names.selects or not self._matching.has_tree:
             selected = self._selected(saved, live, path)
-        self._take(path)
+        self._take(entry)
         if selected is ABSENT:
             return
         self.plan.num_values += 1
@@ -232,6 +232,8 @@ class _Matcher:
     def _selected_entries(self, saved: Mapping[Any, Any], live: Mapping[Any, Any], path: str) -> Any:
         selected: dict[Any, Any] = {}
         loads = False
+        # A mapping of texts is filled entry by entry from others' files; without patterns a save replaces it.
+        is_filled = bool(self._options.include) or (not self._matching.has_tree and all(map(_is_text, live)))
         for key, item in live.items():
             inner = joined(path, key)
             if key in saved:
@@ -240,8 +242,7 @@ class _Matcher:
                 selected[key] = item if new is ABSENT else new
             elif not self._wants_whole([(item, inner)]):
                 selected[key] = item
-            elif (self._options.include or not self._matching.has_tree) and not has_no_leaves(item):
-                # Without patterns a mapping becomes what was saved; other files may not have all that the state has.
+            elif is_filled and not has_no_leaves(item):
                 self.plan.add_missing([inner], stateful=False)
                 selected[key] = item
         for key, item in saved.items():
@@ -298,15 +299,26 @@ class _Matcher:
 
     # What one side lacks
 
-    def _take(self, path: str) -> None:
-        """Note that all entries at a path and below it are loaded."""
-        for entry in self._entries.below(path):
-            self._taken.add(entry.text)
-            if not self._names.selects or self._options.wants(entry.text):
-                self.plan.loaded.add(entry.text)
+    def _is_here(self, entry: LiveEntry) -> Callable[[Entry], bool] | None:
+        """Return what tells the entries of a live path from those of a key with a dot; None if there is none."""
+        others = [other for other in self._live.entries if other.text.startswith(f"{entry.text}.")]
+        if others or any("." in str(key) for key in entry.keys):
+            return functools.partial(_is_of, keys=entry.keys, others=others)
+        return None
 
-    def _take_unloaded(self, path: str) -> None:
-        self._taken.update(entry.text for entry in self._entries.below(path))
+    def _below(self, entry: LiveEntry) -> list[Entry]:
+        """Return the entries that are meant for a live path."""
+        is_here = self._is_here(entry)
+        return [one for one in self._entries.below(entry.text) if is_here is None or is_here(one)]
+
+    def _take(self, entry: LiveEntry) -> None:
+        """Note that all entries of a live path are loaded."""
+        below = self._below(entry)
+        self._taken.update(one.text for one in below)
+        self.plan.add_loaded(one for one in below if not self._names.selects or self._options.wants(one.text))
+
+    def _take_unloaded(self, entry: LiveEntry) -> None:
+        self._taken.update(one.text for one in self._below(entry))
 
     def _add_missing(self, entry: LiveEntry) -> None:
         """Add the highest path above a live entry below which the source has nothing."""
@@ -317,6 +329,17 @@ class _Matcher:
         elif entry.kind != "value":
             self.plan.stateful.add(path)
 
+    def check_containers(self) -> None:
+        """Raise for a live container of which the source has something else under its name."""
+        for keys in self._live.containers:
+            path = text_of(keys)
+            entry = self._entries.at(path, keys) if path else None
+            if entry is None or path in self._taken or not self._options.may_want(path):
+                continue
+            refuse_opaque(entry.leaf, path)
+            what = "a list" if has_indices(self._live.containers[keys]) else "a mapping"
+            expect(_is_empty(entry.leaf), what, entry.leaf, path)
+
     def check_lists(self) -> None:
         """Raise InvalidArgumentError for a list that holds state and has another length than the source's."""
         for keys, live in self._live.containers.items():
@@ -324,7 +347,8 @@ class _Matcher:
             if not has_indices(live) or path in self._prefixes.shared or self._by_key.live:
                 continue
             begin = len(path) + 1 if path else 0
-            wanted = [entry.text[begin:] for entry in self._entries.below(path) if self._wants_item(entry)]
+            below = [entry for entry in self._entries.below(path) if entry.text != path]
+            wanted = [entry.text[begin:] for entry in below if self._wants_item(entry)]
             indices = {text.partition(".")[0] for text in wanted}
             live_indices = [str(index) for index in range(len(live))]
             lacking = [index for index in live_indices if joined(path, index) in self.plan.missing]
@@ -397,6 +421,10 @@ def _is_of(entry: Entry, keys: tuple[Any, ...], others: Sequence[LiveEntry]) -> 
     if text_of(entry.keys) == entry.text:
         return tuple(map(str, entry.keys[: len(keys)])) == tuple(map(str, keys))
     return not any(entry.text == other.text or entry.text.startswith(f"{other.text}.") for other in others)
+
+
+def _is_text(key: Any) -> bool:
+    return isinstance(key, str)
 
 
 def _is_empty(value: Any) -> bool:

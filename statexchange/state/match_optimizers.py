@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
 from statexchange.sharding.paths import joined
+from statexchange.sharding.rules import with_dots
 from statexchange.state.entries import Entries, SavedTensor, are_equal, refuse_opaque
 from statexchange.state.flatten import LiveEntry
 from statexchange.state.leaves import load_object
@@ -20,7 +21,14 @@ from statexchange.state.optimizers import (
     is_optimizer,
     state_of_optimizer,
 )
-from statexchange.state.saved_optimizer import LiveParameters, OtherKey, SavedGroup, SavedOptimizer, read_optimizer
+from statexchange.state.saved_optimizer import (
+    LiveParameters,
+    OtherKey,
+    SavedGroup,
+    SavedOptimizer,
+    join_numbered,
+    read_optimizer,
+)
 from statexchange.state.state_dict import ParameterName, parameter_names
 from statexchange.tensors import is_tensor, is_torch
 
@@ -38,7 +46,12 @@ class _SavedParameter:
     entries: Entries
     saved: SavedOptimizer
     label: str
-    group: SavedGroup
+    number: int
+
+    @property
+    def group(self) -> SavedGroup:
+        """Its group."""
+        return self.saved.groups[self.number]
 
 
 @dataclass(slots=True)
@@ -113,34 +126,42 @@ class OptimizerMatcher:
         match = _Match(path, live)
         flat_names = {*live.in_modules(), *live.in_state()}
         for rank, entries in self._entries.of_each_rank():
-            if not entries.has_below(path):
-                continue
-            saved = read_optimizer(entries, path, optimizer, flat_names)
-            if saved is None:
-                expect(False, "an optimizer", entries.value(path, None) if entries.by_key(path) else None, path)
-            assert saved is not None
-            match.saved.append((rank, entries, saved))
-            labels = live.labels_of(saved, self._new_label(path), in_state=self._matching.has_tree)
+            if entries.has_below(path):
+                saved = read_optimizer(entries, path, optimizer, flat_names)
+                if saved is None:
+                    expect(False, "an optimizer", entries.value(path, {}) if entries.by_key(path) else None, path)
+                assert saved is not None
+                # Numbers are those of a rank's own parameters: this rank's, if it has some.
+                if not (match.saved and saved.by_number and self._entries.is_own):
+                    match.saved.append((rank, entries, saved))
+        saved_names = join_numbered([saved for _, _, saved in match.saved], path)
+        for rank, entries, saved in match.saved:
+            labels = live.labels_of(saved, saved_names, self._new_names(path, saved), in_state=self._matching.has_tree)
             group_of = saved.group_of()
             for label in saved.labels:
                 if label not in labels:
                     match.unexpected.setdefault(label)
                     continue
-                found = _SavedParameter(rank, entries, saved, label, saved.groups[group_of[label]])
+                found = _SavedParameter(rank, entries, saved, label, group_of[label])
                 first = match.parameters.setdefault(labels[label], found)
                 if first is not found:
                     self._compare(first, found, labels[label], path)
         return match
 
-    def _new_label(self, path: str) -> Any:
-        """Return the function that gives a parameter of the source its name in the state."""
+    def _new_names(self, path: str, saved: SavedOptimizer) -> Callable[[Sequence[str]], list[str]]:
+        """Return the function that gives the names of parameters in the source those in the state."""
         names = self._matching.names
 
-        def new_label(label: str) -> str:
-            if not names.renames:
-                return label
+        def new_names(labels: Sequence[str]) -> list[str]:
+            if not self._matching.has_tree:
+                found = self._names_of_tensors(labels)
+                if found is not None:
+                    return found
+            return list(map(new_name, labels))
+
+        def new_name(label: str) -> str:
             new = names.name(label)
-            if new != label:
+            if new != label or not names.renames:
                 return new
             # Some patterns are for whole names: a name in a module is renamed as a part of the name of its state.
             begin = joined(path, "state.")
@@ -148,7 +169,7 @@ class OptimizerMatcher:
             is_inside = whole.startswith(begin) and whole.endswith(".step")
             return whole[len(begin) : -len(".step")] if is_inside else label
 
-        return new_label
+        return new_names
 
     def _compare(self, first: _SavedParameter, other: _SavedParameter, label: str, path: str) -> None:
         """Note a parameter for which two ranks saved different hyperparameters, or states of different keys."""
@@ -166,18 +187,16 @@ class OptimizerMatcher:
 
     def _compare_groups(self, optimizer: Any, match: _Match) -> None:
         """Find whether each parameter lies in the group of the same number in the state and in the source."""
-        _, _, saved = match.saved[0]
-        if not saved.has_groups:
+        if not all(saved.has_groups for _, _, saved in match.saved):
             self._same_groups[id(optimizer)] = None
             return
-        numbers = saved.group_of()
-        is_same = len(saved.groups) == len(optimizer.param_groups)
-        number = 0
+        is_same = True
         labels = iter(match.live.by_label)
         for number, group in enumerate(optimizer.param_groups):
-            for _ in group["params"]:
-                found = match.parameters.get(next(labels))
-                is_same &= found is not None and found.saved is saved and numbers[found.label] == number
+            for label in (next(labels) for _ in group["params"]):
+                found = match.parameters.get(label)
+                is_same &= found is not None and found.number == number
+                is_same &= found is not None and len(found.saved.groups) == len(optimizer.param_groups)
         self._same_groups[id(optimizer)] = is_same
 
     def _load(self, optimizer: Any, match: _Match) -> None:
@@ -189,7 +208,7 @@ class OptimizerMatcher:
         num_empty = 0
         for index, group in enumerate(optimizer.param_groups):
             of_group = {next(labels): parameter for parameter in group["params"]}
-            settings = self._settings(of_group, match, empty, num_empty)
+            settings = self._settings(of_group, match, empty[num_empty : num_empty + 1], index)
             num_empty += not of_group
             groups.append(
                 None if settings is None else self._group(group, settings, joined(path, f"param_groups.{index}"))
@@ -200,19 +219,19 @@ class OptimizerMatcher:
                 found = match.parameters.get(label)
                 is_saved = found is not None and found.label in found.saved.state
                 if is_saved and self._wants_state(found, label, parameter, optimizer):
-                    states[parameter] = self._state_of(found, label, parameter, optimizer, on_host=on_host)
+                    states[parameter] = self._state_of(found, label, match.live.by_label, optimizer, on_host=on_host)
         dropped = self._dropped(optimizer, match, states)
         self._shared(optimizer, match, states)
         if match.live.parameters and not match.live.are_named and not match.parameters and match.unexpected:
             plan.nameless.add(path)
         missing = [
-            joined(path, label)
+            joined(path, f"state.{label}")
             for label in match.live.by_label
             if label not in match.parameters and self._wants(path, label)
         ]
         plan.add_missing(missing)
         plan.parameters.update(missing)
-        plan.unexpected += [joined(path, label) for label in match.unexpected if self._wants(path, label)]
+        plan.unexpected += [joined(path, f"state.{label}") for label in match.unexpected if self._wants(path, label)]
         if match.saved[0][2].has_groups and num_empty != len(empty):
             name = joined(path, "param_groups (without parameters)")
             if num_empty > len(empty):
@@ -242,7 +261,7 @@ class OptimizerMatcher:
         return self._options.wants_object([begin, *(f"{begin}.{key}" for key in keys)])
 
     def _settings(
-        self, of_group: Mapping[str, Any], match: _Match, empty: Sequence[SavedGroup], num_empty: int
+        self, of_group: Mapping[str, Any], match: _Match, empty: Sequence[SavedGroup], index: int
     ) -> Mapping[str, Any] | None:
         """Return the hyperparameters that the source has for a live group; None if that stays as it is.
 
@@ -251,7 +270,7 @@ class OptimizerMatcher:
         """
         path = match.path
         if not of_group:
-            return empty[num_empty].settings if num_empty < len(empty) else None
+            return empty[0].settings if empty and self._options.wants(joined(path, "param_groups")) else None
         found: tuple[str, SavedGroup] | None = None
         for label in of_group:
             saved = match.parameters.get(label)
@@ -261,11 +280,10 @@ class OptimizerMatcher:
                 or not self._options.wants(joined(path, f"param_groups.{label}"))
             ):
                 continue
-            self._plan.loaded.add(joined(path, f"param_groups.{label}"))
             if found is None:
                 found = label, saved.group
             elif saved.group is not found[1] and not are_equal(dict(found[1].settings), dict(saved.group.settings)):
-                raise _differing(path, found, (label, saved.group))
+                raise _differing(joined(path, f"param_groups.{index}"), found, (label, saved.group))
         return None if found is None else found[1].settings
 
     def _group(self, live: Mapping[str, Any], settings: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -279,9 +297,11 @@ class OptimizerMatcher:
             found[key] = self._filler.fill(value, joined(path, key), Place(own, is_filled=is_first))
         return found
 
-    def _state_of(self, found: _SavedParameter, label: str, parameter: Any, optimizer: Any, *, on_host: bool) -> Any:
+    def _state_of(
+        self, found: _SavedParameter, label: str, parameters: Mapping[str, Any], optimizer: Any, *, on_host: bool
+    ) -> Any:
         """Return a parameter's state; torch keeps ``step`` on the CPU unless it is fused or capturable."""
-        path = found.saved.path
+        path, parameter = found.saved.path, parameters[label]
         where = joined(path, f"state.{label}")
         live = optimizer.state.get(parameter)
         of_label = found.saved.state[found.label]
@@ -296,22 +316,32 @@ class OptimizerMatcher:
         for key, entry in saved.items():
             refuse_opaque(key, where)
             if checks_shapes:
-                self._check_shape(entry, own.get(key), parameter, optimizer, joined(where, key))
+                self._check_shape(entry, own.get(key), label, parameters, joined(where, key))
             is_step = key == "step"
             at = Place(own.get(key), True, parameter, label, is_step, is_step and on_host)
             new[key] = self._filler.fill(entry, joined(where, key), at)
         return self._filler.fill(new, where, Place(live)) if live is not None else new
 
+    def _names_of_tensors(self, labels: Sequence[str]) -> list[str] | None:
+        """Return the state's names of the tensors that the source calls so after one prefix, that of their module.
+
+        None if it has not all of them, or more than one module has.
+        """
+        new = {entry.name: entry.text for entry in self._entries if isinstance(entry.leaf, SavedTensor)}
+        ends = [name.removesuffix(labels[0]) for name in new if f".{name}".endswith(f".{labels[0]}")] if labels else []
+        ways = [begin for begin in ends if all(begin + label in new for label in labels)]
+        return [new[ways[0] + label] for label in labels] if len(ways) == 1 else None
+
     def _is_of_shape(self, found: _SavedParameter, label: str, parameter: Any) -> bool:
         """Whether the source has this parameter by name, and the state of one of the live shape is any that it has."""
         if found.saved.by_number or self._matching.shape_of is None:
             return self._matching.shape_of is None
-        tensor = self._entries.at(label)
+        tensor = self._entries.at(with_dots(label))
         if tensor is None or not isinstance(tensor.leaf, SavedTensor):
             return False
         return self._matching.shape_of(tensor.leaf.name) == tuple(parameter.shape)
 
-    def _check_shape(self, saved: Any, live: Any, parameter: Any, optimizer: Any, path: str) -> None:
+    def _check_shape(self, saved: Any, live: Any, label: str, parameters: Mapping[str, Any], path: str) -> None:
         """Raise InvalidArgumentError for a tensor of a parameter's state that is another parameter's.
 
         It fits if it is a scalar, has the parameter's shape or one that torch broadcasts to it, or the shape that it has
@@ -319,17 +349,17 @@ class OptimizerMatcher:
         """
         if not isinstance(saved, SavedTensor) or self._matching.shape_of is None:
             return
-        shape, expected = self._matching.shape_of(saved.name), tuple(parameter.shape)
+        shape, expected = self._matching.shape_of(saved.name), tuple(parameters[label].shape)
         if shape in ((), expected) or (is_tensor(live) and tuple(live.shape) == shape):
             return
         if len(shape) == len(expected):
             fits = all(size in (1, other) for size, other in zip(shape, expected, strict=True))
         else:
-            fits = all(tuple(one.shape) != shape for group in optimizer.param_groups for one in group["params"])
+            fits = all(tuple(one.shape) != shape for one in parameters.values())
         if not fits:
             text = (
-                "this does not have the shape of its parameter: give the optimizer the parameters in the order of the job "
-                "that saved it, build the model as it was saved, or leave this out by exclude"
+                f"this does not fit its parameter {label!r}: give the optimizer the parameters in the order of the job that "
+                "saved it, build the model as it was saved, or leave this out by exclude"
             )
             raise InvalidArgumentError(text, name=path, expected=expected, found=shape)
 
@@ -420,9 +450,9 @@ def _differing(path: str, one: tuple[str, SavedGroup], other: tuple[str, SavedGr
             f"the source has {key!r} as a tensor for each parameter, and whether those of one group are equal is not "
             "known: save what the optimizer's state_dict() returns, or a number instead"
         )
-        return UnsupportedError(text, name=joined(path, "param_groups"))
+        return UnsupportedError(text, name=path)
     text = (
         f"this param group of the state joins {one[0]!r} and {other[0]!r}, which were saved with different values of "
         f"{key!r}: make the param groups of the job that saved them"
     )
-    return InvalidArgumentError(text, name=joined(path, "param_groups"), expected=new.get(key), found=old.get(key))
+    return InvalidArgumentError(text, name=path, expected=new.get(key), found=old.get(key))

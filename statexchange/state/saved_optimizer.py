@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from statexchange.state.entries import Entries, Entry, SavedTensor
 from statexchange.state.optimizers import hyperparameters, names_of_groups, parameters_of
 from statexchange.state.state_dict import ParameterName
 
-__all__ = ["LiveParameters", "OtherKey", "SavedGroup", "SavedOptimizer", "read_optimizer"]
+__all__ = ["LiveParameters", "OtherKey", "SavedGroup", "SavedOptimizer", "join_numbered", "read_optimizer"]
 
 _GROUPS, _STATE = "param_groups", "state"
 _OF_DDP = "module."
@@ -176,6 +176,25 @@ def _owner(text: str, names: Collection[str]) -> str:
     return label or text.rpartition(".")[0]
 
 
+def join_numbered(optimizers: Sequence[SavedOptimizer], path: str) -> list[str]:
+    """Return the names of numbered parameters; several ranks must have the same parameters for the same numbers.
+
+    Raises:
+        InvalidArgumentError: they have others.
+    """
+    numbered = [saved for saved in optimizers if saved.by_number]
+    groups = [[group.labels for group in saved.groups if group.labels] for saved in numbered]
+    lists = [[name for group in saved.groups for name in group.names] for saved in numbered]
+    names = [of_rank for of_rank in lists if of_rank]
+    if any(one != groups[0] for one in groups) or any(one != names[0] for one in names):
+        raise InvalidArgumentError(
+            "ranks saved this optimizer's parameters by number, and those of one number or the groups differ: load on as "
+            "many ranks as have saved, or leave the optimizer out by exclude",
+            name=path,
+        )
+    return names[0] if names else []
+
+
 class LiveParameters:
     """The parameters of a live optimizer, by what a source may call them.
 
@@ -210,39 +229,43 @@ class LiveParameters:
                 found[name] = label if found.get(name, label) == label else None
         return found
 
-    def labels_of(self, saved: SavedOptimizer, new_label: Any, *, in_state: bool) -> dict[str, str]:
+    def labels_of(
+        self,
+        saved: SavedOptimizer,
+        param_names: Sequence[str],
+        new_names: Callable[[Sequence[str]], list[str]],
+        *,
+        in_state: bool,
+    ) -> dict[str, str]:
         """Return the live label of each of the source's; of those that the live optimizer has.
 
         Args:
             saved: the optimizer in the source.
-            new_label: returns the state's name of a parameter of the source.
+            param_names: the names that the source has for numbered parameters, if any.
+            new_names: returns the state's names of parameters in the source.
             in_state: whether the source has the names in the whole state, as our own saves, or those in a module.
 
         Raises:
             InvalidArgumentError: which parameter is meant is not known.
         """
-        if saved.by_number and not self._are_names(saved.labels):
-            return self._by_number(saved)
-        labels = {label: new_label(label) for label in saved.labels}
-        names: Mapping[str, str | None] = self.in_state() if in_state else self.in_modules()
-        if (
-            labels
-            and all(name.startswith(_OF_DDP) for name in labels.values())
-            and names.keys().isdisjoint(labels.values())
-        ):
-            labels = {label: name.removeprefix(_OF_DDP) for label, name in labels.items()}
-        found: dict[str, str] = {}
-        for label, name in labels.items():
-            live = names.get(name, "")
-            if live is None:
-                raise InvalidArgumentError(
-                    f"the source has this optimizer's parameters by name, and two of the state's are called {name!r} in "
-                    "their modules: save the optimizer's own state_dict(), or leave the optimizer out by exclude",
-                    name=self._path,
-                )
-            if live:
-                found[label] = live
-        return found
+        labels = saved.labels
+        if saved.by_number and not self._are_names(labels):
+            return self._by_number(saved, param_names, new_names)
+        names = new_names(labels)
+        known: Mapping[str, str | None] = self.in_state()
+        if not in_state and known.keys().isdisjoint(names):
+            known = self.in_modules()
+        if names and all(name.startswith(_OF_DDP) for name in names) and known.keys().isdisjoint(names):
+            names = [name.removeprefix(_OF_DDP) for name in names]
+        twice = sorted(name for name in names if name in known and known[name] is None)
+        if twice:
+            raise InvalidArgumentError(
+                f"the source has this optimizer's parameters by name, and two of the state's are called {twice[0]!r} in "
+                "their modules: save the optimizer's own state_dict(), or leave the optimizer out by exclude",
+                name=self._path,
+            )
+        found = {label: known.get(name) for label, name in zip(labels, names, strict=True)}
+        return {label: live for label, live in found.items() if live is not None}
 
     def _are_names(self, numbers: Sequence[str]) -> bool:
         """Whether numbers of the source are the names of the live parameters, as those of a ParameterList.
@@ -259,14 +282,15 @@ class LiveParameters:
                 )
         return False
 
-    def _by_number(self, saved: SavedOptimizer) -> dict[str, str]:
+    def _by_number(
+        self, saved: SavedOptimizer, names: Sequence[str], new_names: Callable[[Sequence[str]], list[str]]
+    ) -> dict[str, str]:
         """Return the live label of each number: by the source's names of parameters, or else by order."""
-        names = [name for group in saved.groups for name in group.names]
         labels = saved.labels
         if names and len(names) != len(labels):
             text = f"the param groups of the source have {len(labels)} parameters, and {len(names)} param_names"
             raise CorruptError(f"{text}: leave the optimizer out by exclude", name=self._path)
-        by_name = self._by_names(names) if names else None
+        by_name = self._by_names(names, new_names(names)) if names else None
         if by_name is not None:
             return dict(zip(labels, by_name, strict=True))
         sizes = [len(group.labels) for group in saved.groups if group.labels]
@@ -280,29 +304,34 @@ class LiveParameters:
             raise InvalidArgumentError(text, name=self._path)
         return dict(zip(labels, self.by_label, strict=True))
 
-    def _by_names(self, names: Sequence[str]) -> list[str] | None:
+    def _by_names(self, names: Sequence[str], new_names: Sequence[str]) -> list[str] | None:
         """Return the live label of each name; None if the live parameters have no names, or others altogether.
 
         Raises:
             InvalidArgumentError: the names are those of other parameters, or of two.
         """
+        in_state = self.in_state()
+        if len({*new_names}) == len(self.by_label) and all(name in in_state for name in new_names):
+            return [in_state[name] for name in new_names]
         of_groups = names_of_groups(self._optimizer)
         lists = self._lists_of_names() if of_groups is None else [of_groups]
         found: list[list[str]] = []
         for live_names in lists:
-            labels = _matched(names, live_names, [*self.by_label])
+            labels = _matched(new_names, live_names, [*self.by_label])
             if labels is not None and labels not in found:
                 found.append(labels)
         if len(found) == 1:
             return found[0]
-        bare = {*map(_bare, names)}
+        bare = {*map(_bare, new_names)}
         if not found and of_groups is None and all(bare.isdisjoint(map(_bare, one)) for one in lists):
             return None
-        text = f"the source names the parameters of this optimizer {excerpt([*names], 80)}, and the state "
-        text += excerpt([*lists[0]], 80) if lists else "has none of them"
+        texts = [f"{excerpt(sorted(one), 80)} ({len(one)})" for one in ([*lists, []][0], names)]
+        text = f"the state names the parameters of this optimizer {texts[0]}, and the source {texts[1]}"
         if len(found) > 1:
-            text = f"the source names the parameters {excerpt([*names], 80)}, and two modules of the state have these names for different ones"
-        text += ": give the optimizer the parameters and the names of the job that saved it, or leave it out by exclude"
+            text = (
+                f"the source names the parameters {texts[1]}, and two modules of the state have these names for others"
+            )
+        text += ": give it the parameters and the names of the job that saved it, or leave it out by exclude"
         raise InvalidArgumentError(text, name=self._path)
 
     def _lists_of_names(self) -> list[list[str]]:
