@@ -402,8 +402,7 @@ def _named(
         # A longer text may be cut short.
         if keys is not None and type(key) in _KEY_TYPES and (type(key) is str or len(text) < _MAX_KEY_TEXT):
             path = (*keys, key)
-            budget.spend(1, _BYTES_PER_KEY * len(path))
-        budget.spend(1, len(name) + len(text))
+        budget.spend(1, len(name) + len(text) + (0 if path is None else _BYTES_PER_KEY * len(path)))
         yield f"{name}.{text}" if name else text, path, child
 
 
