@@ -137,7 +137,7 @@ def converted_by(source: Source, plan: ConversionPlan) -> Converted:
     manifest = None
     if source.manifest is not None:
         manifest = {**source.manifest, "aliases": plan.new_aliases(source.manifest.get("aliases", {}))}
-    return Converted(replace(source, files=tuple(files), sections=(), manifest=manifest), unproven, targets)
+    return Converted(replace(source, files=tuple(files), sections=(), manifest=manifest, paths={}), unproven, targets)
 
 
 def check_model_configs(

@@ -21,6 +21,7 @@ from statexchange.errors import (
     excerpt,
     type_text,
 )
+from statexchange.formats.paths import ListItem, Path
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, read_pickle
 from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor
 from statexchange.formats.torch_archive import (
@@ -49,6 +50,7 @@ _LEAST_SAFETENSORS = 10  # bytes: the length of the header, and an empty header
 _REFUSALS = (CorruptError, UnsafeError, UnsupportedError)
 _STEPS_PER_BOX = 64  # a box takes about 500 bytes of memory, and 130 bytes of the pickle
 _STEPS_PER_TENSOR = 16
+_MAX_ITEMS = 1 << 63  # of a list
 _MAX_ENTRY_PICKLE_BYTES = 1 << 20  # a tensor's pickle has about 200 bytes
 
 
@@ -96,7 +98,9 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     try:
         data = store.read_small(METADATA, MAX_PICKLE_BYTES)
         budget = store.budget.of(metadata, len(data))
-        tensors, by_file, unsupported = _parsed(read_pickle(data, metadata, budget), budget, metadata)
+        root = read_pickle(data, metadata, budget)
+        tensors, by_file, unsupported = _parsed(root, budget, metadata)
+        paths = _paths(root.state, budget)
     except _REFUSALS as error:
         raise error.located(path=metadata) from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -133,6 +137,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         texts=texts,
         problems=tuple(problems),
         unreadable=tuple(unreadable),
+        paths=paths,
     )
 
 
@@ -189,6 +194,30 @@ def _parsed(
             raise CorruptError(f"part at {stored.offsets} is stored but not described in {METADATA}", name=name)
         by_file.setdefault(_file_name(storage_info.state, name), []).append(stored)
     return tensors, by_file, list(unsupported.values())
+
+
+def _paths(metadata: dict[str, Any], budget: Budget) -> dict[str, Path]:
+    """Return the path of each name for which the planner recorded one; it keeps anything it likes in this place."""
+    recorded = metadata.get("planner_data")
+    paths: dict[str, Path] = {}
+    if type(recorded) is not dict:
+        return paths
+    for name in metadata["state_dict_metadata"]:
+        keys = recorded.get(name)
+        # Many names may have one path, so first look for one that is too long for its name.
+        if type(keys) is not tuple or len(keys) > len(name) + 1:
+            continue
+        budget.spend(len(keys))
+        path = tuple(ListItem(key) if type(key) is int and 0 <= key < _MAX_ITEMS else key for key in keys)
+        if all(type(key) in (str, ListItem) for key in path) and _is_joined(path, name):
+            paths[name] = path
+    return paths
+
+
+def _is_joined(path: Path, name: str) -> bool:
+    """Whether the keys of a path, joined by dots, are this name."""
+    texts = [str(key) for key in path]
+    return sum(map(len, texts)) + len(texts) - 1 == len(name) and ".".join(texts) == name
 
 
 def _unsupported(name: str, record: OpaqueObject, error: UnsupportedError, path: str) -> UnreadableTensor:

@@ -272,7 +272,7 @@ class DeepSpeedFile:
         Names that begin with one of `reserved` get the prefix ``client.``.
         """
         without_tensors: set[int] = set()
-        for key, value in leaves(dict(entries), self.path, self._budget) if entries else ():
+        for key, _, value in leaves(dict(entries), self.path, self._budget) if entries else ():
             name = f"{prefix}{key}"
             if name.startswith(reserved):
                 name = f"client.{name}"

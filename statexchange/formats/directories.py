@@ -37,6 +37,7 @@ from statexchange.formats.model_files import (
     is_weights,
     unread_weights,
 )
+from statexchange.formats.paths import Path
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import (
     Part,
@@ -362,7 +363,7 @@ class _Directory:
                 sources[name].append(one.renamed(prefix.__add__))
         sections = []
         for name, of_name in sources.items():
-            sections.append(Section(name, f"{name}.", frozenset().union(*map(_names_of, of_name))))
+            sections.append(Section(name, f"{name}.", frozenset().union(*(source.names for source in of_name))))
         joined = _one_source(
             self._framework.kind, self._opened, [one for of_name in sources.values() for one in of_name]
         )
@@ -587,7 +588,7 @@ class _Directory:
 
 def _notes_on_lora(source: Source) -> tuple[str, ...]:
     """Return a note on the names of a PEFT model, which transformers does not know."""
-    names = _names_of(source)
+    names = source.names
     if not any(".lora_" in name for name in names) or not all(name.startswith(ADAPTER_PREFIX) for name in names):
         return ()
     advice = '--exclude "*.lora_*" --rename "^base_model[.]model[.]=" --rename "[.]base_layer[.]=."'
@@ -607,15 +608,9 @@ def _by_section(section: SectionName | None, source: Source) -> list[tuple[Secti
     return [(one.name, select_section(source, one.name)) for one in known] if known else [("model", source)]
 
 
-def _names_of(source: Source) -> set[str]:
-    """Return the names of all tensors and other entries."""
-    names = {tensor.shard.name for _, tensor in source.shards()}
-    return names.union(source.others, (tensor.name for tensor in source.unreadable))
-
-
 def _all_have(source: Source, key: str) -> bool:
     """Whether all names of a source begin with a first key."""
-    return all(name.startswith(key) and name != key for name in _names_of(source))
+    return all(name.startswith(key) and name != key for name in source.names)
 
 
 def _one_source(kind: SourceKind, opened: OpenedPath, sources: Sequence[Source]) -> Source:
@@ -623,6 +618,7 @@ def _one_source(kind: SourceKind, opened: OpenedPath, sources: Sequence[Source])
     files: dict[tuple[int, str], ShardFile] = {}
     others: dict[str, str] = {}
     texts: dict[str, str] = {}
+    paths: dict[str, Path] = {}
     unreadable: list[UnreadableTensor] = []
     problems: list[StateExchangeError] = []
     for source in sources:
@@ -632,6 +628,7 @@ def _one_source(kind: SourceKind, opened: OpenedPath, sources: Sequence[Source])
             files[shard_file.rank, shard_file.path] = replace(known, tensors=tensors, aliases=aliases)
         others |= source.others
         texts |= source.texts
+        paths |= source.paths
         unreadable += source.unreadable
         problems += source.problems
     metadata, differing = merged_metadata([source.metadata for source in sources if source.metadata])
@@ -645,6 +642,7 @@ def _one_source(kind: SourceKind, opened: OpenedPath, sources: Sequence[Source])
         unreadable=tuple(unreadable),
         metadata=metadata,
         differing=differing,
+        paths=paths,
     )
 
 

@@ -105,6 +105,7 @@ def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
         sections=sections_from(_sections(files, unreadable, others)) if source.files else (),
         arguments={} if arguments is None else arguments.model,
         padding=_padding(source) if _is_flat(others) else {},
+        paths={},  # the keys of Megatron's own mapping, not of a state
     )
 
 

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import TypeVar, get_args
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt
+from statexchange.formats.paths import Path, moved_path
 from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
 from statexchange.storage.stored_values import parse_stored
 
@@ -259,7 +260,19 @@ def section_of(source: Source, section: Section) -> Source:
         texts=_renamed_keys(source.texts, section),
         problems=problems_of(source, section.names.__contains__),
         unreadable=unreadable,
+        paths=_paths_of(source, section),
     )
+
+
+def _paths_of(source: Source, section: Section) -> dict[str, Path]:
+    """Return the paths of a section's entries without the keys of its prefix, where these are whole keys."""
+    paths: dict[str, Path] = {}
+    for name in _in_order(source.paths, section.names):
+        new = name.removeprefix(section.prefix)
+        path = moved_path(source.paths[name], name, new)
+        if path is not None:
+            paths[new] = path
+    return paths
 
 
 def problems_of(source: Source, wants: Callable[[str], bool]) -> tuple[StateExchangeError, ...]:

@@ -16,6 +16,7 @@ from statexchange.errors import (
     UnsupportedError,
     excerpt,
 )
+from statexchange.formats.paths import ListItem, Path, TupleItem, agreed_paths, moved_path
 from statexchange.sharding.options import renamed
 from statexchange.sharding.plan import HolderLabel, RankShards, prove_cover
 from statexchange.sharding.shards import Box, Shard
@@ -36,6 +37,7 @@ __all__ = [
     "KINDS_WITH_RANKS",
     "TORCHAO_NAMES",
     "WEIGHTS",
+    "ListItem",
     "Part",
     "Section",
     "SectionName",
@@ -43,6 +45,7 @@ __all__ = [
     "Source",
     "SourceKind",
     "SourceTensor",
+    "TupleItem",
     "UnreadableTensor",
     "Weights",
     "abbreviated_list",
@@ -309,6 +312,7 @@ class Source:
         absent_files: by the beginning of names, a sentence about files that these tensors may be in, and that are
             absent, for the error of a region that no file has.
         padding: by tensor, the boxes that only fill up a buffer: their bytes may be anything.
+        paths: by name of a tensor or of another entry, its keys, where the format records them (formats/paths.py).
     """
 
     kind: SourceKind
@@ -338,6 +342,13 @@ class Source:
     small_files: Store | None = None
     absent_files: Mapping[str, str] = field(default_factory=dict)
     padding: Mapping[str, frozenset[Box]] = field(default_factory=dict)
+    paths: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors and other entries."""
+        names = {tensor.shard.name for _, tensor in self.shards()}
+        return names.union(self.others, (tensor.name for tensor in self.unreadable))
 
     @property
     def unsupported(self) -> dict[str, UnsupportedError]:
@@ -449,7 +460,15 @@ class Source:
             others={new_name(name): text for name, text in self.others.items()},
             texts={new_name(name): text for name, text in self.texts.items()},
             unreadable=tuple(replace(tensor, name=new_name(tensor.name)) for tensor in self.unreadable),
+            paths=agreed_paths(self._renamed_paths(new_name)) if self.paths else {},
         )
+
+    def _renamed_paths(self, new_name: Callable[[str], str]) -> Iterator[tuple[str, Path | None]]:
+        """Yield the new name of each entry with its path, None for one whose path is not known."""
+        for name in self.names:
+            new = new_name(name)
+            path = self.paths.get(name)
+            yield new, None if path is None else moved_path(path, name, new)
 
     def unwrapped(self) -> Source:
         """Return the source without the parts of wrappers in its names, and with a note if there were any."""

@@ -24,6 +24,7 @@ from statexchange.errors import (
 from statexchange.formats.huggingface import RANK, check_numbers, misplaced, names_by_file, read_index
 from statexchange.formats.model_files import INDEX, TORCH, model_files, only_indexed, unread_weights
 from statexchange.formats.part_names import StateFile, state_file
+from statexchange.formats.paths import ListItem, Path, TupleItem, agreed_paths
 from statexchange.formats.pickles import GlobalRef, OpaqueObject, each_once, read_pickle
 from statexchange.formats.source import Part, Section, SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
 from statexchange.formats.torch_archive import (
@@ -57,6 +58,8 @@ _OF_DEEPSPEED = ("ds_version", "ds_config", "param_shapes")  # entries of its fi
 _STEPS_PER_LEAF = 8  # to encode it takes about 15 us; an empty list has 2 bytes of a pickle
 _STEPS_PER_REFUSAL = 256  # an error takes about 2,000 bytes; a tensor's pickle has 200
 _MAX_KEY_TEXT = 512  # characters of a key that is not text, in a name
+_KEY_TYPES = (str, int, float, bool, type(None), ListItem, TupleItem)  # of the keys of paths
+_BYTES_PER_KEY = 8  # of memory, in a path
 
 
 def matches(opened: OpenedPath) -> bool:
@@ -87,6 +90,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     others: dict[str, str] = {}
     texts: dict[str, dict[str, str]] = {}  # each text of a value, with its description
     unreadable: list[UnreadableTensor] = []
+    paths: list[tuple[str, Path | None]] = []  # of each entry of each file
     known: dict[str, StateFile] = {}  # by name of an entry
     indexed, names = _files_to_read(opened)
     if opened.file is None and not indexed:
@@ -101,9 +105,10 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             for entry, text in reader.texts.items():
                 texts.setdefault(entry, {}).setdefault(text, reader.others[entry])
             unreadable += reader.unsupported
+            paths += reader.paths.items()
             part = state_file(name)
             if part is not None:
-                known |= dict.fromkeys(reader.names, part)
+                known |= dict.fromkeys(reader.paths, part)
             continue
         except NotFoundError:
             problems.append(IncompleteError("a file of this checkpoint is missing", path=store.path_of(name)))
@@ -140,6 +145,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         texts={entry: next(iter(of_entry)) for entry, of_entry in texts.items() if len(of_entry) == 1},
         problems=tuple(problems),
         unreadable=tuple(unreadable),
+        paths=agreed_paths(paths),
     )
 
 
@@ -197,7 +203,7 @@ class TorchFile:
         texts: those of `others` that are plain values, as JSON text of `values.encode`.
         unsupported: tensors that cannot be read.
         root: the value of the pickle, as `read_pickle` returns it.
-        names: the names of all entries.
+        paths: the path of each entry by its name, None if it is not recorded.
     """
 
     def __init__(self, file: StoredFile, rank: int) -> None:
@@ -215,14 +221,14 @@ class TorchFile:
         self._budget = file.budget.of(path, len(data))
         self._meshes = _MeshShapes(self._budget)
         self.root = root = read_pickle(data, path, self._budget, unknown_classes=True)
-        names: set[str] = set()
+        self.paths: dict[str, Path | None] = {}
         without_tensors: set[int] = set()
-        for name, value in leaves(root, path, self._budget):
-            if name in names:
+        for name, keys, value in leaves(root, path, self._budget):
+            if name in self.paths:
                 raise CorruptError(
                     "two entries have this name when nested keys are joined with dots", name=name, path=path
                 )
-            names.add(name)
+            self.paths[name] = keys
             if not is_tensor(value):
                 self._budget.spend(_STEPS_PER_LEAF)
                 description = describe(value)
@@ -247,7 +253,6 @@ class TorchFile:
         if any(name.startswith(_OF_DEEPSPEED) for name in self.others):
             self._refuse_placeholders(tensors)
         self.shard_file = ShardFile(rank, file, tensors, aliases)
-        self.names = names
 
     def _refuse_placeholders(self, tensors: dict[str, SourceTensor]) -> None:
         """Move the tensors of shape [0] to the unsupported ones: ZeRO-3 has their values in other files."""
@@ -358,19 +363,21 @@ def open_archive(file: StoredFile) -> Archive:
     raise CorruptError(text or "not a file of torch.save", path=path)
 
 
-def leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of everything but containers, in order. A sequence without tensors is one leaf.
+def leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Path | None, Any]]:
+    """Yield (dotted name, path, value) of all but containers, in order. A sequence without tensors is one leaf.
 
-    A pickle can refer to one list many times, so visits and the text of names are counted against the budget.
+    The path is None where its keys do not join to the name, or a key is no plain value. A pickle can refer to one list
+    many times, so visits, the text of names and the keys of paths are counted against the budget.
     """
     # Iterators, not lists of children: a list that contains itself would be listed again at each level.
-    waiting: list[Iterator[tuple[str, Any]]] = [iter([("tensor" if is_tensor(root) else "", root)])]
+    first = ("tensor", None, root) if is_tensor(root) else ("", (), root)
+    waiting: list[Iterator[tuple[str, Path | None, Any]]] = [iter([first])]
     while waiting:
         entry = next(waiting[-1], None)
         if entry is None:
             waiting.pop()
             continue
-        name, value = entry
+        name, keys, value = entry
         if len(waiting) > MAX_DEPTH + 1:
             raise CorruptError(f"refused: it is nested more than {MAX_DEPTH} levels deep", name=name[:80], path=path)
         if type(value) in (dict, list, tuple, set, frozenset):
@@ -378,17 +385,25 @@ def leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
         children = _children(value)
         if children is None:
             if name or type(value) is not dict:  # a whole file of an empty mapping has no entry
-                yield name or "value", value
+                yield name or "value", keys if name else None, value
             continue
-        waiting.append(_named(children, name, budget))
+        if keys and not name:  # below a key without text: names do not have its dot
+            keys = None
+        waiting.append(_named(children, name, keys, budget))
 
 
-def _named(children: Iterable[tuple[Any, Any]], name: str, budget: Budget) -> Iterator[tuple[str, Any]]:
-    """Yield the children of the container `name` by their dotted names."""
+def _named(
+    children: Iterable[tuple[Any, Any]], name: str, keys: Path | None, budget: Budget
+) -> Iterator[tuple[str, Path | None, Any]]:
+    """Yield the children of the container `name`, whose path is `keys`, by their dotted names."""
     for key, child in children:
         text = key if type(key) is str else excerpt(key, _MAX_KEY_TEXT)
-        budget.spend(1, len(name) + len(text))
-        yield f"{name}.{text}" if name else text, child
+        path = None
+        # A longer text may be cut short.
+        if keys is not None and type(key) in _KEY_TYPES and (type(key) is str or len(text) < _MAX_KEY_TEXT):
+            path = (*keys, key)
+        budget.spend(1, len(name) + len(text) + (0 if path is None else _BYTES_PER_KEY * len(path)))
+        yield f"{name}.{text}" if name else text, path, child
 
 
 def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
@@ -400,7 +415,8 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
     if type(value) in (list, tuple):
         kinds = set(map(type, value))
         if not kinds.isdisjoint((dict, list, tuple)) or any(map(is_tensor, each_once(value, (OpaqueObject,)))):
-            return enumerate(value)
+            kind = ListItem if type(value) is list else TupleItem
+            return ((kind(index), item) for index, item in enumerate(value))
     return None
 
 
