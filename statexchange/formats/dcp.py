@@ -21,7 +21,6 @@ from statexchange.errors import (
     excerpt,
     type_text,
 )
-from statexchange.formats.paths import ListItem, Path
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, read_pickle
 from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor
 from statexchange.formats.torch_archive import (
@@ -34,6 +33,7 @@ from statexchange.formats.torch_archive import (
     unwrap_tensor,
     view_of,
 )
+from statexchange.sharding.paths import ListItem, Path
 from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from_json
 from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange

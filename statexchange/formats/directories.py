@@ -37,7 +37,6 @@ from statexchange.formats.model_files import (
     is_weights,
     unread_weights,
 )
-from statexchange.formats.paths import Path
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import (
     Part,
@@ -49,6 +48,7 @@ from statexchange.formats.source import (
     UnreadableTensor,
     merged_metadata,
 )
+from statexchange.sharding.paths import Path
 from statexchange.storage.claim import CLAIM_NAME
 from statexchange.storage.opened_path import OpenedPath, open_path
 from statexchange.storage.store import FilteredStore, Store

@@ -7,23 +7,10 @@ numbers. A name that has no path is a name alone: nothing about it is guessed.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-__all__ = ["ListItem", "Path", "TupleItem", "agreed_paths", "moved_path"]
+from statexchange.sharding.paths import Path
 
-Path = tuple[Any, ...]
-
-
-class ListItem(int):
-    """The index of an item of a list, as a key of a path. It equals the integer: compare the types, too."""
-
-    __slots__ = ()
-
-
-class TupleItem(int):
-    """The index of an item of a tuple, as a key of a path. It equals the integer: compare the types, too."""
-
-    __slots__ = ()
+__all__ = ["agreed_paths", "moved_path"]
 
 
 def agreed_paths(paths: Iterable[tuple[str, Path | None]]) -> dict[str, Path]:

@@ -16,8 +16,9 @@ from statexchange.errors import (
     UnsupportedError,
     excerpt,
 )
-from statexchange.formats.paths import ListItem, Path, TupleItem, agreed_paths, moved_path
+from statexchange.formats.paths import agreed_paths, moved_path
 from statexchange.sharding.options import renamed
+from statexchange.sharding.paths import Path
 from statexchange.sharding.plan import HolderLabel, RankShards, prove_cover
 from statexchange.sharding.shards import Box, Shard
 from statexchange.sharding.wrappers import note_on_wrappers, wrapper_rules
@@ -37,7 +38,6 @@ __all__ = [
     "KINDS_WITH_RANKS",
     "TORCHAO_NAMES",
     "WEIGHTS",
-    "ListItem",
     "Part",
     "Section",
     "SectionName",
@@ -45,7 +45,6 @@ __all__ = [
     "Source",
     "SourceKind",
     "SourceTensor",
-    "TupleItem",
     "UnreadableTensor",
     "Weights",
     "abbreviated_list",

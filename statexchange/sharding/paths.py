@@ -12,11 +12,15 @@ _MAX_DIGITS = 19  # of an index; Python refuses to convert texts of more than 4,
 
 
 class ListItem(int):
-    """The index of an item of a list, as a key of a path."""
+    """The index of an item of a list, as a key of a path. It equals the integer: compare the types, too."""
+
+    __slots__ = ()
 
 
 class TupleItem(int):
-    """The index of an item of a tuple, as a key of a path."""
+    """The index of an item of a tuple, as a key of a path. It equals the integer: compare the types, too."""
+
+    __slots__ = ()
 
 
 def text_of(keys: Iterable[Key]) -> str:
