@@ -19,7 +19,7 @@ from statexchange.comm.defaults import as_communicator
 from statexchange.conversions.choice import Convert
 from statexchange.errors import InvalidArgumentError, ReplacedError, StateExchangeError, type_text
 from statexchange.exchange.converting import ChosenConversion, convert_for_load, with_names_in_memory
-from statexchange.exchange.load_items import live_targets, place_targets, read_item, stored_names
+from statexchange.exchange.load_items import live_targets, place_targets, read_item, stored_entries
 from statexchange.exchange.name_check import SHOWN, check_names, loads_nothing, selects_nothing
 from statexchange.exchange.new_tensors import Filled, tensor_to_fill
 from statexchange.exchange.opened_source import check_same, opened
@@ -446,7 +446,7 @@ class _MatchedState:
         tree = has_tree(source, tensors)
         matching = Matching(
             names=self._names,
-            stored=lambda text, keys: stored_names(text, keys, self.entries, self._layout, self._renumbered),
+            stored=lambda text, keys: stored_entries(text, keys, self.entries, self._layout, self._renumbered),
             allocate=partial(tensor_to_fill, filled),
             shape_of=tensors.shape_of if options.layout is None else None,
             objects=self._objects,
@@ -488,7 +488,7 @@ class _MatchedState:
         live: dict[str, dict[int, str]] = {}
         for target in plan.targets if self._tensors.aliases else ():
             if target.name is not None and getattr(target.live, "requires_grad", False):  # only what trains will differ
-                of_tensor = live.setdefault(self._tensors.stored(target.name), {})
+                of_tensor = live.setdefault(self._tensors.aliases.get(target.name, target.name), {})
                 of_tensor.setdefault(id(target.live), target.path)
         lost = [" and ".join(paths.values()) for paths in live.values() if len(paths) > 1]
         if not lost:

@@ -15,11 +15,11 @@ from statexchange.sharding.options import FLOATS, LoadOptions
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rules import Layout, with_dots
 from statexchange.state.describe import Description, LocalTensor, describe_entry
-from statexchange.state.entries import Entries, SavedTensor
+from statexchange.state.entries import Entries, Entry, SavedTensor
 from statexchange.state.load_plan2 import LoadPlan
 from statexchange.tensors import check_writable, without_grad
 
-__all__ = ["LiveTarget", "live_targets", "names_of", "place_targets", "read_item", "stored_names"]
+__all__ = ["LiveTarget", "live_targets", "names_of", "place_targets", "read_item", "stored_entries"]
 
 
 class LiveTarget(NamedTuple):
@@ -40,16 +40,16 @@ def names_of(name: str, layout: Layout, renumbered: Mapping[str, str]) -> list[s
     return [renumbered.get(new, new) for new in names]
 
 
-def stored_names(
+def stored_entries(
     text: str, keys: tuple[object, ...], entries: Entries, layout: Layout, renumbered: Mapping[str, str]
-) -> list[str] | None:
-    """Return the source's own names of the tensors that fill a live one; None if it lacks one."""
+) -> list[Entry] | None:
+    """Return the source's entries of the tensors that fill a live one; None if it lacks one."""
     found = []
     for name in names_of(text, layout, renumbered):
         entry = entries.at(name, keys if name == text else None)
         if entry is None or not isinstance(entry.leaf, SavedTensor):
             return None
-        found.append(entry.leaf.name)
+        found.append(entry)
     return found
 
 
@@ -69,7 +69,8 @@ def live_targets(
                 name = target.name
                 if name is None or local.shard.name != target.path:
                     source_name = renumbered.get(local.shard.name, local.shard.name)
-                    (name,) = stored_names(source_name, (), entries, Layout({}), {}) or [source_name]
+                    entry = entries.at(source_name)
+                    name = source_name if entry is None else entry.leaf.name
                 found.append(LiveTarget(name, target.path, local, is_padded))
     return found
 

@@ -40,7 +40,7 @@ class Filled:
     layout: Layout
 
 
-def tensor_to_fill(catalog: Filled, name: str, place: Place) -> Any:
+def tensor_to_fill(catalog: Filled, name: str, place: Place, path: str) -> Any:
     """Return the tensor of this place that the saved one `name` is read into. Not collective.
 
     It is the live one if the saved one fits into it. A new one is like the live one, or else like the parameter whose
@@ -52,7 +52,7 @@ def tensor_to_fill(catalog: Filled, name: str, place: Place) -> Any:
     shape: Sequence[int] = shard.global_shape
     if like_parameter(name, place.parameter_name, catalog.entries, catalog.tensors, catalog.layout):
         shape = tuple(place.parameter.shape)  # a shard, as the parameter is
-    _check_is_of_all_ranks(catalog, name, shape, place.parameter)
+    _check_is_of_all_ranks(catalog, name, shape, place.parameter, path)
     if place.is_filled and _fits(catalog, stored, shape, own):
         moves = place.is_step and not place.on_host and own.device != place.parameter.device
         if not moves:
@@ -63,7 +63,7 @@ def tensor_to_fill(catalog: Filled, name: str, place: Place) -> Any:
     return _new(catalog, name, stored, shape, place, like)
 
 
-def _check_is_of_all_ranks(catalog: Filled, name: str, shape: Sequence[int], parameter: Any) -> None:
+def _check_is_of_all_ranks(catalog: Filled, name: str, shape: Sequence[int], parameter: Any, path: str) -> None:
     """Raise ReplicaError for a whole tensor beside a sharded parameter that is neither a scalar nor of its shape.
 
     It may be a value for each row of the parameter, of which this rank has only some. A save of several ranks records
@@ -77,8 +77,8 @@ def _check_is_of_all_ranks(catalog: Filled, name: str, shape: Sequence[int], par
         saved = format_number(source.world_size or 1, "rank")
         raise ReplicaError(
             f"state of a sharded parameter has neither its shape nor is it a scalar: {saved} saved it, and "
-            f"{catalog.tensors.world_size} load it, each with a part of the parameter; exclude={name!r} leaves it as it is",
-            name=name,
+            f"{catalog.tensors.world_size} load it, each with a part of the parameter; exclude={path!r} leaves it as it is",
+            name=path,
             path=source.path,
             expected=tuple(parameter.shape),
             found=tuple(shape),

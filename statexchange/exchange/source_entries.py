@@ -11,6 +11,7 @@ from statexchange.exchange.stored_tensors import StoredTensors, differing_text
 from statexchange.formats.source import Source
 from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.paths import paths_above
+from statexchange.sharding.rules import with_dots
 from statexchange.state.entries import (
     Conflicts,
     Entries,
@@ -153,7 +154,7 @@ def _keys(source: Source, name: str) -> tuple[Any, ...]:
 
 def check_conflicts(conflicts: Conflicts, loaded: Collection[str], tensors: StoredTensors) -> None:
     """Raise ReplicaError for values that are loaded, and that ranks saved differently."""
-    places = {"", *loaded, *(path for text in loaded for path in paths_above(text))}
+    places = _places(loaded)
     names = [name for name in conflicts if name in places]
     if not names:
         return
@@ -172,10 +173,9 @@ def check_ranks(per_rank: Iterable[str], loaded: Collection[str], tensors: Store
     one rank's part of the data repeats or skips samples in another. With ``replicas="root"`` the state of an object is
     loaded nevertheless, but not that of a part of a parameter, which fits no other part.
     """
-    places = {"", *loaded, *(path for text in loaded for path in paths_above(text))}
-    names = places.intersection(per_rank)
+    names = _places(loaded).intersection(per_rank)
     if takes_root:
-        names &= {*tensors}  # these are parts of parameters
+        names &= {*map(with_dots, tensors)}  # these are parts of parameters
     if names:
         name, ranks = min(names), tensors.source.world_size or 1
         leave = f": pass exclude={name!r} to leave it as it is on each rank" if name else ""
@@ -185,6 +185,12 @@ def check_ranks(per_rank: Iterable[str], loaded: Collection[str], tensors: Store
             name=name or None,
             path=tensors.source.path,
         )
+
+
+def _places(loaded: Collection[str]) -> set[str]:
+    """Return the paths of all that is loaded, and of what contains it."""
+    places = {path for text in loaded for path in paths_above(text)}
+    return {"", *places} if places else places
 
 
 def _excluding(names: Sequence[str]) -> str | list[str]:

@@ -693,6 +693,6 @@ def with_dots(path: str) -> str:
 
 def _fits(name: str, pattern: str) -> bool:
     """Whether a pattern matches a name. An index may stand in brackets in both, as in messages, or after a dot."""
-    if fnmatch.fnmatchcase(name, pattern):
+    if fnmatch.fnmatchcase(name, pattern) or name == with_dots(pattern):
         return True
     return "[" in name and (name == pattern or fnmatch.fnmatchcase(with_dots(name), pattern))

@@ -17,7 +17,7 @@ from statexchange.state.entries import Conflicts, Entry, SavedTensor, refuse_opa
 from statexchange.state.leaves import is_leaf, state_of_object
 from statexchange.units import format_number
 
-__all__ = ["Filler", "LoadPlan", "LoadTarget", "ObjectStates", "Place", "expect"]
+__all__ = ["Filler", "LoadPlan", "LoadTarget", "ObjectStates", "Place", "expect", "name_of", "named"]
 
 
 class Place(NamedTuple):
@@ -118,13 +118,13 @@ class ObjectStates:
         return self._known[id(live)][1]
 
 
-Allocate = Callable[[str, Place], Any]
+Allocate = Callable[[str, Place, str], Any]
 
 
 class Filler:
     """Puts tensors in place of each SavedTensor of a saved value, and lets the plan read them.
 
-    `allocate(name, place)` returns the tensor to fill: the live one of this place if it fits, else a new one.
+    `allocate(name, place, path)` returns the tensor to fill: the live one of this place if it fits, else a new one.
     """
 
     def __init__(self, plan: LoadPlan, allocate: Allocate) -> None:
@@ -138,7 +138,7 @@ class Filler:
 
     def _with_tensors(self, saved: Any, path: str, place: Place) -> Any:
         if isinstance(saved, SavedTensor):
-            live = self.allocate(saved.name, place)
+            live = self.allocate(saved.name, place, path)
             self.plan.targets.append(LoadTarget(saved.name, live, path, place.parameter_name))
             return live
         items = children(saved)
@@ -164,6 +164,11 @@ class Filler:
         with named(path):
             check_change(container, change)
         self.plan.callbacks.append(lambda: change(container))
+
+
+def name_of(stored: Sequence[Entry]) -> str | None:
+    """Return the source's name of the one tensor that fills a live one; None if a layout splits that."""
+    return stored[0].leaf.name if len(stored) == 1 else None
 
 
 @contextlib.contextmanager

@@ -22,7 +22,17 @@ from statexchange.state.containers import (
 from statexchange.state.entries import ABSENT, Entries, Entry, SavedTensor, has_no_leaves, refuse_opaque
 from statexchange.state.flatten import LiveEntry, LiveState
 from statexchange.state.leaves import is_leaf, load_object
-from statexchange.state.load_plan2 import Allocate, Filler, LoadPlan, LoadTarget, ObjectStates, Place, expect, named
+from statexchange.state.load_plan2 import (
+    Allocate,
+    Filler,
+    LoadPlan,
+    LoadTarget,
+    ObjectStates,
+    Place,
+    expect,
+    name_of,
+    named,
+)
 from statexchange.state.match_modules import match_module, prefixes_of_modules
 from statexchange.state.match_optimizers import OptimizerMatcher
 from statexchange.state.megatron import MegatronTensor, leaves, sharded_kind
@@ -40,7 +50,7 @@ class Matching:
 
     Attributes:
         names: the filter of the load.
-        stored: returns the source's tensors for a live tensor's path, several if a layout splits it; None without one.
+        stored: returns the source's entries for a live tensor, several if a layout splits it; None if it lacks one.
         allocate: returns the tensor to fill for a place (`Filler`).
         shape_of: returns the global shape of a tensor of the source; None if plain live tensors may be parts.
         objects: the present states of objects.
@@ -49,7 +59,7 @@ class Matching:
     """
 
     names: NameFilter
-    stored: Callable[[str, tuple[Any, ...]], Sequence[str] | None]
+    stored: Callable[[str, tuple[Any, ...]], Sequence[Entry] | None]
     allocate: Allocate
     shape_of: Callable[[str], tuple[int, ...]] | None
     objects: ObjectStates
@@ -68,6 +78,7 @@ def match(state: Any, live: LiveState, entries: Entries, matching: Matching) -> 
     for entry in live.entries:
         matcher.match(entry)
     matcher.check_containers()
+    matcher.optimizers.check_shapes()
     matcher.optimizers.check_schedulers()
     matcher.check_lists()
     matcher.add_unexpected()
@@ -134,10 +145,9 @@ class _Matcher:
             expect(other is None and not below, "a tensor", {} if other is None else other.leaf, entry.text)
             self._add_missing(entry)
             return
-        self._taken.add(entry.text)
-        self.plan.loaded.add(entry.text)
-        name = stored[0] if [*stored] and len(stored) == 1 else None
-        self.plan.targets.append(LoadTarget(name, entry.value, entry.text))
+        self._taken.update(one.text for one in stored)
+        self.plan.add_loaded(stored)
+        self.plan.targets.append(LoadTarget(name_of(stored), entry.value, entry.text))
 
     def _sharded(self, live: Any, path: str) -> None:
         """Plan an object of Megatron-Core: match tensors by key; merge what a factory builds into its parameter."""
@@ -202,9 +212,10 @@ class _Matcher:
         selected = saved
         if self._names.selects or not self._matching.has_tree:
             selected = self._selected(saved, live, path)
-        self._take(entry)
         if selected is ABSENT:
+            self._take_unloaded(entry)
             return
+        self._take(entry)
         self.plan.num_values += 1
         self._new_values[entry.keys] = self._replacement(live, self._filled(selected, live, path), path)
 
@@ -253,6 +264,11 @@ class _Matcher:
     def _wants_whole(self, parts: Sequence[tuple[Any, str]]) -> bool:
         """Whether what has these values at these paths is loaded: if one path is included, and none is excluded."""
         return self._options.wants_object([step.path for value, path in parts for step in walk(value, path=path)])
+
+    def _wants_entry(self, entry: Entry) -> bool:
+        if not self._names.selects or isinstance(entry.leaf, SavedTensor):
+            return self._options.wants(entry.text)
+        return self._wants_whole([(entry.leaf, entry.text)])
 
     def _may_want(self, entry: LiveEntry) -> bool:
         """Whether a live entry, or anything inside it, is to be loaded."""
@@ -371,7 +387,7 @@ class _Matcher:
         known = set(self._by_key.saved)
         found: dict[str, None] = {}
         for entry in self._entries:
-            if entry.text in self._taken or entry.is_alias or not self._options.wants(entry.text):
+            if entry.text in self._taken or entry.is_alias or not self._wants_entry(entry):
                 continue
             if self._by_key.live and (entry.name in known or entry.text in known):
                 if entry.name not in self._by_key.live:

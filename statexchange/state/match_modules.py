@@ -13,7 +13,7 @@ from statexchange.state.containers import has_indices
 from statexchange.state.entries import ABSENT, Entries, OpaqueValue
 from statexchange.state.flatten import LiveEntry, LiveState
 from statexchange.state.leaves import load_object
-from statexchange.state.load_plan2 import Filler, LoadTarget, Place, expect
+from statexchange.state.load_plan2 import Filler, LoadTarget, Place, expect, name_of
 from statexchange.state.modules import (
     has_loader,
     is_extra_state,
@@ -100,11 +100,11 @@ def match_module(
             if id(tensor) not in loaded:  # a tied tensor is loaded under any of its names
                 plan.add_missing([where])
             continue
-        taken.add(where)
-        plan.loaded.add(where)
-        new = _resized(tensor, names, filler, *buffers.get(id(tensor), (None, "")))
+        taken.update(one.text for one in names)
+        plan.add_loaded(names)
+        new = _resized(tensor, name_of(names), filler, where, *buffers.get(id(tensor), (None, "")))
         if new is None:
-            plan.targets.append(LoadTarget(names[0] if len(names) == 1 else None, tensor, where))
+            plan.targets.append(LoadTarget(name_of(names), tensor, where))
         else:
             resized[name] = new
     extra = {}
@@ -137,14 +137,14 @@ def _wanted(names: Collection[str], prefix: str, path: str, matching: Matching, 
     return wanted
 
 
-def _resized(live: Any, names: Any, filler: Filler, part: Any, name: str) -> Any:
+def _resized(live: Any, stored: str | None, filler: Filler, path: str, part: Any, name: str) -> Any:
     """Return a new tensor of the saved shape, if the module `part` takes it for its buffer `name`; else None."""
-    if part is None or len(names) != 1:
+    if part is None or stored is None:
         return None
-    new = filler.allocate(names[0], Place(live))
+    new = filler.allocate(stored, Place(live), path)
     if new is live or new.dtype != live.dtype or not resizes(part, name, new):
         return None
-    filler.plan.targets.append(LoadTarget(names[0], new, names[0]))
+    filler.plan.targets.append(LoadTarget(stored, new, path))
     return new
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
 from statexchange.sharding.paths import joined
@@ -54,6 +54,26 @@ class _SavedParameter:
         return self.saved.groups[self.number]
 
 
+class _ParameterTensor(NamedTuple):
+    """A tensor of a parameter's state that is loaded.
+
+    Attributes:
+        found: what the source has for the parameter.
+        name: the source's name of the tensor.
+        live: what the state has now in this place, or None.
+        label: the parameter's label.
+        parameters: all parameters of the optimizer, by label.
+        path: the path of the tensor in the state.
+    """
+
+    found: _SavedParameter
+    name: str
+    live: Any
+    label: str
+    parameters: Mapping[str, Any]
+    path: str
+
+
 @dataclass(slots=True)
 class _Match:
     """A live optimizer with what the source has for it.
@@ -86,6 +106,7 @@ class OptimizerMatcher:
         self._taken = taken
         self._names: Mapping[int, ParameterName] | None = None
         self._hyperparameters: dict[int, Any] = {}  # live ones by id
+        self._tensors: list[_ParameterTensor] = []
         self._schedulers: list[LiveEntry] = []
         self._same_groups: dict[int, bool | None] = {}  # by id of the optimizer; None if the source does not say
 
@@ -311,12 +332,12 @@ class OptimizerMatcher:
         if not isinstance(saved, Mapping):
             return self._filler.fill(saved, where, place)
         own = live if isinstance(live, Mapping) else {}
-        checks_shapes = not self._is_of_shape(found, label, parameter)
         new: dict[Any, Any] = {}
         for key, entry in saved.items():
             refuse_opaque(key, where)
-            if checks_shapes:
-                self._check_shape(entry, own.get(key), label, parameters, joined(where, key))
+            if isinstance(entry, SavedTensor):
+                state = _ParameterTensor(found, entry.name, own.get(key), label, parameters, joined(where, key))
+                self._tensors.append(state)
             is_step = key == "step"
             at = Place(own.get(key), True, parameter, label, is_step, is_step and on_host)
             new[key] = self._filler.fill(entry, joined(where, key), at)
@@ -332,36 +353,31 @@ class OptimizerMatcher:
         ways = [begin for begin in ends if all(begin + label in new for label in labels)]
         return [new[ways[0] + label] for label in labels] if len(ways) == 1 else None
 
-    def _is_of_shape(self, found: _SavedParameter, label: str, parameter: Any) -> bool:
-        """Whether the source has this parameter by name, and the state of one of the live shape is any that it has."""
-        if found.saved.by_number or self._matching.shape_of is None:
-            return self._matching.shape_of is None
-        tensor = self._entries.at(with_dots(label))
-        if tensor is None or not isinstance(tensor.leaf, SavedTensor):
-            return False
-        return self._matching.shape_of(tensor.leaf.name) == tuple(parameter.shape)
-
-    def _check_shape(self, saved: Any, live: Any, label: str, parameters: Mapping[str, Any], path: str) -> None:
+    def check_shapes(self) -> None:
         """Raise InvalidArgumentError for a tensor of a parameter's state that is another parameter's.
 
         It fits if it is a scalar, has the parameter's shape or one that torch broadcasts to it, or the shape that it has
-        now. Of any other shape it is refused if that is another parameter's, or has as many dims as the parameter.
+        now. Of any other shape it is refused if that is another parameter's, or has as many dims as the parameter. A
+        parameter that is loaded by its name itself, and so has the source's shape, may have state of any.
         """
-        if not isinstance(saved, SavedTensor) or self._matching.shape_of is None:
-            return
-        shape, expected = self._matching.shape_of(saved.name), tuple(parameters[label].shape)
-        if shape in ((), expected) or (is_tensor(live) and tuple(live.shape) == shape):
-            return
-        if len(shape) == len(expected):
-            fits = all(size in (1, other) for size, other in zip(shape, expected, strict=True))
-        else:
-            fits = all(tuple(one.shape) != shape for one in parameters.values())
-        if not fits:
-            text = (
-                f"this does not fit its parameter {label!r}: give the optimizer the parameters in the order of the job that "
-                "saved it, build the model as it was saved, or leave this out by exclude"
-            )
-            raise InvalidArgumentError(text, name=path, expected=expected, found=shape)
+        loaded = {id(target.live) for target in self._plan.targets}
+        for state in self._tensors if self._matching.shape_of is not None else ():
+            parameter = state.parameters[state.label]
+            if id(parameter) in loaded and not state.found.saved.by_number:
+                continue
+            shape, expected = self._matching.shape_of(state.name), tuple(parameter.shape)
+            if shape in ((), expected) or (is_tensor(state.live) and tuple(state.live.shape) == shape):
+                continue
+            if len(shape) == len(expected):
+                fits = all(size in (1, other) for size, other in zip(shape, expected, strict=True))
+            else:
+                fits = all(tuple(one.shape) != shape for one in state.parameters.values())
+            if not fits:
+                text = (
+                    f"this does not fit its parameter {state.label!r}: give the optimizer the parameters in the order of "
+                    "the job that saved it, build the model as it was saved, or leave this out by exclude"
+                )
+                raise InvalidArgumentError(text, name=state.path, expected=expected, found=shape)
 
     def _shared(self, optimizer: Any, match: _Match, states: dict[Any, Any]) -> None:
         """Plan the state that is not of a parameter."""

@@ -66,6 +66,7 @@ class NameFilter:
             if other.text != old.text and not _are_one_tensor(other, old):
                 text = f"rename gives one name to both {other.text!r} and {old.text!r}: change rename"
                 raise UnsafeError(text, name=entry.text, path=path)
+        _check_places(new, entries, path)
         return new
 
     def _entry(self, entry: Entry) -> Entry:
@@ -80,6 +81,18 @@ class NameFilter:
             if new in self._units:
                 return new + text[len(unit) :]
         return self.name(text)
+
+
+def _check_places(new: Sequence[Entry], entries: Sequence[Entry], path: str) -> None:
+    """Raise UnsafeError if an entry was moved to the place of a mapping of others, or into another entry."""
+    moved = [(entry, old) for entry, old in zip(new, entries, strict=True) if entry.text != old.text]
+    above = {one for entry in new for one in paths_above(entry.text) if one != entry.text}
+    above_moved = {one: old for entry, old in moved for one in paths_above(entry.text) if one != entry.text}
+    clashes = [(entry, old) for entry, old in moved if entry.text in above and entry.leaf != {}]
+    clashes += [(entry, above_moved[entry.text]) for entry in new if entry.text in above_moved and entry.leaf != {}]
+    for entry, old in clashes:
+        text = f"rename moves {old.text!r} to the place of another entry of the source, or into it: change rename"
+        raise UnsafeError(text, name=entry.text, path=path)
 
 
 def _are_one_tensor(one: Entry, other: Entry) -> bool:
