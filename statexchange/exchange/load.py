@@ -39,7 +39,7 @@ from statexchange.state.describe import State
 from statexchange.state.entries import Entries
 from statexchange.state.flatten import flatten
 from statexchange.state.leaves import contains_state
-from statexchange.state.load_plan2 import LoadPlan, ObjectStates
+from statexchange.state.load_plan import LoadPlan, ObjectStates
 from statexchange.state.match import Matching, match
 from statexchange.state.modules import is_extra_state, is_module, live_items
 from statexchange.state.name_filter import NameFilter

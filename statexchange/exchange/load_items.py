@@ -16,7 +16,7 @@ from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rules import Layout, with_dots
 from statexchange.state.describe import Description, LocalTensor, describe_entry
 from statexchange.state.entries import Entries, Entry, SavedTensor
-from statexchange.state.load_plan2 import LoadPlan
+from statexchange.state.load_plan import LoadPlan
 from statexchange.tensors import check_writable, without_grad
 
 __all__ = ["LiveTarget", "live_targets", "names_of", "place_targets", "read_item", "stored_entries"]

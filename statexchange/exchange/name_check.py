@@ -11,7 +11,7 @@ from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.rename_hint import suggest_rename
 from statexchange.sharding.wrappers import WRAPPERS
 from statexchange.state.entries import Entries, SavedTensor
-from statexchange.state.load_plan2 import LoadPlan
+from statexchange.state.load_plan import LoadPlan
 from statexchange.state.modules import is_module, live_items
 from statexchange.state.tree import walk
 from statexchange.tensors import is_tensor

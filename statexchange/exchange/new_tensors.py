@@ -15,7 +15,7 @@ from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.rules import Layout, with_dots
 from statexchange.state.dtensors import is_sharded, new_dtensor
 from statexchange.state.entries import Entries, SavedTensor
-from statexchange.state.load_plan2 import Place
+from statexchange.state.load_plan import Place
 from statexchange.tensors import (
     dtype_name,
     is_array,

@@ -23,7 +23,7 @@ from statexchange.state.entries import (
     flatten_tree,
 )
 from statexchange.state.flatten import LiveState
-from statexchange.state.load_plan2 import ObjectStates
+from statexchange.state.load_plan import ObjectStates
 from statexchange.state.modules import live_items
 from statexchange.state.name_filter import NameFilter
 from statexchange.state.optimizers import state_of_optimizer

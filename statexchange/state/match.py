@@ -22,7 +22,7 @@ from statexchange.state.containers import (
 from statexchange.state.entries import ABSENT, Entries, Entry, SavedTensor, has_no_leaves, refuse_opaque
 from statexchange.state.flatten import LiveEntry, LiveState
 from statexchange.state.leaves import is_leaf, load_object
-from statexchange.state.load_plan2 import (
+from statexchange.state.load_plan import (
     Allocate,
     Filler,
     LoadPlan,

@@ -13,7 +13,7 @@ from statexchange.state.containers import has_indices
 from statexchange.state.entries import ABSENT, Entries, OpaqueValue
 from statexchange.state.flatten import LiveEntry, LiveState
 from statexchange.state.leaves import load_object
-from statexchange.state.load_plan2 import Filler, LoadTarget, Place, expect, name_of
+from statexchange.state.load_plan import Filler, LoadTarget, Place, expect, name_of
 from statexchange.state.modules import (
     has_loader,
     is_extra_state,

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
 from statexchange.sharding.paths import joined
-from statexchange.sharding.rules import with_dots
 from statexchange.state.entries import Entries, SavedTensor, are_equal, refuse_opaque
 from statexchange.state.flatten import LiveEntry
 from statexchange.state.leaves import load_object
-from statexchange.state.load_plan2 import Filler, Place, expect
+from statexchange.state.load_plan import Filler, Place, expect
 from statexchange.state.optimizer_class import check_class
 from statexchange.state.optimizers import (
     hyperparameters,
