@@ -42,6 +42,7 @@ class StoredTensors:
         self._progress = progress
         self._boxes: dict[str, dict[Box, ByteRange]] = {}  # what `boxes_of` has returned
         self._parts: dict[str, list[_SavedPart]] = {}
+        self._to_read: dict[str, list[_SavedPart]] = {}  # what `_parts_to_read` has returned
         self.aliases: dict[str, str] = {}
         for shard_file in sorted(source.files, key=lambda file: (file.rank != self.own_rank, file.rank)):
             label = source.label_of(shard_file)
@@ -67,10 +68,13 @@ class StoredTensors:
 
     def _parts_to_read(self, name: str) -> list[_SavedPart]:
         """Return the parts of a tensor to read from: one if that is the whole tensor, and this rank's own or root's."""
-        parts = self._parts[self.stored(name)]
-        shard = parts[0].tensor.shard
-        is_enough = parts[0].rank == self.own_rank or self._takes_root
-        return parts[:1] if is_enough and shard.boxes == (full_box(shard.global_shape),) else parts
+        if name not in self._to_read:
+            parts = self._parts[self.stored(name)]
+            shard = parts[0].tensor.shard
+            is_enough = len(parts) == 1 or parts[0].rank == self.own_rank or self._takes_root
+            takes_first = is_enough and len(parts) > 1 and shard.boxes == (full_box(shard.global_shape),)
+            self._to_read[name] = parts[:1] if takes_first else parts
+        return self._to_read[name]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return a tensor's global shape."""

@@ -278,6 +278,8 @@ class Layout:
 
     def rule_for(self, name: str) -> Rule | None:
         """Return the first rule whose pattern matches the name, else the first keyword for its module."""
+        if not self.rules:
+            return None
         rule = self._rule_for(name)  # always, because it marks the pattern as used
         if name in self.like:
             return self._rule_for(self.like[name]) or rule

@@ -17,12 +17,13 @@ __all__ = ["WRAPPERS", "note_on_wrappers", "without_wrappers", "wrapper_rules"]
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _PARTS = rf"(?<![^.])(?:{'|'.join(sorted(WRAPPERS))})\."
+_ANY_PART = re.compile("|".join(sorted(WRAPPERS)))
 _MODULE = "module."
 
 
 def without_wrappers(name: str) -> str:
     """Return a name without the parts that wrappers put anywhere into it."""
-    if not any(part in name for part in WRAPPERS):  # nearly all
+    if _ANY_PART.search(name) is None:  # nearly all
         return name
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 

@@ -8,7 +8,7 @@ state, and as many of its last keys as the source knows.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -180,56 +180,55 @@ class Entries:
         self.keys_are_texts = keys_are_texts
         self.conflicts: Conflicts = {}
         self.templates: dict[str, Any] = {}
-        self._by_text: dict[str, list[Entry]] = {}
-        holders: dict[str, int] = {}
+        self._by_text: dict[str, Entry] = {}  # in the order of the source
+        self._alike: dict[str, list[Entry]] = {}  # those of a text that two paths have
+        self._holders: dict[str, int] = {}  # the rank of each entry
         sizes: dict[str, tuple[int, object]] = {}
         for of_rank in ranks:
-            others: set[str] = set()  # lists of another length, of which this rank's items do not count
+            # The items of a list of another length, and what is in a mapping of other keys there, do not count.
+            others = set()
             for path, size in of_rank.sizes.items():
                 rank, first = sizes.setdefault(path, (of_rank.rank, size))
                 if first != size:
                     self.conflicts.setdefault(path, (rank, of_rank.rank))
                     others.add(path)
-            for path, template in of_rank.templates.items():
-                self.templates.setdefault(path, template)
-            for entry in of_rank.entries:
-                if not others or others.isdisjoint(("", *paths_above(entry.text))):
-                    self._add(entry, of_rank.rank, holders)
+            self.templates = of_rank.templates | self.templates
+            self._add(of_rank, others)
         self._texts = sorted(self._by_text)
-        self._positions = {text: position for position, text in enumerate(self._by_text)}
-        self._own: Entries | None = None
+        self._positions = dict(zip(self._by_text, range(len(self._by_text)), strict=True))
+        self._first: Entries | None = None
 
-    def _add(self, entry: Entry, rank: int, holders: dict[str, int]) -> None:
-        """Add an entry, unless another rank has it."""
-        alike = self._by_text.setdefault(entry.text, [])
-        first = holders.setdefault(entry.text, rank)
-        if first == rank:
-            alike.append(entry)
-        elif not any(are_equal(entry.leaf, other.leaf) for other in alike):
-            self.conflicts.setdefault(entry.text, (first, rank))
+    def _add(self, of_rank: RankEntries, others: Collection[str]) -> None:
+        """Add the entries of a rank that no rank before it has, but those below the paths `others`."""
+        present = {*self._by_text}
+        for entry in of_rank.entries:
+            text = entry.text
+            if others and not others.isdisjoint(("", *paths_above(text))):
+                continue
+            if text not in self._by_text:
+                self._by_text[text] = entry
+            elif text not in present:  # two paths of this rank
+                self._alike.setdefault(text, [self._by_text[text]]).append(entry)
+            elif not are_equal(entry.leaf, self._by_text[text].leaf):
+                self.conflicts.setdefault(text, (self._holders[text], of_rank.rank))
+        for text in self._by_text.keys() - present:
+            self._holders[text] = of_rank.rank
 
     def __iter__(self) -> Iterator[Entry]:
-        for alike in self._by_text.values():
-            yield from alike
-
-    def __len__(self) -> int:
-        return len(self._by_text)
+        return iter(self._by_text.values())
 
     @property
     def first(self) -> Entries:
         """The entries of the first rank."""
-        if self._own is None:
-            self._own = self if len(self.ranks) == 1 else Entries(self.ranks[:1], keys_are_texts=self.keys_are_texts)
-        return self._own
+        if self._first is None:
+            self._first = self if len(self.ranks) == 1 else Entries(self.ranks[:1], keys_are_texts=self.keys_are_texts)
+        return self._first
 
     def of_each_rank(self) -> Iterator[tuple[int, Entries]]:
         """Yield the entries of each rank."""
-        if len(self.ranks) == 1:
-            yield self.ranks[0].rank, self
-            return
-        for index, of_rank in enumerate(self.ranks):
-            entries = Entries([of_rank], keys_are_texts=self.keys_are_texts) if index else self.first
-            yield of_rank.rank, entries
+        yield self.ranks[0].rank, self.first
+        for of_rank in self.ranks[1:]:
+            yield of_rank.rank, Entries([of_rank], keys_are_texts=self.keys_are_texts)
 
     def at(self, text: str, keys: tuple[Key, ...] | None = None) -> Entry | None:
         """Return the entry at a path, for which the live state has these keys.
@@ -237,35 +236,35 @@ class Entries:
         Raises:
             InvalidArgumentError: there are several, and which one is meant is not known.
         """
-        alike = self._by_text.get(text)
-        if alike is None:
-            return None
-        if all(are_equal(entry.leaf, alike[0].leaf) for entry in alike):
-            return alike[0]
-        same = [entry for entry in alike if entry.keys == keys]
-        if len(same) != 1:
-            text_ = (
-                "two entries of the source have this name when their keys are joined with dots: leave it out by exclude"
-            )
-            raise InvalidArgumentError(text_, name=text)
+        if text not in self._alike:
+            return self._by_text.get(text)
+        same = [entry for entry in self._alike[text] if entry.keys == keys] or self._alike[text]
+        if not all(are_equal(entry.leaf, same[0].leaf) for entry in same):
+            problem = "two entries of the source have this name when keys are joined with dots: leave it out by exclude"
+            raise InvalidArgumentError(problem, name=text)
         return same[0]
 
     def has_below(self, path: str) -> bool:
         """Whether there is an entry at a path or below it."""
-        return path in self._by_text or next(self._inside(path), None) is not None
+        begin, end = self._range(path)
+        return begin < end or path in self._by_text
 
     def below(self, path: str) -> list[Entry]:
         """Return the entries at a path and below it, in the order of the source."""
-        found = [*self._by_text.get(path, ()), *self._inside(path)]
-        return sorted(found, key=lambda entry: self._positions[entry.text])
+        begin, end = self._range(path)
+        texts = sorted(self._texts[begin:end], key=self._positions.__getitem__)
+        if path and path in self._by_text:
+            texts.insert(0, path)
+        if not self._alike:
+            return [self._by_text[text] for text in texts]
+        return [entry for text in texts for entry in self._alike.get(text, [self._by_text[text]])]
 
-    def _inside(self, path: str) -> Iterator[Entry]:
-        begin = f"{path}." if path else ""
-        at = bisect.bisect_left(self._texts, begin)
-        while at < len(self._texts) and self._texts[at].startswith(begin):
-            if self._texts[at] != path:
-                yield from self._by_text[self._texts[at]]
-            at += 1
+    def _range(self, path: str) -> tuple[int, int]:
+        """Return where the texts below a path begin and end among all, which are sorted."""
+        if not path:
+            return 0, len(self._texts)
+        # "/" is the character after ".".
+        return bisect.bisect_left(self._texts, f"{path}."), bisect.bisect_left(self._texts, f"{path}/")
 
     def value(
         self, path: str, live: Any, is_here: Callable[[Entry], bool] | None = None, *, is_whole: bool = True
@@ -280,25 +279,27 @@ class Entries:
             InvalidArgumentError: the keys or containers of the source are not known, and `live` does not show them.
         """
         entries = self.first if self.is_own and self.first.has_below(path) else self
-        found = entries.below(path)
+        below = entries.below(path)
         if is_here is not None:
-            found = [entry for entry in found if is_here(entry)]
-        return entries.built(found, live, path, is_whole=is_whole) if found else ABSENT
+            below = list(filter(is_here, below))
+        return entries.built(below, live, path, is_whole=is_whole) if below else ABSENT
 
     def built(self, entries: Sequence[Entry], live: Any, path: str, *, is_whole: bool = True) -> Any:
         """Return the value that entries at and below a path make, as `value` does."""
+        if len(entries) == 1 and entries[0].text == path:
+            return entries[0].leaf
         return _Builder(self, is_whole=is_whole).value(entries, live, path)
 
     def by_key(self, path: str) -> dict[Any, list[Entry]] | None:
         """Return the entries below a path by their first key there; None if the source does not know the keys."""
-        found: dict[Any, list[Entry]] = {}
+        grouped: dict[Any, list[Entry]] = {}
         for entry in self.below(path):
             keys = entry.keys_below(path)
             if keys is None:
                 return None
             if keys:
-                found.setdefault(keys[0], []).append(entry)
-        return found
+                grouped.setdefault(keys[0], []).append(entry)
+        return grouped
 
 
 class _Builder:
@@ -310,43 +311,46 @@ class _Builder:
 
     def value(self, entries: Sequence[Entry], live: Any, path: str) -> Any:
         """Return the value at `path`, from the entries at and below it."""
-        here = [entry for entry in entries if entry.text == path]
         inside = [entry for entry in entries if entry.text != path]
-        if here and inside and all(isinstance(entry.leaf, Mapping) and not entry.leaf for entry in here):
-            here = []  # empty on one rank
-        if len(here) > 1 or (here and inside):
-            text = (
-                "the source has a value here, and others below it, so that a key has a dot: save with keys without dots, "
-                "or leave it out by exclude"
-            )
-            raise InvalidArgumentError(text, name=path)
-        if here:
-            return here[0].leaf
-        by_key = self._by_key(inside, live, path)
-        live_items = {} if children(live) is None else children(live) or {}
-        items = {key: self.value(of_key, live_items.get(key), joined(path, key)) for key, of_key in by_key.items()}
-        items |= self._empty(live, by_key, path)
+        if len(inside) < len(entries):
+            leaf = next(entry.leaf for entry in entries if entry.text == path)
+            if not inside:
+                return leaf
+            if not (isinstance(leaf, Mapping) and not leaf):  # else it is empty on one rank
+                text = (
+                    "the source has a value here, and others below it, so that a key has a dot: save with keys without "
+                    "dots, or leave it out by exclude"
+                )
+                raise InvalidArgumentError(text, name=path)
+        live_items = children(live) or {}
+        items = {}
+        for key, of_key in self._by_key(inside, live_items, live, path).items():
+            inner = f"{path}.{key}" if path else str(key)
+            is_leaf = len(of_key) == 1 and of_key[0].text == inner
+            items[key] = of_key[0].leaf if is_leaf else self.value(of_key, live_items.get(key), inner)
+        if self._entries.keys_are_texts:
+            items |= self._empty(live_items, items, live, path)
         return self._container(items, live, path)
 
-    def _by_key(self, entries: Sequence[Entry], live: Any, path: str) -> dict[Any, list[Entry]]:
+    def _by_key(
+        self, entries: Sequence[Entry], live_items: Mapping[Any, Any], live: Any, path: str
+    ) -> dict[Any, list[Entry]]:
         """Group entries by their first key below `path`."""
-        found: dict[Any, list[Entry]] = {}
-        live_keys = children(live) or {}
+        grouped: dict[Any, list[Entry]] = {}
         by_text: dict[str, list[Any]] = {}
-        for key in live_keys:
+        for key in live_items:
             by_text.setdefault(str(key), []).append(key)
         for entry in entries:
             keys = entry.keys_below(path)
-            if keys is not None:
+            key = self._matched_key(entry, by_text, live, path) if keys is None else keys[0]
+            if keys is not None and self._entries.keys_are_texts:
                 key = self._live_key(keys[0], by_text, live)
-            else:
-                key = self._matched_key(entry, by_text, live, path)
-            found.setdefault(key, []).append(entry)
-        return found
+            grouped.setdefault(key, []).append(entry)
+        return grouped
 
     def _live_key(self, key: Key, by_text: Mapping[str, Sequence[Any]], live: Any) -> Any:
         """Return the live state's key for one of the source, which may have been a number; else the source's own."""
-        if not self._entries.keys_are_texts or isinstance(key, int):
+        if isinstance(key, int):
             return key
         alike = by_text.get(str(key), ())
         if len(alike) == 1 and not isinstance(live, list | tuple):
@@ -368,23 +372,21 @@ class _Builder:
             return by_text[text][0]
         return rest if _is_certain(rest) else _Unknown(rest)
 
-    def _empty(self, live: Any, by_key: Mapping[Any, object], path: str) -> dict[Any, Any]:
+    def _empty(self, live_items: Mapping[Any, Any], items: Mapping[Any, Any], live: Any, path: str) -> dict[Any, Any]:
         """Return the items of a live container that the source may have had without an entry: empty mappings."""
-        if not self._entries.keys_are_texts:
-            return {}
-        found = {}
-        for key, item in (children(live) or {}).items():
-            if key in by_key:
+        empty = {}
+        for key, item in live_items.items():
+            if key in items:
                 continue
             if has_no_leaves(item):
-                found[ListItem(key) if isinstance(live, list | tuple) else key] = item
+                empty[ListItem(key) if isinstance(live, list | tuple) else key] = item
             elif self._is_whole and contains(item, lambda part: isinstance(part, Mapping)):
                 text = (
                     "the source has nothing here, as torch leaves out empty mappings: empty that of the state, or leave "
                     "it out by exclude"
                 )
-                raise InvalidArgumentError(text, name=joined(path, key))
-        return found
+                raise InvalidArgumentError(text, name=f"{path}.{key}")
+        return empty
 
     def _container(self, items: dict[Any, Any], live: Any, path: str) -> Any:
         """Return a container of these items: of the type that the source knows, or else of the live one's kind."""

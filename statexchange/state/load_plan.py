@@ -133,31 +133,35 @@ class Filler:
 
     def fill(self, saved: Any, path: str, place: Place = Place()) -> Any:  # noqa: B008 (immutable)
         """Return a saved value with tensors, in containers of the types of the live value, `place.own`."""
+        if isinstance(saved, SavedTensor):
+            return self._tensor(saved, path, place)
+        if isinstance(saved, bool | int | float | str | None):
+            return saved
         with named(path):
             return with_types_of(place.own, self._with_tensors(saved, path, place))
 
+    def _tensor(self, saved: SavedTensor, path: str, place: Place) -> Any:
+        live = self.allocate(saved.name, place, path)
+        self.plan.targets.append(LoadTarget(saved.name, live, path, place.parameter_name))
+        return live
+
     def _with_tensors(self, saved: Any, path: str, place: Place) -> Any:
         if isinstance(saved, SavedTensor):
-            live = self.allocate(saved.name, place, path)
-            self.plan.targets.append(LoadTarget(saved.name, live, path, place.parameter_name))
-            return live
+            return self._tensor(saved, path, place)
         items = children(saved)
         if items is None:
             refuse_opaque(saved, path)
             return saved
-        own = {} if is_leaf(place.own) else children(place.own) or {}
-        for key in items:
-            refuse_opaque(key, path)
-        new = {
-            key: self._with_tensors(item, joined(path, key), place._replace(own=own.get(key)))
-            for key, item in items.items()
-        }
+        live_items = {} if is_leaf(place.own) else children(place.own) or {}
+        new = {}
+        for key, item in items.items():
+            if type(key) is not str:
+                refuse_opaque(key, path)
+            inner = place._replace(own=live_items.get(key))
+            new[key] = self._with_tensors(item, joined(path, key), inner)
         if isinstance(saved, list):
             return list(new.values())
-        if type(saved) is dict:
-            return new
-        with named(path):
-            return with_children(saved, new)
+        return new if type(saved) is dict else with_children(saved, new)
 
     def change(self, container: Any, change: Callable[[Any], object], path: str) -> None:
         """Plan the change of a mutable container; raise UnsupportedError if a copy of it refuses the change."""
