@@ -409,8 +409,8 @@ class _MatchedState:
             for rule in self._layout.rules.values():
                 if rule.renames:
                     text = (
-                        f"layout rule for {rule.pattern!r} renames tensors, and this source was saved with the names that "
-                        "the state has: leave it out"
+                        f"layout rule for {rule.pattern!r} renames tensors, and this source was saved with the names "
+                        "that the state has: leave it out"
                     )
                     raise InvalidArgumentError(text, path=self.source.path)
 
@@ -494,8 +494,8 @@ class _MatchedState:
         if not lost:
             return ()
         text = (
-            f"{abbreviated_names(lost)}: one tensor in the source and several here, which differ after a training step; "
-            "to train one, assign it to all these modules after to_empty (transformers: model.tie_weights())"
+            f"{abbreviated_names(lost)}: one tensor in the source and several here, which differ after a training "
+            "step; to train one, assign it to all these modules after to_empty (transformers: model.tie_weights())"
         )
         return (text,)
 

@@ -58,9 +58,11 @@ def live_targets(
 ) -> list[LiveTarget]:
     """Describe the live tensors to fill; a layout's rule may split one into several."""
     if layout.rules:
-        for target in plan.targets:
-            if target.name is not None and like_parameter(target.name, target.parameter_name, entries, tensors, layout):
-                layout.like[target.path] = target.parameter_name
+        layout.like = {
+            target.path: target.parameter_name
+            for target in plan.targets
+            if target.name is not None and like_parameter(target.name, target.parameter_name, entries, tensors, layout)
+        }
     found = []
     with without_grad():
         for target in plan.targets:
@@ -76,7 +78,7 @@ def live_targets(
 
 
 def like_parameter(name: str, parameter_name: str, entries: Entries, tensors: StoredTensors, layout: Layout) -> bool:
-    """Whether a tensor of an optimizer's state has the shape of its parameter in the source, and a layout shards that."""
+    """Whether a tensor of an optimizer's state has its parameter's shape in the source, and a layout shards that."""
     if not parameter_name or layout.rule_for(parameter_name) is None:
         return False
     parameter = entries.at(with_dots(parameter_name))
