@@ -138,8 +138,8 @@ class OptimizerMatcher:
         """Raise InvalidArgumentError for a tensor of a parameter's state that is another parameter's.
 
         It fits if it is a scalar, or has the parameter's shape, one that torch broadcasts to it, or the shape that it
-        has now. Any other shape is refused if it is another parameter's, or has as many dims as the parameter. The state
-        of a parameter that is loaded by its name itself, and so has the source's shape, may have any.
+        has now. Any other shape is refused if it is another parameter's, or has as many dims as the parameter. Where
+        the parameter is loaded by its name, too, it has the source's shape, and its state may have any.
         """
         loaded = {id(target.live) for target in self._filler.plan.targets}
         shape_of = self._matching.shape_of
