@@ -31,9 +31,9 @@ class Catalog:
 
     If as many ranks load as have saved, `own_rank` is this rank, and its own part comes first. Otherwise `own_rank` is
     None, and the lowest rank's part comes first. `old_names` has the source's own names. `renumbered` maps the state's
-    names to the source's where a layout renumbers tensors over all ranks. With `strips_wrappers` names lose what
-    torch.compile and others put into them, as those of live modules do. `progress` is called again and again while
-    copies are read to be compared.
+    names to the source's where a layout renumbers tensors over all ranks. `lacking` has, for a tensor that is missing,
+    a part of it that the source lacks. With `strips_wrappers` names lose what torch.compile and others put into them,
+    as those of live modules do. `progress` is called again and again while copies are read to be compared.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Catalog:
         self._strips_wrappers = strips_wrappers
         self.layout = Layout({}) if options.layout is None else options.layout.unmatched()
         self.renumbered: Mapping[str, str] = {}
+        self.lacking: Mapping[str, str] = {}
         self.world_size = world_size
         self.own_rank = rank if source.world_size == world_size else None
         self._aliases: dict[str, str] = {}
@@ -92,6 +93,10 @@ class Catalog:
                 raise self._two_of_one_name(new, first, alias)
             if new != stored:
                 self._aliases[new] = stored
+
+    def keep_aliases(self, original: Catalog) -> None:
+        """Add the aliases that the same source has before a conversion, of tensors that stay as they are."""
+        self._aliases |= {alias: name for alias, name in original._aliases.items() if name in self._parts}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)

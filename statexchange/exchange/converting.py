@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from statexchange.conversions.plan import ConversionPlan, InputFills, TensorInfo
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import CorruptError, InvalidArgumentError, StateExchangeError
 from statexchange.exchange.placing import place_parts
-from statexchange.exchange.rank_metadata import gather_distinct
+from statexchange.exchange.rank_metadata import check_equal_options, gather_distinct
 from statexchange.exchange.saved_names import SavedNames, saved_names
 from statexchange.formats.converted import (
     config_of,
@@ -31,7 +31,7 @@ from statexchange.formats.model_files import CONFIG
 from statexchange.formats.sections import section_of
 from statexchange.formats.source import Section, Source
 from statexchange.sharding import records
-from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.options import ExportOptions, LoadOptions
 from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.sharding.shards import Box, Shard, shape_from_json
 from statexchange.state.describe import Description, LocalTensor
@@ -76,6 +76,19 @@ class ChosenConversion:
         found = records.parsed(sent, lambda raw: records.items(raw, _config_from_json), "the model's config", 0)
         return replace(self, configs=found)
 
+    def plan(self, comm: Communicator, described: Description, options: ExportOptions) -> ConversionPlan:
+        """Return the conversion of the tensors of all ranks that `include` and `exclude` select. Collective."""
+        shared = self.shared(comm)
+        tensors = _all_tensors(comm, described)
+        with comm.phase("converting its state"):
+            options.check_include(tensors)
+            selected = {name: info for name, info in tensors.items() if options.wants(name)}
+            return plan_conversion(shared.rules, selected, shared.numbers, shared.configs)
+
+    def left_options(self, options: ExportOptions) -> ExportOptions:
+        """Return the options that apply to the converted tensors: the patterns match names before the conversion."""
+        return replace(options, include=(), exclude=(), layout=None)
+
 
 def _config_from_json(raw: Any) -> KnownConfig:
     where, text = records.items(raw, records.text, 2)
@@ -102,39 +115,61 @@ def convert_for_load(source: Source, conversion: ChosenConversion, *, strict: bo
     return replace(converted.source, configs={}, texts={}, others={}), unknown
 
 
-def with_names_in_memory(source: Source, state: Any) -> Source:
-    """Return a source with the names that `state` has in memory, if it is a model of transformers. Not collective."""
+def with_names_in_memory(
+    source: Source, state: Any, options: LoadOptions, new_name: Callable[[str], str]
+) -> tuple[Source, dict[str, str]]:
+    """Return a source with the names that `state` has in memory, if it is a model of transformers. Not collective.
+
+    Args:
+        source: the source.
+        state: the live state.
+        options: the options whose patterns select names in memory.
+        new_name: the rename of the source's names, which comes first: transformers knows the new names.
+
+    Returns:
+        The renamed and converted source, or the source itself if nothing has to be converted; and for tensors in memory
+        of which the source has some parts only, the name of a part that it lacks.
+    """
     names = saved_names(state)
     if names is None:
-        return source
+        return source, {}
     shapes = {name: tuple(value.shape) for name, value in module_items(state).items() if is_tensor(value)}
-    plan = names.plan_to_load(shapes, tensors_of(source))
-    return source if plan is None else converted_by(source, plan).source
+    renamed = source.renamed(new_name)
+    plan, lacking = names.plan_to_load(shapes, tensors_of(renamed), options)
+    if plan is None:
+        return source, lacking
+    # A saved tree has the names before the conversion.
+    return replace(converted_by(renamed, plan).source, configs={}), lacking
 
 
 # Live state
 
 
 def convert_live(
-    comm: Communicator, described: Description, conversion: ChosenConversion | SavedNames, options: ExportOptions
-) -> Description:
-    """Return the selected tensors of a description converted, as views of the same memory. Collective.
+    comm: Communicator, described: Description, conversion: ChosenConversion | SavedNames | None, options: ExportOptions
+) -> tuple[Description, ExportOptions]:
+    """Convert a description if any rank has a conversion, and return it with the options that are left. Collective.
 
-    Each rank keeps the elements that it has: no bytes move between ranks.
+    Each rank keeps the elements that it has, as views of the same memory: no bytes move between ranks.
     """
+    sent = comm.all_gather_object(None if conversion is None else conversion.texts())
+    with comm.phase("comparing the conversions"):
+        texts = [records.parsed(raw, _optional_texts, "its conversion", rank) for rank, raw in enumerate(sent)]
+        check_equal_options([rank_texts or {} for rank_texts in texts])
+    if all(rank_texts is None for rank_texts in texts):
+        return described, options
+    # Some ranks may have a model of transformers, and others none.
+    conversion = conversion or SavedNames(None)
     layout = options.new_layout()
-    if isinstance(conversion, ChosenConversion):
-        conversion = conversion.shared(comm)
     described = place_parts(comm, _renumbered(comm, described, layout), layout)
-    tensors = _all_tensors(comm, described)
+    plan = conversion.plan(comm, described, options)
     with comm.phase("converting its state"):
-        options.check_include(tensors)
-        selected = {name: info for name, info in tensors.items() if options.wants(name)}
-        if isinstance(conversion, ChosenConversion):
-            plan = plan_conversion(conversion.rules, selected, conversion.numbers, conversion.configs)
-        else:
-            plan = conversion.plan_to_save(selected)
-        return _converted(described, plan, has_zeros=comm.rank == 0)
+        converted = _converted(described, plan, has_zeros=comm.rank == 0)
+    return converted, conversion.left_options(options)
+
+
+def _optional_texts(raw: Any) -> dict[str, str] | None:
+    return records.optional(raw, records.texts)
 
 
 def _renumbered(comm: Communicator, described: Description, layout: Layout) -> Description:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from statexchange.comm.calls import public_call
@@ -13,8 +14,9 @@ from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.conversions.choice import Convert
 from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
-from statexchange.exchange.converting import ChosenConversion, convert_live, with_names_in_memory
+from statexchange.exchange.converting import ChosenConversion, convert_live
 from statexchange.exchange.placing import place_parts
+from statexchange.exchange.saved_names import SavedNames, saved_names
 from statexchange.exchange.saving import describe_save
 from statexchange.exchange.staging import Staging
 from statexchange.formats.open_checkpoint import OpenCheckpoint, StoredTensor
@@ -29,7 +31,7 @@ from statexchange.sharding import records
 from statexchange.sharding.options import ExportOptions, Rename
 from statexchange.sharding.plan import RankShards, plan_merge
 from statexchange.sharding.shards import Box, shape_from_json
-from statexchange.state.describe import LocalTensor, State
+from statexchange.state.describe import Description, LocalTensor, State
 from statexchange.tensors import PACKED, array_over
 
 __all__ = ["diff_checkpoints"]
@@ -65,7 +67,8 @@ def diff_checkpoints(
         layout: for live state, the sharding of plain tensors, as for `save_checkpoint`.
         section: what to compare of a job's state, as for `merge_checkpoint`: by default the model, where it is known.
         weights: which weights of a DeepSpeed checkpoint are the model, as for `merge_checkpoint`, in a and b.
-        include: shell patterns of names to compare; by default all. They are matched after `rename` and `convert`.
+        include: shell patterns of names to compare; by default all. They are matched after `rename` and `convert`. A
+            live model of transformers, such as one with all experts in one tensor, is compared by the names in b.
         exclude: shell patterns of names to leave out.
         rename: a function of a name, or (regex, replacement) pairs, for the names in a.
         convert: a conversion of the names and values in a, as for `merge_checkpoint`; `rename` applies after it. Live
@@ -129,14 +132,12 @@ def diff_checkpoints(
             names_sections = conversion is None and isinstance(a, Mapping)
             wanted = ALL if section is None and names_sections else section
         described = saved.described
-        if conversion is not None:
-            described = convert_live(communicator, described, conversion, ExportOptions(layout=layout))
-        elif communicator.all_gather_object(layout is not None).count(True):
+        described, _ = convert_live(communicator, described, conversion, ExportOptions(layout=layout))
+        if conversion is None and communicator.all_gather_object(layout is not None).count(True):
             described = place_parts(communicator, described, saved.rules)
-        live = {selected.renamed(name): local for name, local in described.tensors.items()}
-        live = {name: local for name, local in live.items() if selected.wants(name)}
-        in_memory = None if conversion is not None or layout is not None else a
-        return _LiveComparison(communicator, live, selected, tolerance, in_memory).run(b, wanted, weights)
+        with communicator.phase("choosing its names"):
+            names = None if conversion is not None or layout is not None else saved_names(a)
+        return _LiveComparison(communicator, described, selected, tolerance, names).run(b, wanted, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +169,14 @@ class _LiveComparison:
     def __init__(
         self,
         comm: Communicator,
-        live: Mapping[str, LocalTensor],
+        described: Description,
         selected: ExportOptions,
         tolerance: float | None,
-        state: Any,
+        names: SavedNames | None,
     ) -> None:
-        """Compare `live`. The checkpoint's names become those in the memory of `state`, unless it is None."""
         self._comm = comm
-        self._state = state
-        self._live = live
+        self._names = names
+        self._described = described
         self._selected = selected
         self._tolerance = tolerance
         self._nbytes = 0
@@ -184,14 +184,16 @@ class _LiveComparison:
     def run(self, path: str | os.PathLike[str], section: str | None, weights: Weights | None) -> DiffReport:
         """Compare all tensors. Collective."""
         ours: dict[str, Any] = {}
-        with self._comm.phase("comparing its rows"):
-            source = open_source(path, section=section, weights=weights).unwrapped()
-            source = with_names_in_memory(source, self._state)
-            with OpenCheckpoint(source) as stored:
+        with contextlib.ExitStack() as holding:
+            with self._comm.phase("reading the headers"):
+                source = open_source(path, section=section, weights=weights).unwrapped()
+                stored = holding.enter_context(OpenCheckpoint(source))
                 names = list(stored)
+            live = self._live(stored)
+            with self._comm.phase("comparing its rows"):
                 facts = {name: (one.dtype, one.shape) for name, one in stored.items() if self._selected.wants(name)}
                 self._check_copies(source, facts.keys())
-                for name, local in self._live.items():
+                for name, local in live.items():
                     ours[name] = self._compare(local, stored.get(name)).to_json()
                     self._comm.progress()
         parts: dict[str, list[_Compared]] = {}
@@ -211,6 +213,18 @@ class _LiveComparison:
             raise InvalidArgumentError(f"include and exclude select none of the names, such as {excerpt(names[0])}")
         notes = tuple(f"b: {note}" for note in source.notes)
         return DiffReport("live state", without_secrets(os.fspath(path)), tuple(tensors), nbytes, notes)
+
+    def _live(self, stored: OpenCheckpoint) -> dict[str, LocalTensor]:
+        """Return the selected live tensors by the names to compare. Collective.
+
+        What a model of transformers has under another name in memory than in files has the checkpoint's name.
+        """
+        tensors = self._described.tensors
+        apart = {name: local for name, local in tensors.items() if self._selected.renamed(name) not in stored}
+        converted, _ = convert_live(self._comm, replace(self._described, tensors=apart), self._names, ExportOptions())
+        live = {name: local for name, local in tensors.items() if name not in apart} | dict(converted.tensors)
+        live = {self._selected.renamed(name): local for name, local in live.items()}
+        return {name: local for name, local in live.items() if self._selected.wants(name)}
 
     def _check_copies(self, source: Source, names: Collection[str]) -> None:
         """Raise ReplicaError if copies in the checkpoint differ: only one of them is compared with the live state.

@@ -127,7 +127,8 @@ def export_checkpoint(
             name or path converts in the other direction. `include`, `exclude` and `layout` match the names before the
             conversion, `rename` and `dtype` those after. A selected name without a rule is an error. By default a model
             of transformers is written by the names of its `save_pretrained`, such as one of each expert's weight, where
-            it has others in memory; a model in a container, and its state dict, keep these.
+            it has others in memory. Then only `layout` matches the names in memory, and all other options those that
+            are written. A model in a container, and its state dict, keep the names in memory.
         convert_with: numbers that the conversion needs, as ``{"n_heads": 32}``. Others come from root's config.json of
             `files_from`, or from the config of root's model of transformers.
         replicas: "equal" raises ReplicaError if copies differ; "root" takes the lowest rank's copy.

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -44,7 +44,6 @@ from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.layout_advice import layout_advice
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge
-from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box
 from statexchange.sharding.write_plan import BoxReceipts, WriteFile, WritePlan, WriteTensor
 from statexchange.state.describe import Description
@@ -233,13 +232,9 @@ class _Export:
 
     def _agreed_plan(self) -> WritePlan:
         """Send this rank's metadata to root; return root's plan. Collective."""
-        comm, conversion = self._comm, self._request.conversion
-        texts = self._options.texts()
-        if conversion is not None:
-            texts |= conversion.texts()
-            self._described = convert_live(comm, self._described, conversion, self._options)
-            # These options match names before the conversion, which has applied them.
-            self._options, self._layout = replace(self._options, include=(), exclude=()), Layout({})
+        comm, texts = self._comm, self._options.texts()
+        self._described, self._options = convert_live(comm, self._described, self._request.conversion, self._options)
+        self._layout = self._options.new_layout()
         own = RankMetadata.of(self._described, texts)
         metadata, nbytes = gather_metadata(comm, own, root=0)
         self._clock.lap("describe", nbytes)

@@ -157,7 +157,8 @@ def load_checkpoint(
             in it matches, as it was saved or as it is now.
         rename: from the source's names to those in `state`: a function, or (regex, replacement) pairs, which are
             applied in order. Names are dotted paths; the parameters of optimizers are renamed too. What moves with its
-            mapping keeps its keys. What is inside a list, or in the state of another object, is not renamed.
+            mapping keeps its keys. What is inside a list, or in the state of another object, is not renamed. Where a
+            model of transformers has other names in memory than in its files, this gives the names of the files.
         convert: convert the source's model to the names and values of the state first: a built-in conversion such as
             "torchtitan:llama3", the path of a JSON file (`statexchange.conversions.rules`), or the file's content.
             "inverse:" before the name or path converts in the other direction. Only the model's tensors are loaded
@@ -367,16 +368,15 @@ class _Load:
                 self._options = LoadOptions(**given)
             options = self._options
             source = holding.enter_context(_opened(path, state, comm, self._conversion))
-            without_rule: tuple[str, ...] = ()
-            if self._conversion is not None:
-                source, without_rule = convert_for_load(source, self._conversion, strict=options.strict)
-            elif options.layout is None:  # with one, shapes in memory are those of parts
-                source = with_names_in_memory(source, state)
         texts = {} if self._conversion is None else self._conversion.texts()
         has_layout = _check_same(source, options, texts, comm)
         with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
-            strips = _strips_wrappers(source, state)
-            catalog = Catalog(source, options, comm.rank, comm.world_size, comm.progress, strips_wrappers=strips)
+            # Only now: ranks compare the files, and may convert them in different ways.
+            without_rule: tuple[str, ...] = ()
+            if self._conversion is not None:
+                source, without_rule = convert_for_load(source, self._conversion, strict=options.strict)
+            catalog = self._catalog(source, state, options)
+            source, options = catalog.source, catalog.options
             objects = ObjectStates()
             tree = SavedTree.of(state, catalog, objects)
             if not has_layout:
@@ -401,6 +401,20 @@ class _Load:
             if (options.include or options.exclude) and all(names.is_empty for names in by_rank):
                 raise InvalidArgumentError(_selects_nothing(options), path=source.path)
         return source, plan, items
+
+    def _catalog(self, source: Source, state: Any, options: LoadOptions) -> Catalog:
+        """Return the source's tensors by the names that the state has in memory. Not collective."""
+        ranks = (self._comm.rank, self._comm.world_size)
+        strips = _strips_wrappers(source, state)
+        catalog = Catalog(source, options, *ranks, self._comm.progress, strips_wrappers=strips)
+        if self._conversion is None and options.layout is None:  # with one, shapes in memory are those of parts
+            converted, lacking = with_names_in_memory(source, state, options, catalog.new_name)
+            if converted is not source:
+                original = catalog
+                catalog = Catalog(converted, replace(options, rename=()), *ranks, self._comm.progress)
+                catalog.keep_aliases(original)
+            catalog.lacking = lacking
+        return catalog
 
     def _fill(self, source: Source, plan: LoadPlan, items: Sequence[ReadItem]) -> LoadReport:
         """Read the items, and run the plan's callbacks. Collective."""
@@ -603,8 +617,10 @@ def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: Ob
         found = [*catalog, *holding, *names.opaque, *map(catalog.new_name, catalog.source.unsupported)]
         plan.unexpected = [name for name in found if name not in taken and options.wants(name)]
     refusals = {catalog.new_name(name): error for name, error in catalog.source.unsupported.items()}
-    for name in filter(refusals.__contains__, plan.missing):
-        raise refusals[name]
+    for name in plan.missing:
+        error = refusals.get(catalog.lacking.get(name, name))
+        if error is not None:
+            raise error
     return plan
 
 
@@ -721,10 +737,21 @@ def _check_names(state: Any, plan: LoadPlan, catalog: Catalog) -> None:
         what, general = "the source has no tensor of the state", ""
     else:
         what, general = "the names differ", "strict=False loads what both have"
-    advice = [_hint(state, plan, catalog), general]
+    advice = [*_lacking_parts(plan, catalog), _hint(state, plan, catalog), general]
     text = "; ".join([what, *lists, *filter(None, advice)])
     kind = NotFoundError if plan.missing else InvalidArgumentError
     raise kind(text, path=catalog.source.path)
+
+
+def _lacking_parts(plan: LoadPlan, catalog: Catalog) -> list[str]:
+    """Return the reasons why tensors are missing of which the source has some parts."""
+    reasons = []
+    for name in plan.missing[:_SHOWN]:
+        part = catalog.lacking.get(name)
+        if part is not None:
+            what = f"has shape {catalog.shard_of(part).global_shape}" if part in catalog else "is not"
+            reasons.append(f"{name} is missing: {part} {what} in the source")
+    return reasons
 
 
 def _hint(state: Any, plan: LoadPlan, catalog: Catalog) -> str:

@@ -181,11 +181,12 @@ def check_equal_options(options: Sequence[Mapping[str, str]]) -> None:
     for rank, rank_options in enumerate(options):
         if rank_options is first:  # equal metadata is one object
             continue
-        for option, value in rank_options.items():
-            if value != first.get(option):
+        for option in {**first, **rank_options}:
+            value, rank_value = first.get(option), rank_options.get(option)
+            if value != rank_value:
                 raise InvalidArgumentError(
-                    f"{option} is {_shown(first.get(option))} on rank 0 and {_shown(value)} on rank {rank}: give all "
-                    "ranks the same",
+                    f"{option} is {_shown(value)} on rank 0 and {_shown(rank_value)} on rank {rank}: give all ranks "
+                    "the same",
                     rank=rank,
                 )
 

@@ -9,17 +9,23 @@ used then.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from statexchange.comm.communicator import Communicator
 from statexchange.conversions.patches import Dim, Patch
 from statexchange.conversions.plan import ConversionPlan, Fill, TensorInfo
-from statexchange.errors import UnsupportedError, excerpt, type_text
+from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
+from statexchange.exchange.rank_metadata import gather_distinct
+from statexchange.sharding import records
+from statexchange.sharding.options import ExportOptions, LoadOptions
 from statexchange.sharding.shards import Box, c_strides, full_box
+from statexchange.state.describe import Description
 from statexchange.state.modules import is_module, module_items
 from statexchange.state.pretrained import is_adapter_model, pretrained_model, with_own_classes
 from statexchange.state.tree import walk
@@ -28,6 +34,7 @@ from statexchange.tensors import is_tensor
 __all__ = ["SavedNames", "advice_on_missing", "note_on_container", "saved_names"]
 
 _log = logging.getLogger(__name__)
+_SHOWN = 3
 
 
 class _UntracedError(Exception):
@@ -36,13 +43,36 @@ class _UntracedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SavedNames:
-    """The conversion that transformers applies to the tensors of a live model when it saves it."""
+    """The conversion that transformers applies to the tensors of a live model when it saves it; None: no conversion."""
 
     model: Any
 
     def texts(self) -> dict[str, str]:
-        """Return the options that must be equal on all ranks, as text by name."""
-        return {"convert": f"the names of {type(self.model).__name__}.save_pretrained"}
+        """Return no text: the stages of a pipeline may be different models."""
+        return {}
+
+    def plan(self, comm: Communicator, described: Description, options: ExportOptions) -> ConversionPlan:
+        """Return what `save_pretrained` writes of the tensors that this rank has. Collective.
+
+        Raises:
+            InvalidArgumentError: ranks would write a tensor by different names, or two tensors by one name; or a
+                pattern matches names in memory, and none that is written.
+        """
+        with comm.phase("naming its tensors"):
+            tensors = {}
+            for name, local in described.tensors.items():
+                tensors[name] = TensorInfo(local.shard.dtype, local.shard.global_shape)
+            plan = self.plan_to_save(tensors)
+        names = {name: [fill.target for fill in fills] for name, fills in plan.fills.items()}
+        sent, _ = gather_distinct(comm, json.dumps(names).encode(), root=0)
+        with comm.phase("comparing the names"):
+            if comm.rank == 0:
+                _check_patterns(options, _names_of_all(sent), "in memory")
+        return plan
+
+    def left_options(self, options: ExportOptions) -> ExportOptions:
+        """Return the options that apply to the converted tensors: the patterns match the names that are written."""
+        return replace(options, layout=None)
 
     def plan_to_save(self, tensors: Mapping[str, TensorInfo]) -> ConversionPlan:
         """Return what `save_pretrained` writes of a model's tensors, which are given by their names in memory."""
@@ -55,27 +85,42 @@ class SavedNames:
         return ConversionPlan(outputs, fills, single=frozenset(outputs))
 
     def plan_to_load(
-        self, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo]
-    ) -> ConversionPlan | None:
+        self, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo], options: LoadOptions
+    ) -> tuple[ConversionPlan | None, dict[str, str]]:
         """Return how stored tensors fill those of the model, given by shape; None if no stored name has to change.
 
         A tensor that is stored under its name in memory stays as it is, and so does a name that the model does not
-        know.
+        know. The parts of a tensor that the options leave out fill nothing.
+
+        Returns:
+            The plan; and for tensors of which only some parts are stored, the name of one that is not.
 
         Raises:
             UnsupportedError: parts of one tensor are stored in several dtypes.
+            InvalidArgumentError: a pattern matches names of parts, and none in memory.
         """
         outputs = dict(stored)
         fills = {name: [Fill(name, _whole(info.shape))] for name, info in stored.items()}
         by_name: dict[str, dict[str, Patch]] = {}
         for saved, (name, patch) in self._parts(shapes).items():
             by_name.setdefault(name, {})[saved] = patch
-        changed = False
+        parts: dict[str, tuple[str, ...]] = {}  # the tensor in memory, by the stored names of its parts
+        lacking: dict[str, str] = {}
         for name, patches in by_name.items():
-            # Parts of a model of other sizes are no parts of this one: its tensor is missing then.
-            if name in stored or any(not _has_part(stored, saved, patch) for saved, patch in patches.items()):
+            kept = [saved for saved in patches if saved in stored]
+            if name in stored or not kept:
                 continue
-            changed = True
+            parts |= dict.fromkeys(kept, (name,))
+            if not options.wants(name):
+                for saved in kept:
+                    del outputs[saved]
+                    fills[saved] = []
+                continue
+            # Parts of a model of other sizes are no parts of this one: its tensor is missing then.
+            absent = [saved for saved, patch in patches.items() if not _has_part(stored, saved, patch)]
+            if absent:
+                lacking[name] = absent[0]
+                continue
             dtypes = {stored[saved].dtype: saved for saved in patches}
             if len(dtypes) > 1:
                 listed = ", ".join(f"{saved} is {dtype}" for dtype, saved in sorted(dtypes.items()))
@@ -85,13 +130,17 @@ class SavedNames:
             for saved, patch in patches.items():
                 del outputs[saved]
                 fills[saved] = [Fill(name, _inverse(patch))]
-        return ConversionPlan(outputs, fills) if changed else None
+        _check_patterns(options, {**parts, **{name: (name,) for name in shapes}}, "in the source")
+        is_changed = outputs.keys() != stored.keys()
+        return ConversionPlan(outputs, fills) if is_changed else None, lacking
 
     def _parts(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, Patch]]:
         """Return, for each name in a file, the tensor in memory and its part that has this name.
 
-        Without a trace each tensor has its name in memory, which transformers reads, too.
+        Without a trace, or a model, each tensor has its name in memory, which transformers reads, too.
         """
+        if self.model is None:
+            return {name: (name, _whole(shape)) for name, shape in shapes.items()}
         try:
             return _traced(self.model, shapes)
         except _UntracedError as error:
@@ -142,6 +191,48 @@ def advice_on_missing(state: Any) -> str:
     return ""
 
 
+def _names_of_all(sent: Sequence[bytes]) -> dict[str, tuple[str, ...]]:
+    """Return the names by which each tensor of any rank is written, by its name in memory."""
+    names: dict[str, tuple[str, ...]] = {}
+    tensors: dict[str, str] = {}  # the name in memory of each written tensor
+    for data in dict.fromkeys(sent):
+        rank = sent.index(data)
+        for name, written in records.decoded(data, _names_from_json, "its names", rank).items():
+            first = names.setdefault(name, written)
+            if first != written:
+                text = (
+                    f"ranks would write this tensor by different names, {_shown(first)} and {_shown(written)}: give "
+                    "all ranks that have it a model of the same class"
+                )
+                raise InvalidArgumentError(text, name=name, rank=rank)
+            for new in written:
+                if tensors.setdefault(new, name) != name:
+                    text = f"both {tensors[new]!r} and {name!r} would be written by this name"
+                    raise InvalidArgumentError(text, name=new, rank=rank)
+    return names
+
+
+def _names_from_json(raw: Any) -> dict[str, tuple[str, ...]]:
+    return records.mapping(raw, lambda names: records.items(names, records.text))
+
+
+def _check_patterns(options: ExportOptions | LoadOptions, names: Mapping[str, Sequence[str]], where: str) -> None:
+    """Raise InvalidArgumentError for a pattern that matches names in `names`, but none of those that these become."""
+    new_names = {new for news in names.values() for new in news}
+    for option in ("include", "exclude"):
+        for pattern in getattr(options, option):
+            matches = type(options)(include=pattern).wants
+            old = next(filter(matches, names), None)
+            if old is not None and not any(map(matches, new_names)):
+                new = _shown(names[old])
+                text = f"{option} pattern {pattern!r} matches only names {where}: match {new} instead of {old}"
+                raise InvalidArgumentError(text, name=names[old][0])
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
 def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, Patch]]:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -162,7 +253,7 @@ def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tupl
         try:
             saved = loading.revert_weight_conversion(model, dict(inputs))
         except RuntimeError as error:  # torch's: a view needs a copy of another order
-            raise _UntracedError("reorders the elements of tensors") from error
+            raise _UntracedError("reorders elements of tensors, or computes new ones") from error
         except Exception as error:
             raise _UntracedError(f"raises {excerpt(error)}") from error
     parts = {}

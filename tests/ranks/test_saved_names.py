@@ -97,7 +97,9 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     sx.merge_checkpoint(tmp_path / "out", tmp_path / "less", exclude=name)
     with pytest.raises(sx.errors.NotFoundError) as caught:
         sx.load_checkpoint(seeded("qwen3_moe", 2), tmp_path / "less")
-    assert "model.layers.1.mlp.experts.gate_up_proj" in str(caught.value)
+    assert f"model.layers.1.mlp.experts.gate_up_proj is missing: {name} is not" in str(caught.value)
+    report = sx.diff_checkpoints(model, tmp_path / "less")
+    assert [(tensor.name, tensor.status) for tensor in report.differing] == [(name, "only in a")]
 
 
 def stored_with(path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
@@ -127,7 +129,7 @@ def test_an_expert_of_another_size_is_no_part(tmp_path: Path) -> None:
     path = stored_with(tmp_path, name, lambda value: torch.cat([value, value], 0))
     with pytest.raises(sx.errors.NotFoundError) as caught:
         sx.load_checkpoint(seeded("qwen3_moe", 2), path)
-    assert "model.layers.0.mlp.experts.down_proj" in str(caught.value)
+    assert f"model.layers.0.mlp.experts.down_proj is missing: {name} has shape" in str(caught.value)
 
 
 def test_empty_tensors_stay(tmp_path: Path) -> None:
@@ -279,3 +281,154 @@ def test_sharded_models_are_written_and_read_by_these_names(tmp_path: Path) -> N
     for name in SHARDED:
         theirs, ours = (load_file(tmp_path / name / kind / "model.safetensors") for kind in ("theirs", "ours"))
         assert_equal(theirs, ours)
+
+
+FUSED, PART = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.1.up_proj.weight"
+
+
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_patterns_of_an_export_match_the_names_that_are_written(tmp_path: Path, option: str) -> None:
+    model = seeded("qwen3_moe", 1)
+    model.save_pretrained(tmp_path / "theirs")
+    expected = load_file(tmp_path / "theirs/model.safetensors")
+    sx.export_checkpoint(model, tmp_path / "out", **{option: "*.experts.1.*"})
+    selected = {name: value for name, value in expected.items() if (".experts.1." in name) == (option == "include")}
+    assert_equal(selected, load_file(tmp_path / "out/model.safetensors"))
+    for patterns in ["*.gate_up_proj", ["*.norm.weight", FUSED]]:
+        with pytest.raises(sx.errors.InvalidArgumentError, match=option) as caught:
+            sx.export_checkpoint(model, tmp_path / "none", **{option: patterns})
+        assert caught.value.name == PART.replace("1.up", "0.gate")
+        assert not (tmp_path / "none").exists()
+    sx.export_checkpoint(model, tmp_path / "all", exclude="*.of_no_tensor")
+    assert_equal(expected, load_file(tmp_path / "all/model.safetensors"))
+
+
+def test_patterns_of_a_load_match_names_in_memory(tmp_path: Path) -> None:
+    model, other = seeded("qwen3_moe", 1), seeded("qwen3_moe", 2)
+    model.save_pretrained(tmp_path / "theirs")
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    for option in ("include", "exclude"):
+        for patterns in ["*.experts.1.*", ["*.gate_up_proj", "*.up_proj.weight"]]:
+            with pytest.raises(sx.errors.InvalidArgumentError, match=option) as caught:
+                sx.load_checkpoint(other, tmp_path / "theirs", **{option: patterns})
+            assert caught.value.name in (FUSED, FUSED.replace("gate_up", "down"))
+    assert_equal(before, dict(other.state_dict()))
+    report = sx.load_checkpoint(other, tmp_path / "theirs", exclude=FUSED)
+    assert (report.missing, report.unexpected) == ((), ())
+    assert_equal({**model.state_dict(), FUSED: before[FUSED]}, dict(other.state_dict()))
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.bfloat16, lambda value: value[:1]])
+def test_what_is_left_out_of_a_load_may_have_parts_that_do_not_fit(tmp_path: Path, change: Any) -> None:
+    path = stored_with(tmp_path, PART, change)
+    report = sx.load_checkpoint(seeded("qwen3_moe", 2), path, exclude="*.layers.0.mlp.experts")
+    assert (report.missing, report.unexpected) == ((), ())
+
+
+@pytest.mark.parametrize("prefix", ["backbone.", "_orig_mod.backbone.", "_orig_mod."])
+def test_names_of_the_source_are_renamed_before_the_conversion(tmp_path: Path, prefix: str) -> None:
+    model, other = seeded("qwen3_moe", 1), seeded("qwen3_moe", 2)
+    model.save_pretrained(tmp_path / "theirs")
+    stored = load_file(tmp_path / "theirs/model.safetensors")
+    save_file({prefix + name: value for name, value in stored.items()}, tmp_path / "prefixed.safetensors")
+    sx.load_checkpoint(other, tmp_path / "prefixed.safetensors", rename=[(r"^(_orig_mod\.)?backbone\.", "")])
+    assert_equal(dict(model.state_dict()), dict(other.state_dict()))
+    with pytest.raises(sx.errors.UnsafeError):
+        sx.load_checkpoint(other, tmp_path / "theirs", rename=[(r"experts\.1", "experts.0")])
+
+
+def test_a_tied_head_of_the_source_loads_into_a_model_that_has_its_own(tmp_path: Path) -> None:
+    model, other = seeded("mixtral", 1), seeded("mixtral", 2)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    sx.export_checkpoint({f"x.{name}": value for name, value in model.state_dict().items()}, tmp_path / "in_memory")
+    sx.export_checkpoint(model, tmp_path / "ours")
+    for name, rename in (("ours", ()), ("in_memory", [("^x.", "")])):
+        report = sx.load_checkpoint(other, tmp_path / name, rename=rename)
+        assert report.missing == report.unexpected == ()
+        assert_equal(dict(model.state_dict()), dict(other.state_dict()))
+
+
+def test_a_save_with_the_names_of_a_file_loads(tmp_path: Path) -> None:
+    model, other = seeded("qwen3_moe", 1), seeded("qwen3_moe", 2)
+    model.save_pretrained(tmp_path / "theirs")
+    sx.save_checkpoint(load_file(tmp_path / "theirs/model.safetensors"), tmp_path / "save")
+    sx.load_checkpoint(other, tmp_path / "save")
+    assert_equal(dict(model.state_dict()), dict(other.state_dict()))
+
+
+# Ranks with different states
+
+
+def stage(name: str, seed: int, rank: int) -> Any:
+    """Return the layer of a rank, with what comes before or after the layers."""
+    model = seeded(name, seed)
+    model.model.layers = torch.nn.ModuleDict({str(rank): model.model.layers[rank]})
+    if rank == 0:
+        del model.lm_head, model.model.norm
+    else:
+        del model.model.embed_tokens
+    return model
+
+
+def pipeline(kind: str, seed: int, rank: int) -> Any:
+    """Return a rank's state of a model that two ranks have."""
+    if kind == "one rank":
+        return seeded("mixtral", seed) if rank == 0 else {}
+    model = stage("qwen3_moe" if kind == "two classes" and rank == 1 else "mixtral", seed, rank)
+    if kind == "a plain model" and rank == 1:
+        model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"layers": model.model.layers})})
+    return model
+
+
+def export_and_load(path: str, kind: str) -> None:
+    rank = torch.distributed.get_rank()
+    state = pipeline(kind, 1, rank)
+    sx.export_checkpoint(state, f"{path}/ours")
+    if kind == "one rank":
+        return
+    other = pipeline(kind, 2, rank)
+    report = sx.load_checkpoint(other, f"{path}/ours")
+    assert report.missing == report.unexpected == ()
+    assert_equal(dict(state.state_dict()), dict(other.state_dict()))
+    assert sx.diff_checkpoints(state, f"{path}/ours").equal
+    if kind == "two classes":
+        return
+    report = sx.load_checkpoint(pipeline(kind, 2, rank), f"{path}/theirs", strict=False)
+    assert len(report.missing) == (3 if kind == "a plain model" and rank == 1 else 0)
+
+
+@pytest.mark.parametrize("kind", ["one rank", "a plain model", "stages", "two classes"])
+def test_ranks_may_have_different_models(tmp_path: Path, kind: str) -> None:
+    model = seeded("mixtral", 1)
+    model.save_pretrained(tmp_path / "theirs")
+    run_ranks(export_and_load, 2, backend="gloo", args=(str(tmp_path), kind))
+    if kind in ("one rank", "stages"):
+        assert_equal(load_file(tmp_path / "theirs/model.safetensors"), load_file(tmp_path / "ours/model.safetensors"))
+
+
+GATE = "mlp.gate.weight"  # block_sparse_moe.gate.weight in files
+
+
+def shared(path: str) -> list[Any]:
+    rank = torch.distributed.get_rank()
+    model = seeded("mixtral", 1)
+    caught = []
+    for call in (
+        lambda: sx.export_checkpoint(model if rank == 1 else model.state_dict(), f"{path}/ours"),
+        lambda: sx.export_checkpoint(model, f"{path}/ours", convert="torchtitan:llama3" if rank == 0 else None),
+        lambda: sx.load_checkpoint(model, f"{path}/theirs", convert="torchtitan:llama3" if rank == 0 else None),
+        lambda: sx.diff_checkpoints(model, f"{path}/theirs", convert="torchtitan:llama3" if rank == 0 else None),
+        lambda: sx.diff_checkpoints(model if rank == 1 else model.state_dict(), f"{path}/theirs"),
+    ):
+        with pytest.raises(sx.errors.InvalidArgumentError) as raised:
+            call()
+        caught.append([raised.value.name, str(raised.value)])
+    return caught
+
+
+def test_ranks_that_share_a_tensor_have_the_same_names_for_it(tmp_path: Path) -> None:
+    seeded("mixtral", 1).save_pretrained(tmp_path / "theirs")
+    for caught in run_ranks(shared, 2, backend="gloo", args=(str(tmp_path),)):
+        assert [name and name.rpartition(".layers.0.")[2] for name, _ in caught] == [GATE, None, None, None, GATE]
+        assert all("convert" in text for _, text in caught[1:4])
+    assert not (tmp_path / "ours").exists()
