@@ -162,7 +162,7 @@ def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tupl
         try:
             saved = loading.revert_weight_conversion(model, dict(inputs))
         except RuntimeError as error:  # torch's: a view needs a copy of another order
-            raise _UntracedError("reorders the elements of tensors") from error
+            raise _UntracedError("reorders elements of tensors, or computes new ones") from error
         except Exception as error:
             raise _UntracedError(f"raises {excerpt(error)}") from error
     parts = {}
