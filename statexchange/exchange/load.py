@@ -32,6 +32,7 @@ from statexchange.exchange.new_tensors import tensor_to_fill
 from statexchange.exchange.placing import parameter_names, place_parts
 from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.reading import Overflows, ReadItem, assign_readers, read_all
+from statexchange.exchange.saved_names import advice_on_missing
 from statexchange.exchange.saved_tree import LivePlaces, SavedTree, check_ranks, check_unions
 from statexchange.exchange.shared_memory_check import check_shared_memory
 from statexchange.formats.registry import open_source
@@ -397,6 +398,9 @@ class _Load:
             plan.unexpected += without_rule
             if options.strict or _loads_nothing(plan):
                 _check_names(state, plan, catalog)
+            advice = _advice_on_conversion(state, plan) if comm.rank == 0 else ""
+            if advice:  # not strict
+                _log.warning("%s: %d names are missing in the source; %s", source.path, len(plan.missing), advice)
             if (options.include or options.exclude) and all(names.is_empty for names in by_rank):
                 raise InvalidArgumentError(_selects_nothing(options), path=source.path)
             self._tie_notes = _notes_on_lost_ties(plan, catalog)
@@ -801,8 +805,16 @@ def _hint(state: Any, plan: LoadPlan, catalog: Catalog) -> str:
                 continue
             advice = f'give state["{prefix}"]' if is_key else f'rename=[("^", "{prefix}.")] gives them this name'
             return f'the source has them without "{prefix}": {advice}'
+    advice = _advice_on_conversion(state, plan)
+    if advice:
+        return advice
     found = suggest_rename(free, missing)
     return f"rename=[{found[:2]!r}] gives {found[2]} tensors of the source names of the state" if found else ""
+
+
+def _advice_on_conversion(state: Any, plan: LoadPlan) -> str:
+    """Return advice if the source may have other names than the state, as save_pretrained wrote it."""
+    return advice_on_missing(state) if plan.missing and plan.unexpected else ""
 
 
 def _names_in(value: Any) -> list[str]:
