@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from statexchange.conversions.choice import Convert
 from statexchange.exchange.background import run_in_background
 from statexchange.exchange.converting import ChosenConversion
 from statexchange.exchange.exporting import ExportReport, ExportRequest, export_described
-from statexchange.exchange.saved_names import saved_names
+from statexchange.exchange.saved_names import note_on_container, saved_names
 from statexchange.processes import collector_paused
 from statexchange.settings import check_flags
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, Rename, Replicas
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 __all__ = ["ExportReport", "export_checkpoint"]
+
+_log = logging.getLogger(__name__)
 
 
 class _Options(TypedDict, total=False):
@@ -126,7 +129,7 @@ def export_checkpoint(
             conversion, `rename` and `dtype` those after. A selected name without a rule is an error. By default a model
             of transformers is written by the names of its `save_pretrained`, such as one of each expert's weight, where
             it has others in memory. Then only `layout` matches the names in memory, and all other options those that
-            are written.
+            are written. A model in a container, and its state dict, keep the names in memory.
         convert_with: numbers that the conversion needs, as ``{"n_heads": 32}``. Others come from root's config.json of
             `files_from`, or from the config of root's model of transformers.
         replicas: "equal" raises ReplicaError if copies differ; "root" takes the lowest rank's copy.
@@ -198,7 +201,11 @@ def export_checkpoint(
 
     def describe_state(request: ExportRequest) -> Description:
         tensors = adapter_state(state) if is_adapter_model(state) else state
-        return describe(tensors, request.options.new_layout(), communicator.rank, with_extra_state=False)
+        described = describe(tensors, request.options.new_layout(), communicator.rank, with_extra_state=False)
+        note = note_on_container(state) if communicator.rank == 0 and request.conversion is None else ""
+        if note:
+            _log.warning("%s", note)
+        return described
 
     if background:
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,15 +11,19 @@ from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentEr
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.reading import ReadItem
 from statexchange.exchange.stored_tensors import StoredTensors
+from statexchange.sharding import records
 from statexchange.sharding.options import FLOATS, LoadOptions
+from statexchange.sharding.paths import joined
 from statexchange.sharding.plan import prove_cover
-from statexchange.sharding.rules import Layout, with_dots
+from statexchange.sharding.rules import Layout, renumber_names, with_dots
 from statexchange.state.describe import Description, LocalTensor, describe_entry
 from statexchange.state.entries import Entries, Entry, SavedTensor
+from statexchange.state.flatten import LiveState
 from statexchange.state.load_plan import LoadPlan
+from statexchange.state.modules import live_items
 from statexchange.tensors import check_writable, without_grad
 
-__all__ = ["LiveTarget", "live_targets", "names_of", "place_targets", "read_item", "stored_entries"]
+__all__ = ["LiveTarget", "live_targets", "names_of", "place_targets", "read_item", "renumbered_names", "stored_entries"]
 
 
 class LiveTarget(NamedTuple):
@@ -40,6 +44,29 @@ def names_of(name: str, layout: Layout, renumbered: Mapping[str, str]) -> list[s
     return [renumbered.get(new, new) for new in names]
 
 
+def renumbered_names(comm: Communicator, live: LiveState, options: LoadOptions, layout: Layout) -> dict[str, str]:
+    """Return the source's names of tensors that a layout renumbers over all ranks. Collective."""
+    names: dict[str, str] = {}
+    with comm.phase("naming its tensors"):
+        if any(rule.renumber for rule in layout.rules.values()):
+            for name in filter(options.wants, _live_names(live)):
+                rule = layout.rule_for(name)
+                names |= dict.fromkeys([name] if rule is None else rule.names(name), name)
+    sent = comm.all_gather_object(names)
+    with comm.phase("renumbering its tensors"):
+        by_rank = {rank: records.parsed(raw, records.texts, "its names", rank) for rank, raw in enumerate(sent)}
+        return renumber_names(by_rank, layout)[comm.rank]
+
+
+def _live_names(live: LiveState) -> Iterator[str]:
+    """Yield the names of the live tensors."""
+    for entry in live.entries:
+        if entry.kind == "tensor":
+            yield entry.text
+        elif entry.kind == "module":
+            yield from (joined(entry.text, name) for name in live_items(entry.value)[0])
+
+
 def stored_entries(
     text: str, keys: tuple[object, ...], entries: Entries, layout: Layout, renumbered: Mapping[str, str]
 ) -> list[Entry] | None:
@@ -58,9 +85,11 @@ def live_targets(
 ) -> list[LiveTarget]:
     """Describe the live tensors to fill; a layout's rule may split one into several."""
     if layout.rules:
-        for target in plan.targets:
-            if target.name is not None and like_parameter(target.name, target.parameter_name, entries, tensors, layout):
-                layout.like[target.path] = target.parameter_name
+        layout.like = {
+            target.path: target.parameter_name
+            for target in plan.targets
+            if target.name is not None and like_parameter(target.name, target.parameter_name, entries, tensors, layout)
+        }
     found = []
     with without_grad():
         for target in plan.targets:
@@ -76,7 +105,7 @@ def live_targets(
 
 
 def like_parameter(name: str, parameter_name: str, entries: Entries, tensors: StoredTensors, layout: Layout) -> bool:
-    """Whether a tensor of an optimizer's state has the shape of its parameter in the source, and a layout shards that."""
+    """Whether a tensor of an optimizer's state has its parameter's shape in the source, and a layout shards that."""
     if not parameter_name or layout.rule_for(parameter_name) is None:
         return False
     parameter = entries.at(with_dots(parameter_name))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, NotFoundError
+from statexchange.exchange.matched_state import MatchedState
+from statexchange.exchange.saved_names import advice_on_missing
 from statexchange.formats.sections import SECTIONS
-from statexchange.sharding.options import LoadOptions
+from statexchange.sharding import records
 from statexchange.sharding.rename_hint import suggest_rename
 from statexchange.sharding.wrappers import WRAPPERS
 from statexchange.state.entries import Entries, SavedTensor
@@ -16,48 +21,101 @@ from statexchange.state.modules import is_module, live_items
 from statexchange.state.tree import walk
 from statexchange.tensors import is_tensor
 
-__all__ = ["SHOWN", "check_names", "loads_nothing", "selects_nothing"]
+__all__ = ["compare_names"]
 
-SHOWN = 5
+_log = logging.getLogger(__name__)
+_SHOWN = 5
 
 
-def loads_nothing(plan: LoadPlan) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """A rank's unexpected names, and whether it would load nothing; ranks compare these records."""
+
+    unexpected: Sequence[str]
+    is_empty: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value that `from_json` reads."""
+        return {"unexpected": list(self.unexpected), "is_empty": self.is_empty}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> _Names:
+        """Return the record that `to_json` wrote; raise ValueError for anything else."""
+        unexpected, is_empty = records.fields(raw, "unexpected", "is_empty")
+        return cls(records.items(unexpected, records.text), records.flag(is_empty))
+
+
+def compare_names(comm: Communicator, matched: MatchedState, plan: LoadPlan) -> None:
+    """Raise, on all ranks, if names of the state or of the source have no counterpart. Collective.
+
+    A name is unexpected only if it is so on every rank. Without ``strict`` names are listed by the plan alone, unless a
+    rank would load nothing.
+    """
+    options, path = matched.options, matched.source.path
+    sent = comm.all_gather_object(_Names(plan.unexpected, plan.is_empty).to_json())
+    with comm.phase("comparing the names"):
+        by_rank = [records.parsed(raw, _Names.from_json, "unexpected names", rank) for rank, raw in enumerate(sent)]
+        unexpected = [set(names.unexpected) for names in by_rank]
+        plan.unexpected = [name for name in plan.unexpected if all(name in names for names in unexpected)]
+        plan.unexpected += matched.without_rule
+        if options.strict or _loads_nothing(plan):
+            _check_names(matched, plan)
+        advice = _advice_on_conversion(matched.state, plan) if comm.rank == 0 else ""
+        if advice:  # not strict
+            _log.warning("%s: %d names are missing in the source; %s", path, len(plan.missing), advice)
+        if (options.include or options.exclude) and all(names.is_empty for names in by_rank):
+            given = {"include": list(options.include), "exclude": list(options.exclude)}
+            patterns = " and ".join(f"{option}={names}" for option, names in given.items() if names)
+            text = f"{patterns} selects no tensor and no value that both the source and the state have"
+            raise InvalidArgumentError(text, path=path)
+
+
+def _loads_nothing(plan: LoadPlan) -> bool:
     """Whether the source lacks all tensors of the state, or all that a state without tensors has."""
     lacks_state = not plan.stateful.isdisjoint(plan.missing)
     return bool(plan.missing) and not plan.targets and (lacks_state or plan.is_empty)
 
 
-def selects_nothing(options: LoadOptions) -> str:
-    """Return the message for patterns that leave nothing to load on any rank."""
-    given = {"include": list(options.include), "exclude": list(options.exclude)}
-    patterns = " and ".join(f"{option}={names}" for option, names in given.items() if names)
-    return f"{patterns} selects no tensor and no value that both the source and the state have"
-
-
-def check_names(state: Any, plan: LoadPlan, entries: Entries, reasons: Sequence[str], path: str) -> None:
+def _check_names(matched: MatchedState, plan: LoadPlan) -> None:
     """Raise an error that lists all missing and unexpected names, as torch does.
 
-    `reasons` are those for what is missing. Plain values of a torch checkpoint that no rank has are no error, nor is
-    extra state that a source of tensors alone cannot have.
+    Plain values of a torch checkpoint that no rank has are no error, nor is extra state that a source of tensors alone
+    cannot have.
     """
     missing = [name for name in plan.missing if name not in plan.tolerated]
     if not missing and all(name in plan.tolerated for name in plan.unexpected):
         return
     lists = [
-        f"{len(names)} {what}: {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+        f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
         for what, names in (("missing in the source", missing), ("not in the state", plan.unexpected))
         if names
     ]
     if not plan.targets and not plan.num_values:
         what, general = "the source has no name of the state", ""
-    elif loads_nothing(plan):  # an error without `strict`, too
+    elif _loads_nothing(plan):  # an error without `strict`, too
         what, general = "the source has no tensor of the state", ""
     else:
         what, general = "the names differ", "strict=False loads what both have"
-    advice = [*reasons, _hint(state, plan, entries), general]
+    advice = [*_lacking_parts(matched, plan), _hint(matched.state, plan, matched.entries), general]
     text = "; ".join([what, *lists, *filter(None, advice)])
     kind = NotFoundError if missing else InvalidArgumentError
-    raise kind(text, path=path)
+    raise kind(text, path=matched.source.path)
+
+
+def _lacking_parts(matched: MatchedState, plan: LoadPlan) -> list[str]:
+    """Return the reasons why tensors are missing of which the source has some parts."""
+    reasons = []
+    for name in plan.missing[:_SHOWN]:
+        part = matched.lacking.get(name)
+        if part is not None:
+            what = f"has shape {matched.tensors.shape_of(part)}" if part in matched.tensors else "is not"
+            reasons.append(f"{name} is missing: {part} {what} in the source")
+    return reasons
+
+
+def _advice_on_conversion(state: Any, plan: LoadPlan) -> str:
+    """Return advice if the source may have other names than the state, as save_pretrained wrote it."""
+    return advice_on_missing(state) if plan.missing and plan.unexpected else ""
 
 
 def _hint(state: Any, plan: LoadPlan, entries: Entries) -> str:
@@ -85,6 +143,9 @@ def _hint(state: Any, plan: LoadPlan, entries: Entries) -> str:
                 continue
             advice = f'give state["{prefix}"]' if is_key else f'rename=[("^", "{prefix}.")] gives them this name'
             return f'the source has them without "{prefix}": {advice}'
+    advice = _advice_on_conversion(state, plan)
+    if advice:
+        return advice
     found = suggest_rename(free, missing)
     return f"rename=[{found[:2]!r}] gives {found[2]} tensors of the source names of the state" if found else ""
 

@@ -77,7 +77,7 @@ def _check_is_of_all_ranks(catalog: Filled, name: str, shape: Sequence[int], par
         saved = format_number(source.world_size or 1, "rank")
         raise ReplicaError(
             f"state of a sharded parameter has neither its shape nor is it a scalar: {saved} saved it, and "
-            f"{catalog.tensors.world_size} load it, each with a part of the parameter; exclude={path!r} leaves it as it is",
+            f"{catalog.tensors.world_size} load it, each with a part of the parameter; exclude={path!r} leaves it",
             name=path,
             path=source.path,
             expected=tuple(parameter.shape),

@@ -3,7 +3,8 @@
 transformers 5 keeps some weights fused in memory, such as all experts of a layer in one tensor, and its
 `save_pretrained` writes them one by one, as other programs read them. Here transformers converts tensors without memory
 (device "meta"): the storage, offset and strides of each result show which part of which tensor it is. So no rule about
-a model family is needed. An operation that makes new values cannot be traced: the names in memory are used then.
+a model family is needed. What joins or reorders tensors, or computes values, cannot be traced: the names in memory are
+used then.
 """
 
 from __future__ import annotations
@@ -19,22 +20,25 @@ from typing import Any
 from statexchange.comm.communicator import Communicator
 from statexchange.conversions.patches import Dim, Patch
 from statexchange.conversions.plan import ConversionPlan, Fill, TensorInfo
-from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
 from statexchange.exchange.rank_metadata import gather_distinct
 from statexchange.sharding import records
 from statexchange.sharding.options import ExportOptions, LoadOptions
 from statexchange.sharding.shards import Box, c_strides, full_box
 from statexchange.state.describe import Description
-from statexchange.state.pretrained import pretrained_model
+from statexchange.state.modules import is_module, module_items
+from statexchange.state.pretrained import is_adapter_model, pretrained_model, with_own_classes
+from statexchange.state.tree import walk
+from statexchange.tensors import is_tensor
 
-__all__ = ["SavedNames", "saved_names"]
+__all__ = ["SavedNames", "advice_on_missing", "note_on_container", "saved_names"]
 
 _log = logging.getLogger(__name__)
 _SHOWN = 3
 
 
 class _UntracedError(Exception):
-    """The conversion cannot be traced: a result is not a part of one tensor."""
+    """The conversion cannot be traced; the text says what it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +144,8 @@ class SavedNames:
         try:
             return _traced(self.model, shapes)
         except _UntracedError as error:
-            kind = type(self.model).__name__
-            _log.warning("%s: save_pretrained writes other names than those in memory, which are used: %s", kind, error)
+            text = "%s.save_pretrained %s: names in memory are used instead, which from_pretrained reads, too"
+            _log.warning(text, type(self.model).__name__, error)
             return {name: (name, _whole(shape)) for name, shape in shapes.items()}
 
 
@@ -151,9 +155,40 @@ def saved_names(state: Any) -> SavedNames | None:
     loading = sys.modules.get("transformers.core_model_loading")
     if model is None or loading is None or not hasattr(loading, "revert_weight_conversion"):  # before transformers 5
         return None
+    model = with_own_classes(model)
     # Without a conversion, transformers returns the same mapping.
     unchanged: dict[str, Any] = {}
     return None if loading.revert_weight_conversion(model, unchanged) is unchanged else SavedNames(model)
+
+
+def note_on_container(state: Any) -> str:
+    """Return a note on a model whose conversion is not used, as it is in a container; else "". Not collective."""
+    if pretrained_model(state) is not None or is_adapter_model(state):
+        return ""
+    for step in walk(state):
+        for module in step.value.modules() if is_module(step.value) else ():
+            names = saved_names(module)
+            if names is not None:
+                text = "has its names in memory: give the model itself for those of save_pretrained"
+                return f"{type(names.model).__name__} in {type_text(state)} {text}"
+    return ""
+
+
+def advice_on_missing(state: Any) -> str:
+    """Return advice if a state lacks names because a model's conversion is not used; else "". Not collective."""
+    names = saved_names(state)
+    if names is None:
+        return note_on_container(state)
+    shapes = {name: tuple(value.shape) for name, value in module_items(state).items() if is_tensor(value)}
+    try:
+        _traced(names.model, shapes)
+    except _UntracedError as error:
+        kind = type(names.model).__name__
+        return (
+            f"{kind}.save_pretrained {error}, which a load cannot undo: if it wrote this source, read it by "
+            f"{kind}.from_pretrained, write that model by export_checkpoint, and load the export"
+        )
+    return ""
 
 
 def _names_of_all(sent: Sequence[bytes]) -> dict[str, tuple[str, ...]]:
@@ -217,19 +252,21 @@ def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tupl
     with Tracing():  # type: ignore[no-untyped-call]
         try:
             saved = loading.revert_weight_conversion(model, dict(inputs))
+        except RuntimeError as error:  # torch's: a view needs a copy of another order
+            raise _UntracedError("reorders elements of tensors, or computes new ones") from error
         except Exception as error:
-            raise _UntracedError(str(error)) from error
+            raise _UntracedError(f"raises {excerpt(error)}") from error
     parts = {}
     traced = dict.fromkeys(shapes, 0)
     for saved_name, tensor in saved.items():
         name = by_storage.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
         if name is None:
-            raise _UntracedError(f"{saved_name} is no part of one tensor")
+            raise _UntracedError(f"joins tensors, or computes values, to write {saved_name}")
         parts[saved_name] = (name, _patch(saved_name, tensor, shapes[name]))
         traced[name] += tensor.numel()
     for name, shape in shapes.items():
         if traced[name] != math.prod(shape):
-            raise _UntracedError(f"not each element of {name} is saved once")
+            raise _UntracedError(f"does not write each element of {name} once")
     return parts
 
 
@@ -248,7 +285,7 @@ def _patch(name: str, view: Any, shape: tuple[int, ...]) -> Patch:
         elif len(along) == 1:
             dims.append(Dim(along[0], range(size)))
         else:
-            raise _UntracedError(f"the dims of {name} are not those of one tensor")
+            raise _UntracedError(f"reorders the elements of {name}")
     return Patch(0, Box((0,) * len(dims), tuple(view.shape)), tuple(begin), tuple(dims))
 
 

@@ -8,7 +8,7 @@ state, and as many of its last keys as the source knows.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -144,7 +144,6 @@ def flatten_tree(tree: Any, found: RankEntries, base: Entry | None = None) -> No
         elif not isinstance(value, Mapping) and type(value) is not tuple:
             found.templates[text] = value
         waiting += reversed([(item, (*keys, key), joined(text, key), in_list) for key, item in inside.items()])
-    return found
 
 
 def _is_tensor(value: Any) -> bool:
@@ -161,9 +160,10 @@ def _entered(value: Any) -> dict[Any, Any] | None:
         return dict(value) or None
     if children(value) is None or not contains(value, _is_entered_for):
         return None
-    kind = {list: ListItem, tuple: TupleItem}.get(type(value))
     items = children(value) or {}
-    return items if kind is None else {kind(index): item for index, item in items.items()}
+    if type(value) is list:
+        return {ListItem(index): item for index, item in items.items()}
+    return {TupleItem(index): item for index, item in items.items()} if type(value) is tuple else items
 
 
 class Entries:
@@ -186,7 +186,7 @@ class Entries:
         sizes: dict[str, tuple[int, object]] = {}
         for of_rank in ranks:
             # The items of a list of another length, and what is in a mapping of other keys there, do not count.
-            others = set()
+            others: set[str] = set()
             for path, size in of_rank.sizes.items():
                 rank, first = sizes.setdefault(path, (of_rank.rank, size))
                 if first != size:
@@ -198,7 +198,7 @@ class Entries:
         self._positions = dict(zip(self._by_text, range(len(self._by_text)), strict=True))
         self._first: Entries | None = None
 
-    def _add(self, of_rank: RankEntries, others: Collection[str]) -> None:
+    def _add(self, of_rank: RankEntries, others: set[str]) -> None:
         """Add the entries of a rank that no rank before it has, but those below the paths `others`."""
         present = {*self._by_text}
         for entry in of_rank.entries:
@@ -382,8 +382,8 @@ class _Builder:
                 empty[ListItem(key) if isinstance(live, list | tuple) else key] = item
             elif self._is_whole and contains(item, lambda part: isinstance(part, Mapping)):
                 text = (
-                    "the source has nothing here, as torch leaves out empty mappings: empty that of the state, or leave "
-                    "it out by exclude"
+                    "the source has nothing here, as torch leaves out empty mappings: empty that of the state, or "
+                    "leave it out by exclude"
                 )
                 raise InvalidArgumentError(text, name=f"{path}.{key}")
         return empty
@@ -394,8 +394,8 @@ class _Builder:
         if unknown:
             has = "None" if live is None else type_text(live)
             text = (
-                f"the source has an entry {unknown[0].text!r} here, and what kind of key that is is not known; the state "
-                f"has {has} to put it into: make it as it was saved, or leave it out by exclude"
+                f"the source has an entry {unknown[0].text!r} here, and what kind of key that is is not known; the "
+                f"state has {has} to put it into: make it as it was saved, or leave it out by exclude"
             )
             raise InvalidArgumentError(text, name=path)
         if path in self._entries.templates:
@@ -460,8 +460,8 @@ def refuse_opaque(value: Any, path: str) -> None:
     for part in parts:
         if isinstance(part, OpaqueValue):
             raise UnsupportedError(
-                f"the source has something here that is neither a tensor nor a plain value: {part.text}. Load what holds "
-                "it with the program that wrote it, and leave it out of the state here",
+                f"the source has something here that is neither a tensor nor a plain value: {part.text}. Load what "
+                "holds it with the program that wrote it, and leave it out of the state here",
                 name=path,
             )
         if isinstance(part, UnknownValue):

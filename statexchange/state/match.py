@@ -176,7 +176,7 @@ class _Matcher:
     # Objects and values
 
     def _object(self, entry: LiveEntry) -> None:
-        """Plan an object that has `load_state_dict`: it is loaded whole if anything in it is wanted, and nothing not."""
+        """Plan an object that has `load_state_dict`, which is loaded or left whole."""
         path, live = entry.text, entry.value
         if not self._entries.has_below(path):
             if self._may_want(entry):
@@ -193,7 +193,7 @@ class _Matcher:
         expect(isinstance(saved, Mapping), f"the state of {type_text(live)}", saved, path)
         self._take(entry)
         new = self._filler.fill(saved, path, Place(present, is_filled=False))
-        self.optimizers.add_scheduler(entry, new)
+        self.optimizers.add_scheduler(entry)
         self.plan.callbacks.append(functools.partial(load_object, live, live.load_state_dict, new, path))
 
     def _value(self, entry: LiveEntry) -> None:
@@ -372,8 +372,8 @@ class _Matcher:
             if indices and (lacking or others):
                 more = f"has {joined(path, others[0])!r} besides" if others else f"lacks {joined(path, lacking[0])!r}"
                 text = (
-                    f"the state has {format_number(len(live), 'item')} here, and the source {more}: make the list as it "
-                    "was saved, or leave it out by exclude"
+                    f"the state has {format_number(len(live), 'item')} here, and the source {more}: make the list as "
+                    "it was saved, or leave it out by exclude"
                 )
                 raise InvalidArgumentError(text, name=path)
 
@@ -418,18 +418,16 @@ class _ShardedTensors:
     @classmethod
     def of(cls, live: LiveState, entries: Entries) -> _ShardedTensors:
         """Collect the keys of a live state, and the tensors of a source."""
-        keys = set()
-        for entry in live.entries:
-            if entry.kind == "sharded":
-                keys.update(leaf.key for _, leaf in leaves(entry.value) if sharded_kind(leaf) == "tensor")
-        if not keys and not any(entry.kind == "sharded" for entry in live.entries):
+        sharded = [entry.value for entry in live.entries if entry.kind == "sharded"]
+        if not sharded:
             return cls(frozenset(), {})
+        parts = [leaf for value in sharded for _, leaf in leaves(value) if sharded_kind(leaf) == "tensor"]
         saved: dict[str, str] = {}
         for entry in entries:
             if isinstance(entry.leaf, SavedTensor):
                 saved.setdefault(entry.text, entry.leaf.name)
                 saved.setdefault(entry.leaf.name, entry.leaf.name)
-        return cls(frozenset(keys), saved)
+        return cls(frozenset(part.key for part in parts), saved)
 
 
 def _is_of(entry: Entry, keys: tuple[Any, ...], others: Sequence[LiveEntry]) -> bool:

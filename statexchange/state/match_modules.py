@@ -59,10 +59,10 @@ def prefixes_of_modules(live: LiveState, entries: Entries, has: Callable[[str], 
     for keys, container in live.containers.items():
         path = text_of(keys)
         if has_indices(container) and len(container) > 0 and all(map(is_module, container)):
-            names = [(index, name) for index, module in enumerate(container) for name in live_items(module)[0]]
+            numbered = [(index, name) for index, module in enumerate(container) for name in live_items(module)[0]]
             begin = f"{path}." if path else ""
-            with_index = sum(has(f"{begin}{index}.{name}") for index, name in names)
-            if with_index <= sum(has(f"{begin}{name}") for _, name in names) and names:
+            with_index = sum(has(f"{begin}{index}.{name}") for index, name in numbered)
+            if with_index <= sum(has(f"{begin}{name}") for _, name in numbered) and numbered:
                 found.shared.add(path)
                 found.by_path |= {joined(path, index): begin for index in range(len(container))}
     for entry in live.entries:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from statexchange.errors import UnsafeError
 from statexchange.sharding.options import LoadOptions, renamed
 from statexchange.sharding.paths import Key, paths_above
 from statexchange.sharding.wrappers import without_wrappers
 from statexchange.state.entries import Entry, SavedTensor, are_equal
+from statexchange.state.modules import is_module
+from statexchange.state.tree import walk
 
-__all__ = ["NameFilter"]
+__all__ = ["NameFilter", "strips_wrappers"]
 
 
 class NameFilter:
@@ -110,3 +113,15 @@ def _kept_keys(keys: tuple[Key, ...], text: str) -> tuple[Key, ...]:
             break
         count, end = count + 1, begin - 1
     return keys[len(keys) - count :] if count else ()
+
+
+def strips_wrappers(names: Collection[str], state: Any) -> bool:
+    """Whether names of a source have parts that wrappers have put into them, and those of the state do not.
+
+    Names of live modules have none; a mapping of the state may, as the state dict of a compiled model.
+    """
+    if all(name == without_wrappers(name) or without_wrappers(name) in names for name in names):
+        return False
+    steps = walk(state, lambda _, value: isinstance(value, Mapping) and not is_module(value))
+    keys = (str(step.keys[-1]) for step in steps if step.keys)
+    return all(key == without_wrappers(key) for key in keys)

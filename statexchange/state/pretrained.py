@@ -15,7 +15,15 @@ from typing import Any
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.state.modules import is_module, layers
 
-__all__ = ["adapter_state", "is_adapter_model", "model_config", "model_files", "pretrained_model", "tokenizer_files"]
+__all__ = [
+    "adapter_state",
+    "is_adapter_model",
+    "model_config",
+    "model_files",
+    "pretrained_model",
+    "tokenizer_files",
+    "with_own_classes",
+]
 
 
 def model_files(state: Any) -> dict[str, bytes]:
@@ -26,9 +34,9 @@ def model_files(state: Any) -> dict[str, bytes]:
     model = _unwrapped(state)
     if is_adapter_model(model):
         return _adapter_files(model)
-    if not _is_instance(model, "transformers.modeling_utils", "PreTrainedModel"):
+    if not _is_pretrained(model):
         return {}
-    config = {**_config(model), "architectures": [_class_name(model)]}
+    config = {**_config(model), "architectures": [_own_class(model).__name__]}
     files = {"config.json": (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         files["generation_config.json"] = model.generation_config.to_json_string().encode()
@@ -44,7 +52,26 @@ def model_config(state: Any) -> dict[str, Any] | None:
 def pretrained_model(state: Any) -> Any:
     """Return the model of transformers that a state is, without its wrappers; None for any other state."""
     model = _unwrapped(state)
-    return model if _is_instance(model, "transformers.modeling_utils", "PreTrainedModel") else None
+    return model if _is_pretrained(model) else None
+
+
+def with_own_classes(model: Any) -> Any:
+    """Return a model of transformers without the classes of torch's by which fully_shard replaces those of models.
+
+    transformers takes such a class for custom code. The result is a copy with the same tensors, unless no class was
+    replaced; the model itself stays as it is.
+    """
+    classes = {module: _own_class(module) if _is_pretrained(module) else type(module) for module in model.modules()}
+    if all(type(module) is own_class for module, own_class in classes.items()):
+        return model
+    copies: dict[Any, Any] = {}
+    for module, own_class in classes.items():
+        copies[module] = object.__new__(own_class)
+        copies[module].__dict__.update(module.__dict__)
+    for module, copied in copies.items():
+        inside = module._modules  # noqa: SLF001 (named_children leaves out a module's second name)
+        copied.__dict__["_modules"] = {name: copies.get(child) for name, child in inside.items()}
+    return copies[model]
 
 
 def _config(model: Any) -> dict[str, Any]:
@@ -95,7 +122,8 @@ def _adapter_files(model: Any) -> dict[str, bytes]:
         config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
     mapping = None
     if config.task_type is None:  # then PEFT needs the class to load the adapter
-        mapping = {"base_model_class": _class_name(base), "parent_library": type(base).__module__}
+        own_class = _own_class(base)
+        mapping = {"base_model_class": own_class.__name__, "parent_library": own_class.__module__}
     return _saved_files(config, auto_mapping_dict=mapping)
 
 
@@ -126,16 +154,16 @@ def _unwrapped(state: Any) -> Any:
     return layers(state)[-1] if is_module(state) else state
 
 
+def _is_pretrained(value: Any) -> bool:
+    return _is_instance(value, "transformers.modeling_utils", "PreTrainedModel")
+
+
 def _is_instance(value: Any, module: str, name: str) -> bool:
     """Whether a value is an instance of a module's class; False if the module has not been imported."""
     found = getattr(sys.modules.get(module), name, None)
     return found is not None and isinstance(value, found)
 
 
-def _class_name(model: Any) -> str:
-    """Return the name of the model's own class: fully_shard replaces it by one that is in no module."""
-    for base in type(model).__mro__:
-        is_defined = getattr(sys.modules.get(base.__module__), base.__name__, None) is base
-        if is_defined and hasattr(base, "state_dict"):
-            return base.__name__
-    return type(model).__name__
+def _own_class(module: Any) -> type:
+    """Return a module's class, or the one that fully_shard has replaced by a class of torch's."""
+    return next(base for base in type(module).__mro__ if not base.__module__.startswith("torch.distributed."))

@@ -82,8 +82,8 @@ def export_wrapped(out: str) -> None:
         fully_shard(layer)
     sx.export_checkpoint(fully_shard(model), f"{out}/fsdp")
     adapter = adapted()
-    for layer in adapter.base_model.model.model.layers:
-        fully_shard(layer)
+    for module in [*adapter.base_model.model.model.layers, adapter.base_model.model]:
+        fully_shard(module)
     sx.export_checkpoint(fully_shard(adapter), f"{out}/adapter")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,28 @@ def deepseek_v3() -> Any:
     return DeepseekV3ForCausalLM(DeepseekV3Config(**TINY, **sizes, **heads, first_k_dense_replace=1))
 
 
-BUILDERS = {"qwen3_moe": qwen3_moe, "deepseek_v3": deepseek_v3, "mixtral": lambda: build("mixtral")}
+def mixtral_without_head() -> Any:
+    from transformers import MixtralConfig, MixtralModel
+
+    return MixtralModel(MixtralConfig(**TINY, num_local_experts=4))
+
+
+def llava() -> Any:
+    """Return a model whose class, and that of the model inside, have other names in files."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    tower = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**tower, image_size=8, patch_size=4, projection_dim=6)
+    return LlavaForConditionalGeneration(LlavaConfig(text_config=LlamaConfig(**TINY), vision_config=vision))
+
+
+BUILDERS = {
+    "qwen3_moe": qwen3_moe,
+    "deepseek_v3": deepseek_v3,
+    "mixtral": lambda: build("mixtral"),
+    "mixtral without head": mixtral_without_head,
+    "llava": llava,
+}
 
 
 def seeded(name: str, seed: int) -> Any:
@@ -133,28 +155,132 @@ def test_what_cannot_be_traced_keeps_its_names_in_memory_and_says_so(
     model = gte()
     model.register_buffer("empty", torch.empty(0, 2))
     sx.export_checkpoint(model, tmp_path / "out")
-    assert "GteForMaskedLM" in caplog.text
+    (record,) = caplog.records
+    assert "GteForMaskedLM" in record.getMessage()
+    assert "gte.encoder.layer.0.mlp.up_gate_proj.weight" in record.getMessage()
     assert {"empty", "gte.layers.0.mlp.gate_proj.weight"} <= load_file(tmp_path / "out/model.safetensors").keys()
 
 
-def on_a_mesh(path: str) -> None:
-    from torch.distributed.fsdp import fully_shard
+def test_what_cannot_be_traced_loads_what_from_pretrained_has_read(tmp_path: Path) -> None:
+    model, other = gte(), gte()
+    model.save_pretrained(tmp_path / "theirs")
+    with pytest.raises(sx.errors.NotFoundError, match="from_pretrained") as caught:
+        sx.load_checkpoint(other, tmp_path / "theirs")
+    assert "GteForMaskedLM" in str(caught.value)
+    sx.export_checkpoint(type(model).from_pretrained(tmp_path / "theirs"), tmp_path / "ours")
+    sx.load_checkpoint(other, tmp_path / "ours")
+    assert_equal(dict(model.state_dict()), dict(other.state_dict()))
 
-    model, other = seeded("qwen3_moe", 1), seeded("qwen3_moe", 2)
-    for one in (model, other):
-        for layer in one.model.layers:
-            fully_shard(layer)
-        fully_shard(one)
-    sx.export_checkpoint(model, f"{path}/ours")
-    sx.load_checkpoint(other, f"{path}/ours")
-    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours.to_local(), theirs.to_local())
+
+def test_tensors_that_are_reordered_are_not_traced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import Inkling2TextConfig, Inkling2TextModel
+
+    heads = {"head_dim": 4, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_head_dim": 4}
+    model = Inkling2TextModel(Inkling2TextConfig(**TINY, **heads, eos_token_id=1))
+    sx.export_checkpoint(model, tmp_path / "out")
+    assert "reorder" in caplog.text
+    assert "stride" not in caplog.text
+
+
+IN_CONTAINERS: dict[str, Callable[[Any], Any]] = {
+    "list": lambda model: [model],
+    "ModuleDict": lambda model: torch.nn.ModuleDict({"net": model}),
+    "dict": lambda model: {"a": model, "b": torch.nn.Linear(2, 2)},
+}
+
+
+@pytest.mark.parametrize("container", ["list", "ModuleDict"])
+def test_a_model_in_a_container_is_exported_by_its_names_in_memory_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, container: str
+) -> None:
+    state = IN_CONTAINERS[container](seeded("mixtral", 1))
+    sx.export_checkpoint(state, tmp_path / "ours")
+    (record,) = caplog.records
+    assert {"MixtralForCausalLM", container} <= {*record.getMessage().split()}
+    assert any(name.endswith("layers.0.mlp.experts.gate_up_proj") for name in sx.open_checkpoint(tmp_path / "ours"))
+    caplog.clear()
+    sx.load_checkpoint(state, tmp_path / "ours")
+    sx.export_checkpoint(IN_CONTAINERS[container](build("llama")), tmp_path / "llama")
+    assert not caplog.records  # nothing is missing, or has other names
+
+
+@pytest.mark.parametrize("container", IN_CONTAINERS)
+def test_a_load_names_a_model_in_a_container_whose_names_are_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, container: str
+) -> None:
+    model = seeded("mixtral", 1)
+    model.save_pretrained(tmp_path / "theirs")
+    state = IN_CONTAINERS[container](model)
+    with pytest.raises(sx.errors.NotFoundError, match="MixtralForCausalLM") as caught:
+        sx.load_checkpoint(state, tmp_path / "theirs")
+    assert "save_pretrained" in str(caught.value)
+    assert not caplog.records
+    prefix = {"list": "", "ModuleDict": "net.", "dict": "a."}[container]
+    sx.load_checkpoint(state, tmp_path / "theirs", rename=[("^", prefix)], strict=False)
+    (record,) = caplog.records
+    assert {"MixtralForCausalLM", container} <= {*record.getMessage().split()}
+
+
+def test_what_a_container_lacks_beside_its_model_is_no_matter_of_names(tmp_path: Path) -> None:
+    model = seeded("mixtral", 1)
+    sx.save_checkpoint({"model": model}, tmp_path / "save")
+    with pytest.raises(sx.errors.NotFoundError) as caught:
+        sx.load_checkpoint({"model": model, "other": torch.nn.Linear(2, 2)}, tmp_path / "save")
+    assert "save_pretrained" not in str(caught.value)
+
+
+def sharded(name: str, seed: int) -> Any:
+    """Return a model of which its layers, the models inside and itself are sharded: torch replaces their classes."""
+    from torch.distributed.fsdp import fully_shard
+    from transformers import PreTrainedModel
+
+    model = seeded(name, seed)
+    for module in reversed([*model.modules()]):
+        if isinstance(module, PreTrainedModel) or type(module).__name__.endswith("DecoderLayer"):
+            fully_shard(module)
+    return model
+
+
+class Messages(logging.Handler):
+    """Collects what this process logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def on_a_mesh(path: str) -> list[str]:
+    messages = Messages()
+    logging.getLogger("statexchange").addHandler(messages)
+    for name in SHARDED:
+        model, other, third = (sharded(name, seed) for seed in (1, 2, 3))
+        sx.export_checkpoint(model, f"{path}/{name}/ours")
+        for source, target in (("ours", other), ("theirs", third)):
+            report = sx.load_checkpoint(target, f"{path}/{name}/{source}")
+            assert report.missing == report.unexpected == ()
+            for ours, theirs in zip(model.parameters(), target.parameters(), strict=True):
+                assert torch.equal(ours.to_local(), theirs.to_local())
+        assert sx.diff_checkpoints(model, f"{path}/{name}/theirs").equal
+    assert not messages.texts
+    sx.export_checkpoint([model], f"{path}/container")
+    return messages.texts
+
+
+SHARDED = ["qwen3_moe", "mixtral", "mixtral without head", "llava"]
 
 
 def test_sharded_models_are_written_and_read_by_these_names(tmp_path: Path) -> None:
-    run_ranks(on_a_mesh, 2, backend="gloo", args=(str(tmp_path),))
-    seeded("qwen3_moe", 1).save_pretrained(tmp_path / "theirs")
-    assert_equal(load_file(tmp_path / "theirs/model.safetensors"), load_file(tmp_path / "ours/model.safetensors"))
+    for name in SHARDED:
+        seeded(name, 1).save_pretrained(tmp_path / name / "theirs")
+    (warning,), of_rank_1 = run_ranks(on_a_mesh, 2, backend="gloo", args=(str(tmp_path),))
+    assert warning.startswith("LlavaForConditionalGeneration in a list")
+    assert of_rank_1 == []
+    for name in SHARDED:
+        theirs, ours = (load_file(tmp_path / name / kind / "model.safetensors") for kind in ("theirs", "ours"))
+        assert_equal(theirs, ours)
 
 
 FUSED, PART = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.1.up_proj.weight"

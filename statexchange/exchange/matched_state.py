@@ -1,0 +1,153 @@
+"""What a load does: the source and the live state matched, before anything is read or changed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import InvalidArgumentError, StateExchangeError, type_text
+from statexchange.exchange.converting import ChosenConversion, convert_for_load, with_names_in_memory
+from statexchange.exchange.load_items import live_targets, place_targets, read_item, renumbered_names, stored_entries
+from statexchange.exchange.new_tensors import Filled, tensor_to_fill
+from statexchange.exchange.reading import ReadItem
+from statexchange.exchange.source_entries import check_conflicts, check_ranks, has_tree, source_entries
+from statexchange.exchange.stored_tensors import StoredTensors
+from statexchange.formats.source import Source
+from statexchange.sharding.options import LoadOptions
+from statexchange.sharding.rules import Layout
+from statexchange.state.entries import Entries
+from statexchange.state.flatten import flatten
+from statexchange.state.leaves import contains_state
+from statexchange.state.load_plan import LoadPlan, ObjectStates
+from statexchange.state.match import Matching, match
+from statexchange.state.modules import is_extra_state
+from statexchange.state.name_filter import NameFilter, strips_wrappers
+
+__all__ = ["MatchedState"]
+
+
+class MatchedState:
+    """The live state, the source, and what of them belongs together: the plan of a load.
+
+    Attributes:
+        state: the live state.
+        source: the source, converted if it had to be.
+        options: those of the load.
+        without_rule: names of the source for which a conversion has no rule.
+        entries: those of the source.
+    """
+
+    def __init__(self, state: Any, source: Source, options: LoadOptions, comm: Communicator) -> None:
+        self.state = state
+        self.source = source
+        self.options = options
+        self._comm = comm
+        self.without_rule: tuple[str, ...] = ()
+        self.lacking: Mapping[str, str] = {}
+        self._aliases: dict[str, str] = {}
+        self._objects = ObjectStates()
+        self._live = flatten(state)
+        names = {name for file in source.files for name in file.tensors}
+        self._names = NameFilter(options, self._live.units, strips_wrappers=strips_wrappers(names, state))
+        self._layout = Layout({}) if options.layout is None else options.layout.unmatched()
+        self._renumbered: Mapping[str, str] = {}
+        self.tensors: StoredTensors
+        self.entries: Entries
+
+    def convert(self, conversion: ChosenConversion | None) -> None:
+        """Convert the source by a chosen conversion, or to the names that a model of transformers has in memory."""
+        options, original = self.options, self.source
+        if conversion is not None:
+            self.source, self.without_rule = convert_for_load(original, conversion, strict=options.strict)
+        elif options.layout is None:  # with one, shapes in memory are those of parts
+            self.source, self.lacking = with_names_in_memory(original, self.state, options, self._names.name)
+            if self.source is not original:
+                name_of = self._names.name
+                for file in original.files:  # aliases of tensors that stay as they are
+                    self._aliases |= {name_of(alias): name_of(name) for alias, name in file.aliases.items()}
+                self._names = NameFilter(replace(options, rename=()), self._live.units)
+
+    def find_entries(self) -> None:
+        """Find the entries of the source and of the live state."""
+        comm, options = self._comm, self.options
+        if not isinstance(self.state, Mapping) and not contains_state(self.state):
+            text = f"the state is {type_text(self.state)}: give modules, optimizers or mappings"
+            raise InvalidArgumentError(text, path=self.source.path)
+        self.tensors = StoredTensors(self.source, options.replicas, comm.rank, comm.world_size, comm.progress)
+        self.tensors.aliases |= {alias: name for alias, name in self._aliases.items() if name in self.tensors}
+        with _located(self.source.path):
+            self.entries = source_entries(self.source, self.tensors, self._names, self.state, self._live, self._objects)
+        if has_tree(self.source, self.tensors):
+            for rule in self._layout.rules.values():
+                if rule.renames:
+                    text = (
+                        f"layout rule for {rule.pattern!r} renames tensors, and this source was saved with the names "
+                        "that the state has: leave it out"
+                    )
+                    raise InvalidArgumentError(text, path=self.source.path)
+
+    def renumber(self) -> None:
+        """Find the source's names of tensors that a layout renumbers over all ranks. Collective."""
+        self._renumbered = renumbered_names(self._comm, self._live, self.options, self._layout)
+
+    def match(self) -> LoadPlan:
+        """Plan the load. Not collective."""
+        source, options, tensors = self.source, self.options, self.tensors
+        filled = Filled(tensors, self.entries, options, self._layout)
+        tree = has_tree(source, tensors)
+        matching = Matching(
+            names=self._names,
+            stored=lambda text, keys: stored_entries(text, keys, self.entries, self._layout, self._renumbered),
+            allocate=partial(tensor_to_fill, filled),
+            shape_of=tensors.shape_of if options.layout is None else None,
+            objects=self._objects,
+            has_tree=tree,
+            classes={self._names.place(path): names for path, names in source.optimizers.items()},
+        )
+        with _located(source.path):
+            plan = match(self.state, self._live, self.entries, matching)
+        self._check_whose_it_is(plan)
+        refusals = {self._names.name(name): error for name, error in source.unsupported.items()}
+        for name in plan.missing:
+            error = refusals.get(self.lacking.get(name, name))
+            if error is not None:
+                raise error
+        if not tree:
+            plan.unexpected += [name for name in refusals if name not in plan.missing and options.wants(name)]
+        if source.kind == "huggingface" and not any(map(is_extra_state, tensors)):
+            plan.tolerated.update(filter(is_extra_state, plan.missing))  # an export leaves it out
+        return plan
+
+    def _check_whose_it_is(self, plan: LoadPlan) -> None:
+        """Raise ReplicaError if another number of ranks has saved what belongs to a rank, or different values."""
+        source, tensors, takes_root = self.source, self.tensors, self.options.replicas == "root"
+        if tensors.own_rank is not None:
+            return
+        per_rank = {*map(self._names.place, source.per_rank), *self._live.per_rank}
+        if source.world_size is not None or tensors.world_size != 1:
+            check_ranks(per_rank, plan.loaded, tensors, takes_root=takes_root)
+        if not takes_root:
+            check_conflicts(self.entries.conflicts | plan.conflicts, plan.loaded, tensors)
+
+    def items(self, plan: LoadPlan, *, has_layout: bool, timeout_s: float) -> list[ReadItem]:
+        """Return what is read for each target; collective if any rank has a layout."""
+        comm, options = self._comm, self.options
+        with comm.phase("finding its tensors", timeout_s=timeout_s):
+            targets = live_targets(plan, self.entries, self.tensors, self._layout, self._renumbered, comm.rank)
+        if has_layout:
+            targets = place_targets(comm, targets, self._layout, selects=bool(options.include or options.exclude))
+        with comm.phase("comparing the tensors", timeout_s=timeout_s):
+            return [read_item(target, self.tensors, options) for target in targets]
+
+
+@contextlib.contextmanager
+def _located(path: str) -> Iterator[None]:
+    """Let an error about the state name the source, too."""
+    try:
+        yield
+    except StateExchangeError as error:
+        raise (error if error.path is not None else error.located(path=path)) from error.__cause__
