@@ -138,8 +138,8 @@ def draw(seed: int) -> Case:
         _apply(live, change, rng)
     live.steps = rng.choice([0, 0, 1, 2])
     source = rng.choice(SOURCES)
-    if source == "export":
-        saved.has_model = True
+    if source in ("dcp flat", "dcp names"):
+        saved.steps = max(saved.steps, 1)  # else torch makes a state of zeros
     options = _draw_options(rng, saved) if rng.random() < 0.4 else {}
     roots = ["", "", "", "", "list", "object"] if not options and live.nesting == "" else [""]
     if source == "export":
@@ -403,7 +403,7 @@ class Extra:
             return Holder(self.mapping(depth - 1, objects=False))
         if kind < 0.77 and objects:
             return nn.Linear(2, 1)
-        if kind < 0.80 and objects:
+        if kind < 0.775 and objects:
             return sx.integrations.RandomState()
         return self.mapping(depth - 1, objects=objects)
 

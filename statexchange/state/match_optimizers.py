@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -137,9 +138,10 @@ class OptimizerMatcher:
     def check_shapes(self) -> None:
         """Raise InvalidArgumentError for a tensor of a parameter's state that is another parameter's.
 
-        It fits if it is a scalar, or has the parameter's shape, one that torch broadcasts to it, or the shape that it
-        has now. Any other shape is refused if it is another parameter's, or has as many dims as the parameter. Where
-        the parameter is loaded by its name, too, it has the source's shape, and its state may have any.
+        It fits if it is a scalar, or has the parameter's shape, one that torch broadcasts to it, that of all parameters
+        as one vector (LBFGS), or the shape that it has now. Any other shape is refused if it is another parameter's, or
+        has as many dims as the parameter. Where the parameter is loaded by its name, too, it has the source's shape,
+        and its state may have any.
         """
         loaded = {id(target.live) for target in self._filler.plan.targets}
         shape_of = self._matching.shape_of
@@ -150,7 +152,8 @@ class OptimizerMatcher:
             if id(parameter) in loaded and not tensor.by_number:
                 continue
             shape, expected = shape_of(tensor.name), tuple(parameter.shape)
-            if shape in ((), expected) or (is_tensor(tensor.live) and tuple(tensor.live.shape) == shape):
+            num_elements = sum(math.prod(one.shape) for one in tensor.parameters.values())
+            if shape in ((), expected, (num_elements,)) or (is_tensor(tensor.live) and tuple(tensor.live.shape) == shape):
                 continue
             if len(shape) == len(expected):
                 fits = all(size in (1, other) for size, other in zip(shape, expected, strict=True))

@@ -193,6 +193,7 @@ class OptimizerPlan:
 
     def _group(self, live: Mapping[str, Any], settings: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Return the new hyperparameters of a group."""
+        self.filler.plan.loaded.add(joined(self.path, "param_groups"))  # where ranks may differ
         new = hyperparameters(live)
         for key, value in settings.items():
             refuse_opaque(key, path)
@@ -277,6 +278,7 @@ class OptimizerPlan:
             if key in saved.more and self._wants(key):
                 path = joined(self.path, key)
                 built = saved.entries.built(saved.more[key], value, path)
+                plan.add_loaded(saved.more[key])
                 more[key] = self.filler.fill(built, path, Place(value, is_filled=False))
         return more
 
