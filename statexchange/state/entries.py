@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.paths import Key, ListItem, TupleItem, is_index, joined, paths_above
-from statexchange.state.containers import children, has_indices, is_dataclass, with_children
+from statexchange.state.containers import children, is_dataclass, with_children
 from statexchange.state.tree import contains
 
 __all__ = [
@@ -323,6 +323,8 @@ class _Builder:
                 )
                 raise InvalidArgumentError(text, name=path)
         live_items = children(live) or {}
+        if isinstance(live, tuple):  # torch's files have the items of a namedtuple by index
+            live_items = {TupleItem(index): item for index, item in enumerate(live)}
         items = {}
         for key, of_key in self._by_key(inside, live_items, live, path).items():
             inner = f"{path}.{key}" if path else str(key)
@@ -379,7 +381,7 @@ class _Builder:
             if key in items:
                 continue
             if has_no_leaves(item):
-                empty[ListItem(key) if has_indices(live) else key] = item
+                empty[ListItem(key) if isinstance(live, list) else key] = item
             elif self._is_whole and contains(item, lambda part: isinstance(part, Mapping)):
                 text = (
                     "the source has nothing here, as torch leaves out empty mappings: empty that of the state, or "

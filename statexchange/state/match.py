@@ -199,8 +199,7 @@ class _Matcher:
     def _value(self, entry: LiveEntry) -> None:
         """Plan a plain value, or a container of such values."""
         path, live = entry.text, entry.value
-        may_want = self._may_want(entry)
-        if not may_want:
+        if not self._may_want(entry) or self._selects_nothing_in(entry):
             self._take_unloaded(entry)
             return
         saved = self._entries.value(path, live, self._is_here(entry), is_whole=False)
@@ -218,6 +217,12 @@ class _Matcher:
         self._take(entry)
         self.plan.num_values += 1
         self._new_values[entry.keys] = self._replacement(live, self._filled(selected, live, path), path)
+
+    def _selects_nothing_in(self, entry: LiveEntry) -> bool:
+        """Whether the source has something for a plain value, and neither that nor the live value is selected."""
+        if not self._names.selects or not (below := self._below(entry)) or any(map(self._wants_entry, below)):
+            return False
+        return not any(self._options.wants(step.path) for step in walk(entry.value, path=entry.text))
 
     def _filled(self, saved: Any, live: Any, path: str) -> Any:
         """Return a plain value in containers of the live types; a live mapping itself is refilled with the entries."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError
@@ -83,7 +83,7 @@ class OptimizerMatcher:
                 plan.saved.append(saved)
         param_names = join_numbered(plan.saved, path)
         for saved in plan.saved:
-            labels = live.labels_of(saved, param_names, self._new_names(path), in_state=self._matching.has_tree)
+            labels = live.labels_of(saved, param_names, self._new_names(path, live.in_state()), in_state=self._matching.has_tree)
             for number, group in enumerate(saved.groups):
                 for label in group.labels:
                     if label not in labels:
@@ -95,8 +95,8 @@ class OptimizerMatcher:
                         self._compare(first, parameter, labels[label])
         return plan
 
-    def _new_names(self, path: str) -> Callable[[Sequence[str]], list[str]]:
-        """Return the function that gives the names of parameters in the source those in the state."""
+    def _new_names(self, path: str, in_state: Collection[str]) -> Callable[[Sequence[str]], list[str]]:
+        """Return the function that gives the names of parameters in the source those in the state, `in_state`."""
         names = self._matching.names
 
         def new_name(label: str) -> str:
@@ -111,7 +111,9 @@ class OptimizerMatcher:
 
         def new_names(labels: Sequence[str]) -> list[str]:
             of_tensors = None if self._matching.has_tree else self._names_of_tensors(labels)
-            return list(map(new_name, labels)) if of_tensors is None else of_tensors
+            if of_tensors is None or not any(name in in_state for name in of_tensors):  # as of a wrapped model
+                return list(map(new_name, labels))
+            return of_tensors
 
         return new_names
 

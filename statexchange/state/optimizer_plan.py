@@ -134,8 +134,10 @@ class OptimizerPlan:
         dropped = self._dropped(states)
         self._add_other_state(states)
         self._compare_names(num_empty, len(empty))
-        install = functools.partial(install_optimizer, self.optimizer, groups, states, dropped)
-        plan.callbacks.append(functools.partial(load_object, self.optimizer, install, self._more(), path))
+        more = self._more()
+        if states or dropped or more or any(group is not None for group in groups):
+            install = functools.partial(install_optimizer, self.optimizer, groups, states, dropped)
+            plan.callbacks.append(functools.partial(load_object, self.optimizer, install, more, path))
 
     # What is loaded
 
