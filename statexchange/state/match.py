@@ -389,8 +389,8 @@ class _Matcher:
         for entry in self._entries:
             if entry.text in self._taken or entry.is_alias or not self._wants_entry(entry):
                 continue
-            if self._by_key.live and (entry.name in known or entry.text in known):
-                if entry.name not in self._by_key.live:
+            if self._by_key.live and (entry.leaf is None or entry.name in known or entry.text in known):
+                if entry.leaf is not None and entry.name not in self._by_key.live:
                     found.setdefault(entry.name)
                 continue
             path = entry.text
