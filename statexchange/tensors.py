@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, needing_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     import numpy as np
@@ -160,7 +160,8 @@ def group_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...] | None:
     return (*shape[:-1], shape[-1] // PACKED[dtype])
 
 
-def name_of_dtype(dtype: object) -> str | None:
+@functools.lru_cache(maxsize=256)
+def name_of_dtype(dtype: Hashable) -> str | None:
     """Return the safetensors name of a dtype of torch or numpy; None if there is none."""
     name = str(dtype).removeprefix("torch.")
     return DTYPE_NAMES.get(name, TORCH_PACKED.get(name))

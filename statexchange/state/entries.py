@@ -288,6 +288,11 @@ class Entries:
         """Return the value that entries at and below a path make, as `value` does."""
         if len(entries) == 1 and entries[0].text == path:
             return entries[0].leaf
+        begin = len(path) + 1 if path else 0
+        if not self.keys_are_texts and path not in self.templates:  # most are leaves of one mapping, under texts
+            last_keys = [entry.keys[-1] for entry in entries if entry.keys and entry.text[begin:] == entry.keys[-1]]
+            if len(last_keys) == len(entries):
+                return {entry.keys[-1]: entry.leaf for entry in entries}
         return _Builder(self, is_whole=is_whole).value(entries, live, path)
 
     def by_key(self, path: str) -> dict[Any, list[Entry]] | None:

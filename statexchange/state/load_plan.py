@@ -93,7 +93,7 @@ class LoadPlan:
 
     def add_loaded(self, entries: Iterable[Entry]) -> None:
         """Add entries of the source that are loaded."""
-        self.loaded.update(entry.text for entry in entries)
+        self.loaded.update([entry.text for entry in entries])
 
     def add_missing(self, paths: Sequence[str], *, stateful: bool = True) -> None:
         """Add paths of the live state that the source lacks."""

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statexchange import values
-from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
+from statexchange.errors import InvalidArgumentError, type_text
 from statexchange.sharding.paths import joined, text_of
 from statexchange.state.containers import (
     children,
     has_indices,
-    is_dataclass,
-    is_mutable,
-    other_with,
-    refill,
-    with_children,
 )
 from statexchange.state.entries import ABSENT, Entries, Entry, SavedTensor, has_no_leaves, refuse_opaque
 from statexchange.state.flatten import LiveEntry, LiveState
@@ -31,10 +26,10 @@ from statexchange.state.load_plan import (
     Place,
     expect,
     name_of,
-    named,
 )
 from statexchange.state.match_modules import match_module, prefixes_of_modules
 from statexchange.state.match_optimizers import OptimizerMatcher
+from statexchange.state.match_values import ValueMatcher
 from statexchange.state.megatron import MegatronTensor, leaves, sharded_kind
 from statexchange.state.modules import live_items
 from statexchange.state.name_filter import NameFilter
@@ -82,7 +77,7 @@ def match(state: Any, live: LiveState, entries: Entries, matching: Matching) -> 
     matcher.optimizers.check_schedulers()
     matcher.check_lists()
     matcher.add_unexpected()
-    if matcher.install_values() is not state:
+    if matcher.installed_values() is not state:
         text = f"the state is {type_text(state)}, which cannot be changed in place: give a mapping that holds it"
         raise InvalidArgumentError(text)
     return matcher.plan
@@ -101,7 +96,8 @@ class _Matcher:
         self._options = matching.names.options
         self._filler = Filler(self.plan, matching.allocate)
         self._taken: set[str] = set()  # paths of entries that the live state has a place for
-        self._new_values: dict[tuple[Any, ...], Any] = {}
+        self._values = ValueMatcher(live, self._filler, matching.names, has_tree=matching.has_tree)
+        self._live_texts = sorted(entry.text for entry in live.entries)
         self._by_key = _ShardedTensors.of(live, entries)
         self._prefixes = prefixes_of_modules(live, entries, lambda name: matching.stored(name, ()) is not None)
         self.optimizers = OptimizerMatcher(state, entries, matching, self._filler, self._taken)
@@ -187,7 +183,7 @@ class _Matcher:
             return
         present = self._matching.objects.of(live, path)
         saved = self._entries.value(path, present, self._is_here(entry))
-        if self._names.selects and not self._wants_whole([(saved, path), (present, path)]):
+        if self._names.selects and not self._values.wants_whole([(saved, path), (present, path)]):
             self._take_unloaded(entry)
             return
         expect(isinstance(saved, Mapping), f"the state of {type_text(live)}", saved, path)
@@ -208,15 +204,10 @@ class _Matcher:
             if not (may_be_empty and has_no_leaves(live)):
                 self._add_missing(entry)
             return
-        selected = saved
-        if self._names.selects or not self._matching.has_tree:
-            selected = self._selected(saved, live, path)
-        if selected is ABSENT:
+        if self._values.add(entry, saved):
+            self._take(entry)
+        else:
             self._take_unloaded(entry)
-            return
-        self._take(entry)
-        self.plan.num_values += 1
-        self._new_values[entry.keys] = self._replacement(live, self._filled(selected, live, path), path)
 
     def _selects_nothing_in(self, entry: LiveEntry) -> bool:
         """Whether the source has something for a plain value, and neither that nor the live value is selected."""
@@ -224,56 +215,10 @@ class _Matcher:
             return False
         return not any(self._options.wants(step.path) for step in walk(entry.value, path=entry.text))
 
-    def _filled(self, saved: Any, live: Any, path: str) -> Any:
-        """Return a plain value in containers of the live types; a live mapping itself is refilled with the entries."""
-        if isinstance(live, MutableMapping) and isinstance(saved, Mapping) and not is_dataclass(saved):
-            return {
-                key: self._filler.fill(item, joined(path, key), Place(live.get(key))) for key, item in saved.items()
-            }
-        return self._filler.fill(saved, path, Place(live))
-
-    def _selected(self, saved: Any, live: Any, path: str) -> Any:
-        """Return what is loaded of a plain value, with the live values of what is not; ABSENT for nothing."""
-        fields = is_dataclass(saved) or hasattr(saved, "_fields")
-        if isinstance(saved, Mapping) and saved and (isinstance(live, Mapping) or live is ABSENT):
-            return self._selected_entries(saved, {} if live is ABSENT else live, path)
-        if fields and type(saved) is type(live):
-            own, new = children(live) or {}, children(saved) or {}
-            selected = {key: self._selected(item, own.get(key, ABSENT), joined(path, key)) for key, item in new.items()}
-            kept = {key: own[key] for key, item in selected.items() if item is ABSENT and key in own}
-            return ABSENT if len(kept) == len(new) else other_with(saved, kept)
-        inside = [(saved, path)] if live is ABSENT else [(saved, path), (live, path)]
-        return saved if self._wants_whole(inside) else ABSENT
-
-    def _selected_entries(self, saved: Mapping[Any, Any], live: Mapping[Any, Any], path: str) -> Any:
-        selected: dict[Any, Any] = {}
-        loads = False
-        # A mapping of texts is filled entry by entry from others' files; without patterns a save replaces it.
-        is_filled = bool(self._options.include) or (not self._matching.has_tree and all(map(_is_text, live)))
-        for key, item in live.items():
-            inner = joined(path, key)
-            if key in saved:
-                new = self._selected(saved[key], item, inner)
-                loads |= new is not ABSENT
-                selected[key] = item if new is ABSENT else new
-            elif not self._wants_whole([(item, inner)]):
-                selected[key] = item
-            elif is_filled and not has_no_leaves(item):
-                self.plan.add_missing([inner], stateful=False)
-                selected[key] = item
-        for key, item in saved.items():
-            if key not in live and (new := self._selected(item, ABSENT, joined(path, key))) is not ABSENT:
-                selected[key], loads = new, True
-        return selected if loads else ABSENT
-
-    def _wants_whole(self, parts: Sequence[tuple[Any, str]]) -> bool:
-        """Whether what has these values at these paths is loaded: if one path is included, and none is excluded."""
-        return self._options.wants_object([step.path for value, path in parts for step in walk(value, path=path)])
-
     def _wants_entry(self, entry: Entry) -> bool:
         if not self._names.selects or isinstance(entry.leaf, SavedTensor):
             return self._options.wants(entry.text)
-        return self._wants_whole([(entry.leaf, entry.text)])
+        return self._values.wants_whole([(entry.leaf, entry.text)])
 
     def _may_want(self, entry: LiveEntry) -> bool:
         """Whether a live entry, or anything inside it, is to be loaded."""
@@ -282,47 +227,16 @@ class _Matcher:
         has_inside = children(entry.value) is not None or (is_leaf(entry.value) and entry.kind != "tensor")
         return self._options.wants(entry.text) or (has_inside and self._options.may_want(entry.text))
 
-    def _replacement(self, live: Any, new: Any, path: str) -> Any:
-        """Return what replaces a plain value: `live` itself if it is equal, or if a callback refills it."""
-        if isinstance(live, MutableMapping) and isinstance(new, Mapping):
-            if not values.is_same(dict(live), dict(new)):
-                self._filler.change(live, functools.partial(refill, items=dict(new)), path)
-            return live
-        if values.is_same(live, new):
-            return live
-        if type(new) is type(live) and is_mutable(live) and not isinstance(live, list):  # a dataclass
-            self._filler.change(live, functools.partial(with_children, changed=children(new) or {}), path)
-            return live
-        if children(live) is None and not values.has_text(live):
-            text = f"the state has {type_text(live)} here, which a load would replace by {type_text(new)}: leave it out"
-            raise UnsupportedError(f"{text} by exclude", name=path)
-        return new
-
-    def install_values(self) -> Any:
+    def installed_values(self) -> Any:
         """Plan the changes of the containers that hold plain values; return what replaces the whole state."""
-        return self._installed(self._state, (), "")
-
-    def _installed(self, live: Any, keys: tuple[Any, ...], path: str) -> Any:
-        if keys not in self._live.containers:
-            return self._new_values.get(keys, live)
-        changed = {}
-        for key, item in (children(live) or {}).items():
-            new = self._installed(item, (*keys, key), joined(path, key))
-            if new is not item:
-                changed[key] = new
-        if not changed:
-            return live
-        if is_mutable(live):
-            self._filler.change(live, functools.partial(with_children, changed=changed), path)
-            return live
-        with named(path):
-            return with_children(live, changed)
+        return self._values.installed(self._state)
 
     # What one side lacks
 
     def _is_here(self, entry: LiveEntry) -> Callable[[Entry], bool] | None:
         """Return what tells the entries of a live path from those of a key with a dot; None if there is none."""
-        others = [other for other in self._live.entries if other.text.startswith(f"{entry.text}.")]
+        texts = self._live_texts
+        others = texts[bisect.bisect_left(texts, f"{entry.text}.") : bisect.bisect_left(texts, f"{entry.text}/")]
         if others or any("." in str(key) for key in entry.keys):
             return functools.partial(_is_of, keys=entry.keys, others=others)
         return None
@@ -394,8 +308,8 @@ class _Matcher:
         for entry in self._entries:
             if entry.text in self._taken or entry.is_alias or not self._wants_entry(entry):
                 continue
-            if self._by_key.live and (entry.name in known or entry.text in known):
-                if entry.name not in self._by_key.live:
+            if self._by_key.live and (entry.leaf is None or entry.name in known or entry.text in known):
+                if entry.leaf is not None and entry.name not in self._by_key.live:
                     found.setdefault(entry.name)
                 continue
             path = entry.text
@@ -435,15 +349,11 @@ class _ShardedTensors:
         return cls(frozenset(part.key for part in parts), saved)
 
 
-def _is_of(entry: Entry, keys: tuple[Any, ...], others: Sequence[LiveEntry]) -> bool:
+def _is_of(entry: Entry, keys: tuple[Any, ...], others: Sequence[str]) -> bool:
     """Whether an entry is below the live path `keys`, and not that of a key with a dot: "a.b" is not "b" in "a"."""
     if text_of(entry.keys) == entry.text:
         return tuple(map(str, entry.keys[: len(keys)])) == tuple(map(str, keys))
-    return not any(entry.text == other.text or entry.text.startswith(f"{other.text}.") for other in others)
-
-
-def _is_text(key: Any) -> bool:
-    return isinstance(key, str)
+    return not any(entry.text == other or entry.text.startswith(f"{other}.") for other in others)
 
 
 def _is_empty(value: Any) -> bool:

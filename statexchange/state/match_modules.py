@@ -100,7 +100,7 @@ def match_module(
             if id(tensor) not in loaded:  # a tied tensor is loaded under any of its names
                 plan.add_missing([where])
             continue
-        taken.update(one.text for one in names)
+        taken.update([one.text for one in names])
         plan.add_loaded(names)
         new = _resized(tensor, name_of(names), filler, where, *buffers.get(id(tensor), (None, "")))
         if new is None:

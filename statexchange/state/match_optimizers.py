@@ -83,7 +83,8 @@ class OptimizerMatcher:
                 plan.saved.append(saved)
         param_names = join_numbered(plan.saved, path)
         for saved in plan.saved:
-            labels = live.labels_of(saved, param_names, self._new_names(path, live.in_state()), in_state=self._matching.has_tree)
+            new_names = self._new_names(path, live.in_state())
+            labels = live.labels_of(saved, param_names, new_names, in_state=self._matching.has_tree)
             for number, group in enumerate(saved.groups):
                 for label in group.labels:
                     if label not in labels:
@@ -154,8 +155,9 @@ class OptimizerMatcher:
             if id(parameter) in loaded and not tensor.by_number:
                 continue
             shape, expected = shape_of(tensor.name), tuple(parameter.shape)
-            num_elements = sum(math.prod(one.shape) for one in tensor.parameters.values())
-            if shape in ((), expected, (num_elements,)) or (is_tensor(tensor.live) and tuple(tensor.live.shape) == shape):
+            all_in_one = (sum(math.prod(one.shape) for one in tensor.parameters.values()),)
+            present = tuple(tensor.live.shape) if is_tensor(tensor.live) else expected
+            if shape in ((), expected, all_in_one, present):
                 continue
             if len(shape) == len(expected):
                 fits = all(size in (1, other) for size, other in zip(shape, expected, strict=True))
