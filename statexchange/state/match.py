@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, type_text
-from statexchange.sharding.paths import joined, text_of
+from statexchange.sharding.paths import joined, paths_above, text_of
 from statexchange.state.containers import (
     children,
     has_indices,
@@ -97,6 +97,7 @@ class _Matcher:
         self._filler = Filler(self.plan, matching.allocate)
         self._taken: set[str] = set()  # paths of entries that the live state has a place for
         self._values = ValueMatcher(live, self._filler, matching.names, has_tree=matching.has_tree)
+        self._alike = live.alike
         self._live_texts = sorted(entry.text for entry in live.entries)
         self._by_key = _ShardedTensors.of(live, entries)
         self._prefixes = prefixes_of_modules(live, entries, lambda name: matching.stored(name, ()) is not None)
@@ -104,6 +105,8 @@ class _Matcher:
 
     def match(self, entry: LiveEntry) -> None:
         """Match one live entry."""
+        if self._alike and not self._alike.isdisjoint(paths_above(entry.text)):
+            self._check_alike(entry)
         if entry.kind == "tensor":
             self._tensor(entry)
         elif entry.kind == "module":
@@ -116,6 +119,14 @@ class _Matcher:
             self._sharded(entry.value, entry.text)
         else:
             self._value(entry)
+
+    def _check_alike(self, entry: LiveEntry) -> None:
+        """Raise InvalidArgumentError for a path that looks like another, if it is not known which one is meant."""
+        below = self._entries.below(entry.text)
+        is_known = all(text_of(one.keys) == one.text for one in below) and not self._entries.keys_are_texts
+        if below and not (is_known and entry.kind in ("tensor", "value")):
+            text = f"two keys of the state look alike in {entry.text!r}: make both text"
+            raise InvalidArgumentError(text, name=entry.text)
 
     def _module(self, entry: LiveEntry) -> None:
         prefix = self._prefixes.of(entry.text)
@@ -135,10 +146,13 @@ class _Matcher:
         if not self._options.wants(entry.text):
             return
         stored = self._matching.stored(entry.text, entry.keys)
-        if stored is None:
+        if stored is not None and entry.text in self._alike and any(one.keys != entry.keys for one in stored):
+            stored = None
+        elif stored is None:
             other = self._entries.at(entry.text, entry.keys)
             below = other is None and self._entries.has_below(entry.text)
             expect(other is None and not below, "a tensor", {} if other is None else other.leaf, entry.text)
+        if stored is None:
             self._add_missing(entry)
             return
         self._taken.update(one.text for one in stored)
@@ -237,8 +251,9 @@ class _Matcher:
         """Return what tells the entries of a live path from those of a key with a dot; None if there is none."""
         texts = self._live_texts
         others = texts[bisect.bisect_left(texts, f"{entry.text}.") : bisect.bisect_left(texts, f"{entry.text}/")]
-        if others or any("." in str(key) for key in entry.keys):
-            return functools.partial(_is_of, keys=entry.keys, others=others)
+        is_alike = entry.text in self._alike
+        if others or is_alike or any("." in str(key) for key in entry.keys):
+            return functools.partial(_is_of, keys=entry.keys, others=others, is_alike=is_alike)
         return None
 
     def _below(self, entry: LiveEntry) -> list[Entry]:
@@ -349,10 +364,11 @@ class _ShardedTensors:
         return cls(frozenset(part.key for part in parts), saved)
 
 
-def _is_of(entry: Entry, keys: tuple[Any, ...], others: Sequence[str]) -> bool:
+def _is_of(entry: Entry, keys: tuple[Any, ...], others: Sequence[str], *, is_alike: bool) -> bool:
     """Whether an entry is below the live path `keys`, and not that of a key with a dot: "a.b" is not "b" in "a"."""
     if text_of(entry.keys) == entry.text:
-        return tuple(map(str, entry.keys[: len(keys)])) == tuple(map(str, keys))
+        first_keys = entry.keys[: len(keys)]
+        return first_keys == keys if is_alike else tuple(map(str, first_keys)) == tuple(map(str, keys))
     return not any(entry.text == other or entry.text.startswith(f"{other}.") for other in others)
 
 
