@@ -124,7 +124,7 @@ class _Matcher:
         """Raise InvalidArgumentError for a path that looks like another, if it is not known which one is meant."""
         below = self._entries.below(entry.text)
         is_known = all(text_of(one.keys) == one.text for one in below) and not self._entries.keys_are_texts
-        if below and not (is_known and entry.kind in ("tensor", "value")):
+        if below and not (is_known and entry.kind in ("tensor", "value", "object")):
             text = f"two keys of the state look alike in {entry.text!r}: make both text"
             raise InvalidArgumentError(text, name=entry.text)
 
