@@ -253,7 +253,7 @@ class _Matcher:
         others = texts[bisect.bisect_left(texts, f"{entry.text}.") : bisect.bisect_left(texts, f"{entry.text}/")]
         is_alike = entry.text in self._alike
         if others or is_alike or any("." in str(key) for key in entry.keys):
-            return functools.partial(_is_of, keys=entry.keys, others=others, is_alike=is_alike)
+            return functools.partial(_is_of, path=entry.text, keys=entry.keys, others=others, is_alike=is_alike)
         return None
 
     def _below(self, entry: LiveEntry) -> list[Entry]:
@@ -364,12 +364,18 @@ class _ShardedTensors:
         return cls(frozenset(part.key for part in parts), saved)
 
 
-def _is_of(entry: Entry, keys: tuple[Any, ...], others: Sequence[str], *, is_alike: bool) -> bool:
-    """Whether an entry is below the live path `keys`, and not that of a key with a dot: "a.b" is not "b" in "a"."""
-    if text_of(entry.keys) == entry.text:
-        first_keys = entry.keys[: len(keys)]
-        return first_keys == keys if is_alike else tuple(map(str, first_keys)) == tuple(map(str, keys))
-    return not any(entry.text == other or entry.text.startswith(f"{other}.") for other in others)
+def _is_of(entry: Entry, path: str, keys: tuple[Any, ...], others: Sequence[str], *, is_alike: bool) -> bool:
+    """Whether an entry is below the live path of these keys, and not that of a key with a dot: "a.b" is not "b" in "a".
+
+    `others` are the live paths whose texts are below this one's.
+    """
+    below = entry.keys_below(path)
+    if below is None:
+        is_known = len(text_of(entry.keys)) >= len(entry.text) - len(path)
+        return not is_known and not any(entry.text == other or entry.text.startswith(f"{other}.") for other in others)
+    above = entry.keys[: len(entry.keys) - len(below)]
+    pairs = zip(reversed(above), reversed(keys), strict=False)
+    return all(one == other if is_alike else str(one) == str(other) for one, other in pairs)
 
 
 def _is_empty(value: Any) -> bool:
