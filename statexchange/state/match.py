@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, type_text
-from statexchange.sharding.paths import joined, paths_above, text_of
+from statexchange.sharding.paths import ListItem, TupleItem, joined, paths_above, text_of
 from statexchange.state.containers import (
     children,
     has_indices,
@@ -296,10 +296,11 @@ class _Matcher:
             path = text_of(keys)
             if not has_indices(live) or path in self._prefixes.shared or self._by_key.live:
                 continue
+            below = [one for one in self._entries.below(path) if one.text != path and self._wants_item(one)]
+            if path in self._alike:  # those of a mapping under another key
+                below = [one for one in below if isinstance((one.keys_below(path) or (0,))[0], ListItem | TupleItem)]
             begin = len(path) + 1 if path else 0
-            below = [entry for entry in self._entries.below(path) if entry.text != path]
-            wanted = [entry.text[begin:] for entry in below if self._wants_item(entry)]
-            indices = {text.partition(".")[0] for text in wanted}
+            indices = {one.text[begin:].partition(".")[0] for one in below}
             live_indices = [str(index) for index in range(len(live))]
             lacking = [index for index in live_indices if joined(path, index) in self.plan.missing]
             others = sorted(indices.difference(live_indices))
