@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, type_text
-from statexchange.sharding.paths import ListItem, TupleItem, joined, paths_above, text_of
+from statexchange.sharding.paths import joined, paths_above, text_of
 from statexchange.state.containers import (
     children,
     has_indices,
@@ -296,9 +296,9 @@ class _Matcher:
             path = text_of(keys)
             if not has_indices(live) or path in self._prefixes.shared or self._by_key.live:
                 continue
-            below = [one for one in self._entries.below(path) if one.text != path and self._wants_item(one)]
-            if path in self._alike:  # those of a mapping under another key
-                below = [one for one in below if isinstance((one.keys_below(path) or (0,))[0], ListItem | TupleItem)]
+            is_here = functools.partial(_is_of, path=path, keys=keys, others=(), is_alike=path in self._alike)
+            below = [one for one in self._entries.below(path) if one.text != path and is_here(one)]
+            below = list(filter(self._wants_item, below))
             begin = len(path) + 1 if path else 0
             indices = {one.text[begin:].partition(".")[0] for one in below}
             live_indices = [str(index) for index in range(len(live))]
