@@ -285,7 +285,7 @@ def build(spec: Spec, seed: int) -> Job:
         model.n_averaged += seed % 3
         parameters = _parameters(spec.model, model.module)
     elif spec.wrapper == "compile":
-        model = torch.compile(plain)
+        model = torch.compile(plain, backend="eager")
     sections: dict[str, Any] = {}
     if spec.has_model:
         sections["model"] = model
@@ -539,17 +539,20 @@ def _plain_places(value: Any) -> list[Callable[[], None]]:
 def live_job(case: Case) -> tuple[Job, Any]:
     """Build the live job, and return it with the state to load into."""
     job = build(case.live, case.seed + 1_000_003)
+    return job, root_of(case, job)
+
+
+def root_of(case: Case, job: Job) -> Any:
+    """Return the part of a job's state that the case is about."""
     if case.root == "object":
         values = [value for value in job.state.values() if isinstance(value, nn.Module | torch.optim.Optimizer)]
         if values:
-            return job, values[case.seed % len(values)]
+            return values[case.seed % len(values)]
     if case.root == "model":
-        return job, job.model
+        return job.model
     if case.root == "model in state":
-        return job, {"model": job.model, "step": 3} if case.seed % 2 else {"model": job.model}
-    if case.root == "list":
-        return job, [*job.state.values()]
-    return job, job.state
+        return {"model": job.model, "step": 3} if case.seed % 2 else {"model": job.model}
+    return [*job.state.values()] if case.root == "list" else job.state
 
 
 def show(value: Any) -> str:
