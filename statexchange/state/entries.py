@@ -318,13 +318,14 @@ class _Builder:
         """Return the value at `path`, from the entries at and below it."""
         inside = [entry for entry in entries if entry.text != path]
         if len(inside) < len(entries):
-            leaf = next(entry.leaf for entry in entries if entry.text == path)
-            if not inside:
+            leaf, *others = [entry.leaf for entry in entries if entry.text == path]
+            is_one = all(are_equal(leaf, other) for other in others)
+            if not inside and is_one:
                 return leaf
-            if not (isinstance(leaf, Mapping) and not leaf):  # else it is empty on one rank
+            if not is_one or not (isinstance(leaf, Mapping) and not leaf):  # else it is empty on one rank
                 text = (
-                    "the source has a value here, and others below it, so that a key has a dot: save with keys without "
-                    "dots, or leave it out by exclude"
+                    "the source has several values here when keys are joined with dots: save with keys without dots, "
+                    "or leave it out by exclude"
                 )
                 raise InvalidArgumentError(text, name=path)
         live_items = children(live) or {}

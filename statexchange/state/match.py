@@ -189,7 +189,9 @@ class _Matcher:
         """Plan an object that has `load_state_dict`, which is loaded or left whole."""
         path, live = entry.text, entry.value
         if not self._entries.has_below(path):
-            if self._may_want(entry):
+            # A DCP leaves out what is empty, as the state of a GradScaler that is not enabled.
+            leaves_out = self._entries.keys_are_texts
+            if self._may_want(entry) and not (leaves_out and has_no_leaves(self._matching.objects.of(live, path))):
                 self._add_missing(entry)
             return
         if self._names.selects and path and not self._options.may_want(path):

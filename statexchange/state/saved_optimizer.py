@@ -109,7 +109,7 @@ def _read_groups(found: SavedOptimizer, entries: Entries, optimizer: Any) -> Non
     """Read the param groups, each of which lists its parameters."""
     path = joined(found.path, _GROUPS)
     live = [hyperparameters(group) for group in optimizer.param_groups]
-    groups = entries.value(path, live)
+    groups = entries.value(path, live[: len(entries.by_key(path) or live)])
     if not isinstance(groups, list):
         raise CorruptError(_no_list("groups", groups), name=path)
     for number, group in enumerate(groups):
