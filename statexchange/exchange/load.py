@@ -121,7 +121,7 @@ def load_checkpoint(
     they raise ReplicaError, unless `exclude` leaves them as they are or `replicas` is "root". So does the state of an
     object with ``per_rank = True``, even if it is equal on all ranks.
     Modules and optimizers whose `load_state_dict` does more than torch's, by hooks or overrides, load what was read.
-    Tensors with no counterpart in state are created as torch tensors.
+    Tensors with no counterpart in state are created as torch tensors; where torch is not installed, as numpy arrays.
 
     Boxes that a rank reads whole are checked against their digests; `verify` checks all. All ranks read the same
     checkpoint: if it is replaced during the load, the new one is loaded instead; a second replacement is an error.
