@@ -15,8 +15,9 @@ from statexchange.lazy import is_installed
 from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.rules import Layout, with_dots
 from statexchange.state.dtensors import is_sharded, new_dtensor
-from statexchange.state.entries import Entries, SavedTensor
+from statexchange.state.entries import Entries
 from statexchange.state.load_plan import Place
+from statexchange.state.saved_values import SavedTensor
 from statexchange.tensors import (
     dtype_name,
     is_array,
