@@ -21,10 +21,17 @@ class Trapped(dict[str, Any]):
         super().__init__(items)
         self.action = action
 
-    def items(self) -> Any:
+    def keys(self) -> Any:
         action, self.action = self.action, lambda: None
         action()
+        return super().keys()
+
+    def items(self) -> Any:
+        self.keys()
         return super().items()
+
+    def __iter__(self) -> Any:  # without one of its own, dict() copies the items by itself
+        return iter(self.keys())
 
 
 def strike(how: str, after_s: float = 0.0) -> None:
