@@ -15,7 +15,7 @@ LEFT = (".out.lock", ".owner", ".partial", ".discarded")
 
 
 class Trapped(dict[str, Any]):
-    """A state that runs an action when it is read for the first time."""
+    """A state that runs an action when its items are read for the first time."""
 
     def __init__(self, items: Any, action: Any) -> None:
         super().__init__(items)
@@ -30,8 +30,8 @@ class Trapped(dict[str, Any]):
         self.keys()
         return super().items()
 
-    def __iter__(self) -> Any:  # without one of its own, dict() copies the items by itself
-        return iter(self.keys())
+    def __iter__(self) -> Any:  # without one, dict() of it would not call keys()
+        return super().__iter__()
 
 
 def strike(how: str, after_s: float = 0.0) -> None:
