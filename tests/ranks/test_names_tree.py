@@ -222,7 +222,6 @@ def test_patterns_select_the_state_and_the_hyperparameters_of_an_optimizer(write
         ({"include": "o"}, True, True),
         ({"include": "o.state"}, True, False),
         ({"include": "o.state.model.*"}, True, False),  # the name of the same entry in what save_checkpoint writes
-        ({"include": "*.lr"}, False, False),
         ({"include": "o.param_groups"}, False, True),
         ({"include": "o.param_groups.model.*"}, False, True),
         ({"exclude": "*.step"}, False, True),
