@@ -328,6 +328,8 @@ class _Builder:
                 )
                 raise InvalidArgumentError(text, name=path)
         live_items = children(live) or {}
+        if isinstance(live, tuple):  # torch's files have the items of a namedtuple by index
+            live_items = {TupleItem(index): item for index, item in enumerate(live)}
         items = {}
         for key, of_key in self._by_key(inside, live_items, live, path).items():
             inner = f"{path}.{key}" if path else str(key)
@@ -384,7 +386,7 @@ class _Builder:
             if key in items:
                 continue
             if has_no_leaves(item):
-                empty[ListItem(key) if isinstance(live, list | tuple) else key] = item
+                empty[ListItem(key) if isinstance(live, list) else key] = item
             elif self._is_whole and contains(item, lambda part: isinstance(part, Mapping)):
                 text = (
                     "the source has nothing here, as torch leaves out empty mappings: empty that of the state, or "

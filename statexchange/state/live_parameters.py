@@ -34,13 +34,13 @@ class LiveParameters:
         labels = names if self.are_named else list(map(str, range(len(names))))
         self.by_label: dict[str, Any] = {str(label): one for label, one in zip(labels, self.parameters, strict=True)}
 
-    def in_state(self) -> dict[str, str]:
-        """Return the label of each name in the state, of tied parameters all."""
-        found: dict[str, str] = {}
-        for label, known in zip(self.by_label, self._known, strict=True):
-            if known is not None and self.are_named:
-                found |= dict.fromkeys(known.all_in_state, label)
-        return found
+    def in_state(self) -> dict[str, str | None]:
+        """Return the label of each name in the state, of tied parameters all; None for a name that two have."""
+        labels: dict[str, str | None] = {}
+        for label, names in zip(self.by_label, self._known, strict=True):
+            for name in (*names.all_in_state, *names.texts) if names is not None and self.are_named else ():
+                labels[name] = label if labels.get(name, label) == label else None
+        return labels
 
     def in_modules(self) -> dict[str, str | None]:
         """Return the label of each name in a module; None for a name that two parameters have."""
@@ -70,10 +70,11 @@ class LiveParameters:
             InvalidArgumentError: which parameter is meant is not known.
         """
         labels = saved.labels
-        if saved.by_number and not self._are_names(labels):
+        are_integers = any(isinstance(key, int) for group in saved.groups for key in group.keys)
+        if saved.by_number and (are_integers or not self._are_names(labels)):
             return self._by_number(saved, param_names, new_names)
         names = new_names(labels)
-        known: Mapping[str, str | None] = self.in_state()
+        known = self.in_state()
         if not in_state and known.keys().isdisjoint(names):
             known = self.in_modules()
         if names and all(name.startswith(_OF_DDP) for name in names) and known.keys().isdisjoint(names):
@@ -132,8 +133,9 @@ class LiveParameters:
             InvalidArgumentError: the names are those of other parameters, or of two.
         """
         in_state = self.in_state()
-        if len({*new_names}) == len(self.by_label) and all(name in in_state for name in new_names):
-            return [in_state[name] for name in new_names]
+        in_order = [in_state.get(name) for name in new_names]
+        if len({*in_order}) == len(self.by_label) and None not in in_order:
+            return list(map(str, in_order))
         of_groups = names_of_groups(self._optimizer)
         lists = self._lists_of_names() if of_groups is None else [of_groups]
         found: list[list[str]] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, type_text
-from statexchange.sharding.paths import joined, text_of
+from statexchange.sharding.paths import joined, paths_above, text_of
 from statexchange.state.containers import (
     children,
     has_indices,
@@ -33,6 +33,7 @@ from statexchange.state.match_values import ValueMatcher
 from statexchange.state.megatron import MegatronTensor, leaves, sharded_kind
 from statexchange.state.modules import live_items
 from statexchange.state.name_filter import NameFilter
+from statexchange.state.tree import walk
 from statexchange.units import format_number
 
 __all__ = ["Matching", "match"]
@@ -96,6 +97,7 @@ class _Matcher:
         self._filler = Filler(self.plan, matching.allocate)
         self._taken: set[str] = set()  # paths of entries that the live state has a place for
         self._values = ValueMatcher(live, self._filler, matching.names, has_tree=matching.has_tree)
+        self._alike = live.alike
         self._live_texts = sorted(entry.text for entry in live.entries)
         self._by_key = _ShardedTensors.of(live, entries)
         self._prefixes = prefixes_of_modules(live, entries, lambda name: matching.stored(name, ()) is not None)
@@ -103,6 +105,8 @@ class _Matcher:
 
     def match(self, entry: LiveEntry) -> None:
         """Match one live entry."""
+        if self._alike and not self._alike.isdisjoint(paths_above(entry.text)):
+            self._check_alike(entry)
         if entry.kind == "tensor":
             self._tensor(entry)
         elif entry.kind == "module":
@@ -115,6 +119,14 @@ class _Matcher:
             self._sharded(entry.value, entry.text)
         else:
             self._value(entry)
+
+    def _check_alike(self, entry: LiveEntry) -> None:
+        """Raise InvalidArgumentError for a path that looks like another, if it is not known which one is meant."""
+        below = self._entries.below(entry.text)
+        is_known = all(text_of(one.keys) == one.text for one in below) and not self._entries.keys_are_texts
+        if below and not (is_known and entry.kind in ("tensor", "value", "object")):
+            text = f"two keys of the state look alike in {entry.text!r}: make both text"
+            raise InvalidArgumentError(text, name=entry.text)
 
     def _module(self, entry: LiveEntry) -> None:
         prefix = self._prefixes.of(entry.text)
@@ -134,10 +146,13 @@ class _Matcher:
         if not self._options.wants(entry.text):
             return
         stored = self._matching.stored(entry.text, entry.keys)
-        if stored is None:
+        if stored is not None and entry.text in self._alike and any(one.keys != entry.keys for one in stored):
+            stored = None
+        elif stored is None:
             other = self._entries.at(entry.text, entry.keys)
             below = other is None and self._entries.has_below(entry.text)
             expect(other is None and not below, "a tensor", {} if other is None else other.leaf, entry.text)
+        if stored is None:
             self._add_missing(entry)
             return
         self._taken.update(one.text for one in stored)
@@ -194,8 +209,7 @@ class _Matcher:
     def _value(self, entry: LiveEntry) -> None:
         """Plan a plain value, or a container of such values."""
         path, live = entry.text, entry.value
-        may_want = self._may_want(entry)
-        if not may_want:
+        if not self._may_want(entry) or self._selects_nothing_in(entry):
             self._take_unloaded(entry)
             return
         saved = self._entries.value(path, live, self._is_here(entry), is_whole=False)
@@ -208,6 +222,12 @@ class _Matcher:
             self._take(entry)
         else:
             self._take_unloaded(entry)
+
+    def _selects_nothing_in(self, entry: LiveEntry) -> bool:
+        """Whether the source has something for a plain value, and neither that nor the live value is selected."""
+        if not self._names.selects or not (below := self._below(entry)) or any(map(self._wants_entry, below)):
+            return False
+        return not any(self._options.wants(step.path) for step in walk(entry.value, path=entry.text))
 
     def _wants_entry(self, entry: Entry) -> bool:
         if not self._names.selects or isinstance(entry.leaf, SavedTensor):
@@ -231,8 +251,9 @@ class _Matcher:
         """Return what tells the entries of a live path from those of a key with a dot; None if there is none."""
         texts = self._live_texts
         others = texts[bisect.bisect_left(texts, f"{entry.text}.") : bisect.bisect_left(texts, f"{entry.text}/")]
-        if others or any("." in str(key) for key in entry.keys):
-            return functools.partial(_is_of, keys=entry.keys, others=others)
+        is_alike = entry.text in self._alike
+        if others or is_alike or any("." in str(key) for key in entry.keys):
+            return functools.partial(_is_of, path=entry.text, keys=entry.keys, others=others, is_alike=is_alike)
         return None
 
     def _below(self, entry: LiveEntry) -> list[Entry]:
@@ -275,10 +296,11 @@ class _Matcher:
             path = text_of(keys)
             if not has_indices(live) or path in self._prefixes.shared or self._by_key.live:
                 continue
+            is_here = functools.partial(_is_of, path=path, keys=keys, others=(), is_alike=path in self._alike)
+            below = [one for one in self._entries.below(path) if one.text != path and is_here(one)]
+            below = list(filter(self._wants_item, below))
             begin = len(path) + 1 if path else 0
-            below = [entry for entry in self._entries.below(path) if entry.text != path]
-            wanted = [entry.text[begin:] for entry in below if self._wants_item(entry)]
-            indices = {text.partition(".")[0] for text in wanted}
+            indices = {one.text[begin:].partition(".")[0] for one in below}
             live_indices = [str(index) for index in range(len(live))]
             lacking = [index for index in live_indices if joined(path, index) in self.plan.missing]
             others = sorted(indices.difference(live_indices))
@@ -343,11 +365,18 @@ class _ShardedTensors:
         return cls(frozenset(part.key for part in parts), saved)
 
 
-def _is_of(entry: Entry, keys: tuple[Any, ...], others: Sequence[str]) -> bool:
-    """Whether an entry is below the live path `keys`, and not that of a key with a dot: "a.b" is not "b" in "a"."""
-    if text_of(entry.keys) == entry.text:
-        return tuple(map(str, entry.keys[: len(keys)])) == tuple(map(str, keys))
-    return not any(entry.text == other or entry.text.startswith(f"{other}.") for other in others)
+def _is_of(entry: Entry, path: str, keys: tuple[Any, ...], others: Sequence[str], *, is_alike: bool) -> bool:
+    """Whether an entry is below the live path of these keys, and not that of a key with a dot: "a.b" is not "b" in "a".
+
+    `others` are the live paths whose texts are below this one's.
+    """
+    below = entry.keys_below(path)
+    if below is None:
+        is_known = len(text_of(entry.keys)) >= len(entry.text) - len(path)
+        return not is_known and not any(entry.text == other or entry.text.startswith(f"{other}.") for other in others)
+    above = entry.keys[: len(entry.keys) - len(below)]
+    pairs = zip(reversed(above), reversed(keys), strict=False)
+    return all(one == other if is_alike else str(one) == str(other) for one, other in pairs)
 
 
 def _is_empty(value: Any) -> bool:

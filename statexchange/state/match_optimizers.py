@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError
@@ -82,7 +83,8 @@ class OptimizerMatcher:
                 plan.saved.append(saved)
         param_names = join_numbered(plan.saved, path)
         for saved in plan.saved:
-            labels = live.labels_of(saved, param_names, self._new_names(path), in_state=self._matching.has_tree)
+            new_names = self._new_names(path, live.in_state())
+            labels = live.labels_of(saved, param_names, new_names, in_state=self._matching.has_tree)
             for number, group in enumerate(saved.groups):
                 for label in group.labels:
                     if label not in labels:
@@ -94,8 +96,8 @@ class OptimizerMatcher:
                         self._compare(first, parameter, labels[label])
         return plan
 
-    def _new_names(self, path: str) -> Callable[[Sequence[str]], list[str]]:
-        """Return the function that gives the names of parameters in the source those in the state."""
+    def _new_names(self, path: str, in_state: Collection[str]) -> Callable[[Sequence[str]], list[str]]:
+        """Return the function that gives the names of parameters in the source those in the state, `in_state`."""
         names = self._matching.names
 
         def new_name(label: str) -> str:
@@ -110,7 +112,9 @@ class OptimizerMatcher:
 
         def new_names(labels: Sequence[str]) -> list[str]:
             of_tensors = None if self._matching.has_tree else self._names_of_tensors(labels)
-            return list(map(new_name, labels)) if of_tensors is None else of_tensors
+            if of_tensors is None or not any(name in in_state for name in of_tensors):  # as of a wrapped model
+                return list(map(new_name, labels))
+            return of_tensors
 
         return new_names
 
@@ -137,9 +141,10 @@ class OptimizerMatcher:
     def check_shapes(self) -> None:
         """Raise InvalidArgumentError for a tensor of a parameter's state that is another parameter's.
 
-        It fits if it is a scalar, or has the parameter's shape, one that torch broadcasts to it, or the shape that it
-        has now. Any other shape is refused if it is another parameter's, or has as many dims as the parameter. Where
-        the parameter is loaded by its name, too, it has the source's shape, and its state may have any.
+        It fits if it is a scalar, or has the parameter's shape, one that torch broadcasts to it, that of all parameters
+        as one vector (LBFGS), or the shape that it has now. Any other shape is refused if it is another parameter's, or
+        has as many dims as the parameter. Where the parameter is loaded by its name, too, it has the source's shape,
+        and its state may have any.
         """
         loaded = {id(target.live) for target in self._filler.plan.targets}
         shape_of = self._matching.shape_of
@@ -150,7 +155,9 @@ class OptimizerMatcher:
             if id(parameter) in loaded and not tensor.by_number:
                 continue
             shape, expected = shape_of(tensor.name), tuple(parameter.shape)
-            if shape in ((), expected) or (is_tensor(tensor.live) and tuple(tensor.live.shape) == shape):
+            all_in_one = (sum(math.prod(one.shape) for one in tensor.parameters.values()),)
+            present = tuple(tensor.live.shape) if is_tensor(tensor.live) else expected
+            if shape in ((), expected, all_in_one, present):
                 continue
             if len(shape) == len(expected):
                 fits = all(size in (1, other) for size, other in zip(shape, expected, strict=True))

@@ -134,8 +134,10 @@ class OptimizerPlan:
         dropped = self._dropped(states)
         self._add_other_state(states)
         self._compare_names(num_empty, len(empty))
-        install = functools.partial(install_optimizer, self.optimizer, groups, states, dropped)
-        plan.callbacks.append(functools.partial(load_object, self.optimizer, install, self._more(), path))
+        more = self._more()
+        if states or dropped or more or any(group is not None for group in groups):
+            install = functools.partial(install_optimizer, self.optimizer, groups, states, dropped)
+            plan.callbacks.append(functools.partial(load_object, self.optimizer, install, more, path))
 
     # What is loaded
 
@@ -193,6 +195,7 @@ class OptimizerPlan:
 
     def _group(self, live: Mapping[str, Any], settings: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Return the new hyperparameters of a group."""
+        self.filler.plan.loaded.add(joined(self.path, "param_groups"))  # where ranks may differ
         new = hyperparameters(live)
         for key, value in settings.items():
             refuse_opaque(key, path)
@@ -277,6 +280,7 @@ class OptimizerPlan:
             if key in saved.more and self._wants(key):
                 path = joined(self.path, key)
                 built = saved.entries.built(saved.more[key], value, path)
+                plan.add_loaded(saved.more[key])
                 more[key] = self.filler.fill(built, path, Place(value, is_filled=False))
         return more
 

@@ -22,7 +22,7 @@ from statexchange.state.leaves import contains_state, is_leaf, is_per_rank, is_s
 from statexchange.state.megatron import Kind, MegatronTensor, sharded_kind
 from statexchange.state.modules import check_module, is_module, module_items
 from statexchange.state.optimizers import class_name, is_optimizer, named_parameters, optimizer_tree, parameters_of
-from statexchange.state.tree import nodes, walk
+from statexchange.state.tree import Node, nodes, walk
 from statexchange.tensors import is_dtensor, is_tensor, is_torch
 
 __all__ = ["EncodedState", "ParameterName", "encode_state", "note_on_stale_optimizers", "owners_of", "parameter_names"]
@@ -108,12 +108,12 @@ def note_on_stale_optimizers(state: Any, names: Mapping[int, str]) -> tuple[str,
     parameters that lie elsewhere; `names` are those of the state's parameters by `id`. Not collective.
     """
     items = list(nodes(state, is_leaf))
-    optimizers = {path: parameters_of(value) for path, value, _ in items if is_optimizer(value)}
+    optimizers = {path: parameters_of(value) for path, value, _, _ in items if is_optimizer(value)}
     optimized = {id(parameter): parameter for parameters in optimizers.values() for parameter in parameters}
     stale = [path for path, parameters in optimizers.items() if any(id(one) not in names for one in parameters)]
     shapes = Counter(tuple(parameter.shape) for key, parameter in optimized.items() if key not in names)
     modules = []
-    for path, module, _ in items if stale else ():
+    for path, module, _, _ in items if stale else ():
         if is_module(module):
             free = [one for one in module.parameters() if one.requires_grad and id(one) not in optimized]
             if shapes == Counter(tuple(parameter.shape) for parameter in free):
@@ -135,10 +135,12 @@ class ParameterName(NamedTuple):
         in_state: its name in the whole state, which begins with the path of its module; the first of several.
         in_modules: each module of the state that has it, by its path, with its name there. For one that lies in the
             state itself, in no module, its path is its name.
+        texts: its names in the whole state with dots between all keys, as sources without a tree have them.
     """
 
     in_state: str
     in_modules: tuple[tuple[str, str], ...]
+    texts: tuple[str, ...]
 
     @property
     def all_in_state(self) -> list[str]:
@@ -152,11 +154,12 @@ def parameter_names(state: Any) -> dict[int, ParameterName]:
     Tensors that lie in the state itself are among them if it has an optimizer.
     """
     names: dict[int, ParameterName] = {}
-    tensors: list[tuple[str, Any]] = []
+    tensors: list[Node] = []
     has_optimizer = False
-    for path, value, _ in nodes(state, is_leaf):
+    for node in nodes(state, is_leaf):
+        path, value, text = node.path, node.value, node.text
         if is_torch(value):
-            tensors.append((path, value))
+            tensors.append(node)
             continue
         has_optimizer |= is_optimizer(value)
         if not is_module(value):
@@ -167,12 +170,14 @@ def parameter_names(state: Any) -> dict[int, ParameterName]:
         parameters = {id(parameter) for parameter in value.parameters()}
         for name, item in items.items():
             if id(item) in parameters:
-                first = names.setdefault(id(item), ParameterName(_joined(path, name), ((path, name),)))
+                new = ParameterName(_joined(path, name), ((path, name),), (_joined(text, name),))
+                first = names.setdefault(id(item), new)
                 if path not in dict(first.in_modules):  # the first of a tied parameter's names
-                    names[id(item)] = first._replace(in_modules=(*first.in_modules, (path, name)))
-    for path, tensor in tensors if has_optimizer else ():
+                    in_modules, texts = (*first.in_modules, (path, name)), (*first.texts, *new.texts)
+                    names[id(item)] = first._replace(in_modules=in_modules, texts=texts)
+    for path, tensor, _, text in tensors if has_optimizer else ():
         if path:
-            names.setdefault(id(tensor), ParameterName(path, (("", path),)))
+            names.setdefault(id(tensor), ParameterName(path, (("", path),), (text,)))
     return names
 
 

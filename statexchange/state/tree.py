@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
+from statexchange.sharding.paths import joined
 from statexchange.state.containers import check_change, children, has_indices, is_dataclass, is_mutable, with_children
 
 __all__ = [
@@ -30,11 +31,12 @@ IsLeaf = Callable[[Any], bool]
 
 
 class Node(NamedTuple):
-    """A place in a tree: its path, its value, and the kind of container as text (None for a leaf)."""
+    """A place in a tree: its path, its value, the kind of container (None for a leaf), and its keys joined by dots."""
 
     path: str
     value: Any
     container: str | None
+    text: str
 
 
 def nodes(tree: Any, is_leaf: IsLeaf | None = None) -> Iterator[Node]:
@@ -51,7 +53,7 @@ def nodes(tree: Any, is_leaf: IsLeaf | None = None) -> Iterator[Node]:
         InvalidArgumentError: the tree contains itself, or is nested deeper than 100; it names the path.
         UnsupportedError: a key has no JSON text (see `values`), or two look alike; it names the path.
     """
-    return _nodes(tree, "", is_leaf, {})
+    return _nodes(tree, "", "", is_leaf, {})
 
 
 def flatten(tree: Any, is_leaf: IsLeaf | None = None) -> list[tuple[str, Any]]:
@@ -123,9 +125,9 @@ def rebuild(tree: Any, leaves: Mapping[str, Any], is_leaf: IsLeaf | None = None)
     return _rebuilt(tree, "", leaves, is_leaf)
 
 
-def _nodes(value: Any, path: str, is_leaf: IsLeaf | None, above: dict[int, str]) -> Iterator[Node]:
+def _nodes(value: Any, path: str, text: str, is_leaf: IsLeaf | None, above: dict[int, str]) -> Iterator[Node]:
     container = None if is_leaf is not None and is_leaf(value) else _container(value)
-    yield Node(path, value, container)
+    yield Node(path, value, container, text)
     if container is None:
         return
     if id(value) in above:
@@ -133,8 +135,9 @@ def _nodes(value: Any, path: str, is_leaf: IsLeaf | None, above: dict[int, str])
     if len(above) == values.MAX_DEPTH:
         raise InvalidArgumentError(f"a tree is nested deeper than {values.MAX_DEPTH}, at {path[:80]}...")
     above[id(value)] = path
-    for step, _, child in _steps(value, path):
-        yield from _nodes(child, path + step if path else step.removeprefix("."), is_leaf, above)
+    for step, key, child in _steps(value, path):
+        inner = path + step if path else step.removeprefix(".")
+        yield from _nodes(child, inner, joined(text, key), is_leaf, above)
     del above[id(value)]
 
 
