@@ -325,7 +325,7 @@ def test_items_of_a_list_that_holds_state_are_selected(
 def test_an_object_stays_whole_if_its_present_state_has_what_is_excluded(write: Write, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     path = write({"o": torch.optim.Adam(model.parameters()), "x": Counted(a=1), "w": torch.ones(1)}, tmp_path)
-    for pattern, kept in (("*exp_avg", 2), ("o.state.*", 2), ("o.state.0.step", 1)):  # each parameter's state for itself
+    for pattern, kept in (("*exp_avg", 2), ("o.state.*", 2), ("o.state.0.step", 1)):  # of one parameter the state
         state = {"o": trained(model), "x": Counted(a=0), "w": torch.zeros(1)}
         sx.load_checkpoint(state, path, exclude=pattern)
         assert [parameter in state["o"].state for parameter in model.parameters()] == [True, kept == 2]

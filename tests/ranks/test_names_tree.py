@@ -211,7 +211,7 @@ def test_a_value_that_cannot_be_read_is_refused_where_the_state_has_one(write: W
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("form", ["own", "named", "flat"])
-def test_patterns_select_the_state_and_the_hyperparameters_of_an_optimizer(write: Writer, form: str, tmp_path: Path) -> None:
+def test_patterns_select_state_and_hyperparameters(write: Writer, form: str, tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     one = trained(model, lr=0.5)
     options = torch.distributed.checkpoint.state_dict.StateDictOptions(flatten_optimizer_state_dict=form == "flat")

@@ -318,9 +318,7 @@ def two_models(*, named: bool, bias: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("write", [write_states, write_torch, write_dcp])
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_names_that_occur_twice_are_refused(
-    write: Write, named: bool, bias: bool, tmp_path: Path
-) -> None:
+def test_names_that_occur_twice_are_refused(write: Write, named: bool, bias: bool, tmp_path: Path) -> None:
     saved, live = two_models(named=True, bias=bias), two_models(named=named, bias=bias)
     step_of(saved)
     path = write(saved, tmp_path)
