@@ -381,7 +381,7 @@ def test_an_optimizer_without_state_in_the_source_is_missing(tmp_path: Path) -> 
     model = model_of(1)
     state = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
     sx.export_checkpoint({f"model.{name}": tensor for name, tensor in model.state_dict().items()}, tmp_path / "hf")
-    with pytest.raises(FileNotFoundError, match=r"missing.*\boptimizer\.model\..*strict=False") as caught:
+    with pytest.raises(FileNotFoundError, match=r"missing.*\boptimizer;.*strict=False") as caught:
         sx.load_checkpoint(state, tmp_path / "hf")
     assert "give state" not in str(caught.value)
     assert sx.load_checkpoint(state, tmp_path / "hf", include="model.*").missing == ()
@@ -433,7 +433,7 @@ def test_a_mapping_of_modules_loads_names_with_a_prefix(tmp_path: Path) -> None:
     sx.load_checkpoint({"model": other}, tmp_path)
     assert equal(other.state_dict(), one.state_dict())
     report = sx.load_checkpoint({"model": other, "head": nn.Linear(1, 1)}, tmp_path, strict=False)
-    assert report.missing == ("head.weight", "head.bias")
+    assert report.missing == ("head",)
 
 
 def test_a_config_without_state_is_ignored(tmp_path: Path) -> None:
@@ -459,7 +459,7 @@ def test_an_optimizer_of_fewer_or_more_parameters_is_loaded_without_strict(tmp_p
     optimizer.state["global"] = {"seen": 3}
     sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path / "saved")
     fewer = torch.optim.Adam(fresh[2].parameters())
-    with pytest.raises(ValueError, match=r": optimizer\.model\.0\.weight, optimizer\.model\.0\.bias;"):
+    with pytest.raises(ValueError, match=r": optimizer\.state\.model\.0\.weight, optimizer\.state\.model\.0\.bias;"):
         sx.load_checkpoint({"model": fresh, "optimizer": fewer}, tmp_path / "saved")
     sx.load_checkpoint({"model": fresh, "optimizer": fewer}, tmp_path / "saved", strict=False)
     assert equal(fewer.state[fresh[2].weight], optimizer.state[model[2].weight])
@@ -467,13 +467,13 @@ def test_an_optimizer_of_fewer_or_more_parameters_is_loaded_without_strict(tmp_p
     joined = torch.optim.Adam(fresh.parameters())
     with pytest.raises(ValueError, match="values of 'lr'") as caught:
         sx.load_checkpoint({"model": fresh, "optimizer": joined}, tmp_path / "saved", strict=False)
-    assert caught.value.name == "optimizer.param_groups[0]"
+    assert caught.value.name == "optimizer.param_groups.0"
     assert all(repr(name) in str(caught.value) for name in ("model.0.weight", "model.2.weight"))
     more = torch.optim.Adam([{"params": fresh[0].parameters()}, {"params": fresh[1:].parameters()}])
     trained(fresh, more)
     before = {key: value.clone() for key, value in more.state[fresh[1].weight].items()}
     report = sx.load_checkpoint({"model": fresh, "optimizer": more}, tmp_path / "saved", strict=False)
-    assert report.missing == ("optimizer.model.1.weight", "optimizer.model.1.bias")
+    assert report.missing == ("optimizer.state.model.1.weight", "optimizer.state.model.1.bias")
     assert equal(more.state[fresh[1].weight], before)
 
 
@@ -1333,7 +1333,7 @@ def test_rename_maps_names_of_the_source_to_the_state(tmp_path: Path) -> None:
         with pytest.raises(sx.errors.InvalidArgumentError, match="rename must be"):
             sx.load_checkpoint({"model": fresh}, tmp_path / "flat", rename=wrong)  # type: ignore[arg-type]
     for strict in (True, False):  # loading nothing is never intended
-        with pytest.raises(FileNotFoundError, match=r"missing.*\bmodel\.0\.weight"):
+        with pytest.raises(FileNotFoundError, match=r"missing.*\bmodel;"):
             sx.load_checkpoint({"model": fresh}, tmp_path / "flat", strict=strict)
 
 
@@ -1350,7 +1350,7 @@ def test_a_saved_tree_is_loaded_under_other_names(tmp_path: Path) -> None:
     assert (state["step"], its.param_groups[0]["lr"]) == (7, 0.5)
     for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
         assert equal(optimizer.state[one], its.state[other])
-    with pytest.raises(sx.errors.UnsafeError, match="one name") as caught:
+    with pytest.raises(sx.errors.UnsafeError, match="change rename") as caught:
         sx.load_checkpoint(state, tmp_path / "saved", rename=[("^at.step$", "optimizer")])
     assert caught.value.name == "optimizer"
     assert "'at.step'" in str(caught.value)
