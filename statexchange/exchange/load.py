@@ -602,7 +602,9 @@ def _load_plan(state: Any, catalog: Catalog, tree: SavedTree | None, objects: Ob
         found = [*catalog, *holding, *names.opaque, *map(catalog.new_name, catalog.source.unsupported)]
         plan.unexpected = [name for name in found if name not in taken and options.wants(name)]
     refusals = {catalog.new_name(name): error for name, error in catalog.source.unsupported.items()}
-    for name in filter(refusals.__contains__, plan.missing):
+    # Where nothing fits, an entry that cannot be read, as a whole module, may be what was meant.
+    meant = [*plan.missing, *([] if plan.targets or not plan.missing else plan.unexpected)]
+    for name in filter(refusals.__contains__, meant):
         raise refusals[name]
     return plan
 
