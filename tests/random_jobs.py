@@ -259,7 +259,9 @@ def _model(kind: str, out: int) -> Any:
         "parts": lambda: {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)},
         "sub": lambda: (lambda net: {"body": net.body, "head": net.head})(Net(out)),
         "tensors": lambda: {"w": nn.Parameter(torch.randn(2, 2)), "v.x": nn.Parameter(torch.randn(2))},
-        "nested": lambda: nn.ModuleDict({"state": nn.Linear(2, 2), "exp_avg": nn.ModuleDict({"state": nn.Linear(2, 2)})}),
+        "nested": lambda: nn.ModuleDict(
+            {"state": nn.Linear(2, 2), "exp_avg": nn.ModuleDict({"state": nn.Linear(2, 2)})}
+        ),
     }
     return makers[kind]()
 
@@ -332,7 +334,9 @@ def _optimizer(spec: Spec, parameters: dict[str, Any], rng: random.Random) -> An
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = torch.stack([(one * torch.randn_like(one)).sum() for group in optimizer.param_groups for one in group["params"]]).sum()
+        loss = torch.stack(
+            [(one * torch.randn_like(one)).sum() for group in optimizer.param_groups for one in group["params"]]
+        ).sum()
         loss.backward()
         return loss
 
@@ -399,7 +403,7 @@ class Extra:
             return tuple(self.value(depth - 1, objects=objects) for _ in range(rng.randrange(3)))
         if kind < 0.61:
             return Pair(self.value(depth - 1, objects=objects), self.leaf())
-        if kind < 0.64:
+        if kind < 0.64 and objects:
             return Holding(self.value(depth - 1, objects=objects), self.leaf())
         if kind < 0.74 and objects:
             return Holder(self.mapping(depth - 1, objects=False))
@@ -447,7 +451,9 @@ def without_objects(value: Any) -> Any:
     if isinstance(value, nn.Module) or hasattr(value, "load_state_dict"):
         return without_objects(value.state_dict())
     if isinstance(value, Counter | defaultdict):
-        return type(value)(*([list] if isinstance(value, defaultdict) else []), {k: without_objects(v) for k, v in value.items()})
+        return type(value)(
+            *([list] if isinstance(value, defaultdict) else []), {k: without_objects(v) for k, v in value.items()}
+        )
     if isinstance(value, dict):
         return {key: without_objects(item) for key, item in value.items()}
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -468,7 +474,12 @@ def save(case: Case, path: Path) -> Path | None:
         sx.export_checkpoint(job.model, path)
         return path
     tree = without_objects(state)
-    if case.source in ("dcp flat", "dcp names") and isinstance(job.model, nn.Module) and job.optimizer and not case.saved.is_stray:
+    if (
+        case.source in ("dcp flat", "dcp names")
+        and isinstance(job.model, nn.Module)
+        and job.optimizer
+        and not case.saved.is_stray
+    ):
         options = StateDictOptions(flatten_optimizer_state_dict=case.source == "dcp flat")
         try:
             of_optimizer = get_optimizer_state_dict(job.model, job.optimizer, options=options)
@@ -477,7 +488,11 @@ def save(case: Case, path: Path) -> Path | None:
             return None
         tree = replaced(state, {id(job.model): of_model, id(job.optimizer): of_optimizer})
     if case.prefix:
-        of_model = {case.prefix + name: value for name, value in without_objects(job.model).items()} if isinstance(job.model, nn.Module) else without_objects(job.model)
+        of_model = (
+            {case.prefix + name: value for name, value in without_objects(job.model).items()}
+            if isinstance(job.model, nn.Module)
+            else without_objects(job.model)
+        )
         tree = replaced(state, {id(job.model): of_model})
     if case.source == "torch":
         torch.save(tree, path.with_suffix(".pt"))  # the format under test

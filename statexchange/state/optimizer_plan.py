@@ -95,9 +95,12 @@ class OptimizerPlan:
     _hyperparameters: dict[int, Any] = field(default_factory=dict)  # live ones by id
 
     def has_same_groups(self) -> bool | None:
-        """Whether each parameter lies in the group of the same number on both sides; None if the source has none."""
+        """Whether each parameter lies in the group of the same number on both sides.
+
+        None if the source has the same parameters and no groups.
+        """
         if not all(saved.has_groups for saved in self.saved):
-            return None
+            return False if self.unexpected or len(self.parameters) < len(self.live.by_label) else None
         groups = self.optimizer.param_groups
         labels = iter(self.live.by_label)
         numbers = {next(labels): number for number, group in enumerate(groups) for _ in group["params"]}

@@ -214,7 +214,11 @@ def check_rename(seed: int, path: Path) -> str:
             found = found["in"] if inside else {f"k{key[1:]}": value for key, value in found.items()}
         assert is_same(found, without_objects(state) if result == "same" else before), (seed, source, result, state)
         # As a text with dots, "1" and 1 are one key, and so may "a.b" be one and two.
-        assert result in ("same", "UnsafeError", "NotFoundError", "InvalidArgumentError") or source.name != "own", (seed, result, state)
+        assert result in ("same", "UnsafeError", "NotFoundError", "InvalidArgumentError") or source.name != "own", (
+            seed,
+            result,
+            state,
+        )
     return result
 
 
