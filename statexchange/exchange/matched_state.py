@@ -33,12 +33,16 @@ __all__ = ["MatchedState"]
 class MatchedState:
     """The live state, the source, and what of them belongs together: the plan of a load.
 
+    A load calls `convert`, `find_entries`, `renumber` if any rank has a layout, `match` and `items`, in this order.
+
     Attributes:
         state: the live state.
         source: the source, converted if it had to be.
         options: those of the load.
         without_rule: names of the source for which a conversion has no rule.
-        entries: those of the source.
+        entries: those of the source, after `find_entries`.
+        tensors: the source's tensors by its own names, after `find_entries`.
+        lacking: for a tensor of the state of which the source has some parts only, a part that it lacks.
     """
 
     def __init__(self, state: Any, source: Source, options: LoadOptions, comm: Communicator) -> None:
@@ -69,6 +73,7 @@ class MatchedState:
                 name_of = self._names.name
                 for file in original.files:  # aliases of tensors that stay as they are
                     self._aliases |= {name_of(alias): name_of(name) for alias, name in file.aliases.items()}
+                # The source was renamed, and lost wrappers' parts, before it was converted.
                 self._names = NameFilter(replace(options, rename=()), self._live.units)
 
     def find_entries(self) -> None:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from starting import AND_MPI, LAUNCHED_AS, THREADS_AND_PROCESSES, launched_communicator, start
-from stored import flip_bit
+from stored import flip_bit, json_header
 from sweeps import slow
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -199,6 +199,86 @@ def test_of_many_tensors_the_one_with_changed_bytes_is_named(damaged: int, tmp_p
     with pytest.raises(sx.errors.CorruptError, match="digest") as caught:
         sx.load_checkpoint({f"{i:02}": torch.zeros(100, dtype=torch.int64) for i in range(40)}, tmp_path / "out")
     assert caught.value.name == f"{damaged:02}"
+
+
+LARGE = 1 << 17  # elements, too many to be read together with others
+
+
+def damage(folder: Path, state: dict[str, torch.Tensor], name: str) -> None:
+    """Export a state to `out` in the folder, and change a byte in the middle of one tensor."""
+    sx.export_checkpoint(state, folder / "out")
+    file = folder / "out/model.safetensors"
+    begin, end = json_header(file)[name]["data_offsets"]
+    data_bytes = sum(tensor.nbytes for tensor in state.values())
+    flip_bit(file, (begin + end) // 2 - data_bytes)
+
+
+def test_small_tensors_are_checked_before_any_changes(tmp_path: Path) -> None:
+    damage(tmp_path, {f"{i:02}": torch.full((100,), i) for i in range(40)}, "39")
+    live = {f"{i:02}": torch.full((100,), -7) for i in range(40)}
+    with pytest.raises(sx.errors.CorruptError, match="unchanged") as caught:
+        sx.load_checkpoint(live, tmp_path / "out")
+    assert caught.value.name == "39"
+    assert equal(live, {name: torch.full((100,), -7) for name in live})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "invalid"),
+    [(torch.float32, NAN), (torch.bfloat16, NAN), (torch.complex64, NAN), (torch.int64, -1), (torch.bool, True)],
+    ids=str,
+)
+def test_a_large_tensor_with_changed_bytes_keeps_none_of_them(dtype: torch.dtype, invalid: Any, tmp_path: Path) -> None:
+    saved = {name: torch.arange(LARGE).to(dtype) for name in "abc"}
+    damage(tmp_path, saved, "b")
+    live = {name: torch.zeros(LARGE, dtype=dtype) for name in "abc"}
+    with pytest.raises(sx.errors.CorruptError, match="2 of 3") as caught:
+        sx.load_checkpoint(live, tmp_path / "out")
+    assert caught.value.name == "b"
+    assert equal(live["a"], saved["a"])
+    expected = torch.full((LARGE,), invalid, dtype=dtype)
+    assert torch.equal(live["b"].isnan(), expected.isnan())
+    assert invalid is NAN or equal(live["b"], expected)
+    assert not live["c"].any()
+
+
+@pytest.mark.parametrize(("elements", "left"), [(LARGE, 0.0), (3 << 20, NAN)], ids=["a window", "windows"])
+def test_of_a_tensor_that_is_cast_no_rejected_byte_stays(elements: int, left: float, tmp_path: Path) -> None:
+    """One that is read in one part is checked before it changes."""
+    damage(tmp_path, {"a": torch.ones(elements)}, "a")
+    live = {"a": torch.zeros(elements, dtype=torch.float64)}
+    with pytest.raises(sx.errors.CorruptError, match="NaN" if left else "unchanged"):
+        sx.load_checkpoint(live, tmp_path / "out", dtype="state")
+    np.testing.assert_array_equal(live["a"].numpy(), left)
+
+
+def test_a_tensor_that_was_read_in_part_is_invalid(tmp_path: Path) -> None:
+    sx.export_checkpoint({"a": torch.ones(5 << 20)}, tmp_path / "out")
+    live = {"a": torch.zeros(5 << 20)}
+
+    def fails(done: int, total: int) -> None:
+        raise RuntimeError(f"{done} of {total}")
+
+    with pytest.raises(RuntimeError):
+        sx.load_checkpoint(live, tmp_path / "out", on_progress=fails)
+    assert live["a"].isnan().all()
+    sx.load_checkpoint(live, tmp_path / "out")
+    assert live["a"].eq(1).all()
+
+
+def loads_damaged(out: str) -> tuple[str, int | None, list[float]]:
+    live = {"a": torch.zeros(LARGE), "b": torch.zeros(LARGE)}
+    with pytest.raises(sx.errors.CorruptError, match="of rank 1") as caught:
+        sx.load_checkpoint(live if sx.get_rank() == 1 else {"a": live["a"]}, out, strict=False)
+    return str(caught.value.name), caught.value.rank, [float(tensor[0]) for tensor in live.values()]
+
+
+def test_the_error_says_on_all_ranks_what_has_changed_on_the_one_that_failed(tmp_path: Path) -> None:
+    damage(tmp_path, {"a": torch.ones(LARGE), "b": torch.ones(LARGE)}, "b")
+    intact, failed = run_ranks(loads_damaged, 2, args=(str(tmp_path / "out"),))
+    assert intact[:2] == failed[:2] == ("b", 1)
+    np.testing.assert_array_equal(failed[2], [1, NAN])
+    # The other rank may have seen the failure before, during or after its own reading.
+    assert intact[2][0] in (0, 1) or np.isnan(intact[2][0])
 
 
 def exports_halves(out: str) -> None:
