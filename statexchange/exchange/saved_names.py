@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +62,12 @@ class SavedNames:
             tensors = {}
             for name, local in described.tensors.items():
                 tensors[name] = TensorInfo(local.shard.dtype, local.shard.global_shape)
-            plan = self.plan_to_save(tensors)
+            parts = self._parts({name: info.shape for name, info in tensors.items()})
+        # Stages of one model have other tensors: one may be traced where another is not, and all need the same names.
+        kind = "" if self.model is None else type(self.model).__name__
+        untraced = comm.all_gather_object(kind if parts is None else "")
+        with comm.phase("naming its tensors"):
+            plan = _plan_to_save(tensors, None if kind in untraced else parts)
         names = {name: [fill.target for fill in fills] for name, fills in plan.fills.items()}
         sent, _ = gather_distinct(comm, json.dumps(names).encode(), root=0)
         with comm.phase("comparing the names"):
@@ -76,13 +81,7 @@ class SavedNames:
 
     def plan_to_save(self, tensors: Mapping[str, TensorInfo]) -> ConversionPlan:
         """Return what `save_pretrained` writes of a model's tensors, which are given by their names in memory."""
-        parts = self._parts({name: info.shape for name, info in tensors.items()})
-        outputs: dict[str, TensorInfo] = {}
-        fills: dict[str, list[Fill]] = {name: [] for name in tensors}
-        for saved, (name, patch) in parts.items():
-            outputs[saved] = TensorInfo(tensors[name].dtype, patch.box.shape)
-            fills[name].append(Fill(saved, patch))
-        return ConversionPlan(outputs, fills, single=frozenset(outputs))
+        return _plan_to_save(tensors, self._parts({name: info.shape for name, info in tensors.items()}))
 
     def plan_to_load(
         self, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo], options: LoadOptions
@@ -97,13 +96,15 @@ class SavedNames:
 
         Raises:
             UnsupportedError: parts of one tensor are stored in several dtypes.
-            InvalidArgumentError: a pattern matches names of parts, and none in memory.
+            InvalidArgumentError: a pattern matches names of parts, and none in memory; or the source has further parts
+                of a tensor, which has another shape there.
         """
         outputs = dict(stored)
         fills = {name: [Fill(name, _whole(info.shape))] for name, info in stored.items()}
         by_name: dict[str, dict[str, Patch]] = {}
-        for saved, (name, patch) in self._parts(shapes).items():
+        for saved, (name, patch) in (self._parts(shapes) or _whole_tensors(shapes)).items():
             by_name.setdefault(name, {})[saved] = patch
+        self._check_no_more(shapes, by_name, {name for name in stored if name not in shapes}, options)
         parts: dict[str, tuple[str, ...]] = {}  # the tensor in memory, by the stored names of its parts
         lacking: dict[str, str] = {}
         for name, patches in by_name.items():
@@ -134,19 +135,57 @@ class SavedNames:
         is_changed = outputs.keys() != stored.keys()
         return ConversionPlan(outputs, fills) if is_changed else None, lacking
 
-    def _parts(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, Patch]]:
+    def _parts(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, Patch]] | None:
         """Return, for each name in a file, the tensor in memory and its part that has this name.
 
-        Without a trace, or a model, each tensor has its name in memory, which transformers reads, too.
+        None without a trace, or a model: each tensor has its name in memory then, which transformers reads, too.
         """
         if self.model is None:
-            return {name: (name, _whole(shape)) for name, shape in shapes.items()}
+            return None
         try:
             return _traced(self.model, shapes)
         except _UntracedError as error:
             text = "%s.save_pretrained %s: names in memory are used instead, which from_pretrained reads, too"
             _log.warning(text, type(self.model).__name__, error)
-            return {name: (name, _whole(shape)) for name, shape in shapes.items()}
+            return None
+
+    def _check_no_more(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        by_name: Mapping[str, Mapping[str, Patch]],
+        stored: Collection[str],
+        options: LoadOptions,
+    ) -> None:
+        """Raise InvalidArgumentError if a tensor with one more item in its first dim has a part that is stored.
+
+        So the source has more experts than the model in memory, whose tensor would be filled with the first of them.
+        """
+        fused = {name for name, patches in by_name.items() if len(patches) > 1 and options.wants(name)}
+        longer = {name: (shape[0] + 1, *shape[1:]) if name in fused else shape for name, shape in shapes.items()}
+        try:
+            parts = _traced(self.model, longer) if fused else {}
+        except _UntracedError:  # such a tensor cannot be
+            return
+        for saved, (name, _) in parts.items():
+            if name in fused and saved in stored and saved not in by_name[name]:
+                text = (
+                    f"the source has {saved}, too: there this tensor has another shape; make the model as it was saved"
+                )
+                raise InvalidArgumentError(text, name=name, found=shapes[name])
+
+
+def _plan_to_save(tensors: Mapping[str, TensorInfo], parts: Mapping[str, tuple[str, Patch]] | None) -> ConversionPlan:
+    """Return the plan that writes these parts; without them, each tensor as it is."""
+    outputs: dict[str, TensorInfo] = {}
+    fills: dict[str, list[Fill]] = {name: [] for name in tensors}
+    for saved, (name, patch) in (parts or _whole_tensors({name: one.shape for name, one in tensors.items()})).items():
+        outputs[saved] = TensorInfo(tensors[name].dtype, patch.box.shape)
+        fills[name].append(Fill(saved, patch))
+    return ConversionPlan(outputs, fills, single=frozenset(outputs))
+
+
+def _whole_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, Patch]]:
+    return {name: (name, _whole(shape)) for name, shape in shapes.items()}
 
 
 def saved_names(state: Any) -> SavedNames | None:
@@ -202,7 +241,7 @@ def _names_of_all(sent: Sequence[bytes]) -> dict[str, tuple[str, ...]]:
             if first != written:
                 text = (
                     f"ranks would write this tensor by different names, {_shown(first)} and {_shown(written)}: give "
-                    "all ranks that have it a model of the same class"
+                    "all ranks that have it a model of the same class and size, by from_pretrained on all or on none"
                 )
                 raise InvalidArgumentError(text, name=name, rank=rank)
             for new in written:

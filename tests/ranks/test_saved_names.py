@@ -172,6 +172,36 @@ def test_what_cannot_be_traced_loads_what_from_pretrained_has_read(tmp_path: Pat
     assert_equal(dict(model.state_dict()), dict(other.state_dict()))
 
 
+def exports_a_stage(path: str) -> None:
+    """Rank 0 has no layer: transformers would save what it has by other names, which can be traced."""
+    model = gte()
+    if sx.get_rank() == 0:
+        model.gte.layers = torch.nn.ModuleDict({})
+    sx.export_checkpoint(model, path)
+
+
+def test_stages_of_a_model_that_cannot_be_traced_have_the_same_names(tmp_path: Path) -> None:
+    run_ranks(exports_a_stage, 2, backend="gloo", args=(str(tmp_path / "out"),))
+    model = gte()
+    sx.load_checkpoint(model, tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors").keys() <= model.state_dict().keys()
+
+
+@pytest.mark.parametrize("options", [{}, {"strict": False}, {"include": "*.gate_up_proj"}])
+def test_a_source_of_more_experts_than_the_model_has_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    seeded("qwen3_moe", 1).save_pretrained(tmp_path / "theirs")
+    half = seeded("qwen3_moe", 2)
+    for layer in half.model.layers:  # the second half of the experts, as a rank of several has
+        for name in ("gate_up_proj", "down_proj"):
+            part = getattr(layer.mlp.experts, name)[2:].detach().clone()
+            setattr(layer.mlp.experts, name, torch.nn.Parameter(part))
+    before = {name: tensor.clone() for name, tensor in half.state_dict().items()}
+    with pytest.raises(sx.errors.InvalidArgumentError) as caught:
+        sx.load_checkpoint(half, tmp_path / "theirs", **options)
+    assert "experts" in str(caught.value)
+    assert_equal(dict(half.state_dict()), before)
+
+
 def test_tensors_that_are_reordered_are_not_traced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from transformers import Inkling2TextConfig, Inkling2TextModel
 
