@@ -286,7 +286,7 @@ class _Matcher:
         for keys in self._live.containers:
             path = text_of(keys)
             entry = self._entries.at(path, keys) if path else None
-            if entry is None or path in self._taken or not self._options.may_want(path):
+            if entry is None or path in self._taken or not self._wants_entry(entry):
                 continue
             refuse_opaque(entry.leaf, path)
             what = "a list" if has_indices(self._live.containers[keys]) else "a mapping"
