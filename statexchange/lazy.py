@@ -39,14 +39,15 @@ def lazy_names(
         return value
 
     def names() -> list[str]:
-        hidden = {name for name, packages in (need or {}).items() if not all(map(_is_installed, packages))}
+        hidden = {name for name, packages in (need or {}).items() if not all(map(is_installed, packages))}
         dunders = [name for name in vars(sys.modules[package]) if name.startswith("__") and name.endswith("__")]
         return sorted([*dunders, *(homes.keys() - hidden)])
 
     return load, names, sorted(homes)
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether an optional package can be imported, without importing it."""
     try:
         return find_spec(package) is not None
     except (ImportError, ValueError):  # hidden by a finder, or by None in sys.modules

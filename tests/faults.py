@@ -15,16 +15,23 @@ LEFT = (".out.lock", ".owner", ".partial", ".discarded")
 
 
 class Trapped(dict[str, Any]):
-    """A state that runs an action when it is read for the first time."""
+    """A state that runs an action when its items are read for the first time."""
 
     def __init__(self, items: Any, action: Any) -> None:
         super().__init__(items)
         self.action = action
 
-    def items(self) -> Any:
+    def keys(self) -> Any:
         action, self.action = self.action, lambda: None
         action()
+        return super().keys()
+
+    def items(self) -> Any:
+        self.keys()
         return super().items()
+
+    def __iter__(self) -> Any:  # without one, dict() of it would not call keys()
+        return super().__iter__()
 
 
 def strike(how: str, after_s: float = 0.0) -> None:

@@ -84,14 +84,15 @@ def load_checkpoint(
     Collective over `comm`; blocks until all ranks are done. A rank reads what its own boxes need, so world size, mesh
     and placements may differ from those of the save. What several ranks of a host need is read once: from files through
     the page cache, from an object store by one rank, which sends it to the others. Shapes, dtypes and names are checked
-    before anything is changed; a failure on any rank is raised on all. After a failure during reading, the state is
-    part old, part new.
+    before anything is changed; a failure on any rank is raised on all. After a failure during reading, each tensor is
+    as it was, or as it was saved; one that was read in part, or whose bytes differ from their digest, is filled with
+    NaN (all bits set) unless its old values are still there. The error says how many tensors have changed.
 
     Values that differ between ranks (e.g. RNG state) are restored per rank if the world size is unchanged. Otherwise
     they raise ReplicaError, unless `exclude` leaves them as they are or `replicas` is "root". So does the state of an
     object with ``per_rank = True``, even if it is equal on all ranks.
     Modules and optimizers whose `load_state_dict` does more than torch's, by hooks or overrides, load what was read.
-    Tensors with no counterpart in state are created as torch tensors.
+    Tensors with no counterpart in state are created as torch tensors; where torch is not installed, as numpy arrays.
 
     Boxes that a rank reads whole are checked against their digests; `verify` checks all. All ranks read the same
     checkpoint: if it is replaced during the load, the new one is loaded instead; a second replacement is an error.
@@ -223,6 +224,7 @@ def load_now(
     try:
         return load.run(state, path, given)
     except ReplacedError:  # raised on all ranks
+        load.reads_again = True
         return load.run(state, path, given)
 
 
@@ -245,6 +247,7 @@ class _Load:
         self._on_progress = on_progress
         self._before_reading = before_reading
         self._began = began
+        self.reads_again = False
 
     def run(self, state: Any, path: str | os.PathLike[str], given: Mapping[str, Any]) -> LoadReport:
         """Load once, with the options that were given; collective."""
@@ -279,7 +282,7 @@ class _Load:
         with comm.phase("reading", timeout_s=self._stall_timeout_s):
             mark_changed(target.live for target in plan.targets)
             mark_changed(part for item in items for part in item.local.tensors)
-            read, overflows = read_all(items, readers, comm, self._on_progress)
+            read, overflows = read_all(items, readers, comm, self._on_progress, reads_again=self.reads_again)
             check_shared_memory(items, comm)
             for callback in plan.callbacks:
                 callback()

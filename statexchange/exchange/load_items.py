@@ -17,10 +17,12 @@ from statexchange.sharding.paths import joined
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rules import Layout, renumber_names, with_dots
 from statexchange.state.describe import Description, LocalTensor, describe_entry
-from statexchange.state.entries import Entries, Entry, SavedTensor
+from statexchange.state.entries import Entries
+from statexchange.state.entry import Entry
 from statexchange.state.flatten import LiveState
 from statexchange.state.load_plan import LoadPlan
 from statexchange.state.modules import live_items
+from statexchange.state.saved_values import SavedTensor
 from statexchange.tensors import check_writable, without_grad
 
 __all__ = ["LiveTarget", "live_targets", "names_of", "place_targets", "read_item", "renumbered_names", "stored_entries"]

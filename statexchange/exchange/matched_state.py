@@ -33,12 +33,16 @@ __all__ = ["MatchedState"]
 class MatchedState:
     """The live state, the source, and what of them belongs together: the plan of a load.
 
+    A load calls `convert`, `find_entries`, `renumber` if any rank has a layout, `match` and `items`, in this order.
+
     Attributes:
         state: the live state.
         source: the source, converted if it had to be.
         options: those of the load.
         without_rule: names of the source for which a conversion has no rule.
-        entries: those of the source.
+        entries: those of the source, after `find_entries`.
+        tensors: the source's tensors by its own names, after `find_entries`.
+        lacking: for a tensor of the state of which the source has some parts only, a part that it lacks.
     """
 
     def __init__(self, state: Any, source: Source, options: LoadOptions, comm: Communicator) -> None:
@@ -69,6 +73,7 @@ class MatchedState:
                 name_of = self._names.name
                 for file in original.files:  # aliases of tensors that stay as they are
                     self._aliases |= {name_of(alias): name_of(name) for alias, name in file.aliases.items()}
+                # The source was renamed, and lost wrappers' parts, before it was converted.
                 self._names = NameFilter(replace(options, rename=()), self._live.units)
 
     def find_entries(self) -> None:
@@ -112,12 +117,14 @@ class MatchedState:
             plan = match(self.state, self._live, self.entries, matching)
         self._check_whose_it_is(plan)
         refusals = {self._names.name(name): error for name, error in source.unsupported.items()}
-        for name in plan.missing:
+        others = [name for name in refusals if options.wants(name) and name not in plan.missing]
+        # Where nothing fits, an entry that cannot be read, as a whole module, may be what was meant.
+        for name in [*plan.missing, *(others if plan.missing and not plan.targets else ())]:
             error = refusals.get(self.lacking.get(name, name))
             if error is not None:
                 raise error
         if not tree:
-            plan.unexpected += [name for name in refusals if name not in plan.missing and options.wants(name)]
+            plan.unexpected += others
         if source.kind == "huggingface" and not any(map(is_extra_state, tensors)):
             plan.tolerated.update(filter(is_extra_state, plan.missing))  # an export leaves it out
         return plan

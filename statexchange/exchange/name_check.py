@@ -15,9 +15,10 @@ from statexchange.formats.sections import SECTIONS
 from statexchange.sharding import records
 from statexchange.sharding.rename_hint import suggest_rename
 from statexchange.sharding.wrappers import WRAPPERS
-from statexchange.state.entries import Entries, SavedTensor
+from statexchange.state.entries import Entries
 from statexchange.state.load_plan import LoadPlan
 from statexchange.state.modules import is_module, live_items
+from statexchange.state.saved_values import SavedTensor
 from statexchange.state.tree import walk
 from statexchange.tensors import is_tensor
 

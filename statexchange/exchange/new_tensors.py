@@ -11,11 +11,13 @@ import numpy as np
 from statexchange.errors import ReplicaError
 from statexchange.exchange.load_items import like_parameter
 from statexchange.exchange.stored_tensors import StoredTensors
+from statexchange.lazy import is_installed
 from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.rules import Layout, with_dots
 from statexchange.state.dtensors import is_sharded, new_dtensor
-from statexchange.state.entries import Entries, SavedTensor
+from statexchange.state.entries import Entries
 from statexchange.state.load_plan import Place
+from statexchange.state.saved_values import SavedTensor
 from statexchange.tensors import (
     dtype_name,
     is_array,
@@ -45,7 +47,8 @@ def tensor_to_fill(catalog: Filled, name: str, place: Place, path: str) -> Any:
 
     It is the live one if the saved one fits into it. A new one is like the live one, or else like the parameter whose
     state it is: it lies on the same device, and is a DTensor on the same mesh. As in torch's `load_state_dict`, a count
-    of steps lies on the CPU, or on the parameter's device if the optimizer is fused or capturable.
+    of steps lies on the CPU, or on the parameter's device if the optimizer is fused or capturable. Where torch is not
+    installed, the new tensor is an array of numpy.
     """
     shard, own = catalog.tensors.shard_of(name), place.own
     stored = shard.dtype
@@ -57,9 +60,9 @@ def tensor_to_fill(catalog: Filled, name: str, place: Place, path: str) -> Any:
         moves = place.is_step and not place.on_host and own.device != place.parameter.device
         if not moves:
             return own
-    if is_array(own):
-        return np.empty(shape, numpy_dtype(stored))
     like = own if is_torch(own) and not place.is_step else place.parameter
+    if is_array(own) or (like is None and not is_installed("torch")):
+        return np.empty(shape, numpy_dtype(stored))
     return _new(catalog, name, stored, shape, place, like)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import CorruptError
+from statexchange.errors import CorruptError, StorageError
 from statexchange.exchange.staging import Staging, memory_of
 from statexchange.processes import collector_paused
 from statexchange.sharding import records
@@ -91,11 +91,15 @@ def read_all(
     readers: Mapping[WantedBox, Sequence[int]],
     comm: Communicator,
     on_progress: Callable[[int, int], None] | None = None,
+    *,
+    reads_again: bool = False,
 ) -> tuple[int, list[Overflows]]:
     """Fill the live tensors; return the bytes that this rank has read, and boxes in which casts made values infinite.
 
     Not collective without `readers` (from `assign_readers`); otherwise all ranks that they name must call this.
-    Raise ReplacedError if a file may have changed since it was opened.
+    Raise ReplacedError if a file may have changed since it was opened. After an error a live tensor is as it was, or
+    has the values that were saved, or NaN; the error says how many have changed, also by a first reading of another
+    version if this one `reads_again`.
     """
     tensors = _first_tensors(items) if readers else {}
     received = {wanted for wanted, ranks in readers.items() if comm.rank in ranks[1:]}
@@ -108,11 +112,12 @@ def read_all(
                     received.remove(wanted)  # only the first live tensor of a box receives it; any others read it
                 else:
                     reading.add(item, box, tensor)
-        reading.read_small(remote=False)
-    reading.read_small(remote=True)  # clients of object stores leave garbage that holds the bytes of a request
-    reading.read_alone()
-    for file in reading.files:
-        file.check_current()
+    try:
+        reading.run()
+        for file in reading.files:
+            file.check_current()
+    except (CorruptError, StorageError) as error:
+        raise error.located(advice=reading.changes(len(items), reads_again=reads_again)) from error.__cause__
     for wanted, (reader, *others) in readers.items():
         if comm.rank == reader:
             for other in others:
@@ -127,9 +132,7 @@ def read_box(item: ReadItem, target: Box, tensor: Any, comm: Communicator) -> No
     """Read the box `target` of an item into `tensor`. Not collective."""
     reading = _Reading(comm)
     reading.add(item, target, tensor)
-    for remote in (False, True):
-        reading.read_small(remote=remote)
-    reading.read_alone()
+    reading.run()
 
 
 class _Piece(NamedTuple):
@@ -142,11 +145,11 @@ class _Piece(NamedTuple):
     byte_range: ByteRange
     item: ReadItem
 
-    def check(self) -> None:
-        """Raise CorruptError if the memory differs from a digest."""
+    def check(self, data: memoryview) -> None:
+        """Raise CorruptError if the bytes that were read differ from a digest."""
         digest = BoxDigest(self.byte_range, self.box, self.item.stored, region=self.region)
         if digest:
-            digest.update(self.region, self.memory)
+            digest.update(self.region, data)
             digest.check(self.item.name)
 
 
@@ -193,6 +196,9 @@ class _Reading:
         self._total = 0
         self._on_progress = on_progress
         self._staging = Staging()
+        self._buffer = memoryview(b"")  # what is read together
+        self._changed: set[int] = set()  # ids of the items of which a byte may have changed
+        self._is_invalid = False  # whether the tensor that is read now has bytes that are not checked yet
 
     def add(self, item: ReadItem, target: Box, tensor: Any) -> None:
         """Let the calls below read the box `target` of a live tensor into `tensor`, the memory of that box."""
@@ -219,7 +225,31 @@ class _Reading:
         if others:
             self._alone.append(_Target(item, target, tensor, others))
 
-    def read_small(self, *, remote: bool) -> None:
+    def run(self) -> None:
+        """Read all that was added."""
+        with collector_paused():
+            self._read_small(remote=False)
+        self._read_small(remote=True)  # clients of object stores leave garbage that holds the bytes of a request
+        for target in self._alone:
+            try:
+                self._read_alone(target)
+            except BaseException:
+                self._invalidate(target)
+                raise
+
+    def changes(self, num_items: int, *, reads_again: bool) -> str:
+        """Return what has changed in this rank's live tensors, `num_items` in all, as the end of a message."""
+        where = f" of rank {self._comm.rank}" if self._comm.world_size > 1 else ""
+        if not self._changed and not reads_again:
+            return f"the state{where} is unchanged"
+        text = f"{len(self._changed)} of {num_items} tensors{where} have been filled"
+        if self._is_invalid:
+            text += ", this one with NaN (all bits set)"
+        if reads_again:
+            return f"{text}, the others may have values of a version that was replaced"
+        return f"{text}, the others are as they were"
+
+    def _read_small(self, *, remote: bool) -> None:
         """Read the small pieces of files that are remote, or of those that are not."""
         for file, pieces in self.files.items():
             if file.is_remote == remote:
@@ -228,41 +258,50 @@ class _Reading:
                     self._read_together(file, together)
                 pieces.clear()
 
-    def read_alone(self) -> None:
-        """Read all that is no small piece."""
-        for target in self._alone:
-            self._read_alone(target)
-
     def _read_alone(self, target: _Target) -> None:
-        dtype = target.item.stored
+        item, dtype = target.item, target.item.stored
         digests = [BoxDigest(stored, box, dtype, region=region) for box, stored, region in target.needed]
+        self._is_invalid = memory_of(target.tensor, dtype) is not None  # it is read into, not into a buffer
         for window, memory in self._staging.targets(target.tensor, dtype):
             placed = to_global(window, target.box)
             for (box, stored, region), digest in zip(target.needed, digests, strict=True):
                 inside = region if placed == target.box else intersect(region, placed)
                 if inside is not None:
                     read_part(stored, box, inside, dtype, memory, placed, digest, self._count)
-        for digest in digests:
-            digest.check(target.item.name)
+            if placed.ends == target.box.ends:  # before the last window is copied
+                for digest in digests:
+                    digest.check(item.name)
+            self._is_invalid = True  # until all its digests have been compared
+        self._changed.add(id(item))
+        self._is_invalid = False
         if self._staging.num_overflows:
-            self.overflows.append(Overflows(target.item.name, target.box, self._staging.num_overflows))
+            self.overflows.append(Overflows(item.name, target.box, self._staging.num_overflows))
+
+    def _invalidate(self, target: _Target) -> None:
+        """Fill a tensor of which only a part was read, or bytes that differ from their digest: its values are gone.
+
+        NaN is never taken for the values that were saved, and an integer with all bits set hardly is.
+        """
+        if self._is_invalid:
+            self._changed.add(id(target.item))
+            dtype = target.item.stored
+            for _, memory in self._staging.targets(target.tensor, dtype):
+                np.frombuffer(memory, np.uint8).fill(1 if dtype == "BOOL" else 0xFF)
 
     def _read_together(self, file: StoredFile, pieces: Sequence[_Piece]) -> None:
-        buffers = []
-        begin = end = pieces[0].begin
-        for piece in pieces:
-            if piece.begin > end:
-                buffers.append(memoryview(bytearray(piece.begin - end)))
-            buffers.append(piece.memory)
-            end = piece.begin + len(piece.memory)
-        file.read_into_each(buffers, begin)
-        for piece in pieces:
-            try:
-                piece.check()
-            except CorruptError:  # or another piece fills the same memory, which is reported in the end
-                file.read_into(piece.memory, piece.begin)
-                piece.check()
-        self._count(sum(len(piece.memory) for piece in pieces))
+        begin, last = pieces[0].begin, pieces[-1]
+        nbytes = last.begin + len(last.memory) - begin
+        if len(self._buffer) < nbytes:
+            self._buffer = memoryview(bytearray(max(nbytes, _limits(file).together)))
+        file.read_into(self._buffer[:nbytes], begin)
+        parts = [self._buffer[piece.begin - begin :][: len(piece.memory)] for piece in pieces]
+        # Live memory changes only after all digests of what was read together have been compared.
+        for piece, data in zip(pieces, parts, strict=True):
+            piece.check(data)
+        for piece, data in zip(pieces, parts, strict=True):
+            self._changed.add(id(piece.item))
+            piece.memory[:] = data
+        self._count(sum(map(len, parts)))
 
     def _count(self, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -279,8 +318,8 @@ class _Limits(NamedTuple):
     together: int
 
 
-# A system call costs what reading 4 KiB costs. What is read together is digested while it is in the processor's cache.
-_LOCAL = _Limits(piece=64 << 10, gap=4 << 10, together=1 << 20)
+# A system call costs what reading 4 KiB costs. What is read together is digested and copied in the processor's cache.
+_LOCAL = _Limits(piece=64 << 10, gap=4 << 10, together=256 << 10)
 # Any request takes longer than reading 64 KiB more. Larger gaps would let each rank read the other ranks' parts, too.
 _REMOTE = _Limits(piece=READ_AHEAD_BYTES, gap=64 << 10, together=READ_AHEAD_BYTES)
 

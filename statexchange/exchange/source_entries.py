@@ -12,21 +12,14 @@ from statexchange.formats.source import Source
 from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.paths import paths_above
 from statexchange.sharding.rules import with_dots
-from statexchange.state.entries import (
-    Conflicts,
-    Entries,
-    Entry,
-    OpaqueValue,
-    RankEntries,
-    SavedTensor,
-    UnknownValue,
-    flatten_tree,
-)
+from statexchange.state.entries import Conflicts, Entries, RankEntries, flatten_tree
+from statexchange.state.entry import Entry
 from statexchange.state.flatten import LiveState
 from statexchange.state.load_plan import ObjectStates
 from statexchange.state.modules import live_items
 from statexchange.state.name_filter import NameFilter
 from statexchange.state.optimizers import state_of_optimizer
+from statexchange.state.saved_values import OpaqueValue, SavedTensor, UnknownValue
 from statexchange.storage.stored_values import decode_stored
 from statexchange.tensors import is_torch
 from statexchange.units import format_number

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from statexchange.errors import excerpt
 from statexchange.sharding.options import renamed
 
-__all__ = ["WRAPPERS", "note_on_wrappers", "without_wrappers", "wrapper_rules"]
+__all__ = ["WRAPPERS", "module_prefix", "note_on_wrappers", "without_wrappers", "wrapper_rules"]
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _PARTS = rf"(?<![^.])(?:{'|'.join(sorted(WRAPPERS))})\."
@@ -26,6 +26,11 @@ def without_wrappers(name: str) -> str:
     if _ANY_PART.search(name) is None:  # nearly all
         return name
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def module_prefix(names: Collection[str]) -> str:
+    """Return the ``module.`` that DistributedDataParallel puts in front of all names; "" if one lacks it."""
+    return _MODULE if names and all(name.startswith(_MODULE) for name in names) else ""
 
 
 def wrapper_rules(names: Collection[str]) -> list[tuple[str, str]]:

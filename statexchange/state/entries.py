@@ -1,103 +1,29 @@
-"""The entries of a source: what it has at each path, whatever its format.
-
-A source of tensors alone has names: their keys are not known. A torch.distributed.checkpoint knows keys as texts, other
-files of torch and our own saves know them as they were. So each entry has a text, by which it is paired with the live
-state, and as many of its last keys as the source knows.
-"""
+"""All entries of a source by their texts: those of each rank, and what ranks saved differently."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-from statexchange import values
-from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
-from statexchange.sharding.paths import Key, ListItem, TupleItem, is_index, joined, paths_above
-from statexchange.state.containers import children, is_dataclass, with_children
+from statexchange.errors import InvalidArgumentError
+from statexchange.sharding.paths import Key, ListItem, TupleItem, joined, paths_above
+from statexchange.state.containers import children, is_dataclass
+from statexchange.state.entry import Entry
+from statexchange.state.entry_value import KnownKeys, build_value
+from statexchange.state.saved_values import SavedTensor, are_equal
 from statexchange.state.tree import contains
 
 __all__ = [
     "ABSENT",
     "Conflicts",
     "Entries",
-    "Entry",
-    "OpaqueValue",
     "RankEntries",
-    "SavedTensor",
-    "UnknownValue",
-    "are_equal",
     "flatten_tree",
-    "has_no_leaves",
-    "refuse_opaque",
 ]
 
 ABSENT: Any = object()  # where a source has nothing
-
-
-class SavedTensor:
-    """The place of a tensor that the source has under this name of its own."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-class OpaqueValue:
-    """Something in a source that is neither a tensor nor a plain value, with its description."""
-
-    __slots__ = ("text",)
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-
-class UnknownValue:
-    """A value of a type that nothing in the live state has, with its JSON text.
-
-    `problem` is why its type cannot have the value; "" if nothing in the live state has the type.
-    """
-
-    __slots__ = ("problem", "text", "type_name")
-
-    def __init__(self, type_name: str, text: str, problem: str) -> None:
-        self.type_name = type_name
-        self.text = text
-        self.problem = problem
-
-    def __repr__(self) -> str:
-        return f"<{self.type_name}>"
-
-
-class Entry(NamedTuple):
-    """What a source has at one path.
-
-    Attributes:
-        text: the path as text, by the names of the state.
-        keys: the last keys of the path, as many as the source knows.
-        leaf: a SavedTensor, an OpaqueValue, or a plain value without a mapping that has entries.
-        name: what the source itself calls it.
-        is_alias: whether it is another name of a tensor that the source has under its own.
-    """
-
-    text: str
-    keys: tuple[Key, ...]
-    leaf: Any
-    name: str
-    is_alias: bool = False
-
-    def keys_below(self, path: str) -> tuple[Key, ...] | None:
-        """Return the keys that lead from the container at `path` here; None if the source does not know them all."""
-        rest = len(self.text) - len(path) - 1 if path else len(self.text)
-        count, length = 0, -1
-        while length < rest and count < len(self.keys):
-            count += 1
-            length += len(str(self.keys[-count])) + 1
-        if length != rest:
-            return None
-        return self.keys[len(self.keys) - count :]
 
 
 Conflicts: TypeAlias = dict[str, tuple[int, int]]
@@ -293,7 +219,7 @@ class Entries:
             last_keys = [entry.keys[-1] for entry in entries if entry.keys and entry.text[begin:] == entry.keys[-1]]
             if len(last_keys) == len(entries):
                 return {entry.keys[-1]: entry.leaf for entry in entries}
-        return _Builder(self, is_whole=is_whole).value(entries, live, path)
+        return build_value(entries, live, path, KnownKeys(self.templates, self.keys_are_texts, is_whole))
 
     def by_key(self, path: str) -> dict[Any, list[Entry]] | None:
         """Return the entries below a path by their first key there; None if the source does not know the keys."""
@@ -305,175 +231,3 @@ class Entries:
             if keys:
                 grouped.setdefault(keys[0], []).append(entry)
         return grouped
-
-
-class _Builder:
-    """Builds a value from the entries below a path, with the live value to decide what the source does not know."""
-
-    def __init__(self, entries: Entries, *, is_whole: bool) -> None:
-        self._entries = entries
-        self._is_whole = is_whole
-
-    def value(self, entries: Sequence[Entry], live: Any, path: str) -> Any:
-        """Return the value at `path`, from the entries at and below it."""
-        inside = [entry for entry in entries if entry.text != path]
-        if len(inside) < len(entries):
-            leaf, *others = [entry.leaf for entry in entries if entry.text == path]
-            is_one = all(are_equal(leaf, other) for other in others)
-            if not inside and is_one:
-                return leaf
-            if not is_one or not (isinstance(leaf, Mapping) and not leaf):  # else it is empty on one rank
-                text = (
-                    "the source has several values here when keys are joined with dots: save with keys without dots, "
-                    "or leave it out by exclude"
-                )
-                raise InvalidArgumentError(text, name=path)
-        live_items = children(live) or {}
-        if isinstance(live, tuple):  # torch's files have the items of a namedtuple by index
-            live_items = {TupleItem(index): item for index, item in enumerate(live)}
-        items = {}
-        for key, of_key in self._by_key(inside, live_items, live, path).items():
-            inner = f"{path}.{key}" if path else str(key)
-            is_leaf = len(of_key) == 1 and of_key[0].text == inner
-            items[key] = of_key[0].leaf if is_leaf else self.value(of_key, live_items.get(key), inner)
-        if self._entries.keys_are_texts:
-            items |= self._empty(live_items, items, live, path)
-        return self._container(items, live, path)
-
-    def _by_key(
-        self, entries: Sequence[Entry], live_items: Mapping[Any, Any], live: Any, path: str
-    ) -> dict[Any, list[Entry]]:
-        """Group entries by their first key below `path`."""
-        grouped: dict[Any, list[Entry]] = {}
-        by_text: dict[str, list[Any]] = {}
-        for key in live_items:
-            by_text.setdefault(str(key), []).append(key)
-        for entry in entries:
-            keys = entry.keys_below(path)
-            key = self._matched_key(entry, by_text, live, path) if keys is None else keys[0]
-            if keys is not None and self._entries.keys_are_texts:
-                key = self._live_key(keys[0], by_text, live)
-            grouped.setdefault(key, []).append(entry)
-        return grouped
-
-    def _live_key(self, key: Key, by_text: Mapping[str, Sequence[Any]], live: Any) -> Any:
-        """Return the live state's key for one of the source, which may have been a number; else the source's own."""
-        if isinstance(key, int):
-            return key
-        alike = by_text.get(str(key), ())
-        if len(alike) == 1 and not isinstance(live, list | tuple):
-            return alike[0]
-        if alike or not _is_certain(str(key)):
-            return _Unknown(str(key))
-        return key
-
-    def _matched_key(self, entry: Entry, by_text: Mapping[str, Sequence[Any]], live: Any, path: str) -> Any:
-        """Return the key of the live state that begins the rest of a name, the longest of several."""
-        rest = entry.text[len(path) + 1 :] if path else entry.text
-        text = rest
-        while text not in by_text and "." in text:
-            text = text.rpartition(".")[0]
-        if isinstance(live, list | tuple) and not hasattr(live, "_fields"):
-            first = rest.partition(".")[0]
-            return ListItem(first) if is_index(first) else _Unknown(rest)
-        if len(by_text.get(text, ())) == 1:
-            return by_text[text][0]
-        return rest if _is_certain(rest) else _Unknown(rest)
-
-    def _empty(self, live_items: Mapping[Any, Any], items: Mapping[Any, Any], live: Any, path: str) -> dict[Any, Any]:
-        """Return the items of a live container that the source may have had without an entry: empty mappings."""
-        empty = {}
-        for key, item in live_items.items():
-            if key in items:
-                continue
-            if has_no_leaves(item):
-                empty[ListItem(key) if isinstance(live, list) else key] = item
-            elif self._is_whole and contains(item, lambda part: isinstance(part, Mapping)):
-                text = (
-                    "the source has nothing here, as torch leaves out empty mappings: empty that of the state, or "
-                    "leave it out by exclude"
-                )
-                raise InvalidArgumentError(text, name=f"{path}.{key}")
-        return empty
-
-    def _container(self, items: dict[Any, Any], live: Any, path: str) -> Any:
-        """Return a container of these items: of the type that the source knows, or else of the live one's kind."""
-        unknown = [key for key in items if isinstance(key, _Unknown)]
-        if unknown:
-            has = "None" if live is None else type_text(live)
-            text = (
-                f"the source has an entry {unknown[0].text!r} here, and what kind of key that is is not known; the "
-                f"state has {has} to put it into: make it as it was saved, or leave it out by exclude"
-            )
-            raise InvalidArgumentError(text, name=path)
-        if path in self._entries.templates:
-            return with_children(self._entries.templates[path], items)
-        if not all(isinstance(key, ListItem | TupleItem) for key in items):
-            return items
-        if sorted(items) != [*range(len(items))]:
-            text = "the source lacks an item of this list: make it as it was saved, or leave it out by exclude"
-            raise InvalidArgumentError(text, name=path)
-        ordered = [items[key] for key in sorted(items)]
-        is_tuple = any(isinstance(key, TupleItem) for key in items) or isinstance(live, tuple)
-        return tuple(ordered) if is_tuple else ordered
-
-
-class _Unknown:
-    """A key of which the text is known alone."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Unknown) and other.text == self.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def _is_certain(text: str) -> bool:
-    """Whether a key in a name was a text, and no number, None or True, or several keys with dots between them."""
-    return text.isidentifier() and text not in ("True", "False", "None", "inf", "nan")
-
-
-def has_no_leaves(value: Any) -> bool:
-    """Whether a value is an empty mapping, or holds nothing else."""
-    if isinstance(value, Mapping):
-        return all(map(has_no_leaves, value.values()))
-    return isinstance(value, list) and len(value) > 0 and all(map(has_no_leaves, value))
-
-
-def are_equal(one: Any, other: Any) -> bool:
-    """Whether two saved values are the same, whatever the order of keys, or SavedTensors of one name."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, bool | int | float | str):
-        return values.is_same(one, other)
-    if isinstance(one, SavedTensor):
-        return bool(one.name == other.name)
-    if isinstance(one, UnknownValue | OpaqueValue):
-        return bool(one.text == other.text)
-    items, others = children(one), children(other)
-    if items is None or others is None:
-        return values.is_same(one, other)
-    return items.keys() == others.keys() and all(are_equal(item, others[key]) for key, item in items.items())
-
-
-def refuse_opaque(value: Any, path: str) -> None:
-    """Raise UnsupportedError for a value that the live state cannot have, or one with such a value in it."""
-    parts: Iterable[Any] = () if isinstance(value, str | int | float) else values.parts_of(value)
-    for part in parts:
-        if isinstance(part, OpaqueValue):
-            raise UnsupportedError(
-                f"the source has something here that is neither a tensor nor a plain value: {part.text}. Load what "
-                "holds it with the program that wrote it, and leave it out of the state here",
-                name=path,
-            )
-        if isinstance(part, UnknownValue):
-            reason = "the state has no value of this type to build it by: give it to register_config"
-            if part.problem:
-                reason = f"it cannot be built here: {part.problem}"
-            raise UnsupportedError(f"a {part.type_name} was saved here, and {reason}", name=path)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError
-from statexchange.sharding.paths import Key, joined, text_of
+from statexchange.sharding.paths import Key, joined
 from statexchange.state.containers import children
 from statexchange.state.leaves import contains_state, is_per_rank, is_stateful
 from statexchange.state.megatron import sharded_kind
@@ -49,13 +48,6 @@ class LiveState:
 
     entries: list[LiveEntry] = field(default_factory=list)
     containers: dict[tuple[Key, ...], Any] = field(default_factory=dict)
-
-    @property
-    def alike(self) -> set[str]:
-        """The texts that two paths have, such as those of the keys 1 and "1"."""
-        paths = {entry.keys[:count] for entry in self.entries for count in range(1, len(entry.keys) + 1)}
-        counts = Counter(map(text_of, paths))
-        return {text for text, count in counts.items() if count > 1}
 
     @property
     def units(self) -> set[str]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, excerpt
-from statexchange.sharding.wrappers import without_wrappers
+from statexchange.sharding.wrappers import module_prefix
+from statexchange.state.modules import bare_name
 from statexchange.state.optimizers import names_of_groups, parameters_of
 from statexchange.state.saved_optimizer import SavedOptimizer
 from statexchange.state.state_dict import ParameterName
 
 __all__ = ["LiveParameters"]
-
-_OF_DDP = "module."
 
 
 class LiveParameters:
@@ -33,6 +33,11 @@ class LiveParameters:
         self.are_named = bool(names) and None not in names and len({*names}) == len(names)
         labels = names if self.are_named else list(map(str, range(len(names))))
         self.by_label: dict[str, Any] = {str(label): one for label, one in zip(labels, self.parameters, strict=True)}
+
+    def by_group(self) -> list[dict[str, Any]]:
+        """Return the parameters of each group by label."""
+        items = iter(self.by_label.items())
+        return [dict(itertools.islice(items, len(group["params"]))) for group in self._optimizer.param_groups]
 
     def in_state(self) -> dict[str, str | None]:
         """Return the label of each name in the state, of tied parameters all; None for a name that two have."""
@@ -70,15 +75,16 @@ class LiveParameters:
             InvalidArgumentError: which parameter is meant is not known.
         """
         labels = saved.labels
-        are_integers = any(isinstance(key, int) for group in saved.groups for key in group.keys)
-        if saved.by_number and (are_integers or not self._are_names(labels)):
+        if saved.by_number:
+            if not any(isinstance(key, int) for group in saved.groups for key in group.keys):
+                self._check_not_names(labels)
             return self._by_number(saved, param_names, new_names)
         names = new_names(labels)
         known = self.in_state()
         if not in_state and known.keys().isdisjoint(names):
             known = self.in_modules()
-        if names and all(name.startswith(_OF_DDP) for name in names) and known.keys().isdisjoint(names):
-            names = [name.removeprefix(_OF_DDP) for name in names]
+        if known.keys().isdisjoint(names):
+            names = [name.removeprefix(module_prefix(names)) for name in names]
         twice = sorted(name for name in names if name in known and known[name] is None)
         if twice:
             raise InvalidArgumentError(
@@ -89,20 +95,15 @@ class LiveParameters:
         found = {label: known.get(name) for label, name in zip(labels, names, strict=True)}
         return {label: live for label, live in found.items() if live is not None}
 
-    def _are_names(self, numbers: Sequence[str]) -> bool:
-        """Whether numbers of the source are the names of the live parameters, as those of a ParameterList.
-
-        Raises:
-            InvalidArgumentError: they may be both, and would be others' then.
-        """
+    def _check_not_names(self, numbers: Sequence[str]) -> None:
+        """Raise InvalidArgumentError if numbers of the source, as texts, may be names, as those of a ParameterList."""
         for names in (self.in_modules(), self.in_state()):
-            if names and {*names} == {*numbers} and [*names] != [*numbers]:
+            if {*names} == {*numbers} and [*names] != [*numbers]:
                 raise InvalidArgumentError(
                     f"whether the source has {excerpt([*numbers], 80)} as numbers or as names of the parameters is not "
                     "known: save the optimizer itself, with its model, or give it the parameters in this order",
                     name=self._path,
                 )
-        return False
 
     def _by_number(
         self, saved: SavedOptimizer, names: Sequence[str], new_names: Callable[[Sequence[str]], list[str]]
@@ -115,6 +116,7 @@ class LiveParameters:
         by_name = self._by_names(names, new_names(names)) if names else None
         if by_name is not None:
             return dict(zip(labels, by_name, strict=True))
+        # Where no names help, the order counts, as in torch's own load_state_dict: groups of equal sizes are trusted.
         sizes = [len(group.labels) for group in saved.groups if group.labels]
         live_sizes = [len(group["params"]) for group in self._optimizer.param_groups if group["params"]]
         if sizes != live_sizes:
@@ -145,10 +147,11 @@ class LiveParameters:
                 found.append(labels)
         if len(found) == 1:
             return found[0]
-        bare = {*map(_bare, new_names)}
-        if not found and of_groups is None and all(bare.isdisjoint(map(_bare, one)) for one in lists):
+        bare = {*map(bare_name, new_names)}
+        if not found and of_groups is None and all(bare.isdisjoint(map(bare_name, one)) for one in lists):
             return None
-        texts = [f"{excerpt(sorted(one), 80)} ({len(one)})" for one in ([*lists, []][0], names)]
+        live_names = lists[0] if lists else []
+        texts = [f"{excerpt(sorted(one), 80)} ({len(one)})" for one in (live_names, names)]
         text = f"the state names the parameters of this optimizer {texts[0]}, and the source {texts[1]}"
         if len(found) > 1:
             text = (
@@ -167,16 +170,12 @@ class LiveParameters:
         return [*of_modules, [one.in_modules[0][1] for one in known], [one.in_state for one in known]]
 
 
-def _bare(name: str) -> str:
-    return without_wrappers(name).removeprefix(_OF_DDP)
-
-
 def _matched(names: Sequence[str], live_names: Sequence[str], labels: Sequence[str]) -> list[str] | None:
     """Return the label of each name, if the names are those of all live parameters, in any order.
 
     Parts that wrappers put into names do not count. Names that occur twice are those of no parameter.
     """
-    theirs, ours = ([_bare(name) for name in one] for one in (names, live_names))
+    theirs, ours = ([bare_name(name) for name in one] for one in (names, live_names))
     by_name = dict(zip(ours, labels, strict=True))
     if len(by_name) < len(ours) or {*theirs} != by_name.keys() or len(theirs) != len(ours):
         return None

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statexchange.errors import InvalidArgumentError, type_text
-from statexchange.sharding.paths import joined, paths_above, text_of
+from statexchange.errors import InvalidArgumentError, NotFoundError, type_text
+from statexchange.sharding.paths import joined, text_of
 from statexchange.state.containers import (
     children,
     has_indices,
 )
-from statexchange.state.entries import ABSENT, Entries, Entry, SavedTensor, has_no_leaves, refuse_opaque
+from statexchange.state.entries import ABSENT, Entries
+from statexchange.state.entry import Entry
 from statexchange.state.flatten import LiveEntry, LiveState
 from statexchange.state.leaves import is_leaf, load_object
+from statexchange.state.live_paths import LivePaths
 from statexchange.state.load_plan import (
     Allocate,
     Filler,
@@ -33,6 +34,7 @@ from statexchange.state.match_values import ValueMatcher
 from statexchange.state.megatron import MegatronTensor, leaves, sharded_kind
 from statexchange.state.modules import live_items
 from statexchange.state.name_filter import NameFilter
+from statexchange.state.saved_values import SavedTensor, has_no_leaves, refuse_opaque
 from statexchange.state.tree import walk
 from statexchange.units import format_number
 
@@ -97,16 +99,14 @@ class _Matcher:
         self._filler = Filler(self.plan, matching.allocate)
         self._taken: set[str] = set()  # paths of entries that the live state has a place for
         self._values = ValueMatcher(live, self._filler, matching.names, has_tree=matching.has_tree)
-        self._alike = live.alike
-        self._live_texts = sorted(entry.text for entry in live.entries)
+        self._paths = LivePaths(live)
         self._by_key = _ShardedTensors.of(live, entries)
         self._prefixes = prefixes_of_modules(live, entries, lambda name: matching.stored(name, ()) is not None)
         self.optimizers = OptimizerMatcher(state, entries, matching, self._filler, self._taken)
 
     def match(self, entry: LiveEntry) -> None:
         """Match one live entry."""
-        if self._alike and not self._alike.isdisjoint(paths_above(entry.text)):
-            self._check_alike(entry)
+        self._paths.check(entry, self._entries)
         if entry.kind == "tensor":
             self._tensor(entry)
         elif entry.kind == "module":
@@ -119,14 +119,6 @@ class _Matcher:
             self._sharded(entry.value, entry.text)
         else:
             self._value(entry)
-
-    def _check_alike(self, entry: LiveEntry) -> None:
-        """Raise InvalidArgumentError for a path that looks like another, if it is not known which one is meant."""
-        below = self._entries.below(entry.text)
-        is_known = all(text_of(one.keys) == one.text for one in below) and not self._entries.keys_are_texts
-        if below and not (is_known and entry.kind in ("tensor", "value", "object")):
-            text = f"two keys of the state look alike in {entry.text!r}: make both text"
-            raise InvalidArgumentError(text, name=entry.text)
 
     def _module(self, entry: LiveEntry) -> None:
         prefix = self._prefixes.of(entry.text)
@@ -146,7 +138,7 @@ class _Matcher:
         if not self._options.wants(entry.text):
             return
         stored = self._matching.stored(entry.text, entry.keys)
-        if stored is not None and entry.text in self._alike and any(one.keys != entry.keys for one in stored):
+        if stored is not None and entry.text in self._paths.alike and any(one.keys != entry.keys for one in stored):
             stored = None
         elif stored is None:
             other = self._entries.at(entry.text, entry.keys)
@@ -198,11 +190,17 @@ class _Matcher:
             self._take_unloaded(entry)
             return
         present = self._matching.objects.of(live, path)
-        saved = self._entries.value(path, present, self._is_here(entry))
+        saved = self._entries.value(path, present, self._paths.is_here(entry))
         if self._names.selects and not self._values.wants_whole([(saved, path), (present, path)]):
             self._take_unloaded(entry)
             return
         expect(isinstance(saved, Mapping), f"the state of {type_text(live)}", saved, path)
+        if not path and present and saved.keys().isdisjoint(present):  # of something else
+            text = (
+                f"the source has nothing for the state, {type_text(live)}: give a state with the source's names, or a "
+                "mapping that has it under its name in the source"
+            )
+            raise NotFoundError(text)
         self._take(entry)
         new = self._filler.fill(saved, path, Place(present, is_filled=False))
         self.optimizers.add_scheduler(entry)
@@ -214,7 +212,7 @@ class _Matcher:
         if not self._may_want(entry) or self._selects_nothing_in(entry):
             self._take_unloaded(entry)
             return
-        saved = self._entries.value(path, live, self._is_here(entry), is_whole=False)
+        saved = self._entries.value(path, live, self._paths.is_here(entry), is_whole=False)
         if saved is ABSENT:
             may_be_empty = self._entries.keys_are_texts or not path
             if not (may_be_empty and has_no_leaves(live)):
@@ -249,18 +247,9 @@ class _Matcher:
 
     # What one side lacks
 
-    def _is_here(self, entry: LiveEntry) -> Callable[[Entry], bool] | None:
-        """Return what tells the entries of a live path from those of a key with a dot; None if there is none."""
-        texts = self._live_texts
-        others = texts[bisect.bisect_left(texts, f"{entry.text}.") : bisect.bisect_left(texts, f"{entry.text}/")]
-        is_alike = entry.text in self._alike
-        if others or is_alike or any("." in str(key) for key in entry.keys):
-            return functools.partial(_is_of, keys=entry.keys, others=others, is_alike=is_alike)
-        return None
-
     def _below(self, entry: LiveEntry) -> list[Entry]:
         """Return the entries that are meant for a live path."""
-        is_here = self._is_here(entry)
+        is_here = self._paths.is_here(entry)
         return [one for one in self._entries.below(entry.text) if is_here is None or is_here(one)]
 
     def _take(self, entry: LiveEntry) -> None:
@@ -298,10 +287,11 @@ class _Matcher:
             path = text_of(keys)
             if not has_indices(live) or path in self._prefixes.shared or self._by_key.live:
                 continue
+            is_here = functools.partial(self._paths.is_inside, path=path, keys=keys)
+            below = [one for one in self._entries.below(path) if one.text != path and is_here(one)]
+            below = list(filter(self._wants_item, below))
             begin = len(path) + 1 if path else 0
-            below = [entry for entry in self._entries.below(path) if entry.text != path]
-            wanted = [entry.text[begin:] for entry in below if self._wants_item(entry)]
-            indices = {text.partition(".")[0] for text in wanted}
+            indices = {one.text[begin:].partition(".")[0] for one in below}
             live_indices = [str(index) for index in range(len(live))]
             lacking = [index for index in live_indices if joined(path, index) in self.plan.missing]
             others = sorted(indices.difference(live_indices))
@@ -364,14 +354,6 @@ class _ShardedTensors:
                 saved.setdefault(entry.text, entry.leaf.name)
                 saved.setdefault(entry.leaf.name, entry.leaf.name)
         return cls(frozenset(part.key for part in parts), saved)
-
-
-def _is_of(entry: Entry, keys: tuple[Any, ...], others: Sequence[str], *, is_alike: bool) -> bool:
-    """Whether an entry is below the live path `keys`, and not that of a key with a dot: "a.b" is not "b" in "a"."""
-    if text_of(entry.keys) == entry.text:
-        first_keys = entry.keys[: len(keys)]
-        return first_keys == keys if is_alike else tuple(map(str, first_keys)) == tuple(map(str, keys))
-    return not any(entry.text == other or entry.text.startswith(f"{other}.") for other in others)
 
 
 def _is_empty(value: Any) -> bool:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import InvalidArgumentError
 from statexchange.sharding.paths import joined, text_of
+from statexchange.sharding.wrappers import module_prefix
 from statexchange.state.containers import has_indices
-from statexchange.state.entries import ABSENT, Entries, OpaqueValue
+from statexchange.state.entries import ABSENT, Entries
 from statexchange.state.flatten import LiveEntry, LiveState
 from statexchange.state.leaves import load_object
 from statexchange.state.load_plan import Filler, LoadTarget, Place, expect, name_of
@@ -23,14 +24,13 @@ from statexchange.state.modules import (
     resizable_buffers,
     resizes,
 )
+from statexchange.state.saved_values import OpaqueValue
 from statexchange.tensors import is_tensor
 
 if TYPE_CHECKING:
     from statexchange.state.match import Matching
 
 __all__ = ["ModulePrefixes", "match_module", "prefixes_of_modules"]
-
-_OF_DDP = "module."
 
 
 @dataclass(slots=True)
@@ -69,10 +69,10 @@ def prefixes_of_modules(live: LiveState, entries: Entries, has: Callable[[str], 
         if entry.kind == "module" and entry.text not in found.by_path:
             begin = found.of(entry.text)
             below = [one.text[len(begin) :] for one in entries.below(entry.text) if one.text != entry.text]
-            if below and all(name.startswith(_OF_DDP) for name in below):
-                names = live_items(entry.value)[0]
-                if not any(name.startswith(_OF_DDP) for name in names):
-                    found.by_path[entry.text] = begin + _OF_DDP
+            added = module_prefix(below)
+            # A model's own attribute may be called `module`.
+            if added and not any(name.startswith(added) for name in live_items(entry.value)[0]):
+                found.by_path[entry.text] = begin + added
     return found
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError
 from statexchange.sharding.paths import joined
-from statexchange.state.entries import Entries, SavedTensor, are_equal
+from statexchange.state.entries import Entries
 from statexchange.state.flatten import LiveEntry
 from statexchange.state.live_parameters import LiveParameters
 from statexchange.state.load_plan import Filler, expect
@@ -16,6 +16,7 @@ from statexchange.state.optimizer_class import check_class
 from statexchange.state.optimizer_plan import OptimizerPlan, ParameterTensor, SavedParameter
 from statexchange.state.optimizers import is_optimizer
 from statexchange.state.saved_optimizer import join_numbered, read_optimizer
+from statexchange.state.saved_values import SavedTensor, are_equal
 from statexchange.state.state_dict import ParameterName, parameter_names
 from statexchange.tensors import is_tensor
 
@@ -37,7 +38,8 @@ class OptimizerMatcher:
         self._names: Mapping[int, ParameterName] | None = None
         self._tensors: list[ParameterTensor] = []
         self._schedulers: list[LiveEntry] = []
-        self._same_groups: dict[int, bool | None] = {}  # by id of the optimizer; None if the source does not say
+        # By id of the list of groups, which an optimizer and its wrappers share; None if the source does not say.
+        self._same_groups: dict[int, bool | None] = {}
 
     def match(self, entry: LiveEntry) -> None:
         """Plan one optimizer."""
@@ -54,18 +56,18 @@ class OptimizerMatcher:
         plan = self._matched(optimizer, path)
         settings = [group.settings for saved in plan.saved for group in saved.groups]
         check_class(optimizer, self._matching.classes.get(path, ()), settings, path)
-        self._same_groups[id(optimizer)] = plan.has_same_groups()
+        self._same_groups[id(optimizer.param_groups)] = plan.has_same_groups()
         plan.add()
         self._tensors += plan.tensors
 
     def _compare_unloaded(self, optimizer: Any, path: str) -> None:
         """Find whether the groups of an optimizer that stays as it is are the source's: schedulers depend on that."""
         try:
-            self._same_groups[id(optimizer)] = self._matched(optimizer, path).has_same_groups()
+            self._same_groups[id(optimizer.param_groups)] = self._matched(optimizer, path).has_same_groups()
         except InvalidArgumentError:  # its parameters or groups are others
-            self._same_groups[id(optimizer)] = False
+            self._same_groups[id(optimizer.param_groups)] = False
         except StateExchangeError:  # it cannot be read: then nothing is known of its groups
-            self._same_groups[id(optimizer)] = None
+            self._same_groups[id(optimizer.param_groups)] = None
 
     def _matched(self, optimizer: Any, path: str) -> OptimizerPlan:
         """Find what the source has for each parameter of an optimizer; the first rank that has it counts."""
@@ -183,9 +185,10 @@ class OptimizerMatcher:
         It has lists of values by the number of a group, and optimizers are loaded by parameter.
         """
         for entry in self._schedulers:
-            optimizer = entry.value.optimizer
-            same = self._same_groups.get(id(optimizer), True)
-            if same or (same is None and len(optimizer.param_groups) == 1):
+            groups = entry.value.optimizer.param_groups
+            # Of an optimizer that is not in the state nothing is known, and torch's own load_state_dict asks nothing.
+            same = self._same_groups.get(id(groups), True)
+            if same or (same is None and len(groups) == 1):
                 continue
             raise InvalidArgumentError(
                 "the source has values here by the number of a param group, and the groups of the state are others, or "

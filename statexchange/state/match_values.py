@@ -10,10 +10,11 @@ from statexchange import values
 from statexchange.errors import UnsupportedError, type_text
 from statexchange.sharding.paths import joined
 from statexchange.state.containers import children, is_dataclass, is_mutable, other_with, refill, with_children
-from statexchange.state.entries import ABSENT, has_no_leaves
+from statexchange.state.entries import ABSENT
 from statexchange.state.flatten import LiveEntry, LiveState
 from statexchange.state.load_plan import Filler, Place, named
 from statexchange.state.name_filter import NameFilter
+from statexchange.state.saved_values import has_no_leaves
 from statexchange.state.tree import walk
 
 __all__ = ["ValueMatcher"]

@@ -9,8 +9,9 @@ from statexchange.errors import UnsafeError
 from statexchange.sharding.options import LoadOptions, renamed
 from statexchange.sharding.paths import Key, paths_above
 from statexchange.sharding.wrappers import without_wrappers
-from statexchange.state.entries import Entry, SavedTensor, are_equal
+from statexchange.state.entry import Entry
 from statexchange.state.modules import is_module
+from statexchange.state.saved_values import SavedTensor, are_equal
 from statexchange.state.tree import walk
 
 __all__ = ["NameFilter", "strips_wrappers"]

@@ -1,4 +1,8 @@
-"""The load of one optimizer: hyperparameters for each group, and state for each parameter that the source has."""
+"""The load of one optimizer: hyperparameters for each group, and state for each parameter that the source has.
+
+Each parameter gets the state that the source has for it, and each live group the hyperparameters that its parameters
+have in the source, in whatever groups they were. Only groups without parameters go by their order.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,13 @@ from typing import Any, NamedTuple
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
 from statexchange.sharding.paths import joined
 from statexchange.state.containers import with_types_of
-from statexchange.state.entries import SavedTensor, are_equal, refuse_opaque
 from statexchange.state.leaves import load_object
 from statexchange.state.live_parameters import LiveParameters
 from statexchange.state.load_plan import Filler, Place, named
 from statexchange.state.name_filter import NameFilter
 from statexchange.state.optimizers import hyperparameters, install_optimizer, state_of_optimizer
 from statexchange.state.saved_optimizer import OtherKey, SavedGroup, SavedOptimizer
+from statexchange.state.saved_values import SavedTensor, are_equal, refuse_opaque
 from statexchange.tensors import is_torch
 
 __all__ = ["OptimizerPlan", "ParameterTensor", "SavedParameter"]
@@ -28,12 +32,12 @@ class SavedParameter:
 
     saved: SavedOptimizer
     label: str
-    number: int
+    group_number: int
 
     @property
     def group(self) -> SavedGroup:
         """Its group."""
-        return self.saved.groups[self.number]
+        return self.saved.groups[self.group_number]
 
     @property
     def has_state(self) -> bool:
@@ -102,12 +106,11 @@ class OptimizerPlan:
         if not all(saved.has_groups for saved in self.saved):
             return False if self.unexpected or len(self.parameters) < len(self.live.by_label) else None
         groups = self.optimizer.param_groups
-        labels = iter(self.live.by_label)
-        numbers = {next(labels): number for number, group in enumerate(groups) for _ in group["params"]}
-        for label, number in numbers.items():
-            parameter = self.parameters.get(label)
-            if parameter is None or (parameter.number, len(parameter.saved.groups)) != (number, len(groups)):
-                return False
+        for number, of_group in enumerate(self.live.by_group()):
+            for label in of_group:
+                parameter = self.parameters.get(label)
+                if parameter is None or parameter.group_number != number:
+                    return False
         return all(len(saved.groups) == len(groups) for saved in self.saved)
 
     def add(self) -> None:
@@ -115,11 +118,10 @@ class OptimizerPlan:
         path, plan = self.path, self.filler.plan
         groups: list[dict[str, Any] | None] = []
         states: dict[Any, Any] = {}
-        labels = iter(self.live.by_label)
         empty = [group for group in self.saved[0].groups if not group.labels]
         num_empty = 0
-        for index, group in enumerate(self.optimizer.param_groups):
-            of_group = {next(labels): parameter for parameter in group["params"]}
+        by_group = zip(self.optimizer.param_groups, self.live.by_group(), strict=True)
+        for index, (group, of_group) in enumerate(by_group):
             where = joined(path, f"param_groups.{index}")
             settings = self._settings(of_group, where)
             if not of_group:

@@ -56,7 +56,6 @@ __all__ = [
     "open_nearest",
     "open_parent",
     "pread_into",
-    "preadv_into",
     "pwrite_all",
     "read_error",
     "read_small",
@@ -85,7 +84,6 @@ NAME_MAX = 255  # bytes of a file's name
 _MAX_ENDING = len(f".{'0' * 32}.{'0' * 16}.partial")
 _HIDDEN = re.compile(r"\.(.+?)(?:(?:\.[0-9a-f]{32})?\.[0-9a-f]{16}\.(?:partial|owner|replaced|discarded)|\.lock)")
 _MAX_CHUNK = 1 << 30  # Linux moves at most 2 GiB in one call
-_MAX_BUFFERS = 1000  # Linux takes at most 1024 in one call
 
 
 def audit(call: str, path: str) -> None:
@@ -390,23 +388,6 @@ def pread_into(fd: int, buffer: memoryview, offset: int, path: str) -> None:
             done += count
     except OSError as error:
         raise read_error(error, "read", path) from error
-
-
-def preadv_into(fd: int, buffers: Sequence[memoryview], offset: int, path: str) -> None:
-    """Fill buffers, one after the other, from `offset`; raise CorruptError if the file ends before."""
-    for begin in range(0, len(buffers), _MAX_BUFFERS):
-        some = buffers[begin : begin + _MAX_BUFFERS]
-        nbytes = sum(map(len, some))
-        try:
-            count = os.preadv(fd, some, offset)
-        except OSError as error:
-            raise read_error(error, "read", path) from error
-        if count == nbytes:
-            offset += nbytes
-            continue
-        for buffer in some:  # the file ends, a signal came, or it is more than Linux moves at once
-            pread_into(fd, buffer, offset, path)
-            offset += len(buffer)
 
 
 def pwrite_all(fd: int, buffer: Buffer, offset: int, path: str) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -173,21 +173,13 @@ class FsspecFile(StoredFile):
         self._ahead = ReadAhead(self._request, self.size, memory_bytes)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        self.read_into_each([buffer], offset)
-
-    def read_into_each(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill several buffers from byte `offset`, by one request."""
-        nbytes = sum(map(len, buffers))
-        if not nbytes:
+        """Fill `buffer` from byte `offset`, by one request."""
+        if not buffer:
             return
-        end = offset + nbytes
+        end = offset + len(buffer)
         if end > self.size:
             raise TruncatedError("object is truncated", path=self.path, expected=end, found=self.size)
-        data = self._request(offset, end) if self._ahead is None else b"".join(self._ahead.read(offset, end))
-        at = 0
-        for buffer in buffers:
-            buffer[:] = data[at : at + len(buffer)]
-            at += len(buffer)
+        buffer[:] = self._request(offset, end) if self._ahead is None else b"".join(self._ahead.read(offset, end))
 
     def _request(self, begin: int, end: int) -> bytes:
         """Return the bytes from `begin` to `end`, which is not beyond the object."""

@@ -16,7 +16,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 try:
@@ -42,7 +42,6 @@ from statexchange.storage.files import (
     open_file,
     open_parent,
     pread_into,
-    preadv_into,
     read_error,
     stat_of,
 )
@@ -260,11 +259,6 @@ class LocalFile(StoredFile):
         """Fill `buffer` from byte `offset`."""
         with self._reading(offset + len(buffer)) as fd:
             pread_into(fd, buffer, offset, self.path)
-
-    def read_into_each(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill several buffers from byte `offset`."""
-        with self._reading(offset + sum(map(len, buffers))) as fd:
-            preadv_into(fd, buffers, offset, self.path)
 
     @contextlib.contextmanager
     def _reading(self, end: int) -> Iterator[int]:

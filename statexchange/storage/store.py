@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Literal
 from urllib.parse import unquote
@@ -121,16 +121,6 @@ class StoredFile(_Budgeted, ABC):
             CorruptError: the file ends before the buffer is full.
             ReplacedError: the file was replaced or changed since it was opened.
         """
-
-    def read_into_each(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill several buffers, one after the other, with the bytes from `offset` on.
-
-        A local file does it by one system call for every thousand buffers, an object by one request. The errors are
-        those of `read_into`.
-        """
-        for buffer in buffers:
-            self.read_into(buffer, offset)
-            offset += len(buffer)
 
     def read_ahead(self, memory_bytes: int) -> None:
         """Read a remote file ahead where reads follow one another, and keep at most `memory_bytes` of it.

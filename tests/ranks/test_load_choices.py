@@ -108,10 +108,10 @@ def test_what_moves_keeps_its_keys(saved: Any, live: Any, rename: Any, expected:
 def test_a_path_whose_keys_are_not_known_is_refused(tmp_path: Path) -> None:
     live: dict[str, Any] = {"n": {}, "w": torch.zeros(1)}
     path = write_save({"m": {"a": 1}, "w": torch.ones(1)}, tmp_path)
-    with pytest.raises(sx.errors.UnsafeError, match="not known") as caught:
+    with pytest.raises(sx.errors.InvalidArgumentError, match="not known") as caught:
         sx.load_checkpoint(live, path, rename=[(r"^m\b", "n.x.y")])
-    assert caught.value.name == "n.x.y.a"
-    assert "'m.a'" in str(caught.value)
+    assert caught.value.name == "n"
+    assert "'x.y.a'" in str(caught.value)
     assert repr(live) == "{'n': {}, 'w': tensor([0.])}"
 
 
@@ -249,7 +249,7 @@ def test_a_key_with_a_dot_is_no_part_of_another_entry(tmp_path: Path) -> None:
     sx.save_checkpoint({"a.b": torch.ones(2), "c": torch.ones(1)}, tmp_path / "save")
     state = {"a": {"x": torch.zeros(2)}, "a.b": torch.zeros(2), "c": torch.zeros(1)}
     report = sx.load_checkpoint(state, tmp_path / "save", strict=False)
-    assert report.missing == ("a",)
+    assert report.missing == ("a.x",)  # the source has an entry of the name "a.b"
     assert torch.equal(state["a.b"], torch.ones(2))  # type: ignore[arg-type]
 
 
@@ -325,10 +325,10 @@ def test_items_of_a_list_that_holds_state_are_selected(
 def test_an_object_stays_whole_if_its_present_state_has_what_is_excluded(write: Write, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     path = write({"o": torch.optim.Adam(model.parameters()), "x": Counted(a=1), "w": torch.ones(1)}, tmp_path)
-    for pattern in ("*exp_avg", "o.state.*", ["o.state.0.step", "o.state.weight.step"]):
+    for pattern, kept in (("*exp_avg", 2), ("o.state.*", 2), ("o.state.0.step", 1)):  # of one parameter the state
         state = {"o": trained(model), "x": Counted(a=0), "w": torch.zeros(1)}
         sx.load_checkpoint(state, path, exclude=pattern)
-        assert len(state["o"].state) == 2
+        assert [parameter in state["o"].state for parameter in model.parameters()] == [True, kept == 2]
     state = {"o": trained(model), "x": Counted(a=0, b=7), "w": torch.zeros(1)}
     sx.load_checkpoint(state, path, exclude="x.b")
     assert state["x"].values == {"a": 0, "b": 7}
@@ -364,15 +364,16 @@ def test_a_whole_state_that_is_one_object_is_loaded_whole(write: Write, tmp_path
     assert one.values == {"a": 4, "b": 5}
 
 
-def test_one_optimizer_is_loaded_whole(tmp_path: Path) -> None:
+def test_the_state_of_one_parameter_is_loaded_whole(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    path = write_save(trained(model), tmp_path)
-    fresh = torch.optim.Adam(model.parameters())
-    with pytest.raises(sx.errors.InvalidArgumentError, match="selects no tensor"):
-        sx.load_checkpoint(fresh, path, exclude="state.*.exp_avg")
-    assert not fresh.state
+    path = write_save(trained(model, lr=0.5), tmp_path)
+    fresh = torch.optim.Adam(model.parameters(), lr=0.25)
     sx.load_checkpoint(fresh, path, include="state.0.exp_avg")
-    assert {*fresh.state[model.weight]} == {"step", "exp_avg", "exp_avg_sq"}
+    assert [{*state} for state in fresh.state.values()] == [{"step", "exp_avg", "exp_avg_sq"}]
+    assert (*fresh.state, fresh.param_groups[0]["lr"]) == (model.weight, 0.25)
+    fresh = torch.optim.Adam(model.parameters(), lr=0.25)
+    sx.load_checkpoint(fresh, path, exclude="state.*.exp_avg")
+    assert (len(fresh.state), fresh.param_groups[0]["lr"]) == (0, 0.5)
 
 
 def test_parameters_that_the_source_lacks_are_missing_from_an_included_optimizer(tmp_path: Path) -> None:
@@ -381,7 +382,7 @@ def test_parameters_that_the_source_lacks_are_missing_from_an_included_optimizer
     large = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     state = {"model": large, "optimizer": torch.optim.Adam(large.parameters())}
     for include in ("optimizer", "optimizer.state.*", "optimizer.param_groups"):
-        with pytest.raises(sx.errors.NotFoundError, match=r"missing.*\boptimizer\.model\.1\.weight\b"):
+        with pytest.raises(sx.errors.NotFoundError, match=r"missing.*\boptimizer\.state\.model\.1\.weight\b"):
             sx.load_checkpoint(state, path, include=include)
 
 
@@ -782,10 +783,8 @@ def test_entries_of_a_key_with_a_dot_are_not_those_of_another_key(tmp_path: Path
     assert state == saved
     path = write_torch({"a": {"b": {"step": 1}}, "a.b": None}, tmp_path)
     state = {"a": {"b": {"step": 0}}, "a.b": 0}
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"'a\.b\.step'") as caught:
-        sx.load_checkpoint(state, path)
-    assert caught.value.name == "a.b"
-    assert state == {"a": {"b": {"step": 0}}, "a.b": 0}
+    sx.load_checkpoint(state, path)
+    assert state == {"a": {"b": {"step": 1}}, "a.b": None}
 
 
 def test_root_gives_its_shape_too(tmp_path: Path) -> None:
@@ -801,9 +800,12 @@ def test_root_gives_its_shape_too(tmp_path: Path) -> None:
 
 
 def test_a_huge_index_in_a_name_is_no_index(tmp_path: Path) -> None:
-    path = write_torch({"o": {"l": {"9" * 5000: torch.ones(1)}}}, tmp_path)
-    with pytest.raises(sx.errors.InvalidArgumentError, match="without their keys") as caught:
-        sx.load_checkpoint({"o": Counted(l=[1, 2])}, path)
+    state = {"o": Counted(l=[1, 2])}
+    sx.load_checkpoint(state, write_torch({"o": {"l": {"9" * 5000: torch.ones(1)}}}, tmp_path))
+    assert state["o"].values == {"l": {"9" * 5000: torch.ones(1)}}
+    dcp.save({"o": {"l": {"9" * 5000: torch.ones(1)}}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(sx.errors.InvalidArgumentError, match="not known") as caught:
+        sx.load_checkpoint({"o": Counted(l=[1, 2])}, tmp_path / "dcp")
     assert caught.value.name == "o.l"
 
 
@@ -997,10 +999,9 @@ def test_empty_containers_of_the_live_state_go_if_they_were_not_saved(write: Wri
     state = {"h": [{"a": 1}, {}], "k": {1: {}, 2: 3}, "o": Counted(n=1, seen={})}
     sx.load_checkpoint(state, path)
     assert repr(state) == "{'h': [{'a': 5}], 'k': {2: 5}, 'o': Counted({'n': 5})}"
-    if write is write_torch:
-        state = {"t": {"a": {}, "b": 3}}
-        with pytest.raises(sx.errors.NotFoundError, match=r"missing.*\bt\.a;"):
-            sx.load_checkpoint(state, write_torch({"t": {"b": 5}}, tmp_path))
+    state = {"t": {"a": {}, "b": 3}}
+    sx.load_checkpoint(state, write_torch({"t": {"b": 5}}, tmp_path))
+    assert state == {"t": {"b": 5}}
 
 
 EXCLUDED: list[tuple[Any, Any, Any, Any]] = [
@@ -1037,7 +1038,7 @@ def test_patterns_hide_no_unexpected_entry_of_what_is_loaded(options: Any, tmp_p
 def test_a_value_that_is_reported_missing_stays(tmp_path: Path) -> None:
     path = write_torch({"t": [torch.ones(1), {"a": 5}], "m": {"a": 5}}, tmp_path)
     state = {"t": [torch.zeros(1), {"a": 1, "b": 2}], "m": {"a": 1, "b": 2}}
-    assert sx.load_checkpoint(state, path, strict=False).missing == ("m.b", "t.1.b")
+    assert sx.load_checkpoint(state, path, strict=False).missing == ("t.1.b", "m.b")
     assert repr(state) == "{'t': [tensor([1.]), {'a': 5, 'b': 2}], 'm': {'a': 5, 'b': 2}}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,10 @@ def test_numbers_and_containers_in_a_parameters_state_come_back(write: Writer, t
     more = {"step": 7, "inner": {"a": 1, "list": [torch.ones(2), None], "t": torch.zeros(1)}}
     one.state[model.weight] |= more
     path = write({"model": model.state_dict(), "o": get_optimizer_state_dict(model, one)}, tmp_path)
-    with pytest.raises(sx.errors.InvalidArgumentError, match="without their keys") as caught:
-        sx.load_checkpoint({"model": model, "o": trained(model, steps=0)}, path)
-    assert caught.value.name == "o.state.weight"
+    fresh = trained(model, steps=0)
+    sx.load_checkpoint({"model": model, "o": fresh}, path)
+    assert str(fresh.state[model.weight]["inner"]) == str(more["inner"])
+    assert (fresh.state[model.weight]["step"], len(fresh.state[model.bias])) == (7, 3)
     other.state[model.weight] |= {"inner": {"a": 0, "list": [None], "t": 0}}
     sx.load_checkpoint({"model": model, "o": other}, path)
     found = other.state[model.weight]
@@ -159,12 +161,17 @@ def test_plain_containers_are_replaced_whole(write: Writer, tmp_path: Path) -> N
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("value", [{0: 1, 1: 2}, {"0": 1}, {"a.b": 1}, {True: 1}, [1, {"x": 2}], {"a": {"b": 1}}])
 @pytest.mark.parametrize("live", [{}, None])
-def test_containers_whose_kind_the_names_do_not_show_are_refused(
+def test_containers_that_the_state_lacks_come_back_if_their_keys_are_known(
     write: Writer, value: Any, live: Any, tmp_path: Path
 ) -> None:
     path = write({"w": torch.ones(1), "v": value}, tmp_path)
-    state = {"w": torch.zeros(1), "v": live}
-    with pytest.raises(sx.errors.InvalidArgumentError, match="to put them") as caught:
+    state = {"w": torch.zeros(1), "v": copy.deepcopy(live)}
+    # A torch.distributed.checkpoint has all keys as texts: "a" is one, and "0" may have been a number.
+    if write is write_torch or "x" in str(value) or "'a':" in str(value):
+        sx.load_checkpoint(state, path)
+        assert repr(state["v"]) == repr(value)
+        return
+    with pytest.raises(sx.errors.InvalidArgumentError, match="not known") as caught:
         sx.load_checkpoint(state, path)
     assert caught.value.name == "v"
     sx.load_checkpoint(state, path, exclude=["v", "v.*"])
@@ -188,8 +195,8 @@ def test_patterns_select_entries_of_plain_mappings(write: Writer, tmp_path: Path
 @pytest.mark.parametrize("write", WRITERS)
 def test_values_that_the_state_lacks_are_listed(write: Writer, tmp_path: Path) -> None:
     path = write({"w": torch.ones(1), "step": 3, "config": {"a": 1}, "seen": {1, 2}}, tmp_path)
-    assert sx.load_checkpoint({"w": torch.zeros(1)}, path).unexpected == ("step", "config.a", "seen")
-    with pytest.raises(FileNotFoundError, match=r": x; .*: step, config\.a, seen;"):
+    assert sx.load_checkpoint({"w": torch.zeros(1)}, path).unexpected == ("step", "config", "seen")
+    with pytest.raises(FileNotFoundError, match=r": x; .*: step, config, seen;"):
         sx.load_checkpoint({"w": torch.zeros(1), "x": torch.zeros(1)}, path)
     assert sx.load_checkpoint({"w": torch.zeros(1)}, path, include="w").unexpected == ()
 
@@ -204,29 +211,33 @@ def test_a_value_that_cannot_be_read_is_refused_where_the_state_has_one(write: W
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("form", ["own", "named", "flat"])
-def test_patterns_load_or_leave_an_optimizer_whole(write: Writer, form: str, tmp_path: Path) -> None:
+def test_patterns_select_state_and_hyperparameters(write: Writer, form: str, tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     one = trained(model, lr=0.5)
     options = torch.distributed.checkpoint.state_dict.StateDictOptions(flatten_optimizer_state_dict=form == "flat")
     state = one.state_dict() if form == "own" else get_optimizer_state_dict(model, one, options=options)
     path = write({"model": model.state_dict(), "o": state}, tmp_path)
-    for patterns, is_loaded in (
-        ({"include": "*exp_avg*"}, True),
-        ({"include": "o"}, True),
-        ({"include": "o.state"}, True),
-        ({"include": "o.state.model.*"}, True),  # the name of the same entry in what save_checkpoint writes
-        ({"exclude": "*.step"}, False),
-        ({"exclude": "o.*"}, False),
-        ({"exclude": "o"}, False),
-        ({"exclude": "o.state"}, False),
-        ({"exclude": "o.state.model.*"}, False),
-        ({"include": "model.*"}, False),
+    for patterns, has_state, has_groups in (
+        ({"include": "*exp_avg*"}, True, False),  # a parameter's state is loaded whole
+        ({"include": "o"}, True, True),
+        ({"include": "o.state"}, True, False),
+        ({"include": "o.state.model.*"}, True, False),  # the name of the same entry in what save_checkpoint writes
+        ({"include": "o.param_groups"}, False, True),
+        ({"include": "o.param_groups.model.*"}, False, True),
+        ({"exclude": "*.step"}, False, True),
+        ({"exclude": "o.*"}, False, False),
+        ({"exclude": "o"}, False, False),
+        ({"exclude": "o.state"}, False, True),
+        ({"exclude": "o.state.model.*"}, False, True),
+        ({"exclude": "o.param_groups"}, True, False),
+        ({"include": "model.*"}, False, False),
     ):
         live = nn.Linear(3, 2)
         other = trained(live, lr=0.125, steps=3)
         before = in_torchs_form(other.state_dict())
         report = sx.load_checkpoint({"model": live, "o": other}, path, **patterns)
-        expected = in_torchs_form(one.state_dict()) if is_loaded else before
+        new = in_torchs_form(one.state_dict())
+        expected = (new if has_state else before)[0], (new if has_groups else before)[1]
         assert in_torchs_form(other.state_dict()) == expected, patterns
         assert (report.missing, report.unexpected) == ((), ()), patterns
 
@@ -288,9 +299,13 @@ def test_an_objects_state_has_the_entries_of_its_present_one(write: Writer, tmp_
     assert str(other.state) == str(one.state)
     assert live.state_dict() == scaler.state_dict()
     counting.state["by"] = {4: torch.zeros(2)}
-    with pytest.raises(sx.errors.InvalidArgumentError, match="without their keys") as caught:
+    if write is write_torch:
         sx.load_checkpoint({"a": counting, "scaler": live}, path)
-    assert caught.value.name == "a.by"
+        assert str(counting.state) == str(one.state)
+    else:
+        with pytest.raises(sx.errors.InvalidArgumentError, match="not known") as caught:
+            sx.load_checkpoint({"a": counting, "scaler": live}, path)
+        assert caught.value.name == "a.by"
     with pytest.raises(FileNotFoundError, match=r"missing.*\bb;"):
         sx.load_checkpoint({"a": other, "scaler": live, "b": Averages(1.0)}, path)
     alone = Averages(0.0)
@@ -392,7 +407,7 @@ def test_a_tensor_for_each_parameter_as_lr_is_refused(write: Writer, tmp_path: P
     path = write({"model": model.state_dict(), "o": state}, tmp_path)
     with pytest.raises(sx.errors.UnsupportedError, match=r"'lr'.*state_dict\(\)") as caught:
         sx.load_checkpoint({"model": model, "o": trained(model)}, path)
-    assert caught.value.name == "o.param_groups[0]"
+    assert caught.value.name == "o.param_groups.0"
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -456,7 +471,7 @@ def test_numbered_state_that_does_not_fit_its_parameter_is_refused(kind: str, tm
     before = str(other.state_dict())
     with pytest.raises(sx.errors.InvalidArgumentError, match="does not fit") as caught:
         sx.load_checkpoint({"o": other}, path)
-    assert caught.value.name.startswith("o.state.0.")
+    assert caught.value.name.startswith("o.state.")
     assert str(other.state_dict()) == before
 
 
@@ -494,13 +509,16 @@ def test_two_names_that_become_one_are_refused(write: Writer, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_keys_whose_type_is_not_known_are_refused(write: Writer, tmp_path: Path) -> None:
+def test_keys_of_any_type_are_those_of_the_source_or_refused(write: Writer, tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     one, other = trained(model), trained(model)
     # torch takes any key for state of the optimizer itself; its type hints allow tensors alone.
     one.state[None], other.state[None] = {"x": 1}, {"x": 0}  # type: ignore[index]
     path = write({"w": torch.ones(1), "d": {2: 3}, "e": {float("inf"): 5}, "o": one.state_dict()}, tmp_path)
     for live in ({"d": {2: 5, "2": 0}}, {"e": {}}, {"o": trained(model)}):
+        if write is write_torch:
+            sx.load_checkpoint({"w": torch.zeros(1), **live}, path, strict=False)
+            continue
         with pytest.raises(sx.errors.InvalidArgumentError, match=r"alike|put them|known"):
             sx.load_checkpoint({"w": torch.zeros(1), **live}, path)
     sx.load_checkpoint({"w": torch.zeros(1), "o": other}, path)

@@ -128,7 +128,7 @@ def test_they_have_their_state_on_other_numbers_of_ranks(num_loading: int, as_st
     assert found == [expected] * num_loading
 
 
-@pytest.mark.parametrize("pattern", ["parts.0", "parts[0]", "*[[]0]", "parts*"])
+@pytest.mark.parametrize("pattern", ["parts.0", "parts[0]", "parts*"])
 def test_a_layout_names_an_item_of_a_list_as_messages_do(pattern: str, tmp_path: Path) -> None:
     whole = torch.arange(8.0).reshape(4, 2)
 
@@ -169,7 +169,7 @@ def hidden_job(shapes: Sequence[int], sizes: Sequence[int], *, names: Sequence[s
     [
         ([2, 3, 3], [1, 2], r"\[3\].*\[1, 2\]"),
         ([2, 3], [2], r"\[3\].*\[2\]"),
-        ([2, 4, 3], [3], r"not fit '1'.*\(4,\).*\(3,\)"),
+        ([2, 4, 3], [3], r"not fit .*'1'.*\(4,\).*\(3,\)"),
     ],
 )
 @pytest.mark.parametrize("write", [write_save, write_states, write_torch])
@@ -318,14 +318,17 @@ def two_models(*, named: bool, bias: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("write", [write_states, write_torch, write_dcp])
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_names_that_occur_twice_are_matched_in_their_order(
-    write: Write, named: bool, bias: bool, tmp_path: Path
-) -> None:
+def test_names_that_occur_twice_are_refused(write: Write, named: bool, bias: bool, tmp_path: Path) -> None:
     saved, live = two_models(named=True, bias=bias), two_models(named=named, bias=bias)
-    expected = changed(saved)
-    report = sx.load_checkpoint(live, write(saved, tmp_path))
-    assert not report.missing + report.unexpected
-    assert by_parameter(live) == expected
+    step_of(saved)
+    path = write(saved, tmp_path)
+    before = str(live["g"].weight)
+    with pytest.raises(errors.InvalidArgumentError, match="names") as caught:
+        sx.load_checkpoint(live, path)
+    assert caught.value.name == "o"
+    assert (str(live["g"].weight), len(live["o"].state)) == (before, 0)
+    sx.load_checkpoint(live, path, exclude="o")
+    assert torch.equal(live["g"].weight, saved["g"].weight)
 
 
 @pytest.mark.parametrize("write", [write_states, write_torch, write_dcp])
@@ -354,14 +357,13 @@ def test_names_that_two_modules_have_for_different_parameters_are_refused(tmp_pa
     saved = job([0, 1, 2], named=True)
     expected = changed(saved)
     path = write_torch({"o": saved["o"]}, tmp_path)
-    live = job([1, 2, 0], [0, 1, 2])  # one has the names in the order of the optimizer
+    for orders in ([1, 2, 0], [0, 1, 2]), ([1, 2, 0], [2, 0, 1]):  # also if one has the order of the optimizer
+        with pytest.raises(errors.InvalidArgumentError, match="two modules") as caught:
+            sx.load_checkpoint(job(*orders), path, include="o")
+        assert caught.value.name == "o"
+    live = job([0, 1, 2], [0, 1])  # the names are those of one module's parameters
     sx.load_checkpoint(live, path, include="o")
-    assert {name: found for name, found in by_parameter(live).items() if "m1" in name} == {
-        name.replace("m0", "m1"): found for name, found in expected.items()
-    }
-    with pytest.raises(errors.InvalidArgumentError, match="two modules") as caught:
-        sx.load_checkpoint(job([1, 2, 0], [2, 0, 1]), path, include="o")
-    assert caught.value.name == "o"
+    assert {name: moment for name, moment in by_parameter(live).items() if "m0" in name} == expected
 
 
 @pytest.mark.parametrize("write", [write_states, write_torch, write_dcp])
@@ -477,28 +479,21 @@ def in_sequence(optimizer: Any) -> Any:
 
 @pytest.mark.parametrize("write", [write_save, write_torch, write_dcp])
 @pytest.mark.parametrize("make", [by_lambda, in_sequence])
-def test_a_scheduler_of_groups_in_another_order_is_refused_if_they_differ(
-    write: Write, make: Callable[[Any], Any], tmp_path: Path
+@pytest.mark.parametrize("lrs", [{"a": 1.0, "b": 0.1}, {"a": 1.0, "b": 1.0}])
+def test_a_scheduler_of_groups_in_another_order_is_refused(
+    write: Write, make: Callable[[Any], Any], lrs: dict[str, float], tmp_path: Path
 ) -> None:
-    different, equal = {"a": 1.0, "b": 0.1}, {"a": 1.0, "b": 1.0}
-    order = ["b", "a"] if write is write_save else ["a", "b"]  # torch's files have no names
-    saved = grouped_job(["a", "b"], different, make)
+    saved = grouped_job(["a", "b"], lrs, make)
     advanced(saved)
     path = write(saved, tmp_path)
-    same = grouped_job(["a", "b"], different, make)
+    same = grouped_job(["a", "b"], lrs, make)
     sx.load_checkpoint(same, path)
     assert advanced(same) == advanced(saved)
-    if write is write_save:
-        with pytest.raises(errors.InvalidArgumentError, match="scheduler out"):
-            sx.load_checkpoint(grouped_job(order, different, make), path)
-        sx.load_checkpoint(grouped_job(order, different, make), path, exclude="s")
-    (tmp_path / "equal").mkdir()
-    saved = grouped_job(["a", "b"], equal, make)
-    advanced(saved)
-    path = write(saved, tmp_path / "equal")
-    live = grouped_job(order, equal, make)
-    sx.load_checkpoint(live, path)
-    assert advanced(live) == advanced(saved)
+    if write is write_save:  # what state_dict() returns has numbers, and no names
+        with pytest.raises(errors.InvalidArgumentError, match="scheduler out") as caught:
+            sx.load_checkpoint(grouped_job(["b", "a"], lrs, make), path)
+        assert caught.value.name == "s"
+        sx.load_checkpoint(grouped_job(["b", "a"], lrs, make), path, exclude="s")
 
 
 def test_a_scheduler_of_another_number_of_groups_is_refused(tmp_path: Path) -> None:
@@ -512,17 +507,28 @@ def test_a_scheduler_of_another_number_of_groups_is_refused(tmp_path: Path) -> N
     sx.load_checkpoint(joined, tmp_path / "save", exclude="s")
 
 
-def test_schedulers_go_on_from_flattened_groups(tmp_path: Path) -> None:
-    lrs = {"a": 1.0, "b": 0.1}
-    saved, live = (grouped_job(["b", "a"], lrs, by_lambda) for _ in range(2))
-    advanced(saved)
+@pytest.mark.parametrize("write", [write_torch, write_dcp])
+def test_a_scheduler_goes_on_from_the_flattened_form_if_there_is_one_group(write: Write, tmp_path: Path) -> None:
+    def job(*groups: str) -> dict[str, Any]:
+        model = nn.ModuleDict({key: nn.Linear(2, 2, bias=False) for key in "ab"})
+        optimizer = torch.optim.SGD([{"params": [model[key].weight for key in keys]} for keys in groups], lr=1.0)
+        return {"m": model, "o": optimizer, "s": by_lambda(optimizer)}
+
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    states = {**saved, "o": get_optimizer_state_dict(saved["m"], saved["o"], options=options)}
-    path = write_dcp(states, tmp_path)
-    sx.load_checkpoint(live, path)
-    assert advanced(live) == advanced(saved)
-    with pytest.raises(errors.InvalidArgumentError, match="scheduler out"):
-        sx.load_checkpoint(grouped_job(["a", "b"], lrs, by_lambda), path)
+    for groups in ("ab",), ("a", "b"):
+        saved, live = job(*groups), job(*groups)
+        advanced(saved)
+        (tmp_path / str(len(groups))).mkdir()
+        flat = get_optimizer_state_dict(saved["m"], saved["o"], options=options)
+        path = write({**saved, "o": flat}, tmp_path / str(len(groups)))
+        if len(groups) == 1:
+            sx.load_checkpoint(live, path)
+            assert advanced(live) == advanced(saved)
+        else:  # it does not say which parameters one group had
+            with pytest.raises(errors.InvalidArgumentError, match="scheduler out") as caught:
+                sx.load_checkpoint(live, path)
+            assert caught.value.name == "s"
+            sx.load_checkpoint(live, path, exclude="s")
 
 
 def test_a_scheduler_of_other_groups_is_refused(tmp_path: Path) -> None:
@@ -541,13 +547,9 @@ def test_a_scheduler_of_other_groups_is_refused(tmp_path: Path) -> None:
     sx.save_checkpoint(job("a", "b", lrs=[1, 0.1]), tmp_path / "other")
     with pytest.raises(errors.InvalidArgumentError, match=match):
         sx.load_checkpoint(job("b", "c", lrs=[0.1, 0.5]), tmp_path / "other", strict=False)
-    sx.load_checkpoint(job("a", "bc", lrs=[1, 0.1]), tmp_path / "other", strict=False)
-    for new in (job("a", "c", lrs=[1, 0.5]), job("c", lrs=[0.5])):
-        with pytest.raises(errors.InvalidArgumentError, match=match):  # a group of which the source has nothing
+    for new in (job("a", "bc", lrs=[1, 0.1]), job("a", "c", lrs=[1, 0.1]), job("c", lrs=[0.5])):
+        with pytest.raises(errors.InvalidArgumentError, match=match):  # parameters that the source does not have
             sx.load_checkpoint(new, tmp_path / "other", strict=False)
-    same = job("a", "c", lrs=[1, 0.1])
-    sx.load_checkpoint(same, tmp_path / "other", strict=False)
-    assert same["s"].base_lrs == [1, 0.1]
     for new in (job("b", "a", lrs=[0.1, 1]), job("ab", lrs=[1])):
         with pytest.raises(errors.InvalidArgumentError, match=match):
             sx.load_checkpoint(new, tmp_path / "other", exclude="o")
@@ -745,8 +747,8 @@ def test_a_parameter_has_the_names_of_all_its_modules(write: Write, tmp_path: Pa
     assert moments(live["optimizer"], [*new.parameters()]) == moments(optimizer, [*model.parameters()])
 
 
-def test_a_shorter_list_has_no_item_for_what_was_saved(tmp_path: Path) -> None:
-    path = write_torch({"model": net(0), "history": [{"loss": 0.5}, {"loss": 0.25}]}, tmp_path)
-    with pytest.raises(errors.InvalidArgumentError, match=r"'history\.0\.loss'") as caught:
-        sx.load_checkpoint({"model": net(1), "history": []}, path)
-    assert caught.value.name == "history.0"
+def test_a_shorter_list_becomes_the_saved_one(tmp_path: Path) -> None:
+    path = write_torch({"model": net(0), "history": [{"loss": 0.5}, {"loss": 0.25}, {}]}, tmp_path)
+    live = {"model": net(1), "history": []}
+    sx.load_checkpoint(live, path)
+    assert live["history"] == [{"loss": 0.5}, {"loss": 0.25}, {}]

@@ -184,10 +184,17 @@ def check_own_format(seed: int, path: Path) -> str:
     maker = Maker(seed)
     state = maker.state()
     live = maker.others(state)
+    before = copy.deepcopy(without_objects(live))
     sx.save_checkpoint(state, path)
-    sx.load_checkpoint(live, path)
-    assert is_same(without_objects(live), without_objects(state)), (seed, state)
-    return "same"
+    result = "same"
+    try:
+        sx.load_checkpoint(live, path)
+    except sx.errors.InvalidArgumentError as error:
+        result = str(error)
+    # An optimizer or module under the key 1, and something else under "1", are refused.
+    assert result == "same" or "alike" in result, (seed, result, state)
+    assert is_same(without_objects(live), without_objects(state) if result == "same" else before), (seed, state)
+    return result
 
 
 def check_rename(seed: int, path: Path) -> str:
@@ -214,11 +221,8 @@ def check_rename(seed: int, path: Path) -> str:
             found = found["in"] if inside else {f"k{key[1:]}": value for key, value in found.items()}
         assert is_same(found, without_objects(state) if result == "same" else before), (seed, source, result, state)
         # As a text with dots, "1" and 1 are one key, and so may "a.b" be one and two.
-        assert result in ("same", "UnsafeError", "NotFoundError", "InvalidArgumentError") or source.name != "own", (
-            seed,
-            result,
-            state,
-        )
+        named = ("same", "UnsafeError", "NotFoundError", "InvalidArgumentError")
+        assert result in named or source.name != "own", (seed, result, state)
     return result
 
 
@@ -262,5 +266,5 @@ def walked(value: Any) -> list[Any]:
 def test_random_states_come_back(check: Any, first: int, tmp_path: Path) -> None:
     count = 100 if first == 0 else 1000
     results = Counter(check(seed, tmp_path / str(seed)) for seed in range(first, first + count))
-    least = {check_round_trip: 0.85, check_own_format: 1.0, check_rename: 0.85, check_patterns: 0.4}[check]
+    least = {check_round_trip: 0.85, check_own_format: 0.99, check_rename: 0.85, check_patterns: 0.4}[check]
     assert results["same"] >= count * least, results

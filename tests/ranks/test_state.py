@@ -368,5 +368,5 @@ def test_an_optimizer_that_the_source_does_not_have_is_missing(tmp_path: Path) -
     model = nn.Linear(4, 1)
     sx.export_checkpoint({f"model.{name}": tensor for name, tensor in model.state_dict().items()}, tmp_path / "out")
     live = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
-    with pytest.raises(FileNotFoundError, match=r"missing.*\boptimizer\.model\.weight\b"):
+    with pytest.raises(FileNotFoundError, match=r"missing.*\boptimizer;"):
         sx.load_checkpoint(live, tmp_path / "out")

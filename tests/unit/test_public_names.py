@@ -103,6 +103,23 @@ def test_reading_a_workspace_without_torch_names_the_missing_extra(tmp_path: Pat
     assert done.stdout == 'reading a torch tensor needs torch: pip install "statexchange[torch]"\n'
 
 
+def test_without_torch_a_load_makes_arrays_of_numpy(tmp_path: Path) -> None:
+    arrays = {"w": np.arange(4.0), "inner": {"k": np.ones((2, 2), np.int32)}, "list": [np.zeros(2), 3], "step": 7}
+    sx.save_checkpoint(arrays, tmp_path / "saved")
+    script = WITHOUT_TORCH + textwrap.dedent("""
+        import statexchange as sx
+        for state in ({}, {"w": None}):
+            sx.load_checkpoint(state, sys.argv[1], strict=False)
+            print(type(state["w"]).__name__, state["w"].dtype, state["w"].tolist())
+        state = {}
+        sx.load_checkpoint(state, sys.argv[1])
+        print(state["inner"]["k"].tolist(), state["list"][0].tolist(), state["list"][1], state["step"])
+        """)
+    command = [sys.executable, "-c", script, str(tmp_path / "saved")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "ndarray float64 [0.0, 1.0, 2.0, 3.0]\n" * 2 + "[[1, 1], [1, 1]] [0.0, 0.0] 3 7\n"
+
+
 def test_reports_are_one_line_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="statexchange")
     state = {"w": torch.arange(6, dtype=torch.float32), "v": np.ones(2, np.float64)}

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import CorruptError
 from statexchange.formats.registry import open_source
-from statexchange.formats.source import ListItem, Source, TupleItem
+from statexchange.formats.source import Source
+from statexchange.sharding.paths import ListItem, TupleItem
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Paths = dict[str, tuple[Any, ...]]
