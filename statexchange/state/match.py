@@ -239,7 +239,7 @@ class _Matcher:
         if not self._names.selects or not entry.text:
             return True
         has_inside = children(entry.value) is not None or (is_leaf(entry.value) and entry.kind != "tensor")
-        return self._options.wants(entry.text) or (has_inside and self._options.may_want(entry.text))
+        return self._options.may_want(entry.text) if has_inside else self._options.wants(entry.text)
 
     def installed_values(self) -> Any:
         """Plan the changes of the containers that hold plain values; return what replaces the whole state."""

@@ -141,3 +141,11 @@ def test_a_scheduler_of_other_groups_is_refused_without_its_optimizer(options: A
         sx.load_checkpoint(live, tmp_path / "x.pt", **options)
     assert caught.value.name == "scheduler"
     assert len(live["scheduler"].base_lrs) == 1
+
+
+@pytest.mark.parametrize("key", ["model", "optimizer", "random", "plain"])
+def test_what_is_left_out_whole_may_be_missing(key: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "x.pt")
+    live = {**job(0), "random": sx.integrations.RandomState(), "plain": {"a": 1}}
+    report = sx.load_checkpoint({"w": torch.zeros(1), key: live[key]}, tmp_path / "x.pt", exclude=f"{key}.*")
+    assert report.missing == ()
