@@ -239,7 +239,7 @@ class _Matcher:
         if not self._names.selects or not entry.text:
             return True
         has_inside = children(entry.value) is not None or (is_leaf(entry.value) and entry.kind != "tensor")
-        return self._options.wants(entry.text) or (has_inside and self._options.may_want(entry.text))
+        return self._options.may_want(entry.text) if has_inside else self._options.wants(entry.text)
 
     def installed_values(self) -> Any:
         """Plan the changes of the containers that hold plain values; return what replaces the whole state."""
@@ -275,7 +275,7 @@ class _Matcher:
         for keys in self._live.containers:
             path = text_of(keys)
             entry = self._entries.at(path, keys) if path else None
-            if entry is None or path in self._taken or not self._options.may_want(path):
+            if entry is None or path in self._taken or not self._wants_entry(entry):
                 continue
             refuse_opaque(entry.leaf, path)
             what = "a list" if has_indices(self._live.containers[keys]) else "a mapping"

@@ -46,7 +46,7 @@ class OptimizerMatcher:
         optimizer, path, names = entry.value, entry.text, self._matching.names
         below = self._entries.below(path)
         if not below:
-            if not path or names.options.wants(path) or names.options.may_want(path):
+            if not path or names.options.may_want(path):
                 self._filler.plan.add_missing([path or "the optimizer"])
             return
         self._taken.update([one.text for one in below])

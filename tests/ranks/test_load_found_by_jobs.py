@@ -32,10 +32,10 @@ def stepped(optimizer: Any, seed: int = 0) -> Any:
     return optimizer
 
 
-def job(seed: int, lr: float = 0.1) -> dict[str, Any]:
+def job(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = nn.Linear(2, 2)
-    return {"model": model, "optimizer": stepped(torch.optim.Adam(model.parameters(), lr=lr), seed)}
+    return {"model": model, "optimizer": stepped(torch.optim.Adam(model.parameters(), lr=0.1), seed)}
 
 
 def moments(state: dict[str, Any] | list[Any]) -> list[torch.Tensor]:
@@ -44,7 +44,9 @@ def moments(state: dict[str, Any] | list[Any]) -> list[torch.Tensor]:
 
 
 def test_hyperparameters_that_ranks_saved_differently_are_refused_on_one_rank(tmp_path: Path) -> None:
-    saved = [job(0, lr=0.25), job(0, lr=0.5)]
+    saved = [job(0), job(0)]
+    for state, lr in zip(saved, (0.25, 0.5), strict=True):
+        state["optimizer"].param_groups[0]["lr"] = lr
     run_ranks(lambda: sx.save_checkpoint(saved[sx.get_rank()], tmp_path / "saved"), 2)
     live = job(1)
     with pytest.raises(sx.errors.ReplicaError, match="param_groups"):
@@ -139,3 +141,11 @@ def test_a_scheduler_of_other_groups_is_refused_without_its_optimizer(options: A
         sx.load_checkpoint(live, tmp_path / "x.pt", **options)
     assert caught.value.name == "scheduler"
     assert len(live["scheduler"].base_lrs) == 1
+
+
+@pytest.mark.parametrize("key", ["model", "optimizer", "random", "plain"])
+def test_what_is_left_out_whole_may_be_missing(key: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "x.pt")
+    live = {**job(0), "random": sx.integrations.RandomState(), "plain": {"a": 1}}
+    report = sx.load_checkpoint({"w": torch.zeros(1), key: live[key]}, tmp_path / "x.pt", exclude=f"{key}.*")
+    assert report.missing == ()
