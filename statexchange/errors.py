@@ -34,6 +34,7 @@ __all__ = [
     "StorageError",
     "TargetExistsError",
     "TruncatedError",
+    "UnknownNameError",
     "UnsafeError",
     "UnsupportedError",
     "did_you_mean",
@@ -283,6 +284,10 @@ class NotFoundError(StateExchangeError, FileNotFoundError):
     """There is no such path, or no known checkpoint at it."""
 
     code = "NOT_FOUND"
+
+
+class UnknownNameError(NotFoundError, KeyError):
+    """An open checkpoint has no tensor of this name."""
 
 
 class CorruptError(StateExchangeError, ValueError):

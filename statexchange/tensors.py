@@ -441,7 +441,8 @@ def check_dense(tensor: Any, name: str | None = None) -> None:
     if tensor.is_quantized or tensor.is_meta or tensor.is_nested or tensor.layout is not _strided():
         kinds = {"quantized": tensor.is_quantized, "meta": tensor.is_meta, "nested": tensor.is_nested}
         kind = next((kind for kind, holds in kinds.items() if holds), str(tensor.layout)[6:])
-        raise UnsupportedError(f"only dense tensors can be exchanged, not a {kind} one", name=name)
+        advice = ': the module\'s to_empty(device="cpu") gives it memory to load into' if tensor.is_meta else ""
+        raise UnsupportedError(f"only dense tensors can be exchanged, not a {kind} one{advice}", name=name)
     if not tensor.numel():
         return
     last = tensor.storage_offset()  # where the last element lies

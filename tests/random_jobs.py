@@ -234,7 +234,7 @@ def _draw_options(rng: random.Random, spec: Spec) -> dict[str, Any]:
         model = spec.keys["model"]
         options["rename"] = rng.choice(
             [
-                [(rf"\bbody\b", "head")],
+                [(r"\bbody\b", "head")],
                 [(rf"^{model}\.", "model.")],
                 [("head", "tail")],
                 [(r"\b0\b", "1")],
@@ -257,9 +257,11 @@ def _model(kind: str, out: int) -> Any:
         "plist": lambda: nn.ParameterList([nn.Parameter(torch.randn(2)) for _ in range(3)]),
         "stages": lambda: [nn.ModuleDict({"0": nn.Linear(2, 2)}), nn.ModuleDict({"1": nn.Linear(2, 2)})],
         "parts": lambda: {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)},
-        "sub": lambda: (lambda net: {"body": net.body, "head": net.head})(Net(out)),
+        "sub": lambda: dict(Net(out).named_children()),
         "tensors": lambda: {"w": nn.Parameter(torch.randn(2, 2)), "v.x": nn.Parameter(torch.randn(2))},
-        "nested": lambda: nn.ModuleDict({"state": nn.Linear(2, 2), "exp_avg": nn.ModuleDict({"state": nn.Linear(2, 2)})}),
+        "nested": lambda: nn.ModuleDict(
+            {"state": nn.Linear(2, 2), "exp_avg": nn.ModuleDict({"state": nn.Linear(2, 2)})}
+        ),
     }
     return makers[kind]()
 
@@ -332,7 +334,8 @@ def _optimizer(spec: Spec, parameters: dict[str, Any], rng: random.Random) -> An
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = torch.stack([(one * torch.randn_like(one)).sum() for group in optimizer.param_groups for one in group["params"]]).sum()
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        loss = torch.stack([(one * torch.randn_like(one)).sum() for one in parameters]).sum()
         loss.backward()
         return loss
 
@@ -399,7 +402,7 @@ class Extra:
             return tuple(self.value(depth - 1, objects=objects) for _ in range(rng.randrange(3)))
         if kind < 0.61:
             return Pair(self.value(depth - 1, objects=objects), self.leaf())
-        if kind < 0.64:
+        if kind < 0.64 and objects:
             return Holding(self.value(depth - 1, objects=objects), self.leaf())
         if kind < 0.74 and objects:
             return Holder(self.mapping(depth - 1, objects=False))
@@ -446,8 +449,10 @@ def without_objects(value: Any) -> Any:
         return {field.name: without_objects(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, nn.Module) or hasattr(value, "load_state_dict"):
         return without_objects(value.state_dict())
-    if isinstance(value, Counter | defaultdict):
-        return type(value)(*([list] if isinstance(value, defaultdict) else []), {k: without_objects(v) for k, v in value.items()})
+    if isinstance(value, Counter):
+        return Counter(value)
+    if isinstance(value, defaultdict):
+        return defaultdict(list, {key: without_objects(item) for key, item in value.items()})
     if isinstance(value, dict):
         return {key: without_objects(item) for key, item in value.items()}
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -468,7 +473,8 @@ def save(case: Case, path: Path) -> Path | None:
         sx.export_checkpoint(job.model, path)
         return path
     tree = without_objects(state)
-    if case.source in ("dcp flat", "dcp names") and isinstance(job.model, nn.Module) and job.optimizer and not case.saved.is_stray:
+    is_module = isinstance(job.model, nn.Module)
+    if case.source in ("dcp flat", "dcp names") and is_module and job.optimizer and not case.saved.is_stray:
         options = StateDictOptions(flatten_optimizer_state_dict=case.source == "dcp flat")
         try:
             of_optimizer = get_optimizer_state_dict(job.model, job.optimizer, options=options)
@@ -476,8 +482,8 @@ def save(case: Case, path: Path) -> Path | None:
         except Exception:  # noqa: BLE001 (whatever torch cannot do)
             return None
         tree = replaced(state, {id(job.model): of_model, id(job.optimizer): of_optimizer})
-    if case.prefix:
-        of_model = {case.prefix + name: value for name, value in without_objects(job.model).items()} if isinstance(job.model, nn.Module) else without_objects(job.model)
+    if case.prefix and is_module:
+        of_model = {case.prefix + name: value for name, value in without_objects(job.model).items()}
         tree = replaced(state, {id(job.model): of_model})
     if case.source == "torch":
         torch.save(tree, path.with_suffix(".pt"))  # the format under test

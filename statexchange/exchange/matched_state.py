@@ -117,12 +117,14 @@ class MatchedState:
             plan = match(self.state, self._live, self.entries, matching)
         self._check_whose_it_is(plan)
         refusals = {self._names.name(name): error for name, error in source.unsupported.items()}
-        for name in plan.missing:
+        others = [name for name in refusals if options.wants(name) and name not in plan.missing]
+        # Where nothing fits, an entry that cannot be read, as a whole module, may be what was meant.
+        for name in [*plan.missing, *(others if plan.missing and not plan.targets else ())]:
             error = refusals.get(self.lacking.get(name, name))
             if error is not None:
                 raise error
         if not tree:
-            plan.unexpected += [name for name in refusals if name not in plan.missing and options.wants(name)]
+            plan.unexpected += others
         if source.kind == "huggingface" and not any(map(is_extra_state, tensors)):
             plan.tolerated.update(filter(is_extra_state, plan.missing))  # an export leaves it out
         return plan

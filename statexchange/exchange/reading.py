@@ -245,8 +245,9 @@ class _Reading:
         text = f"{len(self._changed)} of {num_items} tensors{where} have been filled"
         if self._is_invalid:
             text += ", this one with NaN (all bits set)"
-        others = "may have values of a version that was replaced" if reads_again else "are as they were"
-        return f"{text}, the others {others}"
+        if reads_again:
+            return f"{text}, the others may have values of a version that was replaced"
+        return f"{text}, the others are as they were"
 
     def _read_small(self, *, remote: bool) -> None:
         """Read the small pieces of files that are remote, or of those that are not."""

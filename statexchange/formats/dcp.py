@@ -30,6 +30,7 @@ from statexchange.formats.torch_archive import (
     dtype_of,
     holds_tensor,
     is_plain,
+    refusal_of,
     unwrap_tensor,
     view_of,
 )
@@ -394,8 +395,7 @@ class _DcpFileReader:
         elif type(value) is not OpaqueObject:
             self.others[name] = f"{description}, with tensors in it"
         else:
-            text = f"this object contains tensors, but its class is not supported: {description}"
-            refusal = UnsupportedError(text, rank=self._rank, name=name, path=self._path)
+            refusal = UnsupportedError(refusal_of(value), rank=self._rank, name=name, path=self._path)
             self.unsupported.append(UnreadableTensor(name, None, None, self._path, refusal))
 
     def _source_tensor(self, name: str, parts: list[tuple[Box, ByteRange]]) -> SourceTensor:

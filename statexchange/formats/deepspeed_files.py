@@ -16,7 +16,15 @@ from statexchange.errors import CorruptError, StateExchangeError, UnsupportedErr
 from statexchange.formats.part_names import OPTIMIZER_FILE
 from statexchange.formats.pickles import OpaqueObject, read_pickle
 from statexchange.formats.source import ShardFile, SourceTensor, UnreadableTensor
-from statexchange.formats.torch_archive import TensorView, describe, holds_tensor, is_tensor, unwrap_tensor, view_of
+from statexchange.formats.torch_archive import (
+    TensorView,
+    describe,
+    holds_tensor,
+    is_tensor,
+    refusal_of,
+    unwrap_tensor,
+    view_of,
+)
 from statexchange.formats.torch_file import leaves, open_archive
 from statexchange.formats.zero import FlatRun, Shapes
 from statexchange.sharding.flat_runs import boxes_of_run
@@ -279,8 +287,7 @@ class DeepSpeedFile:
             if is_tensor(value):
                 self.add_whole(name, value)
             elif holds_tensor(value, self._budget, without_tensors):
-                text = f"this object contains tensors, but its class is not supported: {describe(value)}"
-                self._refuse(name, UnsupportedError(text))
+                self._refuse(name, UnsupportedError(refusal_of(value)))
             else:
                 self._content.others[name] = describe(value)
 

@@ -6,13 +6,15 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
     InvalidArgumentError,
     StateExchangeError,
+    UnknownNameError,
+    did_you_mean,
     excerpt,
 )
 from statexchange.formats.source import Source, SourceTensor
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["OpenCheckpoint", "StoredTensor"]
 
 _OPEN_ONE = "open one of the files"  # advice
+_Default = TypeVar("_Default")
 _MAX_SHOWN = 1000  # tensors in the table of a checkpoint
 
 
@@ -140,6 +143,26 @@ class StoredTensor:
             found = from_bytes(data, self.dtype, target.shape, as_numpy=framework == "np")
         return found
 
+    def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> NDArray[Any]:
+        """Read the block that integers and slices of step 1 select, as ``tensor[2:4, :8]`` of an array of numpy.
+
+        Raises:
+            InvalidArgumentError: there are more of them than dims, or others.
+            IndexError: an integer is outside of its dim.
+        """
+        keys = index if isinstance(index, tuple) else (index,)
+        num_dims = 0 if self.dtype in PACKED else len(self.shape)  # an element of a packed dtype is not one of numpy
+        is_block = all(type(key) is int or (isinstance(key, slice) and key.step in (None, 1)) for key in keys)
+        if not is_block or len(keys) > num_dims:
+            text = f"an index of {self.dtype} must be integers and slices of step 1, {num_dims} at most: read(box=...)"
+            raise InvalidArgumentError(text, name=self.name)
+        keys += (slice(None),) * (len(self.shape) - len(keys))
+        # An integer selects one index here, and its dim is removed from what was read.
+        selected = [range(size)[key] for size, key in zip(self.shape, keys, strict=True)]
+        ranges = [range(part, part + 1) if isinstance(part, int) else part for part in selected]
+        block = self.read(([part.start for part in ranges], [len(part) for part in ranges]))
+        return block[tuple(0 if isinstance(part, int) else slice(None) for part in selected)]
+
     def _check_copies(self) -> None:
         """Read copies without digests once, and raise ReplicaError if they differ."""
         digests: dict[Box, str] = {}  # of the first copies
@@ -224,7 +247,28 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         source.read_ahead()
 
     def __getitem__(self, name: str) -> StoredTensor:
-        return self._tensors[name]
+        if name in self._tensors:
+            return self._tensors[name]
+        text = f"there is no tensor of this name{did_you_mean(str(name), self._tensors)}"
+        if self._source.kind == "save" or name in self._source.others:
+            text += f"; a plain value is put into state = {{}} by load_checkpoint(state, path, include={excerpt(name)})"
+        reasons = [error.message for error in self._source.unsupported.values()]
+        if reasons and len(reasons) == len(self):
+            text += f"; none can be read: {reasons[0]}"
+        raise UnknownNameError(text, name=str(name), path=self.path)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    @overload
+    def get(self, name: str, /) -> StoredTensor | None: ...
+
+    @overload
+    def get(self, name: str, /, default: _Default) -> StoredTensor | _Default: ...
+
+    def get(self, name: str, /, default: Any = None) -> Any:
+        """Return the tensor, or `default` if there is none of this name."""
+        return self._tensors.get(name, default)
 
     def __str__(self) -> str:
         """Return a table of the tensors, of at most 1,000: name, dtype, shape and bytes."""

@@ -28,6 +28,7 @@ __all__ = [
     "holds_tensor",
     "is_plain",
     "is_tensor",
+    "refusal_of",
     "strides_of",
     "unwrap_tensor",
     "view_of",
@@ -306,6 +307,16 @@ def is_plain(value: Any, nbytes: int, budget: Budget) -> bool:
             if characters > nbytes:
                 return False
     return False
+
+
+def refusal_of(value: Any) -> str:
+    """Return why an object that contains tensors cannot be read."""
+    if type(value) is OpaqueObject and type(value.state) is dict and "_modules" in value.state:
+        return (
+            f"this is a whole module ({value.class_name}), whose code would have to run: if you trust the file, read "
+            "it with torch (torch.load needs weights_only=False), and save the module's state_dict() instead"
+        )
+    return f"this object contains tensors, but its class is not supported: {describe(value)}"
 
 
 def describe(value: Any) -> str:

@@ -34,6 +34,7 @@ from statexchange.formats.torch_archive import (
     holds_tensor,
     is_plain,
     is_tensor,
+    refusal_of,
     strides_of,
     unwrap_tensor,
     view_of,
@@ -234,8 +235,7 @@ class TorchFile:
                 self._budget.spend(_STEPS_PER_LEAF)
                 description = describe(value)
                 if holds_tensor(value, self._budget, without_tensors):
-                    text = f"this object contains tensors, but its class is not supported: {description}"
-                    self._refuse(name, UnsupportedError(text))
+                    self._refuse(name, UnsupportedError(refusal_of(value)))
                 else:
                     self.others[name] = description
                 if is_plain(value, len(data), self._budget):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statexchange.errors import InvalidArgumentError, type_text
+from statexchange.errors import InvalidArgumentError, NotFoundError, type_text
 from statexchange.sharding.paths import joined, text_of
 from statexchange.state.containers import (
     children,
@@ -195,6 +195,12 @@ class _Matcher:
             self._take_unloaded(entry)
             return
         expect(isinstance(saved, Mapping), f"the state of {type_text(live)}", saved, path)
+        if not path and present and saved.keys().isdisjoint(present):  # of something else
+            text = (
+                f"the source has nothing for the state, {type_text(live)}: give a state with the source's names, or a "
+                "mapping that has it under its name in the source"
+            )
+            raise NotFoundError(text)
         self._take(entry)
         new = self._filler.fill(saved, path, Place(present, is_filled=False))
         self.optimizers.add_scheduler(entry)

@@ -64,7 +64,9 @@ class OptimizerMatcher:
         """Find whether the groups of an optimizer that stays as it is are the source's: schedulers depend on that."""
         try:
             self._same_groups[id(optimizer.param_groups)] = self._matched(optimizer, path).has_same_groups()
-        except StateExchangeError:  # what does not fit is not loaded: then nothing is known of its groups
+        except InvalidArgumentError:  # its parameters or groups are others
+            self._same_groups[id(optimizer.param_groups)] = False
+        except StateExchangeError:  # it cannot be read: then nothing is known of its groups
             self._same_groups[id(optimizer.param_groups)] = None
 
     def _matched(self, optimizer: Any, path: str) -> OptimizerPlan:

@@ -99,9 +99,12 @@ class OptimizerPlan:
     _hyperparameters: dict[int, Any] = field(default_factory=dict)  # live ones by id
 
     def has_same_groups(self) -> bool | None:
-        """Whether each parameter lies in the group of the same number on both sides; None if the source has none."""
+        """Whether each parameter lies in the group of the same number on both sides.
+
+        None if the source has the same parameters and no groups.
+        """
         if not all(saved.has_groups for saved in self.saved):
-            return None
+            return False if self.unexpected or len(self.parameters) < len(self.live.by_label) else None
         groups = self.optimizer.param_groups
         for number, of_group in enumerate(self.live.by_group()):
             for label in of_group:

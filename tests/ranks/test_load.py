@@ -201,6 +201,19 @@ def test_of_many_tensors_the_one_with_changed_bytes_is_named(damaged: int, tmp_p
     assert caught.value.name == f"{damaged:02}"
 
 
+def test_a_module_on_the_meta_device_needs_memory_first(tmp_path: Path) -> None:
+    model = model_of(1)
+    sx.export_checkpoint(model, tmp_path / "out")
+    with torch.device("meta"):
+        live = model_of(2)
+    with pytest.raises(sx.errors.UnsupportedError, match="to_empty") as caught:
+        sx.load_checkpoint(live, tmp_path / "out")
+    assert caught.value.name in live.state_dict()
+    live.to_empty(device="cpu")
+    sx.load_checkpoint(live, tmp_path / "out")
+    assert equal(live.state_dict(), model.state_dict())
+
+
 LARGE = 1 << 17  # elements, too many to be read together with others
 
 

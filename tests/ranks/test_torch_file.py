@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from sweeps import slow
 
+import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import (
     CorruptError,
@@ -673,3 +674,19 @@ def test_a_function_as_a_value_is_opaque_and_a_call_is_refused(tmp_path: Path) -
     torch.save({"w": torch.ones(2), "f": functools.partial(os.path.join)}, tmp_path / "x.pt")
     with pytest.raises(UnsafeError, match=r"posixpath\.join"):
         open_source(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["module", "in a dict"])
+def test_a_file_of_a_whole_module_says_what_to_save_instead(nested: bool, tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 3)
+    torch.save({"model": module} if nested else module, tmp_path / "model.pt")
+    live = torch.nn.Linear(2, 3)
+    with pytest.raises(sx.errors.UnsupportedError, match="whole module") as refused:
+        sx.load_checkpoint({"model": live} if nested else live, tmp_path / "model.pt", strict=False)
+    assert "state_dict()" in str(refused.value)
+    with pytest.raises(KeyError, match="whole module"):
+        sx.open_checkpoint(tmp_path / "model.pt")["weight"]
+    read = torch.load(tmp_path / "model.pt", weights_only=False)
+    torch.save((read["model"] if nested else read).state_dict(), tmp_path / "state.pt")
+    sx.load_checkpoint(live, tmp_path / "state.pt")
+    assert torch.equal(live.weight, module.weight)

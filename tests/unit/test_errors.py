@@ -25,7 +25,7 @@ BUILTINS = {
     "ReplicaError": CorruptError, "StallError": TimeoutError,
     "OutcomeUnknownError": errors.StallError,
     "StateExchangeError": Exception, "StorageError": OSError, "TargetExistsError": FileExistsError,
-    "TruncatedError": CorruptError,
+    "TruncatedError": CorruptError, "UnknownNameError": KeyError,
     "UnsafeError": ValueError, "UnsupportedError": TypeError,
 }  # fmt: skip
 CODES = {"INTERNAL", "USAGE", "NOT_FOUND", "CORRUPT", "INCOMPLETE", "UNSAFE", "IO", "TIMEOUT"}

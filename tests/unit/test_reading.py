@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,14 @@ from warm_python import warm_python
 
 import statexchange as sx
 from statexchange import values
-from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, NotFoundError, ReplacedError
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    NotFoundError,
+    ReplacedError,
+    UnknownNameError,
+)
 from statexchange.formats.registry import open_source
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
@@ -629,3 +637,53 @@ def test_an_open_checkpoint_prints_as_a_table(tmp_path: Path) -> None:
         title, *rows = str(checkpoint).splitlines()
     assert title == f"{tmp_path}: huggingface, 2 tensors"
     assert sorted(row.split() for row in rows) == [["b", "BF16", "[2]", "4"], ["layer.w", "F32", "[3,4]", "48"]]
+
+
+def test_a_name_that_an_open_checkpoint_lacks_is_a_named_key_error(tmp_path: Path) -> None:
+    sx.save_checkpoint({"model": {"enc.weight": np.ones((3, 4)), "b": np.zeros(2)}, "step": 7}, tmp_path / "saved")
+    with sx.open_checkpoint(tmp_path / "saved") as checkpoint:
+        with pytest.raises(KeyError, match=r"did you mean 'model\.enc\.weight'") as caught:
+            checkpoint["model.enc.weigth"]
+        assert isinstance(caught.value, NotFoundError)
+        assert (caught.value.name, caught.value.path) == ("model.enc.weigth", str(tmp_path / "saved"))
+        assert type(pickle.loads(pickle.dumps(caught.value))) is UnknownNameError
+        assert "model.b" in checkpoint
+        assert "step" not in checkpoint
+        assert checkpoint.get("step") is None
+        assert checkpoint.get("step", 3) == 3
+
+
+@pytest.mark.parametrize("save", [sx.save_checkpoint, torch.save], ids=["save", "torch"])
+def test_the_error_for_a_plain_value_says_how_to_read_it(save: Any, tmp_path: Path) -> None:
+    save({"w": torch.ones(2), "step": 7}, tmp_path / "saved")
+    with pytest.raises(KeyError, match="load_checkpoint"):
+        sx.open_checkpoint(tmp_path / "saved")["step"]
+    state: dict[str, Any] = {}
+    sx.load_checkpoint(state, tmp_path / "saved", include="step")
+    assert state == {"step": 7}
+
+
+INDICES = [
+    *(1, -1, np.s_[:], np.s_[1:3], np.s_[-2:, :2], np.s_[1, 2:], np.s_[:, -1, 0], np.s_[2, 3, 1], (), np.s_[3:1]),
+    *(np.s_[9:], np.s_[:, :, ::1]),
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_a_stored_tensor_is_read_by_an_index_as_an_array_is(index: Any, tmp_path: Path) -> None:
+    array = np.arange(24).reshape(3, 4, 2)
+    sx.export_checkpoint({"a": array}, tmp_path / "out")
+    block = sx.open_checkpoint(tmp_path / "out")["a"][index]
+    np.testing.assert_array_equal(block, array[index], strict=True)
+
+
+@pytest.mark.parametrize("index", [np.s_[::2], np.s_[::-1], ..., None, [0], True, "a", (0, 0, 0)], ids=str)
+def test_other_indices_of_a_stored_tensor_are_refused(index: Any, tmp_path: Path) -> None:
+    sx.export_checkpoint({"a": np.ones((3, 4))}, tmp_path / "out")
+    tensor = sx.open_checkpoint(tmp_path / "out")["a"]
+    with pytest.raises(InvalidArgumentError, match="index") as caught:
+        tensor[index]
+    assert caught.value.name == "a"
+    with pytest.raises(IndexError):
+        tensor[3]
+    assert [row.tolist() for row in tensor] == [[1.0] * 4] * 3
