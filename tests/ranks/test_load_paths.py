@@ -459,7 +459,26 @@ def test_stages_of_a_pipeline_come_into_one_process(tmp_path: Path) -> None:
         assert {*lrs_of(live).values()} == {0.5}
 
 
-# Modules that load themselves
+# Modules that load themselves, and adapters
+
+
+def test_an_exported_adapter_comes_back_into_the_model_that_made_it(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+        return peft.get_peft_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), config)
+
+    saved, live = adapted(), adapted()
+    base = copy.deepcopy(live.base_model.model[1].state_dict())
+    sx.export_checkpoint(saved, tmp_path / "out")
+    report = sx.load_checkpoint(live, tmp_path / "out")
+    assert (report.missing, report.unexpected) == ((), ())
+    layers = [model.base_model.model[0] for model in (live, saved)]
+    for part in ("lora_A", "lora_B"):
+        assert torch.equal(*(getattr(layer, part)["default"].weight for layer in layers))
+    assert not torch.equal(*(layer.base_layer.weight for layer in layers))
+    assert str(live.base_model.model[1].state_dict()) == str(base)
 
 
 class WithExtra(nn.Linear):
