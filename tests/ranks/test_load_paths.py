@@ -433,6 +433,15 @@ def test_an_object_alone_is_not_given_the_entries_of_something_else(write: Write
     assert live.values == {"seen": 1}
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_tensor_that_cannot_be_read_is_named_if_nothing_else_is_there(strict: bool, tmp_path: Path) -> None:
+    path = write_torch({"m": {"weight": torch.eye(2).to_sparse()}, "w": torch.ones(1)}, tmp_path)
+    for live in (nn.Linear(2, 2, bias=False), {"weight": torch.zeros(2, 2)}):
+        with pytest.raises(errors.UnsupportedError) as caught:
+            sx.load_checkpoint({"m": live, "w": torch.zeros(1)}, path, strict=strict)
+        assert caught.value.name == "m.weight"
+
+
 # Stages of a pipeline
 
 
