@@ -39,10 +39,10 @@ _log = logging.getLogger(__name__)
 class LoadReport:
     """The result of a load on this rank.
 
-    `nbytes` were read from the source for `num_tensors`; `missing` are names of the state that the source lacks,
-    `unexpected` those of the source that the state lacks. `step` is that of the save, None for any other source.
-    `notes` are about values that a cast has made infinite, on any rank, and about this rank's parameters that are one
-    tensor in the source. Root's are logged, too.
+    `nbytes` were read from the source for `num_tensors`; `missing` are paths of the state that the source lacks,
+    `unexpected` those of the source that the state lacks; each is the highest path below which the other side has
+    nothing. `step` is that of the save, None for any other source. `notes` are about values that a cast has made
+    infinite, on any rank, and about this rank's parameters that are one tensor in the source. Root's are logged, too.
     """
 
     path: str
@@ -121,12 +121,13 @@ def load_checkpoint(
             ``"model.encoder.*"``, or ``"model"`` for all in it; the items of a list have their indices as names,
             ``"optimizers.0"``, and a dataclass its fields. All else stays as it is, is not read, and counts as neither
             missing nor unexpected.
-            An optimizer or another object with a state of its own, or a list of plain values, is loaded whole if
-            anything in it matches, as it was saved or as it is now. It is an error if nothing at all is selected on any
-            rank; one of several patterns may match nothing.
+            Of an optimizer the state of each parameter, ``"optimizer.state.NAME"``, and its hyperparameters,
+            ``"optimizer.param_groups.NAME"``, are selected by themselves. Another object with a state of its own, or a
+            list of plain values, is loaded whole if anything in it matches, as it was saved or as it is now. It is an
+            error if nothing at all is selected on any rank; one of several patterns may match nothing.
         exclude: shell patterns, in the form of `include`, of the names in `state` to leave as they are: ``"random.*"``.
-            An optimizer or another object with a state of its own, or a list of plain values, is left whole if anything
-            in it matches, as it was saved or as it is now.
+            Another object than an optimizer, or a list of plain values, is left whole if anything in it matches, as it
+            was saved or as it is now; of an optimizer the state of one parameter, or its hyperparameters.
         rename: from the source's names to those in `state`: a function, or (regex, replacement) pairs, which are
             applied in order. Names are dotted paths; the parameters of optimizers are renamed too. What moves with its
             mapping keeps its keys. What is inside a list, or in the state of another object, is not renamed. Where a
@@ -163,7 +164,7 @@ def load_checkpoint(
             by another number of ranks.
         CorruptError: bytes differ from their digest, or files contradict each other.
         ReplacedError: the checkpoint was replaced during the load, twice.
-        UnsafeError: `rename` gives two entries one name, or a path whose keys are not known.
+        UnsafeError: `rename` gives two entries one name, or moves one into another.
         UnsupportedError, StorageError: see `statexchange.errors`.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.
@@ -260,8 +261,8 @@ class _Load:
                     source = holding.enter_context(opened(path, state, comm, self._conversion))
                 texts = {} if self._conversion is None else self._conversion.texts()
                 has_layout = check_same(source, self._options, texts, comm)
-                matched = MatchedState(state, source, self._options, comm)
                 with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
+                    matched = MatchedState(state, source, self._options, comm)
                     # Only now: ranks compare the files, and may convert them in different ways.
                     matched.convert(self._conversion)
                     matched.find_entries()

@@ -18,12 +18,14 @@ from statexchange.exchange.source_entries import check_conflicts, check_ranks, h
 from statexchange.exchange.stored_tensors import StoredTensors
 from statexchange.formats.source import Source
 from statexchange.sharding.options import LoadOptions
+from statexchange.sharding.paths import paths_above
 from statexchange.sharding.rules import Layout
 from statexchange.state.entries import Entries
 from statexchange.state.flatten import flatten
 from statexchange.state.leaves import contains_state
 from statexchange.state.load_plan import LoadPlan, ObjectStates
-from statexchange.state.match import Matching, match
+from statexchange.state.match import match
+from statexchange.state.matching import Matching
 from statexchange.state.modules import is_extra_state
 from statexchange.state.name_filter import NameFilter, strips_wrappers
 
@@ -120,9 +122,10 @@ class MatchedState:
         others = [name for name in refusals if options.wants(name) and name not in plan.missing]
         # Where nothing fits, an entry that cannot be read, as a whole module, may be what was meant.
         for name in [*plan.missing, *(others if plan.missing and not plan.targets else ())]:
-            error = refusals.get(self.lacking.get(name, name))
-            if error is not None:
-                raise error
+            meant = self.lacking.get(name, name)
+            for refused, error in refusals.items():
+                if meant in (refused, *paths_above(refused)):
+                    raise error
         if not tree:
             plan.unexpected += others
         if source.kind == "huggingface" and not any(map(is_extra_state, tensors)):

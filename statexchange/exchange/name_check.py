@@ -13,6 +13,7 @@ from statexchange.exchange.matched_state import MatchedState
 from statexchange.exchange.saved_names import advice_on_missing
 from statexchange.formats.sections import SECTIONS
 from statexchange.sharding import records
+from statexchange.sharding.paths import paths_above
 from statexchange.sharding.rename_hint import suggest_rename
 from statexchange.sharding.wrappers import WRAPPERS
 from statexchange.state.entries import Entries
@@ -105,10 +106,9 @@ def _check_names(matched: MatchedState, plan: LoadPlan) -> None:
 
 def _lacking_parts(matched: MatchedState, plan: LoadPlan) -> list[str]:
     """Return the reasons why tensors are missing of which the source has some parts."""
-    reasons = []
-    for name in plan.missing[:_SHOWN]:
-        part = matched.lacking.get(name)
-        if part is not None:
+    reasons: list[str] = []
+    for name, part in matched.lacking.items():
+        if not {name, *paths_above(name)}.isdisjoint(plan.missing) and len(reasons) < _SHOWN:
             what = f"has shape {matched.tensors.shape_of(part)}" if part in matched.tensors else "is not"
             reasons.append(f"{name} is missing: {part} {what} in the source")
     return reasons

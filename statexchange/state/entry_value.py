@@ -142,12 +142,25 @@ class _Builder:
             return with_children(self._known.templates[path], items)
         if not all(isinstance(key, ListItem | TupleItem) for key in items):
             return items
+        if self._known.keys_are_texts:
+            self._check_length(items, live, path)
         if sorted(items) != [*range(len(items))]:
             text = "the source lacks an item of this list: make it as it was saved, or leave it out by exclude"
             raise InvalidArgumentError(text, name=path)
         ordered = [items[key] for key in sorted(items)]
         is_tuple = any(isinstance(key, TupleItem) for key in items) or isinstance(live, tuple)
         return tuple(ordered) if is_tuple else ordered
+
+    def _check_length(self, items: Mapping[Any, Any], live: Any, path: str) -> None:
+        """Raise InvalidArgumentError for a list of which a DCP may have left out the last items: empty mappings."""
+        others = live[len(items) :] if isinstance(live, list | tuple) else ()
+        is_as_long = isinstance(live, list | tuple) and len(live) == len(items)
+        if not is_as_long and any(isinstance(item, Mapping) for item in (*items.values(), *others)):
+            text = (
+                f"the source has {len(items)} items here, and empty ones at its end would have no entry: make the list "
+                "as long as it was saved, or leave it out by exclude"
+            )
+            raise InvalidArgumentError(text, name=path)
 
 
 class _Unknown:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,9 @@ from statexchange.state.flatten import LiveEntry, LiveState
 from statexchange.state.leaves import is_leaf, load_object
 from statexchange.state.live_paths import LivePaths
 from statexchange.state.load_plan import (
-    Allocate,
     Filler,
     LoadPlan,
     LoadTarget,
-    ObjectStates,
     Place,
     expect,
     name_of,
@@ -31,37 +29,14 @@ from statexchange.state.load_plan import (
 from statexchange.state.match_modules import match_module, prefixes_of_modules
 from statexchange.state.match_optimizers import OptimizerMatcher
 from statexchange.state.match_values import ValueMatcher
+from statexchange.state.matching import Matching
 from statexchange.state.megatron import MegatronTensor, leaves, sharded_kind
 from statexchange.state.modules import live_items
-from statexchange.state.name_filter import NameFilter
 from statexchange.state.saved_values import SavedTensor, has_no_leaves, refuse_opaque
 from statexchange.state.tree import walk
 from statexchange.units import format_number
 
-__all__ = ["Matching", "match"]
-
-
-@dataclass(frozen=True, slots=True)
-class Matching:
-    """What decides a match besides the live state and the entries.
-
-    Attributes:
-        names: the filter of the load.
-        stored: returns the source's entries for a live tensor, several if a layout splits it; None if it lacks one.
-        allocate: returns the tensor to fill for a place (`Filler`).
-        shape_of: returns the global shape of a tensor of the source; None if plain live tensors may be parts.
-        objects: the present states of objects.
-        has_tree: whether the source is a save of ours, with the names of parameters in the whole state.
-        classes: the classes of optimizers that the source records, by path.
-    """
-
-    names: NameFilter
-    stored: Callable[[str, tuple[Any, ...]], Sequence[Entry] | None]
-    allocate: Allocate
-    shape_of: Callable[[str], tuple[int, ...]] | None
-    objects: ObjectStates
-    has_tree: bool
-    classes: Mapping[str, frozenset[str]]
+__all__ = ["match"]
 
 
 def match(state: Any, live: LiveState, entries: Entries, matching: Matching) -> LoadPlan:
@@ -209,6 +184,8 @@ class _Matcher:
     def _value(self, entry: LiveEntry) -> None:
         """Plan a plain value, or a container of such values."""
         path, live = entry.text, entry.value
+        if not path:  # the whole state, into which a load with patterns may put nothing
+            self.plan.num_values += 1
         if not self._may_want(entry) or self._selects_nothing_in(entry):
             self._take_unloaded(entry)
             return

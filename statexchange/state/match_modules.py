@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from statexchange.errors import InvalidArgumentError
 from statexchange.sharding.paths import joined, text_of
@@ -15,6 +15,7 @@ from statexchange.state.entries import ABSENT, Entries
 from statexchange.state.flatten import LiveEntry, LiveState
 from statexchange.state.leaves import load_object
 from statexchange.state.load_plan import Filler, LoadTarget, Place, expect, name_of
+from statexchange.state.matching import Matching
 from statexchange.state.modules import (
     has_loader,
     is_extra_state,
@@ -26,9 +27,6 @@ from statexchange.state.modules import (
 )
 from statexchange.state.saved_values import OpaqueValue
 from statexchange.tensors import is_tensor
-
-if TYPE_CHECKING:
-    from statexchange.state.match import Matching
 
 __all__ = ["ModulePrefixes", "match_module", "prefixes_of_modules"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError
 from statexchange.sharding.paths import joined
@@ -12,6 +12,7 @@ from statexchange.state.entries import Entries
 from statexchange.state.flatten import LiveEntry
 from statexchange.state.live_parameters import LiveParameters
 from statexchange.state.load_plan import Filler, expect
+from statexchange.state.matching import Matching
 from statexchange.state.optimizer_class import check_class
 from statexchange.state.optimizer_plan import OptimizerPlan, ParameterTensor, SavedParameter
 from statexchange.state.optimizers import is_optimizer
@@ -19,9 +20,6 @@ from statexchange.state.saved_optimizer import join_numbered, read_optimizer
 from statexchange.state.saved_values import SavedTensor, are_equal
 from statexchange.state.state_dict import ParameterName, parameter_names
 from statexchange.tensors import is_tensor
-
-if TYPE_CHECKING:
-    from statexchange.state.match import Matching
 
 __all__ = ["OptimizerMatcher"]
 
@@ -45,7 +43,7 @@ class OptimizerMatcher:
         """Plan one optimizer."""
         optimizer, path, names = entry.value, entry.text, self._matching.names
         below = self._entries.below(path)
-        if not below:
+        if not below or self._entries.by_key(path) is None:  # names alone are no optimizer's
             if not path or names.options.may_want(path):
                 self._filler.plan.add_missing([path or "the optimizer"])
             return

@@ -161,6 +161,11 @@ class OptimizerPlan:
         begin = joined(self.path, f"state.{label}")
         return self.names.options.wants_object([begin, *(f"{begin}.{key}" for key in keys)])
 
+    def _wants_settings(self, saved: SavedParameter, label: str) -> bool:
+        """Whether the hyperparameters of a parameter are loaded: if one is included, and none excluded."""
+        begin = joined(self.path, f"param_groups.{label}")
+        return self.names.options.wants_object([begin, *(f"{begin}.{key}" for key in saved.group.settings)])
+
     def _compare_names(self, num_empty: int, num_saved_empty: int) -> None:
         """Add the parameters, and the groups without parameters, that one side lacks."""
         plan, live = self.filler.plan, self.live.by_label
@@ -189,7 +194,7 @@ class OptimizerPlan:
         first: tuple[str, SavedGroup] | None = None
         for label in of_group:
             saved = self.parameters.get(label)
-            if saved is None or not saved.group.settings or not self._wants(f"param_groups.{label}"):
+            if saved is None or not saved.group.settings or not self._wants_settings(saved, label):
                 continue
             group = saved.group
             if first is None:

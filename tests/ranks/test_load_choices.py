@@ -751,10 +751,9 @@ def test_a_saved_mapping_that_only_looks_like_an_optimizer_is_a_mapping(groups: 
     state: dict[str, Any] = {"o": {}, "y": 0}
     sx.load_checkpoint(state, path, rename=[("^x$", "y")])
     assert state == {"o": {"state": {}, "param_groups": groups}, "y": 1}
-    with pytest.raises(sx.errors.InvalidArgumentError, match="something else") as caught:
+    with pytest.raises(sx.errors.CorruptError, match="lists no") as caught:
         sx.load_checkpoint({"o": trained(nn.Linear(1, 1)), "x": 0}, path)
-    assert caught.value.name == "o"
-    assert caught.value.expected == "an optimizer"
+    assert str(caught.value.name).startswith("o.param_groups")
 
 
 def test_fewer_names_than_parameters_are_refused(tmp_path: Path) -> None:
