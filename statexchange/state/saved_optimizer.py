@@ -110,7 +110,9 @@ def _read_groups(found: SavedOptimizer, entries: Entries, optimizer: Any) -> Non
     """Read the param groups, each of which lists its parameters."""
     path = joined(found.path, _GROUPS)
     live = [hyperparameters(group) for group in optimizer.param_groups]
-    groups = entries.value(path, live[: len(entries.by_key(path) or live)])
+    # As many as the source has: none of them is empty, so that the length is known.
+    num_groups = len(entries.by_key(path) or live)
+    groups = entries.value(path, [*live, *({} for _ in range(num_groups))][:num_groups])
     if not isinstance(groups, list):
         raise CorruptError(_no_list("groups", groups), name=path)
     for number, group in enumerate(groups):
