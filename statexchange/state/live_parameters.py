@@ -75,8 +75,10 @@ class LiveParameters:
             InvalidArgumentError: which parameter is meant is not known.
         """
         labels = saved.labels
-        if saved.by_number:
-            if not any(isinstance(key, int) for group in saved.groups for key in group.keys):
+        are_integers = any(isinstance(key, int) for group in saved.groups for key in group.keys)
+        # Texts are names in a file of torch. In a save of ours numbers are texts, too.
+        if saved.by_number and (are_integers or in_state):
+            if not are_integers:
                 self._check_not_names(labels)
             return self._by_number(saved, param_names, new_names)
         names = new_names(labels)

@@ -98,7 +98,8 @@ class _Matcher:
     def _module(self, entry: LiveEntry) -> None:
         prefix = self._prefixes.of(entry.text)
         if entry.text and not self._entries.has_below(prefix.removesuffix(".")):
-            if self._may_want(entry) and any(live_items(entry.value)):
+            names = [joined(entry.text, name) for items in live_items(entry.value) for name in items]
+            if any(map(self._options.wants, names)):
                 self._add_missing(entry)
             return
         other = self._entries.at(entry.text, entry.keys) if entry.text else None
@@ -156,10 +157,12 @@ class _Matcher:
         """Plan an object that has `load_state_dict`, which is loaded or left whole."""
         path, live = entry.text, entry.value
         if not self._entries.has_below(path):
-            # A DCP leaves out what is empty, as the state of a GradScaler that is not enabled.
-            leaves_out = self._entries.keys_are_texts
-            if self._may_want(entry) and not (leaves_out and has_no_leaves(self._matching.objects.of(live, path))):
-                self._add_missing(entry)
+            if self._may_want(entry):
+                present = self._matching.objects.of(live, path)
+                # A DCP leaves out what is empty, as the state of a GradScaler that is not enabled.
+                is_left_out = self._entries.keys_are_texts and has_no_leaves(present)
+                if self._wants_any(present, path) and not is_left_out:
+                    self._add_missing(entry)
             return
         if self._names.selects and path and not self._options.may_want(path):
             self._take_unloaded(entry)
@@ -192,7 +195,7 @@ class _Matcher:
         saved = self._entries.value(path, live, self._paths.is_here(entry), is_whole=False)
         if saved is ABSENT:
             may_be_empty = self._entries.keys_are_texts or not path
-            if not (may_be_empty and has_no_leaves(live)):
+            if self._wants_any(live, path) and not (may_be_empty and has_no_leaves(live)):
                 self._add_missing(entry)
             return
         if self._values.add(entry, saved):
@@ -204,7 +207,11 @@ class _Matcher:
         """Whether the source has something for a plain value, and neither that nor the live value is selected."""
         if not self._names.selects or not (below := self._below(entry)) or any(map(self._wants_entry, below)):
             return False
-        return not any(self._options.wants(step.path) for step in walk(entry.value, path=entry.text))
+        return not self._wants_any(entry.value, entry.text)
+
+    def _wants_any(self, value: Any, path: str) -> bool:
+        """Whether anything in a value at a path is selected."""
+        return not self._names.selects or any(self._options.wants(step.path) for step in walk(value, path=path))
 
     def _wants_entry(self, entry: Entry) -> bool:
         if not self._names.selects or isinstance(entry.leaf, SavedTensor):

@@ -149,3 +149,23 @@ def test_what_is_left_out_whole_may_be_missing(key: str, tmp_path: Path) -> None
     live = {**job(0), "random": sx.integrations.RandomState(), "plain": {"a": 1}}
     report = sx.load_checkpoint({"w": torch.zeros(1), key: live[key]}, tmp_path / "x.pt", exclude=f"{key}.*")
     assert report.missing == ()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_texts_are_names_also_where_they_look_like_numbers(tmp_path: Path) -> None:
+    saved, live = (nn.ParameterList([nn.Parameter(torch.randn(2)) for _ in range(3)]) for _ in range(2))
+    optimizer = stepped(torch.optim.Adam([saved[0], saved[1], saved[2]]))
+    other = torch.optim.Adam([live[2], live[0], live[1]])
+    of_optimizer = get_optimizer_state_dict(saved, optimizer)
+    dcp.save({"model": get_model_state_dict(saved), "o": of_optimizer}, checkpoint_id=tmp_path, no_dist=True)
+    sx.load_checkpoint({"model": live, "o": other}, tmp_path)
+    for new, old in zip(live, saved, strict=True):
+        assert torch.equal(other.state[new]["exp_avg"], optimizer.state[old]["exp_avg"])
+
+
+@pytest.mark.parametrize("key", ["model", "random", "plain"])
+def test_what_is_not_included_may_be_missing(key: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "x.pt")
+    live = {**job(0), "random": sx.integrations.RandomState(), "plain": {"a": 1}}
+    report = sx.load_checkpoint({"w": torch.zeros(1), key: live[key]}, tmp_path / "x.pt", include=["w", "*head*"])
+    assert report.missing == ()
