@@ -36,7 +36,7 @@ from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.sharding.shards import Box, Shard, shape_from_json
 from statexchange.state.describe import Description, LocalTensor
 from statexchange.state.modules import module_items
-from statexchange.state.pretrained import model_config
+from statexchange.state.pretrained import adapter_names, is_adapter_model, model_config
 from statexchange.tensors import is_array, is_tensor, itemsize_of, numpy_dtype
 
 __all__ = ["ChosenConversion", "convert_for_load", "convert_live", "with_names_in_memory"]
@@ -118,7 +118,9 @@ def convert_for_load(source: Source, conversion: ChosenConversion, *, strict: bo
 def with_names_in_memory(
     source: Source, state: Any, options: LoadOptions, new_name: Callable[[str], str]
 ) -> tuple[Source, dict[str, str]]:
-    """Return a source with the names that `state` has in memory, if it is a model of transformers. Not collective.
+    """Return a source with the names that `state` has in memory, if it is a model of transformers or PEFT.
+
+    Not collective.
 
     Args:
         source: the source.
@@ -131,6 +133,8 @@ def with_names_in_memory(
         of which the source has some parts only, the name of a part that it lacks.
     """
     names = saved_names(state)
+    if is_adapter_model(state):
+        return _with_names_of_adapter(source, adapter_names(state), new_name), {}
     if names is None:
         return source, {}
     shapes = {name: tuple(value.shape) for name, value in module_items(state).items() if is_tensor(value)}
@@ -140,6 +144,18 @@ def with_names_in_memory(
         return source, lacking
     # A saved tree has the names before the conversion.
     return replace(converted_by(renamed, plan).source, configs={}), lacking
+
+
+def _with_names_of_adapter(source: Source, names: Mapping[str, str], new_name: Callable[[str], str]) -> Source:
+    """Return a source of an adapter alone with the names of a PEFT model; any other source unchanged."""
+    stored = {new_name(name) for name in tensors_of(source)}
+    if stored.isdisjoint(names) or not stored <= names.keys():
+        return source
+
+    def in_memory(name: str) -> str:
+        return names.get(new_name(name), new_name(name))
+
+    return replace(source.renamed(in_memory), configs={})
 
 
 # Live state

@@ -28,6 +28,7 @@ from statexchange.state.match import match
 from statexchange.state.matching import Matching
 from statexchange.state.modules import is_extra_state
 from statexchange.state.name_filter import NameFilter, strips_wrappers
+from statexchange.state.pretrained import adapter_names, is_adapter_model
 
 __all__ = ["MatchedState"]
 
@@ -49,7 +50,7 @@ class MatchedState:
 
     def __init__(self, state: Any, source: Source, options: LoadOptions, comm: Communicator) -> None:
         self.state = state
-        self.source = source
+        self.source = self._original = source
         self.options = options
         self._comm = comm
         self.without_rule: tuple[str, ...] = ()
@@ -128,9 +129,16 @@ class MatchedState:
                     raise error
         if not tree:
             plan.unexpected += others
+        if is_adapter_model(self.state) and source is not self._original:
+            self._leave_out_base(plan)
         if source.kind == "huggingface" and not any(map(is_extra_state, tensors)):
             plan.tolerated.update(filter(is_extra_state, plan.missing))  # an export leaves it out
         return plan
+
+    def _leave_out_base(self, plan: LoadPlan) -> None:
+        """Let what a PEFT model has besides its adapter be missing, if the source is an adapter alone."""
+        adapter = {*adapter_names(self.state).values()}
+        plan.missing = [name for name in plan.missing if name in adapter]
 
     def _check_whose_it_is(self, plan: LoadPlan) -> None:
         """Raise ReplicaError if another number of ranks has saved what belongs to a rank, or different values."""

@@ -44,6 +44,7 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 _CAST_DTYPES = tuple(LONG_NAMES[name] for name in FLOATS)
 _FILENAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\{suffix\}[A-Za-z0-9._-]{0,80}\.safetensors")
 _EVERY_NAME = "*"
+_BRACKETS = re.compile(r"\[\[\]([^\[\]]*)\]")
 _MAX_COMPARED = 1 << 16  # characters of an option that ranks compare
 _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE)
 
@@ -261,6 +262,9 @@ def _regex(patterns: tuple[str, ...]) -> re.Pattern[str]:
     # and not for "a0" alone.
     texts = [fnmatch.translate(pattern).removesuffix(r"\Z").removesuffix(r"\z") for pattern in patterns]
     texts += [re.escape(with_dots(pattern)) for pattern in patterns if "[" in pattern]
+    # "a[[]0]" is how a pattern says "a[0]".
+    dotted = [_BRACKETS.sub(r".\1", pattern) for pattern in patterns if "[[]" in pattern]
+    texts += [fnmatch.translate(pattern).removesuffix(r"\Z").removesuffix(r"\z") for pattern in dotted]
     return re.compile("|".join(rf"{text}(?s:[.\[].*)?" for text in texts))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from statexchange.errors import UnsafeError
 from statexchange.sharding.options import LoadOptions, renamed
-from statexchange.sharding.paths import Key, paths_above
+from statexchange.sharding.paths import Key, ListItem, TupleItem, joined, paths_above, text_of
 from statexchange.sharding.wrappers import without_wrappers
 from statexchange.state.entry import Entry
 from statexchange.state.modules import is_module
@@ -74,12 +74,19 @@ class NameFilter:
         return new
 
     def _entry(self, entry: Entry) -> Entry:
-        text = self._text(entry.text)
+        text = self._text(entry.text, entry.keys)
         if text == entry.text:
             return entry
         return entry._replace(text=text, keys=_kept_keys(entry.keys, text))
 
-    def _text(self, text: str) -> str:
+    def _text(self, text: str, keys: tuple[Key, ...]) -> str:
+        # What is inside a list moves with the list.
+        items = [index for index, key in enumerate(keys) if isinstance(key, ListItem | TupleItem)]
+        if items:
+            inside = text_of(keys[items[0] :])
+            head = text[: -len(inside) - 1]
+            inside = without_wrappers(inside) if self._strips_wrappers else inside
+            return joined(self.place(head), inside) if head else inside
         for unit in paths_above(text):
             new = self.place(unit)
             if new in self._units:

@@ -9,13 +9,16 @@ import copy
 import json
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
+from statexchange.sharding.wrappers import without_wrappers
 from statexchange.state.modules import is_module, layers
 
 __all__ = [
+    "adapter_names",
     "adapter_state",
     "is_adapter_model",
     "model_config",
@@ -84,10 +87,21 @@ def is_adapter_model(state: Any) -> bool:
     return _is_instance(_unwrapped(state), "peft.peft_model", "PeftModel")
 
 
-def adapter_state(state: Any) -> dict[str, Any]:
+def adapter_names(state: Any) -> dict[str, str]:
+    """Return the names in a PEFT model, without wrappers, of the active adapter's parameters by those that PEFT loads.
+
+    Not collective. PEFT gives the very parameters that it is given, which shows what it calls each.
+    """
+    parameters = dict(_unwrapped(state).named_parameters(remove_duplicate=False))
+    names = {id(parameter): without_wrappers(name) for name, parameter in parameters.items()}
+    return {name: names[id(one)] for name, one in adapter_state(state, parameters).items() if id(one) in names}
+
+
+def adapter_state(state: Any, tensors: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the tensors of the active adapter of a PEFT model, by the names that PEFT loads.
 
-    Not collective. Sharded parameters stay sharded.
+    Not collective. Sharded parameters stay sharded. They are those of `tensors`, by their names in the model, if these
+    are given.
 
     Raises:
         UnsupportedError: several adapters are active.
@@ -100,10 +114,10 @@ def adapter_state(state: Any) -> dict[str, Any]:
     targets = model.peft_config[adapter].target_modules
     # "auto", PEFT's default, may look for the base model's config on the network.
     saves_embeddings = not isinstance(targets, str) and bool(embeddings.intersection(targets or ()))
-    tensors: dict[str, Any] = peft.get_peft_model_state_dict(
-        model, adapter_name=adapter, save_embedding_layers=saves_embeddings
+    named: dict[str, Any] = peft.get_peft_model_state_dict(
+        model, tensors, adapter_name=adapter, save_embedding_layers=saves_embeddings
     )
-    return tensors
+    return named
 
 
 def _active_adapter(model: Any) -> str:
