@@ -61,7 +61,6 @@ _STEPS_PER_LEAF = 8  # to encode it takes about 15 us; an empty list has 2 bytes
 _STEPS_PER_REFUSAL = 256  # an error takes about 2,000 bytes; a tensor's pickle has 200
 _MAX_KEY_TEXT = 512  # characters of a key that is not text, in a name
 _KEY_TYPES = (str, int, float, bool, type(None), ListItem, TupleItem)  # of the keys of paths
-_BYTES_PER_KEY = 8  # of memory, in a path
 
 
 def matches(opened: OpenedPath) -> bool:
@@ -403,7 +402,7 @@ def _named(
         # A longer text may be cut short.
         if keys is not None and type(key) in _KEY_TYPES and (type(key) is str or len(text) < _MAX_KEY_TEXT):
             path = (*keys, key)
-        budget.spend(1, len(name) + len(text) + (0 if path is None else _BYTES_PER_KEY * len(path)))
+        budget.spend(1, len(name) + len(text))  # a path has no more keys than its name has characters
         yield f"{name}.{text}" if name else text, path, child
 
 

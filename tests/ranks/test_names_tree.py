@@ -166,12 +166,13 @@ def test_containers_that_the_state_lacks_come_back_if_their_keys_are_known(
 ) -> None:
     path = write({"w": torch.ones(1), "v": value}, tmp_path)
     state = {"w": torch.zeros(1), "v": copy.deepcopy(live)}
-    # A torch.distributed.checkpoint has all keys as texts: "a" is one, and "0" may have been a number.
-    if write is write_torch or "x" in str(value) or "'a':" in str(value):
+    # A torch.distributed.checkpoint has all keys as texts: "a" is one, and "0" may have been a number. It does not show
+    # how many empty mappings a list ended with.
+    if write is write_torch or "'a':" in str(value):
         sx.load_checkpoint(state, path)
         assert repr(state["v"]) == repr(value)
         return
-    with pytest.raises(sx.errors.InvalidArgumentError, match="not known") as caught:
+    with pytest.raises(sx.errors.InvalidArgumentError, match="not known|no entry") as caught:
         sx.load_checkpoint(state, path)
     assert caught.value.name == "v"
     sx.load_checkpoint(state, path, exclude=["v", "v.*"])
