@@ -134,7 +134,7 @@ def with_names_in_memory(
     """
     names = saved_names(state)
     if is_adapter_model(state):
-        return _with_names_of_adapter(source, adapter_names(state), new_name), {}
+        return _with_names_of_adapter(source, state, new_name), {}
     if names is None:
         return source, {}
     shapes = {name: tuple(value.shape) for name, value in module_items(state).items() if is_tensor(value)}
@@ -146,10 +146,13 @@ def with_names_in_memory(
     return replace(converted_by(renamed, plan).source, configs={}), lacking
 
 
-def _with_names_of_adapter(source: Source, names: Mapping[str, str], new_name: Callable[[str], str]) -> Source:
+def _with_names_of_adapter(source: Source, state: Any, new_name: Callable[[str], str]) -> Source:
     """Return a source of an adapter alone with the names of a PEFT model; any other source unchanged."""
     stored = {new_name(name) for name in tensors_of(source)}
-    if stored.isdisjoint(names) or not stored <= names.keys():
+    if not stored or stored <= module_items(state).keys():  # as a save has them
+        return source
+    names = adapter_names(state)
+    if not stored <= names.keys():
         return source
 
     def in_memory(name: str) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from statexchange.comm.communicator import Communicator
@@ -29,24 +28,6 @@ _log = logging.getLogger(__name__)
 _SHOWN = 5
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """A rank's unexpected names, and whether it would load nothing; ranks compare these records."""
-
-    unexpected: Sequence[str]
-    is_empty: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads."""
-        return {"unexpected": list(self.unexpected), "is_empty": self.is_empty}
-
-    @classmethod
-    def from_json(cls, raw: Any) -> _Names:
-        """Return the record that `to_json` wrote; raise ValueError for anything else."""
-        unexpected, is_empty = records.fields(raw, "unexpected", "is_empty")
-        return cls(records.items(unexpected, records.text), records.flag(is_empty))
-
-
 def compare_names(comm: Communicator, matched: MatchedState, plan: LoadPlan) -> None:
     """Raise, on all ranks, if names of the state or of the source have no counterpart. Collective.
 
@@ -54,22 +35,28 @@ def compare_names(comm: Communicator, matched: MatchedState, plan: LoadPlan) -> 
     rank would load nothing.
     """
     options, path = matched.options, matched.source.path
-    sent = comm.all_gather_object(_Names(plan.unexpected, plan.is_empty).to_json())
+    sent = comm.all_gather_object([plan.unexpected, plan.is_empty])
     with comm.phase("comparing the names"):
-        by_rank = [records.parsed(raw, _Names.from_json, "unexpected names", rank) for rank, raw in enumerate(sent)]
-        unexpected = [set(names.unexpected) for names in by_rank]
-        plan.unexpected = [name for name in plan.unexpected if all(name in names for names in unexpected)]
+        by_rank = [records.parsed(raw, _names_from_json, "unexpected names", rank) for rank, raw in enumerate(sent)]
+        everywhere = set.intersection(*(names for names, _ in by_rank))
+        plan.unexpected = [name for name in plan.unexpected if name in everywhere]
         plan.unexpected += matched.without_rule
         if options.strict or _loads_nothing(plan):
             _check_names(matched, plan)
         advice = _advice_on_conversion(matched.state, plan) if comm.rank == 0 else ""
         if advice:  # not strict
             _log.warning("%s: %d names are missing in the source; %s", path, len(plan.missing), advice)
-        if (options.include or options.exclude) and all(names.is_empty for names in by_rank):
+        if (options.include or options.exclude) and all(is_empty for _, is_empty in by_rank):
             given = {"include": list(options.include), "exclude": list(options.exclude)}
             patterns = " and ".join(f"{option}={names}" for option, names in given.items() if names)
             text = f"{patterns} selects no tensor and no value that both the source and the state have"
             raise InvalidArgumentError(text, path=path)
+
+
+def _names_from_json(raw: Any) -> tuple[set[str], bool]:
+    """Return a rank's unexpected names, and whether it would load nothing."""
+    unexpected, is_empty = records.items(raw, lambda part: part, 2)
+    return {*records.items(unexpected, records.text)}, records.flag(is_empty)
 
 
 def _loads_nothing(plan: LoadPlan) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from statexchange.comm.communicator import Communicator
@@ -89,29 +89,14 @@ class _OpenedSource:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON value that `from_json` reads."""
-        return {
-            "content": self.content,
-            "files": self.files,
-            "path": self.path,
-            "shown": self.shown,
-            "options": dict(self.options),
-            "has_layout": self.has_layout,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, raw: Any) -> _OpenedSource:
         """Return the record that `to_json` wrote; raise ValueError for anything else."""
-        content, files, path, shown, options, has_layout = records.fields(
-            raw, "content", "files", "path", "shown", "options", "has_layout"
-        )
-        return cls(
-            records.text(content),
-            records.text(files),
-            records.text(path),
-            records.text(shown),
-            records.texts(options),
-            records.flag(has_layout),
-        )
+        *texts, options, has_layout = records.fields(raw, *cls.__dataclass_fields__)
+        content, files, path, shown = map(records.text, texts)
+        return cls(content, files, path, shown, records.texts(options), records.flag(has_layout))
 
 
 def check_same(source: Source, options: LoadOptions, texts: Mapping[str, str], comm: Communicator) -> bool:

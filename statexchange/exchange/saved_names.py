@@ -26,10 +26,9 @@ from statexchange.sharding import records
 from statexchange.sharding.options import ExportOptions, LoadOptions
 from statexchange.sharding.shards import Box, c_strides, full_box
 from statexchange.state.describe import Description
-from statexchange.state.modules import is_module, module_items
+from statexchange.state.modules import is_module
 from statexchange.state.pretrained import is_adapter_model, pretrained_model, with_own_classes
 from statexchange.state.tree import walk
-from statexchange.tensors import is_tensor
 
 __all__ = ["SavedNames", "advice_on_missing", "note_on_container", "saved_names"]
 
@@ -78,10 +77,6 @@ class SavedNames:
     def left_options(self, options: ExportOptions) -> ExportOptions:
         """Return the options that apply to the converted tensors: the patterns match the names that are written."""
         return replace(options, layout=None)
-
-    def plan_to_save(self, tensors: Mapping[str, TensorInfo]) -> ConversionPlan:
-        """Return what `save_pretrained` writes of a model's tensors, which are given by their names in memory."""
-        return _plan_to_save(tensors, self._parts({name: info.shape for name, info in tensors.items()}))
 
     def plan_to_load(
         self, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo], options: LoadOptions
@@ -214,20 +209,15 @@ def note_on_container(state: Any) -> str:
 
 
 def advice_on_missing(state: Any) -> str:
-    """Return advice if a state lacks names because a model's conversion is not used; else "". Not collective."""
+    """Return advice if a source may have other names than a model of transformers; else "". Not collective."""
     names = saved_names(state)
     if names is None:
         return note_on_container(state)
-    shapes = {name: tuple(value.shape) for name, value in module_items(state).items() if is_tensor(value)}
-    try:
-        _traced(names.model, shapes)
-    except _UntracedError as error:
-        kind = type(names.model).__name__
-        return (
-            f"{kind}.save_pretrained {error}, which a load cannot undo: if it wrote this source, read it by "
-            f"{kind}.from_pretrained, write that model by export_checkpoint, and load the export"
-        )
-    return ""
+    kind = type(names.model).__name__
+    return (
+        f"{kind}.save_pretrained may write tensors that a load cannot take apart: read its directory by "
+        f"{kind}.from_pretrained, write that model by export_checkpoint, and load the export"
+    )
 
 
 def _names_of_all(sent: Sequence[bytes]) -> dict[str, tuple[str, ...]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from statexchange.errors import InvalidArgumentError, type_text
-from statexchange.sharding.paths import Key, ListItem, TupleItem, is_index
+from statexchange.sharding.paths import Key, ListItem, TupleItem
 from statexchange.state.containers import children, with_children
 from statexchange.state.entry import Entry
 from statexchange.state.saved_values import are_equal, has_no_leaves
@@ -82,9 +82,10 @@ class _Builder:
             by_text.setdefault(str(key), []).append(key)
         for entry in entries:
             keys = entry.keys_below(path)
-            key = self._matched_key(entry, by_text, live, path) if keys is None else keys[0]
-            if keys is not None and self._known.keys_are_texts:
-                key = self._live_key(keys[0], by_text, live)
+            if keys is None:  # a name alone, or one that was renamed
+                key = _key_of_name(entry.text[len(path) + 1 :] if path else entry.text, by_text)
+            else:
+                key = self._live_key(keys[0], by_text, live) if self._known.keys_are_texts else keys[0]
             grouped.setdefault(key, []).append(entry)
         return grouped
 
@@ -98,19 +99,6 @@ class _Builder:
         if alike or not _is_certain(str(key)):
             return _Unknown(str(key))
         return key
-
-    def _matched_key(self, entry: Entry, by_text: Mapping[str, Sequence[Any]], live: Any, path: str) -> Any:
-        """Return the key of the live state that begins the rest of a name, the longest of several."""
-        rest = entry.text[len(path) + 1 :] if path else entry.text
-        text = rest
-        while text not in by_text and "." in text:
-            text = text.rpartition(".")[0]
-        if isinstance(live, list | tuple) and not hasattr(live, "_fields"):
-            first = rest.partition(".")[0]
-            return ListItem(first) if is_index(first) else _Unknown(rest)
-        if len(by_text.get(text, ())) == 1:
-            return by_text[text][0]
-        return rest if _is_certain(rest) else _Unknown(rest)
 
     def _empty(self, live_items: Mapping[Any, Any], items: Mapping[Any, Any], live: Any, path: str) -> dict[Any, Any]:
         """Return the items of a live container that the source may have had without an entry: empty mappings."""
@@ -177,6 +165,16 @@ class _Unknown:
 
     def __str__(self) -> str:
         return self.text
+
+
+def _key_of_name(rest: str, by_text: Mapping[str, Sequence[Any]]) -> Any:
+    """Return the live key that begins the rest of a name, the longest of several; else the rest, if that is a key."""
+    text = rest
+    while text not in by_text and "." in text:
+        text = text.rpartition(".")[0]
+    if len(by_text.get(text, ())) == 1:
+        return by_text[text][0]
+    return rest if _is_certain(rest) else _Unknown(rest)
 
 
 def _is_certain(text: str) -> bool:

@@ -17,9 +17,7 @@ __all__ = [
     "class_name",
     "hyperparameters",
     "install_optimizer",
-    "is_group",
     "is_optimizer",
-    "is_state_of_optimizer",
     "labelled_parameters",
     "named_parameters",
     "names_of_groups",
@@ -38,21 +36,6 @@ def is_optimizer(value: Any) -> bool:
     if isinstance(value, type | Mapping) or is_module(value):
         return False
     return hasattr(value, "param_groups") and hasattr(value, "state")
-
-
-def is_state_of_optimizer(tree: Any) -> bool:
-    """Whether a tree is what an optimizer's `state_dict` returns. Not collective."""
-    if not isinstance(tree, Mapping) or not {"state", "param_groups"} <= tree.keys():
-        return False
-    groups = tree["param_groups"]
-    return isinstance(tree["state"], Mapping) and isinstance(groups, list) and all(map(is_group, groups))
-
-
-def is_group(value: Any) -> bool:
-    """Whether `value` is a param group of what an optimizer's `state_dict` returns. Not collective."""
-    if not isinstance(value, Mapping) or not isinstance(value.get("params"), list):
-        return False
-    return all(isinstance(parameter, int | str) for parameter in value["params"])
 
 
 def check_optimizer(optimizer: Any, path: str) -> None:

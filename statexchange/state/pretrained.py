@@ -111,7 +111,7 @@ def adapter_state(state: Any, tensors: Mapping[str, Any] | None = None) -> dict[
     model = _unwrapped(state)
     adapter = _active_adapter(model)
     embeddings = set(peft.utils.other.EMBEDDING_LAYER_NAMES)
-    targets = model.peft_config[adapter].target_modules
+    targets = getattr(model.peft_config[adapter], "target_modules", None)  # prompts have none
     # "auto", PEFT's default, may look for the base model's config on the network.
     saves_embeddings = not isinstance(targets, str) and bool(embeddings.intersection(targets or ()))
     named: dict[str, Any] = peft.get_peft_model_state_dict(

@@ -20,7 +20,6 @@ __all__ = [
     "WalkStep",
     "check_rebuild",
     "contains",
-    "entry_path",
     "flatten",
     "nodes",
     "rebuild",
@@ -98,11 +97,6 @@ def walk(
     for key, child in inside.items():
         step = f"[{key}]" if by_index else f".{key}"
         yield from walk(child, enters, path + step if path or keys else step.removeprefix("."), (*keys, key))
-
-
-def entry_path(path: str, key: object) -> str:
-    """Return the path, as `walk` writes it, of an entry of the mapping at `path`. Not collective."""
-    return f"{path}.{key}" if path else str(key)
 
 
 def contains(tree: Any, fits: Callable[[Any], bool]) -> bool:
