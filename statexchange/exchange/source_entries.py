@@ -70,7 +70,7 @@ def source_entries(
         of_rank.entries = names.entries(of_rank.entries, source.path)
         if names.renames:
             of_rank.templates = {names.place(path): value for path, value in of_rank.templates.items()}
-            of_rank.sizes = {names.place(path): size for path, size in of_rank.sizes.items()}
+            of_rank.containers = {names.place(path): kind for path, kind in of_rank.containers.items()}
         found.append(of_rank)
     return Entries(found, is_own=tensors.own_rank is not None)
 

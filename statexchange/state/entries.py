@@ -38,14 +38,15 @@ class RankEntries:
         rank: the rank, or 0.
         entries: its entries.
         templates: namedtuples and dataclasses whose items are entries, by their paths.
-        sizes: the number of items of lists whose items are entries, and the keys of mappings of plain values in such
-            lists: values of two ranks that differ in them are not joined.
+        containers: the kind of each container whose items are entries, by its path: for a list and its like with the
+            number of items, for a mapping of plain values in a list its keys. Those of two ranks that differ in it
+            are not joined.
     """
 
     rank: int
     entries: list[Entry] = field(default_factory=list)
     templates: dict[str, Any] = field(default_factory=dict)
-    sizes: dict[str, object] = field(default_factory=dict)
+    containers: dict[str, object] = field(default_factory=dict)
 
 
 def flatten_tree(tree: Any, found: RankEntries, base: Entry | None = None) -> None:
@@ -62,13 +63,13 @@ def flatten_tree(tree: Any, found: RankEntries, base: Entry | None = None) -> No
             name = value.name if isinstance(value, SavedTensor) else text
             found.entries.append(Entry(text, keys, value, name if base is None else base.name))
             continue
-        if isinstance(value, list):
-            found.sizes[text] = len(value)
+        if isinstance(value, Mapping):
+            found.containers[text] = frozenset(value) if in_list and not contains(value, _is_tensor) else "mapping"
+        else:
+            found.containers[text] = (type(value).__qualname__, len(inside))
             in_list = True
-        elif in_list and isinstance(value, Mapping) and not contains(value, _is_tensor):
-            found.sizes[text] = frozenset(value)
-        elif not isinstance(value, Mapping) and type(value) is not tuple:
-            found.templates[text] = value
+            if type(value) not in (list, tuple):
+                found.templates[text] = value
         waiting += reversed([(item, (*keys, key), joined(text, key), in_list) for key, item in inside.items()])
 
 
@@ -92,6 +93,10 @@ def _entered(value: Any) -> dict[Any, Any] | None:
     return {TupleItem(index): item for index, item in items.items()} if type(value) is tuple else items
 
 
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
+
+
 class Entries:
     """All entries of a source, by their texts.
 
@@ -109,20 +114,32 @@ class Entries:
         self._by_text: dict[str, Entry] = {}  # in the order of the source
         self._alike: dict[str, list[Entry]] = {}  # those of a text that two paths have
         self._holders: dict[str, int] = {}  # the rank of each entry
-        sizes: dict[str, tuple[int, object]] = {}
+        self._containers: dict[str, tuple[int, object]] = {}  # with the rank that has it
         for of_rank in ranks:
-            # The items of a list of another length, and what is in a mapping of other keys there, do not count.
-            others: set[str] = set()
-            for path, size in of_rank.sizes.items():
-                rank, first = sizes.setdefault(path, (of_rank.rank, size))
-                if first != size:
-                    self.conflicts.setdefault(path, (rank, of_rank.rank))
-                    others.add(path)
-            self.templates = of_rank.templates | self.templates
+            others = self._others(of_rank)
+            of_this_rank = {path: value for path, value in of_rank.templates.items() if path not in others}
+            self.templates = of_this_rank | self.templates
             self._add(of_rank, others)
         self._texts = sorted(self._by_text)
         self._positions = dict(zip(self._by_text, range(len(self._by_text)), strict=True))
         self._first: Entries | None = None
+        self._each: list[Entries] = []  # what `of_each_rank` yields
+
+    def _others(self, of_rank: RankEntries) -> set[str]:
+        """Return the paths of those containers of a rank that are something else on a rank before it.
+
+        What is in them does not count. An empty mapping is no value, but one that has its items on other ranks.
+        """
+        others = set()
+        for path, kind in of_rank.containers.items():
+            rank, first = self._containers.setdefault(path, (of_rank.rank, kind))
+            entry = self._by_text.get(path)
+            if entry is not None and _is_empty(entry.leaf) and kind == "mapping":
+                del self._by_text[path]
+            elif entry is not None or first != kind:
+                self.conflicts.setdefault(path, (self._holders.get(path, rank), of_rank.rank))
+                others.add(path)
+        return others
 
     def _add(self, of_rank: RankEntries, others: set[str]) -> None:
         """Add the entries of a rank that no rank before it has, but those below the paths `others`."""
@@ -131,7 +148,11 @@ class Entries:
             text = entry.text
             if others and not others.isdisjoint(("", *paths_above(text))):
                 continue
-            if text not in self._by_text:
+            rank, kind = self._containers.get(text, (of_rank.rank, None))
+            if rank != of_rank.rank:
+                if not (_is_empty(entry.leaf) and kind == "mapping"):
+                    self.conflicts.setdefault(text, (rank, of_rank.rank))
+            elif text not in self._by_text:
                 self._by_text[text] = entry
             elif text not in present:  # two paths of this rank
                 self._alike.setdefault(text, [self._by_text[text]]).append(entry)
@@ -152,9 +173,11 @@ class Entries:
 
     def of_each_rank(self) -> Iterator[tuple[int, Entries]]:
         """Yield the entries of each rank."""
-        yield self.ranks[0].rank, self.first
-        for of_rank in self.ranks[1:]:
-            yield of_rank.rank, Entries([of_rank], keys_are_texts=self.keys_are_texts)
+        if not self._each:
+            others = [Entries([of_rank], keys_are_texts=self.keys_are_texts) for of_rank in self.ranks[1:]]
+            self._each = [self.first, *others]
+        for of_rank, entries in zip(self.ranks, self._each, strict=True):
+            yield of_rank.rank, entries
 
     def at(self, text: str, keys: tuple[Key, ...] | None = None) -> Entry | None:
         """Return the entry at a path, for which the live state has these keys.

@@ -34,6 +34,7 @@ class OptimizerMatcher:
         self._filler = filler
         self._taken = taken
         self._names: Mapping[int, ParameterName] | None = None
+        self._texts: dict[str, str] | None = None  # of the source's tensors, by their names
         self._tensors: list[ParameterTensor] = []
         self._schedulers: list[LiveEntry] = []
         # By id of the list of groups, which an optimizer and its wrappers share; None if the source does not say.
@@ -79,7 +80,10 @@ class OptimizerMatcher:
                 continue
             saved = read_optimizer(entries, rank, path, optimizer, flat_names)
             if saved is None:
-                expect(False, "an optimizer", entries.value(path, {}) if entries.by_key(path) else None, path)
+                # Another rank's value of another kind does not count, but tensors of it are not dropped unsaid.
+                apart = self._entries.is_own or path in self._entries.conflicts or entries.at(path) is not None
+                if not (plan.saved and apart):
+                    expect(False, "an optimizer", entries.value(path, {}) if entries.by_key(path) else None, path)
             # Numbers are those of a rank's own parameters: this rank's, if it has some.
             elif not (plan.saved and saved.by_number and self._entries.is_own):
                 plan.saved.append(saved)
@@ -94,8 +98,10 @@ class OptimizerMatcher:
                         continue
                     parameter = SavedParameter(saved, label, number)
                     first = plan.parameters.setdefault(labels[label], parameter)
-                    if first is not parameter:
+                    if first is not parameter and not self._entries.is_own:
                         self._compare(first, parameter, labels[label])
+                        if not first.has_state:  # a rank without state, as one that has none of a part, says nothing
+                            plan.parameters[labels[label]] = parameter
         return plan
 
     def _new_names(self, path: str, in_state: Collection[str]) -> Callable[[Sequence[str]], list[str]]:
@@ -125,19 +131,21 @@ class OptimizerMatcher:
 
         None if it has not all of them, or more than one module has.
         """
-        new = {entry.name: entry.text for entry in self._entries if isinstance(entry.leaf, SavedTensor)}
+        if self._texts is None:
+            self._texts = {entry.name: entry.text for entry in self._entries if isinstance(entry.leaf, SavedTensor)}
+        new = self._texts
         ends = [name.removesuffix(labels[0]) for name in new if f".{name}".endswith(f".{labels[0]}")] if labels else []
         prefixes = [begin for begin in ends if all(begin + label in new for label in labels)]
         return [new[prefixes[0] + label] for label in labels] if len(prefixes) == 1 else None
 
     def _compare(self, first: SavedParameter, other: SavedParameter, label: str) -> None:
         """Note a parameter for which two ranks saved different hyperparameters, or states of different keys."""
-        if self._entries.is_own or self._matching.names.options.replicas == "root":
+        if self._matching.names.options.replicas == "root":
             return
         ranks, path, conflicts = (first.saved.rank, other.saved.rank), first.saved.path, self._filler.plan.conflicts
         if not are_equal(dict(first.group.settings), dict(other.group.settings)):
             conflicts.setdefault(joined(path, "param_groups"), ranks)
-        if first.keys() != other.keys():
+        if first.has_state and other.has_state and first.keys() != other.keys():
             conflicts.setdefault(joined(path, f"state.{label}"), ranks)
 
     def check_shapes(self) -> None:
@@ -157,9 +165,10 @@ class OptimizerMatcher:
             if id(parameter) in loaded and not tensor.by_number:
                 continue
             shape, expected = shape_of(tensor.name), tuple(parameter.shape)
-            all_in_one = (sum(math.prod(one.shape) for one in tensor.parameters.values()),)
             present = tuple(tensor.live.shape) if is_tensor(tensor.live) else expected
-            if shape in ((), expected, all_in_one, present):
+            if shape in ((), expected, present):
+                continue
+            if shape == (sum(math.prod(one.shape) for one in tensor.parameters.values()),):
                 continue
             if len(shape) == len(expected):
                 fits = all(size in (1, other) for size, other in zip(shape, expected, strict=True))

@@ -80,6 +80,10 @@ class NameFilter:
         return entry._replace(text=text, keys=_kept_keys(entry.keys, text))
 
     def _text(self, text: str, keys: tuple[Key, ...]) -> str:
+        for unit in paths_above(text):
+            new = self.place(unit)
+            if new in self._units:
+                return new + text[len(unit) :]
         # What is inside a list moves with the list.
         items = [index for index, key in enumerate(keys) if isinstance(key, ListItem | TupleItem)]
         if items:
@@ -87,10 +91,6 @@ class NameFilter:
             head = text[: -len(inside) - 1]
             inside = without_wrappers(inside) if self._strips_wrappers else inside
             return joined(self.place(head), inside) if head else inside
-        for unit in paths_above(text):
-            new = self.place(unit)
-            if new in self._units:
-                return new + text[len(unit) :]
         return self.name(text)
 
 
