@@ -93,16 +93,28 @@ class OptimizerMatcher:
             labels = live.labels_of(saved, param_names, new_names, in_state=self._matching.has_tree)
             for number, group in enumerate(saved.groups):
                 for label in group.labels:
-                    if label not in labels:
+                    if label in labels:
+                        self._add(plan, SavedParameter(saved, label, number), labels[label])
+                    else:
                         plan.unexpected.setdefault(label)
-                        continue
-                    parameter = SavedParameter(saved, label, number)
-                    first = plan.parameters.setdefault(labels[label], parameter)
-                    if first is not parameter and not self._entries.is_own:
-                        self._compare(first, parameter, labels[label])
-                        if not first.has_state:  # a rank without state, as one that has none of a part, says nothing
-                            plan.parameters[labels[label]] = parameter
         return plan
+
+    def _add(self, plan: OptimizerPlan, parameter: SavedParameter, label: str) -> None:
+        """Add what a rank has for a live parameter, and note where it and a rank before it differ.
+
+        A rank without state of it, as one that updates other parameters, says nothing of its state.
+        """
+        first = plan.parameters.setdefault(label, parameter)
+        if first is not parameter and self._entries.is_own:
+            return
+        with_state = plan.with_state.setdefault(label, parameter) if parameter.has_state else parameter
+        if self._matching.names.options.replicas == "root":
+            return
+        rank, path, conflicts = parameter.saved.rank, first.saved.path, self._filler.plan.conflicts
+        if not are_equal(dict(first.group.settings), dict(parameter.group.settings)):
+            conflicts.setdefault(joined(path, "param_groups"), (first.saved.rank, rank))
+        if with_state.keys() != parameter.keys():
+            conflicts.setdefault(joined(path, f"state.{label}"), (with_state.saved.rank, rank))
 
     def _new_names(self, path: str, in_state: Collection[str]) -> Callable[[Sequence[str]], list[str]]:
         """Return the function that gives the names of parameters in the source those in the state, `in_state`."""
@@ -137,16 +149,6 @@ class OptimizerMatcher:
         ends = [name.removesuffix(labels[0]) for name in new if f".{name}".endswith(f".{labels[0]}")] if labels else []
         prefixes = [begin for begin in ends if all(begin + label in new for label in labels)]
         return [new[prefixes[0] + label] for label in labels] if len(prefixes) == 1 else None
-
-    def _compare(self, first: SavedParameter, other: SavedParameter, label: str) -> None:
-        """Note a parameter for which two ranks saved different hyperparameters, or states of different keys."""
-        if self._matching.names.options.replicas == "root":
-            return
-        ranks, path, conflicts = (first.saved.rank, other.saved.rank), first.saved.path, self._filler.plan.conflicts
-        if not are_equal(dict(first.group.settings), dict(other.group.settings)):
-            conflicts.setdefault(joined(path, "param_groups"), ranks)
-        if first.has_state and other.has_state and first.keys() != other.keys():
-            conflicts.setdefault(joined(path, f"state.{label}"), ranks)
 
     def check_shapes(self) -> None:
         """Raise InvalidArgumentError for a tensor of a parameter's state that is another parameter's.

@@ -82,7 +82,8 @@ class OptimizerPlan:
         filler: makes the tensors that are read, and has the plan.
         names: the filter of the load.
         saved: the optimizer as each rank saved it, in the order of their claim.
-        parameters: what the source has for each live parameter, by label.
+        parameters: what the source has for each live parameter, by label: the first rank's that has it.
+        with_state: the same, of the first rank that has state of it.
         unexpected: the source's names of parameters that the live optimizer lacks.
         tensors: those of parameters' states that are loaded.
     """
@@ -94,6 +95,7 @@ class OptimizerPlan:
     names: NameFilter
     saved: list[SavedOptimizer] = field(default_factory=list)
     parameters: dict[str, SavedParameter] = field(default_factory=dict)
+    with_state: dict[str, SavedParameter] = field(default_factory=dict)
     unexpected: dict[str, None] = field(default_factory=dict)
     tensors: list[ParameterTensor] = field(default_factory=list)
     _hyperparameters: dict[int, Any] = field(default_factory=dict)  # live ones by id
@@ -133,8 +135,8 @@ class OptimizerPlan:
             # torch keeps the count of steps on the CPU unless the optimizer is fused or capturable.
             on_host = not (new.get("fused") or new.get("capturable"))
             for label, parameter in of_group.items():
-                saved = self.parameters.get(label)
-                if saved is not None and saved.has_state and self._wants_state(saved, label, parameter):
+                saved = self.with_state.get(label)
+                if saved is not None and self._wants_state(saved, label, parameter):
                     states[parameter] = self._state_of(saved, label, parameter, on_host=on_host)
         dropped = self._dropped(states)
         self._add_other_state(states)
@@ -249,7 +251,7 @@ class OptimizerPlan:
         dropped = []
         for label, parameter in self.live.by_label.items():
             saved = self.parameters.get(label)
-            if saved is not None and not saved.has_state and self._wants_state(saved, label, parameter):
+            if saved is not None and label not in self.with_state and self._wants_state(saved, label, parameter):
                 dropped.append(parameter)
         if self.parameters.keys() >= self.live.by_label.keys() and not self.names.selects:
             dropped += [key for key in self.optimizer.state if not is_torch(key) and key not in states]

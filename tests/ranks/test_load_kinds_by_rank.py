@@ -169,6 +169,20 @@ def test_a_mapping_that_is_empty_on_one_rank_has_the_items_of_others(tmp_path: P
     assert repr(state["x"]) == repr(saved[1])
 
 
+def test_with_replicas_root_hyperparameters_are_root_s_and_states_any_ranks(tmp_path: Path) -> None:
+    def save() -> None:
+        state = job(3.0, lr=0.25 + sx.get_rank())
+        if sx.get_rank() == 0:
+            state["optimizer"].state.clear()
+        sx.save_checkpoint(state, tmp_path / "saved")
+
+    run_ranks(save, 2)
+    live = job(None)
+    sx.load_checkpoint(live, tmp_path / "saved", replicas="root")
+    assert averages(live) == [3.0] * 4
+    assert live["optimizer"].param_groups[0]["lr"] == 0.25
+
+
 def test_tensors_that_another_rank_has_where_the_first_has_an_optimizer_are_not_dropped(tmp_path: Path) -> None:
     def save() -> None:
         value = job(3.0)["optimizer"] if sx.get_rank() == 0 else {"a": torch.ones(1)}
