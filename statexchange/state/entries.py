@@ -11,7 +11,7 @@ from statexchange.errors import InvalidArgumentError
 from statexchange.sharding.paths import Key, ListItem, TupleItem, joined, paths_above
 from statexchange.state.containers import children, is_dataclass
 from statexchange.state.entry import Entry
-from statexchange.state.entry_value import KnownKeys, build_value
+from statexchange.state.entry_value import ValueBuilder
 from statexchange.state.saved_values import SavedTensor, are_equal
 from statexchange.state.tree import contains
 
@@ -242,7 +242,7 @@ class Entries:
             last_keys = [entry.keys[-1] for entry in entries if entry.keys and entry.text[begin:] == entry.keys[-1]]
             if len(last_keys) == len(entries):
                 return {entry.keys[-1]: entry.leaf for entry in entries}
-        return build_value(entries, live, path, KnownKeys(self.templates, self.keys_are_texts, is_whole))
+        return ValueBuilder(self.templates, self.keys_are_texts, is_whole).value(entries, live, path)
 
     def by_key(self, path: str) -> dict[Any, list[Entry]] | None:
         """Return the entries below a path by their first key there; None if the source does not know the keys."""

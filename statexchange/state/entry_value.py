@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from statexchange.errors import InvalidArgumentError, type_text
@@ -12,11 +13,11 @@ from statexchange.state.entry import Entry
 from statexchange.state.saved_values import are_equal, has_no_leaves
 from statexchange.state.tree import contains
 
-__all__ = ["KnownKeys", "build_value"]
+__all__ = ["ValueBuilder"]
 
 
-class KnownKeys(NamedTuple):
-    """What a source knows of the keys and containers of its entries.
+class ValueBuilder(NamedTuple):
+    """Builds values, container by container, by what a source knows of the keys and containers of its entries.
 
     Attributes:
         templates: namedtuples and dataclasses whose items are entries, by their paths.
@@ -28,26 +29,14 @@ class KnownKeys(NamedTuple):
     keys_are_texts: bool
     is_whole: bool
 
-
-def build_value(entries: Sequence[Entry], live: Any, path: str, known: KnownKeys) -> Any:
-    """Return the value that the entries at and below a path make, with a SavedTensor for each tensor.
-
-    Keys and containers that the source does not know are those of `live`, the value in the state.
-
-    Raises:
-        InvalidArgumentError: `live` does not show them either, or the entries contradict each other.
-    """
-    return _Builder(known).value(entries, live, path)
-
-
-class _Builder:
-    """Builds a value, container by container."""
-
-    def __init__(self, known: KnownKeys) -> None:
-        self._known = known
-
     def value(self, entries: Sequence[Entry], live: Any, path: str) -> Any:
-        """Return the value at `path`, from the entries at and below it."""
+        """Return the value that the entries at and below a path make, with a SavedTensor for each tensor.
+
+        Keys and containers that the source does not know are those of `live`, the value in the state.
+
+        Raises:
+            InvalidArgumentError: `live` does not show them either, or the entries contradict each other.
+        """
         inside = [entry for entry in entries if entry.text != path]
         if len(inside) < len(entries):
             leaf, *others = [entry.leaf for entry in entries if entry.text == path]
@@ -68,7 +57,7 @@ class _Builder:
             inner = f"{path}.{key}" if path else str(key)
             is_leaf = len(of_key) == 1 and of_key[0].text == inner
             items[key] = of_key[0].leaf if is_leaf else self.value(of_key, live_items.get(key), inner)
-        if self._known.keys_are_texts:
+        if self.keys_are_texts:
             items |= self._empty(live_items, items, live, path)
         return self._container(items, live, path)
 
@@ -85,7 +74,7 @@ class _Builder:
             if keys is None:  # a name alone, or one that was renamed
                 key = _key_of_name(entry.text[len(path) + 1 :] if path else entry.text, by_text)
             else:
-                key = self._live_key(keys[0], by_text, live) if self._known.keys_are_texts else keys[0]
+                key = self._live_key(keys[0], by_text, live) if self.keys_are_texts else keys[0]
             grouped.setdefault(key, []).append(entry)
         return grouped
 
@@ -108,7 +97,7 @@ class _Builder:
                 continue
             if has_no_leaves(item):
                 empty[ListItem(key) if isinstance(live, list) else key] = item
-            elif self._known.is_whole and contains(item, lambda part: isinstance(part, Mapping)):
+            elif self.is_whole and contains(item, lambda part: isinstance(part, Mapping)):
                 text = (
                     "the source has nothing here, as torch leaves out empty mappings: empty that of the state, or "
                     "leave it out by exclude"
@@ -126,11 +115,11 @@ class _Builder:
                 f"state has {has} to put it into: make it as it was saved, or leave it out by exclude"
             )
             raise InvalidArgumentError(text, name=path)
-        if path in self._known.templates:
-            return with_children(self._known.templates[path], items)
+        if path in self.templates:
+            return with_children(self.templates[path], items)
         if not all(isinstance(key, ListItem | TupleItem) for key in items):
             return items
-        if self._known.keys_are_texts:
+        if self.keys_are_texts:
             self._check_length(items, live, path)
         if sorted(items) != [*range(len(items))]:
             text = "the source lacks an item of this list: make it as it was saved, or leave it out by exclude"
@@ -151,17 +140,11 @@ class _Builder:
             raise InvalidArgumentError(text, name=path)
 
 
+@dataclass(frozen=True)
 class _Unknown:
     """A key of which the text is known alone."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Unknown) and other.text == self.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
+    text: str
 
     def __str__(self) -> str:
         return self.text
