@@ -6,10 +6,12 @@ key-value store (rendezvous.py). bootstrap.py then forms the communicator over i
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from statexchange.comm import adopt, defaults
 from statexchange.comm.adopt import form_over_process_group, from_process_group, torch_default_group
@@ -18,8 +20,7 @@ from statexchange.comm.backends.single import SingleBackend
 from statexchange.comm.bootstrap import form_communicator, is_forked_from_rank, refuse_inherited
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.devices import Devices, check_devices, choose
-from statexchange.errors import ForkedError, InvalidArgumentError, needing_torch
+from statexchange.errors import ForkedError, InvalidArgumentError, UnsupportedError, needing_torch
 from statexchange.settings import check_timeout, default_timeout_s, detect_launch
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def init(
         comm = _make(options, default_timeout_s() if seconds is None else seconds)
     try:
         with public_call("init"), comm.phase("choosing a device"):
-            comm.compute_on(choose(devices, defaults.local_rank_of(comm)))
+            comm.compute_on(_choose(devices, defaults.local_rank_of(comm)))
         comm.forget_callers()
     except BaseException:
         comm.close()
@@ -137,7 +138,7 @@ def _check_options(options: InitOptions) -> None:
         )
     if options.check not in ("auto", "off"):
         raise InvalidArgumentError(f"check must be 'auto' or 'off', not {options.check!r}")
-    check_devices(options.devices)
+    _check_devices(options.devices)
     for name, given in (("rank", options.rank), ("world_size", options.world_size)):
         if given is not None and not hasattr(given, "__index__"):
             raise InvalidArgumentError(f"{name} is a number, not {given!r}")
@@ -253,3 +254,60 @@ def shutdown() -> None:
         comm.close()
         defaults.set_default(None)
     adopt.forget_all()
+
+
+Devices = Sequence[Any] | Literal[False] | None
+
+
+def _choose(devices: Devices, local_rank: int) -> str:
+    """Return the name of this rank's device; a GPU becomes torch's current one. `devices` is the argument of `init`.
+
+    Not collective.
+    """
+    if devices is False:
+        return "cpu"
+    if devices is None:
+        num_gpus = _num_gpus() if importlib.util.find_spec("torch") is not None else 0
+        return _use(f"cuda:{local_rank % num_gpus}") if num_gpus else "cpu"
+    if not 0 <= local_rank < len(devices):
+        raise InvalidArgumentError(f"devices={list(devices)} has no device for local_rank {local_rank}")
+    return _use(_name(devices[local_rank], devices))
+
+
+def _check_devices(devices: object) -> None:
+    """Raise InvalidArgumentError unless `devices` is of a type that `init` takes. Not collective."""
+    is_list = isinstance(devices, Sequence) and not isinstance(devices, (str, bytes))
+    if not (devices is None or devices is False or is_list):
+        raise InvalidArgumentError(f"devices is None, False or a list with a device for each rank, not {devices!r}")
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+
+
+def _name(entry: object, devices: Sequence[Any]) -> str:
+    import torch
+
+    try:
+        if isinstance(entry, bool):
+            raise TypeError("neither a number nor a name")
+        device = torch.device("cuda", entry) if isinstance(entry, int) else torch.device(cast("str", entry))
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"devices={list(devices)}: {entry!r} is no device") from error
+    if device.type == "cuda" and (device.index or 0) >= _num_gpus():
+        raise InvalidArgumentError(f"devices={list(devices)}: there is no {device}, this host has {_num_gpus()} GPUs")
+    return str(device)
+
+
+def _use(name: str) -> str:
+    if name.startswith("cuda"):
+        import torch
+
+        try:
+            torch.cuda.set_device(name)
+        except RuntimeError as error:  # as in a process that was forked after its parent had used CUDA
+            text = f"this process cannot use {name}: {error}. Start it by spawn, or give init devices=False"
+            raise UnsupportedError(text) from error
+    return name

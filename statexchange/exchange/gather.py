@@ -22,7 +22,6 @@ from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator, members
 from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError, UnsupportedError, excerpt
-from statexchange.exchange.receipts import receipt_from_json, receipt_to_json
 from statexchange.exchange.staging import Staging
 from statexchange.sharding import records
 from statexchange.sharding.shards import Shard, full_box, shape_from_json
@@ -362,11 +361,11 @@ class _FileTransport:
         self._receipt = self._workspace.write(
             shards, run=comm.run, round=number, rank=comm.rank, world_size=comm.world_size, pending=True
         )
-        return receipt_to_json(self._receipt)
+        return {"file": self._receipt.relative, "nbytes": self._receipt.nbytes}
 
     def receive(self, metadata: Sequence[_TensorMetadata], address: Mapping[str, Any], rank: int) -> _Block:
         """Open another rank's file by the name in its receipt."""
-        receipt = records.parsed(address, receipt_from_json, "the name of the file", rank)
+        receipt = records.parsed(address, _receipt_from_json, "the name of the file", rank)
         return _FileBlock(metadata, self._workspace.open(receipt, timeout_s=_READ_RETRY_S))
 
     def received(self) -> None:
@@ -408,12 +407,7 @@ def _transport(comm: Communicator, workspace: _WorkspaceLike) -> _Transport:
 
 @contextlib.contextmanager
 def _gathered(
-    call: str,
-    comm: Communicator,
-    root: int,
-    tensors: Mapping[str, Any],
-    message: object,
-    workspace: _WorkspaceLike,
+    call: str, comm: Communicator, root: int, tensors: Mapping[str, Any], message: object, workspace: _WorkspaceLike
 ) -> Iterator[list[tuple[_Block, Any]]]:
     """Yield every rank's block and message, in rank order, on root; [] elsewhere. Collective at both ends.
 
@@ -454,10 +448,7 @@ def _receive(transport: _Transport, data: bytes, rank: int) -> tuple[_Block, Any
 
 
 def _until_done(
-    call: str,
-    comm: Communicator,
-    transport: _Transport,
-    blocks: list[tuple[_Block, Any]],
+    call: str, comm: Communicator, transport: _Transport, blocks: list[tuple[_Block, Any]]
 ) -> Iterator[list[tuple[_Block, Any]]]:
     """Run the user's block, then agree; the agreement waits without limit while all ranks are alive."""
     failure: BaseException | None = None
@@ -687,3 +678,11 @@ def _config(rank: int, block: _Block, message: object, types: Mapping[str, type]
         return block.tensor(name)
 
     return values.decode(records.parsed(message, records.text, "the config", rank), types=types, leaf=tensor)
+
+
+def _receipt_from_json(raw: object) -> Receipt:
+    """Return the receipt of a file that a rank sent; raise ValueError or UnsafeError for anything else."""
+    file, nbytes = records.fields(raw, "file", "nbytes")
+    receipt = Receipt(records.text(file), records.count(nbytes))
+    receipt.rank_name  # noqa: B018 (it raises unless this is the name of a rank's file)
+    return receipt

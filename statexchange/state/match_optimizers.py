@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from statexchange.errors import InvalidArgumentError, StateExchangeError
+from statexchange.errors import InvalidArgumentError, StateExchangeError, type_text
 from statexchange.sharding.paths import joined
 from statexchange.state.entries import Entries
 from statexchange.state.flatten import LiveEntry
 from statexchange.state.live_parameters import LiveParameters
 from statexchange.state.load_plan import Filler, expect
 from statexchange.state.matching import Matching
-from statexchange.state.optimizer_class import check_class
 from statexchange.state.optimizer_plan import OptimizerPlan, ParameterTensor, SavedParameter
-from statexchange.state.optimizers import is_optimizer
+from statexchange.state.optimizers import class_name, hyperparameters, is_optimizer
 from statexchange.state.saved_optimizer import join_numbered, read_optimizer
 from statexchange.state.saved_values import SavedTensor, are_equal
 from statexchange.state.state_dict import ParameterName, parameter_names
@@ -54,7 +53,7 @@ class OptimizerMatcher:
             return
         plan = self._matched(optimizer, path)
         settings = [group.settings for saved in plan.saved for group in saved.groups]
-        check_class(optimizer, self._matching.classes.get(path, ()), settings, path)
+        _check_class(optimizer, self._matching.classes.get(path, ()), settings, path)
         self._same_groups[id(optimizer.param_groups)] = plan.has_same_groups()
         plan.add()
         self._tensors += plan.tensors
@@ -75,7 +74,7 @@ class OptimizerMatcher:
         live = LiveParameters(optimizer, self._names, path)
         plan = OptimizerPlan(optimizer, path, live, self._filler, self._matching.names)
         flat_names = {*live.in_modules(), *live.in_state()}
-        for rank, entries in self._entries.of_each_rank():
+        for rank, entries in self._entries.of_each_rank:
             if not entries.has_below(path):
                 continue
             saved = read_optimizer(entries, rank, path, optimizer, flat_names)
@@ -204,3 +203,42 @@ class OptimizerMatcher:
                 "in another order: make the groups of the job that saved them, or leave the scheduler out by exclude",
                 name=entry.text,
             )
+
+
+# What schedulers add to param groups: it says nothing of the optimizer's class.
+_OF_SCHEDULERS = {"initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
+
+
+def _check_class(optimizer: Any, classes: Collection[str], groups: Iterable[Mapping[str, Any]], path: str) -> None:
+    """Raise InvalidArgumentError if the state of another class of optimizers was saved at `path`.
+
+    An equal qualified name is enough. Else the name without the module must be equal, as a script is the module
+    ``__main__`` when it is run and another when it is imported, and the hyperparameters of one side must contain those
+    of the other. Of a source without classes only the hyperparameters are compared.
+
+    Args:
+        optimizer: the live optimizer.
+        classes: the qualified names that ranks have recorded; none if the source does not record them.
+        groups: the saved param groups.
+        path: the path of the optimizer in the state.
+    """
+    live = class_name(optimizer)
+    if live in classes:
+        return
+    live_names = _hyperparameter_names(optimizer.param_groups)
+    saved_names = _hyperparameter_names(groups)
+    has_name = not classes or live.rpartition(".")[2] in {name.rpartition(".")[2] for name in classes}
+    if has_name and (live_names <= saved_names or saved_names <= live_names):
+        return
+    lacking = ", ".join(sorted(saved_names - live_names))
+    leave = f", or pass exclude={path!r} to leave it as it is" if path else ""
+    raise InvalidArgumentError(
+        f"this is the state of another optimizer than {type_text(optimizer)}: make the optimizer that was saved{leave}",
+        name=path or None,
+        expected=min(classes, default=f"hyperparameters {lacking}"),
+        found=live,
+    )
+
+
+def _hyperparameter_names(groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    return {name for group in groups for name in hyperparameters(group)} - _OF_SCHEDULERS

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import statistics
+import time
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -11,7 +14,7 @@ import torch
 from torch import nn
 
 from statexchange.comm.calls import public_call
-from statexchange.comm.communicator import CommLike
+from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.state.spec import module_tensors
@@ -20,8 +23,7 @@ from statexchange.train.algorithms import Algorithm, GradientAllReduce, as_algor
 from statexchange.train.buckets.options import TrainingOptions
 from statexchange.train.buckets.reducer import BucketReducer
 from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters
-from statexchange.train.training_group import TrainingGroup
-from statexchange.train.tuner import Trial
+from statexchange.train.tuner import Setting, Trial, Tuner
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -66,7 +68,7 @@ class DistributedModule(nn.Module):
         _check_ignored(module)
         self.module = module
         self.training = module.training
-        self._group = TrainingGroup(self._comm)
+        self._group = _TrainingGroup(self._comm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
         """Copy the module; the copy has the same communicator and no optimizer. AveragedModel calls this."""
@@ -344,3 +346,89 @@ def _check_arguments(
         raise InvalidArgumentError("tune_every must be a positive number of forwards", found=tune_every)
     if autotune and len(optimizers) > 1:
         raise InvalidArgumentError("autotune is for one optimizer: between steps of several, gradients would be lost")
+
+
+_MAX_STEP_TIMES = 1 << 12
+
+
+class _TrainingGroup:
+    """Optimizers that train one module by one algorithm, with one setting.
+
+    A step's time is that between two forwards in train mode. With `tune_every` the tuner runs at the end of each step
+    whose forward is the `tune_every`-th: between a forward and its step, buckets cannot change.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.history: list[Trial] = []
+        self._comm = comm
+        self._optimizers: list[AlgorithmOptimizer] = []
+        self._tuner: Tuner | None = None
+        self._tune_every: int | None = None
+        self._is_due = False
+        self._num_forwards = 0
+        self._last_forward_s: float | None = None
+        self._step_times: deque[float] = deque(maxlen=_MAX_STEP_TIMES)
+
+    @property
+    def optimizers(self) -> list[AlgorithmOptimizer]:
+        """The optimizers, at least one."""
+        if not self._optimizers:
+            raise InvalidArgumentError("this module has no optimizer: data_parallel(module, optimizer) gives it one")
+        return self._optimizers
+
+    def begin(self, optimizers: list[AlgorithmOptimizer], tune_every: int | None) -> None:
+        """Train with these optimizers; run the tuner after each `tune_every`-th forward, or only when called."""
+        self._optimizers = optimizers
+        self._tune_every = tune_every
+        self._tuner = optimizers[0].new_tuner()
+
+    def restart_tuning(self) -> None:
+        """Discard the measured times: the algorithm has changed."""
+        self._tuner = self.optimizers[0].new_tuner()
+        self._step_times.clear()
+
+    def count_forward(self) -> None:
+        """Count a forward in train mode, and the time since the one before as a step."""
+        now = time.perf_counter()
+        if self._last_forward_s is not None:
+            self._step_times.append(now - self._last_forward_s)
+        self._last_forward_s = now
+        self._num_forwards += 1
+        if self._tune_every is not None and self._num_forwards % self._tune_every == 0:
+            self._is_due = True
+
+    def interrupt(self) -> None:
+        """Do not count the time from the last forward to the next as a step: something else happens in between."""
+        self._last_forward_s = None
+
+    def set_step_times(self, step_s: Sequence[float]) -> None:
+        """Replace what was measured by times in seconds."""
+        self._step_times = deque(step_s, maxlen=_MAX_STEP_TIMES)
+
+    def after_step(self) -> None:
+        """Run the tuner if it is due after this step. Collective then."""
+        if self._is_due:
+            self.tune()
+
+    def tune(self) -> bool:
+        """Let rank 0 choose a setting by the step times of all ranks; return whether it changed. Collective."""
+        optimizers = self.optimizers
+        first = optimizers[0]
+        median = statistics.median(self._step_times) if self._step_times else None
+        self._step_times.clear()
+        self._is_due = False
+        medians = [value for value in self._comm.all_gather_object(median) if value is not None]
+        if not medians or first.algorithm.averages_weights:
+            return False
+        present = first.setting
+        num_buckets = sum(len(optimizer.reducer.buckets) for optimizer in optimizers)
+        self.history.append(Trial(present.bucket_bytes, num_buckets, max(medians), present.hierarchical))
+        assert self._tuner is not None
+        proposed = self._tuner.propose(present, max(medians)) if self._comm.rank == 0 else present
+        chosen = Setting(*self._comm.broadcast_object([proposed.bucket_bytes, proposed.hierarchical]))
+        if chosen == present:
+            return False
+        for optimizer in optimizers:
+            optimizer.use(chosen)
+        self.interrupt()  # the first step with new buckets also makes them
+        return True

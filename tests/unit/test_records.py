@@ -13,8 +13,8 @@ import torch
 import statexchange as sx
 from statexchange.exchange.exporting import ExportReport
 from statexchange.exchange.gather import _RankMessage, _TensorMetadata
+from statexchange.exchange.load import _OpenedSource
 from statexchange.exchange.memory_copy import _Answer
-from statexchange.exchange.opened_source import _OpenedSource
 from statexchange.exchange.rank_metadata import RankMetadata, check_equal_options
 from statexchange.exchange.reading import WantedBox
 from statexchange.exchange.saving import _Start, _Written

@@ -1,7 +1,9 @@
 """The control page: shared memory through which ranks of one host synchronise, exchange messages and notice failure.
 
-Layout. Each rank has a row of words and three message slots (slots.py), which it alone writes and all ranks read.
-Behind them lies memory for the mailboxes of all pairs of ranks (mailbox.py). The words of a row:
+Layout. Each rank has a row of words and three message slots, which it alone writes and all ranks read.
+Behind them lies memory for the mailboxes of all pairs of ranks (mailbox.py). A slot holds 8 bytes, little endian, and
+then a message. The top bit of the 8 bytes is the flag _SPILLED, the others are the length of the message. With the flag
+the message is the address of an arena that holds the actual, longer message. The words of a row:
 
     _PID, _START      id and start time of the rank's process, by which the others see whether it runs
     _ARRIVED          4 * the number of the last barrier at which it has arrived + its phase there (outcome.py)
@@ -37,7 +39,6 @@ import time
 from statexchange.comm import forks
 from statexchange.comm.failure.monitor import GroupMonitor
 from statexchange.comm.failure.outcome import ABSENT, CLOSING, FAILED, HERE, PASSED, SEEN, UNKNOWN, next_phase
-from statexchange.comm.failure.slots import LENGTH_BYTES, SPILLED, is_spilled, read_slot, write_slot
 from statexchange.comm.wait import Wait, yield_core
 from statexchange.errors import (
     NotInitializedError,
@@ -51,6 +52,28 @@ from statexchange.processes import process_is_alive, process_is_stopped, process
 from statexchange.shared_memory import Arena, Attached, Kind, attach
 
 __all__ = ["ControlPage", "DifferentCallsError", "closed_error"]
+
+_LENGTH_BYTES = 8
+_SPILLED = 1 << 63
+
+
+def _write_slot(slot: memoryview, data: bytes, flag: int) -> None:
+    """Write a message with its length and flag."""
+    slot[:_LENGTH_BYTES] = (len(data) | flag).to_bytes(_LENGTH_BYTES, "little")
+    slot[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = data
+
+
+def _is_spilled(slot: memoryview) -> bool:
+    """Whether the message in a slot is the address of a long one."""
+    return bool(slot[_LENGTH_BYTES - 1] & 0x80)
+
+
+def _read_slot(slot: memoryview) -> tuple[bytes, bool]:
+    """Return the message in a slot, and whether it is the address of a long one."""
+    word = int.from_bytes(slot[:_LENGTH_BYTES], "little")
+    length = word & ~_SPILLED
+    return bytes(slot[_LENGTH_BYTES : _LENGTH_BYTES + length]), bool(word & _SPILLED)
+
 
 _ROW_WORDS = 16
 _PID, _START, _ARRIVED, _LEFT, _PROGRESS, _REQUESTED = range(6)
@@ -145,7 +168,7 @@ class ControlPage(GroupMonitor):
         self.enter(fingerprint, 0, wait)
         reads = root is None or root == self.rank
         answers = [self._read(r, parity) for r in range(self.world_size)] if reads else []
-        if any(is_spilled(self._slot(r, parity)) for r in range(self.world_size)):
+        if any(_is_spilled(self._slot(r, parity)) for r in range(self.world_size)):
             self.sync(wait)  # all must have read a long message before its writer may leave, which frees its arena
             if self.kind == "file" or any(arena.nbytes > _KEPT_BYTES for arena in self._spill.values()):
                 self._drop_spills()
@@ -176,9 +199,9 @@ class ControlPage(GroupMonitor):
 
     def _post(self, payload: bytes, parity: int) -> None:
         flag = 0
-        if len(payload) > _SLOT_BYTES - LENGTH_BYTES:
-            payload, flag = self._spilled(payload, parity), SPILLED
-        write_slot(self._slot(self.rank, parity), payload, flag)
+        if len(payload) > _SLOT_BYTES - _LENGTH_BYTES:
+            payload, flag = self._spilled(payload, parity), _SPILLED
+        _write_slot(self._slot(self.rank, parity), payload, flag)
 
     def _spilled(self, payload: bytes, parity: int) -> bytes:
         """Put a long message into an arena of its own; return what goes into the slot: its address."""
@@ -191,7 +214,7 @@ class ControlPage(GroupMonitor):
         return json.dumps({**arena.address, "length": len(payload)}).encode()
 
     def _read(self, rank: int, parity: int) -> bytes:
-        data, flag = read_slot(self._slot(rank, parity))
+        data, flag = _read_slot(self._slot(rank, parity))
         if not flag:
             return data
         address = json.loads(data)
@@ -364,7 +387,7 @@ class ControlPage(GroupMonitor):
                 raise reason
 
     def _departure_error(self, rank: int) -> StateExchangeError:
-        return from_record(json.loads(read_slot(self._slot(rank, 2))[0]))
+        return from_record(json.loads(_read_slot(self._slot(rank, 2))[0]))
 
     def _alive(self, rank: int) -> bool:
         return self._threads or self.can_see(rank)
@@ -400,10 +423,10 @@ class ControlPage(GroupMonitor):
             return
         if error is not None:
             record = json.dumps(to_record(error, self.rank, "its own code")).encode()
-            if len(record) > _SLOT_BYTES - LENGTH_BYTES:
+            if len(record) > _SLOT_BYTES - _LENGTH_BYTES:
                 short = PeerError(self.rank, "its own code", ascii(error)[:1000])
                 record = json.dumps(to_record(short, self.rank, "its own code")).encode()
-            write_slot(self._slot(self.rank, 2), record, 0)
+            _write_slot(self._slot(self.rank, 2), record, 0)
         self._set(_LEFT, _GONE_WITH_ERROR if error is not None else _GONE_QUIETLY)
         self._drop_spills()
         self._attached.clear()

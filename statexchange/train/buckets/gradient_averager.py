@@ -1,8 +1,10 @@
-"""The end of a round that averages gradients: steps 4 to 6 of the protocol in `reducer`."""
+"""The end of a round: steps 4 to 6 of the protocol in `reducer` for gradients, and the average of parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import torch
 
 from statexchange.comm.communicator import Communicator
 from statexchange.train.buckets.arrival import Arrival
@@ -13,16 +15,18 @@ from statexchange.train.buckets.rounds import (
     DENSE,
     FROZEN,
     LATE,
+    ArrivalReport,
     RoundHeader,
     RoundSummary,
     exchange_reports,
 )
 from statexchange.train.buckets.sender import BucketSender
-from statexchange.train.buckets.views import BucketView, publish_gradients
+from statexchange.train.buckets.views import Bucket, BucketView, publish_gradients
 from statexchange.train.malloc_tuning import trim_malloc
+from statexchange.train.parameter_specs import local_part
 from statexchange.train.sparse import average_sparse, same_sparse_dims
 
-__all__ = ["GradientAverager"]
+__all__ = ["GradientAverager", "ParameterAverager"]
 
 
 class GradientAverager:
@@ -124,3 +128,30 @@ class GradientAverager:
             if any(summary.all_ranks[view.index] & FROZEN for view in bucket.views):
                 self._plan.clear()
                 return
+
+
+class ParameterAverager:
+    """Averages parameters in place; with `is_noticed`, autograd's version counters show it."""
+
+    def __init__(self, comm: Communicator, plan: BucketPlan, sender: BucketSender, *, is_noticed: bool) -> None:
+        self._comm = comm
+        self._plan = plan
+        self._sender = sender
+        self._is_noticed = is_noticed
+
+    def run(self, header: RoundHeader) -> list[int]:
+        """Average all parameters; return the ranks that are not done. Collective."""
+        summary = exchange_reports(self._comm, header, ArrivalReport(b""))
+        for bucket in self._plan.buckets:
+            self._average(bucket)
+        return summary.active
+
+    def _average(self, bucket: Bucket) -> None:
+        views = [view.local for view in bucket.views]
+        parameters = [local_part(view.param, view.name) for view in bucket.views]
+        if not self._is_noticed:
+            parameters = [parameter.data for parameter in parameters]
+        torch._foreach_copy_(views, parameters)
+        self._sender.reduce_memory(bucket)
+        bucket.wait()
+        torch._foreach_copy_(parameters, views)

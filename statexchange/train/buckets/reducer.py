@@ -52,10 +52,9 @@ from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError, StateExchangeError
 from statexchange.processes import usable_cores
 from statexchange.train.buckets.arrival import Arrival
-from statexchange.train.buckets.gradient_averager import GradientAverager
+from statexchange.train.buckets.gradient_averager import GradientAverager, ParameterAverager
 from statexchange.train.buckets.hooks import GradientHooks
 from statexchange.train.buckets.options import BucketOptions, BucketType, Communicate, ResetOptions
-from statexchange.train.buckets.parameter_averager import ParameterAverager
 from statexchange.train.buckets.plan import BucketMemory, BucketPlan, explicit_names
 from statexchange.train.buckets.rounds import RoundHeader
 from statexchange.train.buckets.sender import BucketSender
