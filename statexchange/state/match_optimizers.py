@@ -107,7 +107,7 @@ class OptimizerMatcher:
         if first is not parameter and self._entries.is_own:
             return
         with_state = plan.with_state.setdefault(label, parameter) if parameter.has_state else parameter
-        if self._matching.names.options.replicas == "root":
+        if first is parameter or self._matching.names.options.replicas == "root":
             return
         rank, path, conflicts = parameter.saved.rank, first.saved.path, self._filler.plan.conflicts
         if not are_equal(dict(first.group.settings), dict(parameter.group.settings)):

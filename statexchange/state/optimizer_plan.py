@@ -165,6 +165,8 @@ class OptimizerPlan:
 
     def _wants_settings(self, saved: SavedParameter, label: str) -> bool:
         """Whether the hyperparameters of a parameter are loaded: if one is included, and none excluded."""
+        if not self.names.selects:
+            return True
         begin = joined(self.path, f"param_groups.{label}")
         return self.names.options.wants_object([begin, *(f"{begin}.{key}" for key in saved.group.settings)])
 
