@@ -42,6 +42,7 @@ from statexchange.units import format_transfer
 __all__ = ["LoadReport", "load_checkpoint", "load_now"]
 
 _log = logging.getLogger(__name__)
+_KEYED_KINDS = ("dcp", "deepspeed", "torch")  # formats whose first keys show the sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +268,7 @@ class _Load:
                 with comm.phase("reading the headers", timeout_s=self._stall_timeout_s):
                     if self._options is None:  # once: a second run would find an iterator used up
                         self._options = LoadOptions(**given)
-                    source = holding.enter_context(opened(path, state, comm, self._conversion))
+                    source = holding.enter_context(_opened(path, state, comm, self._conversion))
                 texts = {} if self._conversion is None else self._conversion.texts()
                 has_layout = _check_same(source, self._options, texts, comm)
                 with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
@@ -340,10 +341,9 @@ def _notes_on_lost_ties(plan: LoadPlan, aliases: Mapping[str, str]) -> tuple[str
     return (text,)
 
 
-_KEYED_KINDS = ("dcp", "deepspeed", "torch")  # formats whose first keys show the sections
-
-
-def opened(path: str | os.PathLike[str], state: Any, comm: Communicator, conversion: ChosenConversion | None) -> Source:
+def _opened(
+    path: str | os.PathLike[str], state: Any, comm: Communicator, conversion: ChosenConversion | None
+) -> Source:
     """Open the part of the source that the state needs; on several hosts NotFoundError names the one that lacks it.
 
     For a conversion that is the model. From a training framework's directory it is the model, too, unless the state is

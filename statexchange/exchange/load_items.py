@@ -1,4 +1,4 @@
-"""What a load reads: the boxes of each live tensor, with the stored boxes that fill them."""
+"""Find what a load reads: the boxes of each live tensor, with the stored boxes that fill them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a load does: the source and the live state matched, before anything is read or changed."""
+"""Match a source and a live state, before a load reads or changes anything."""
 
 from __future__ import annotations
 

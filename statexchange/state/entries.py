@@ -12,7 +12,7 @@ from statexchange.errors import InvalidArgumentError, type_text
 from statexchange.sharding.paths import Key, ListItem, TupleItem, joined, paths_above
 from statexchange.state.containers import children, is_dataclass, with_children
 from statexchange.state.entry import Entry
-from statexchange.state.saved_values import SavedTensor, are_equal, has_no_leaves
+from statexchange.state.saved_values import SavedTensor, are_equal, has_no_leaves, is_empty_mapping
 from statexchange.state.tree import contains
 
 __all__ = ["ABSENT", "Conflicts", "Entries", "RankEntries", "flatten_tree"]
@@ -26,7 +26,7 @@ Conflicts: TypeAlias = dict[str, tuple[int, int]]
 
 @dataclass(slots=True)
 class RankEntries:
-    """What one rank has saved; a source without ranks has one such record.
+    """The entries that one rank has saved; a source without ranks has one such record.
 
     Attributes:
         rank: the rank, or 0.
@@ -87,10 +87,6 @@ def _entered(value: Any) -> dict[Any, Any] | None:
     return {TupleItem(index): item for index, item in items.items()} if type(value) is tuple else items
 
 
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, Mapping) and not value
-
-
 class Entries:
     """All entries of a source, by their texts.
 
@@ -126,7 +122,7 @@ class Entries:
         for path, kind in of_rank.containers.items():
             rank, first = self._containers.setdefault(path, (of_rank.rank, kind))
             entry = self._by_text.get(path)
-            if entry is not None and _is_empty(entry.leaf) and kind == "mapping":
+            if entry is not None and is_empty_mapping(entry.leaf) and kind == "mapping":
                 del self._by_text[path]
             elif entry is not None or first != kind:
                 self.conflicts.setdefault(path, (self._holders.get(path, rank), of_rank.rank))
@@ -142,7 +138,7 @@ class Entries:
                 continue
             rank, kind = self._containers.get(text, (of_rank.rank, None))
             if rank != of_rank.rank:
-                if not (_is_empty(entry.leaf) and kind == "mapping"):
+                if not (is_empty_mapping(entry.leaf) and kind == "mapping"):
                     self.conflicts.setdefault(text, (rank, of_rank.rank))
             elif text not in self._by_text:
                 self._by_text[text] = entry

@@ -19,7 +19,7 @@ __all__ = ["Entry"]
 
 
 class Entry(NamedTuple):
-    """What a source has at one path.
+    """An entry of a source at one path.
 
     Attributes:
         text: the path as text, by the names of the state.

@@ -22,7 +22,7 @@ Kind = Literal["tensor", "module", "optimizer", "object", "sharded", "value"]
 
 
 class LiveEntry(NamedTuple):
-    """What a live state has at one path: a tensor, an object that loads its own state, or a plain value.
+    """An entry of a live state at one path: a tensor, an object that loads its own state, or a plain value.
 
     Attributes:
         text: the path as text.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, excerpt
@@ -39,21 +40,22 @@ class LiveParameters:
         items = iter(self.by_label.items())
         return [dict(itertools.islice(items, len(group["params"]))) for group in self._optimizer.param_groups]
 
+    @functools.cached_property
     def in_state(self) -> dict[str, str | None]:
-        """Return the label of each name in the state, of tied parameters all; None for a name that two have."""
+        """The label of each name in the state, of tied parameters all; None for a name that two have."""
+        return self._labels(lambda known: (*known.all_in_state, *known.texts))
+
+    @functools.cached_property
+    def in_modules(self) -> dict[str, str | None]:
+        """The label of each name in a module; None for a name that two parameters have."""
+        return self._labels(lambda known: (name for _, name in known.in_modules))
+
+    def _labels(self, names_of: Callable[[ParameterName], Iterable[str]]) -> dict[str, str | None]:
         labels: dict[str, str | None] = {}
-        for label, names in zip(self.by_label, self._known, strict=True):
-            for name in (*names.all_in_state, *names.texts) if names is not None and self.are_named else ():
+        for label, known in zip(self.by_label, self._known, strict=True):
+            for name in names_of(known) if known is not None and self.are_named else ():
                 labels[name] = label if labels.get(name, label) == label else None
         return labels
-
-    def in_modules(self) -> dict[str, str | None]:
-        """Return the label of each name in a module; None for a name that two parameters have."""
-        found: dict[str, str | None] = {}
-        for label, known in zip(self.by_label, self._known, strict=True):
-            for _, name in known.in_modules if known is not None and self.are_named else ():
-                found[name] = label if found.get(name, label) == label else None
-        return found
 
     def labels_of(
         self,
@@ -82,9 +84,9 @@ class LiveParameters:
                 self._check_not_names(labels)
             return self._by_number(saved, param_names, new_names)
         names = new_names(labels)
-        known = self.in_state()
+        known = self.in_state
         if not in_state and known.keys().isdisjoint(names):
-            known = self.in_modules()
+            known = self.in_modules
         if known.keys().isdisjoint(names):
             names = [name.removeprefix(module_prefix(names)) for name in names]
         twice = sorted(name for name in names if name in known and known[name] is None)
@@ -99,7 +101,7 @@ class LiveParameters:
 
     def _check_not_names(self, numbers: Sequence[str]) -> None:
         """Raise InvalidArgumentError if numbers of the source, as texts, may be names, as those of a ParameterList."""
-        for names in (self.in_modules(), self.in_state()):
+        for names in (self.in_modules, self.in_state):
             if {*names} == {*numbers} and [*names] != [*numbers]:
                 raise InvalidArgumentError(
                     f"whether the source has {excerpt([*numbers], 80)} as numbers or as names of the parameters is not "
@@ -136,7 +138,7 @@ class LiveParameters:
         Raises:
             InvalidArgumentError: the names are those of other parameters, or of two.
         """
-        in_state = self.in_state()
+        in_state = self.in_state
         in_order = [in_state.get(name) for name in new_names]
         if len({*in_order}) == len(self.by_label) and None not in in_order:
             return list(map(str, in_order))

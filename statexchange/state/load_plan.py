@@ -1,4 +1,4 @@
-"""What a load does: the tensors that it reads, and the calls that make of them, and of plain values, the new state.
+"""The plan of a load: the tensors that it reads, and the calls that make of them, and of plain values, the new state.
 
 Planning changes nothing: an error leaves the live state as it was.
 """

@@ -32,7 +32,7 @@ from statexchange.state.matching import Matching
 from statexchange.state.megatron import MegatronTensor, leaves, sharded_kind
 from statexchange.state.modules import live_items
 from statexchange.state.name_filter import NameFilter
-from statexchange.state.saved_values import SavedTensor, has_no_leaves, refuse_opaque
+from statexchange.state.saved_values import SavedTensor, has_no_leaves, is_empty_mapping, refuse_opaque
 from statexchange.state.tree import walk
 from statexchange.units import format_number
 
@@ -103,7 +103,9 @@ class _Matcher:
                 self._add_missing(entry)
             return
         other = self._entries.at(entry.text, entry.keys) if entry.text else None
-        expect(other is None or _is_empty(other.leaf), "the tensors of a module", other and other.leaf, entry.text)
+        expect(
+            other is None or is_empty_mapping(other.leaf), "the tensors of a module", other and other.leaf, entry.text
+        )
         if other is not None:
             self._taken.add(entry.text)
         match_module(entry, prefix, self._entries, self._matching, self._filler, self._taken)
@@ -263,7 +265,7 @@ class _Matcher:
                 continue
             refuse_opaque(entry.leaf, path)
             what = "a list" if has_indices(self._live.containers[keys]) else "a mapping"
-            expect(_is_empty(entry.leaf), what, entry.leaf, path)
+            expect(is_empty_mapping(entry.leaf), what, entry.leaf, path)
 
     def check_lists(self) -> None:
         """Raise InvalidArgumentError for a list that holds state and has another length than the source's."""
@@ -272,8 +274,11 @@ class _Matcher:
             if not has_indices(live) or path in self._prefixes.shared or self._by_key.live:
                 continue
             is_here = functools.partial(self._paths.is_inside, path=path, keys=keys)
-            below = [one for one in self._entries.below(path) if one.text != path and is_here(one)]
-            below = list(filter(self._wants_item, below))
+            below = [
+                one
+                for one in self._entries.below(path)
+                if one.text != path and is_here(one) and self._options.wants(one.text)
+            ]
             begin = len(path) + 1 if path else 0
             indices = {one.text[begin:].partition(".")[0] for one in below}
             live_indices = [str(index) for index in range(len(live))]
@@ -286,9 +291,6 @@ class _Matcher:
                     "it was saved, or leave it out by exclude"
                 )
                 raise InvalidArgumentError(text, name=path)
-
-    def _wants_item(self, entry: Entry) -> bool:
-        return not self._names.selects or self._options.wants(entry.text)
 
     def add_unexpected(self) -> None:
         """Add what the source has, and the live state has no place for, by the highest such path."""
@@ -338,10 +340,6 @@ class _ShardedTensors:
                 saved.setdefault(entry.text, entry.leaf.name)
                 saved.setdefault(entry.leaf.name, entry.leaf.name)
         return cls(frozenset(part.key for part in parts), saved)
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, Mapping) and not value
 
 
 def _merge_built(factory: Any, built: Any) -> None:
@@ -498,7 +496,7 @@ class _LivePaths:
             raise InvalidArgumentError(text, name=entry.text)
 
     def is_here(self, entry: LiveEntry) -> Callable[[Entry], bool] | None:
-        """Return what tells whether an entry of the source is that of a live path; None if its text shows that."""
+        """Return a function that tells whether an entry is that of a live path; None if its text shows that."""
         # "/" is the character after ".".
         begin, end = (bisect.bisect_left(self._texts, f"{entry.text}{mark}") for mark in "./")
         has_dots = any("." in str(key) for key in entry.keys)

@@ -33,7 +33,7 @@ __all__ = ["ModulePrefixes", "match_module", "prefixes_of_modules"]
 
 @dataclass(slots=True)
 class ModulePrefixes:
-    """What comes before the names of modules in a source, by their paths, where that is not their path.
+    """The prefixes of the names of modules in a source, by their paths, where that is not their path.
 
     `shared` are the paths of lists of modules that share one namespace.
     """

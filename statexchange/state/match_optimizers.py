@@ -22,6 +22,9 @@ from statexchange.tensors import is_tensor
 
 __all__ = ["OptimizerMatcher"]
 
+# What schedulers add to param groups: it says nothing of the optimizer's class.
+_OF_SCHEDULERS = {"initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
+
 
 class OptimizerMatcher:
     """Plans the optimizers of a state, and then looks whether its schedulers fit them."""
@@ -73,7 +76,7 @@ class OptimizerMatcher:
             self._names = parameter_names(self._state)
         live = LiveParameters(optimizer, self._names, path)
         plan = OptimizerPlan(optimizer, path, live, self._filler, self._matching.names)
-        flat_names = {*live.in_modules(), *live.in_state()}
+        flat_names = {*live.in_modules, *live.in_state}
         for rank, entries in self._entries.of_each_rank:
             if not entries.has_below(path):
                 continue
@@ -88,7 +91,7 @@ class OptimizerMatcher:
                 plan.saved.append(saved)
         param_names = join_numbered(plan.saved, path)
         for saved in plan.saved:
-            new_names = self._new_names(path, live.in_state())
+            new_names = self._new_names(path, live.in_state)
             labels = live.labels_of(saved, param_names, new_names, in_state=self._matching.has_tree)
             for number, group in enumerate(saved.groups):
                 for label in group.labels:
@@ -203,10 +206,6 @@ class OptimizerMatcher:
                 "in another order: make the groups of the job that saved them, or leave the scheduler out by exclude",
                 name=entry.text,
             )
-
-
-# What schedulers add to param groups: it says nothing of the optimizer's class.
-_OF_SCHEDULERS = {"initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
 
 
 def _check_class(optimizer: Any, classes: Collection[str], groups: Iterable[Mapping[str, Any]], path: str) -> None:

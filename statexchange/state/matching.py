@@ -1,4 +1,4 @@
-"""What decides how a live state and a source are matched, besides what they hold."""
+"""The options and functions by which a live state and a source are matched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Matching"]
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """What decides a match besides the live state and the entries.
+    """The options and functions that decide a match, besides the live state and the entries.
 
     Attributes:
         names: the filter of the load.

@@ -28,7 +28,7 @@ __all__ = ["OptimizerPlan", "ParameterTensor", "SavedParameter"]
 
 @dataclass(slots=True)
 class SavedParameter:
-    """What a source has for one live parameter: the optimizer, its label there, and the number of its group."""
+    """One live parameter in a source: the optimizer there, its label there, and the number of its group."""
 
     saved: SavedOptimizer
     label: str

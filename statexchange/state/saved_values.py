@@ -9,7 +9,15 @@ from statexchange import values
 from statexchange.errors import UnsupportedError
 from statexchange.state.containers import children
 
-__all__ = ["OpaqueValue", "SavedTensor", "UnknownValue", "are_equal", "has_no_leaves", "refuse_opaque"]
+__all__ = [
+    "OpaqueValue",
+    "SavedTensor",
+    "UnknownValue",
+    "are_equal",
+    "has_no_leaves",
+    "is_empty_mapping",
+    "refuse_opaque",
+]
 
 
 class SavedTensor:
@@ -45,6 +53,11 @@ class UnknownValue:
 
     def __repr__(self) -> str:
         return f"<{self.type_name}>"
+
+
+def is_empty_mapping(value: object) -> bool:
+    """Whether a value is a mapping without entries."""
+    return isinstance(value, Mapping) and not value
 
 
 def has_no_leaves(value: Any) -> bool:

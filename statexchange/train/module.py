@@ -32,6 +32,7 @@ __all__ = ["DistributedModule", "data_parallel"]
 
 _PHASE = "switching the algorithm"
 _SET_BY_ALGORITHM = ("bucket_type", "chunking", "communicate", "reducer", "scale")
+_MAX_STEP_TIMES = 1 << 12
 _IGNORED_NAMES = ("statexchange_ignore", "_ddp_params_and_buffers_to_ignore")
 
 
@@ -346,9 +347,6 @@ def _check_arguments(
         raise InvalidArgumentError("tune_every must be a positive number of forwards", found=tune_every)
     if autotune and len(optimizers) > 1:
         raise InvalidArgumentError("autotune is for one optimizer: between steps of several, gradients would be lost")
-
-
-_MAX_STEP_TIMES = 1 << 12
 
 
 class _TrainingGroup:

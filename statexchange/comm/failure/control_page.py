@@ -55,6 +55,21 @@ __all__ = ["ControlPage", "DifferentCallsError", "closed_error"]
 
 _LENGTH_BYTES = 8
 _SPILLED = 1 << 63
+_ROW_WORDS = 16
+_PID, _START, _ARRIVED, _LEFT, _PROGRESS, _REQUESTED = range(6)
+_FINGERPRINT, _LOCATION = 6, 8  # two of each, by the arrival's parity
+_SLOT_BYTES = 4096
+_MAILBOX_BYTES = 1024
+_KEPT_BYTES = 1 << 20  # longer messages are rare, and their memory is given back
+_GONE_QUIETLY, _GONE_WITH_ERROR = 1, 2
+_LIVENESS_PERIOD_S = 0.05
+_PHASE_BITS = 2
+_SETTLE_S = 1e-3  # for the store buffer to empty, see the top of this file
+_UNKNOWN_S = 5.0  # after one rank has given up: how long another one that has arrived may be stopped
+_REASON_S = 1.0  # for a rank that has given up to write its error
+_SPINS = 100
+_YIELDS = 1000
+_YIELDING_S = 0.05  # a limit, as one yield may take milliseconds on a busy core, and failures are checked for later
 
 
 def _write_slot(slot: memoryview, data: bytes, flag: int) -> None:
@@ -73,23 +88,6 @@ def _read_slot(slot: memoryview) -> tuple[bytes, bool]:
     word = int.from_bytes(slot[:_LENGTH_BYTES], "little")
     length = word & ~_SPILLED
     return bytes(slot[_LENGTH_BYTES : _LENGTH_BYTES + length]), bool(word & _SPILLED)
-
-
-_ROW_WORDS = 16
-_PID, _START, _ARRIVED, _LEFT, _PROGRESS, _REQUESTED = range(6)
-_FINGERPRINT, _LOCATION = 6, 8  # two of each, by the arrival's parity
-_SLOT_BYTES = 4096
-_MAILBOX_BYTES = 1024
-_KEPT_BYTES = 1 << 20  # longer messages are rare, and their memory is given back
-_GONE_QUIETLY, _GONE_WITH_ERROR = 1, 2
-_LIVENESS_PERIOD_S = 0.05
-_PHASE_BITS = 2
-_SETTLE_S = 1e-3  # for the store buffer to empty, see the top of this file
-_UNKNOWN_S = 5.0  # after one rank has given up: how long another one that has arrived may be stopped
-_REASON_S = 1.0  # for a rank that has given up to write its error
-_SPINS = 100
-_YIELDS = 1000
-_YIELDING_S = 0.05  # a limit, as one yield may take milliseconds on a busy core, and failures are checked for later
 
 
 class DifferentCallsError(Exception):
