@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from equality import bits_of
+from stateful import Holder
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
@@ -47,19 +48,6 @@ class Holding:
 
     first: Any
     second: Any
-
-
-class Holder:
-    """An object with a state."""
-
-    def __init__(self, state: dict[Any, Any]) -> None:
-        self.state_ = state
-
-    def state_dict(self) -> dict[Any, Any]:
-        return self.state_
-
-    def load_state_dict(self, state: dict[Any, Any]) -> None:
-        self.state_ = dict(state)
 
 
 class Net(nn.Module):
@@ -316,6 +304,19 @@ def build(spec: Spec, seed: int) -> Job:
     return Job(_nested(state, spec.nesting), parameters, model, optimizer, spec)
 
 
+def step_randomly(optimizer: Any) -> None:
+    """Let an optimizer take one step by random gradients."""
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        loss = torch.stack([(one * torch.randn_like(one)).sum() for one in parameters]).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
 def _optimizer(spec: Spec, parameters: dict[str, Any], rng: random.Random) -> Any:
     names = [*parameters]
     groups = []
@@ -332,15 +333,8 @@ def _optimizer(spec: Spec, parameters: dict[str, Any], rng: random.Random) -> An
         more = {"SGD": {"momentum": 0.9}, "Adam": {"betas": (rng.choice([0.8, 0.9]), 0.99)}}.get(spec.optimizer, {})
         optimizer = getattr(torch.optim, spec.optimizer)(groups, **more)
 
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        loss = torch.stack([(one * torch.randn_like(one)).sum() for one in parameters]).sum()
-        loss.backward()
-        return loss
-
     for _ in range(spec.steps):
-        optimizer.step(closure)
+        step_randomly(optimizer)
     optimizer.zero_grad()
     return optimizer
 

@@ -10,25 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stateful import WithExtra
 from torch import nn
 
 import statexchange as sx
 from statexchange import errors
 from statexchange.testing import run_ranks
-
-
-class WithExtra(nn.Linear):
-    """A layer with extra state of any type, such as TransformerEngine's: a tensor of bytes, or a BytesIO."""
-
-    def __init__(self, extra: Any) -> None:
-        super().__init__(2, 2)
-        self.extra = extra
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
 
 
 def noted(report: sx.ExportReport, name: str) -> int:

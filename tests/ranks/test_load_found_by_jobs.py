@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from random_jobs import step_randomly
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
@@ -20,15 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 def stepped(optimizer: Any, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        loss = torch.stack([(one * torch.randn_like(one)).sum() for one in parameters]).sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    step_randomly(optimizer)
     return optimizer
 
 

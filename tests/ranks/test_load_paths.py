@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from stateful import WithExtra
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -489,20 +490,6 @@ def test_an_exported_adapter_comes_back_into_the_model_that_made_it(tmp_path: Pa
         assert torch.equal(*(getattr(layer, part)["default"].weight for layer in layers))
     assert not torch.equal(*(layer.base_layer.weight for layer in layers))
     assert str(live.base_model.model[1].state_dict()) == str(base)
-
-
-class WithExtra(nn.Linear):
-    """A layer whose extra state has any length, such as TransformerEngine's."""
-
-    def __init__(self, extra: Any) -> None:
-        super().__init__(2, 2)
-        self.extra = extra
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
 
 
 @pytest.mark.parametrize("write", [write_save, write_torch, write_dcp])

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from stateful import WithExtra
 from torch import nn
 
 import statexchange as sx
@@ -245,24 +246,10 @@ class Holder:
         self.state = state
 
 
-class Extra(nn.Linear):
-    """A layer with extra state."""
-
-    def __init__(self, extra: Any) -> None:
-        super().__init__(2, 2)
-        self.extra = extra
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
-
-
 def test_types_in_the_states_of_objects_come_back(tmp_path: Path) -> None:
     def job(n: int) -> dict[str, Any]:
         value = {"mode": Mode(n), "pair": Pair(n, Mode(n)), "config": Config(n, Mode(n)), "set": {Mode(n)}}
-        model = Extra(dict(value))
+        model = WithExtra(dict(value))
         optimizer = torch.optim.SGD(model.parameters(), lr=n)
         optimizer.param_groups[0]["mode"] = Mode(n)
         optimizer.state[model.weight] = {"mode": Mode(n), "inner": {"pair": Pair(n, 0)}}
@@ -308,7 +295,7 @@ def test_arrays_and_dtypes_in_the_states_of_objects_stay_arrays(tmp_path: Path) 
 def test_an_object_in_the_state_of_an_object_is_refused_at_the_save(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     inner = LR.StepLR(optimizer, 1)
-    for state in (Holder(after=inner), Holder(list=[{"model": nn.Linear(1, 1)}]), Extra({"inner": inner})):
+    for state in (Holder(after=inner), Holder(list=[{"model": nn.Linear(1, 1)}]), WithExtra({"inner": inner})):
         with pytest.raises(sx.errors.UnsupportedError, match=r"holds a (Step|Lin)") as caught:
             saved({"x": state}, tmp_path)
         assert caught.value.name.startswith("x.")
@@ -470,7 +457,7 @@ class Held:
 def test_dataclasses_with_tensors_in_the_states_of_objects_come_back(tmp_path: Path) -> None:
     def job(n: int) -> dict[str, Any]:
         held = Held(torch.full((2,), float(n)), n)
-        model = Extra({"held": copy.deepcopy(held)})
+        model = WithExtra({"held": copy.deepcopy(held)})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.state[model.weight] = {"held": copy.deepcopy(held)}
         optimizer.param_groups[0]["held"] = copy.deepcopy(held)

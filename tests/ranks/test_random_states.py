@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from equality import equal_bits
+from stateful import Holder
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -26,19 +27,6 @@ KEYS = ["a", "b", "a.b", "0", "1", "x y", "weight", "state", "param_groups", "No
 OTHER_KEYS = [0, 1, 2, 10, -1, True, None]
 PATTERNS = ["k0", "k0.*", "k1.*", "k?", "*.a", "*.b", "*.a.*", "*weight*", "*.state*", "*.step", "k*.model*", "k0.a*"]
 PATTERNS += ["*exp_avg*", "k1.parts", "*.0.*"]
-
-
-class Holder:
-    """An object with a state."""
-
-    def __init__(self, state: dict[Any, Any]) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[Any, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[Any, Any]) -> None:
-        self.state = dict(state)
 
 
 OBJECTS = (Holder, nn.Module, torch.optim.Optimizer)
