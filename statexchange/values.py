@@ -30,6 +30,7 @@ from statexchange.errors import InvalidArgumentError, StateExchangeError, Unsupp
 __all__ = [
     "MAX_DEPTH",
     "decode",
+    "decode_parsed",
     "encode",
     "has_text",
     "is_number",
@@ -343,7 +344,6 @@ def decode(
     types: Mapping[str, type] | None = None,
     leaf: Callable[[str], Any] | None = None,
     unknown: Callable[[str, str, str], Any] | None = None,
-    parse: Callable[[str | bytes], Any] = json.loads,
 ) -> Any:  # noqa: ANN401 (any value that `encode` takes)
     """Return the value that `encode` wrote. Not collective.
 
@@ -358,15 +358,29 @@ def decode(
         leaf: `leaf(name)` returns the object that `encode`'s leaf kept under a name.
         unknown: `unknown(type_name, text, problem)` returns what a value becomes instead whose type is unknown, or
             cannot have the value, which `problem` then says.
-        parse: the parser. Text from a file goes through `stored_values.decode_stored`, which passes a strict parser.
 
     Raises:
         ValueError: `encode` cannot have written the text.
     """
-    return _decoded(_Decoder({**_registered, **(types or {})}, leaf, unknown), text, parse)
+    try:
+        parsed = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"malformed value: {error!r}") from error
+    return decode_parsed(parsed, types=types, leaf=leaf, unknown=unknown)
 
 
-def to_plain(text: str | bytes, *, parse: Callable[[str | bytes], Any] = json.loads) -> Any:  # noqa: ANN401
+def decode_parsed(
+    parsed: object,
+    *,
+    types: Mapping[str, type] | None = None,
+    leaf: Callable[[str], Any] | None = None,
+    unknown: Callable[[str, str, str], Any] | None = None,
+) -> Any:  # noqa: ANN401 (any value that `encode` takes)
+    """Return what `decode` returns, from text that is parsed: text from a file needs json_text.py's strict parser."""
+    return _decoded(_Decoder({**_registered, **(types or {})}, leaf, unknown), parsed)
+
+
+def to_plain(parsed: object) -> Any:  # noqa: ANN401
     """Return the value that `encode` wrote as plain values for display. Not collective.
 
     A dataclass, namedtuple or Enum becomes a dict with ``"__name__"``. So does a leaf: its ``"__name__"`` is "tensor",
@@ -374,18 +388,17 @@ def to_plain(text: str | bytes, *, parse: Callable[[str | bytes], Any] = json.lo
     text becomes its `repr`. A tuple stays a tuple. No type is built, and neither numpy nor torch is imported.
 
     Args:
-        text: the text.
-        parse: the parser, as in `decode`.
+        parsed: the text, parsed.
 
     Raises:
         ValueError: `encode` cannot have written the text.
     """
-    return _decoded(_PlainDecoder({}, None), text, parse)
+    return _decoded(_PlainDecoder({}, None), parsed)
 
 
-def _decoded(decoder: _Decoder, text: str | bytes, parse: Callable[[str | bytes], Any]) -> Any:  # noqa: ANN401
+def _decoded(decoder: _Decoder, parsed: Any) -> Any:  # noqa: ANN401
     try:
-        return decoder.value(parse(text))
+        return decoder.value(parsed)
     except StateExchangeError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:

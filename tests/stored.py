@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from statexchange.storage.opened_path import open_path
+from statexchange.storage.location import open_path
 from statexchange.storage.store import StoredFile
 from statexchange.storage.tensorfile import Header, read_header
 

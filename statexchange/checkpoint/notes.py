@@ -197,7 +197,7 @@ def notes_on_equal_parts(layout: Layout, joined: Iterable[JoinedParts]) -> tuple
 
 def _is_constant(start: str, numel: int, dtype: str) -> bool:
     """Whether the digest that begins with `start` is that of one element, or of zeros or ones."""
-    from statexchange.storage.tensorfile import digest_of_parts
+    from statexchange.storage.files import digest
 
     if numel <= 1:
         return True
@@ -208,7 +208,7 @@ def _is_constant(start: str, numel: int, dtype: str) -> bool:
         # Hash window by window: a constant of the size of a tensor may not fit into memory.
         window = element * min(numel, _WINDOW)
         rest = element * (numel % _WINDOW if numel > _WINDOW else 0)
-        if digest_of_parts([window] * max(1, numel // _WINDOW) + [rest]).startswith(start):
+        if digest(*[window] * max(1, numel // _WINDOW), rest).startswith(start):
             return True
     return False
 

@@ -16,8 +16,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.settings import check_flags, check_progress
-from statexchange.storage.location import location
-from statexchange.storage.opened_path import open_path
+from statexchange.storage.location import location, open_path
 from statexchange.storage.save_check import check_saves, whole_saves
 from statexchange.storage.save_directory import SaveManifest, removable_files
 from statexchange.storage.steps import (

@@ -31,8 +31,7 @@ from statexchange.settings import check_flags, check_progress
 from statexchange.sharding.shards import full_box
 from statexchange.storage.added_file import AddedFile
 from statexchange.storage.atomic import is_temporary
-from statexchange.storage.location import location
-from statexchange.storage.opened_path import OpenedPath, open_path
+from statexchange.storage.location import OpenedPath, location, open_path
 from statexchange.storage.store import resolve_path
 from statexchange.storage.tensorfile import read_header
 

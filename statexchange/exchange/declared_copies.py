@@ -17,7 +17,7 @@ from statexchange.sharding import records
 from statexchange.sharding.copies import replica_error
 from statexchange.sharding.shards import Box, full_box
 from statexchange.state.describe import Description, LocalTensor
-from statexchange.storage.tensorfile import digest
+from statexchange.storage.files import digest
 
 __all__ = ["DeclaredCopies", "may_have_copies"]
 

@@ -27,8 +27,7 @@ from statexchange.sharding import records
 from statexchange.sharding.shards import Shard, full_box, shape_from_json
 from statexchange.shared_memory import Arena
 from statexchange.state.describe import State, describe
-from statexchange.storage.rank_file import RankFile
-from statexchange.storage.tensorfile import ShardData
+from statexchange.storage.tensorfile import RankFile, ShardData
 from statexchange.storage.workspace import Receipt, Workspace
 from statexchange.tensors import (
     ITEMSIZE,

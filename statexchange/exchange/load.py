@@ -35,7 +35,7 @@ from statexchange.sharding.shards import Box
 from statexchange.state.describe import State
 from statexchange.state.load_plan import LoadPlan
 from statexchange.state.modules import is_module, module_items
-from statexchange.storage.tensorfile import digest
+from statexchange.storage.files import digest
 from statexchange.tensors import mark_changed
 from statexchange.units import format_transfer
 

@@ -12,9 +12,8 @@ from statexchange.exchange.matched_state import MatchedState
 from statexchange.exchange.saved_names import advice_on_missing
 from statexchange.formats.sections import SECTIONS
 from statexchange.sharding import records
-from statexchange.sharding.paths import paths_above
+from statexchange.sharding.paths import WRAPPERS, paths_above
 from statexchange.sharding.rename_hint import suggest_rename
-from statexchange.sharding.wrappers import WRAPPERS
 from statexchange.state.entries import Entries
 from statexchange.state.load_plan import LoadPlan
 from statexchange.state.modules import is_module, live_items

@@ -15,9 +15,9 @@ from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedErr
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.settings import check_timeout, detect_launch
 from statexchange.state.describe import describe
-from statexchange.storage.rank_file import RankFile
+from statexchange.storage.json_text import decode_stored
 from statexchange.storage.save_directory import MANIFEST
-from statexchange.storage.stored_values import decode_stored
+from statexchange.storage.tensorfile import RankFile
 from statexchange.storage.workspace import RankName, Workspace, WorkspaceView
 from statexchange.tensors import from_bytes
 

@@ -14,7 +14,7 @@ from statexchange.sharding.rules import REDUCTIONS, Layout, Part, place_parts, r
 from statexchange.sharding.sharding_spec import Placement, ShardingSpec
 from statexchange.sharding.shards import Shard, shape_from_json
 from statexchange.state.describe import Description
-from statexchange.storage.tensorfile import digest
+from statexchange.storage.files import digest
 from statexchange.tensors import itemsize_of
 
 __all__ = [

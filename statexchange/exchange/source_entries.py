@@ -20,7 +20,7 @@ from statexchange.state.modules import live_items
 from statexchange.state.name_filter import NameFilter
 from statexchange.state.optimizers import state_of_optimizer
 from statexchange.state.saved_values import OpaqueValue, SavedTensor, UnknownValue
-from statexchange.storage.stored_values import decode_stored
+from statexchange.storage.json_text import decode_stored
 from statexchange.tensors import is_torch
 from statexchange.units import format_number
 

@@ -23,7 +23,7 @@ from statexchange.sharding.shards import Box, Shard, c_strides
 from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.json_text import parse_json
-from statexchange.storage.opened_path import read_option_file
+from statexchange.storage.location import read_option_file
 from statexchange.storage.store import StoredFile
 from statexchange.tensors import ITEMSIZE
 

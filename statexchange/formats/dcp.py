@@ -38,7 +38,7 @@ from statexchange.sharding.paths import ListItem, Path
 from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from_json
 from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.opened_path import OpenedPath
+from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store, StoredFile
 from statexchange.storage.tensorfile import read_header
 

@@ -44,7 +44,7 @@ from statexchange.formats.sections import SECTIONS
 from statexchange.formats.source import Section, SectionName, Source, UnreadableTensor, Weights
 from statexchange.formats.torch_archive import is_tensor, unwrap_tensor, view_of
 from statexchange.formats.zero import FlatRun, Shapes, runs_of_parameters, runs_of_partitions
-from statexchange.storage.opened_path import OpenedPath
+from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
 
 __all__ = ["check_is_no_part", "matches", "read"]

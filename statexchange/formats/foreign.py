@@ -8,7 +8,7 @@ from typing import NamedTuple, NoReturn
 from statexchange.errors import CorruptError, UnsupportedError
 from statexchange.formats import torch_file
 from statexchange.formats.source import abbreviated_names
-from statexchange.storage.opened_path import OpenedPath
+from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
 from statexchange.storage.tensorfile import wrong_kind_of_bytes
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, StateExchangeError, excerpt
 from statexchange.formats import megatron_ranks, megatron_torch_dist
 from statexchange.formats.source import Source
-from statexchange.storage.opened_path import OpenedPath
+from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
 
 __all__ = ["matches", "read"]

@@ -38,7 +38,7 @@ from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.megatron import division_of, gate_sibling, is_expert
 from statexchange.sharding.shards import Box, Shard, c_strides, linear_offset
 from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.opened_path import OpenedPath
+from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
 from statexchange.tensors import ITEMSIZE
 

@@ -30,7 +30,7 @@ from statexchange.formats.source import SectionName, ShardFile, Source, Unreadab
 from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.shards import Box
 from statexchange.storage.json_text import read_json
-from statexchange.storage.opened_path import OpenedPath
+from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
 
 __all__ = ["COMMON", "CONFIG", "matches", "read"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.formats.part_names import state_file
 from statexchange.formats.source import ShardFile, abbreviated_names
-from statexchange.storage.opened_path import OpenedPath
+from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
 from statexchange.units import format_number
 

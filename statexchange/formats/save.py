@@ -7,8 +7,7 @@ from statexchange.formats.source import ShardFile, Source
 from statexchange.formats.workspace import shard_file
 from statexchange.sharding import records
 from statexchange.storage.claim import claim_of
-from statexchange.storage.opened_path import OpenedPath
-from statexchange.storage.rank_file import RankFile
+from statexchange.storage.location import OpenedPath
 from statexchange.storage.save_directory import (
     MANIFEST,
     SaveManifest,
@@ -17,6 +16,7 @@ from statexchange.storage.save_directory import (
     rank_of_file,
     read_manifest,
 )
+from statexchange.storage.tensorfile import RankFile
 
 __all__ = ["matches", "read"]
 

@@ -26,7 +26,7 @@ from statexchange.errors import InvalidArgumentError, StateExchangeError, excerp
 from statexchange.formats.paths import moved_path
 from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
 from statexchange.sharding.paths import Path
-from statexchange.storage.stored_values import parse_stored
+from statexchange.storage.json_text import parse_stored
 
 __all__ = [
     "ALL",

@@ -18,14 +18,13 @@ from statexchange.errors import (
 )
 from statexchange.formats.paths import agreed_paths, moved_path
 from statexchange.sharding.options import renamed
-from statexchange.sharding.paths import Path
+from statexchange.sharding.paths import Path, note_on_wrappers, wrapper_rules
 from statexchange.sharding.plan import HolderLabel, RankShards, prove_cover
 from statexchange.sharding.shards import Box, Shard
-from statexchange.sharding.wrappers import note_on_wrappers, wrapper_rules
 from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.json_text import parse_json
-from statexchange.storage.opened_path import OpenedPath
+from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store, StoredFile
 from statexchange.storage.tensorfile import Header
 from statexchange.tensors import PACKED

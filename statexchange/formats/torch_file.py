@@ -44,7 +44,7 @@ from statexchange.sharding.placements import DimSplit, local_boxes
 from statexchange.sharding.shards import MAX_DIMS, Box, Shard, c_strides, full_box, sizes_from_json
 from statexchange.storage.budget import Budget
 from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.opened_path import OpenedPath
+from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store, StoredFile
 from statexchange.storage.tensorfile import wrong_kind_of
 from statexchange.tensors import ITEMSIZE

@@ -17,10 +17,10 @@ from statexchange.errors import (
 )
 from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.opened_path import OpenedPath, open_path
-from statexchange.storage.rank_file import RankFile
+from statexchange.storage.location import OpenedPath, open_path
 from statexchange.storage.steps import step_of
 from statexchange.storage.store import Store
+from statexchange.storage.tensorfile import RankFile
 from statexchange.storage.workspace import (
     DROPPED,
     MANIFEST,

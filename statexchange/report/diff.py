@@ -23,9 +23,9 @@ from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies, chec
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.report.value_sums import ValueDiff, ValueSums, same_bytes
 from statexchange.sharding.options import ExportOptions, Rename, rename_rules, renamed
+from statexchange.sharding.paths import without_wrappers
 from statexchange.sharding.plan import TensorPlan, plan_merge
 from statexchange.sharding.shards import Box
-from statexchange.sharding.wrappers import without_wrappers
 from statexchange.tensors import PACKED, array_over, element_shape
 from statexchange.units import format_bytes
 

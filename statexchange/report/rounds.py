@@ -20,7 +20,7 @@ from statexchange.errors import (
 from statexchange.formats import workspace
 from statexchange.report.configs import ConfigFacts, config_facts
 from statexchange.storage import atomic
-from statexchange.storage.opened_path import OpenedPath, read_with_retry
+from statexchange.storage.location import OpenedPath, read_with_retry
 from statexchange.storage.store import resolve_path
 from statexchange.storage.workspace import RankName, Receipt, WorkspaceView
 

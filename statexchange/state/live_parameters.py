@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, excerpt
-from statexchange.sharding.wrappers import module_prefix
+from statexchange.sharding.paths import module_prefix
 from statexchange.state.modules import bare_name
 from statexchange.state.optimizers import names_of_groups, parameters_of
 from statexchange.state.saved_optimizer import SavedOptimizer

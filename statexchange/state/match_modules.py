@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError
-from statexchange.sharding.paths import joined, text_of
-from statexchange.sharding.wrappers import module_prefix
+from statexchange.sharding.paths import joined, module_prefix, text_of
 from statexchange.state.containers import has_indices
 from statexchange.state.entries import ABSENT, Entries
 from statexchange.state.flatten import LiveEntry, LiveState

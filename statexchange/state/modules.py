@@ -8,7 +8,7 @@ from typing import Any
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
-from statexchange.sharding.wrappers import without_wrappers
+from statexchange.sharding.paths import without_wrappers
 from statexchange.tensors import is_tensor
 
 __all__ = [

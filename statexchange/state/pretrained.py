@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
-from statexchange.sharding.wrappers import without_wrappers
+from statexchange.sharding.paths import without_wrappers
 from statexchange.state.modules import is_module, layers
 
 __all__ = [

@@ -46,13 +46,13 @@ from statexchange.storage.files import (
     close_file,
     create_file,
     libc,
+    mount_of,
     pwrite_all,
     reserve,
     stat_of,
     sync_directory,
     sync_file,
 )
-from statexchange.storage.mounts import mount_of
 
 __all__ = [
     "exchange_names",

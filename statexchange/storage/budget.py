@@ -59,8 +59,8 @@ class Budget:
             left = 0
         self._steps = left
 
-    def spend_memory(self, nbytes: int, text: str) -> None:
-        """Count the memory that JSON takes once parsed.
+    def spend_memory(self, nbytes: int, text: str, path: str) -> None:
+        """Count the memory that JSON of the file at `path` takes once parsed.
 
         Raises:
             CorruptError: the budget is used up.
@@ -68,5 +68,5 @@ class Budget:
         beyond = max(0, nbytes - _MEMORY_PER_BYTE * len(text))
         if beyond > self._reserve.memory:
             problem = f"refused: these {len(text)} characters of JSON would take too much memory once parsed"
-            raise CorruptError(problem, path=self._path)
+            raise CorruptError(problem, path=path)
         self._reserve.memory -= beyond

@@ -1,5 +1,6 @@
 """System calls on local files and directories, by descriptors, with the checks that NFS and full disks require.
 
+Mounts say on which file systems that is so; mount options that make reads stale or locks ineffective are warned of.
 Directories are opened through their parent: opening the parent makes an NFS client revalidate its cache. Otherwise a
 name that was absent once would stay absent until the directory's cached attributes expire (30 s by default).
 """
@@ -9,16 +10,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import hashlib
 import io
+import logging
 import os
 import re
 import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
+from statexchange.cgroups import unescape_mountinfo
 from statexchange.errors import (
     CorruptError,
     NotFoundError,
@@ -35,6 +40,7 @@ __all__ = [
     "UNSUPPORTED",
     "WINDOW_BYTES",
     "Buffer",
+    "Mount",
     "audit",
     "bytes_of",
     "check_private",
@@ -43,6 +49,7 @@ __all__ = [
     "check_writable",
     "close_file",
     "create_file",
+    "digest",
     "directory",
     "fstat_of",
     "hidden_prefix",
@@ -51,6 +58,7 @@ __all__ = [
     "list_names",
     "make_directory",
     "make_path",
+    "mount_of",
     "open_directory",
     "open_file",
     "open_nearest",
@@ -66,6 +74,7 @@ __all__ = [
     "stat_of",
     "sync_directory",
     "sync_file",
+    "warn_of_options",
 ]
 
 WINDOW_BYTES = 2 << 20  # fits the processor's cache while it is read, digested and written
@@ -441,6 +450,16 @@ def check_size(size: int, limit: int, path: str) -> None:
         raise CorruptError(f"file has {size} bytes, more than the limit of {limit} for this kind of file", path=path)
 
 
+def digest(*parts: Buffer) -> str:
+    """Return the xxh3-128 digest of bytes, a box's in C order or those of a text, as 32 hex digits."""
+    import xxhash  # late: commands that only read headers do not need it
+
+    hasher = xxhash.xxh3_128()
+    for part in parts:
+        hasher.update(part)
+    return str(hasher.hexdigest())
+
+
 def bytes_of(size: int, read_into: Callable[[memoryview], None]) -> bytes:
     """Return `size` bytes that `read_into` fills in, without a second copy in memory."""
     data = io.BytesIO(bytes(size))
@@ -495,3 +514,117 @@ def _fallocate(fd: int, begin: int, nbytes: int) -> int:
 def libc(name: str) -> Callable[..., int] | None:
     """Return a function of Linux's C library that Python has no wrapper for; None elsewhere."""
     return getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform.startswith("linux") else None
+
+
+_log = logging.getLogger(__name__)
+_MEMORY = frozenset({"tmpfs", "ramfs"})
+_NETWORK = frozenset(
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "ceph",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "9p",
+        "afs",
+        "virtiofs",
+        "fuse.sshfs",
+        "fuse.juicefs",
+        "fuse.glusterfs",
+        "fuse.ceph",
+    }
+)
+_KERNEL = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "securityfs", "debugfs", "tracefs", "devpts"})
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of /proc/self/mountinfo: mount point, file system type, and the options of mount and superblock."""
+
+    point: str
+    kind: str
+    options: frozenset[str]
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether files are stored in memory, where fsync has no effect."""
+        return self.kind in _MEMORY
+
+    @property
+    def is_network(self) -> bool:
+        """Whether other hosts may change files here, and this host may see them late because of its caches."""
+        return self.kind in _NETWORK
+
+    @property
+    def has_no_files(self) -> bool:
+        """Whether this is a kernel interface such as /proc, in which no files can be made."""
+        return self.kind in _KERNEL
+
+
+def _mounts() -> tuple[Mount, ...]:
+    """Return all mounts in the order in which they were made; () without /proc/self/mountinfo."""
+    try:
+        with open("/proc/self/mountinfo", "rb", buffering=0) as lines:
+            return _parsed(lines.read())
+    except OSError:
+        return ()
+
+
+@functools.lru_cache(maxsize=1)  # a scan asks once per directory, and mounts seldom change
+def _parsed(text: bytes) -> tuple[Mount, ...]:
+    mounts = []
+    for line in os.fsdecode(text).split("\n"):
+        row = line.split()
+        if not row:  # after the last line
+            continue
+        separator = row.index("-")  # follows the optional fields
+        options = frozenset([*row[5].split(","), *row[separator + 3].split(",")])
+        mounts.append(Mount(unescape_mountinfo(row[4]), row[separator + 1], options))
+    return tuple(mounts)
+
+
+def mount_of(path: str) -> Mount:
+    """Return the mount of `path`, or of its nearest existing parent. Not collective."""
+    real = os.path.realpath(path)
+    best = Mount("/", "", frozenset())
+    for mount in _mounts():
+        # A later mount on the same point hides the earlier ones.
+        is_inside = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
+        if is_inside and len(mount.point) >= len(best.point):
+            best = mount
+    return best
+
+
+_looked_at: set[int] = set()  # device numbers of file systems: a scan opens very many directories of one
+
+
+def warn_of_options(path: str) -> None:
+    """Warn once per file system about NFS options of `path` that make reads stale or locks ineffective.
+
+    Not collective. Does nothing if there is no such path.
+    """
+    try:
+        device = os.stat(path).st_dev
+    except OSError:
+        return
+    if device in _looked_at:
+        return
+    _looked_at.add(device)
+    mount = mount_of(path)
+    if mount.kind not in ("nfs", "nfs4"):
+        return
+    if "nocto" in mount.options:
+        _log.warning(
+            "%s: mounted with nocto: this host may read stale names and bytes of files that another host has written, "
+            "until its attribute cache expires; mount without nocto",
+            mount.point,
+        )
+    if mount.options & {"nolock", "local_lock=all", "local_lock=flock"}:
+        _log.warning(
+            "%s: mounted with nolock or local_lock: two hosts that publish to one name detect each other only at the "
+            "end, when one of them is refused",
+            mount.point,
+        )

@@ -1,4 +1,4 @@
-"""Parse the JSON of headers, indexes and manifests: strictly, and in bounded memory.
+"""The JSON of files: parse it strictly and in bounded memory, seal records with their digest, decode stored values.
 
 Stricter than Python's json: UTF-8 only, no NaN or Infinity, no duplicate keys, no deep nesting. Text that would take
 far more memory once parsed than real headers do is refused before it is parsed.
@@ -9,15 +9,28 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import CorruptError
-from statexchange.storage.files import check_size
+from statexchange import values
+from statexchange.errors import CorruptError, StateExchangeError, excerpt
+from statexchange.storage.files import check_size, digest
 from statexchange.values import MAX_DEPTH
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from statexchange.storage.budget import Budget
     from statexchange.storage.store import StoredFile
 
-__all__ = ["MAX_MANIFEST_BYTES", "check_parsed_size", "parse_json", "read_json"]
+__all__ = [
+    "MAX_MANIFEST_BYTES",
+    "check_parsed_size",
+    "decode_stored",
+    "parse_json",
+    "parse_stored",
+    "plain_stored",
+    "read_json",
+    "seal",
+    "unseal",
+]
 
 MAX_MANIFEST_BYTES = 256 << 20  # limit of manifests, indexes and records: some four million boxes
 _WINDOW_BYTES = 8 << 20
@@ -71,9 +84,7 @@ def parse_json(
         parsed = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"broken JSON: {error}", path=path) from None
-    if _is_deeper(text, parsed, max_depth):
-        raise CorruptError(f"refused: it is nested more than {max_depth} levels deep", path=path)
-    return parsed
+    return _with_objects(parsed, path, max_depth)
 
 
 def check_parsed_size(text: str, path: str, budget: Budget) -> None:
@@ -82,46 +93,103 @@ def check_parsed_size(text: str, path: str, budget: Budget) -> None:
     Raises CorruptError if the budget does not have it.
     """
     nbytes = _CONTAINER_BYTES * (text.count("[") + text.count("{")) + _VALUE_BYTES * text.count(",")
-    repeated = sum(text.count(f'"{key}"') for key in _REPEATED_KEYS)
-    nbytes += _KEY_BYTES * text.count(":") - (_KEY_BYTES - _REPEATED_KEY_BYTES) * repeated
+    nbytes += _KEY_BYTES * text.count(":")
+    for key in _REPEATED_KEYS:
+        nbytes -= (_KEY_BYTES - _REPEATED_KEY_BYTES) * text.count(f'"{key}"')
     if nbytes > _MAX_PARSED_BYTES:
         raise CorruptError(f"refused: it would take {nbytes} bytes of memory once parsed", path=path)
-    budget.of(path, 0).spend_memory(nbytes, text)
+    budget.spend_memory(nbytes, text, path)
 
 
-def _is_deeper(text: str, parsed: Any, limit: int) -> bool:
-    """Whether more than `limit` containers lie in one another in parsed JSON, of which `text` is the text."""
-    # Removing pairs of brackets takes a small part of the time of a walk. Brackets in strings, of which most texts have
-    # none, can only make the nesting look deeper.
-    brackets = text.encode("utf-8", "surrogatepass").translate(_ONE_KIND, _NO_BRACKETS)
-    for _ in range(limit):
-        brackets = brackets.replace(b"[]", b"")
-        if not brackets:
-            return False
-    level = [parsed]
-    for _ in range(limit):
-        below = []
+def _with_objects(parsed: object, path: str, max_depth: int) -> object:
+    """Return parsed JSON with dicts in the place of `_DECODER`'s tuples of (key, value) pairs, refused if too deep.
+
+    Example: ``(("a", 1), ("b", [()]))`` becomes ``{"a": 1, "b": [{}]}``; ``(("a", 1), ("a", 2))`` is refused.
+    """
+    root = [parsed]
+    level: list[dict[object, object] | list[object]] = [root]
+    # Level by level, not by recursion: the text may be nested as deeply as the decoder allows.
+    for _ in range(max_depth + 1):
+        below: list[dict[object, object] | list[object]] = []
         for container in level:
-            values = container.values() if isinstance(container, dict) else container
-            below += [value for value in values if isinstance(value, dict | list)]
+            entries = container.items() if type(container) is dict else enumerate(container)
+            for key, value in entries:
+                if type(value) is tuple:
+                    unique = dict(value)
+                    if len(unique) != len(value):
+                        raise CorruptError("broken JSON: a key occurs twice", path=path)
+                    container[key] = unique  # type: ignore[call-overload]
+                    below.append(unique)
+                elif type(value) is list:
+                    below.append(value)
         if not below:
-            return False
+            return root[0]
         level = below
-    return True
-
-
-_ONE_KIND, _NO_BRACKETS = bytes.maketrans(b"{}", b"[]"), bytes(set(range(256)) - set(b"[]{}"))
+    raise CorruptError(f"refused: it is nested more than {max_depth} levels deep", path=path)
 
 
 def _refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    parsed = dict(pairs)
-    if len(parsed) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return parsed
+# Objects come as tuples of pairs: in a dict, a key that occurs twice would be lost.
+_DECODER = json.JSONDecoder(object_pairs_hook=tuple, parse_constant=_refuse_constant)
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
+def seal(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record with its digest under the key ``digest``."""
+    return {**record, "digest": _digest_of(record)}
+
+
+def unseal(sealed: object) -> dict[str, Any]:
+    """Return the record in what `seal` has returned; raise ValueError or KeyError for anything else."""
+    if not isinstance(sealed, dict):
+        raise ValueError("it is not an object")
+    record = {key: value for key, value in sealed.items() if key != "digest"}
+    if sealed["digest"] != _digest_of(record):
+        raise ValueError("it differs from its own digest")
+    return record
+
+
+def _digest_of(record: Mapping[str, Any]) -> str:
+    return digest(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
+
+
+_JSON_PER_LEVEL = 3  # nested JSON containers for one container of a value, at most: an object, a list and its pairs
+
+
+def parse_stored(text: str | bytes, path: str, budget: Budget) -> object:
+    """Return the JSON in text from a file that `values.encode` wrote; raise CorruptError for text that is broken."""
+    return parse_json(text, path, budget, max_depth=_JSON_PER_LEVEL * (values.MAX_DEPTH + 1))
+
+
+def decode_stored(
+    text: str,
+    path: str,
+    budget: Budget,
+    *,
+    types: Mapping[str, type] | None = None,
+    leaf: Callable[[str], object] | None = None,
+    unknown: Callable[[str, str, str], object] | None = None,
+) -> Any:
+    """Return `values.decode` of text from a file; raise CorruptError for text that `values.encode` cannot write."""
+    parsed = parse_stored(text, path, budget)
+    try:
+        return values.decode_parsed(parsed, types=types, leaf=leaf, unknown=unknown)
+    except StateExchangeError:
+        raise
+    except ValueError as error:
+        raise _broken_config(error, path) from None
+
+
+def plain_stored(text: str, path: str, budget: Budget) -> Any:
+    """Return `values.to_plain` of text from a file; raise CorruptError for text that `values.encode` cannot write."""
+    parsed = parse_stored(text, path, budget)
+    try:
+        return values.to_plain(parsed)
+    except ValueError as error:
+        raise _broken_config(error, path) from None
+
+
+def _broken_config(error: ValueError, path: str) -> CorruptError:
+    return CorruptError(f"broken config: {excerpt(str(error), 200)}", path=path)

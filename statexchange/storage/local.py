@@ -38,14 +38,15 @@ from statexchange.storage.files import (
     check_private,
     directory,
     hidden_prefix,
+    mount_of,
     open_directory,
     open_file,
     open_parent,
     pread_into,
     read_error,
     stat_of,
+    warn_of_options,
 )
-from statexchange.storage.mounts import mount_of, warn_of_options
 from statexchange.storage.store import EntryKind, Store, StoredFile, absolute_path, strip_file_scheme
 
 __all__ = ["LocalFile", "LocalStore", "local_path", "open_local", "replacement_of"]

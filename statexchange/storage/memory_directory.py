@@ -46,14 +46,13 @@ from statexchange.errors import (
 from statexchange.processes import Owner, host_identity
 from statexchange.storage import files
 from statexchange.storage.atomic import is_abandoned, new_nonce, write_new
-from statexchange.storage.json_text import parse_json
+from statexchange.storage.files import digest
+from statexchange.storage.json_text import parse_json, seal, unseal
 from statexchange.storage.local import local_path
-from statexchange.storage.location import location
-from statexchange.storage.opened_path import open_path
+from statexchange.storage.location import location, open_path
 from statexchange.storage.save_directory import MANIFEST, SaveManifest, read_manifest
-from statexchange.storage.sealed_json import seal, unseal
 from statexchange.storage.steps import clear_leftovers, identity_of_saves, read_saves, step_name, step_of
-from statexchange.storage.tensorfile import digest, read_header_bytes
+from statexchange.storage.tensorfile import read_header_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -18,7 +18,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.storage.claim import claim_of
-from statexchange.storage.opened_path import open_path, read_with_retry
+from statexchange.storage.location import open_path, read_with_retry
 from statexchange.storage.save_directory import (
     MANIFEST,
     SaveManifest,
@@ -32,7 +32,7 @@ from statexchange.units import format_ranks
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from statexchange.storage.opened_path import OpenedPath
+    from statexchange.storage.location import OpenedPath
     from statexchange.storage.store import Store
 
 __all__ = ["SaveCheck", "check_saves", "list_save_directories", "whole_saves"]

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, NotFoundError, ReplacedError, StateExchangeError, UnsafeError
-from statexchange.storage.json_text import parse_json
-from statexchange.storage.rank_file import SCHEMA, RankFile
-from statexchange.storage.sealed_json import seal, unseal
-from statexchange.storage.tensorfile import read_header
+from statexchange.storage.json_text import parse_json, seal, unseal
+from statexchange.storage.tensorfile import SCHEMA, RankFile, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

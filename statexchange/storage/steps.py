@@ -33,19 +33,17 @@ from statexchange.errors import (
 )
 from statexchange.storage.atomic import is_temporary, new_nonce
 from statexchange.storage.claim import CLAIM_NAME
-from statexchange.storage.json_text import parse_json
-from statexchange.storage.location import Location, location
-from statexchange.storage.opened_path import open_path, read_with_retry
+from statexchange.storage.json_text import parse_json, seal, unseal
+from statexchange.storage.location import Location, location, open_path, read_with_retry
 from statexchange.storage.save_directory import MANIFEST, SaveManifest, is_stray, read_manifest, removable_files
-from statexchange.storage.sealed_json import seal, unseal
 from statexchange.storage.store import resolve_path
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Iterable, Mapping
 
     from statexchange.storage.build import UnfinishedBuild
+    from statexchange.storage.location import OpenedPath
     from statexchange.storage.object_removal import ClaimWatch
-    from statexchange.storage.opened_path import OpenedPath
     from statexchange.storage.store import Store
 
 __all__ = [

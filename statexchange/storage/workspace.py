@@ -47,14 +47,11 @@ from statexchange.errors import (
 from statexchange.processes import Owner
 from statexchange.settings import check_timeout
 from statexchange.storage import atomic, files
-from statexchange.storage.json_text import parse_json
-from statexchange.storage.location import location
-from statexchange.storage.mounts import mount_of
-from statexchange.storage.opened_path import OpenedPath, open_path
-from statexchange.storage.rank_file import SCHEMA, RankFile
-from statexchange.storage.sealed_json import seal, unseal
+from statexchange.storage.files import mount_of
+from statexchange.storage.json_text import parse_json, seal, unseal
+from statexchange.storage.location import OpenedPath, location, open_path
 from statexchange.storage.store import Store, resolve_path
-from statexchange.storage.tensorfile import ShardData, write_tensor_file
+from statexchange.storage.tensorfile import SCHEMA, RankFile, ShardData, write_tensor_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -316,8 +313,8 @@ class WorkspaceView:
                 manifests.append(self.manifest(run, number))
         return sorted(manifests, key=_age)
 
-    def open(self, receipt: Receipt | RankName, *, owner: OpenedPath | None = None) -> RankFile:
-        """Open a rank's file; raise NotFoundError if it is absent. Closing the file closes `owner`."""
+    def open(self, receipt: Receipt | RankName) -> RankFile:
+        """Open a rank's file, which is closed with the store; raise NotFoundError if it is absent."""
         name = receipt.rank_name
         try:
             file = self._round(name.run, name.round).open(name.file)
@@ -331,7 +328,7 @@ class WorkspaceView:
             "world_size": name.world_size,
         }
         size = receipt.nbytes if isinstance(receipt, Receipt) else None
-        return RankFile(file, expected, size, owner=owner)
+        return RankFile(file, expected, size)
 
     def was_dropped(self, absent: Sequence[Receipt | RankName]) -> bool:
         """Whether the round of missing files was dropped since this view was made.
@@ -529,7 +526,9 @@ class Workspace:
             opened = None
             try:
                 opened = self._open()
-                return WorkspaceView(opened.store).open(receipt, owner=opened)
+                file = WorkspaceView(opened.store).open(receipt)
+                file.store = opened.store
+                return file
             except BaseException as error:
                 if opened is not None:
                     opened.close()

@@ -190,11 +190,10 @@ class _Readers:
             budget,
             claim,
             json_text,
+            location,
             memory_directory,
-            opened_path,
             save_directory,
             store,
-            stored_values,
             workspace,
         )
 
@@ -212,8 +211,7 @@ class _Readers:
         self._claim = claim.Claim
         self._json = json_text
         self._budget = budget.Budget
-        self._stored_values = stored_values
-        self._opened_path = opened_path.OpenedPath
+        self._opened_path = location.OpenedPath
         self._workspace = workspace
         self._save_directory = save_directory
         self._memory_directory = memory_directory
@@ -254,7 +252,7 @@ class _Readers:
             self._try(lambda: self._memory_directory._headers(store))
         elif kind == b"v":
             written = text.decode(errors="replace")
-            self._try(lambda: self._stored_values.decode_stored(written, "x", self._budget("x"), leaf=str))
+            self._try(lambda: self._json.decode_stored(written, "x", self._budget("x"), leaf=str))
         elif kind == b"c":
             self._try(lambda: self._claim.parse(text, "x"))
         elif kind == b"l":

@@ -38,8 +38,8 @@ from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import Plan, RankShards, plan_merge
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.claim import CLAIM_NAME
+from statexchange.storage.files import digest
 from statexchange.storage.object_build import ObjectBuild
-from statexchange.storage.tensorfile import digest
 
 EVENT = "statexchange.storage"
 NBYTES = 5000

@@ -24,7 +24,7 @@ import statexchange as sx
 from statexchange.errors import NotFoundError, StorageError
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
-from statexchange.storage import mounts
+from statexchange.storage import files
 from statexchange.storage.workspace import Workspace
 
 
@@ -38,8 +38,8 @@ def mount(path: Path, kind: str, options: str, monkeypatch: pytest.MonkeyPatch) 
     """Let mountinfo list `path` as a mount of this kind, which no file system was asked about yet."""
     root = "1 0 0:1 / / rw - ext4 /dev/vda rw\n"
     here = f"36 1 0:40 / {path} rw,relatime shared:1 - {kind} server:/export {options}\n"
-    monkeypatch.setattr(mounts, "_mounts", lambda: mounts._parsed((root + here).encode()))
-    monkeypatch.setattr(mounts, "_looked_at", set())
+    monkeypatch.setattr(files, "_mounts", lambda: files._parsed((root + here).encode()))
+    monkeypatch.setattr(files, "_looked_at", set())
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ import statexchange as sx
 from statexchange.errors import TargetExistsError, UnsafeError, UnsupportedError
 from statexchange.processes import Owner
 from statexchange.storage.claim import CLAIM_NAME, Claim, claim_of
+from statexchange.storage.location import open_path
 from statexchange.storage.object_build import ObjectBuild
-from statexchange.storage.opened_path import open_path
 
 WHOLE = [
     "config.json",

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import statexchange as sx
 from statexchange.formats.registry import open_source
-from statexchange.storage.location import location
-from statexchange.storage.opened_path import open_path
+from statexchange.storage.location import location, open_path
 
 
 def test_a_hugging_face_directory_at_a_url_is_opened_merged_and_loaded(store: Any, tmp_path: Path) -> None:

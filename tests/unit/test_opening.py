@@ -26,7 +26,7 @@ import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
-from statexchange.storage.opened_path import open_path
+from statexchange.storage.location import open_path
 from statexchange.storage.workspace import Receipt, Workspace
 
 NOBODY = 65534

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from statexchange.storage.read_ahead import ReadAhead
+from statexchange.storage.fsspec_store import ReadAhead
 
 DATA = random.Random(0).randbytes(3 << 20)
 SIZE = len(DATA)

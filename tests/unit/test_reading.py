@@ -44,7 +44,7 @@ from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage.claim import CLAIM_NAME, Claim
-from statexchange.storage.opened_path import open_path
+from statexchange.storage.location import open_path
 from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
 

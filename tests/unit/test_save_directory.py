@@ -31,8 +31,8 @@ from statexchange.formats.registry import open_source
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
 from statexchange.storage.budget import Budget
+from statexchange.storage.json_text import seal
 from statexchange.storage.save_directory import SaveManifest
-from statexchange.storage.sealed_json import seal
 from statexchange.testing import run_ranks
 
 RANKS = 2

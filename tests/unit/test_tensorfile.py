@@ -18,8 +18,9 @@ from statexchange.errors import CorruptError, InvalidArgumentError, NotFoundErro
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage import files
 from statexchange.storage.budget import Budget
-from statexchange.storage.opened_path import open_path
-from statexchange.storage.tensorfile import ShardData, digest, encode_header, write_tensor_file
+from statexchange.storage.files import digest
+from statexchange.storage.location import open_path
+from statexchange.storage.tensorfile import ShardData, encode_header, write_tensor_file
 from statexchange.tensors import DTYPE_NAMES
 
 DTYPES = {name: getattr(torch, long_name) for long_name, name in DTYPE_NAMES.items()}

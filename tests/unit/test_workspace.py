@@ -35,8 +35,8 @@ from statexchange.errors import (
 from statexchange.formats.registry import open_source
 from statexchange.sharding.shards import Box, full_box
 from statexchange.storage import atomic, files
+from statexchange.storage.json_text import seal
 from statexchange.storage.local import local_path
-from statexchange.storage.sealed_json import seal
 from statexchange.storage.workspace import MANIFEST, RankName, Receipt, Workspace, WorkspaceView
 
 WRITER = """
@@ -539,7 +539,7 @@ def test_the_mount_that_is_visible_decides_whether_a_path_is_in_memory(
     require_mounts()
     program = """
 import sys
-from statexchange.storage.mounts import mount_of
+from statexchange.storage.files import mount_of
 print(*(mount_of(path).is_memory for path in sys.argv[1:]))
 """
     mounts = 'mount -t tmpfs t "$1" && mkdir "$1/in" && mount -t tmpfs t "$1/in" && mount --bind / "$1/in"'
