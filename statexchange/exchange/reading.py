@@ -8,6 +8,7 @@ compared with what the memory has then.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.regions import (
     READ_AHEAD_BYTES,
     BoxDigest,
+    Run,
     one_run,
     read_part,
     slices_within,
@@ -108,21 +110,23 @@ def assign_readers(items: Sequence[ReadItem], comm: Communicator) -> dict[Wanted
 
     Return {box: [reader, *receivers]} in an order equal on all ranks, balanced by elements.
     """
-    own = [wanted.to_json() for wanted in _first_tensors(_parts_of(items))]
+    wanted_here = [wanted.to_json() for wanted in _first_tensors(_parts_of(items))]
     needed_by: dict[WantedBox, list[int]] = {}
-    for rank, sent in enumerate(comm.all_gather_object(own)):
+    for rank, sent in enumerate(comm.all_gather_object(wanted_here)):
         if comm.nodes[rank] == comm.node_rank:
             what = "the boxes to read"
             for wanted in records.parsed(sent, lambda raw: records.items(raw, WantedBox.from_json), what, rank):
                 needed_by.setdefault(wanted, []).append(rank)
     load = dict.fromkeys(range(comm.world_size), 0)  # elements that each rank reads for others
     readers = {}
+    # All ranks send and receive in this order, so that no two of them wait for each other.
     for wanted in sorted(needed_by, key=lambda box: (box.name, box.box.offsets, box.box.shape, box.dtype)):
         ranks = needed_by[wanted]
         if len(ranks) > 1:
             reader = min(ranks, key=lambda rank: (load[rank], rank))
             load[reader] += wanted.box.numel
-            readers[wanted] = [reader, *(rank for rank in ranks if rank != reader)]
+            ranks.remove(reader)
+            readers[wanted] = [reader, *ranks]
     return readers
 
 
@@ -163,10 +167,12 @@ def read_all(
     reading = _Reading(comm, on_progress)
     try:
         reading.run(to_read)
+        # A file that was replaced during the reading may have given bytes of two versions, each with its digests.
         for file in reading.files:
             file.check_current()
     except (CorruptError, StorageError) as error:
         raise error.located(advice=reading.changes(len(items), reads_again=reads_again)) from error.__cause__
+    # After all reads: a rank that waited for another one in between would leave its own requests for later.
     for wanted, (reader, *others) in readers.items():
         if comm.rank == reader:
             for other in others:
@@ -174,16 +180,18 @@ def read_all(
         elif comm.rank in others:
             comm.recv(tensors[wanted], reader)
             comm.progress()
-    for group in overlapping([part.memory for part in parts]):
-        _check_same_values([parts[number] for number in group], comm)
+    # Only now, as memory that was received counts, too.
+    for numbers in overlapping([part.memory for part in parts]):
+        _check_same_values(operator.itemgetter(*numbers)(parts), comm)
     return reading.nbytes, reading.overflows
 
 
 def _without_received(parts: Sequence[_Part], readers: Mapping[WantedBox, Sequence[int]], rank: int) -> list[_Part]:
-    """Return the parts that this rank reads: of a box that it receives all but the first live tensor."""
+    """Return the parts that this rank reads."""
     received = {wanted for wanted, (_, *receivers) in readers.items() if rank in receivers}
     to_read = []
     for part in parts:
+        # A box is sent once, into its first live tensor; a second one, as a copy of the module, reads it.
         if part.wanted in received:
             received.remove(part.wanted)
         else:
@@ -191,33 +199,43 @@ def _without_received(parts: Sequence[_Part], readers: Mapping[WantedBox, Sequen
     return to_read
 
 
+class _Block(NamedTuple):
+    """The part `region` of a stored box, which is read."""
+
+    stored: ByteRange
+    box: Box
+    region: Box
+
+    def digest(self, dtype: str) -> BoxDigest:
+        """Return what computes the digests of the block, and compares them."""
+        return BoxDigest(self.stored, self.box, dtype, region=self.region)
+
+
 class _Piece(NamedTuple):
-    """A small run of bytes, from byte `begin` of a file on, and the memory that it fills: block `region` of `box`.
+    """A block that is one small run of bytes, from byte `begin` of a file on, and the memory that it fills.
 
     `digest` is that of the bytes, if no other is known of them.
     """
 
     begin: int
     memory: memoryview
-    region: Box
-    box: Box
-    byte_range: ByteRange
+    block: _Block
     item: ReadItem
-    digest: str | None = None
+    digest: str | None
 
     def check(self, data: memoryview) -> None:
         """Raise CorruptError if the bytes that were read differ from a digest."""
-        digest = BoxDigest(self.byte_range, self.box, self.item.stored, region=self.region)
+        digest = self.block.digest(self.item.stored)
         if digest:
-            digest.update(self.region, data)
+            digest.update(self.block.region, data)
             digest.check(self.item.name)
 
 
 class _Target(NamedTuple):
-    """A part that is read by itself, and what fills it: stored boxes, their byte ranges and the blocks to read."""
+    """A part that is read by itself, and the stored blocks that fill it."""
 
     part: _Part
-    needed: Sequence[tuple[Box, ByteRange, Box]]
+    needed: Sequence[_Block]
 
 
 class Overflows(NamedTuple):
@@ -250,6 +268,7 @@ class _Limits(NamedTuple):
 _LOCAL = _Limits(piece=64 << 10, gap=4 << 10, together=256 << 10)
 # Any request takes longer than reading 64 KiB more. Larger gaps would let each rank read the other ranks' parts, too.
 _REMOTE = _Limits(piece=READ_AHEAD_BYTES, gap=64 << 10, together=READ_AHEAD_BYTES)
+_LIMITS = {False: _LOCAL, True: _REMOTE}  # by whether a file is remote
 
 
 class _Reading:
@@ -268,7 +287,6 @@ class _Reading:
         self._total = 0
         self._on_progress = on_progress
         self._staging: Staging | None = None
-        self._buffer = memoryview(b"")  # what is read together
         self._changed: set[int] = set()  # ids of the items of which a byte may have changed
         self._is_invalid = False  # whether the tensor that is read now has bytes that are not checked yet
 
@@ -301,78 +319,74 @@ class _Reading:
 
     def _add(self, part: _Part) -> None:
         """Note how a part will be read."""
-        item, target, memory = part.item, part.box, part.memory
-        dtype = item.stored
-        is_in_place = memory.is_run and memory.dtype == dtype
-        whole = item.boxes.get(target)
-        if whole is not None and is_in_place and whole.strides is None:
-            # Nearly all tensors of a model are one run in the file and in memory, and need no arithmetic of boxes.
-            nbytes, limits = memory.end - memory.begin, _REMOTE if whole.file.is_remote else _LOCAL
-            if nbytes <= limits.piece:
-                self._total += nbytes
-                digest = None if whole.parts else whole.digest
-                piece = _Piece(whole.begin, run_bytes(part.tensor), target, target, whole, item, digest)
-                self.files.setdefault(whole.file, []).append(piece)
-                return
+        item, target, tensor, memory = part
+        is_in_place = memory.is_run and memory.dtype == item.stored
         # `prove_cover` has found that no two stored boxes overlap, so one that equals the target is all it needs.
+        whole = item.boxes.get(target)
         stored_boxes = item.boxes if whole is None else {target: whole}
         needed = []
-        for box, byte_range in stored_boxes.items():
-            region = intersect(box, target)
+        for box, stored in stored_boxes.items():
+            region = intersect(box, target) if whole is None else target
             if region is None:
                 continue
-            self._total += region.numel * ITEMSIZE[dtype]
-            pieces = self.files.setdefault(byte_range.file, [])
-            run = one_run(byte_range, box, region, dtype, target) if is_in_place else None
-            limits = _REMOTE if byte_range.file.is_remote else _LOCAL
+            run: Run | None = None
+            if is_in_place and whole is not None and stored.strides is None:
+                # Nearly all tensors of a model are one run in the file and in memory, and need no arithmetic of boxes.
+                run = Run(stored.begin, 0, memory.end - memory.begin)
+            elif is_in_place:
+                run = one_run(stored, box, region, item.stored, target)
+            self._total += math.prod(region.shape) * ITEMSIZE[item.stored]
+            pieces = self.files.setdefault(stored.file, [])
+            limits = _LIMITS[stored.file.is_remote]
+            block = _Block(stored, box, region)
             if run is None or run.nbytes > limits.piece:
-                needed.append((box, byte_range, region))
+                needed.append(block)
                 continue
-            run_memory = run_bytes(part.tensor)[run.in_memory : run.in_memory + run.nbytes]
-            pieces.append(_Piece(run.in_file, run_memory, region, box, byte_range, item))
+            data = run_bytes(tensor)[run.in_memory : run.in_memory + run.nbytes]
+            digest = stored.digest if region == box and not stored.parts else None
+            pieces.append(_Piece(run.in_file, data, block, item, digest))
         if needed:
             self._alone.append(_Target(part, needed))
 
     def _read_small(self, *, remote: bool) -> None:
         """Read the small pieces of files that are remote, or of those that are not."""
-        limits = _REMOTE if remote else _LOCAL
+        limits = _LIMITS[remote]
+        buffer = memoryview(b"")
         for file, pieces in self.files.items():
-            if file.is_remote == remote:
+            if pieces and file.is_remote == remote:
+                buffer = buffer or memoryview(bytearray(limits.together))
                 pieces.sort(key=operator.attrgetter("begin"))
                 for together in _neighbours(pieces, limits):
-                    self._read_together(file, together, limits.together)
+                    self._read_together(file, together, buffer)
                 pieces.clear()
 
-    def _read_together(self, file: StoredFile, pieces: Sequence[_Piece], buffer_bytes: int) -> None:
+    def _read_together(self, file: StoredFile, pieces: Sequence[_Piece], buffer: memoryview) -> None:
         begin, last = pieces[0].begin, pieces[-1]
-        nbytes = last.begin + len(last.memory) - begin
-        if len(self._buffer) < nbytes:
-            self._buffer = memoryview(bytearray(max(nbytes, buffer_bytes)))
-        file.read_into(self._buffer[:nbytes], begin)
+        file.read_into(buffer[: last.begin + len(last.memory) - begin], begin)
         # Live memory changes only after all digests of what was read together have been compared.
-        filled = []
         for piece in pieces:
-            data = self._buffer[piece.begin - begin :][: len(piece.memory)]
-            filled.append((piece, data))
+            data = buffer[piece.begin - begin :][: len(piece.memory)]
             if piece.digest is None or xxh3_128_hexdigest(data) != piece.digest:
                 piece.check(data)
-        for piece, data in filled:
+        nbytes = 0
+        for piece in pieces:
             self._changed.add(id(piece.item))
-            piece.memory[:] = data
-        self._count(sum([len(data) for _, data in filled]))
+            piece.memory[:] = buffer[piece.begin - begin :][: len(piece.memory)]
+            nbytes += len(piece.memory)
+        self._count(nbytes)
 
     def _read_alone(self, target: _Target) -> None:
         """Read a part window by window, each stored box in it by itself."""
         item, whole, tensor, memory = target.part
         dtype = item.stored
-        digests = [BoxDigest(stored, box, dtype, region=region) for box, stored, region in target.needed]
+        digests = [block.digest(dtype) for block in target.needed]
         # It is read into, and not into a buffer: from now on its old values may be gone.
         self._is_invalid = memory.is_run and memory.dtype == dtype
         self._staging = self._staging or Staging()
         for window, data in self._staging.targets(tensor, dtype):
             placed = to_global(window, whole)
-            for (box, stored, region), digest in zip(target.needed, digests, strict=True):
-                inside = region if placed == whole else intersect(region, placed)
+            for (stored, box, region), digest in zip(target.needed, digests, strict=True):
+                inside = intersect(region, placed)
                 if inside is not None:
                     read_part(stored, box, inside, dtype, data, placed, digest, self._count)
             # The last window is copied when the iterator goes on, and bytes that differ must not be.
