@@ -150,6 +150,7 @@ class Staging:
 
     def _memory(self, number: int, kind: str, make: Callable[[], TensorLike]) -> Leaf:
         key = (number % 2, kind)
+        # Pinning memory takes longer than copying a window, and most tensors of a load need no buffer.
         if key not in self._buffers:
             self._buffers[key] = make()
         return self._buffers[key]
