@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, needing_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     import numpy as np
@@ -28,18 +28,17 @@ __all__ = [
     "DType",
     "TensorKindT",
     "TensorLike",
+    "TensorMemory",
     "TensorT",
     "TorchTensor",
     "all_finite",
     "array_over",
     "as_numpy",
     "as_torch",
-    "byte_view",
     "check_dense",
     "check_writable",
     "converted",
     "count_overflows",
-    "dtype_name",
     "element_shape",
     "elements",
     "from_bytes",
@@ -50,13 +49,16 @@ __all__ = [
     "is_torch",
     "itemsize_of",
     "mark_changed",
+    "memory_of",
     "name_of_dtype",
     "nonfinite",
     "num_overflows",
     "numpy_dtype",
     "overlap_groups",
+    "overlapping",
     "own_bytes",
     "replicated_part",
+    "run_bytes",
     "same_memory",
     "torch_dtype",
     "unify_nans",
@@ -378,7 +380,11 @@ def is_torch(value: object) -> bool:
 
 def is_tensor(value: object) -> bool:
     """Whether `value` is a numpy array, a torch tensor, or an object with torch's ``__create_chunk_list__``."""
-    return is_torch(value) or is_array(value) or hasattr(type(value), "__create_chunk_list__")
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return True
+    is_numpy = numpy is not None and isinstance(value, numpy.ndarray)
+    return is_numpy or hasattr(type(value), "__create_chunk_list__")
 
 
 def is_dtensor(value: object) -> bool:
@@ -409,52 +415,100 @@ def wait_tensor(tensor: Any) -> Any:
     return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
 
 
-def dtype_name(tensor: Any, name: str) -> str:
-    """Return the safetensors name of a tensor's dtype; refuse tensors without plain bytes.
+class TensorMemory(NamedTuple):
+    """The memory of a live tensor. It is looked at once: asking torch takes longer than copying a small tensor.
+
+    Attributes:
+        dtype: the safetensors name of the dtype.
+        device: "cpu", or the device as torch writes it.
+        begin: the address of the first byte.
+        end: the address after the last byte; `begin` if the tensor has no memory, or none of its own.
+        is_run: whether `run_bytes` returns it: on the host, in C order, and with the bits of the elements.
+        is_plain: whether `check_writable` has no objection.
+    """
+
+    dtype: str
+    device: str = ""
+    begin: int = 0
+    end: int = 0
+    is_run: bool = False
+    is_plain: bool = False
+
+
+def memory_of(tensor: TensorLike, name: str) -> TensorMemory:
+    """Describe the memory of a tensor; of one with `__create_chunk_list__`, which has it in parts, only the dtype.
 
     Raises:
         UnsupportedError: the dtype is unknown, or the tensor is sparse, meta, masked or quantised, or its storage was
             freed; names the tensor.
     """
+    import numpy as np
+
     if type(tensor).__module__.startswith("torch.distributed._shard"):
         raise UnsupportedError("torch's old ShardedTensor cannot be represented: use DTensor", name=name)
-    found = name_of_dtype(tensor.dtype)
-    if is_array(tensor) or not hasattr(tensor, "__create_chunk_list__"):
-        check_dense(tensor, name)
-    if found is None:
+    dtype = name_of_dtype(tensor.dtype)
+    is_whole = isinstance(tensor, np.ndarray) or not hasattr(tensor, "__create_chunk_list__")
+    begin, end = check_dense(tensor, name) if is_whole else (0, 0)
+    if dtype is None:
         raise UnsupportedError(f"dtype {tensor.dtype} cannot be represented", name=name)
-    if found in PACKED and not len(tensor.shape):
+    if dtype in PACKED and not len(tensor.shape):
         raise UnsupportedError(f"a tensor of {tensor.dtype} without dims cannot be represented", name=name)
-    return found
+    if not is_whole:
+        return TensorMemory(dtype)
+    if isinstance(tensor, np.ndarray):
+        flags = tensor.flags
+        return TensorMemory(dtype, "cpu", begin, end, flags.c_contiguous, flags.writeable and flags.contiguous)
+    is_contiguous = tensor.is_contiguous()
+    # A view that conjugates or negates shows other values than the bits in memory.
+    is_run = is_contiguous and tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
+    device = "cpu" if tensor.is_cpu else str(tensor.device)
+    return TensorMemory(dtype, device, begin, end, is_run, is_contiguous and not tensor.is_inference())
 
 
-def check_dense(tensor: Any, name: str | None = None) -> None:
-    """Raise UnsupportedError unless a tensor has contiguous or strided memory of its own."""
-    if is_array(tensor):
+def check_dense(tensor: TensorLike, name: str | None = None) -> tuple[int, int]:
+    """Raise UnsupportedError unless a tensor has contiguous or strided memory of its own.
+
+    Return the addresses of its first byte and after its last one, which are equal if it has no memory.
+    """
+    import numpy as np
+
+    if isinstance(tensor, np.ndarray):
         if tensor.dtype.hasobject or hasattr(tensor, "mask"):
             kind = "an array of objects" if tensor.dtype.hasobject else "a masked array"
             raise UnsupportedError(f"only dense tensors can be exchanged, not {kind}", name=name)
-        return
+        first = last = tensor.__array_interface__["data"][0]
+        if not tensor.size:
+            return first, first
+        for size, stride in zip(tensor.shape, tensor.strides, strict=True):
+            first += min(0, stride * (size - 1))
+            last += max(0, stride * (size - 1))
+        return first, last + tensor.itemsize
     if hasattr(tensor, "materialize"):  # UninitializedParameter and UninitializedBuffer
         text = "this parameter has no shape yet: call the module once, on every rank"
         raise InvalidArgumentError(text, name=name)
-    if tensor.is_quantized or tensor.is_meta or tensor.is_nested or tensor.layout is not _strided():
+    # torch is imported, as the tensor exists; an import statement would take longer than the test.
+    strided = sys.modules["torch"].strided
+    if tensor.is_quantized or tensor.is_meta or tensor.is_nested or tensor.layout is not strided:
         kinds = {"quantized": tensor.is_quantized, "meta": tensor.is_meta, "nested": tensor.is_nested}
         kind = next((kind for kind, holds in kinds.items() if holds), str(tensor.layout)[6:])
         advice = ': the module\'s to_empty(device="cpu") gives it memory to load into' if tensor.is_meta else ""
         raise UnsupportedError(f"only dense tensors can be exchanged, not a {kind} one{advice}", name=name)
     if not tensor.numel():
-        return
-    last = tensor.storage_offset()  # where the last element lies
+        return 0, 0
+    span = 1  # elements from the first to the last one
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        last += (size - 1) * stride
-    if hasattr(tensor, "__tensor_flatten__") and not tensor.data_ptr():
+        span += (size - 1) * stride
+    address = tensor.data_ptr()
+    if hasattr(tensor, "__tensor_flatten__") and not address:
         parts, _ = tensor.__tensor_flatten__()
         kind = f"{type(tensor).__module__.partition('.')[0]}'s {type(tensor).__name__}"
         text = f"{kind} is made of several tensors ({', '.join(parts)[:100]}): give what dequantize() returns"
         raise UnsupportedError(f"{text}, or save it with the library that made it", name=name)
-    if not tensor.data_ptr() or tensor.untyped_storage().nbytes() < (last + 1) * tensor.element_size():
+    nbytes = span * tensor.element_size()
+    # A storage that was resized to nothing, as FSDP does between steps, leaves a tensor that looks whole.
+    if not address or tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.element_size() + nbytes:
         raise UnsupportedError(f"this {type(tensor).__name__} has no storage of its own, or it was freed", name=name)
+    return address, address + nbytes
 
 
 def check_writable(tensor: Any, name: str | None = None) -> None:
@@ -517,81 +571,74 @@ def as_numpy(tensor: Any) -> Any:
     import torch
 
     name = name_of_dtype(tensor.dtype)
-    assert name is not None  # `dtype_name` has accepted it
+    assert name is not None  # `memory_of` has accepted it
     if name != "BF16" and not name.startswith("F8") and name not in PACKED:
         return tensor.numpy()
     return tensor.view({1: torch.uint8, 2: torch.uint16}[tensor.itemsize]).numpy().view(numpy_dtype(name))
 
 
-def mark_changed(tensors: Iterable[Any]) -> None:
+def mark_changed(tensors: Iterable[object]) -> None:
     """Increment the version of torch tensors, as `copy_` does: backward through their old values then raises."""
-    changed = [tensor for tensor in tensors if is_torch(tensor)]
-    if changed:
-        import torch
-
-        torch.autograd.graph.increment_version(changed)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if isinstance(tensor, torch.Tensor)])
 
 
-def own_bytes(tensor: Any) -> memoryview | None:
+def own_bytes(tensor: TensorLike) -> memoryview | None:
     """Return the memory of a tensor as bytes; None if its elements do not lie in C order, or not on the host."""
     import numpy as np
 
-    if is_array(tensor):
+    if isinstance(tensor, np.ndarray):
+        is_run = tensor.flags.c_contiguous
+    else:
+        is_run = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return run_bytes(tensor) if is_run else None
+
+
+def run_bytes(tensor: TensorLike) -> memoryview:
+    """Return the memory of a tensor that is one run on the host, see `TensorMemory`, as bytes."""
+    import numpy as np
+
+    if isinstance(tensor, np.ndarray):
         plain = np.asarray(tensor)  # np.matrix would stay two-dimensional
-        return memoryview(plain.reshape(-1).view(np.uint8).data) if plain.flags.c_contiguous else None
-    if not tensor.is_cpu:
-        return None
+        return memoryview(plain.reshape(-1).view(np.uint8).data)
     if not tensor.numel():  # `numpy` would keep its storage from being resized
         return memoryview(bytearray())
-    run = byte_view(tensor)
-    return None if run is None else memoryview(run.numpy().data)
-
-
-def byte_view(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the memory of a torch tensor as one dim of uint8; None if its elements do not lie in C order."""
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return None
     import torch
 
     # A single element counts as contiguous whatever its stride. `as_strided` refuses a storage that was freed or shrunk
     # since the tensor was made, for which `numpy` would give other memory; and it makes a plain tensor of a subclass.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return memoryview(tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data)
 
 
-def _memory_span(tensor: Any) -> tuple[str, int, int] | None:
-    """Return the device and the addresses of the first byte and after the last byte; None for a tensor of no memory."""
-    if is_array(tensor):
-        first = last = tensor.__array_interface__["data"][0]
-        for size, stride in zip(tensor.shape, tensor.strides, strict=True):
-            first += min(0, stride * (size - 1))
-            last += max(0, stride * (size - 1))
-        return ("cpu", first, last + tensor.itemsize) if tensor.size else None
-    first = tensor.data_ptr()
-    if not first or not tensor.numel():
-        return None
-    last = 0
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        last += (size - 1) * stride
-    return "cpu" if tensor.is_cpu else str(tensor.device), first, first + (last + 1) * tensor.itemsize
+def overlap_groups(tensors: Iterable[TensorLike]) -> list[list[int]]:
+    """Return the numbers of dense tensors whose memory overlaps, as `overlapping` does."""
+    memories = []
+    for tensor in tensors:
+        is_on_host = getattr(tensor, "is_cpu", True)  # arrays have no such attribute
+        memories.append(TensorMemory("", "cpu" if is_on_host else str(tensor.device), *check_dense(tensor)))
+    return overlapping(memories)
 
 
-def overlap_groups(tensors: Iterable[Any]) -> Iterator[list[int]]:
-    """Yield the numbers of tensors whose spans in memory, from first to last byte, overlap, a list for each group.
+def overlapping(memories: Iterable[TensorMemory]) -> list[list[int]]:
+    """Return the numbers of tensors whose spans in memory, from first to last byte, overlap, a list for each group.
 
     Columns of one matrix are a group, although they have no byte in common. Groups are in the order of memory.
     """
-    spans = ((_memory_span(tensor), number) for number, tensor in enumerate(tensors))
-    group: list[int] = []
-    device, group_end = "", 0
-    for where, begin, end, number in sorted((*span, number) for span, number in spans if span is not None):
-        if where != device or begin >= group_end:
-            if len(group) > 1:
-                yield group
-            device, group, group_end = where, [], 0
-        group.append(number)
-        group_end = max(group_end, end)
-    if len(group) > 1:
-        yield group
+    spans = []
+    for number, memory in enumerate(memories):
+        if memory.begin < memory.end:
+            spans.append((memory.device, memory.begin, memory.end, number))
+    spans.sort()
+    groups: list[list[int]] = [[]]
+    last_device, last_end = "", 0
+    for device, begin, end, number in spans:
+        if device != last_device or begin >= last_end:
+            groups.append([])
+            last_device, last_end = device, 0
+        groups[-1].append(number)
+        last_end = max(last_end, end)
+    return [group for group in groups if len(group) > 1]
 
 
 def same_memory(tensor: Any) -> tuple[Any, ...] | None:
@@ -603,9 +650,3 @@ def same_memory(tensor: Any) -> tuple[Any, ...] | None:
         return None
     seen_as = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return (tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride(), *seen_as)
-
-
-def _strided() -> Any:
-    import torch
-
-    return torch.strided

@@ -32,10 +32,10 @@ from statexchange.storage.workspace import Receipt, Workspace
 from statexchange.tensors import (
     ITEMSIZE,
     array_over,
-    dtype_name,
     from_bytes,
     is_tensor,
     itemsize_of,
+    memory_of,
     same_memory,
     torch_dtype,
     wait_tensor,
@@ -182,7 +182,7 @@ def _metadata_of(tensors: Mapping[str, Any]) -> list[_TensorMetadata]:
 def _metadata_of_one(name: str, tensor: _Tensor, offset: int) -> _TensorMetadata:
     if hasattr(tensor, "__create_chunk_list__"):
         raise UnsupportedError("this is a part of a sharded tensor: pass its to_local()", name=name)
-    dtype, shape = dtype_name(tensor, name), tuple(int(size) for size in tensor.shape)
+    dtype, shape = memory_of(tensor, name).dtype, tuple(int(size) for size in tensor.shape)
     if isinstance(tensor, np.ndarray):
         return _TensorMetadata(name, dtype, shape, "numpy", False, None, offset)
     kind = "parameter" if type(tensor).__name__ == "Parameter" else "tensor"

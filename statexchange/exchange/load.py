@@ -23,7 +23,6 @@ from statexchange.exchange.matched_state import MatchedState
 from statexchange.exchange.name_check import compare_names
 from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.reading import Overflows, ReadItem, assign_readers, read_all
-from statexchange.exchange.shared_memory_check import check_shared_memory
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import Source, abbreviated_names
@@ -291,10 +290,10 @@ class _Load:
             self._before_reading(items)
         readers = assign_readers(items, comm) if source.opened.store.is_remote else {}
         with comm.phase("reading", timeout_s=self._stall_timeout_s):
-            mark_changed(target.live for target in plan.targets)
-            mark_changed(part for item in items for part in item.local.tensors)
+            # A DTensor has a version of its own beside that of its local part.
+            mark_changed([target.live for target in plan.targets])
+            mark_changed([part for item in items for part in item.local.tensors])
             read, overflows = read_all(items, readers, comm, self._on_progress, reads_again=self.reads_again)
-            check_shared_memory(items, comm)
             for callback in plan.callbacks:
                 callback()
         names = (tuple(plan.missing), tuple(plan.unexpected))

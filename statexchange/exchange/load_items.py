@@ -143,8 +143,9 @@ def read_item(target: LiveTarget, tensors: StoredTensors, options: LoadOptions) 
         IncompleteError, OverlapError: the source's boxes are not those of a whole tensor.
     """
     stored, local, path = tensors.shard_of(target.name), target.local, tensors.source.path
-    for part in local.tensors:
-        check_writable(part, target.path)
+    for part, memory in zip(local.tensors, local.memory, strict=True):
+        if not memory.is_plain:
+            check_writable(part, target.path)
     shape, expected = local.shard.global_shape, stored.global_shape
     # The common part of a padded tensor is read.
     if shape != expected and not (target.is_padded and len(shape) == len(expected)):

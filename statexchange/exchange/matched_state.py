@@ -40,7 +40,7 @@ from statexchange.state.modules import is_extra_state
 from statexchange.state.name_filter import NameFilter, strips_wrappers
 from statexchange.state.pretrained import adapter_names, is_adapter_model
 from statexchange.state.saved_values import SavedTensor
-from statexchange.tensors import dtype_name, is_array, is_dtensor, is_torch, name_of_dtype, numpy_dtype, torch_dtype
+from statexchange.tensors import is_array, is_dtensor, is_torch, memory_of, name_of_dtype, numpy_dtype, torch_dtype
 from statexchange.units import format_number
 
 __all__ = ["MatchedState"]
@@ -246,7 +246,7 @@ def _new(matched: MatchedState, name: str, stored: str, shape: Sequence[int], pl
     if like is None or place.on_host or like.layout is not torch.strided or like.is_quantized:
         return torch.empty(shape, dtype=dtype)
     has_shape = tuple(like.shape) == shape
-    if has_shape and not place.is_step and matched.options.casts(stored, dtype_name(like, name)):
+    if has_shape and not place.is_step and matched.options.casts(stored, memory_of(like, name).dtype):
         dtype = like.dtype
     if not is_dtensor(like):
         if has_shape:

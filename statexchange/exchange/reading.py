@@ -1,27 +1,56 @@
-"""Read the boxes of live tensors from a checkpoint; from an object store each box once per host."""
+"""Read the boxes of live tensors from a checkpoint; from an object store each box once per host.
+
+Tensors that share memory, as tied weights and views of one buffer, are filled in the order of the source's files, and
+the memory has the values of the last one. That is right only if the source has equal values for all of them. So tensors
+whose memory overlaps and that were filled from different stored bytes are read a second time, window by window, and
+compared with what the memory has then.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from xxhash import xxh3_128_hexdigest
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import CorruptError, StorageError
-from statexchange.exchange.staging import Staging, memory_of
+from statexchange.errors import CorruptError, ReplicaError, StorageError, excerpt
+from statexchange.exchange.staging import Staging
 from statexchange.processes import collector_paused
 from statexchange.sharding import records
-from statexchange.sharding.shards import Box, intersect
+from statexchange.sharding.shards import Box, full_box, intersect
 from statexchange.state.describe import LocalTensor
+from statexchange.state.types import Leaf
 from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.regions import READ_AHEAD_BYTES, BoxDigest, Run, one_run, read_part, to_global
+from statexchange.storage.regions import (
+    READ_AHEAD_BYTES,
+    BoxDigest,
+    Run,
+    one_run,
+    read_part,
+    slices_within,
+    to_global,
+    windows,
+)
 from statexchange.storage.store import StoredFile
-from statexchange.tensors import ITEMSIZE, itemsize_of
+from statexchange.tensors import (
+    ITEMSIZE,
+    TensorLike,
+    TensorMemory,
+    itemsize_of,
+    memory_of,
+    overlapping,
+    run_bytes,
+    same_memory,
+)
 
-__all__ = ["Overflows", "ReadItem", "WantedBox", "assign_readers", "read_all", "read_box"]
+__all__ = ["Overflows", "ReadItem", "WantedBox", "assign_readers", "read_all"]
+
+_COMPARED_BYTES = 8 << 20  # of a window that is read a second time
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +61,12 @@ class WantedBox:
     box: Box
     dtype: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return a JSON value that `from_json` reads."""
         return {"name": self.name, "box": self.box.to_json(), "dtype": self.dtype}
 
     @classmethod
-    def from_json(cls, raw: Any) -> WantedBox:
+    def from_json(cls, raw: object) -> WantedBox:
         """Return the box that `to_json` wrote; raise ValueError for anything else."""
         name, box, dtype = records.fields(raw, "name", "box", "dtype")
         itemsize_of(dtype)
@@ -53,36 +82,62 @@ class ReadItem(NamedTuple):
     stored: str
 
 
+class _Part(NamedTuple):
+    """One box of an item, and the live tensor that is its memory."""
+
+    item: ReadItem
+    box: Box
+    tensor: TensorLike
+    memory: TensorMemory
+
+    @property
+    def wanted(self) -> WantedBox:
+        """What ranks of one host compare, to read it once."""
+        return WantedBox(self.item.name, self.box, self.item.local.shard.dtype)
+
+
+def _parts_of(items: Sequence[ReadItem]) -> list[_Part]:
+    parts = []
+    for item in items:
+        local = item.local
+        for box, tensor, memory in zip(local.shard.boxes, local.tensors, local.memory, strict=True):
+            parts.append(_Part(item, box, tensor, memory))
+    return parts
+
+
 def assign_readers(items: Sequence[ReadItem], comm: Communicator) -> dict[WantedBox, list[int]]:
     """Choose, for each box that several ranks of this host need, one rank to read it. Collective.
 
     Return {box: [reader, *receivers]} in an order equal on all ranks, balanced by elements.
     """
-    own = [wanted.to_json() for wanted in _first_tensors(items)]
+    wanted_here = [wanted.to_json() for wanted in _first_tensors(_parts_of(items))]
     needed_by: dict[WantedBox, list[int]] = {}
-    for rank, sent in enumerate(comm.all_gather_object(own)):
+    for rank, sent in enumerate(comm.all_gather_object(wanted_here)):
         if comm.nodes[rank] == comm.node_rank:
             what = "the boxes to read"
             for wanted in records.parsed(sent, lambda raw: records.items(raw, WantedBox.from_json), what, rank):
                 needed_by.setdefault(wanted, []).append(rank)
     load = dict.fromkeys(range(comm.world_size), 0)  # elements that each rank reads for others
     readers = {}
+    # All ranks send and receive in this order, so that no two of them wait for each other.
     for wanted in sorted(needed_by, key=lambda box: (box.name, box.box.offsets, box.box.shape, box.dtype)):
         ranks = needed_by[wanted]
         if len(ranks) > 1:
             reader = min(ranks, key=lambda rank: (load[rank], rank))
             load[reader] += wanted.box.numel
-            readers[wanted] = [reader, *(rank for rank in ranks if rank != reader)]
+            ranks.remove(reader)
+            readers[wanted] = [reader, *ranks]
     return readers
 
 
-def _first_tensors(items: Sequence[ReadItem]) -> dict[WantedBox, Any]:
+def _first_tensors(parts: Sequence[_Part]) -> dict[WantedBox, TensorLike]:
     """Return the first live tensor of each box that this rank needs."""
-    tensors: dict[WantedBox, Any] = {}
-    for item in items:
-        for box, tensor in zip(item.local.shard.boxes, item.local.tensors, strict=True):
-            wanted = WantedBox(item.name, box, item.local.shard.dtype)
-            tensors.setdefault(wanted, tensor if isinstance(tensor, np.ndarray) else tensor.detach())
+    tensors: dict[WantedBox, TensorLike] = {}
+    for part in parts:
+        tensor = part.tensor
+        if not isinstance(tensor, np.ndarray):
+            tensor = tensor.detach()
+        tensors.setdefault(part.wanted, tensor)
     return tensors
 
 
@@ -97,27 +152,27 @@ def read_all(
     """Fill the live tensors; return the bytes that this rank has read, and boxes in which casts made values infinite.
 
     Not collective without `readers` (from `assign_readers`); otherwise all ranks that they name must call this.
-    Raise ReplacedError if a file may have changed since it was opened. After an error a live tensor is as it was, or
-    has the values that were saved, or NaN; the error says how many have changed, also by a first reading of another
-    version if this one `reads_again`.
+
+    Raises:
+        ReplacedError: a file may have changed since it was opened.
+        CorruptError, StorageError: a live tensor is as it was, or has the values that were saved, or NaN; the error
+            says how many have changed, also by a first reading of another version if this one `reads_again`.
+        ReplicaError: live tensors share memory for which the source has different values.
     """
-    tensors = _first_tensors(items) if readers else {}
-    received = {wanted for wanted, ranks in readers.items() if comm.rank in ranks[1:]}
+    parts = _parts_of(items)
+    to_read: Sequence[_Part] = parts
+    if readers:
+        tensors = _first_tensors(parts)
+        to_read = _without_received(parts, readers, comm.rank)
     reading = _Reading(comm, on_progress)
-    with collector_paused():
-        for item in items:
-            for box, tensor in zip(item.local.shard.boxes, item.local.tensors, strict=True):
-                wanted = WantedBox(item.name, box, item.local.shard.dtype) if received else None
-                if wanted in received:
-                    received.remove(wanted)  # only the first live tensor of a box receives it; any others read it
-                else:
-                    reading.add(item, box, tensor)
     try:
-        reading.run()
+        reading.run(to_read)
+        # A file that was replaced during the reading may have given bytes of two versions, each with its digests.
         for file in reading.files:
             file.check_current()
     except (CorruptError, StorageError) as error:
         raise error.located(advice=reading.changes(len(items), reads_again=reads_again)) from error.__cause__
+    # After all reads: a rank that waited for another one in between would leave its own requests for later.
     for wanted, (reader, *others) in readers.items():
         if comm.rank == reader:
             for other in others:
@@ -125,41 +180,62 @@ def read_all(
         elif comm.rank in others:
             comm.recv(tensors[wanted], reader)
             comm.progress()
+    # Only now, as memory that was received counts, too.
+    for numbers in overlapping([part.memory for part in parts]):
+        _check_same_values(operator.itemgetter(*numbers)(parts), comm)
     return reading.nbytes, reading.overflows
 
 
-def read_box(item: ReadItem, target: Box, tensor: Any, comm: Communicator) -> None:
-    """Read the box `target` of an item into `tensor`. Not collective."""
-    reading = _Reading(comm)
-    reading.add(item, target, tensor)
-    reading.run()
+def _without_received(parts: Sequence[_Part], readers: Mapping[WantedBox, Sequence[int]], rank: int) -> list[_Part]:
+    """Return the parts that this rank reads."""
+    received = {wanted for wanted, (_, *receivers) in readers.items() if rank in receivers}
+    to_read = []
+    for part in parts:
+        # A box is sent once, into its first live tensor; a second one, as a copy of the module, reads it.
+        if part.wanted in received:
+            received.remove(part.wanted)
+        else:
+            to_read.append(part)
+    return to_read
+
+
+class _Block(NamedTuple):
+    """The part `region` of a stored box, which is read."""
+
+    stored: ByteRange
+    box: Box
+    region: Box
+
+    def digest(self, dtype: str) -> BoxDigest:
+        """Return what computes the digests of the block, and compares them."""
+        return BoxDigest(self.stored, self.box, dtype, region=self.region)
 
 
 class _Piece(NamedTuple):
-    """A small run of bytes, from byte `begin` of a file on, and the memory that it fills: block `region` of `box`."""
+    """A block that is one small run of bytes, from byte `begin` of a file on, and the memory that it fills.
+
+    `digest` is that of the bytes, if no other is known of them.
+    """
 
     begin: int
     memory: memoryview
-    region: Box
-    box: Box
-    byte_range: ByteRange
+    block: _Block
     item: ReadItem
+    digest: str | None
 
     def check(self, data: memoryview) -> None:
         """Raise CorruptError if the bytes that were read differ from a digest."""
-        digest = BoxDigest(self.byte_range, self.box, self.item.stored, region=self.region)
+        digest = self.block.digest(self.item.stored)
         if digest:
-            digest.update(self.region, data)
+            digest.update(self.block.region, data)
             digest.check(self.item.name)
 
 
 class _Target(NamedTuple):
-    """A live tensor, the memory of `box`, and what fills it: stored boxes, their byte ranges and the blocks to read."""
+    """A part that is read by itself, and the stored blocks that fill it."""
 
-    item: ReadItem
-    box: Box
-    tensor: Any
-    needed: Sequence[tuple[Box, ByteRange, Box]]
+    part: _Part
+    needed: Sequence[_Block]
 
 
 class Overflows(NamedTuple):
@@ -169,15 +245,30 @@ class Overflows(NamedTuple):
     box: Box
     num_elements: int
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[object]:
         """Return a JSON value that `from_json` reads."""
         return [self.name, self.box.to_json(), self.num_elements]
 
     @classmethod
-    def from_json(cls, raw: Any) -> Overflows:
+    def from_json(cls, raw: object) -> Overflows:
         """Return the record that `to_json` wrote; raise ValueError for anything else."""
         name, box, num_elements = records.items(raw, lambda part: part, 3)
         return cls(records.text(name), Box.from_json(box), records.count(num_elements))
+
+
+class _Limits(NamedTuple):
+    """The most bytes of a small piece, between two pieces that are read together, and of all that are read together."""
+
+    piece: int
+    gap: int
+    together: int
+
+
+# A system call costs what reading 4 KiB costs. What is read together is digested and copied in the processor's cache.
+_LOCAL = _Limits(piece=64 << 10, gap=4 << 10, together=256 << 10)
+# Any request takes longer than reading 64 KiB more. Larger gaps would let each rank read the other ranks' parts, too.
+_REMOTE = _Limits(piece=READ_AHEAD_BYTES, gap=64 << 10, together=READ_AHEAD_BYTES)
+_LIMITS = {False: _LOCAL, True: _REMOTE}  # by whether a file is remote
 
 
 class _Reading:
@@ -195,41 +286,18 @@ class _Reading:
         self._comm = comm
         self._total = 0
         self._on_progress = on_progress
-        self._staging = Staging()
-        self._buffer = memoryview(b"")  # what is read together
+        self._staging: Staging | None = None
         self._changed: set[int] = set()  # ids of the items of which a byte may have changed
         self._is_invalid = False  # whether the tensor that is read now has bytes that are not checked yet
 
-    def add(self, item: ReadItem, target: Box, tensor: Any) -> None:
-        """Let the calls below read the box `target` of a live tensor into `tensor`, the memory of that box."""
-        dtype = item.stored
-        # `prove_cover` has found that no two stored boxes overlap, so one that equals the target is all it needs.
-        stored_whole = item.boxes.get(target)
-        stored_boxes = item.boxes if stored_whole is None else {target: stored_whole}
-        needed = []
-        for box, byte_range in stored_boxes.items():
-            region = intersect(box, target)
-            if region is not None:
-                needed.append((box, byte_range, region))
-                self._total += region.numel * ITEMSIZE[dtype]
-        runs = [_small_run(*stored, dtype, target) for stored in needed]
-        own = memory_of(tensor, dtype) if any(runs) else None
-        others = []
-        for (box, byte_range, region), run in zip(needed, runs, strict=True):
-            pieces = self.files.setdefault(byte_range.file, [])
-            if own is None or run is None:
-                others.append((box, byte_range, region))
-            else:
-                memory = own[run.in_memory : run.in_memory + run.nbytes]
-                pieces.append(_Piece(run.in_file, memory, region, box, byte_range, item))
-        if others:
-            self._alone.append(_Target(item, target, tensor, others))
-
-    def run(self) -> None:
-        """Read all that was added."""
+    def run(self, parts: Sequence[_Part]) -> None:
+        """Fill the live tensors of these parts."""
         with collector_paused():
+            for part in parts:
+                self._add(part)
             self._read_small(remote=False)
-        self._read_small(remote=True)  # clients of object stores leave garbage that holds the bytes of a request
+        # Clients of object stores leave garbage in cycles that holds the bytes of a request.
+        self._read_small(remote=True)
         for target in self._alone:
             try:
                 self._read_alone(target)
@@ -249,59 +317,98 @@ class _Reading:
             return f"{text}, the others may have values of a version that was replaced"
         return f"{text}, the others are as they were"
 
+    def _add(self, part: _Part) -> None:
+        """Note how a part will be read."""
+        item, target, tensor, memory = part
+        is_in_place = memory.is_run and memory.dtype == item.stored
+        # `prove_cover` has found that no two stored boxes overlap, so one that equals the target is all it needs.
+        whole = item.boxes.get(target)
+        stored_boxes = item.boxes if whole is None else {target: whole}
+        needed = []
+        for box, stored in stored_boxes.items():
+            region = intersect(box, target) if whole is None else target
+            if region is None:
+                continue
+            run: Run | None = None
+            if is_in_place and whole is not None and stored.strides is None:
+                # Nearly all tensors of a model are one run in the file and in memory, and need no arithmetic of boxes.
+                run = Run(stored.begin, 0, memory.end - memory.begin)
+            elif is_in_place:
+                run = one_run(stored, box, region, item.stored, target)
+            self._total += math.prod(region.shape) * ITEMSIZE[item.stored]
+            pieces = self.files.setdefault(stored.file, [])
+            limits = _LIMITS[stored.file.is_remote]
+            block = _Block(stored, box, region)
+            if run is None or run.nbytes > limits.piece:
+                needed.append(block)
+                continue
+            data = run_bytes(tensor)[run.in_memory : run.in_memory + run.nbytes]
+            digest = stored.digest if region == box and not stored.parts else None
+            pieces.append(_Piece(run.in_file, data, block, item, digest))
+        if needed:
+            self._alone.append(_Target(part, needed))
+
     def _read_small(self, *, remote: bool) -> None:
         """Read the small pieces of files that are remote, or of those that are not."""
+        limits = _LIMITS[remote]
+        buffer = memoryview(b"")
         for file, pieces in self.files.items():
-            if file.is_remote == remote:
+            if pieces and file.is_remote == remote:
+                buffer = buffer or memoryview(bytearray(limits.together))
                 pieces.sort(key=operator.attrgetter("begin"))
-                for together in _neighbours(pieces, _limits(file)):
-                    self._read_together(file, together)
+                for together in _neighbours(pieces, limits):
+                    self._read_together(file, together, buffer)
                 pieces.clear()
 
+    def _read_together(self, file: StoredFile, pieces: Sequence[_Piece], buffer: memoryview) -> None:
+        begin, last = pieces[0].begin, pieces[-1]
+        file.read_into(buffer[: last.begin + len(last.memory) - begin], begin)
+        # Live memory changes only after all digests of what was read together have been compared.
+        for piece in pieces:
+            data = buffer[piece.begin - begin :][: len(piece.memory)]
+            if piece.digest is None or xxh3_128_hexdigest(data) != piece.digest:
+                piece.check(data)
+        nbytes = 0
+        for piece in pieces:
+            self._changed.add(id(piece.item))
+            piece.memory[:] = buffer[piece.begin - begin :][: len(piece.memory)]
+            nbytes += len(piece.memory)
+        self._count(nbytes)
+
     def _read_alone(self, target: _Target) -> None:
-        item, dtype = target.item, target.item.stored
-        digests = [BoxDigest(stored, box, dtype, region=region) for box, stored, region in target.needed]
-        self._is_invalid = memory_of(target.tensor, dtype) is not None  # it is read into, not into a buffer
-        for window, memory in self._staging.targets(target.tensor, dtype):
-            placed = to_global(window, target.box)
-            for (box, stored, region), digest in zip(target.needed, digests, strict=True):
-                inside = region if placed == target.box else intersect(region, placed)
+        """Read a part window by window, each stored box in it by itself."""
+        item, whole, tensor, memory = target.part
+        dtype = item.stored
+        digests = [block.digest(dtype) for block in target.needed]
+        # It is read into, and not into a buffer: from now on its old values may be gone.
+        self._is_invalid = memory.is_run and memory.dtype == dtype
+        self._staging = self._staging or Staging()
+        for window, data in self._staging.targets(tensor, dtype):
+            placed = to_global(window, whole)
+            for (stored, box, region), digest in zip(target.needed, digests, strict=True):
+                inside = intersect(region, placed)
                 if inside is not None:
-                    read_part(stored, box, inside, dtype, memory, placed, digest, self._count)
-            if placed.ends == target.box.ends:  # before the last window is copied
+                    read_part(stored, box, inside, dtype, data, placed, digest, self._count)
+            # The last window is copied when the iterator goes on, and bytes that differ must not be.
+            if placed.ends == whole.ends:
                 for digest in digests:
                     digest.check(item.name)
             self._is_invalid = True  # until all its digests have been compared
         self._changed.add(id(item))
         self._is_invalid = False
         if self._staging.num_overflows:
-            self.overflows.append(Overflows(item.name, target.box, self._staging.num_overflows))
+            self.overflows.append(Overflows(item.name, whole, self._staging.num_overflows))
 
     def _invalidate(self, target: _Target) -> None:
         """Fill a tensor of which only a part was read, or bytes that differ from their digest: its values are gone.
 
         NaN is never taken for the values that were saved, and an integer with all bits set hardly is.
         """
-        if self._is_invalid:
-            self._changed.add(id(target.item))
-            dtype = target.item.stored
-            for _, memory in self._staging.targets(target.tensor, dtype):
-                np.frombuffer(memory, np.uint8).fill(1 if dtype == "BOOL" else 0xFF)
-
-    def _read_together(self, file: StoredFile, pieces: Sequence[_Piece]) -> None:
-        begin, last = pieces[0].begin, pieces[-1]
-        nbytes = last.begin + len(last.memory) - begin
-        if len(self._buffer) < nbytes:
-            self._buffer = memoryview(bytearray(max(nbytes, _limits(file).together)))
-        file.read_into(self._buffer[:nbytes], begin)
-        parts = [self._buffer[piece.begin - begin :][: len(piece.memory)] for piece in pieces]
-        # Live memory changes only after all digests of what was read together have been compared.
-        for piece, data in zip(pieces, parts, strict=True):
-            piece.check(data)
-        for piece, data in zip(pieces, parts, strict=True):
-            self._changed.add(id(piece.item))
-            piece.memory[:] = data
-        self._count(sum(map(len, parts)))
+        if self._is_invalid and self._staging is not None:
+            item = target.part.item
+            self._changed.add(id(item))
+            for _, memory in self._staging.targets(target.part.tensor, item.stored):
+                np.frombuffer(memory, np.uint8).fill(1 if item.stored == "BOOL" else 0xFF)
 
     def _count(self, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -310,41 +417,70 @@ class _Reading:
             self._on_progress(self.nbytes, self._total)
 
 
-class _Limits(NamedTuple):
-    """The most bytes of a small piece, between two pieces that are read together, and of all that are read together."""
-
-    piece: int
-    gap: int
-    together: int
-
-
-# A system call costs what reading 4 KiB costs. What is read together is digested and copied in the processor's cache.
-_LOCAL = _Limits(piece=64 << 10, gap=4 << 10, together=256 << 10)
-# Any request takes longer than reading 64 KiB more. Larger gaps would let each rank read the other ranks' parts, too.
-_REMOTE = _Limits(piece=READ_AHEAD_BYTES, gap=64 << 10, together=READ_AHEAD_BYTES)
-
-
-def _limits(file: StoredFile) -> _Limits:
-    return _REMOTE if file.is_remote else _LOCAL
-
-
-def _small_run(box: Box, stored: ByteRange, shared: Box, dtype: str, target: Box) -> Run | None:
-    """Return where a small piece lies if it is one run in the file and in memory; else None."""
-    run = one_run(stored, box, shared, dtype, target)
-    return None if run is None or run.nbytes > _limits(stored.file).piece else run
-
-
-def _neighbours(pieces: Sequence[_Piece], limits: _Limits) -> Iterator[list[_Piece]]:
+def _neighbours(pieces: Sequence[_Piece], limits: _Limits) -> list[list[_Piece]]:
     """Divide pieces, in the order of a file, into those that are read together."""
-    together: list[_Piece] = []
+    groups: list[list[_Piece]] = []
+    begin = end = 0
     for piece in pieces:
-        if together:
-            first, last = together[0], together[-1]
-            gap = piece.begin - last.begin - len(last.memory)
-            nbytes = piece.begin + len(piece.memory) - first.begin
-            if not 0 <= gap <= limits.gap or nbytes > limits.together:
-                yield together
-                together = []
-        together.append(piece)
-    if together:
-        yield together
+        piece_end = piece.begin + len(piece.memory)
+        # Two live tensors may be filled from the same bytes: each begins a group of its own, as these overlap.
+        is_near = 0 <= piece.begin - end <= limits.gap and piece_end - begin <= limits.together
+        if groups and is_near:
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+            begin = piece.begin
+        end = piece_end
+    return groups
+
+
+def _check_same_values(group: Sequence[_Part], comm: Communicator) -> None:
+    """Raise ReplicaError if the source has different values for parts whose memory overlaps."""
+    first, *others = group
+    if all(_is_same(first, other) for other in others):
+        return
+    for part in group:
+        if not _has_its_values(part, comm):
+            name = part.item.name
+            names = sorted({other.item.name for other in group} - {name})
+            sharing = excerpt(names[0]) if names else "another part of itself"
+            raise ReplicaError(
+                f"it shares memory with {sharing}, for which the source has other values: exclude one of the two, or "
+                "let each have its own memory",
+                name=name,
+            )
+
+
+def _is_same(part: _Part, other: _Part) -> bool:
+    """Whether two parts are the same memory, filled from the same stored bytes."""
+    is_tied = same_memory(part.tensor) == same_memory(other.tensor)
+    item, other_item = part.item, other.item
+    return is_tied and part.box == other.box and (item.stored, item.boxes) == (other_item.stored, other_item.boxes)
+
+
+def _has_its_values(part: _Part, comm: Communicator) -> bool:
+    """Whether the memory has the bits that the source has for this part."""
+    item, box, tensor, memory = part
+    shape = tuple(tensor.shape)
+    for window in windows(shape, ITEMSIZE[memory.dtype], _COMPARED_BYTES):
+        read: TensorLike
+        if isinstance(tensor, np.ndarray):
+            read = np.empty(window.shape, tensor.dtype)
+        else:
+            read = tensor.new_empty(window.shape)
+        again = _Part(item, to_global(window, box), read, memory_of(read, item.name))
+        _Reading(comm).run([again])
+        if not _are_same_bits(tensor, slices_within(window, full_box(shape)), read):
+            return False
+    return True
+
+
+def _are_same_bits(tensor: TensorLike, where: tuple[slice, ...], read: Leaf) -> bool:
+    """Whether the elements `where` of a live tensor have the bits of `read`."""
+    if isinstance(tensor, np.ndarray):
+        return bool(np.ascontiguousarray(tensor[where]).tobytes() == read.tobytes())
+    import torch
+
+    # A view that conjugates or negates was filled through it, so that the memory has other bits.
+    plain = tensor.detach()[where].resolve_conj().resolve_neg()
+    return torch.equal(plain.contiguous().reshape(-1).view(torch.uint8), read.reshape(-1).view(torch.uint8))

@@ -14,7 +14,7 @@ from statexchange.exchange.staging import Staging
 from statexchange.formats.tensor_reader import reduce_into
 from statexchange.sharding.write_plan import BoxReduction
 from statexchange.state.describe import Description, LocalTensor
-from statexchange.tensors import array_over, dtype_name, from_bytes, own_bytes
+from statexchange.tensors import array_over, from_bytes, memory_of, own_bytes
 
 __all__ = ["reduce_copies"]
 
@@ -147,11 +147,11 @@ def _reduce(described: Description, reduction: BoxReduction, result: Any, others
 
 def _dtype_of(local: LocalTensor) -> str:
     """Return the dtype of a tensor in memory, which a cast changes only in the output."""
-    return dtype_name(local.tensors[0], local.shard.name)
+    return memory_of(local.tensors[0], local.shard.name).dtype
 
 
 def _with_bytes(local: LocalTensor, index: int, data: Any) -> LocalTensor:
     """Return `local` with other bytes for one of its boxes."""
     as_numpy = isinstance(local.tensors[index], np.ndarray)
     tensor = from_bytes(data, _dtype_of(local), local.shard.boxes[index].shape, as_numpy=as_numpy)
-    return replace(local, tensors=(*local.tensors[:index], tensor, *local.tensors[index + 1 :]))
+    return replace(local, tensors=(*local.tensors[:index], tensor, *local.tensors[index + 1 :]), memory=())

@@ -6,23 +6,24 @@ GPU copies into or out of one while the host works on the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from statexchange.exchange.progress import Progress
 from statexchange.sharding.shards import Box, full_box
 from statexchange.state.describe import LocalTensor
+from statexchange.state.types import Leaf
 from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.regions import slices_within, windows
 from statexchange.storage.tensorfile import ShardData
 from statexchange.tensors import (
     ITEMSIZE,
+    TensorLike,
     all_finite,
     converted,
     count_overflows,
-    dtype_name,
     name_of_dtype,
     num_overflows,
     numpy_dtype,
@@ -31,7 +32,10 @@ from statexchange.tensors import (
     unify_nans,
 )
 
-__all__ = ["Staging", "memory_of", "shard_data"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Staging", "shard_data"]
 
 
 class _Copied(NamedTuple):
@@ -47,9 +51,9 @@ class _Copied(NamedTuple):
 
     window: Box
     memory: memoryview
-    source: Any
-    buffer: Any
-    event: Any
+    source: TensorLike
+    buffer: TensorLike
+    event: torch.cuda.Event | None
 
 
 class Staging:
@@ -62,58 +66,61 @@ class Staging:
     def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
         self.num_overflows = 0
         self._window_bytes = window_bytes
-        self._buffers: dict[tuple[int, str], Any] = {}
+        self._buffers: dict[tuple[int, str], Leaf] = {}
 
-    def parts(self, tensor: Any, dtype: str) -> Iterator[tuple[Box, memoryview]]:
+    def parts(self, tensor: TensorLike, dtype: str) -> Iterator[tuple[Box, memoryview]]:
         """Yield a tensor's bytes in C order, part by part; each is valid until the next is requested. Not collective.
 
         `dtype` is the safetensors name of the yielded elements; a tensor of another dtype is cast.
         """
         shape, itemsize = tuple(tensor.shape), ITEMSIZE[dtype]
         self.num_overflows = 0
-        own = memory_of(tensor, dtype)
-        if own is not None:
+        is_cast = name_of_dtype(tensor.dtype) != dtype
+        in_place = None if is_cast else own_bytes(tensor)
+        if in_place is not None:
             at = 0
             for window in windows(shape, itemsize, self._window_bytes):
-                yield window, own[at : at + window.numel * itemsize]
+                yield window, in_place[at : at + window.numel * itemsize]
                 at += window.numel * itemsize
             return
-        is_cast = not _has_dtype(tensor, dtype)
+        cast = dtype if is_cast else None
         previous: _Copied | None = None
         for number, window in enumerate(windows(shape, itemsize, self._window_bytes)):
             buffer, memory = self._buffer(number, tensor, window, dtype)
             source = _window_of(tensor, window)
             current = _Copied(window, memory, source, buffer, _copy(buffer, source, tensor))
+            # One window behind, so that a GPU copies into one buffer while the caller works on the other.
             if previous is not None:
-                yield self._finished(previous, dtype if is_cast else None)
+                yield self._finished(previous, cast)
             previous = current
         if previous is not None:
-            yield self._finished(previous, dtype if is_cast else None)
+            yield self._finished(previous, cast)
 
-    def targets(self, tensor: Any, dtype: str) -> Iterator[tuple[Box, memoryview]]:
+    def targets(self, tensor: TensorLike, dtype: str) -> Iterator[tuple[Box, memoryview]]:
         """Yield memory for a tensor's elements in C order, part by part; fill each before requesting the next.
 
         The tensor is complete when the iterator has ended. Not collective. `dtype` is the safetensors name of the
         elements that are filled in; they are cast for a tensor of another dtype.
         """
         self.num_overflows = 0
-        own = memory_of(tensor, dtype)
-        if own is not None:
-            yield full_box(tuple(tensor.shape)), own
+        live = name_of_dtype(tensor.dtype)
+        in_place = own_bytes(tensor) if live == dtype else None
+        if in_place is not None:
+            yield full_box(tuple(tensor.shape)), in_place
             return
-        cast = None if _has_dtype(tensor, dtype) else name_of_dtype(tensor.dtype)
-        pending: list[Any] = [None, None]  # the copy out of each buffer
+        pending: list[torch.cuda.Event | None] = [None, None]  # the copy out of each buffer
         for number, window in enumerate(windows(tuple(tensor.shape), ITEMSIZE[dtype], self._window_bytes)):
+            # The buffer must not be filled again while the GPU still copies out of it.
             _await(pending[number % 2])
             buffer, memory = self._buffer(number, tensor, window, dtype)
             yield window, memory
             target = _window_of(tensor, window)
             pending[number % 2] = _copy(target, buffer, tensor)
-            if cast is not None:
+            if live is not None and live != dtype:
                 cast_bytes = own_bytes(target)
                 if cast_bytes is None:  # strided, or on a GPU, for which the host does not wait: count from the source
-                    self.num_overflows += count_overflows(memory, dtype, cast)
-                elif not all_finite(cast_bytes, cast):
+                    self.num_overflows += count_overflows(memory, dtype, live)
+                elif not all_finite(cast_bytes, live):
                     self.num_overflows += num_overflows(buffer, target)
         for copy in pending:
             _await(copy)
@@ -125,24 +132,27 @@ class Staging:
             self.num_overflows += num_overflows(copied.source, copied.buffer)
         return copied.window, copied.memory
 
-    def _buffer(self, number: int, tensor: Any, window: Box, dtype: str) -> tuple[Any, memoryview]:
+    def _buffer(self, number: int, tensor: TensorLike, window: Box, dtype: str) -> tuple[TensorLike, memoryview]:
         """Return the buffer whose turn it is, as an array or tensor of the window's shape, and its bytes."""
         nbytes = window.numel * ITEMSIZE[dtype]
         if isinstance(tensor, np.ndarray):
-            memory = self._memory(number, "numpy", lambda size: np.empty(size, np.uint8))[:nbytes]
+            memory = self._memory(number, "numpy", lambda: np.empty(self._window_bytes, np.uint8))[:nbytes]
             return memory.view(numpy_dtype(dtype)).reshape(window.shape), memory.data
         import torch
 
-        def empty(size: int) -> Any:
-            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)
-
-        memory = self._memory(number, "pinned" if tensor.is_cuda else "torch", empty)[:nbytes]
+        # From pinned memory a GPU copies by itself, while the host goes on.
+        kind, size = "pinned" if tensor.is_cuda else "torch", self._window_bytes
+        pinned = tensor.is_cuda
+        memory = self._memory(
+            number, kind, lambda: torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        )[:nbytes]
         return memory.view(torch_dtype(dtype)).view(window.shape), memory.numpy().data
 
-    def _memory(self, number: int, kind: str, make: Any) -> Any:
+    def _memory(self, number: int, kind: str, make: Callable[[], TensorLike]) -> Leaf:
         key = (number % 2, kind)
+        # Pinning memory takes longer than copying a window, and most tensors of a load need no buffer.
         if key not in self._buffers:
-            self._buffers[key] = make(self._window_bytes)
+            self._buffers[key] = make()
         return self._buffers[key]
 
 
@@ -161,28 +171,20 @@ def shard_data(local: LocalTensor, staging: Staging, progress: Progress | None =
     return ShardData(local.shard, parts)
 
 
-def memory_of(tensor: Any, dtype: str) -> memoryview | None:
-    """Return the memory of a tensor; None if it is not in C order on the host, or of another dtype than `dtype`."""
-    return own_bytes(tensor) if _has_dtype(tensor, dtype) else None
-
-
-def _has_dtype(tensor: Any, dtype: str) -> bool:
-    """Whether a tensor or array has the dtype with this safetensors name."""
-    expected = numpy_dtype(dtype) if isinstance(tensor, np.ndarray) else torch_dtype(dtype)
-    return bool(tensor.dtype == expected)
-
-
-def _window_of(tensor: Any, window: Box) -> Any:
+def _window_of(tensor: Leaf, window: Box) -> Leaf:
     if not isinstance(tensor, np.ndarray):
         tensor = tensor.detach()  # a part of a parameter, changed since it was taken, cannot be sliced for autograd
-    slices = slices_within(window, full_box(tuple(tensor.shape)))
-    return tensor[(..., *slices)]  # with (...): a scalar of an array without dims
+    # With (...), as a scalar of an array without dims would be a copy.
+    return tensor[(..., *slices_within(window, full_box(tuple(tensor.shape))))]
 
 
-def _copy(target: Any, source: Any, tensor: Any) -> Any:
+def _copy(target: Leaf, source: Leaf, tensor: TensorLike) -> torch.cuda.Event | None:
     """Start a copy; pass the result to `_await`. `tensor` is the operand that may be on a GPU."""
     if isinstance(tensor, np.ndarray):
-        target[...] = source if source.dtype == target.dtype else converted(source, dtype_name(target, ""))[0]
+        if source.dtype != target.dtype:
+            # numpy's own cast of NaN differs from torch's in its bits.
+            source, _ = converted(source, str(name_of_dtype(target.dtype)))
+        target[...] = source
         return None
     import torch
 
@@ -194,12 +196,13 @@ def _copy(target: Any, source: Any, tensor: Any) -> Any:
         target.copy_(source, non_blocking=tensor.is_cuda)
     if not tensor.is_cuda:
         return None
+    # An event belongs to the device that is current when it is recorded, which need not be the tensor's.
     with torch.cuda.device(tensor.device):
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
     return event
 
 
-def _await(copy: Any) -> None:
+def _await(copy: torch.cuda.Event | None) -> None:
     if copy is not None:
         copy.synchronize()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statexchange.errors import excerpt
-from statexchange.tensors import ITEMSIZE, itemsize_of
+from statexchange.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,7 +160,8 @@ class Shard:
     boxes: tuple[Box, ...]
 
     def __post_init__(self) -> None:
-        itemsize_of(self.dtype)
+        if self.dtype not in ITEMSIZE:
+            raise ValueError(f"unknown dtype {excerpt(self.dtype)}")
         _check_numel(self.global_shape)
         whole = full_box(self.global_shape)
         for box in self.boxes:

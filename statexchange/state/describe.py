@@ -14,7 +14,7 @@ from statexchange.sharding.shards import Shard, full_box
 from statexchange.state.dtensors import chunks_of
 from statexchange.state.megatron import MegatronTensor, holds_sharded, leaves, sharded_kind
 from statexchange.state.modules import is_extra_state, is_module, is_plain_entry, model_items
-from statexchange.tensors import dtype_name, is_tensor, same_memory, wait_tensor, without_grad
+from statexchange.tensors import TensorMemory, is_tensor, memory_of, same_memory, wait_tensor, without_grad
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,7 @@ class LocalTensor:
         placement: set for a tensor on a mesh of all ranks, if `local_boxes` computes this rank's boxes from it.
         mesh: the ranks of a DTensor's mesh, as text; "" for other tensors.
         reduce: how to combine copies that differ, "max" or "min".
+        memory: where the elements of each of `tensors` lie; () for tensors that were made from others.
     """
 
     shard: Shard
@@ -47,6 +48,7 @@ class LocalTensor:
     placement: Placement | None = None
     mesh: str = ""
     reduce: str | None = None
+    memory: tuple[TensorMemory, ...] = ()
 
     def renamed(self, name: str) -> LocalTensor:
         """Return the same tensor under another name."""
@@ -189,8 +191,8 @@ def _items(state: Any) -> Iterator[tuple[Any, Any]]:
 
 def _local_tensors(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[LocalTensor]:
     """Describe one tensor; a layout rule may split it into several."""
-    dtype = dtype_name(tensor, name)
-    shape = tuple(int(size) for size in tensor.shape)
+    memory = memory_of(tensor, name)
+    dtype, shape = memory.dtype, tuple(map(int, tensor.shape))
     reduce = rule.reduce if rule is not None else None
     if hasattr(tensor, "__create_chunk_list__"):
         if rule is not None and rule.is_explicit:
@@ -199,30 +201,34 @@ def _local_tensors(name: str, tensor: Any, rule: Rule | None, rank: int) -> list
             )
         local_tensors = [_from_chunks(name, dtype, shape, tensor, rank)]
     elif rule is None:
-        local_tensors = [LocalTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,))]
+        local_tensors = [LocalTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,), memory=(memory,))]
     else:
-        local_tensors = [_from_part(part, dtype, tensor) for part in rule.parts(name, shape, rank)]
+        local_tensors = [_from_part(part, memory, tensor) for part in rule.parts(name, shape, rank)]
     if reduce is None:
         return local_tensors
     return [replace(local_tensor, reduce=reduce) for local_tensor in local_tensors]
 
 
-def _from_part(part: Part, dtype: str, tensor: Any) -> LocalTensor:
+def _from_part(part: Part, memory: TensorMemory, tensor: Any) -> LocalTensor:
     """Describe a plain tensor that a layout rule makes a part of a larger one."""
     boxes = part.local_boxes()
-    tensors = [tensor]
+    tensors, memories = [tensor], [memory]
     if part.cuts:
         tensors = [tensor[tuple(map(slice, box.offsets, box.ends))] for box in boxes]
-    return LocalTensor(Shard(part.name, dtype, part.shape, boxes), tuple(tensors), part)
+        memories = [memory_of(cut, part.name) for cut in tensors]
+    shard = Shard(part.name, memory.dtype, part.shape, boxes)
+    return LocalTensor(shard, tuple(tensors), part, memory=tuple(memories))
 
 
 def _from_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, rank: int) -> LocalTensor:
     """Describe a tensor with torch's `__create_chunk_list__`, such as a DTensor."""
     boxes = []
     parts = []
+    memories = []
     chunks, placement, mesh = chunks_of(name, tensor, rank)
     for box, part in chunks:
-        found = (dtype_name(part, name), tuple(part.shape))
+        memory = memory_of(part, name)
+        found = (memory.dtype, tuple(part.shape))
         if found != (dtype, box.shape):
             if not box.numel and not part.numel():
                 continue  # torch gives an empty chunk and its tensor different shapes
@@ -231,4 +237,6 @@ def _from_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, ran
             )
         boxes.append(box)
         parts.append(part)
-    return LocalTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(parts), placement=placement, mesh=mesh)
+        memories.append(memory)
+    shard = Shard(name, dtype, shape, tuple(boxes))
+    return LocalTensor(shard, tuple(parts), placement=placement, mesh=mesh, memory=tuple(memories))

@@ -34,7 +34,7 @@ from statexchange.state.leaves import is_leaf
 from statexchange.state.payload import EncodedPayload, PayloadReader, encode_payload, install_callback, state_of
 from statexchange.state.spec import EntryDetail, StateSpec, device_type_of, module_spec
 from statexchange.state.tree import check_rebuild, rebuild
-from statexchange.tensors import TensorLike, byte_view, overlap_groups
+from statexchange.tensors import TensorLike, overlap_groups
 from statexchange.values import is_same
 
 __all__ = ["allreduce_parameters", "broadcast_parameters", "synchronize"]
@@ -469,7 +469,10 @@ def _contiguous_bytes(piece: TensorLike) -> torch.Tensor | None:
     if isinstance(piece, np.ndarray):
         in_order = piece.flags.c_contiguous and piece.flags.writeable
         return torch.from_numpy(piece.reshape(-1).view(np.uint8)) if in_order else None
-    return byte_view(piece)
+    if not piece.is_contiguous() or piece.is_conj() or piece.is_neg():
+        return None
+    # A single element counts as contiguous whatever its stride, which `view` refuses.
+    return piece.detach().as_strided((piece.numel(),), (1,)).view(torch.uint8)
 
 
 class _Staging:
