@@ -46,13 +46,16 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.exchange.background import raise_unreported, wait_for_end
-from statexchange.exchange.load import LoadReport, load_checkpoint, load_now
+from statexchange.exchange.load import load_now
+from statexchange.exchange.load_checkpoint import load_checkpoint
+from statexchange.exchange.load_report import LoadReport, LoadRequest
 from statexchange.exchange.memory_copy import COPY_ERRORS, MemoryCopies
 from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.save import save_in_background, save_now
 from statexchange.exchange.saving import SaveReport, SaveRequest
-from statexchange.settings import check_flags, check_timeout, restart_grace_s
+from statexchange.settings import check_flags, check_progress, check_timeout, restart_grace_s
 from statexchange.sharding import records
+from statexchange.sharding.options import LoadOptions
 from statexchange.state.describe import State
 from statexchange.storage.location import location
 from statexchange.storage.save_check import check_saves, whole_saves
@@ -553,20 +556,23 @@ class Checkpoints:
         if not copy.is_on_disk and comm.rank == 0:
             text = "%s: step %d is loaded from memory, as the disk does not have it any more; delete(%d) removes it"
             _log.warning(text, self._shown, copy.step, copy.step)
-        given = {"layout": self._layout, **options}
-        on_progress = given.pop("on_progress", None)
+        choices = {"layout": self._layout, **options}
+        on_progress = choices.pop("on_progress", None)
+        with comm.phase("checking its options"):
+            check_progress(on_progress)
+            load_options = LoadOptions(**choices)
         try:
             with copies.opened(copy, comm) as (path, before_reading):
-                return load_now(
+                request = LoadRequest(
                     state,
                     path,
-                    comm,
-                    given,
-                    stall_timeout_s=self._stall_timeout_s,
+                    load_options,
+                    self._stall_timeout_s,
+                    began,
                     on_progress=on_progress,
                     before_reading=before_reading,
-                    began=began,
                 )
+                return load_now(request, comm)
         except COPY_ERRORS as error:  # on all ranks
             if not copy.has_other:
                 raise

@@ -1,9 +1,9 @@
-"""Convert live state, or a source that is loaded, to the names and values of another model family."""
+"""Convert live state to the names and values of another model family."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,33 +13,26 @@ from statexchange.comm.communicator import Communicator
 from statexchange.conversions.choice import Convert, check_numbers
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.conversions.patches import Block
-from statexchange.conversions.plan import ConversionPlan, InputFills, TensorInfo, plan_conversion, unknown_names
+from statexchange.conversions.plan import ConversionPlan, InputFills, TensorInfo, plan_conversion
 from statexchange.conversions.rules import ConversionRules
-from statexchange.errors import CorruptError, InvalidArgumentError, StateExchangeError
+from statexchange.errors import CorruptError, InvalidArgumentError
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.rank_metadata import check_equal_options, gather_distinct
-from statexchange.exchange.saved_names import SavedNames, saved_names
+from statexchange.exchange.saved_names import SavedNames
 from statexchange.formats.converted import (
     config_of,
-    configs_beside,
-    convert_source,
-    converted_by,
     read_conversion,
-    tensors_of,
 )
 from statexchange.formats.model_files import CONFIG
-from statexchange.formats.sections import section_of
-from statexchange.formats.source import Section, Source
 from statexchange.sharding import records
-from statexchange.sharding.options import ExportOptions, LoadOptions
+from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.sharding.shards import Box, Shard, shape_from_json
 from statexchange.state.describe import Description, LocalTensor
-from statexchange.state.modules import module_items
-from statexchange.state.pretrained import adapter_names, is_adapter_model, model_config
-from statexchange.tensors import is_array, is_tensor, itemsize_of, numpy_dtype
+from statexchange.state.pretrained import model_config
+from statexchange.tensors import is_array, itemsize_of, numpy_dtype
 
-__all__ = ["ChosenConversion", "convert_for_load", "convert_live", "with_names_in_memory"]
+__all__ = ["ChosenConversion", "convert_live"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,75 +86,6 @@ class ChosenConversion:
 def _config_from_json(raw: Any) -> KnownConfig:
     where, text = records.items(raw, records.text, 2)
     return KnownConfig(where, json.loads(text))
-
-
-def convert_for_load(source: Source, conversion: ChosenConversion, *, strict: bool) -> tuple[Source, tuple[str, ...]]:
-    """Return a converted source, and the names in the original without a rule. Not collective; reads no tensor.
-
-    With `strict` such a name is an error.
-    """
-    configs = [*conversion.configs, *configs_beside(source)]
-    names = frozenset(tensor.shard.name for _, tensor in source.shards())
-    unknown: tuple[str, ...] = ()
-    if not strict:
-        unknown = tuple(unknown_names(conversion.rules, sorted(names)))
-        if len(unknown) < len(names):
-            source = section_of(source, Section("model", "", names - set(unknown)))
-    try:
-        converted = convert_source(source, conversion.rules, conversion.numbers, configs)
-    except StateExchangeError as error:
-        raise error.located(path=source.path) from None
-    # Saved trees and other values have the names before the conversion: they are not loaded.
-    return replace(converted.source, configs={}, texts={}, others={}), unknown
-
-
-def with_names_in_memory(
-    source: Source, state: Any, options: LoadOptions, new_name: Callable[[str], str]
-) -> tuple[Source, dict[str, str]]:
-    """Return a source with the names that `state` has in memory, if it is a model of transformers or PEFT.
-
-    Not collective.
-
-    Args:
-        source: the source.
-        state: the live state.
-        options: the options whose patterns select names in memory.
-        new_name: the rename of the source's names, which comes first: transformers knows the new names.
-
-    Returns:
-        The renamed and converted source, or the source itself if nothing has to be converted; and for tensors in memory
-        of which the source has some parts only, the name of a part that it lacks.
-    """
-    names = saved_names(state)
-    if is_adapter_model(state):
-        return _with_names_of_adapter(source, state, new_name), {}
-    if names is None:
-        return source, {}
-    shapes = {name: tuple(value.shape) for name, value in module_items(state).items() if is_tensor(value)}
-    renamed = source.renamed(new_name)
-    plan, lacking = names.plan_to_load(shapes, tensors_of(renamed), options)
-    if plan is None:
-        return source, lacking
-    # A saved tree has the names before the conversion.
-    return replace(converted_by(renamed, plan).source, configs={}), lacking
-
-
-def _with_names_of_adapter(source: Source, state: Any, new_name: Callable[[str], str]) -> Source:
-    """Return a source of an adapter alone with the names of a PEFT model; any other source unchanged."""
-    stored = {new_name(name) for name in tensors_of(source)}
-    if not stored or stored <= module_items(state).keys():  # as a save has them
-        return source
-    names = adapter_names(state)
-    if not stored <= names.keys():
-        return source
-
-    def in_memory(name: str) -> str:
-        return names.get(new_name(name), new_name(name))
-
-    return replace(source.renamed(in_memory), configs={})
-
-
-# Live state
 
 
 def convert_live(

@@ -1,8 +1,8 @@
-"""Find the boxes of a layout's parts in their whole tensors, for save and load."""
+"""Find the names and boxes of a layout's parts in their whole tensors, over all ranks, for save and load."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from statexchange.comm.communicator import Communicator
@@ -14,12 +14,17 @@ from statexchange.exchange.rank_metadata import (
     parse_metadata,
     rank_shards,
 )
+from statexchange.sharding import records
 from statexchange.sharding.options import mesh_option
-from statexchange.sharding.rules import Layout
+from statexchange.sharding.paths import joined
+from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.sharding.shards import Shard
-from statexchange.state.describe import Description
+from statexchange.state.describe import Description, LocalTensor
+from statexchange.state.flatten import LiveState
+from statexchange.state.matching import Matching
+from statexchange.state.modules import live_items
 
-__all__ = ["parameter_names", "place_parts"]
+__all__ = ["parameter_names", "place_in_wholes", "place_parts", "renumbered_names"]
 
 
 def parameter_names(name: str) -> Iterable[str]:
@@ -51,3 +56,51 @@ def place_parts(comm: Communicator, described: Description, layout: Layout) -> D
             if isinstance(shard, Shard):
                 tensors[shard.name] = replace(tensors[shard.name], shard=shard, part=None)
     return replace(described, tensors=tensors)
+
+
+def place_in_wholes(
+    comm: Communicator, parts: Sequence[LocalTensor], layout: Layout, *, selects: bool
+) -> list[LocalTensor]:
+    """Return live tensors under the source's names, each with its boxes in its whole tensor. Collective.
+
+    With `selects` a pattern may match nothing, as some tensors are left out.
+    """
+    tensors: dict[str, LocalTensor] = {}
+    for part in parts:
+        tensors.setdefault(part.shard.name, part)
+    unused: tuple[str, ...] = ()
+    if not selects:
+        unused = tuple(sorted(layout.unused))
+    placed = place_parts(comm, Description(tensors, unused=unused), layout).tensors
+    wholes = []
+    for part in parts:
+        if part.part is not None:
+            part = replace(part, shard=placed[part.shard.name].shard, part=None)  # noqa: PLW2901
+        wholes.append(part)
+    return wholes
+
+
+def renumbered_names(comm: Communicator, live: LiveState, matching: Matching) -> dict[str, str]:
+    """Return the source's names of tensors that a layout renumbers over all ranks. Collective."""
+    layout, options = matching.layout, matching.names.options
+    names: dict[str, str] = {}
+    with comm.phase("naming its tensors"):
+        if any(rule.renumber for rule in layout.rules.values()):
+            for name in filter(options.wants, _live_names(live)):
+                rule = layout.rule_for(name)
+                names |= dict.fromkeys([name] if rule is None else rule.names(name), name)
+    # Outside of the phases: a rank that fails in one takes part in its end, and in no collective inside it.
+    sent = comm.all_gather_object(names)
+    with comm.phase("renumbering its tensors"):
+        by_rank = {rank: records.parsed(raw, records.texts, "its names", rank) for rank, raw in enumerate(sent)}
+        return renumber_names(by_rank, layout)[comm.rank]
+
+
+def _live_names(live: LiveState) -> Iterator[str]:
+    """Yield the names of the live tensors."""
+    for entry in live.entries:
+        if entry.kind == "tensor":
+            yield entry.text
+        elif entry.kind == "module":
+            for name in live_items(entry.value)[0]:
+                yield joined(entry.text, name)

@@ -1,22 +1,24 @@
-"""Look up a source's tensors by its own names: dtype, shape, and the byte range of every box."""
+"""The tensors of a source by its own names: one record each, made once, with what a load asks of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from statexchange.errors import CorruptError, ReplicaError
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import CorruptError, IncompleteError, ReplicaError, StateExchangeError
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.sharding.options import Replicas
-from statexchange.sharding.plan import HolderLabel, holders_text
-from statexchange.sharding.shards import Box, Shard, full_box
+from statexchange.sharding.plan import HolderLabel, holders_text, prove_cover
+from statexchange.sharding.shards import Box, Shard
+from statexchange.state.saved_values import SavedTensor
 from statexchange.storage.byte_range import ByteRange
 
-__all__ = ["StoredTensors", "differing_text"]
+__all__ = ["StoredTensor", "StoredTensors", "differing_text"]
 
 
 class _SavedPart(NamedTuple):
-    """The part of a tensor that one rank has saved."""
+    """The part of a tensor that one rank, or one file, has."""
 
     rank: int
     tensor: SourceTensor
@@ -24,119 +26,138 @@ class _SavedPart(NamedTuple):
     label: HolderLabel
 
 
+class StoredTensor(NamedTuple):
+    """A tensor of a source.
+
+    Attributes:
+        saved: its name, dtype and shape, as a leaf of what was saved.
+        parts: the parts to read from.
+        boxes: the byte range of its one box, if one part is the whole tensor; None if the boxes of several parts have
+            to be put together, which costs time, and only a tensor that is loaded is worth it.
+    """
+
+    saved: SavedTensor
+    parts: Sequence[_SavedPart]
+    boxes: Mapping[Box, ByteRange] | None
+
+
 class StoredTensors:
     """The tensors of a source.
 
-    If as many ranks load as have saved, `own_rank` is this rank, and its own part comes first. Otherwise `own_rank` is
-    None, and the lowest rank's part comes first. `progress` is called again and again while copies are read to be
-    compared.
+    Attributes:
+        source: the source.
+        own_rank: this rank, if as many ranks load as have saved: its own parts come first then. Else None, and the
+            lowest rank's parts come first.
+        aliases: other names of tensors, with the name under which each was written.
+        by_name: the tensors by name, those of `aliases` included.
+        names: the names under which tensors were written.
     """
 
-    def __init__(
-        self, source: Source, replicas: Replicas, rank: int, world_size: int, progress: Callable[[], None]
-    ) -> None:
+    def __init__(self, source: Source, replicas: Replicas, comm: Communicator, aliases: Mapping[str, str]) -> None:
         self.source = source
-        self.world_size = world_size
-        self.own_rank = rank if source.world_size == world_size else None
+        self._comm = comm
+        self.own_rank = comm.rank if source.world_size == comm.world_size else None
         self._takes_root = replicas == "root"
-        self._progress = progress
-        self._boxes: dict[str, dict[Box, ByteRange]] = {}  # what `boxes_of` has returned
-        self._parts: dict[str, list[_SavedPart]] = {}
-        self._to_read: dict[str, list[_SavedPart]] = {}  # what `_parts_to_read` has returned
+        self._boxes: dict[str, Mapping[Box, ByteRange]] = {}  # what `boxes_of` has put together
         self.aliases: dict[str, str] = {}
+        parts: dict[str, list[_SavedPart]] = {}
         for shard_file in sorted(source.files, key=lambda file: (file.rank != self.own_rank, file.rank)):
-            label = source.label_of(shard_file)
+            path, label = shard_file.path, source.label_of(shard_file)
             for name, tensor in shard_file.tensors.items():
-                part = _SavedPart(shard_file.rank, tensor, shard_file.path, label)
-                self._parts.setdefault(tensor.shard.name or name, []).append(part)
+                part = _SavedPart(shard_file.rank, tensor, path, label)
+                parts.setdefault(tensor.shard.name or name, []).append(part)
             self.aliases |= shard_file.aliases
         if source.manifest is not None:
             self.aliases |= source.manifest.get("aliases", {})
+        self.aliases |= aliases
+        self.names = parts.keys()
+        self.by_name = {name: self._record(name, of_tensor) for name, of_tensor in parts.items()}
+        for alias, name in self.aliases.items():
+            if alias not in parts and name in parts:
+                self.by_name[alias] = self._record(alias, parts[name])
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self.stored(name) in self._parts
-
-    def stored(self, name: str) -> str:
-        """Return the name under which a tensor was written; a tied tensor was written under one of its names."""
-        return name if name in self._parts else self.aliases.get(name, name)
-
-    def _parts_to_read(self, name: str) -> list[_SavedPart]:
-        """Return the parts of a tensor to read from: one if that is the whole tensor, and this rank's own or root's."""
-        if name not in self._to_read:
-            parts = self._parts[self.stored(name)]
-            shard = parts[0].tensor.shard
-            is_enough = len(parts) == 1 or parts[0].rank == self.own_rank or self._takes_root
-            takes_first = is_enough and len(parts) > 1 and shard.boxes == (full_box(shard.global_shape),)
-            self._to_read[name] = parts[:1] if takes_first else parts
-        return self._to_read[name]
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's global shape."""
-        return self.shard_of(name).global_shape
-
-    def shard_of(self, name: str) -> Shard:
-        """Return a tensor's dtype and shape; raise CorruptError if the source's files disagree."""
-        parts = self._parts_to_read(name)
+    def _record(self, name: str, parts: Sequence[_SavedPart]) -> StoredTensor:
         first = parts[0].tensor.shard
-        for part in parts[1:]:
+        shape = first.global_shape
+        is_whole = len(first.boxes) == 1 and first.boxes[0].shape == shape
+        # Another rank's copy need not be compared: this rank gets back its own, or root's as the caller wants it.
+        if is_whole and (parts[0].rank == self.own_rank or self._takes_root):
+            parts = parts[:1]
+        if is_whole and len(parts) == 1:
+            boxes = {first.boxes[0]: parts[0].tensor.byte_ranges[0]}
+            return StoredTensor(SavedTensor(name, first.dtype, shape), parts, boxes)
+        cut_dims: set[int] = set()
+        problem: StateExchangeError | None = None
+        for part in parts:
             shard = part.tensor.shard
-            if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
-                wholes = [one.boxes == (full_box(one.global_shape),) for one in (first, shard)]
-                if all(wholes) and self.source.world_size not in (None, self.world_size):
-                    what = f"{first.dtype} {list(first.global_shape)} and {shard.dtype} {list(shard.global_shape)} here"
-                    text = differing_text(what, name, parts[0].label, part.label)
-                    raise ReplicaError(text, name=name, rank=part.rank, path=part.path)
-                raise CorruptError(
-                    "two files disagree on dtype or shape",
-                    name=name,
-                    path=part.path,
-                    expected=f"{first.dtype} {first.global_shape}",
-                    found=f"{shard.dtype} {shard.global_shape}",
-                )
-        return first
+            if problem is None and (shard.dtype, shard.global_shape) != (first.dtype, shape):
+                problem = self._disagreement(name, parts[0], part)
+            for box in shard.boxes:
+                if box.shape != shape and 0 not in box.shape:
+                    sizes = enumerate(zip(box.shape, shape, strict=False))
+                    cut_dims.update([dim for dim, (size, whole) in sizes if size != whole])
+        return StoredTensor(SavedTensor(name, first.dtype, shape, frozenset(cut_dims), problem), parts, None)
 
-    def boxes_of(self, name: str) -> dict[Box, ByteRange]:
-        """Return the byte range of each box. Copies without digests, as in torch's files, are read and compared.
+    def _disagreement(self, name: str, one: _SavedPart, other: _SavedPart) -> StateExchangeError:
+        """Return the error for two parts of different dtypes or shapes. It is raised only if the tensor is loaded."""
+        first, second = one.tensor.shard, other.tensor.shard
+        are_whole = _is_whole(first) and _is_whole(second)
+        # Ranks may have had plain tensors of different shapes, and on their own number each would get its own back.
+        if are_whole and self.source.world_size not in (None, self._comm.world_size):
+            shapes = f"{first.dtype} {list(first.global_shape)} and {second.dtype} {list(second.global_shape)} here"
+            text = differing_text(shapes, name, one.label, other.label)
+            return ReplicaError(text, name=name, rank=other.rank, path=other.path)
+        return CorruptError(
+            "two files disagree on dtype or shape",
+            name=name,
+            path=other.path,
+            expected=f"{first.dtype} {first.global_shape}",
+            found=f"{second.dtype} {second.global_shape}",
+        )
 
-        Raise ReplicaError if copies differ, unless this rank saved one itself or `replicas` is "root".
+    def boxes_of(self, stored: StoredTensor) -> Mapping[Box, ByteRange]:
+        """Return the byte range of each box of a tensor that has several parts.
+
+        Copies without digests, as in torch's files, are read and compared.
+
+        Raises:
+            ReplicaError: copies differ, unless this rank saved one itself or `replicas` is "root".
+            IncompleteError, OverlapError: the boxes are not those of a whole tensor.
         """
+        name = stored.saved.name
         if name in self._boxes:
             return self._boxes[name]
         boxes: dict[Box, ByteRange] = {}
+        holders: dict[Box, list[HolderLabel]] = {}
         firsts: dict[Box, tuple[_SavedPart, int]] = {}  # the first part with each box, and its number there
         digests: dict[Box, str] = {}  # of the first copies that others were compared with
-        for part in self._parts_to_read(name):
+        for part in stored.parts:
             for number, box in enumerate(part.tensor.shard.boxes):
-                if not box.numel:
+                if 0 in box.shape:
                     continue
+                holders.setdefault(box, []).append(part.label)
                 if box not in firsts:
                     firsts[box], boxes[box] = (part, number), part.tensor.byte_ranges[number]
                     continue
                 first, index = firsts[box]
                 if first.rank == self.own_rank or self._takes_root:
                     continue
+                # Other ranks wait meanwhile: reading a large copy must count as progress.
                 if box not in digests:
-                    digests[box] = first.tensor.digest_of(index, self._progress)
-                if part.tensor.digest_of(number, self._progress) != digests[box]:
+                    digests[box] = first.tensor.digest_of(index, self._comm.progress)
+                if part.tensor.digest_of(number, self._comm.progress) != digests[box]:
                     text = differing_text(f"different values for region {box}", name, first.label, part.label)
                     raise ReplicaError(text, name=name, rank=part.rank, path=part.path)
+        try:
+            prove_cover(name, stored.saved.shape, holders)
+        except (CorruptError, IncompleteError) as error:
+            raise self.source.explained(error).located(name=name, path=self.source.path) from error
         self._boxes[name] = boxes
         return boxes
 
-    def holders_of(self, name: str) -> dict[Box, list[HolderLabel]]:
-        """Return what messages call the holders of each box that is not empty."""
-        holders: dict[Box, list[HolderLabel]] = {}
-        for part in self._parts_to_read(name):
-            for box in part.tensor.shard.boxes:
-                if box.numel:
-                    holders.setdefault(box, []).append(part.label)
-        return holders
+
+def _is_whole(shard: Shard) -> bool:
+    return len(shard.boxes) == 1 and shard.boxes[0].shape == shard.global_shape
 
 
 def differing_text(what: str, exclude: str | list[str], holder: HolderLabel, other: HolderLabel) -> str:
@@ -145,7 +166,9 @@ def differing_text(what: str, exclude: str | list[str], holder: HolderLabel, oth
     `exclude` is "" if the whole state differs.
     """
     holders = holders_text(holder, other)
-    leave = f"pass exclude={exclude!r} to leave the state as it is there, " if exclude else ""
+    leave = ""
+    if exclude:
+        leave = f"pass exclude={exclude!r} to leave the state as it is there, "
     if isinstance(holder, int) and isinstance(other, int):
         return (
             f"{holders} saved {what}: load on as many ranks as have saved, so that each gets its own, {leave}or pass "

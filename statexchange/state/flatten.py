@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, type_text
+from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.paths import Key, joined
 from statexchange.state.containers import children
-from statexchange.state.leaves import contains_state, is_per_rank, is_stateful
+from statexchange.state.leaves import ObjectStates, contains_state, is_per_rank, is_stateful
 from statexchange.state.megatron import sharded_kind
-from statexchange.state.modules import is_module
-from statexchange.state.optimizers import is_optimizer
-from statexchange.tensors import is_tensor
+from statexchange.state.modules import is_module, live_items
+from statexchange.state.optimizers import is_optimizer, state_of_optimizer
+from statexchange.tensors import is_tensor, is_torch
 
-__all__ = ["LiveEntry", "LiveState", "flatten"]
+__all__ = ["LiveEntry", "LiveState", "flatten", "types_in_objects"]
 
 Kind = Literal["tensor", "module", "optimizer", "object", "sharded", "value"]
 
@@ -64,8 +65,10 @@ def flatten(state: Any) -> LiveState:
     """Flatten a live state. Not collective.
 
     Raises:
-        InvalidArgumentError: it contains itself, or is nested deeper than 100.
+        InvalidArgumentError: it is no state, contains itself, or is nested deeper than 100.
     """
+    if not isinstance(state, Mapping) and not contains_state(state):
+        raise InvalidArgumentError(f"the state is {type_text(state)}: give modules, optimizers or mappings")
     found = LiveState()
     for entry in _entries(state, (), "", found.containers):
         found.entries.append(entry)
@@ -98,3 +101,21 @@ def _kind(value: Any) -> Kind:
     if is_stateful(value):
         return "object"
     return "value"
+
+
+def types_in_objects(live: LiveState, options: LoadOptions, objects: ObjectStates) -> dict[str, type]:
+    """Return the dataclass, namedtuple and Enum types in the states of objects that are loaded, by qualified name."""
+    types: dict[str, type] = {}
+    for entry in live.entries:
+        if not (options.wants(entry.text) or options.may_want(entry.text)):
+            continue
+        if entry.kind == "module":
+            types |= values.types_of(live_items(entry.value)[1])
+        elif entry.kind == "optimizer":
+            optimizer = entry.value
+            shared = {key: value for key, value in optimizer.state.items() if not is_torch(key)}
+            more = state_of_optimizer(optimizer, entry.text)["more"]
+            types |= values.types_of([optimizer.param_groups, list(optimizer.state.values()), shared, more])
+        elif entry.kind == "object":
+            types |= values.types_of(objects.of(entry.value, entry.text))
+    return types

@@ -12,9 +12,11 @@ from statexchange.state.megatron import sharded_kind
 from statexchange.state.modules import is_module
 from statexchange.state.optimizers import is_optimizer
 from statexchange.state.tree import contains
+from statexchange.state.types import Leaf, Stateful
 from statexchange.tensors import is_tensor
 
 __all__ = [
+    "ObjectStates",
     "check_no_state_in",
     "contains_state",
     "is_leaf",
@@ -60,6 +62,22 @@ def state_of_object(value: Any, path: str, advice: str) -> Any:
     except Exception as error:
         text = f"state_dict() of {type_text(value)} raised {excerpt(error, 200)}: {advice}"
         raise InvalidArgumentError(text, name=path) from error
+
+
+class ObjectStates:
+    """The present states of objects. Each object's `state_dict` is called once, before anything changes.
+
+    A data loader may draw random numbers in it.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, tuple[Stateful, Leaf]] = {}  # the objects too, so that no other gets their id
+
+    def of(self, live: Stateful, path: str) -> Leaf:
+        """Return the present state of the object at `path`; raise InvalidArgumentError if it raises an error."""
+        if id(live) not in self._states:
+            self._states[id(live)] = live, state_of_object(live, path, "leave it out by exclude")
+        return self._states[id(live)][1]
 
 
 def load_object(

@@ -12,34 +12,16 @@ from typing import Any, NamedTuple
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.paths import joined
+from statexchange.state.allocation import Place, tensor_to_fill
 from statexchange.state.containers import check_change, children, with_children, with_types_of
 from statexchange.state.entries import Conflicts
 from statexchange.state.entry import Entry
-from statexchange.state.leaves import is_leaf, state_of_object
+from statexchange.state.leaves import is_leaf
+from statexchange.state.matching import Matching
 from statexchange.state.saved_values import SavedTensor, refuse_opaque
 from statexchange.units import format_number
 
-__all__ = ["Filler", "LoadPlan", "LoadTarget", "ObjectStates", "Place", "expect", "name_of", "named"]
-
-
-class Place(NamedTuple):
-    """A place of the live state for a saved tensor that may need a new one.
-
-    Attributes:
-        own: the live tensor or array there, or None.
-        is_filled: whether `own` itself is filled if the saved tensor fits, or else always a new one like it.
-        parameter: the parameter whose optimizer state it is, or None.
-        parameter_name: the parameter's name in the state, or "".
-        is_step: whether it counts the parameter's steps.
-        on_host: whether a new tensor lies on the CPU, wherever the parameter is.
-    """
-
-    own: Any = None
-    is_filled: bool = True
-    parameter: Any = None
-    parameter_name: str = ""
-    is_step: bool = False
-    on_host: bool = False
+__all__ = ["Filler", "LoadPlan", "LoadTarget", "expect", "name_of", "named"]
 
 
 class LoadTarget(NamedTuple):
@@ -104,34 +86,12 @@ class LoadPlan:
             self.stateful.update(paths)
 
 
-class ObjectStates:
-    """The present states of objects. Each object's `state_dict` is called once, before anything changes.
-
-    A data loader may draw random numbers in it.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Any]] = {}  # the objects themselves too, so that no other gets their id
-
-    def of(self, live: Any, path: str) -> Any:
-        """Return the present state of the object at `path`; raise InvalidArgumentError if it raises an error."""
-        if id(live) not in self._known:
-            self._known[id(live)] = live, state_of_object(live, path, "leave it out by exclude")
-        return self._known[id(live)][1]
-
-
-Allocate = Callable[[str, Place, str], Any]
-
-
 class Filler:
-    """Puts tensors in place of each SavedTensor of a saved value, and lets the plan read them.
+    """Puts tensors in place of each SavedTensor of a saved value, and lets the plan read them."""
 
-    `allocate(name, place, path)` returns the tensor to fill: the live one of this place if it fits, else a new one.
-    """
-
-    def __init__(self, plan: LoadPlan, allocate: Allocate) -> None:
+    def __init__(self, plan: LoadPlan, matching: Matching) -> None:
         self.plan = plan
-        self.allocate = allocate
+        self.matching = matching
 
     def fill(self, saved: Any, path: str, place: Place = Place()) -> Any:  # noqa: B008 (immutable)
         """Return a saved value with tensors, in containers of the types of the live value, `place.own`."""
@@ -143,7 +103,7 @@ class Filler:
             return with_types_of(place.own, self._with_tensors(saved, path, place))
 
     def _tensor(self, saved: SavedTensor, path: str, place: Place) -> Any:
-        live = self.allocate(saved.name, place, path)
+        live = tensor_to_fill(self.matching, saved, place, path)
         self.plan.targets.append(LoadTarget(saved.name, live, path, place.parameter_name))
         return live
 

@@ -12,6 +12,7 @@ from typing import Any
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, NotFoundError, UnsupportedError, type_text
 from statexchange.sharding.paths import Path, joined, paths_above, text_of
+from statexchange.state.allocation import Place
 from statexchange.state.containers import (
     children,
     has_indices,
@@ -25,7 +26,7 @@ from statexchange.state.entries import ABSENT, Entries
 from statexchange.state.entry import Entry
 from statexchange.state.flatten import LiveEntry, LiveState
 from statexchange.state.leaves import is_leaf, load_object
-from statexchange.state.load_plan import Filler, LoadPlan, LoadTarget, Place, expect, name_of, named
+from statexchange.state.load_plan import Filler, LoadPlan, LoadTarget, expect, name_of, named
 from statexchange.state.match_modules import match_module, prefixes_of_modules
 from statexchange.state.match_optimizers import OptimizerMatcher
 from statexchange.state.matching import Matching
@@ -71,7 +72,7 @@ class _Matcher:
         self._matching = matching
         self._names = matching.names
         self._options = matching.names.options
-        self._filler = Filler(self.plan, matching.allocate)
+        self._filler = Filler(self.plan, matching)
         self._taken: set[str] = set()  # paths of entries that the live state has a place for
         self._values = _ValueMatcher(live, self._filler, matching.names, has_tree=matching.has_tree)
         self._paths = _LivePaths(live)

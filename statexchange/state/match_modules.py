@@ -9,11 +9,12 @@ from typing import Any
 
 from statexchange.errors import InvalidArgumentError
 from statexchange.sharding.paths import joined, module_prefix, text_of
+from statexchange.state.allocation import Place, tensor_to_fill
 from statexchange.state.containers import has_indices
 from statexchange.state.entries import ABSENT, Entries
 from statexchange.state.flatten import LiveEntry, LiveState
 from statexchange.state.leaves import load_object
-from statexchange.state.load_plan import Filler, LoadTarget, Place, expect, name_of
+from statexchange.state.load_plan import Filler, LoadTarget, expect, name_of
 from statexchange.state.matching import Matching
 from statexchange.state.modules import (
     has_loader,
@@ -24,7 +25,7 @@ from statexchange.state.modules import (
     resizable_buffers,
     resizes,
 )
-from statexchange.state.saved_values import OpaqueValue
+from statexchange.state.saved_values import OpaqueValue, SavedTensor
 from statexchange.tensors import is_tensor
 
 __all__ = ["ModulePrefixes", "match_module", "prefixes_of_modules"]
@@ -85,7 +86,7 @@ def match_module(
     live, rest = live_items(module)
     wanted = _wanted([*live, *rest], prefix, path, matching, taken)
     has_own_loader = has_loader(module, path)
-    buffers = resizable_buffers(module) if has_own_loader and matching.shape_of is not None else {}
+    buffers = resizable_buffers(module) if has_own_loader and matching.names.options.layout is None else {}
     stored = {name: matching.stored(prefix + name, (*entry.keys, name)) for name in live if name in wanted}
     loaded = {id(live[name]) for name, names in stored.items() if names is not None}
     resized: dict[str, Any] = {}
@@ -99,7 +100,7 @@ def match_module(
             continue
         taken.update([one.text for one in names])
         plan.add_loaded(names)
-        new = _resized(tensor, name_of(names), filler, where, *buffers.get(id(tensor), (None, "")))
+        new = _resized(tensor, names[0].leaf, filler, where, *buffers.get(id(tensor), (None, "")))
         if new is None:
             plan.targets.append(LoadTarget(name_of(names), tensor, where))
         else:
@@ -134,14 +135,14 @@ def _wanted(names: Collection[str], prefix: str, path: str, matching: Matching, 
     return wanted
 
 
-def _resized(live: Any, stored: str | None, filler: Filler, path: str, part: Any, name: str) -> Any:
+def _resized(live: Any, saved: SavedTensor, filler: Filler, path: str, part: Any, name: str) -> Any:
     """Return a new tensor of the saved shape, if the module `part` takes it for its buffer `name`; else None."""
-    if part is None or stored is None:
+    if part is None:
         return None
-    new = filler.allocate(stored, Place(live), path)
+    new = tensor_to_fill(filler.matching, saved, Place(live), path)
     if new is live or new.dtype != live.dtype or not resizes(part, name, new):
         return None
-    filler.plan.targets.append(LoadTarget(stored, new, path))
+    filler.plan.targets.append(LoadTarget(saved.name, new, path))
     return new
 
 

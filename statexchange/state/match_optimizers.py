@@ -161,14 +161,13 @@ class OptimizerMatcher:
         and its state may have any.
         """
         loaded = {id(target.live) for target in self._filler.plan.targets}
-        shape_of = self._matching.shape_of
-        if shape_of is None:
+        if self._matching.names.options.layout is not None:  # plain live tensors may be parts of whole ones
             return
         for tensor in self._tensors:
             parameter = tensor.parameters[tensor.label]
             if id(parameter) in loaded and not tensor.by_number:
                 continue
-            shape, expected = shape_of(tensor.name), tuple(parameter.shape)
+            shape, expected = tensor.saved.shape, tuple(parameter.shape)
             present = tuple(tensor.live.shape) if is_tensor(tensor.live) else expected
             if shape in ((), expected, present):
                 continue

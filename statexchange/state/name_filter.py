@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from statexchange.errors import UnsafeError
@@ -28,6 +29,10 @@ class NameFilter:
         self._units = units
         self._strips_wrappers = strips_wrappers
         self._places: dict[str, str] = {}
+
+    def without_renames(self) -> NameFilter:
+        """Return the filter for a source whose names are the state's already."""
+        return NameFilter(replace(self.options, rename=()), self._units)
 
     @property
     def renames(self) -> bool:

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
 from statexchange.sharding.paths import joined
+from statexchange.state.allocation import Place
 from statexchange.state.containers import with_types_of
 from statexchange.state.leaves import load_object
 from statexchange.state.live_parameters import LiveParameters
-from statexchange.state.load_plan import Filler, Place, named
+from statexchange.state.load_plan import Filler, named
 from statexchange.state.name_filter import NameFilter
 from statexchange.state.optimizers import hyperparameters, install_optimizer, state_of_optimizer
 from statexchange.state.saved_optimizer import OtherKey, SavedGroup, SavedOptimizer
@@ -56,7 +57,7 @@ class ParameterTensor(NamedTuple):
 
     Attributes:
         by_number: whether the source knows the parameter by its number.
-        name: the source's name of the tensor.
+        saved: the source's tensor.
         live: what the state has now in this place, or None.
         label: the parameter's label.
         parameters: all parameters of the optimizer, by label.
@@ -64,7 +65,7 @@ class ParameterTensor(NamedTuple):
     """
 
     by_number: bool
-    name: str
+    saved: SavedTensor
     live: Any
     label: str
     parameters: Mapping[str, Any]
@@ -240,7 +241,7 @@ class OptimizerPlan:
             where, live_entry, is_step = f"{path}.{key}", present.get(key), key == "step"
             if isinstance(entry, SavedTensor):
                 by_number, parameters = saved.saved.by_number, self.live.by_label
-                self.tensors.append(ParameterTensor(by_number, entry.name, live_entry, label, parameters, where))
+                self.tensors.append(ParameterTensor(by_number, entry, live_entry, label, parameters, where))
             at = Place(live_entry, True, parameter, label, is_step, is_step and on_host)
             new[key] = self.filler.fill(entry, where, at)
         if live is None or type(live) is dict:

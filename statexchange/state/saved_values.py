@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from statexchange import values
-from statexchange.errors import UnsupportedError
+from statexchange.errors import StateExchangeError, UnsupportedError
 from statexchange.state.containers import children
 
 __all__ = [
@@ -21,12 +21,32 @@ __all__ = [
 
 
 class SavedTensor:
-    """The place of a tensor that the source has under this name of its own."""
+    """A tensor of a source, as a leaf of what was saved; it stands for the values, which are read later.
 
-    __slots__ = ("name",)
+    Attributes:
+        name: its name in the source.
+        dtype: its dtype.
+        shape: its global shape.
+        cut_dims: the dims in which a saved part is smaller than the whole.
+        problem: why dtype and shape are not known: files of the source disagree on them.
+    """
 
-    def __init__(self, name: str) -> None:
+    # No dataclass: values that are dataclasses are containers, whose fields are entries of their own.
+    __slots__ = ("cut_dims", "dtype", "name", "problem", "shape")
+
+    def __init__(
+        self,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        cut_dims: frozenset[int] = frozenset(),
+        problem: StateExchangeError | None = None,
+    ) -> None:
         self.name = name
+        self.dtype = dtype
+        self.shape = shape
+        self.cut_dims = cut_dims
+        self.problem = problem
 
 
 class OpaqueValue:

@@ -13,10 +13,10 @@ import torch
 import statexchange as sx
 from statexchange.exchange.exporting import ExportReport
 from statexchange.exchange.gather import _RankMessage, _TensorMetadata
-from statexchange.exchange.load import _OpenedSource
 from statexchange.exchange.memory_copy import _Answer
 from statexchange.exchange.rank_metadata import RankMetadata, check_equal_options
 from statexchange.exchange.reading import WantedBox
+from statexchange.exchange.same_source import _OpenedSource
 from statexchange.exchange.saving import _Start, _Written
 from statexchange.sharding import records
 from statexchange.sharding.placements import DimSplit

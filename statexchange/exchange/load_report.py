@@ -1,0 +1,108 @@
+"""What a load is asked for, and what it returns."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from statexchange.checkpoint.tensor_notes import note_on_overflows
+from statexchange.comm.communicator import Communicator
+from statexchange.exchange.converting import ChosenConversion
+from statexchange.exchange.reading import Overflows, ReadItem
+from statexchange.formats.source import abbreviated_names
+from statexchange.sharding import records
+from statexchange.sharding.options import LoadOptions
+from statexchange.sharding.shards import Box
+from statexchange.state.describe import State
+from statexchange.state.load_plan import LoadPlan
+from statexchange.units import format_transfer
+
+__all__ = ["LoadReport", "LoadRequest", "notes_on_lost_ties", "notes_on_overflows"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What a call of `load_checkpoint`, or of `Checkpoints.load`, asks for.
+
+    Attributes:
+        state: the live state.
+        path: the source.
+        options: the options that decide what is loaded.
+        stall_timeout_s: limit of the time in which no rank moves a byte.
+        began: when the call began, by `time.perf_counter`.
+        conversion: the conversion of the source's model; None for none.
+        on_progress: called with the bytes that this rank has read and those that it will read.
+        before_reading: called on all ranks with what this rank will read, once all is checked and before the state is
+            changed; it may be collective.
+    """
+
+    state: State
+    path: str | os.PathLike[str]
+    options: LoadOptions
+    stall_timeout_s: float
+    began: float
+    conversion: ChosenConversion | None = None
+    on_progress: Callable[[int, int], None] | None = None
+    before_reading: Callable[[Sequence[ReadItem]], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The result of a load on this rank.
+
+    `nbytes` were read from the source for `num_tensors`; `missing` are paths of the state that the source lacks,
+    `unexpected` those of the source that the state lacks; each is the highest path below which the other side has
+    nothing. `step` is that of the save, None for any other source. `notes` are about values that a cast has made
+    infinite, on any rank, and about this rank's parameters that are one tensor in the source. Root's are logged, too.
+    """
+
+    path: str
+    num_tensors: int
+    nbytes: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    seconds: float
+    step: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"{format_transfer(self.num_tensors, self.nbytes, self.seconds)} <- {self.path}"
+        if self.missing:
+            text += f", {len(self.missing)} missing"
+        if self.unexpected:
+            text += f", {len(self.unexpected)} unexpected"
+        return text
+
+
+def notes_on_overflows(comm: Communicator, overflows: Sequence[Overflows]) -> tuple[str, ...]:
+    """Return a note about what a cast has made infinite on any rank; each box counts once. Collective."""
+    sent = comm.all_gather_object([record.to_json() for record in overflows])
+    by_box: dict[tuple[str, Box], int] = {}
+    what = "the values that overflowed"
+    for rank, raw in enumerate(sent):
+        records_of_rank = records.parsed(raw, lambda raw: records.items(raw, Overflows.from_json), what, rank)
+        # Ranks that have copies of a box have read, and cast, the same elements.
+        by_box |= {(record.name, record.box): record.num_elements for record in records_of_rank}
+    counts: Counter[str] = Counter()
+    for (name, _), num_elements in by_box.items():
+        counts[name] += num_elements
+    return note_on_overflows(counts)
+
+
+def notes_on_lost_ties(plan: LoadPlan, aliases: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a note on parameters that are one tensor in the source and several here, as after `to_empty`."""
+    live: dict[str, dict[int, str]] = {}
+    for target in plan.targets:
+        if target.name is not None and getattr(target.live, "requires_grad", False):  # only what trains will differ
+            of_tensor = live.setdefault(aliases.get(target.name, target.name), {})
+            of_tensor.setdefault(id(target.live), target.path)
+    lost = [" and ".join(paths.values()) for paths in live.values() if len(paths) > 1]
+    if not lost:
+        return ()
+    text = (
+        f"{abbreviated_names(lost)}: one tensor in the source and several here, which differ after a training "
+        "step; to train one, assign it to all these modules after to_empty (transformers: model.tie_weights())"
+    )
+    return (text,)

@@ -1,0 +1,127 @@
+"""Open the source of a load, and find what it has by the names of the state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import InvalidArgumentError, NotFoundError, StateExchangeError
+from statexchange.exchange.load_converting import ConvertedSource, converted_for_load
+from statexchange.exchange.load_report import LoadRequest
+from statexchange.exchange.source_entries import has_tree, source_entries
+from statexchange.exchange.stored_tensors import StoredTensors
+from statexchange.formats.registry import open_source
+from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
+from statexchange.formats.source import Source
+from statexchange.state.flatten import LiveState
+from statexchange.state.leaves import ObjectStates
+from statexchange.state.matching import Matching
+from statexchange.state.modules import is_module, module_items
+from statexchange.state.name_filter import NameFilter, strips_wrappers
+
+__all__ = ["LoadSource", "located", "open_for_state", "source_content"]
+
+_KEYED_KINDS = ("dcp", "deepspeed", "torch")  # formats whose first keys show the sections
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSource:
+    """A source by the names of the state.
+
+    Attributes:
+        source: the source, converted if it had to be.
+        tensors: its tensors by its own names.
+        matching: its entries, and what decides which of them fill the state.
+        lacking: for a tensor of the state of which the source has some parts only, a part that it lacks.
+        without_rule: names of the source for which a conversion has no rule.
+        adapter: the names of an adapter's tensors, if only these are loaded into a PEFT model.
+    """
+
+    source: Source
+    tensors: StoredTensors
+    matching: Matching
+    lacking: Mapping[str, str]
+    without_rule: tuple[str, ...]
+    adapter: frozenset[str] | None
+
+
+def open_for_state(request: LoadRequest, comm: Communicator) -> Source:
+    """Open the part of the source that the state needs; on several hosts NotFoundError names the one that lacks it.
+
+    For a conversion that is the model. From a training framework's directory it is the model, too, unless the state is
+    a mapping with sections as keys, which needs all parts.
+    """
+    section: str | None = MODEL_OF_PARTS
+    if request.conversion is not None:
+        section = None
+    elif isinstance(request.state, Mapping) and not set(SECTIONS).isdisjoint(request.state):
+        section = ALL
+    try:
+        source = open_source(request.path, section=section)
+    except NotFoundError as error:
+        if comm.num_nodes == 1:
+            raise
+        text = f"{error.message} on {comm.hosts[comm.rank]}; all hosts must see the source"
+        raise NotFoundError(text, rank=comm.rank, path=error.path) from error
+    if section is None or not is_module(request.state) or source.kind not in _KEYED_KINDS:
+        return source
+    return _model_of_job(request, source)
+
+
+def _model_of_job(request: LoadRequest, source: Source) -> Source:
+    """Return the model's section alone if the source is a job's state, unless the module has its prefix in names."""
+    models = [section for section in sections_of(source) if section.name == "model" and section.prefix]
+    if not models:
+        return source
+    (model,) = models
+    names = module_items(request.state, keep_vars=True).keys()
+    return source if model.names & names else select_section(source, model.name)
+
+
+def source_content(request: LoadRequest, source: Source, live: LiveState, comm: Communicator) -> LoadSource:
+    """Return what an opened source has by the names of the state. Not collective; reads no tensor."""
+    state, options = request.state, request.options
+    stored = {name for file in source.files for name in file.tensors}
+    names = NameFilter(options, live.units, strips_wrappers=strips_wrappers(stored, state))
+    converted = ConvertedSource(source, names)
+    # Only a module can be a model of transformers or PEFT, whose names in files are others.
+    if request.conversion is not None or is_module(state):
+        converted = converted_for_load(request, source, names)
+    source, names = converted.source, converted.names
+    tensors = StoredTensors(source, options.replicas, comm, converted.aliases)
+    objects = ObjectStates()
+    matching = Matching(
+        names=names,
+        entries=source_entries(source, tensors, names, state, live, objects),
+        objects=objects,
+        has_tree=has_tree(source, tensors),
+        classes={names.place(path): classes for path, classes in source.optimizers.items()},
+        path=source.path,
+        saved_by=source.world_size,
+        loaded_by=comm.world_size,
+    )
+    if matching.has_tree:
+        _check_layout(matching)
+    return LoadSource(source, tensors, matching, converted.lacking, converted.without_rule, converted.adapter)
+
+
+def _check_layout(matching: Matching) -> None:
+    """Raise InvalidArgumentError for a rule that renames tensors, as for an export, and a source that is a save."""
+    for rule in matching.layout.rules.values():
+        if rule.renames:
+            text = (
+                f"layout rule for {rule.pattern!r} renames tensors, and this source was saved with the names that the "
+                "state has: leave it out"
+            )
+            raise InvalidArgumentError(text)
+
+
+@contextlib.contextmanager
+def located(path: str) -> Iterator[None]:
+    """Let an error about the state name the source, too."""
+    try:
+        yield
+    except StateExchangeError as error:
+        raise (error if error.path is not None else error.located(path=path)) from error.__cause__

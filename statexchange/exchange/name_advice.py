@@ -1,0 +1,132 @@
+"""The error of names that a state or a source lacks, and what to do about it. Only entered once there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from statexchange.errors import InvalidArgumentError, NotFoundError, StateExchangeError
+from statexchange.exchange.load_source import LoadSource
+from statexchange.exchange.saved_names import advice_on_missing
+from statexchange.formats.sections import SECTIONS
+from statexchange.sharding.paths import WRAPPERS, paths_above
+from statexchange.sharding.rename_hint import suggest_rename
+from statexchange.state.load_plan import LoadPlan
+from statexchange.state.modules import is_module, live_items
+from statexchange.state.saved_values import SavedTensor
+from statexchange.state.tree import walk
+from statexchange.state.types import Leaf
+from statexchange.tensors import is_tensor
+
+__all__ = ["loads_nothing", "names_error"]
+
+_SHOWN = 5
+
+
+def loads_nothing(plan: LoadPlan) -> bool:
+    """Whether the source lacks all tensors of the state, or all that a state without tensors has."""
+    if not plan.missing or plan.targets:
+        return False
+    return plan.is_empty or not plan.stateful.isdisjoint(plan.missing)
+
+
+def names_error(state: Leaf, plan: LoadPlan, loaded: LoadSource, missing: Sequence[str]) -> StateExchangeError:
+    """Return an error that lists all missing and unexpected names, as torch does; `missing` are those that count."""
+    what, general = "the names differ", "strict=False loads what both have"
+    if not plan.targets and not plan.num_values:
+        what, general = "the source has no name of the state", ""
+    elif loads_nothing(plan):  # an error without `strict`, too
+        what, general = "the source has no tensor of the state", ""
+    parts = [what]
+    for names, problem in ((missing, "missing in the source"), (plan.unexpected, "not in the state")):
+        if names:
+            more = ", ..." if len(names) > _SHOWN else ""
+            parts.append(f"{len(names)} {problem}: {', '.join(names[:_SHOWN])}{more}")
+    parts += _lacking_parts(plan, loaded)
+    parts += [_hint(state, plan, loaded), general]
+    text = "; ".join(filter(None, parts))
+    if missing:
+        return NotFoundError(text, path=loaded.source.path)
+    return InvalidArgumentError(text, path=loaded.source.path)
+
+
+def _lacking_parts(plan: LoadPlan, loaded: LoadSource) -> Iterator[str]:
+    """Yield the first reasons why tensors are missing of which the source has some parts."""
+    num_reasons = 0
+    for name, part in loaded.lacking.items():
+        if num_reasons < _SHOWN and not {name, *paths_above(name)}.isdisjoint(plan.missing):
+            num_reasons += 1
+            stored = loaded.tensors.by_name.get(part)
+            problem = "is not"
+            if stored is not None:
+                problem = f"has shape {stored.saved.shape}"
+            yield f"{name} is missing: {part} {problem} in the source"
+
+
+def _hint(state: Leaf, plan: LoadPlan, loaded: LoadSource) -> str:
+    """Return advice if the source has names for an optimizer's parameters, or the missing ones with another prefix."""
+    if plan.nameless:
+        return (
+            f"the source has the parameters of {min(plan.nameless)!r} by their names in the state that was saved: "
+            "give the state what has these parameters, too, under the same name; exclude leaves it as it is"
+        )
+    missing = _missing_tensors(state, plan)
+    tensors = {entry.text for entry in loaded.matching.entries if isinstance(entry.leaf, SavedTensor)}
+    free = tensors - plan.loaded
+    advice = ""
+    if not plan.targets:
+        advice = _below_a_prefix(missing, tensors)
+    advice = advice or _without_a_prefix(state, plan, missing, free)
+    if not advice and plan.missing and plan.unexpected:
+        advice = advice_on_missing(state)
+    if advice:
+        return advice
+    rename = suggest_rename(free, missing)
+    if not rename:
+        return ""
+    return f"rename=[{rename[:2]!r}] gives {rename[2]} tensors of the source names of the state"
+
+
+def _missing_tensors(state: Leaf, plan: LoadPlan) -> list[str]:
+    """Return the names of the tensors that are missing; what is missing whole has several."""
+    missing = []
+    for name in plan.missing:
+        if name in plan.parameters:  # parameters of optimizers have the names of their tensors in the state
+            continue
+        inside: Sequence[str] = ()
+        if isinstance(state, Mapping) and name in state:
+            inside = _names_in(state[name])
+        for inner in inside or [""]:
+            missing.append(f"{name}.{inner}" if inner else name)
+    return missing
+
+
+def _below_a_prefix(missing: Sequence[str], tensors: Collection[str]) -> str:
+    """Return advice if the source has all that is missing under one key, first of all under "model"."""
+    prefixes = {name.split(".", 1)[0] for name in tensors if "." in name}
+    for prefix in sorted(prefixes, key=lambda prefix: (prefix != "model", prefix not in SECTIONS, prefix)):
+        is_above = missing and all(f"{prefix}.{name}" in tensors for name in missing)
+        if is_above and prefix not in WRAPPERS:
+            return f'the source has them under "{prefix}": give {{"{prefix}": state}}'
+    return ""
+
+
+def _without_a_prefix(state: Leaf, plan: LoadPlan, missing: Sequence[str], free: set[str]) -> str:
+    """Return advice if the source has what is missing under a key of the state without that key."""
+    for prefix in dict.fromkeys(name.split(".", 1)[0] for name in missing if "." in name):
+        if free.issuperset(name[len(prefix) + 1 :] for name in missing if name.startswith(f"{prefix}.")):
+            advice = f'rename=[("^", "{prefix}.")] gives them this name'
+            if isinstance(state, Mapping) and prefix in state:
+                advice = f'give state["{prefix}"]'
+            elif plan.targets:  # it would move names that fit
+                continue
+            return f'the source has them without "{prefix}": {advice}'
+    return ""
+
+
+def _names_in(value: Leaf) -> list[str]:
+    """Return the names of the tensors in a module, or in a mapping."""
+    if is_module(value):
+        return [*live_items(value)[0]]
+    if isinstance(value, Mapping):
+        return [step.path for step in walk(value) if is_tensor(step.value)]
+    return []

@@ -1,0 +1,100 @@
+"""All ranks of a load read the same checkpoint with the same options, or all of them raise an error."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import InvalidArgumentError, ReplacedError
+from statexchange.exchange.load_report import LoadRequest
+from statexchange.exchange.rank_metadata import check_equal_options
+from statexchange.formats.source import Source
+from statexchange.sharding import records
+from statexchange.storage.files import digest
+
+__all__ = ["check_same_source"]
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedSource:
+    """The checkpoint that a rank has opened, and its options; ranks compare these records.
+
+    `content` and `files` are digests. Equal `content` means the same checkpoint. Equal `files`, on ranks of one host,
+    means the same files.
+    """
+
+    content: str
+    files: str
+    path: str
+    shown: str
+    options: Mapping[str, str]
+    has_layout: bool
+
+    @classmethod
+    def of(cls, source: Source, request: LoadRequest) -> _OpenedSource:
+        """Describe the source that this rank has opened."""
+        holders = [[os.path.basename(holder.path), holder.nbytes, len(holder.tensors)] for holder in source.files]
+        # Two publications may have files of equal names and sizes. So ranks of one host also compare the files' local
+        # identity, and all ranks compare their identity on a file system that hosts share.
+        shared = [holder.file.shared_identity for holder in source.files]
+        local = [holder.file.local_identity for holder in source.files]
+        content = [source.kind, source.run, source.round, holders, source.manifest, shared]
+        shown = source.path
+        if source.round is not None:
+            shown += f", round {source.round} of {source.run}"
+        options = request.options.texts()
+        if request.conversion is not None:
+            options |= request.conversion.texts()
+        return cls(_digest(content), _digest(local), source.path, shown, options, request.options.layout is not None)
+
+    def to_json(self) -> dict[str, object]:
+        """Return a JSON value that `from_json` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: object) -> _OpenedSource:
+        """Return the record that `to_json` wrote; raise ValueError for anything else."""
+        *texts, options, has_layout = records.fields(raw, *cls.__dataclass_fields__)
+        content, files, path, shown = map(records.text, texts)
+        return cls(content, files, path, shown, records.texts(options), records.flag(has_layout))
+
+
+def check_same_source(source: Source, request: LoadRequest, comm: Communicator) -> bool:
+    """Return whether any rank has a layout; raise, on all ranks, for different checkpoints or options. Collective.
+
+    Raises:
+        ReplacedError: ranks have opened different checkpoints at one path.
+        InvalidArgumentError: they have opened different paths, or have different options.
+    """
+    what = "the description of the checkpoint"
+    sent = comm.all_gather_object(_OpenedSource.of(source, request).to_json())
+    opened = [records.parsed(raw, _OpenedSource.from_json, what, rank) for rank, raw in enumerate(sent)]
+    for rank, of_rank in enumerate(opened):
+        first_rank = 0
+        if of_rank.content == opened[0].content:
+            # Each host may have a copy of its own: files are compared with those of the host's first rank.
+            first_rank = comm.nodes.index(comm.nodes[rank])
+            if of_rank.files == opened[first_rank].files:
+                continue
+        first = opened[first_rank]
+        if of_rank.path == first.path:
+            raise ReplacedError(
+                f"ranks {first_rank} and {rank} opened different versions of this checkpoint, because it was replaced "
+                "during the load: load again when nothing publishes to this path",
+                path=of_rank.path,
+            )
+        raise InvalidArgumentError(
+            f"rank {first_rank} opened {first.shown} and rank {rank} opened {of_rank.shown}: pass the same path on "
+            "all ranks",
+            rank=rank,
+            path=of_rank.path,
+        )
+    check_equal_options([of_rank.options for of_rank in opened])
+    return any(of_rank.has_layout for of_rank in opened)
+
+
+def _digest(value: object) -> str:
+    return digest(json.dumps(value).encode())
