@@ -111,15 +111,19 @@ def _given_files(files_from: FilesFrom, plan: Plan) -> dict[str, bytes]:
     return contents
 
 
-def given_config(files_from: FilesFrom) -> bytes | None:
-    """Return the config.json among the files of the option `files_from`; None if there is none."""
+def given_config(files_from: FilesFrom, own: Mapping[str, bytes] | None = None) -> bytes | None:
+    """Return the config.json among the files of the option `files_from`, else that of `own`; None if there is none."""
+    content: bytes | None = None
     if files_from is None or isinstance(files_from, Mapping):
-        return next((data for name, data in _read_files(files_from or {}) if name == CONFIG), None)
-    for path in _paths(files_from):
-        with open_path(resolve_path(path, "a path of files_from")) as opened:
-            if CONFIG in opened.names:
-                return opened.store.read_small(CONFIG)
-    return None
+        content = dict(_read_files(files_from or {})).get(CONFIG)
+    else:
+        for path in _paths(files_from):
+            with open_path(resolve_path(path, "a path of files_from")) as opened:
+                if content is None and CONFIG in opened.names:
+                    content = opened.store.read_small(CONFIG)
+    if content is None and own is not None:
+        content = own.get(CONFIG)
+    return content
 
 
 def notes_on_empty_directories(files_from: FilesFrom) -> tuple[str, ...]:

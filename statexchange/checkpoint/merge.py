@@ -30,7 +30,7 @@ from statexchange.checkpoint.extra_files import (
 )
 from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about, notes_on_written
-from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication, target_path
+from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication
 from statexchange.checkpoint.tensor_notes import notes_on_tensors
 from statexchange.conversions.choice import Convert, check_numbers
 from statexchange.conversions.rules import ConversionRules
@@ -74,7 +74,7 @@ from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, 
 from statexchange.sharding.paths import note_on_wrappers, wrapper_rules
 from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
-from statexchange.storage.location import OpenedPath, location, read_option_file
+from statexchange.storage.location import OpenedPath, location, read_option_file, target_path
 from statexchange.storage.store import resolve_path
 from statexchange.tensors import element_shape
 from statexchange.units import format_transfer
@@ -271,7 +271,7 @@ def merge_checkpoint(
         check_readable(checkpoint, options)
         own, own_notes = ({}, ()) if files_from == () else own_files(checkpoint)
         merged, converted = checkpoint, None
-        config = given_config(files_from) or own.get(CONFIG)
+        config = given_config(files_from, own)
         if conversion is None:
             plan_options, notes = _unwrapping_options(checkpoint, options, config)
         else:

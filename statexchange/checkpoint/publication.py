@@ -10,11 +10,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from statexchange.checkpoint.index import index_name, index_text, listed_files, manifest_text
-from statexchange.errors import InvalidArgumentError, UnsafeError, UnsupportedError
+from statexchange.errors import UnsafeError, UnsupportedError
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.storage.build import OutputFile
-from statexchange.storage.location import location
-from statexchange.storage.store import Store, resolve_path
+from statexchange.storage.location import location, target_path
+from statexchange.storage.store import Store
 from statexchange.storage.tensorfile import encode_header
 
 if TYPE_CHECKING:
@@ -26,18 +26,9 @@ if TYPE_CHECKING:
     from statexchange.sharding.plan import FilePlan, Plan, TensorPlan
     from statexchange.storage.files import Buffer
 
-__all__ = ["FORMAT_METADATA", "PlannedFile", "Publication", "check_publication", "target_path"]
+__all__ = ["FORMAT_METADATA", "PlannedFile", "Publication", "check_publication"]
 
 FORMAT_METADATA = {"format": "pt"}  # as safetensors.torch.save_file writes
-
-
-def target_path(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path of a target directory, or its URL without a trailing slash."""
-    name = resolve_path(path, "a target")
-    at = location(name)
-    if not at.is_remote and "://" in name:
-        raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {name!r}")
-    return at.directory if at.is_remote else os.path.abspath(name)
 
 
 class _ReplaceCheck:

@@ -1,4 +1,4 @@
-"""Export or save in the background: copy this rank's tensors, and write the copy in a thread while training goes on."""
+"""Run an export or save now, or in the background: a thread writes a copy of the tensors while training goes on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from statexchange.errors import StateExchangeError, excerpt, needing_torch, with
 from statexchange.state.describe import Description
 from statexchange.tensors import same_memory
 
-__all__ = ["raise_unreported", "run_in_background", "wait_for_end"]
+__all__ = ["raise_unreported", "run_trip", "wait_for_end"]
 
 Report = TypeVar("Report")
 
@@ -31,44 +31,59 @@ _ALIGN_BYTES = 64
 _numbers = itertools.count()
 
 
-def run_in_background(
+def run_trip(
+    call: str,
+    path: object,
+    comm: Communicator,
+    prepare: Callable[[], tuple[Description, Callable[[Description, Communicator], Report]]],
+    *,
+    background: bool,
+) -> Report | Future[Report]:
+    """Describe a state and write it: now, or from a copy and in a thread. Collective.
+
+    `prepare` checks the arguments of the public call named `call` and describes the state. It returns the description,
+    and the function that is called with the description, or one of copies, and with a communicator. In the background
+    a failure in `prepare` is raised on all ranks by the thread, so that this call waits for no rank.
+    """
+    if background:
+        return _run_in_background(call, path, comm, prepare)
+    with comm.phase("describing its state"):
+        described, finish = prepare()
+    return finish(described, comm)
+
+
+def _run_in_background(
     call: str,
     path: object,
     comm: Communicator,
     prepare: Callable[[], tuple[Description, Callable[[Description, Communicator], Report]]],
 ) -> Future[Report]:
-    """Copy the tensors that `prepare` describes, and write the copy in a thread. Collective.
-
-    `prepare` checks the arguments of the public call named `call` and describes the state. It returns the description,
-    and the function that the thread calls with a description of the copies and with a communicator of its own. A
-    failure in `prepare` is raised on all ranks by the thread, so that this call waits for no rank.
-    """
     site = call_site()
-    known = _backgrounds.get(comm)
-    failure = None if known is None else known.take_failure()
-    if known is None or known.comm.is_closed:  # `is_closed` is equal on all ranks only after the wait above
-        known = _backgrounds[comm] = _Background(comm.duplicate())
+    state = _backgrounds.get(comm)
+    failure = None if state is None else state.take_failure()
+    if state is None or state.comm.is_closed:  # `is_closed` is equal on all ranks only after the wait above
+        state = _backgrounds[comm] = _Background(comm.duplicate())
     try:
         if failure is not None:  # raised again on all ranks, also where the caller has received it
             raise failure.located() if isinstance(failure, StateExchangeError) else failure
         described, finish = prepare()
-        snapshot: Description | Exception = known.snapshot(described)
+        snapshot: Description | Exception = state.snapshot(described)
     except Exception as error:  # noqa: BLE001 (the thread raises it, on all ranks)
         snapshot = error
     except BaseException as error:
-        known.comm.close(error)
+        state.comm.close(error)
         raise
 
     def run() -> Report:
         with public_call(call, site):
-            with known.comm.phase("taking a snapshot"):
+            with state.comm.phase("taking a snapshot"):
                 if isinstance(snapshot, Exception):
                     raise snapshot
-            return finish(snapshot, known.comm)
+            return finish(snapshot, state.comm)
 
     shown = str(path) if isinstance(path, (str, os.PathLike)) else excerpt(path)
     result: _Result[Report] = _Result(call, without_secrets(shown), is_reported=failure is not None)
-    known.start(run, result)
+    state.start(run, result)
     if failure is not None:
         raise failure.with_traceback(None)
     return result

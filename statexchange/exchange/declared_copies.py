@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
-from statexchange.checkpoint.notes import JoinedParts
+from statexchange.checkpoint.notes import JoinedParts, notes_on_equal_parts
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import MismatchError
+from statexchange.exchange.messages import from_all, from_root
+from statexchange.exchange.saved_state import SavedState
 from statexchange.sharding import records
 from statexchange.sharding.copies import replica_error
 from statexchange.sharding.shards import Box, full_box
 from statexchange.state.describe import Description, LocalTensor
 from statexchange.storage.files import digest
 
-__all__ = ["DeclaredCopies", "may_have_copies"]
+__all__ = ["compare_copies", "may_have_copies"]
 
 _HASH_BYTES = 8
 _RECORD_BYTES = 3 * _HASH_BYTES
@@ -53,15 +55,25 @@ def _spans_all(local: LocalTensor, world_size: int) -> bool:
     return local.placement is not None and local.placement.num_ranks == world_size
 
 
-class DeclaredCopies:
-    """This rank's boxes that may have copies; on root also the records of all ranks' boxes.
+def compare_copies(
+    comm: Communicator, saved: SavedState, placed: Description, digests: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
+    """Raise ReplicaError if copies differ that a layout or mesh declares; return notes on equal parts. Collective.
 
     Args:
         comm: the communicator.
-        parts: this rank's tensors, with the parts that layout rules have made of them.
+        saved: this rank's tensors, with the parts that layout rules have made of them.
         placed: the same tensors, in which these parts are boxes of whole tensors.
         digests: the digests of each tensor's boxes.
     """
+    copies = _DeclaredCopies(comm, saved.described, placed, digests)
+    copies.compare()
+    notes = notes_on_equal_parts(saved.rules, copies.joined_parts()) if comm.rank == 0 else ()
+    return from_root(comm, notes, lambda raw: records.items(raw, records.text), "the notes")
+
+
+class _DeclaredCopies:
+    """This rank's boxes that may have copies; on root also the records of all ranks' boxes."""
 
     def __init__(
         self, comm: Communicator, parts: Description, placed: Description, digests: Mapping[str, Sequence[str]]
@@ -99,9 +111,9 @@ class DeclaredCopies:
         """Raise ReplicaError, on all ranks, if copies differ. Collective."""
         sent = b"".join(key + _hash(boxes[0].name) + _start(boxes) for key, boxes in self._boxes.items())
         self._sent = self._comm.all_gather_bytes(sent, root=0, operation="the digests of copies")
-        difference = self._comm.broadcast_object(self._first_difference())
+        difference = from_root(self._comm, self._first_difference(), _difference_from_json, "copies")
         if difference is not None:
-            self._raise_replica_error(difference)
+            self._raise_replica_error(*difference)
 
     def _records(self) -> Iterator[tuple[int, bytes, bytes, bytes]]:
         """Yield each record as rank, hash of the box, hash of the name, and the digest's first bytes. Root only."""
@@ -119,14 +131,14 @@ class DeclaredCopies:
                 return [key.hex(), holder, rank]
         return None
 
-    def _raise_replica_error(self, difference: object) -> NoReturn:
+    def _raise_replica_error(self, key: str, rank: int, other: int) -> NoReturn:
         """Gather the digests of the two ranks' boxes, and raise the error for the first that differs. Collective."""
-        key, rank, other = records.parsed(difference, lambda raw: records.items(raw, lambda part: part, 3), "copies", 0)
         boxes = self._boxes.get(bytes.fromhex(key), ()) if self._comm.rank in (rank, other) else ()
-        sent = self._comm.all_gather_object([[box.name, box.box.to_json(), box.digest] for box in boxes])
-        for (name, box, first), (_, _, second) in zip(sent[rank], sent[other], strict=True):
-            if first != second:
-                raise replica_error(name, Box.from_json(box), rank, other, _ADVICE)
+        value = [[box.name, box.box.to_json(), box.digest] for box in boxes]
+        sent = from_all(self._comm, value, _box_digests_from_json, "the digests of copies")
+        for first, second in zip(sent[rank], sent[other], strict=True):
+            if first.digest != second.digest:
+                raise replica_error(first.name, first.box, rank, other, _ADVICE)
         raise MismatchError("ranks do not agree which copies differ: run the same version of statexchange on all ranks")
 
     def joined_parts(self) -> Iterator[JoinedParts]:
@@ -146,6 +158,22 @@ class DeclaredCopies:
                 if box.numel:
                     numel[box_digest[: 2 * _HASH_BYTES]] = box.numel
             yield JoinedParts(name, shard.dtype, of_ranks, numel)
+
+
+def _difference_from_json(raw: object) -> tuple[str, int, int] | None:
+    if raw is None:
+        return None
+    key, rank, other = records.items(raw, lambda part: part, 3)
+    return records.text(key), records.count(rank), records.count(other)
+
+
+def _box_digests_from_json(raw: object) -> tuple[_BoxDigest, ...]:
+    return records.items(raw, _box_digest_from_json)
+
+
+def _box_digest_from_json(raw: object) -> _BoxDigest:
+    name, box, box_digest = records.items(raw, lambda part: part, 3)
+    return _BoxDigest(records.text(name), Box.from_json(box), records.text(box_digest))
 
 
 def _hash(text: str) -> bytes:

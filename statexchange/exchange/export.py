@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,27 +14,20 @@ from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.conversions.choice import Convert
-from statexchange.exchange.background import run_in_background
-from statexchange.exchange.converting import ChosenConversion
-from statexchange.exchange.exporting import ExportReport, ExportRequest, export_described
-from statexchange.exchange.saved_names import note_on_container, saved_names
+from statexchange.exchange.background import run_trip
+from statexchange.exchange.chosen_conversion import chosen_conversion
+from statexchange.exchange.export_plan import Clock, ExportRequest, agree_on_plan
+from statexchange.exchange.exporting import ExportReport, publish
+from statexchange.exchange.writing import write_boxes, writing_nodes
 from statexchange.processes import collector_paused
-from statexchange.settings import check_flags
-from statexchange.sharding.options import ADAPTER_PATTERN, Cast, Rename, Replicas
+from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas, WriteOptions
 from statexchange.state.describe import Description, State, describe
-from statexchange.state.pretrained import (
-    adapter_state,
-    is_adapter_model,
-    model_files,
-    tokenizer_files,
-)
+from statexchange.state.pretrained import adapter_state, is_adapter_model, model_files, tokenizer_files
 
 if TYPE_CHECKING:
     from typing import Unpack
 
 __all__ = ["ExportReport", "export_checkpoint"]
-
-_log = logging.getLogger(__name__)
 
 
 class _Options(TypedDict, total=False):
@@ -170,53 +163,39 @@ def export_checkpoint(
     """
     communicator = as_communicator(comm)
 
-    def new_request() -> ExportRequest:
-        check_flags(background=background)
-        own_files = {}
-        pattern = ADAPTER_PATTERN if filename_pattern is None and is_adapter_model(state) else filename_pattern
-        if communicator.rank == 0:
+    def prepare() -> tuple[Description, Callable[[Description, Communicator], ExportReport]]:
+        began = None if background else time.perf_counter()
+        writing = WriteOptions(overwrite, background, stall_timeout_s, on_progress)
+        is_root, is_adapter = communicator.rank == 0, is_adapter_model(state)
+        pattern = ADAPTER_PATTERN if filename_pattern is None and is_adapter else filename_pattern
+        options = ExportOptions(include, exclude, rename, replicas, dtype, max_shard_size, pattern, layout)
+        own_files: dict[str, bytes] = {}
+        if is_root:
             own_files = model_files(state)
             if tokenizer is not None:
                 own_files |= tokenizer_files(tokenizer)
-        conversion = ChosenConversion.of(convert, convert_with, state)
-        if conversion is not None and communicator.rank == 0:
-            conversion = conversion.with_config(given_config(files_from))
-        return ExportRequest.of(
-            path,
-            conversion=conversion if conversion is not None else saved_names(state),
-            include=include,
-            exclude=exclude,
-            rename=rename,
-            replicas=replicas,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            filename_pattern=pattern,
-            layout=layout,
-            files_from=files_from,
-            own_files=own_files,
-            overwrite=overwrite,
-            stall_timeout_s=stall_timeout_s,
-            on_progress=on_progress,
-        )
-
-    def describe_state(request: ExportRequest) -> Description:
-        tensors = adapter_state(state) if is_adapter_model(state) else state
-        described = describe(tensors, request.options.new_layout(), communicator.rank, with_extra_state=False)
-        note = note_on_container(state) if communicator.rank == 0 and request.conversion is None else ""
-        if note:
-            _log.warning("%s", note)
-        return described
-
-    if background:
-
-        def prepare() -> tuple[Description, Callable[[Description, Communicator], ExportReport]]:
-            request = new_request()
-            return describe_state(request), lambda copies, comm: export_described(copies, request, comm)
-
-        return run_in_background("export_checkpoint", path, communicator, prepare)
-    began = time.perf_counter()
-    with communicator.phase("describing its state"):
-        request = new_request()
+        config = given_config(files_from) if is_root and convert is not None else None
+        conversion = chosen_conversion(convert, convert_with, state, config, is_root=is_root)
+        request = ExportRequest(path, options, writing, conversion, files_from, own_files)
+        tensors = adapter_state(state) if is_adapter else state
         with collector_paused():
-            described = describe_state(request)
-    return export_described(described, request, communicator, began)
+            described = describe(tensors, options.new_layout(), communicator.rank, with_extra_state=False)
+        return described, lambda copies, comm: _export(copies, request, comm, began)
+
+    return run_trip("export_checkpoint", path, communicator, prepare, background=background)
+
+
+def _export(described: Description, request: ExportRequest, comm: Communicator, began: float | None) -> ExportReport:
+    """Plan, write and publish described tensors; the report counts seconds from `began`. Collective."""
+    clock = Clock(began)
+    with contextlib.ExitStack() as building:
+        # Many small objects are made here, and none is garbage: the collector would look at all of them repeatedly.
+        with collector_paused():
+            described, plan, root = agree_on_plan(comm, described, request, clock, building)
+        headers, nbytes = [], 0
+        if root is not None:
+            headers, nbytes = [output.header for output in root.outputs], root.plan.nbytes
+        nodes = writing_nodes(comm, plan)
+        receipts = write_boxes(comm, described, plan, nodes, headers, request.writing)
+        clock.lap("write", nbytes)
+        return publish(comm, root, receipts, nodes, request, clock)

@@ -11,7 +11,7 @@ from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
 from statexchange.conversions.choice import Convert
-from statexchange.exchange.converting import ChosenConversion
+from statexchange.exchange.chosen_conversion import ChosenConversion
 from statexchange.exchange.load import load_now
 from statexchange.exchange.load_report import LoadReport, LoadRequest
 from statexchange.settings import check_progress

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from statexchange.conversions.plan import unknown_names
 from statexchange.errors import StateExchangeError
-from statexchange.exchange.converting import ChosenConversion
+from statexchange.exchange.chosen_conversion import ChosenConversion
 from statexchange.exchange.load_report import LoadRequest
 from statexchange.exchange.saved_names import saved_names
 from statexchange.formats.converted import configs_beside, convert_source, converted_by, tensors_of

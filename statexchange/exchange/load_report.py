@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from statexchange.checkpoint.tensor_notes import note_on_overflows
 from statexchange.comm.communicator import Communicator
-from statexchange.exchange.converting import ChosenConversion
+from statexchange.exchange.chosen_conversion import ChosenConversion
 from statexchange.exchange.reading import Overflows, ReadItem
 from statexchange.formats.source import abbreviated_names
 from statexchange.sharding import records

@@ -40,6 +40,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,13 +56,15 @@ from statexchange.errors import (
     UnsafeError,
     without_secrets,
 )
+from statexchange.exchange.messages import from_all, from_root
 from statexchange.exchange.reading import ReadItem
+from statexchange.settings import check_flags
 from statexchange.sharding import records
 from statexchange.sharding.shards import Box, intersect
 from statexchange.storage import files
 from statexchange.storage.atomic import write_new
 from statexchange.storage.budget import Budget
-from statexchange.storage.build import Build
+from statexchange.storage.build import Build, WrittenFile
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.files import WINDOW_BYTES, digest
 from statexchange.storage.location import OpenedPath, open_path, read_with_retry
@@ -71,7 +74,7 @@ from statexchange.storage.save_directory import MANIFEST, SaveManifest, rank_of_
 from statexchange.storage.steps import identity_of_saves, make_identity, read_saves, step_name
 from statexchange.storage.tensorfile import DigestedTensors, read_header_bytes
 
-__all__ = ["COPY_ERRORS", "MemoryCopies", "MemoryCopy"]
+__all__ = ["COPY_ERRORS", "MemoryCopies", "memory_copies"]
 
 _log = logging.getLogger(__name__)
 
@@ -115,10 +118,10 @@ class MemoryCopies:
 
     # After a save
 
-    def keep(self, step: int, comm: Communicator, content: DigestedTensors | None = None) -> None:
-        """Copy the save of `step` from disk, if it is the newest there. Collective; a failure is a warning.
+    def keep(self, step: int, comm: Communicator, file: WrittenFile) -> None:
+        """Copy the save of `step`, in which `file` is this rank's, if it is the newest. Collective.
 
-        `content` is that of this rank's file, if it was uploaded.
+        A failure is a warning.
         """
         start = self._start(step, comm)
         if start is None:
@@ -140,8 +143,8 @@ class MemoryCopies:
             folder = answers[hosts.first].building
             copied = _Answer.of(None)
             try:
-                if content is not None:
-                    header = _write_own(content, folder, start.manifest, comm)
+                if file.content is not None:  # it was uploaded
+                    header = _write_own(file.content, folder, start.manifest, comm)
                 else:
                     header = self._copy_own(os.path.join(self.path, step_name(step)), folder, start.manifest, comm)
                 copied = _Answer("", "", header)
@@ -175,15 +178,14 @@ class MemoryCopies:
                     start = _Start(make_identity(self.path), manifest)
             except StateExchangeError as error:
                 problem = error
-        sent = comm.broadcast_object(None if start is None else start.to_json())
         if problem is not None:
             self._warn(0, str(problem), comm)
-        return records.parsed(sent, lambda raw: records.optional(raw, _Start.from_json), "the save to copy", 0)
+        value = None if start is None else start.to_json()
+        return from_root(comm, value, lambda raw: records.optional(raw, _Start.from_json), "the save to copy")
 
-    def _exchange(self, ours: _Answer, comm: Communicator) -> list[_Answer] | None:
+    def _exchange(self, answer: _Answer, comm: Communicator) -> list[_Answer] | None:
         """Return the answers of all ranks; None, with a warning, if one of them has failed. Collective."""
-        sent = comm.all_gather_object(ours.to_json())
-        answers = [records.parsed(raw, _Answer.from_json, "the part of a copy", rank) for rank, raw in enumerate(sent)]
+        answers = from_all(comm, answer.to_json(), _Answer.from_json, "the part of a copy")
         for rank, answer in enumerate(answers):
             if answer.problem:
                 self._warn(rank, answer.problem, comm)
@@ -254,11 +256,8 @@ class MemoryCopies:
                 found = directory.copies()
             except (StateExchangeError, OSError) as error:
                 _log.warning("%s: cannot look for copies in memory: %s", self._shown, error)
-        sent = comm.all_gather_object([_Part.of(one).to_json() for one in found])
-        parts = [
-            records.parsed(raw, lambda raw: records.items(raw, _Part.from_json), "its copies", rank)
-            for rank, raw in enumerate(sent)
-        ]
+        parts_here = [_Part.of(copy).to_json() for copy in found]
+        parts = from_all(comm, parts_here, lambda raw: records.items(raw, _Part.from_json), "its copies")
         by_host = [[part for part in parts[first] if disk.may_be(part, wanted)] for first in hosts.firsts]
         for first, of_host in zip(hosts.firsts, by_host, strict=True):
             for part in of_host:
@@ -271,8 +270,8 @@ class MemoryCopies:
         holders = tuple(_ranks_of(best, of_host) for of_host in by_host)
         root = next(first for first, here in zip(hosts.firsts, holders, strict=True) if here)
         manifest = next((one.manifest for one in found if one.manifest and _Part.of(one).is_of(best)), None)
-        text = comm.broadcast_object(None if manifest is None else manifest.to_bytes().decode(), root=root)
-        whole = records.parsed(text, _manifest_of, "the manifest", root)
+        value = None if manifest is None else manifest.to_bytes().decode()
+        whole = from_root(comm, value, _manifest_of, "the manifest", root)
         is_on_disk = best.step == disk.step and best.save == disk.save
         return MemoryCopy(best.step, whole, holders, is_on_disk, disk.step is not None, disk.identity)
 
@@ -297,8 +296,8 @@ class MemoryCopies:
                     is_there = at is not None and at in saves
                     save = manifest.save if isinstance(manifest, SaveManifest) else None
                     disk = _Disk(identity, max(saves, default=None), at if is_there else None, save)
-        sent = comm.broadcast_object(None if disk is None else disk.to_json())
-        return records.parsed(sent, lambda raw: records.optional(raw, _Disk.from_json), "the saves on disk", 0)
+        value = None if disk is None else disk.to_json()
+        return from_root(comm, value, lambda raw: records.optional(raw, _Disk.from_json), "the saves on disk")
 
     @contextlib.contextmanager
     def opened(
@@ -326,13 +325,13 @@ class MemoryCopies:
                     fetched = directory.make_loading()
                     loading.callback(_quietly_removed, directory, fetched)
                     _link_own(path, fetched, copy, comm.node_rank)
-            sent = comm.all_gather_object(fetched)
-            fetched = records.parsed(sent[hosts.first], records.text, "its directory", hosts.first)
+            fetched = from_all(comm, fetched, records.text, "its directory")[hosts.first]
             with comm.phase("fetching headers", timeout_s=self._stall_timeout_s):
                 _fetch_headers(fetched, copy, hosts, comm)
 
             def fetch_and_check(items: Sequence[ReadItem]) -> None:
-                needed = comm.all_gather_object(sorted(_ranks_read(items)))
+                size = copy.manifest.world_size
+                needed = from_all(comm, sorted(_ranks_read(items)), partial(_ranks_from_json, size), "the files")
                 with comm.phase("looking for room"):
                     lacking = _lacking(needed, copy, hosts)
                     if hosts.is_first:
@@ -354,11 +353,11 @@ class MemoryCopies:
     def drop(self, step: int, comm: Communicator) -> bool:
         """Remove the copy of a step; return whether a host had one. Collective."""
         dropped = False
+        identity: str | None = None
         with comm.phase("removing the copy in memory"):
-            identity = self._identity() if comm.rank == 0 else None
-        identity = records.parsed(
-            comm.broadcast_object(identity), lambda raw: records.optional(raw, records.text), "the identity", 0
-        )
+            if comm.rank == 0:
+                identity = self._identity()
+        identity = from_root(comm, identity, lambda raw: records.optional(raw, records.text), "the identity")
         if identity is None:
             return False
         with comm.phase("removing the copy in memory"):
@@ -366,7 +365,13 @@ class MemoryCopies:
                 directory = MemoryDirectory(self.path, identity)
                 dropped = directory.drop(step)
                 directory.remove_empty()
-        return any(comm.all_gather_object(dropped))
+        return any(from_all(comm, dropped, records.flag, "whether it had the copy"))
+
+
+def memory_copies(path: str, stall_timeout_s: float, *, memory: bool) -> MemoryCopies | None:
+    """Return the copies in memory that the option `memory` of `Checkpoints` asks for."""
+    check_flags(memory=memory)
+    return MemoryCopies(path, stall_timeout_s) if memory else None
 
 
 # What the ranks send each other
@@ -720,17 +725,17 @@ def _ranks_read(items: Sequence[ReadItem]) -> set[int]:
     return {rank for rank in found if rank is not None}
 
 
-def _lacking(needed: Sequence[Any], copy: MemoryCopy, hosts: _Hosts) -> list[list[int]]:
+def _ranks_from_json(world_size: int, raw: object) -> tuple[int, ...]:
+    return records.items(raw, lambda rank: records.count(rank, world_size))
+
+
+def _lacking(needed: Sequence[Sequence[int]], copy: MemoryCopy, hosts: _Hosts) -> list[list[int]]:
     """Return, by host, the ranks whose files its ranks read and it does not have."""
-    size = copy.manifest.world_size
-    read = [
-        set(records.parsed(raw, lambda raw: records.items(raw, lambda n: records.count(n, size)), "the files", rank))
-        for rank, raw in enumerate(needed)
-    ]
-    return [
-        sorted(set[int]().union(*(read[rank] for rank in ranks)) - here)
-        for ranks, here in zip(hosts.ranks, copy.holders, strict=True)
-    ]
+    lacking = []
+    for ranks, here in zip(hosts.ranks, copy.holders, strict=True):
+        read = {file_rank for rank in ranks for file_rank in needed[rank]}
+        lacking.append(sorted(read - here))
+    return lacking
 
 
 def _fetch(fetched: str, lacking: Sequence[Sequence[int]], copy: MemoryCopy, hosts: _Hosts, comm: Communicator) -> None:

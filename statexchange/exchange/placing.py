@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import InvalidArgumentError
 from statexchange.exchange.rank_metadata import (
     RankMetadata,
-    check_equal_options,
+    check_metadata,
     gather_metadata,
     parse_metadata,
     rank_shards,
@@ -47,11 +46,7 @@ def place_parts(comm: Communicator, described: Description, layout: Layout) -> D
     tensors = dict(described.tensors)
     with comm.phase("placing its tensors"):
         metadata = parse_metadata(sent, comm.rank, own)
-        check_equal_options([rank_metadata.options for rank_metadata in metadata])
-        layout.check_ranks(range(comm.world_size))
-        unused = set.intersection(*(set(rank_metadata.unused) for rank_metadata in metadata))
-        if unused:
-            raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
+        check_metadata(metadata, layout)
         for shard in rank_shards(metadata, layout)[comm.rank]:
             if isinstance(shard, Shard):
                 tensors[shard.name] = replace(tensors[shard.name], shard=shard, part=None)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import InvalidArgumentError, MismatchError
+from statexchange.conversions.plan import TensorInfo
+from statexchange.errors import CorruptError, InvalidArgumentError, MismatchError
+from statexchange.exchange.messages import from_all
 from statexchange.sharding import records
 from statexchange.sharding.rules import REDUCTIONS, Layout, Part, place_parts, renumber_names
 from statexchange.sharding.sharding_spec import Placement, ShardingSpec
@@ -20,14 +23,17 @@ from statexchange.tensors import itemsize_of
 __all__ = [
     "DescribedShard",
     "RankMetadata",
+    "all_tensors",
     "check_equal_options",
+    "check_metadata",
+    "equal_options",
     "gather_distinct",
     "gather_metadata",
     "local_box",
-    "operations",
+    "merge_metadata",
     "parse_metadata",
     "rank_shards",
-    "renames",
+    "renumbered",
 ]
 
 _MAX_SHOWN = 300  # characters of an option in a message
@@ -181,6 +187,76 @@ def parse_metadata(sent: Sequence[bytes], own_rank: int, own: RankMetadata) -> l
     return [parsed[data] for data in sent]
 
 
+def all_tensors(comm: Communicator, described: Description) -> dict[str, TensorInfo]:
+    """Return the dtype and global shape of each tensor of any rank. Collective."""
+    records_of_rank = []
+    for local in described.tensors.values():
+        records_of_rank.append([local.shard.name, local.shard.dtype, local.shard.global_shape])
+    sent, _ = gather_distinct(comm, json.dumps(records_of_rank).encode())
+    tensors: dict[str, TensorInfo] = {}
+    with comm.phase("comparing its tensors"):
+        for data in dict.fromkeys(sent):
+            rank = sent.index(data)
+            for name, info in records.decoded(data, _named_tensors, "its tensors", rank):
+                first = tensors.setdefault(name, info)
+                if first != info:
+                    text = "this rank's dtype or shape differs from another's"
+                    raise CorruptError(text, name=name, rank=rank, expected=first, found=info)
+    return tensors
+
+
+def _named_tensors(raw: object) -> tuple[tuple[str, TensorInfo], ...]:
+    return records.items(raw, _named_tensor)
+
+
+def _named_tensor(raw: object) -> tuple[str, TensorInfo]:
+    name, dtype, shape = records.items(raw, lambda part: part, 3)
+    itemsize_of(dtype)
+    return records.text(name), TensorInfo(dtype, shape_from_json(shape))
+
+
+def check_metadata(metadata: Sequence[RankMetadata], layout: Layout) -> None:
+    """Raise InvalidArgumentError if options or ranks do not fit, or a pattern of the layout matches on no rank."""
+    check_equal_options([rank_metadata.options for rank_metadata in metadata])
+    layout.check_ranks(range(len(metadata)))
+    unused = set.intersection(*(set(rank_metadata.unused) for rank_metadata in metadata))
+    if unused:
+        raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
+
+
+def equal_options(comm: Communicator, options: Mapping[str, str] | None, what: str) -> list[dict[str, str] | None]:
+    """Return all ranks' options, which a rank need not have; raise InvalidArgumentError if they differ. Collective."""
+    sent = from_all(comm, options, _optional_texts, what)
+    with comm.phase(f"comparing {what}"):
+        check_equal_options([rank_options or {} for rank_options in sent])
+    return sent
+
+
+def _optional_texts(raw: object) -> dict[str, str] | None:
+    return records.optional(raw, records.texts)
+
+
+def renumbered(comm: Communicator, described: Description, layout: Layout) -> Description:
+    """Return the description with the names that a layout renumbers over all ranks. Collective."""
+    sources: dict[str, str] | None = None
+    if any(rule.renumber for rule in layout.rules.values()):
+        sources = {name: described.sources.get(name, name) for name in described.tensors}
+    sent = from_all(comm, sources, _optional_texts, "its names")
+    with comm.phase("renumbering its tensors"):
+        by_rank = {}
+        for rank, rank_sources in enumerate(sent):
+            if (rank_sources is None) != (sources is None):
+                raise InvalidArgumentError("with convert, a layout renumbers on all ranks or on none", rank=rank)
+            by_rank[rank] = rank_sources or {}
+        if sources is None:
+            return described
+        names = renumber_names(by_rank, layout)[comm.rank]
+        if len({*names.values()}) < len(names):
+            raise InvalidArgumentError("the layout gives one name to two tensors of this rank", rank=comm.rank)
+        aliases = {names.get(alias, alias): names.get(name, name) for alias, name in described.aliases.items()}
+        return replace(described.renamed(names), aliases=aliases)
+
+
 def check_equal_options(options: Sequence[Mapping[str, str]]) -> None:
     """Raise InvalidArgumentError if an option differs between ranks; it names the option and both values."""
     first = options[0]
@@ -209,7 +285,34 @@ def _shown(value: str | None) -> str:
     return str(value)[:_MAX_SHOWN]
 
 
-def renames(metadata: Sequence[RankMetadata], layout: Layout) -> list[dict[str, str]]:
+class MergedMetadata(NamedTuple):
+    """The metadata of all ranks, by the names that a layout gives to tensors.
+
+    Attributes:
+        new_names: for each rank, the new names of its tensors that are renumbered over all ranks.
+        shards: for each rank its shards, with the parts of layout rules placed in their whole tensors.
+        aliases: for each rank the names of tied tensors, with those under which they are kept.
+        reductions: the operation of each tensor whose copies are reduced.
+    """
+
+    new_names: Sequence[Mapping[str, str]]
+    shards: Sequence[Sequence[Shard | ShardingSpec]]
+    aliases: Sequence[Mapping[str, str]]
+    reductions: Mapping[str, str]
+
+
+def merge_metadata(metadata: Sequence[RankMetadata], layout: Layout) -> MergedMetadata:
+    """Merge what all ranks sent; raise InvalidArgumentError if it does not fit, or if the layout does not."""
+    check_metadata(metadata, layout)
+    new_names = _renames(metadata, layout)
+    renamed = []
+    for rank, (rank_metadata, names) in enumerate(zip(metadata, new_names, strict=True)):
+        renamed.append(rank_metadata.renamed(names, rank) if names else rank_metadata)
+    aliases = [rank_metadata.aliases for rank_metadata in renamed]
+    return MergedMetadata(new_names, rank_shards(renamed, layout), aliases, _operations(renamed))
+
+
+def _renames(metadata: Sequence[RankMetadata], layout: Layout) -> list[dict[str, str]]:
     """Return for each rank the new names of tensors that a layout renumbers over all ranks."""
     if not any(rule.renumber for rule in layout.rules.values()):
         return [{}] * len(metadata)
@@ -224,7 +327,7 @@ def renames(metadata: Sequence[RankMetadata], layout: Layout) -> list[dict[str, 
     return changed
 
 
-def operations(metadata: Sequence[RankMetadata]) -> dict[str, str]:
+def _operations(metadata: Sequence[RankMetadata]) -> dict[str, str]:
     """Return the reduction of each tensor whose copies are reduced; it must be equal on all ranks."""
     reductions: dict[str, str] = {}
     for rank, rank_metadata in enumerate(metadata):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -12,15 +14,29 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
-from statexchange.exchange.background import run_in_background
-from statexchange.exchange.saving import SaveReport, SaveRequest, describe_save, save_described
-from statexchange.settings import check_flags
+from statexchange.errors import without_secrets
+from statexchange.exchange.background import run_trip
+from statexchange.exchange.declared_copies import compare_copies
+from statexchange.exchange.placing import place_parts
+from statexchange.exchange.saved_state import SavedState, describe_save
+from statexchange.exchange.saving import (
+    SaveReport,
+    SaveRequest,
+    exchange_starts,
+    open_target,
+    publish,
+    write_rank_file,
+)
+from statexchange.sharding.options import WriteOptions
 from statexchange.state.describe import Description, State
+from statexchange.storage.location import target_path
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = ["SaveReport", "save_checkpoint", "save_in_background", "save_now"]
+__all__ = ["SaveReport", "save_checkpoint", "save_state"]
+
+_log = logging.getLogger(__name__)
 
 
 class _Options(TypedDict, total=False):
@@ -104,38 +120,55 @@ def save_checkpoint(
     communicator = as_communicator(comm)
 
     def request() -> SaveRequest:
-        check_flags(background=background)
-        return SaveRequest.of(
-            path, layout=layout, job=communicator.run, overwrite=overwrite, stall_timeout_s=stall_timeout_s
-        )
+        writing = WriteOptions(overwrite, background, stall_timeout_s)
+        return SaveRequest(target_path(path), layout, communicator.run, writing)
 
-    if background:
-        return save_in_background("save_checkpoint", state, path, request, communicator)
-    return save_now(state, request, communicator)
+    return save_state("save_checkpoint", state, path, request, communicator, background=background)
 
 
-def save_now(state: State, request: Callable[[], SaveRequest], comm: Communicator) -> SaveReport:
-    """Check the arguments of a call by `request`, then save `state`. Collective."""
-    began = time.perf_counter()
-    with comm.phase("describing its state"):
-        checked = request()
-        saved = describe_save(state, checked.layout, comm.rank)
-    return save_described(saved, checked, comm, began)
-
-
-def save_in_background(
-    call: str, state: State, path: object, request: Callable[[], SaveRequest], comm: Communicator
-) -> Future[SaveReport]:
-    """Copy this rank's tensors of `state` and save the copy in a thread. Collective."""
+def save_state(
+    call: str,
+    state: State,
+    path: object,
+    request: Callable[[], SaveRequest],
+    comm: Communicator,
+    *,
+    background: bool,
+) -> SaveReport | Future[SaveReport]:
+    """Save `state` for the public call named `call`, whose arguments `request` checks. Collective."""
 
     def prepare() -> tuple[Description, Callable[[Description, Communicator], SaveReport]]:
         began = time.perf_counter()
         checked = request()
         saved = describe_save(state, checked.layout, comm.rank)
+        return saved.described, lambda copies, comm: _save(replace(saved, described=copies), checked, comm, began)
 
-        def finish(copies: Description, comm: Communicator) -> SaveReport:
-            return save_described(replace(saved, described=copies), checked, comm, began)
+    return run_trip(call, path, comm, prepare, background=background)
 
-        return saved.described, finish
 
-    return run_in_background(call, path, comm, prepare)
+def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: float) -> SaveReport:
+    """Plan, write and publish a described state; the report counts seconds from `began`. Collective."""
+    with contextlib.ExitStack() as building:
+        build = open_target(request, comm, building)
+        starts = exchange_starts(request, saved, build, comm)
+        described = saved.described
+        if any(start.has_layout for start in starts):
+            described = place_parts(comm, described, saved.rules)
+        file, folder = write_rank_file(described, saved, request, starts[0], comm)
+        notes = saved.notes
+        # Before the commit, as a copy that differs must not appear as one; after the write, which has made the digests.
+        if any(start.has_copies for start in starts):
+            notes += compare_copies(comm, saved, described, file.digests)
+        sizes = publish(build, file, folder, request, starts[0].save, comm)
+    seconds = time.perf_counter() - began
+    shown = without_secrets(request.path)
+    report = SaveReport(shown, request.step, len(described.tensors), sum(sizes), seconds, sizes, notes)
+    if comm.rank == 0:
+        _log.info("saved %s", report)
+        for note in notes:
+            _log.warning("%s: %s", shown, note)
+    if request.after is not None:
+        request.after(report, comm)
+    if request.keep_in_memory is not None and request.step is not None:
+        request.keep_in_memory(request.step, comm, file)
+    return report

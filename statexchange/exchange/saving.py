@@ -14,30 +14,23 @@ If a rank fails, root removes what was written. If root is killed, the next save
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from statexchange.checkpoint.notes import notes_on_equal_parts
-from statexchange.checkpoint.publication import target_path
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import InvalidArgumentError, NotFoundError, type_text, without_secrets
-from statexchange.exchange.declared_copies import DeclaredCopies, may_have_copies
-from statexchange.exchange.placing import parameter_names, place_parts
-from statexchange.exchange.progress import Progress
-from statexchange.exchange.staging import Staging, shard_data
+from statexchange.errors import InvalidArgumentError, NotFoundError, without_secrets
+from statexchange.exchange.declared_copies import may_have_copies
+from statexchange.exchange.messages import from_all
+from statexchange.exchange.saved_state import SavedState
+from statexchange.exchange.staging import Progress, Staging, shard_data
 from statexchange.processes import collector_paused
-from statexchange.settings import check_flags, check_timeout
 from statexchange.sharding import records
-from statexchange.sharding.rules import Layout
-from statexchange.state.containers import children
-from statexchange.state.describe import Description, State, describe
-from statexchange.state.leaves import is_leaf
-from statexchange.state.state_dict import encode_state, note_on_stale_optimizers, owners_of
+from statexchange.sharding.options import WriteOptions
+from statexchange.state.describe import Description
 from statexchange.storage.build import Build, WrittenFile
 from statexchange.storage.location import location
 from statexchange.storage.save_directory import (
@@ -48,12 +41,16 @@ from statexchange.storage.save_directory import (
     rank_metadata,
     removable_files,
 )
-from statexchange.storage.tensorfile import DigestedTensors
 from statexchange.units import format_shares, format_transfer
 
-__all__ = ["SaveReport", "SaveRequest", "SavedState", "describe_save", "save_described"]
-
-_log = logging.getLogger(__name__)
+__all__ = [
+    "SaveReport",
+    "SaveRequest",
+    "exchange_starts",
+    "open_target",
+    "publish",
+    "write_rank_file",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,99 +76,24 @@ class SaveReport:
         return f"{done} -> {self.path} ({format_shares(self.rank_nbytes)})"
 
 
-AfterSave: TypeAlias = Callable[[SaveReport, Communicator, DigestedTensors | None], None]
-"""Takes the report, the communicator, and the content of this rank's file if it went to an object store."""
-
-
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """The arguments of a save other than the state and the communicator.
+    """The checked arguments of a save other than the state and the communicator.
 
     The manifest records `job`, the run of the caller's communicator; that of a background thread has another run.
-    Before it opens the target, root calls `before`; once the save is published, each rank calls `after`. `memory` says
-    that `after` makes a copy in memory, which is collective.
+    Before it opens the target, root calls `before`; once the save is published, each rank calls `after` with the
+    report, and `keep_in_memory`, which is collective, with the step and this rank's file.
     """
 
     path: str
     layout: Mapping[str, Any] | None
     job: str
-    overwrite: bool
-    stall_timeout_s: float
+    writing: WriteOptions
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     before: Callable[[], None] | None = None
-    after: AfterSave | None = None
-    memory: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        layout: Mapping[str, Any] | None,
-        job: str,
-        overwrite: bool,
-        stall_timeout_s: float,
-        step: int | None = None,
-        metrics: Mapping[str, float] | None = None,
-        before: Callable[[], None] | None = None,
-        after: AfterSave | None = None,
-        memory: bool = False,
-    ) -> SaveRequest:
-        """Check and keep the arguments of a call."""
-        check_timeout(stall_timeout_s, "stall_timeout_s")
-        check_flags(overwrite=overwrite)
-        target = target_path(path)
-        return cls(target, layout, job, overwrite, stall_timeout_s, step, dict(metrics or {}), before, after, memory)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedState:
-    """A rank's state as it is written: the tensors, described, all other values as JSON text, and what is whose.
-
-    `notes` are for the report.
-    """
-
-    config: str
-    owners: Mapping[str, Any]
-    described: Description
-    rules: Layout
-    notes: tuple[str, ...]
-
-
-def describe_save(state: State, layout: Mapping[str, Any] | None, rank: int) -> SavedState:
-    """Describe the state of this rank. Not collective."""
-    if not is_leaf(state) and children(state) is None:
-        what = "a module, an optimizer, or a mapping or list of these and of tensors and values"
-        raise InvalidArgumentError(f"the state is {type_text(state)}: give {what}")
-    with collector_paused():
-        config, tensors, names = encode_state(state)
-        rules = _parse_layout(layout, tensors)
-        described = describe(tensors, rules, rank)
-
-        def has_rule(name: str) -> bool:
-            return name in described.tensors and described.tensors[name].part is not None
-
-        owners = owners_of(state, names, has_rule)
-        return SavedState(config, owners, described, rules, note_on_stale_optimizers(state, names))
-
-
-def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) -> Layout:
-    """Parse the layout; an optimizer's tensor follows its parameter's rule if both have the same shape."""
-    rules = Layout.parse({} if layout is None else layout)
-    for rule in rules.rules.values():
-        if rule.renames or rule.reduce is not None:
-            what = "renames tensors" if rule.renames else "reduces copies"
-            raise InvalidArgumentError(
-                f"layout rule for {rule.pattern!r} {what}, and save_checkpoint saves tensors as they are: leave it "
-                "out, or use export_checkpoint"
-            )
-    like = {}
-    for name, tensor in tensors.items():
-        for parameter in parameter_names(name):
-            if parameter in tensors and tuple(tensors[parameter].shape) == tuple(tensor.shape):
-                like[name] = parameter
-    return replace(rules, like=like)
+    after: Callable[[SaveReport, Communicator], None] | None = None
+    keep_in_memory: Callable[[int, Communicator, WrittenFile], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,114 +145,93 @@ class _Written:
         return cls(records.count(nbytes), records.text(version), records.text(folder))
 
 
-def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, began: float) -> SaveReport:
-    """Save described state as `save_checkpoint` does; the report counts seconds from `began`. Collective."""
-    with contextlib.ExitStack() as building:
-        build: Build | None = None
-        with comm.phase("opening the target", timeout_s=request.stall_timeout_s):
-            if comm.rank == 0:
-                if request.before is not None:
-                    request.before()
-                check = removable_files if request.overwrite else None
-                names = [*(rank_file_name(rank, comm.world_size) for rank in range(comm.world_size)), MANIFEST]
-                build = building.enter_context(
-                    location(request.path).open_build(secrets.token_hex(16), names, check=check, is_own=is_stray)
-                )
-        starts = _exchange_starts(request, saved, build, comm)
-        described = saved.described
-        if any(start.has_layout for start in starts):
-            described = place_parts(comm, described, saved.rules)
-        with comm.phase("saving", timeout_s=request.stall_timeout_s):
-            file, folder = _write(described, saved, request.path, starts[0], comm)
-        notes = saved.notes
-        if any(start.has_copies for start in starts):
-            notes += _compare_copies(saved, described, file.digests, comm)
-        written = comm.all_gather_object(_Written(file.nbytes, file.version, folder).to_json())
-        with comm.phase("publishing", timeout_s=request.stall_timeout_s):
-            found = [
-                records.parsed(raw, _Written.from_json, "the written file", rank) for rank, raw in enumerate(written)
-            ]
-            sizes = tuple(one.nbytes for one in found)
-            if build is not None:
-                _check_seen(build, found, comm)
-                manifest = SaveManifest(starts[0].save, request.job, time.time(), sizes, request.step, request.metrics)
-                build.commit(MANIFEST, manifest.to_bytes())
-    seconds = time.perf_counter() - began
-    shown = without_secrets(request.path)
-    report = SaveReport(shown, request.step, len(described.tensors), sum(sizes), seconds, sizes, notes)
-    if comm.rank == 0:
-        _log.info("saved %s", report)
-        for note in notes:
-            _log.warning("%s: %s", shown, note)
-    if request.after is not None:
-        request.after(report, comm, file.content)
-    return report
+def open_target(request: SaveRequest, comm: Communicator, building: contextlib.ExitStack) -> Build | None:
+    """Begin the directory of the save on root; return it there, None elsewhere. Collective.
+
+    It is abandoned at the end of `building`, unless it is committed.
+    """
+    with comm.phase("opening the target", timeout_s=request.writing.stall_timeout_s):
+        if comm.rank != 0:
+            return None
+        if request.before is not None:
+            request.before()
+        check = removable_files if request.writing.overwrite else None
+        names = [*_file_names(comm), MANIFEST]
+        build = location(request.path).open_build(secrets.token_hex(16), names, check=check, is_own=is_stray)
+        return building.enter_context(build)
 
 
-def _compare_copies(
-    saved: SavedState, placed: Description, digests: Mapping[str, Sequence[str]], comm: Communicator
-) -> tuple[str, ...]:
-    """Raise ReplicaError if copies differ that a layout or mesh declares; return notes on equal parts. Collective."""
-    copies = DeclaredCopies(comm, saved.described, placed, digests)
-    copies.compare()
-    notes = notes_on_equal_parts(saved.rules, copies.joined_parts()) if comm.rank == 0 else ()
-    return records.parsed(comm.broadcast_object(notes), lambda raw: records.items(raw, records.text), "the notes", 0)
-
-
-def _exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None, comm: Communicator) -> list[_Start]:
+def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None, comm: Communicator) -> list[_Start]:
     """Return what each rank sends at the start; raise InvalidArgumentError if they do not fit. Collective."""
     folder, name = os.path.split(request.path)
-    ours = _Start(
+    tensors = saved.described.tensors.values()
+    start = _Start(
         name,
         location(folder).local or "",
         save=secrets.token_hex(8),
         key="" if build is None else build.share(),
         has_layout=request.layout is not None,
-        has_copies=comm.world_size > 1
-        and any(may_have_copies(local, comm.world_size) for local in saved.described.tensors.values()),
-        memory=request.memory,
+        has_copies=comm.world_size > 1 and any(may_have_copies(local, comm.world_size) for local in tensors),
+        memory=request.keep_in_memory is not None,
     )
-    sent = comm.all_gather_object(ours.to_json())
-    starts = [records.parsed(raw, _Start.from_json, "the start of the save", rank) for rank, raw in enumerate(sent)]
+    starts = from_all(comm, start.to_json(), _Start.from_json, "the start of the save")
+    first = starts[0]
     for rank, start in enumerate(starts):
-        if start.name != starts[0].name:
-            text = f"rank 0 saves to {starts[0].name} and rank {rank} to {start.name}: pass the same path on all ranks"
+        if start.name != first.name:
+            text = f"rank 0 saves to {first.name} and rank {rank} to {start.name}: pass the same path on all ranks"
             raise InvalidArgumentError(text, rank=rank, path=request.path)
-        if start.memory != starts[0].memory:
-            text = (
-                f"rank 0 has memory={starts[0].memory} and rank {rank} memory={start.memory}: pass the same "
-                "to Checkpoints on all ranks"
-            )
+        # The copy in memory is collective, too: with it on some ranks alone the others would not come.
+        if start.memory != first.memory:
+            text = f"rank 0 has memory={first.memory} and rank {rank} memory={start.memory}"
+            text += ": pass the same to Checkpoints on all ranks"
             raise InvalidArgumentError(text, rank=rank, path=request.path)
     return starts
 
 
-def _write(
-    described: Description, saved: SavedState, path: str, start: _Start, comm: Communicator
+def write_rank_file(
+    described: Description, saved: SavedState, request: SaveRequest, start: _Start, comm: Communicator
 ) -> tuple[WrittenFile, str]:
-    """Write this rank's file into the build; return it, and where this rank looks for the build."""
-    staging = Staging()
-    name = rank_file_name(comm.rank, comm.world_size)
-    extra = {"aliases": dict(described.aliases), **saved.owners}
-    metadata = rank_metadata(start.save, comm.rank, comm.world_size, saved.config, extra)
-    with collector_paused():
-        progress = Progress(comm)
-        shards = [shard_data(one, staging, progress) for one in described.tensors.values()]
-    try:
-        member = location(path).join_build(start.key, MANIFEST)
-        return member.write_tensors(name, shards, metadata), member.folder
-    except NotFoundError as error:
-        raise _unseen(error, comm.rank, 0, path, comm, start.folder) from error
+    """Write this rank's file into the directory of root; return it, and where this rank looks for it. Collective."""
+    with comm.phase("saving", timeout_s=request.writing.stall_timeout_s):
+        extra = {"aliases": dict(described.aliases), **saved.owners}
+        metadata = rank_metadata(start.save, comm.rank, comm.world_size, saved.config, extra)
+        staging, progress = Staging(), Progress(comm)
+        with collector_paused():
+            shards = [shard_data(local, staging, progress) for local in described.tensors.values()]
+        try:
+            member = location(request.path).join_build(start.key, MANIFEST)
+            return member.write_tensors(_file_names(comm)[comm.rank], shards, metadata), member.folder
+        except NotFoundError as error:
+            raise _unseen(error, comm.rank, 0, request.path, comm, start.folder) from error
+
+
+def publish(
+    build: Build | None, file: WrittenFile, folder: str, request: SaveRequest, save: str, comm: Communicator
+) -> tuple[int, ...]:
+    """Give the directory its name once root sees the files of all ranks; return their sizes. Collective."""
+    part_here = _Written(file.nbytes, file.version, folder).to_json()
+    written = from_all(comm, part_here, _Written.from_json, "the written file")
+    with comm.phase("publishing", timeout_s=request.writing.stall_timeout_s):
+        sizes = tuple(part.nbytes for part in written)
+        if build is not None:
+            _check_seen(build, written, comm)
+            manifest = SaveManifest(save, request.job, time.time(), sizes, request.step, request.metrics)
+            build.commit(MANIFEST, manifest.to_bytes())
+    return sizes
 
 
 def _check_seen(build: Build, written: Sequence[_Written], comm: Communicator) -> None:
     """Raise NotFoundError unless root's host sees what each rank has written. Root only."""
-    names = [rank_file_name(rank, comm.world_size) for rank in range(comm.world_size)]
+    names = _file_names(comm)
     try:
-        build.add_all({name: one.version for name, one in zip(names, written, strict=True)})
+        build.add_all({name: part.version for name, part in zip(names, written, strict=True)})
     except NotFoundError as error:
         rank = names.index(os.path.basename(str(error.path)))
         raise _unseen(error, 0, rank, build.path, comm, os.path.dirname(written[rank].folder)) from error
+
+
+def _file_names(comm: Communicator) -> list[str]:
+    return [rank_file_name(rank, comm.world_size) for rank in range(comm.world_size)]
 
 
 def _unseen(error: NotFoundError, rank: int, writer: int, path: str, comm: Communicator, folder: str) -> NotFoundError:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from statexchange.exchange.progress import Progress
+from statexchange.comm.communicator import Communicator
 from statexchange.sharding.shards import Box, full_box
 from statexchange.state.describe import LocalTensor
 from statexchange.state.types import Leaf
@@ -35,7 +35,10 @@ from statexchange.tensors import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Staging", "shard_data"]
+__all__ = ["Progress", "Staging", "shard_data"]
+
+_REPORTED_BYTES = 1 << 20
+_PART_BYTES = 4 << 10  # that a part counts for, besides its own: a small one takes as long as a copy of so much
 
 
 class _Copied(NamedTuple):
@@ -54,6 +57,24 @@ class _Copied(NamedTuple):
     source: TensorLike
     buffer: TensorLike
     event: torch.cuda.Event | None
+
+
+class Progress:
+    """Reports the progress of one rank as bytes move, about once in a megabyte.
+
+    A report takes as long as the writing of a small tensor.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count a part of `nbytes` that has moved; raise what `Communicator.progress` raises."""
+        self._nbytes += nbytes + _PART_BYTES
+        if self._nbytes >= _REPORTED_BYTES:
+            self._nbytes = 0
+            self._comm.progress()
 
 
 class Staging:

@@ -20,16 +20,17 @@ import numpy as np
 import xxhash
 
 from statexchange.comm.communicator import Communicator
-from statexchange.exchange.progress import Progress
+from statexchange.exchange.messages import from_all, from_root
 from statexchange.exchange.rank_metadata import local_box
-from statexchange.exchange.staging import Staging
+from statexchange.exchange.reducing import reduce_copies
+from statexchange.exchange.staging import Progress, Staging
 from statexchange.sharding import records
+from statexchange.sharding.options import WriteOptions
 from statexchange.sharding.shards import Box
 from statexchange.sharding.write_plan import BoxReceipt, BoxReceipts, WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import Description
 from statexchange.storage import files
 from statexchange.storage.directory_build import open_for_writing
-from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.regions import to_global, windows, write_box
 from statexchange.tensors import ITEMSIZE
 
@@ -80,9 +81,7 @@ def writing_nodes(comm: Communicator, plan: WritePlan) -> list[int]:
     """Return for each file the number of the host that writes it. Collective."""
     if comm.num_nodes == 1:
         return [0] * len(plan.files)
-    what = "whether it sees the directory"
-    sent = comm.all_gather_object(os.path.lexists(plan.probe))
-    sees = [records.parsed(raw, records.flag, what, rank) for rank, raw in enumerate(sent)]
+    sees = from_all(comm, os.path.lexists(plan.probe), records.flag, "whether it sees the directory")
     return assign_hosts(plan, comm.nodes, sees)
 
 
@@ -92,8 +91,8 @@ def write_boxes(
     plan: WritePlan,
     nodes: Sequence[int],
     headers: Sequence[bytes],
-    on_progress: Callable[[int, int], None] | None,
-) -> BoxReceipts:
+    options: WriteOptions,
+) -> list[bytes]:
     """Write all ranks' boxes, and the headers of files that are written on another host than root's. Collective.
 
     Args:
@@ -102,23 +101,28 @@ def write_boxes(
         plan: the plan, equal on all ranks.
         nodes: the result of `writing_nodes`.
         headers: on root the headers of all files; ignored elsewhere.
-        on_progress: called with the bytes that this rank has written or sent, and the total.
+        options: its `on_progress` is called with the bytes that this rank has written or sent, and the total.
 
     Returns:
-        The digest of each box that this rank holds.
+        On root the receipts of each rank, encoded; [] elsewhere.
     """
-    writing = _Writing(comm, described, plan, nodes)
-    remote_headers: tuple[bytes, ...] = ()
-    if writing.is_shared:
-        sent = comm.broadcast_object([base64.b64encode(header).decode() for header in headers])
-        remote_headers = records.parsed(
-            sent, lambda raw: records.items(raw, _header, len(plan.files)), "the headers", 0
-        )
-    with _Files(plan.files, comm, writing.total, on_progress) as opened:
-        for number, header in enumerate(remote_headers):
-            if nodes[number] != comm.nodes[0] and comm.rank == writing.first_of(nodes[number]):
-                opened.write_header(number, header)
-        return BoxReceipts(tuple(writing.run(opened)))
+    reductions = plan.reductions()
+    if reductions:
+        with comm.phase("reducing copies", timeout_s=options.stall_timeout_s):
+            described = reduce_copies(comm, described, reductions)
+    with comm.phase("writing", timeout_s=options.stall_timeout_s):
+        writing = _Writing(comm, described, plan, nodes)
+        remote_headers: tuple[bytes, ...] = ()
+        if writing.is_shared:
+            texts = [base64.b64encode(header).decode() for header in headers]
+            count = len(plan.files)
+            remote_headers = from_root(comm, texts, lambda raw: records.items(raw, _header, count), "the headers")
+        with _Files(plan.files, comm, writing.total, options.on_progress) as opened:
+            for number, header in enumerate(remote_headers):
+                if nodes[number] != comm.nodes[0] and comm.rank == writing.first_of(nodes[number]):
+                    opened.write_header(number, header)
+            receipts = BoxReceipts(tuple(writing.run(opened)))
+    return comm.all_gather_bytes(records.encoded(receipts), root=0, operation="the receipts")
 
 
 def _header(raw: Any) -> bytes:
@@ -132,7 +136,7 @@ class _Writing:
         self._comm = comm
         self._progress = Progress(comm)
         self._described = described
-        self._write_staging, self._send_staging = Staging(WINDOW_BYTES), Staging(_MESSAGE_BYTES)
+        self._write_staging, self._send_staging = Staging(), Staging(_MESSAGE_BYTES)
         self._node_ranks: list[list[int]] = [[] for _ in range(comm.num_nodes)]
         for rank, node in enumerate(comm.nodes):
             self._node_ranks[node].append(rank)

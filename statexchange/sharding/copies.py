@@ -1,4 +1,4 @@
-"""Check that copies of a box are equal; shared by export and merge."""
+"""Check that copies of a box are equal."""
 
 from __future__ import annotations
 

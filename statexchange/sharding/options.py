@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from statexchange.errors import InvalidArgumentError, did_you_mean, excerpt
-from statexchange.settings import check_flags
+from statexchange.settings import check_flags, check_progress, check_timeout
 from statexchange.sharding.rules import Layout, with_dots
 from statexchange.tensors import DTYPE_NAMES, LONG_NAMES
 
@@ -28,6 +28,7 @@ __all__ = [
     "LoadOptions",
     "Rename",
     "Replicas",
+    "WriteOptions",
     "mesh_option",
     "rename_rules",
     "renamed",
@@ -170,6 +171,25 @@ class ExportOptions:
             "filename_pattern": repr(self.filename_pattern),
             **mesh_option(self.layout),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """How an export or save is written, whatever it holds: the arguments of these names.
+
+    Raises:
+        InvalidArgumentError: a value is not accepted; the message names the option.
+    """
+
+    overwrite: bool = False
+    background: bool = False
+    stall_timeout_s: float = 300.0
+    on_progress: Callable[[int, int], None] | None = None
+
+    def __post_init__(self) -> None:
+        check_flags(background=self.background, overwrite=self.overwrite)
+        check_timeout(self.stall_timeout_s, "stall_timeout_s")
+        check_progress(self.on_progress)
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,16 @@ class Plan:
         """Bytes of all tensors."""
         return sum(file.data_nbytes for file in self.files)
 
+    def nbytes_of_ranks(self, world_size: int) -> tuple[int, ...]:
+        """Return the number of bytes that each rank supplies."""
+        nbytes = [0] * world_size
+        for file in self.files:
+            for tensor in file.tensors:
+                itemsize = ITEMSIZE[tensor.dtype]
+                for piece in tensor.pieces:
+                    nbytes[piece.holder] += piece.box.numel * itemsize
+        return tuple(nbytes)
+
     @property
     def num_tensors(self) -> int:
         """Number of output tensors."""

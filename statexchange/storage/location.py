@@ -53,6 +53,7 @@ __all__ = [
     "open_path",
     "read_option_file",
     "read_with_retry",
+    "target_path",
 ]
 
 _log = logging.getLogger(__name__)
@@ -62,6 +63,17 @@ def location(path: str) -> Location:
     """Return the location of a path that `store.resolve_path` has returned."""
     is_local = "://" not in path or path.startswith(("shm://", "file://"))
     return LocalLocation(path) if is_local else RemoteLocation(path)
+
+
+def target_path(path: str | os.PathLike[str], *, local: bool = False) -> str:
+    """Return the absolute path of a target directory, or its URL without a trailing slash; refuse a URL if `local`."""
+    name = resolve_path(path, "a target")
+    at = location(name)
+    if at.is_remote and not local:
+        return at.directory
+    if "://" in name:
+        raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {name!r}")
+    return os.path.abspath(name)
 
 
 class Location(ABC):

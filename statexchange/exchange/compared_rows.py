@@ -1,0 +1,127 @@
+"""Compare the boxes of live tensors that a rank holds with a checkpoint, and the copies that the checkpoint has."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from statexchange.comm.communicator import Communicator
+from statexchange.exchange.staging import Staging
+from statexchange.formats.open_checkpoint import StoredTensor
+from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies
+from statexchange.formats.source import Source
+from statexchange.report.diff import TensorDiff
+from statexchange.report.value_sums import ValueSums, same_bytes
+from statexchange.sharding import records
+from statexchange.sharding.plan import RankShards, plan_merge
+from statexchange.sharding.shards import Box, shape_from_json
+from statexchange.state.describe import LocalTensor
+from statexchange.tensors import PACKED, TensorLike, array_over
+
+__all__ = ["Compared", "RowComparison", "compared_from_json", "joined"]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A rank's part of one live tensor: dtype, global shape, and the sums of each box that could be compared."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: Mapping[Box, ValueSums]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value that `from_json` reads."""
+        boxes = [[box.to_json(), sums.to_json()] for box, sums in self.boxes.items()]
+        return {"dtype": self.dtype, "shape": self.shape, "boxes": boxes}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Compared:
+        """Return the part that `to_json` wrote; raise ValueError for anything else."""
+        dtype, shape, raw_boxes = records.fields(raw, "dtype", "shape", "boxes")
+        boxes = {}
+        for pair in records.items(raw_boxes, lambda pair: records.items(pair, lambda part: part, 2)):
+            boxes[Box.from_json(pair[0])] = ValueSums.from_json(pair[1])
+        return cls(records.text(dtype), shape_from_json(shape), boxes)
+
+
+class RowComparison:
+    """One rank's share of a comparison. Not collective; it reports progress."""
+
+    def __init__(self, comm: Communicator, tolerance: float | None) -> None:
+        self._comm = comm
+        self._tolerance = tolerance
+        self._nbytes = 0
+
+    def check_copies(self, source: Source, names: Collection[str]) -> None:
+        """Raise ReplicaError if copies in the checkpoint differ: only one of them is compared with the live state."""
+        # Each rank checks its share of the tensors.
+        names_here = set(sorted(names)[self._comm.rank :: self._comm.world_size])
+        by_rank = []
+        for holder in source.rank_shards():
+            by_rank.append(RankShards(holder.rank, [shard for shard in holder.shards if shard.name in names_here]))
+        for tensor in plan_merge(by_rank).tensors.values():
+            check_tensor_copies(source, tensor, TAKE_LOWEST)
+            self._comm.progress()
+
+    def compare(self, live: Mapping[str, LocalTensor], stored: Mapping[str, StoredTensor]) -> list[object]:
+        """Return this rank's part of the comparison as a JSON value for `compared_from_json`."""
+        compared: dict[str, object] = {}
+        for name, local in live.items():
+            shard, tensor = local.shard, stored.get(name)
+            boxes: dict[Box, ValueSums] = {}
+            if tensor is not None and tensor.shape == shard.global_shape:
+                for box, part in zip(shard.boxes, local.tensors, strict=True):
+                    boxes[box] = self._sums(box, part, shard.dtype, tensor)
+            compared[name] = Compared(shard.dtype, shard.global_shape, boxes).to_json()
+            self._comm.progress()
+        return [compared, self._nbytes]
+
+    def _sums(self, box: Box, tensor: TensorLike, dtype: str, stored: StoredTensor) -> ValueSums:
+        sums = ValueSums()
+        is_packed = bool({dtype, stored.dtype} & PACKED.keys())
+        if is_packed and dtype != stored.dtype:  # values of packed dtypes are not computed
+            return sums
+        for window, data in Staging().parts(tensor, dtype):
+            whole = Box(tuple(map(operator.add, box.offsets, window.offsets)), window.shape)
+            read = stored.read(whole)
+            if is_packed:
+                sums.num_differing += not same_bytes(memoryview(data).cast("B"), read.reshape(-1).data)
+            else:
+                sums.add(whole, array_over(data, dtype, window.shape), read, self._tolerance)
+            self._nbytes += read.nbytes
+            self._comm.progress()
+        return sums
+
+
+def joined(
+    name: str, parts: Sequence[Compared], stored: tuple[str, tuple[int, ...]] | None, tolerance: float | None
+) -> TensorDiff:
+    """Return the comparison of one tensor from the parts of all ranks; `stored` are its dtype and shape there."""
+    if not parts:
+        assert stored is not None  # the name comes from a, from b or from both
+        return TensorDiff(name, "only in b", None, stored[0], None, stored[1])
+    dtype, shape = parts[0].dtype, parts[0].shape
+    if stored is None:
+        return TensorDiff(name, "only in a", dtype, None, shape, None)
+    if shape != stored[1]:
+        return TensorDiff(name, "shape", dtype, stored[0], shape, stored[1])
+    boxes: dict[Box, ValueSums] = {}
+    for part in parts:
+        for box, sums in part.boxes.items():
+            if box not in boxes or sums.num_differing > boxes[box].num_differing:  # the worst of several copies
+                boxes[box] = sums
+    total = ValueSums()
+    for sums in boxes.values():
+        total.merge(sums)
+    if not total.num_differing and dtype == stored[0]:
+        return TensorDiff(name, "equal", dtype, dtype, shape, shape, "bytes")
+    values = None if {dtype, stored[0]} & PACKED.keys() else total.result()
+    return TensorDiff.of_values(name, (dtype, stored[0]), shape, values, tolerance)
+
+
+def compared_from_json(raw: object) -> tuple[dict[str, Compared], int]:
+    """Return a rank's part of a comparison, and the bytes that it has read; raise ValueError for anything else."""
+    parts, nbytes = records.items(raw, lambda part: part, 2)
+    return records.mapping(parts, Compared.from_json), records.count(nbytes)

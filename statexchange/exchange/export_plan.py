@@ -1,0 +1,162 @@
+"""Agree on the plan of an export: ranks describe their boxes, root proves the cover, opens the target and tells all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from statexchange.checkpoint.extra_files import FilesFrom, extra_files, given_config
+from statexchange.checkpoint.publication import PlannedFile, Publication
+from statexchange.checkpoint.tensor_notes import note_on_extra_state, notes_on_tensors
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import InvalidArgumentError
+from statexchange.exchange.converting import Conversion, convert_live
+from statexchange.exchange.rank_metadata import RankMetadata, gather_metadata, merge_metadata, parse_metadata
+from statexchange.formats.config_check import unties_heads, without_heads
+from statexchange.sharding import records
+from statexchange.sharding.options import ExportOptions, WriteOptions
+from statexchange.sharding.plan import Plan, RankShards, plan_merge
+from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor
+from statexchange.state.describe import Description
+from statexchange.storage.location import target_path
+
+__all__ = ["Clock", "ExportRequest", "RootExport", "agree_on_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """The checked arguments of `export_checkpoint`; `model_files` are the files that the model itself has, on root."""
+
+    path: str | os.PathLike[str]
+    options: ExportOptions
+    writing: WriteOptions
+    conversion: Conversion | None
+    files_from: FilesFrom
+    model_files: Mapping[str, bytes]
+
+    def __post_init__(self) -> None:
+        # Now: in the background the program may change its working directory before root opens the target.
+        object.__setattr__(self, "path", target_path(self.path, local=True))
+
+
+class Clock:
+    """Seconds and bytes by phase."""
+
+    def __init__(self, began: float | None) -> None:
+        self.began = self._last = time.perf_counter() if began is None else began
+        self.phases: dict[str, float] = {}
+        self.nbytes: dict[str, int] = {}
+
+    def lap(self, phase: str, nbytes: int = 0) -> None:
+        """End a phase, in which `nbytes` were moved."""
+        now = time.perf_counter()
+        self.phases[phase] = now - self._last
+        self.nbytes[phase] = nbytes
+        self._last = now
+
+
+@dataclass(slots=True)
+class RootExport:
+    """An export as root alone has it: what is written, where, and what there is to say of it.
+
+    Attributes:
+        options: the options that are left after a conversion.
+        plan: the files and their tensors.
+        publication: the directory under construction.
+        outputs: its files, in the order of the plan.
+        extra: the small files beside them.
+        notes: for the report.
+    """
+
+    options: ExportOptions
+    plan: Plan
+    publication: Publication
+    outputs: Sequence[PlannedFile]
+    extra: Mapping[str, bytes]
+    notes: tuple[str, ...]
+
+    def write_plan(self, names_by_rank: Sequence[Mapping[str, str]], probe: str) -> WritePlan:
+        """Return the plan by which each rank writes its part; `names_by_rank` are the new names of its tensors."""
+        distinct: dict[str, int] = {}  # the number of each distinct map of names, as JSON
+        numbers = []
+        for names in names_by_rank:
+            numbers.append(distinct.setdefault(json.dumps(names, sort_keys=True), len(distinct)))
+        files, tensors = [], []
+        for number, (file, output) in enumerate(zip(self.plan.files, self.outputs, strict=True)):
+            files.append(WriteFile(output.path, output.is_reserved))
+            for tensor in file.tensors:
+                place = (number, output.offset_of(tensor))
+                tensors.append(
+                    WriteTensor(*place, tensor.shape, tensor.dtype, tensor.source, tensor.reduce, tensor.pieces)
+                )
+        compares = self.options.replicas == "equal"
+        renames_by_number = tuple(map(json.loads, distinct))
+        return WritePlan(tuple(files), tuple(tensors), renames_by_number, tuple(numbers), probe, compares)
+
+
+def agree_on_plan(
+    comm: Communicator,
+    described: Description,
+    request: ExportRequest,
+    clock: Clock,
+    building: contextlib.ExitStack,
+) -> tuple[Description, WritePlan, RootExport | None]:
+    """Return this rank's tensors by their names in the plan, the plan, and on root what it keeps of it. Collective.
+
+    The directory under construction is abandoned at the end of `building`, unless it is committed.
+    """
+    converted, options = convert_live(comm, described, request.conversion, request.options)
+    described = replace(converted, extra_state=described.extra_state)
+    metadata_here = RankMetadata.of(described, request.options.texts())
+    metadata, nbytes = gather_metadata(comm, metadata_here, root=0)
+    clock.lap("describe", nbytes)
+    root: RootExport | None = None
+    plan: WritePlan | None = None
+    data = b""
+    with comm.phase("planning"):
+        if comm.rank == 0:
+            parsed = parse_metadata(metadata, comm.rank, metadata_here)
+            root, plan = _planned(parsed, request, options, comm, building)
+            data = records.encoded(plan)
+    sent = comm.all_gather_bytes(data, operation="the plan")[0]
+    with comm.phase("reading the plan"):
+        if plan is None:
+            plan = records.decoded(sent, lambda raw: WritePlan.from_json(raw, comm.world_size), "the plan", 0)
+    clock.lap("plan", len(sent))
+    return described.renamed(plan.renames[plan.rename_of[comm.rank]]), plan, root
+
+
+def _planned(
+    metadata: Sequence[RankMetadata],
+    request: ExportRequest,
+    options: ExportOptions,
+    comm: Communicator,
+    building: contextlib.ExitStack,
+) -> tuple[RootExport, WritePlan]:
+    """Prove the cover, claim the target, and create the files. Root only."""
+    merged = merge_metadata(metadata, options.new_layout())
+    # transformers would give a head that its config does not tie, and that no file has, random values.
+    is_untied = unties_heads(given_config(request.files_from, request.model_files))
+    by_rank = []
+    for rank, (shards, aliases) in enumerate(zip(merged.shards, merged.aliases, strict=True)):
+        by_rank.append(RankShards(rank, shards, without_heads(aliases) if is_untied else aliases))
+    plan = plan_merge(by_rank, options, reductions=merged.reductions)
+    if not plan.num_tensors:
+        has_tensors = any(holder.shards for holder in by_rank)
+        reason = "include and exclude leave out every tensor" if has_tensors else "no rank's state has a tensor"
+        raise InvalidArgumentError(f"there is nothing to export: {reason}")
+    notes = notes_on_tensors(by_rank, plan, options)
+    extra_state = [name for rank_metadata in metadata for name in rank_metadata.extra_state]
+    notes += note_on_extra_state(extra_state, request.options)
+    extra = extra_files(request.files_from, plan, request.model_files, updates_dtype=True)
+    # Last: from here on there is something to clean up. Two exports to one path meet here, and one is refused.
+    publication = Publication(request.path, plan, source="export", extra=extra, overwrite=request.writing.overwrite)
+    building.enter_context(publication)
+    outputs = [publication.create(file) for file in plan.files]
+    root = RootExport(options, plan, publication, outputs, extra, notes)
+    # Other hosts look for this file, and write in place if they see it.
+    return root, root.write_plan(merged.new_names, publication.make_probe() if comm.num_nodes > 1 else "")

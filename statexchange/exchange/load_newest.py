@@ -1,0 +1,112 @@
+"""Load the newest save of a directory, or a wanted one: from the hosts' memory if it is there, else from the disk."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplicaError, without_secrets
+from statexchange.exchange.load import load_now
+from statexchange.exchange.load_checkpoint import load_checkpoint
+from statexchange.exchange.load_report import LoadReport, LoadRequest
+from statexchange.exchange.memory_copy import COPY_ERRORS, MemoryCopies
+from statexchange.exchange.messages import from_root
+from statexchange.exchange.rank_metadata import equal_options
+from statexchange.exchange.saves_directory import SavesDirectory
+from statexchange.settings import check_flags, check_progress
+from statexchange.sharding import records
+from statexchange.sharding.options import LoadOptions
+from statexchange.state.describe import State
+
+__all__ = ["SaveLoader"]
+
+_log = logging.getLogger(__name__)
+_ATTEMPTS = 5  # to load the newest save while others are removed
+
+
+@dataclass(frozen=True, slots=True)
+class SaveLoader:
+    """Loads saves of a directory.
+
+    Attributes:
+        saves: the directory.
+        memory: the copies in memory; None if there are none.
+        options: options of `load_checkpoint`.
+        comm: the communicator.
+    """
+
+    saves: SavesDirectory
+    memory: MemoryCopies | None
+    options: Mapping[str, Any]
+    comm: Communicator
+
+    def load(self, state: State, step: int | None, *, missing_ok: bool) -> LoadReport | None:
+        """Load the save of `step`, by default the newest; return None if there is none. Collective."""
+        asked = {"step": str(step), "missing_ok": str(missing_ok)}
+        equal_options(self.comm, asked, "what to load")
+        report = None if self.memory is None else self._from_memory(state, step, self.memory)
+        for attempt in range(_ATTEMPTS):
+            chosen = self._choose(step, missing_ok=missing_ok) if report is None else None
+            if chosen is None:
+                break
+            try:
+                report = load_checkpoint(state, self.saves.path_of(chosen), comm=self.comm, **self.options)
+            except NotFoundError as error:  # on all ranks: its names are missing, or the save was removed
+                # The retention of another job may remove the newest save while it is opened: then there is a newer one.
+                if attempt + 1 == _ATTEMPTS or not self._was_removed(chosen):
+                    raise
+                if step is not None:
+                    text = f"step {chosen} was removed while it was opened"
+                    raise NotFoundError(text, path=self.saves.path_of(chosen)) from error
+            except (CorruptError, IncompleteError) as error:
+                if step is not None or isinstance(error, ReplicaError) or self.comm.rank != 0:
+                    raise
+                raise error.located(advice=self.saves.advice(chosen)) from error
+        return report
+
+    def _choose(self, step: int | None, *, missing_ok: bool) -> int | None:
+        """Return the step to load, as rank 0 finds it; None without a save. Collective."""
+        chosen: int | None = None
+        with self.comm.phase("looking for saves"):
+            check_flags(missing_ok=missing_ok)
+            if self.comm.rank == 0:
+                chosen = self.saves.choose(step, missing_ok=missing_ok)
+        return from_root(self.comm, chosen, lambda raw: records.optional(raw, records.count), "the step to load")
+
+    def _was_removed(self, step: int) -> bool:
+        """Return whether rank 0 finds the save of `step` gone. Collective."""
+        is_gone = self.comm.rank == 0 and step not in self.saves.steps()
+        return from_root(self.comm, is_gone, records.flag, "whether the save is gone")
+
+    def _from_memory(self, state: State, step: int | None, copies: MemoryCopies) -> LoadReport | None:
+        """Load the copy in memory; None if it is absent, older than the disk's save or broken. Collective."""
+        began = time.perf_counter()
+        copy = copies.find(step, self.comm)
+        if copy is None:
+            return None
+        shown, is_root = without_secrets(self.saves.path), self.comm.rank == 0
+        if not copy.is_on_disk and is_root:
+            text = "%s: step %d is loaded from memory, as the disk does not have it any more; delete(%d) removes it"
+            _log.warning(text, shown, copy.step, copy.step)
+        choices = {**self.options}
+        stall_timeout_s, on_progress = choices.pop("stall_timeout_s"), choices.pop("on_progress", None)
+        with self.comm.phase("checking its options"):
+            check_progress(on_progress)
+            options = LoadOptions(**choices)
+        try:
+            with copies.opened(copy, self.comm) as (path, before_reading):
+                request = LoadRequest(state, path, options, stall_timeout_s, began, None, on_progress, before_reading)
+                return load_now(request, self.comm)
+        except COPY_ERRORS as error:  # on all ranks
+            if not copy.has_other:
+                raise
+            if is_root:
+                text = "%s: the copy of step %d in memory cannot be loaded, so the save on disk is: %s"
+                _log.warning(text, shown, copy.step, error)
+            if isinstance(error, CorruptError):
+                copies.discard(copy, self.comm)
+            return None

@@ -1,0 +1,67 @@
+"""A rank's state as a save has it: its tensors, described, all other values as JSON text, and whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from statexchange.errors import InvalidArgumentError, type_text
+from statexchange.exchange.placing import parameter_names
+from statexchange.processes import collector_paused
+from statexchange.sharding.rules import Layout
+from statexchange.state.containers import children
+from statexchange.state.describe import Description, State, describe
+from statexchange.state.leaves import is_leaf
+from statexchange.state.state_dict import encode_state, note_on_stale_optimizers, owners_of
+
+__all__ = ["SavedState", "describe_save"]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A rank's state as it is written: the tensors, described, all other values as JSON text, and what is whose.
+
+    `notes` are for the report.
+    """
+
+    config: str
+    owners: Mapping[str, Any]
+    described: Description
+    rules: Layout
+    notes: tuple[str, ...]
+
+
+def describe_save(state: State, layout: Mapping[str, Any] | None, rank: int) -> SavedState:
+    """Describe the state of this rank. Not collective."""
+    if not is_leaf(state) and children(state) is None:
+        what = "a module, an optimizer, or a mapping or list of these and of tensors and values"
+        raise InvalidArgumentError(f"the state is {type_text(state)}: give {what}")
+    with collector_paused():
+        config, tensors, names = encode_state(state)
+        rules = _parse_layout(layout, tensors)
+        described = describe(tensors, rules, rank)
+
+        def has_rule(name: str) -> bool:
+            return name in described.tensors and described.tensors[name].part is not None
+
+        owners = owners_of(state, names, has_rule)
+        return SavedState(config, owners, described, rules, note_on_stale_optimizers(state, names))
+
+
+def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) -> Layout:
+    """Parse the layout; an optimizer's tensor follows its parameter's rule if both have the same shape."""
+    rules = Layout.parse({} if layout is None else layout)
+    for rule in rules.rules.values():
+        if rule.renames or rule.reduce is not None:
+            what = "renames tensors" if rule.renames else "reduces copies"
+            raise InvalidArgumentError(
+                f"layout rule for {rule.pattern!r} {what}, and save_checkpoint saves tensors as they are: leave it "
+                "out, or use export_checkpoint"
+            )
+    like = {}
+    for name, tensor in tensors.items():
+        for parameter in parameter_names(name):
+            if parameter in tensors and tuple(tensors[parameter].shape) == tuple(tensor.shape):
+                like[name] = parameter
+    return replace(rules, like=like)

@@ -1,0 +1,238 @@
+"""The directory of a job's saves as rank 0 sees it: which saves there are, which of them stay, and whose they are."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, SupportsFloat
+
+from statexchange.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    StateExchangeError,
+    TargetExistsError,
+    excerpt,
+    without_secrets,
+)
+from statexchange.storage.location import location, target_path
+from statexchange.storage.save_check import check_saves, whole_saves
+from statexchange.storage.save_directory import SaveManifest
+from statexchange.storage.steps import (
+    MAX_STEP,
+    Retention,
+    check_only_saves,
+    clear_leftovers,
+    read_saves,
+    remove_save,
+    step_name,
+    steps_text,
+    watch_claims,
+)
+
+if TYPE_CHECKING:
+    from statexchange.storage.object_removal import ClaimWatch
+
+__all__ = ["SavesDirectory"]
+
+_log = logging.getLogger(__name__)
+
+
+class SavesDirectory:
+    """The saves of a job below a path. Not collective; what it remembers is of use on rank 0 alone.
+
+    Args:
+        path: the path or URL.
+        keep: as for `Checkpoints`, like `keep_every` and `best`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        keep: int | None,
+        keep_every: int | None,
+        best: tuple[str, Literal["min", "max"]] | None,
+    ) -> None:
+        self.path = target_path(path)
+        self._shown = without_secrets(self.path)  # for logs; errors remove secrets themselves
+        self._retention = Retention(keep, keep_every, best)
+        self._known: set[int] | None = None  # steps that were there at the first look, or that this job saved
+        self._foreign: set[int] = set()  # steps of another job, each of which a warning has named
+        self._warned_of: int | None = None  # the newest step that a warning has named
+        self._watch: ClaimWatch | None = None  # at a URL
+        self._checked: set[tuple[str | int, ...]] = set()  # versions of files that `check_saves` need not read
+        self._begun: dict[int, str] = {}  # by step, the job of a save that has not ended, or has failed
+
+    def path_of(self, step: int) -> str:
+        """Return the path of a save; raise InvalidArgumentError for a step that no save can have."""
+        if step > MAX_STEP:
+            raise InvalidArgumentError(f"step must be at most {MAX_STEP}, not {excerpt(step)}", path=self.path)
+        return os.path.join(self.path, step_name(step))
+
+    def checked_metrics(self, metrics: Mapping[str, SupportsFloat] | None, step: int, rank: int) -> dict[str, float]:
+        """Return the metrics of a save as numbers; warn on rank 0 if it lacks the one of `best`."""
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise InvalidArgumentError(f"metrics must be numbers by name, as {{'loss': 0.25}}, not {excerpt(metrics)}")
+        checked = {str(name): _metric(name, value) for name, value in (metrics or {}).items()}
+        best = self._retention.best
+        if best is not None and best[0] not in checked and rank == 0:  # only its metrics are stored
+            text = "%s: step %d is saved without the metric %r, so it is never the best: pass metrics={%r: ...}"
+            _log.warning(text, self._shown, step, best[0], best[0])
+        return checked
+
+    # A save
+
+    def prepare(self, step: int, job: str, *, overwrite: bool) -> None:
+        """Clean up after killed jobs, warn of steps of another job, and refuse a step that is saved."""
+        at = location(self.path)
+        if at.local is not None and not os.path.isdir(at.local):
+            at.check_can_be_made(NotFoundError("no such directory", path=self.path))
+            self._known = set()
+        else:
+            seen = self._foreign | (self._known or set())
+            clear_leftovers(self.path, without=seen - {step}, watch=self._claims())
+            saves = read_saves(self.path, without=seen - {step})
+            if self._known is None:
+                self._known = set(saves)
+            for other in sorted(set(saves) - self._known - self._foreign):
+                manifest = saves[other]
+                if isinstance(manifest, SaveManifest) and manifest.job == self._begun.get(other):
+                    self._known.add(other)  # the save was interrupted after it had been published
+                else:
+                    self._foreign.add(other)
+                    self._warn_of_other_job(other, manifest)
+            if step in saves and not overwrite:
+                text = (
+                    f"step {step} is saved already: load the newest save before training, delete({step}), or replace "
+                    "it by overwrite=True"
+                )
+                raise TargetExistsError(text, path=self.path_of(step))
+        self._begun[step] = job
+
+    def note_saved(self, step: int) -> None:
+        """Record a published save, and remove those that are not kept."""
+        assert self._known is not None  # `prepare` has made it
+        self._known.add(step)
+        self._foreign.discard(step)  # overwritten
+        del self._begun[step]
+        self._remove_obsolete(step, self._known)
+        self._warn_of_newer(step, max(self._known))
+
+    def _claims(self) -> ClaimWatch | None:
+        """Return the record of the claims that this process has seen; None for a local directory."""
+        if self._watch is None:
+            self._watch = location(self.path).claim_watch()
+        return self._watch
+
+    def _warn_of_other_job(self, step: int, manifest: SaveManifest | StateExchangeError) -> None:
+        job = manifest.job if isinstance(manifest, SaveManifest) else "another job"
+        _log.warning(
+            "%s: step %d was saved here by %s while this job runs: give each job a directory of its own, or end one; "
+            "this job removes none of the other's saves",
+            self._shown,
+            step,
+            job,
+        )
+
+    def _warn_of_newer(self, step: int, newest: int) -> None:
+        """Warn once of a newer save, which a restart would load in place of the one just made."""
+        if newest <= step or newest == self._warned_of or newest not in read_saves(self.path):
+            return
+        self._warned_of = newest
+        _log.warning(
+            "%s: step %d is saved, but a load without a step takes the newest save, that of step %d: if this job went "
+            "back to an older step, delete() the saves that come after that step",
+            self._shown,
+            step,
+            newest,
+        )
+
+    def _remove_obsolete(self, current: int, known: set[int]) -> None:
+        """Remove the saves that are not kept; a failure is logged, and the next save tries again."""
+        if self._retention.keep is None:  # all stay: no need to read each manifest
+            return
+        try:
+            checks = check_saves(self.path, checked=self._checked, trusted=(current,))
+            for step in self._retention.obsolete(whole_saves(checks)):
+                if step != current and step in known:
+                    self._remove(step)
+        except (StateExchangeError, OSError) as error:  # the other ranks do not wait for this
+            _log.warning("cannot look for old saves: %s", error)
+
+    def _remove(self, step: int) -> None:
+        try:
+            remove_save(self.path, step, waits=False)
+            _log.info("removed the save of step %d in %s", step, self._shown)
+        except NotFoundError:
+            return
+        except (StateExchangeError, OSError) as error:
+            _log.warning("cannot remove an old save: %s", error)
+
+    # A load
+
+    def choose(self, wanted: int | None, *, missing_ok: bool) -> int | None:
+        """Return the step to load, by default the newest; None without a save."""
+        saves = read_saves(self.path)
+        if self._known is None:
+            self._known = set(saves)
+        watch = self._claims()
+        if watch is not None:
+            watch_claims(self.path, watch, without=saves)
+        return self._step_of(saves, wanted, missing_ok=missing_ok)
+
+    def _step_of(self, saves: Mapping[int, object], wanted: int | None, *, missing_ok: bool) -> int | None:
+        if wanted is not None:
+            if wanted not in saves:
+                there = f"there are steps {steps_text(saves)}" if saves else "there is none"
+                raise NotFoundError(f"there is no save of step {wanted}: {there}", path=self.path)
+            return wanted
+        if saves:
+            return max(saves)
+        check_only_saves(self.path)
+        if not missing_ok:
+            raise NotFoundError("there is no save here yet", path=self.path)
+        return None
+
+    def advice(self, newest: int) -> str:
+        """Return what to do about a newest save that is broken, for its error."""
+        checks = check_saves(self.path)
+        older = [step for step in whole_saves(checks) if step < newest]
+        # `delete` removes only files that a manifest lists.
+        has_manifest = any(check.step == newest and check.manifest is not None for check in checks)
+        leave = f"delete({newest}) removes this one" if has_manifest else "move this step's directory elsewhere"
+        if not older:
+            return f"there is no older save that is whole; {leave}, and the job begins anew"
+        # It has to go before the job goes on: the job will save this step again.
+        steps = f"step{'s' * (len(older) > 1)} {steps_text(older)}"
+        load = f"load(state, step={older[-1]})"
+        return f"older saves that are whole: {steps}: {load}; {leave}, before the job saves this step again"
+
+    # Questions of the user
+
+    def steps(self) -> list[int]:
+        """Return the steps of all whole saves, oldest first."""
+        return list(read_saves(self.path))
+
+    def best(self) -> int | None:
+        """Return the step of the best save by the metric of `best`; None if no save has it."""
+        if self._retention.best is None:
+            text = "best() needs a metric: pass Checkpoints one, such as best=('loss', 'min')"
+            raise InvalidArgumentError(text, path=self.path)
+        manifests = {step: one for step, one in read_saves(self.path).items() if isinstance(one, SaveManifest)}
+        return self._retention.best_step(manifests)
+
+    def delete(self, step: int, *, was_in_memory: bool) -> None:
+        """Remove the save of `step`, which may be in memory alone."""
+        saves = read_saves(self.path)
+        if step in saves or not was_in_memory:
+            self._step_of(saves, step, missing_ok=False)
+            remove_save(self.path, step)
+
+
+def _metric(name: str, value: SupportsFloat) -> float:
+    try:
+        if isinstance(value, (str, bytes, bytearray)):
+            raise TypeError
+        return float(value)
+    except (OverflowError, TypeError, ValueError, RuntimeError):
+        raise InvalidArgumentError(f"the metric {name!r} must be a number, not {excerpt(value)}") from None
