@@ -7,8 +7,8 @@ from statexchange.lazy import lazy_names
 _HOMES = {
     "Communicator": "statexchange.comm.communicator",
     "Work": "statexchange.comm.work",
-    "from_mpi": "statexchange.comm.adopt",
-    "from_process_group": "statexchange.comm.adopt",
+    "from_mpi": "statexchange.comm.defaults",
+    "from_process_group": "statexchange.comm.defaults",
     "get_backend": "statexchange.comm.defaults",
     "get_local_rank": "statexchange.comm.defaults",
 }

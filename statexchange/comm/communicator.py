@@ -88,6 +88,8 @@ class Communicator:
     reducer keeps in shared memory, are shared with such a child: its parent sees what it writes there.
 
     Attributes:
+        rank: this rank.
+        world_size: the number of ranks.
         run: an identity that all its ranks share and no other job has.
         arenas: shared memory in which its ranks exchange data.
 
@@ -114,6 +116,7 @@ class Communicator:
         """
         self._session = session
         self._form = form
+        self.rank, self.world_size = session.rank, session.world_size
         self.run = run
         if flat_side_of is None:
             self._route = Route(session, session.backend)
@@ -142,16 +145,6 @@ class Communicator:
             device(type='cpu')
         """
         self._session.device = device
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._session.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._session.world_size
 
     @property
     def backend(self) -> str:
@@ -221,7 +214,8 @@ class Communicator:
         Example:
             >>> sx.init("single").raise_if_inherited()
         """
-        self._session.raise_if_inherited()
+        if self._session.is_inherited:
+            self._session.raise_if_dead()
 
     @property
     def is_closed(self) -> bool:
@@ -358,19 +352,27 @@ class Communicator:
         refusal = _refusal_of(timeout_s)
         if refusal is not None:
             error, timeout_s = error or refusal, None
+        return self._end_of(phase, error, timeout_s, note)
+
+    def _end_of(self, phase: str, error: Exception | None, timeout_s: float | None, note: object = None) -> list[Any]:
+        """Agree with a `timeout_s` that is valid."""
+        session = self._session
         if self.world_size == 1:
-            self._session.raise_if_inherited()
-            self._session.drain()
+            # A job of one rank has many phases, and nothing to do at their ends but to wait for its own work.
+            if session.is_inherited:
+                session.raise_if_dead()
+            if session.has_begun_work:
+                session.drain()
             if error is not None:
                 raise error
             return [note]
         record = None
         if error is not None and not isinstance(error, AbandonedError):
-            record = self._session.record(error, step_text(phase))
+            record = session.record(error, step_text(phase))
         call = Call(f"the end of {phase}", failure=record)
-        answers = self._session.all_gather_bytes(call, encoded([record, note]), None, timeout_s)
-        records, notes = zip(*(values.decode(answer) for answer in answers), strict=True)
-        self._session.raise_first(call, records, error)
+        answers = session.all_gather_bytes(call, encoded([record, note]), None, timeout_s)
+        records, notes = zip(*map(values.decode, answers), strict=True)
+        session.raise_first(call, records, error)
         return list(notes)
 
     @contextlib.contextmanager
@@ -395,7 +397,9 @@ class Communicator:
             >>> with comm.phase("reading the config"):
             ...     config = {"layers": 2}
         """
-        self._session.raise_if_inherited()
+        session = self._session
+        if session.is_inherited:
+            session.raise_if_dead()
         try:
             refusal = _refusal_of(timeout_s)
             if refusal is not None:
@@ -403,15 +407,16 @@ class Communicator:
                 raise refusal
             yield
         except Exception as error:
-            if error is self._session.dead or error is self._session.shared_error:
+            if error is session.dead or error is session.shared_error:
                 raise  # on all ranks already
-            self.agree(error, phase=name, timeout_s=timeout_s)
+            self._end_of(name, error, timeout_s)
             raise AssertionError("agree must raise") from error
         except BaseException as error:
+            # The other ranks must not wait for one that was interrupted; alone, the communicator stays usable.
             if self.world_size > 1:
                 self.close(error)
             raise
-        self.agree(phase=name, timeout_s=timeout_s)
+        self._end_of(name, None, timeout_s)
 
     @contextlib.contextmanager
     def checking(self, call: str) -> Iterator[None]:
@@ -453,7 +458,8 @@ class Communicator:
             >>> for part in range(3):
             ...     comm.progress()
         """
-        self._session.raise_if_inherited()
+        if self._session.is_inherited:
+            self._session.raise_if_dead()
         monitor = self._session.monitor
         if monitor is not None:
             monitor.report_progress()
@@ -552,17 +558,25 @@ class Communicator:
         return self._gather_values(f"broadcast_object from {root}", sent, values.types_of(obj))[root]
 
     def _gather_values(self, verb: str, obj: object, types: Mapping[str, type]) -> list[Any]:
+        session = self._session
         failure: Exception | None = None
         try:
             payload = encoded([None, obj])
         except (TypeError, ValueError) as error:
             failure = error
-            payload = encoded([self._session.record(error, step_text("encoding its value")), None])
+            payload = encoded([session.record(error, step_text("encoding its value")), None])
+        if self.world_size == 1 and failure is None:
+            if session.dead is not None:
+                session.raise_if_dead()
+            if session.has_begun_work:
+                session.drain()
+            # Decoded, so that a caller gets what it would get from another rank.
+            return [values.decode(payload, types=types)[1]]
         call = Call(verb)
-        answers = self._session.all_gather_bytes(call, payload)
-        records, found = zip(*(values.decode(answer, types=types) for answer in answers), strict=True)
-        self._session.raise_first(call, records, failure)
-        return list(found)
+        answers = session.all_gather_bytes(call, payload)
+        records, objects = zip(*[values.decode(answer, types=types) for answer in answers], strict=True)
+        session.raise_first(call, records, failure)
+        return list(objects)
 
     # Tensors
 
@@ -1261,9 +1275,10 @@ class Communicator:
 
 def _refusal_of(timeout_s: object) -> InvalidArgumentError | None:
     """Return the error for an invalid `timeout_s`, None if it is valid."""
+    if timeout_s is None or (type(timeout_s) is float and timeout_s > 0):
+        return None
     try:
-        if timeout_s is not None:
-            check_timeout(timeout_s)
+        check_timeout(timeout_s)
     except InvalidArgumentError as refusal:
         return refusal
     return None

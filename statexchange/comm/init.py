@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from statexchange.comm import adopt, defaults
-from statexchange.comm.adopt import form_over_process_group, from_process_group, torch_default_group
+from statexchange.comm import defaults
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.single import SingleBackend
 from statexchange.comm.bootstrap import form_communicator, is_forked_from_rank, refuse_inherited
@@ -163,13 +162,13 @@ def _warn_if_different(existing: Communicator, options: InitOptions) -> None:
 
 def _make(options: InitOptions, timeout_s: float) -> Communicator:
     check = options.check != "off"
-    torch_group = None if options.rendezvous is not None else torch_default_group()
+    torch_group = None if options.rendezvous is not None else defaults.torch_default_group()
     if options.backend == "single":
         return form_communicator(SingleBackend(), timeout_s)
     if options.backend == "auto" and torch_group is not None:
         if check:
-            return from_process_group(torch_group, timeout_s=timeout_s)
-        return form_over_process_group(torch_group, timeout_s, check=False)
+            return defaults.from_process_group(torch_group, timeout_s=timeout_s)
+        return defaults.form_over_process_group(torch_group, timeout_s, check=False)
     if options.backend in ("gloo", "nccl"):
         return _make_by_torch(options, timeout_s)
     prefer = "transport" if options.backend == "mpi" else options.backend
@@ -183,7 +182,7 @@ def _make_by_torch(options: InitOptions, timeout_s: float) -> Communicator:
     from statexchange.comm.backends.store import StoreBootstrap
 
     is_nccl = options.backend == "nccl"
-    running = torch_default_group()
+    running = defaults.torch_default_group()
     refuse_inherited(running)
     prefer = "auto" if is_nccl else "transport"
     check = options.check != "off"
@@ -216,7 +215,7 @@ def _bootstrap_backend(options: InitOptions, timeout_s: float) -> Backend:
     from statexchange.comm.backends.gloo import TorchBackend
     from statexchange.comm.backends.store import StoreBootstrap
 
-    running = torch_default_group() if options.rendezvous is None else None
+    running = defaults.torch_default_group() if options.rendezvous is None else None
     if running is not None:
         return TorchBackend(running, timeout_s)
     shared = _store(options, timeout_s)
@@ -253,7 +252,7 @@ def shutdown() -> None:
     if comm is not None:
         comm.close()
         defaults.set_default(None)
-    adopt.forget_all()
+    defaults.forget_all()
 
 
 Devices = Sequence[Any] | Literal[False] | None

@@ -4,7 +4,7 @@ Order. Several threads of a rank may call:
 
 * One collective runs at a time: a thread takes the session's lock, and waits while another one has it. Work that was
   begun with `async_op` takes it in the queue's thread. Sends and receives have a queue for each peer and direction.
-* A call carries the number of its caller (callers.py), so that the calls of a thread are matched with those of the same
+* A call carries the number of its caller (calls.py), so that the calls of a thread are matched with those of the same
   thread on other ranks. `send`, `recv` and the making of a group do not count as a thread's first call: not all ranks
   take part, so the counts would differ.
 
@@ -53,8 +53,19 @@ from typing import Any, Literal, NoReturn, TypeVar, overload
 from statexchange import values
 from statexchange.comm import forks
 from statexchange.comm.backends.backend import Backend
-from statexchange.comm.callers import AUTOGRAD, Callers, is_swapped, is_unclear, process_token
-from statexchange.comm.calls import Call, call_site, encoded, note_joined, public_call_name, step_text
+from statexchange.comm.calls import (
+    AUTOGRAD,
+    Call,
+    Callers,
+    call_site,
+    encoded,
+    is_swapped,
+    is_unclear,
+    note_joined,
+    process_token,
+    public_call_name,
+    step_text,
+)
 from statexchange.comm.failure.control_page import ControlPage, DifferentCallsError, closed_error
 from statexchange.comm.failure.monitor import AbandonedError, GroupMonitor, PeerMonitor, forming_group, named_failure
 from statexchange.comm.topology import Topology
@@ -95,6 +106,7 @@ class Session:
         device: the name of the device on which this rank computes.
         dead: the error that every call raises once the group has failed or this rank has closed it.
         shared_error: the error that all ranks have raised together in their last call; see the top of this file.
+        has_begun_work: whether a call with `async_op` was made.
     """
 
     def __init__(
@@ -126,6 +138,7 @@ class Session:
         self._last_shared_error: StateExchangeError | None = None
         self._pending_failure: dict[str, Any] | None = None
         self._has_cut_message = False
+        self.has_begun_work = False
         self._queue = WorkQueue(f"statexchange rank {topology.rank}", skips=True)
         self._peer_queues: dict[tuple[str, int], WorkQueue] = {}
         self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -194,7 +207,8 @@ class Session:
             if self.monitor is not None:
                 self.monitor.request_collective()
         call.caller = self.callers.number()
-        self._queue.drain()
+        if self.has_begun_work:
+            self._queue.drain()
         if self.world_size == 1:
             return [payload]
 
@@ -291,10 +305,11 @@ class Session:
             call.caller = self.callers.new_number()
         if async_op:
             call.site = call_site()
+            self.has_begun_work = True
             return self._queue.submit(
                 call.text, self._for_caller(backend, lambda: self._one_at_a_time(call, job, is_shared=False))
             )
-        if self._queue.has_begun:
+        if self.has_begun_work:
             self._queue.drain()
         return self._one_at_a_time(call, job)
 
@@ -350,6 +365,7 @@ class Session:
                 return self.guarded(call, job, is_shared=False)
 
         if async_op:
+            self.has_begun_work = True
             job_of_caller = self._for_caller(backend, guarded)
             return queue.submit(call.text, job_of_caller, lambda: self._join_requested_collective(call))
         queue.drain()
@@ -374,7 +390,8 @@ class Session:
 
     def wait_all(self) -> None:
         """Drain; then raise the first error of work for which `wait` was not called. Not collective."""
-        self.raise_if_inherited()
+        if self.is_inherited:
+            self.raise_if_dead()
         self.drain()
         for queue in [self._queue, *self._peer_queues.values()]:
             queue.raise_lost()
@@ -386,11 +403,6 @@ class Session:
             raise InvalidArgumentError(what, rank=self.rank)
 
     # Failure
-
-    def raise_if_inherited(self) -> None:
-        """Raise ForkedError in a child that was forked from the rank. Not collective."""
-        if self.is_inherited:
-            self.raise_if_dead()
 
     def raise_if_dead(self) -> None:
         """Raise the error with which this group has failed, if it has. Not collective."""

@@ -151,8 +151,6 @@ class WorkQueue:
         self._jobs: queue.SimpleQueue[tuple[Work[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._works: list[Work[Any]] = []
-        self.has_begun = False
-        """Whether anything has ever been submitted."""
         self.turn = threading.Lock()
         """Serialises synchronous calls with this queue's work."""
 
@@ -163,7 +161,6 @@ class WorkQueue:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
-            self.has_begun = True
         work: Work[T] = Work(operation, broken_off, self)
         kept = [earlier for earlier in self._works if not earlier.is_completed() or earlier.is_lost]
         self._works = [*kept, work]
