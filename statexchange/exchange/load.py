@@ -57,7 +57,7 @@ def _load(request: LoadRequest, comm: Communicator, *, reads_again: bool = False
                 plan = match(state, live, loaded.matching.entries, loaded.matching)
                 if loaded.tensors.own_rank is None:  # as many ranks as have saved get back what each had
                     check_whose_state(plan, loaded, live)
-                if plan.missing or loaded.source.unreadable:
+                if plan.missing or loaded.converted.source.unreadable:
                     settle_names(plan, loaded)
             items = items_to_read(plan, loaded, comm, has_layout=has_layout, timeout_s=timeout_s)
             # Last of the checks: a shape that differs says more than the names that differ because of it.

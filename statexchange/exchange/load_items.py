@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.exchange.load_source import LoadSource
-from statexchange.exchange.placing import place_in_wholes
+from statexchange.exchange.placing import place_parts
 from statexchange.exchange.reading import ReadItem
 from statexchange.sharding.options import FLOATS
-from statexchange.state.describe import LocalTensor, describe_entry
+from statexchange.state.describe import Description, LocalTensor, describe_entry
 from statexchange.state.load_plan import LoadPlan
 from statexchange.state.matching import Matching
 from statexchange.tensors import check_writable, mark_changed, without_grad
@@ -42,11 +43,8 @@ def items_to_read(
     """
     with comm.phase("finding its tensors", timeout_s=timeout_s):
         targets = _targets(plan, loaded, comm.rank)
-    if has_layout:  # where this rank's part lies in the whole follows from the parts of all ranks
-        matching = loaded.matching
-        wholes = [target.local.renamed(target.name) for target in targets]
-        placed = place_in_wholes(comm, wholes, matching.layout, selects=matching.names.selects)
-        targets = [target._replace(local=local) for target, local in zip(targets, placed, strict=True)]
+    if has_layout:
+        targets = _placed(targets, loaded.matching, comm)
     with comm.phase("comparing the tensors", timeout_s=timeout_s):
         return [_item(target, loaded) for target in targets]
 
@@ -62,14 +60,13 @@ def mark_targets(plan: LoadPlan, items: Sequence[ReadItem]) -> None:
 def _targets(plan: LoadPlan, loaded: LoadSource, rank: int) -> list[_Target]:
     """Describe the live tensors to fill; a layout's rule may split one into several."""
     matching, layout = loaded.matching, loaded.matching.layout
-    if layout.rules:
-        like = {}
-        for target in plan.targets:
-            if target.name is not None:
-                saved = loaded.tensors.by_name[target.name].saved
-                if matching.is_like_parameter(saved, target.parameter_name):
-                    like[target.path] = target.parameter_name
-        layout.like = like
+    like = {}
+    for target in plan.targets if layout.rules else ():
+        if target.name is not None:
+            saved = loaded.tensors.by_name[target.name].saved
+            if matching.is_like_parameter(saved, target.parameter_name):
+                like[target.path] = target.parameter_name
+    layout.like = like
     targets = []
     with without_grad():  # a part of a parameter is a view, for which autograd would keep a node
         for target in plan.targets:
@@ -80,6 +77,24 @@ def _targets(plan: LoadPlan, loaded: LoadSource, rank: int) -> list[_Target]:
                     name = _name_of_part(local.shard.name, matching)
                 targets.append(_Target(name, target.path, local, is_padded))
     return targets
+
+
+def _placed(targets: Sequence[_Target], matching: Matching, comm: Communicator) -> list[_Target]:
+    """Return the targets with each part's boxes in its whole, which follow from the parts of all ranks. Collective."""
+    tensors: dict[str, LocalTensor] = {}
+    for target in targets:
+        tensors.setdefault(target.name, target.local.renamed(target.name))
+    unused: tuple[str, ...] = ()
+    if not matching.names.selects:  # else a pattern may be for tensors that are left out
+        unused = tuple(sorted(matching.layout.unused))
+    placed = place_parts(comm, Description(tensors, unused=unused), matching.layout).tensors
+    wholes = []
+    for target in targets:
+        local = target.local
+        if local.part is not None:
+            local = replace(local, shard=placed[target.name].shard, part=None)
+        wholes.append(target._replace(local=local))
+    return wholes
 
 
 def _name_of_part(name: str, matching: Matching) -> str:
@@ -108,7 +123,7 @@ def _item(target: _Target, loaded: LoadSource) -> ReadItem:
         if saved.dtype in FLOATS and shard.dtype in FLOATS:
             hint = '; dtype="state" casts to the dtype that the state has'
         text = f"the state's dtype differs from the source's{hint}"
-        path = loaded.source.path
+        path = loaded.matching.path
         raise InvalidArgumentError(text, name=target.path, path=path, expected=saved.dtype, found=shard.dtype)
     boxes = stored.boxes
     if boxes is None:
@@ -124,4 +139,4 @@ def _other_shape(target: _Target, loaded: LoadSource, expected: tuple[int, ...])
         dim = next(dim for dim in range(len(shape)) if shape[dim] != expected[dim])
         hint = f'; if each rank holds a part, say so with layout={{"{target.path}": Shard({dim})}}'
     text = f"the state's shape differs from the source's{hint}"
-    return InvalidArgumentError(text, name=target.path, path=loaded.source.path, expected=expected, found=shape)
+    return InvalidArgumentError(text, name=target.path, path=loaded.matching.path, expected=expected, found=shape)

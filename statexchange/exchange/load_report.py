@@ -80,25 +80,28 @@ def notes_on_overflows(comm: Communicator, overflows: Sequence[Overflows]) -> tu
     """Return a note about what a cast has made infinite on any rank; each box counts once. Collective."""
     sent = comm.all_gather_object([record.to_json() for record in overflows])
     by_box: dict[tuple[str, Box], int] = {}
-    what = "the values that overflowed"
     for rank, raw in enumerate(sent):
-        records_of_rank = records.parsed(raw, lambda raw: records.items(raw, Overflows.from_json), what, rank)
-        # Ranks that have copies of a box have read, and cast, the same elements.
-        by_box |= {(record.name, record.box): record.num_elements for record in records_of_rank}
+        for record in records.parsed(raw, _overflows_from_json, "the values that overflowed", rank):
+            # Ranks that have copies of a box have read, and cast, the same elements.
+            by_box[record.name, record.box] = record.num_elements
     counts: Counter[str] = Counter()
     for (name, _), num_elements in by_box.items():
         counts[name] += num_elements
     return note_on_overflows(counts)
 
 
+def _overflows_from_json(raw: object) -> tuple[Overflows, ...]:
+    return records.items(raw, Overflows.from_json)
+
+
 def notes_on_lost_ties(plan: LoadPlan, aliases: Mapping[str, str]) -> tuple[str, ...]:
     """Return a note on parameters that are one tensor in the source and several here, as after `to_empty`."""
-    live: dict[str, dict[int, str]] = {}
+    paths: dict[str, dict[int, str]] = {}  # of the live tensors, by id, for each tensor of the source
     for target in plan.targets:
-        if target.name is not None and getattr(target.live, "requires_grad", False):  # only what trains will differ
-            of_tensor = live.setdefault(aliases.get(target.name, target.name), {})
-            of_tensor.setdefault(id(target.live), target.path)
-    lost = [" and ".join(paths.values()) for paths in live.values() if len(paths) > 1]
+        # Only what trains will differ: other copies stay equal.
+        if target.name is not None and getattr(target.live, "requires_grad", False):
+            paths.setdefault(aliases.get(target.name, target.name), {}).setdefault(id(target.live), target.path)
+    lost = [" and ".join(of_tensor.values()) for of_tensor in paths.values() if len(of_tensor) > 1]
     if not lost:
         return ()
     text = (

@@ -31,20 +31,14 @@ class LoadSource:
     """A source by the names of the state.
 
     Attributes:
-        source: the source, converted if it had to be.
+        converted: the source as it is loaded, and what a conversion has left out.
         tensors: its tensors by its own names.
         matching: its entries, and what decides which of them fill the state.
-        lacking: for a tensor of the state of which the source has some parts only, a part that it lacks.
-        without_rule: names of the source for which a conversion has no rule.
-        adapter: the names of an adapter's tensors, if only these are loaded into a PEFT model.
     """
 
-    source: Source
+    converted: ConvertedSource
     tensors: StoredTensors
     matching: Matching
-    lacking: Mapping[str, str]
-    without_rule: tuple[str, ...]
-    adapter: frozenset[str] | None
 
 
 def open_for_state(request: LoadRequest, comm: Communicator) -> Source:
@@ -72,18 +66,20 @@ def open_for_state(request: LoadRequest, comm: Communicator) -> Source:
 
 def _model_of_job(request: LoadRequest, source: Source) -> Source:
     """Return the model's section alone if the source is a job's state, unless the module has its prefix in names."""
-    models = [section for section in sections_of(source) if section.name == "model" and section.prefix]
-    if not models:
-        return source
-    (model,) = models
-    names = module_items(request.state, keep_vars=True).keys()
-    return source if model.names & names else select_section(source, model.name)
+    for section in sections_of(source):
+        if section.name == "model" and section.prefix:
+            names = module_items(request.state, keep_vars=True).keys()
+            if section.names.isdisjoint(names):
+                return select_section(source, section.name)
+    return source
 
 
 def source_content(request: LoadRequest, source: Source, live: LiveState, comm: Communicator) -> LoadSource:
     """Return what an opened source has by the names of the state. Not collective; reads no tensor."""
     state, options = request.state, request.options
-    stored = {name for file in source.files for name in file.tensors}
+    stored: set[str] = set()
+    for file in source.files:
+        stored.update(file.tensors)
     names = NameFilter(options, live.units, strips_wrappers=strips_wrappers(stored, state))
     converted = ConvertedSource(source, names)
     # Only a module can be a model of transformers or PEFT, whose names in files are others.
@@ -104,7 +100,7 @@ def source_content(request: LoadRequest, source: Source, live: LiveState, comm: 
     )
     if matching.has_tree:
         _check_layout(matching)
-    return LoadSource(source, tensors, matching, converted.lacking, converted.without_rule, converted.adapter)
+    return LoadSource(converted, tensors, matching)
 
 
 def _check_layout(matching: Matching) -> None:
@@ -124,4 +120,6 @@ def located(path: str) -> Iterator[None]:
     try:
         yield
     except StateExchangeError as error:
-        raise (error if error.path is not None else error.located(path=path)) from error.__cause__
+        if error.path is not None:
+            raise
+        raise error.located(path=path) from error.__cause__

@@ -29,8 +29,9 @@ def loads_nothing(plan: LoadPlan) -> bool:
     return plan.is_empty or not plan.stateful.isdisjoint(plan.missing)
 
 
-def names_error(state: Leaf, plan: LoadPlan, loaded: LoadSource, missing: Sequence[str]) -> StateExchangeError:
-    """Return an error that lists all missing and unexpected names, as torch does; `missing` are those that count."""
+def names_error(state: Leaf, plan: LoadPlan, loaded: LoadSource) -> StateExchangeError:
+    """Return an error that lists all missing and unexpected names, as torch does."""
+    missing = [name for name in plan.missing if name not in plan.tolerated]
     what, general = "the names differ", "strict=False loads what both have"
     if not plan.targets and not plan.num_values:
         what, general = "the source has no name of the state", ""
@@ -39,20 +40,22 @@ def names_error(state: Leaf, plan: LoadPlan, loaded: LoadSource, missing: Sequen
     parts = [what]
     for names, problem in ((missing, "missing in the source"), (plan.unexpected, "not in the state")):
         if names:
-            more = ", ..." if len(names) > _SHOWN else ""
-            parts.append(f"{len(names)} {problem}: {', '.join(names[:_SHOWN])}{more}")
+            listed = names[:_SHOWN]
+            if len(names) > _SHOWN:
+                listed.append("...")
+            parts.append(f"{len(names)} {problem}: {', '.join(listed)}")
     parts += _lacking_parts(plan, loaded)
     parts += [_hint(state, plan, loaded), general]
     text = "; ".join(filter(None, parts))
     if missing:
-        return NotFoundError(text, path=loaded.source.path)
-    return InvalidArgumentError(text, path=loaded.source.path)
+        return NotFoundError(text, path=loaded.matching.path)
+    return InvalidArgumentError(text, path=loaded.matching.path)
 
 
 def _lacking_parts(plan: LoadPlan, loaded: LoadSource) -> Iterator[str]:
     """Yield the first reasons why tensors are missing of which the source has some parts."""
     num_reasons = 0
-    for name, part in loaded.lacking.items():
+    for name, part in loaded.converted.lacking.items():
         if num_reasons < _SHOWN and not {name, *paths_above(name)}.isdisjoint(plan.missing):
             num_reasons += 1
             stored = loaded.tensors.by_name.get(part)
@@ -95,17 +98,19 @@ def _missing_tensors(state: Leaf, plan: LoadPlan) -> list[str]:
         inside: Sequence[str] = ()
         if isinstance(state, Mapping) and name in state:
             inside = _names_in(state[name])
-        for inner in inside or [""]:
-            missing.append(f"{name}.{inner}" if inner else name)
+        missing += [f"{name}.{inner}" for inner in inside] or [name]
     return missing
 
 
 def _below_a_prefix(missing: Sequence[str], tensors: Collection[str]) -> str:
     """Return advice if the source has all that is missing under one key, first of all under "model"."""
-    prefixes = {name.split(".", 1)[0] for name in tensors if "." in name}
+    prefixes = set()
+    for name in tensors:
+        prefix, dot, rest = name.partition(".")
+        if dot and missing and rest == missing[0] and prefix not in WRAPPERS:
+            prefixes.add(prefix)
     for prefix in sorted(prefixes, key=lambda prefix: (prefix != "model", prefix not in SECTIONS, prefix)):
-        is_above = missing and all(f"{prefix}.{name}" in tensors for name in missing)
-        if is_above and prefix not in WRAPPERS:
+        if all(f"{prefix}.{name}" in tensors for name in missing):
             return f'the source has them under "{prefix}": give {{"{prefix}": state}}'
     return ""
 

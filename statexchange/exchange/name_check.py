@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.exchange.load_report import LoadRequest
 from statexchange.exchange.load_source import LoadSource
 from statexchange.exchange.name_advice import loads_nothing, names_error
@@ -26,23 +27,32 @@ def settle_names(plan: LoadPlan, loaded: LoadSource) -> None:
     Raises:
         UnsupportedError: what is missing is in the source, in a form that cannot be read.
     """
-    source, names = loaded.source, loaded.matching.names
-    refusals = {names.name(name): error for name, error in source.unsupported.items()}
-    others = [name for name in refusals if names.options.wants(name) and name not in plan.missing]
-    meant = [loaded.lacking.get(name, name) for name in plan.missing]
+    source, names = loaded.converted.source, loaded.matching.names
+    unreadable: dict[str, UnsupportedError] = {}
+    others = []
+    for stored, error in source.unsupported.items():
+        name = names.name(stored)
+        unreadable[name] = error
+        if names.options.wants(name) and name not in plan.missing:
+            others.append(name)
+    for name in plan.missing:
+        _check_readable(loaded.converted.lacking.get(name, name), unreadable)
     # Where nothing fits, an entry that cannot be read, as a whole module, may be what was meant.
-    if plan.missing and not plan.targets:
-        meant += others
-    for name in meant:
-        for refused, error in refusals.items():
-            if name == refused or name in paths_above(refused):
-                raise error
+    if others and plan.missing and not plan.targets:
+        raise unreadable[others[0]]
     if not loaded.matching.has_tree:
         plan.unexpected += others
-    if loaded.adapter is not None:  # the base model has its weights already
-        plan.missing = [name for name in plan.missing if name in loaded.adapter]
+    if loaded.converted.adapter is not None:  # the base model has its weights already
+        plan.missing = [name for name in plan.missing if name in loaded.converted.adapter]
+    # An export leaves extra state out.
     if source.kind == "huggingface" and not any(map(is_extra_state, loaded.tensors.names)):
-        plan.tolerated.update(filter(is_extra_state, plan.missing))  # an export leaves it out
+        plan.tolerated.update(filter(is_extra_state, plan.missing))
+
+
+def _check_readable(name: str, unreadable: Mapping[str, UnsupportedError]) -> None:
+    for refused, error in unreadable.items():
+        if name == refused or name in paths_above(refused):
+            raise error
 
 
 def compare_names(comm: Communicator, request: LoadRequest, plan: LoadPlan, loaded: LoadSource) -> None:
@@ -56,21 +66,22 @@ def compare_names(comm: Communicator, request: LoadRequest, plan: LoadPlan, load
         NotFoundError: the source lacks names of the state.
         InvalidArgumentError: the state lacks names of the source, or `include` and `exclude` leave nothing to load.
     """
-    options, path = request.options, loaded.source.path
+    options, path = request.options, loaded.matching.path
     everywhere, is_empty = {*plan.unexpected}, plan.is_empty
     # Outside of the phase: a rank that fails in it takes part in its end, and in no other collective.
-    sent = comm.all_gather_object([plan.unexpected, is_empty]) if comm.world_size > 1 else []
+    sent = []
+    if comm.world_size > 1:
+        sent = comm.all_gather_object([plan.unexpected, is_empty])
     with comm.phase("comparing the names"):
         for rank, raw in enumerate(sent):
             unexpected, is_empty_there = records.parsed(raw, _names_from_json, "unexpected names", rank)
             everywhere &= unexpected
             is_empty &= is_empty_there
         plan.unexpected = [name for name in plan.unexpected if name in everywhere]
-        plan.unexpected += loaded.without_rule
-        if options.strict or loads_nothing(plan):
-            missing = [name for name in plan.missing if name not in plan.tolerated]
-            if missing or not plan.tolerated.issuperset(plan.unexpected):
-                raise names_error(request.state, plan, loaded, missing)
+        plan.unexpected += loaded.converted.without_rule
+        differs = not plan.tolerated.issuperset([*plan.missing, *plan.unexpected])
+        if differs and (options.strict or loads_nothing(plan)):
+            raise names_error(request.state, plan, loaded)
         if comm.rank == 0 and plan.missing and plan.unexpected:  # not strict
             advice = advice_on_missing(request.state)
             if advice:

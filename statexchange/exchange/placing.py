@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from statexchange.comm.communicator import Communicator
@@ -18,12 +18,12 @@ from statexchange.sharding.options import mesh_option
 from statexchange.sharding.paths import joined
 from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.sharding.shards import Shard
-from statexchange.state.describe import Description, LocalTensor
+from statexchange.state.describe import Description
 from statexchange.state.flatten import LiveState
 from statexchange.state.matching import Matching
 from statexchange.state.modules import live_items
 
-__all__ = ["parameter_names", "place_in_wholes", "place_parts", "renumbered_names"]
+__all__ = ["parameter_names", "place_parts", "renumbered_names"]
 
 
 def parameter_names(name: str) -> Iterable[str]:
@@ -51,28 +51,6 @@ def place_parts(comm: Communicator, described: Description, layout: Layout) -> D
             if isinstance(shard, Shard):
                 tensors[shard.name] = replace(tensors[shard.name], shard=shard, part=None)
     return replace(described, tensors=tensors)
-
-
-def place_in_wholes(
-    comm: Communicator, parts: Sequence[LocalTensor], layout: Layout, *, selects: bool
-) -> list[LocalTensor]:
-    """Return live tensors under the source's names, each with its boxes in its whole tensor. Collective.
-
-    With `selects` a pattern may match nothing, as some tensors are left out.
-    """
-    tensors: dict[str, LocalTensor] = {}
-    for part in parts:
-        tensors.setdefault(part.shard.name, part)
-    unused: tuple[str, ...] = ()
-    if not selects:
-        unused = tuple(sorted(layout.unused))
-    placed = place_parts(comm, Description(tensors, unused=unused), layout).tensors
-    wholes = []
-    for part in parts:
-        if part.part is not None:
-            part = replace(part, shard=placed[part.shard.name].shard, part=None)  # noqa: PLW2901
-        wholes.append(part)
-    return wholes
 
 
 def renumbered_names(comm: Communicator, live: LiveState, matching: Matching) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -36,12 +35,13 @@ class _OpenedSource:
     @classmethod
     def of(cls, source: Source, request: LoadRequest) -> _OpenedSource:
         """Describe the source that this rank has opened."""
-        holders = [[os.path.basename(holder.path), holder.nbytes, len(holder.tensors)] for holder in source.files]
-        # Two publications may have files of equal names and sizes. So ranks of one host also compare the files' local
-        # identity, and all ranks compare their identity on a file system that hosts share.
-        shared = [holder.file.shared_identity for holder in source.files]
-        local = [holder.file.local_identity for holder in source.files]
-        content = [source.kind, source.run, source.round, holders, source.manifest, shared]
+        content: list[object] = [source.kind, source.run, source.round, source.manifest]
+        local = []
+        for holder in source.files:
+            # Two publications may have files of equal names and sizes. So ranks of one host also compare the files'
+            # local identity, and all ranks compare their identity on a file system that hosts share.
+            content += [holder.name, holder.nbytes, len(holder.tensors), holder.file.shared_identity]
+            local.append(holder.file.local_identity)
         shown = source.path
         if source.round is not None:
             shown += f", round {source.round} of {source.run}"
@@ -71,7 +71,9 @@ def check_same_source(source: Source, request: LoadRequest, comm: Communicator) 
     """
     what = "the description of the checkpoint"
     sent = comm.all_gather_object(_OpenedSource.of(source, request).to_json())
-    opened = [records.parsed(raw, _OpenedSource.from_json, what, rank) for rank, raw in enumerate(sent)]
+    opened = []
+    for rank, raw in enumerate(sent):
+        opened.append(records.parsed(raw, _OpenedSource.from_json, what, rank))
     for rank, of_rank in enumerate(opened):
         first_rank = 0
         if of_rank.content == opened[0].content:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from statexchange import values
 from statexchange.errors import CorruptError
@@ -19,10 +20,14 @@ from statexchange.storage.json_text import decode_stored
 
 __all__ = ["has_tree", "source_entries"]
 
+T = TypeVar("T")
+
 
 def has_tree(source: Source, tensors: StoredTensors) -> bool:
     """Whether a source is a save of ours with its state, and not tensors with a config beside them."""
-    return bool(source.configs) and (not tensors.names or any('"leaf"' in text for text in source.configs.values()))
+    if source.configs and not tensors.names:
+        return True
+    return any('"leaf"' in text for text in source.configs.values())
 
 
 def source_entries(
@@ -52,10 +57,14 @@ def source_entries(
         flatten_tree(tree, of_rank)
         of_rank.entries = names.entries(of_rank.entries, source.path)
         if names.renames:
-            of_rank.templates = {names.place(path): value for path, value in of_rank.templates.items()}
-            of_rank.containers = {names.place(path): kind for path, kind in of_rank.containers.items()}
+            of_rank.templates = _moved(of_rank.templates, names)
+            of_rank.containers = _moved(of_rank.containers, names)
         ranks.append(of_rank)
     return Entries(ranks, is_own=tensors.own_rank is not None)
+
+
+def _moved(by_path: Mapping[str, T], names: NameFilter) -> dict[str, T]:
+    return {names.place(path): value for path, value in by_path.items()}
 
 
 class _TreeLeaves(dict[str, SavedTensor]):
@@ -115,6 +124,6 @@ def _named_entries(source: Source, tensors: StoredTensors) -> RankEntries:
             if text not in decoded:
                 decoded[text] = values.decode(text)
             entries.append(Entry(name, keys, decoded[text], name))
-    positions = {name: position for position, name in enumerate(keys_of)}
+    positions = dict(zip(keys_of, range(len(keys_of)), strict=True))
     entries.sort(key=lambda entry: positions.get(entry.name, -1))
     return of_names

@@ -25,10 +25,10 @@ def check_whose_state(plan: LoadPlan, loaded: LoadSource, live: LiveState) -> No
     # A source that does not record its ranks is of one: it fits one rank, as that of a save by one does.
     if matching.saved_by is not None or matching.loaded_by != 1:
         per_rank = live.per_rank
-        per_rank.update([matching.names.place(path) for path in loaded.source.per_rank])
+        per_rank.update(map(matching.names.place, loaded.converted.source.per_rank))
         names = places & per_rank
         if takes_root:  # root's objects do, but no other rank's part of a parameter fits
-            names.intersection_update([with_dots(name) for name in loaded.tensors.names])
+            names.intersection_update(map(with_dots, loaded.tensors.names))
         if names:
             raise _other_ranks(min(names), loaded)
     if takes_root:
@@ -38,7 +38,7 @@ def check_whose_state(plan: LoadPlan, loaded: LoadSource, live: LiveState) -> No
     if differing:
         rank, other = conflicts[differing[0]]
         text = differing_text(_shown(differing), _excluding(differing), rank, other)
-        raise ReplicaError(text, rank=other, path=loaded.source.path)
+        raise ReplicaError(text, rank=other, path=loaded.matching.path)
 
 
 def _other_ranks(name: str, loaded: LoadSource) -> ReplicaError:
@@ -55,7 +55,7 @@ def _other_ranks(name: str, loaded: LoadSource) -> ReplicaError:
         f"{format_number(loaded.matching.saved_by or 1, 'rank')} saved it, and the world size is "
         f"{loaded.matching.loaded_by} now{leave}",
         name=name or None,
-        path=loaded.source.path,
+        path=loaded.matching.path,
     )
 
 
@@ -83,9 +83,13 @@ def _places(loaded: Collection[str]) -> set[str]:
 def _excluding(names: Sequence[str]) -> str | list[str]:
     """Return what to pass as `exclude`: a few names, or patterns for the entries of the state that hold many."""
     while len(names) > _MOST_NAMES:
-        paths = [name.removesuffix(".*") for name in names]
-        outer = sorted({f"{path.rpartition('.')[0] or path}.*" for path in paths})
+        outer = set()
+        for name in names:
+            path = name.removesuffix(".*")
+            outer.add(f"{path.rpartition('.')[0] or path}.*")
         if len(outer) == len(names):
             break
-        names = outer
-    return names[0] if len(names) == 1 else list(names)
+        names = sorted(outer)
+    if len(names) == 1:
+        return names[0]
+    return list(names)
