@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from statexchange.comm.calls import public_call
@@ -14,7 +15,6 @@ from statexchange.conversions.choice import Convert
 from statexchange.exchange.chosen_conversion import ChosenConversion
 from statexchange.exchange.load import load_now
 from statexchange.exchange.load_report import LoadReport, LoadRequest
-from statexchange.settings import check_progress
 from statexchange.sharding.options import LoadOptions, Rename, Replicas
 from statexchange.state.describe import State
 
@@ -141,10 +141,8 @@ def load_checkpoint(
     communicator = as_communicator(comm)
     began = time.perf_counter()
     with communicator.phase("checking its options"):
-        check_progress(on_progress)
-        conversion = None
-        if convert is not None or convert_with is not None:
-            conversion = ChosenConversion.of(convert, convert_with, state)
         options = LoadOptions(strict, layout, include, exclude, rename, dtype, replicas)
-    request = LoadRequest(state, path, options, stall_timeout_s, began, conversion, on_progress)
+        request = LoadRequest(state, path, options, stall_timeout_s, began, on_progress)
+        if convert is not None or convert_with is not None:
+            request = replace(request, conversion=ChosenConversion.of(convert, convert_with, state))
     return load_now(request, communicator)

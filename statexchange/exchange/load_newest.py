@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from statexchange.comm.communicator import Communicator
@@ -17,7 +17,7 @@ from statexchange.exchange.memory_copy import COPY_ERRORS, MemoryCopies
 from statexchange.exchange.messages import from_root
 from statexchange.exchange.rank_metadata import equal_options
 from statexchange.exchange.saves_directory import SavesDirectory
-from statexchange.settings import check_flags, check_progress
+from statexchange.settings import check_flags
 from statexchange.sharding import records
 from statexchange.sharding.options import LoadOptions
 from statexchange.state.describe import State
@@ -95,12 +95,11 @@ class SaveLoader:
         choices = {**self.options}
         stall_timeout_s, on_progress = choices.pop("stall_timeout_s"), choices.pop("on_progress", None)
         with self.comm.phase("checking its options"):
-            check_progress(on_progress)
             options = LoadOptions(**choices)
+            request = LoadRequest(state, self.saves.path, options, stall_timeout_s, began, on_progress)
         try:
             with copies.opened(copy, self.comm) as (path, before_reading):
-                request = LoadRequest(state, path, options, stall_timeout_s, began, None, on_progress, before_reading)
-                return load_now(request, self.comm)
+                return load_now(replace(request, path=path, before_reading=before_reading), self.comm)
         except COPY_ERRORS as error:  # on all ranks
             if not copy.has_other:
                 raise

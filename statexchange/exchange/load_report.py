@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from statexchange.checkpoint.tensor_notes import note_on_overflows
 from statexchange.comm.communicator import Communicator
 from statexchange.exchange.chosen_conversion import ChosenConversion
+from statexchange.exchange.messages import from_all
 from statexchange.exchange.reading import Overflows, ReadItem
 from statexchange.formats.source import abbreviated_names
+from statexchange.settings import check_progress
 from statexchange.sharding import records
 from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.shards import Box
@@ -43,9 +45,12 @@ class LoadRequest:
     options: LoadOptions
     stall_timeout_s: float
     began: float
-    conversion: ChosenConversion | None = None
     on_progress: Callable[[int, int], None] | None = None
+    conversion: ChosenConversion | None = None
     before_reading: Callable[[Sequence[ReadItem]], None] | None = None
+
+    def __post_init__(self) -> None:
+        check_progress(self.on_progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +83,10 @@ class LoadReport:
 
 def notes_on_overflows(comm: Communicator, overflows: Sequence[Overflows]) -> tuple[str, ...]:
     """Return a note about what a cast has made infinite on any rank; each box counts once. Collective."""
-    sent = comm.all_gather_object([record.to_json() for record in overflows])
+    sent = [record.to_json() for record in overflows]
     by_box: dict[tuple[str, Box], int] = {}
-    for rank, raw in enumerate(sent):
-        for record in records.parsed(raw, _overflows_from_json, "the values that overflowed", rank):
+    for of_rank in from_all(comm, sent, _overflows_from_json, "the values that overflowed"):
+        for record in of_rank:
             # Ranks that have copies of a box have read, and cast, the same elements.
             by_box[record.name, record.box] = record.num_elements
     counts: Counter[str] = Counter()

@@ -9,6 +9,7 @@ from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.exchange.load_report import LoadRequest
 from statexchange.exchange.load_source import LoadSource
+from statexchange.exchange.messages import from_all
 from statexchange.exchange.name_advice import loads_nothing, names_error
 from statexchange.exchange.saved_names import advice_on_missing
 from statexchange.sharding import records
@@ -68,15 +69,13 @@ def compare_names(comm: Communicator, request: LoadRequest, plan: LoadPlan, load
     """
     options, path = request.options, loaded.matching.path
     everywhere, is_empty = {*plan.unexpected}, plan.is_empty
-    # Outside of the phase: a rank that fails in it takes part in its end, and in no other collective.
-    sent = []
     if comm.world_size > 1:
-        sent = comm.all_gather_object([plan.unexpected, is_empty])
-    with comm.phase("comparing the names"):
-        for rank, raw in enumerate(sent):
-            unexpected, is_empty_there = records.parsed(raw, _names_from_json, "unexpected names", rank)
+        for unexpected, is_empty_there in from_all(
+            comm, [plan.unexpected, is_empty], _names_from_json, "unexpected names"
+        ):
             everywhere &= unexpected
             is_empty &= is_empty_there
+    with comm.phase("comparing the names"):
         plan.unexpected = [name for name in plan.unexpected if name in everywhere]
         plan.unexpected += loaded.converted.without_rule
         differs = not plan.tolerated.issuperset([*plan.missing, *plan.unexpected])

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from statexchange.comm.communicator import Communicator
+from statexchange.exchange.messages import from_all
 from statexchange.exchange.rank_metadata import (
     RankMetadata,
     check_metadata,
@@ -63,9 +64,8 @@ def renumbered_names(comm: Communicator, live: LiveState, matching: Matching) ->
                 rule = layout.rule_for(name)
                 names |= dict.fromkeys([name] if rule is None else rule.names(name), name)
     # Outside of the phases: a rank that fails in one takes part in its end, and in no collective inside it.
-    sent = comm.all_gather_object(names)
+    by_rank = dict(enumerate(from_all(comm, names, records.texts, "its names")))
     with comm.phase("renumbering its tensors"):
-        by_rank = {rank: records.parsed(raw, records.texts, "its names", rank) for rank, raw in enumerate(sent)}
         return renumber_names(by_rank, layout)[comm.rank]
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, ReplacedError
 from statexchange.exchange.load_report import LoadRequest
+from statexchange.exchange.messages import from_all
 from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.formats.source import Source
 from statexchange.sharding import records
@@ -69,11 +70,8 @@ def check_same_source(source: Source, request: LoadRequest, comm: Communicator) 
         ReplacedError: ranks have opened different checkpoints at one path.
         InvalidArgumentError: they have opened different paths, or have different options.
     """
-    what = "the description of the checkpoint"
-    sent = comm.all_gather_object(_OpenedSource.of(source, request).to_json())
-    opened = []
-    for rank, raw in enumerate(sent):
-        opened.append(records.parsed(raw, _OpenedSource.from_json, what, rank))
+    sent = _OpenedSource.of(source, request).to_json()
+    opened = from_all(comm, sent, _OpenedSource.from_json, "the description of the checkpoint")
     for rank, of_rank in enumerate(opened):
         first_rank = 0
         if of_rank.content == opened[0].content:
