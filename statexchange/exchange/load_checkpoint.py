@@ -15,6 +15,7 @@ from statexchange.conversions.choice import Convert
 from statexchange.exchange.chosen_conversion import ChosenConversion
 from statexchange.exchange.load import load_now
 from statexchange.exchange.load_report import LoadReport, LoadRequest
+from statexchange.settings import check_progress
 from statexchange.sharding.options import LoadOptions, Rename, Replicas
 from statexchange.state.describe import State
 
@@ -141,6 +142,7 @@ def load_checkpoint(
     communicator = as_communicator(comm)
     began = time.perf_counter()
     with communicator.phase("checking its options"):
+        check_progress(on_progress)
         options = LoadOptions(strict, layout, include, exclude, rename, dtype, replicas)
         request = LoadRequest(state, path, options, stall_timeout_s, began, on_progress)
         if convert is not None or convert_with is not None:

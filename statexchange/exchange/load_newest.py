@@ -17,7 +17,7 @@ from statexchange.exchange.memory_copy import COPY_ERRORS, MemoryCopies
 from statexchange.exchange.messages import from_root
 from statexchange.exchange.rank_metadata import equal_options
 from statexchange.exchange.saves_directory import SavesDirectory
-from statexchange.settings import check_flags
+from statexchange.settings import check_flags, check_progress
 from statexchange.sharding import records
 from statexchange.sharding.options import LoadOptions
 from statexchange.state.describe import State
@@ -95,6 +95,7 @@ class SaveLoader:
         choices = {**self.options}
         stall_timeout_s, on_progress = choices.pop("stall_timeout_s"), choices.pop("on_progress", None)
         with self.comm.phase("checking its options"):
+            check_progress(on_progress)
             options = LoadOptions(**choices)
             request = LoadRequest(state, self.saves.path, options, stall_timeout_s, began, on_progress)
         try:

@@ -13,7 +13,6 @@ from statexchange.exchange.chosen_conversion import ChosenConversion
 from statexchange.exchange.messages import from_all
 from statexchange.exchange.reading import Overflows, ReadItem
 from statexchange.formats.source import abbreviated_names
-from statexchange.settings import check_progress
 from statexchange.sharding import records
 from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.shards import Box
@@ -48,9 +47,6 @@ class LoadRequest:
     on_progress: Callable[[int, int], None] | None = None
     conversion: ChosenConversion | None = None
     before_reading: Callable[[Sequence[ReadItem]], None] | None = None
-
-    def __post_init__(self) -> None:
-        check_progress(self.on_progress)
 
 
 @dataclass(frozen=True, slots=True)
