@@ -22,13 +22,14 @@ import math
 import pathlib
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias, cast
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
 
 __all__ = [
     "MAX_DEPTH",
+    "UnknownValue",
     "decode",
     "decode_parsed",
     "encode",
@@ -50,8 +51,30 @@ _NUMBER_DTYPES = ("bool", *(f"{sign}int{8 * size}" for sign in ("", "u") for siz
 _NUMBER_DTYPES += ("float16", "float32", "float64", "complex64", "complex128")
 _registered: dict[str, type] = {}
 
+Value: TypeAlias = Any
+"""Any value that `encode` takes."""
+
+Json: TypeAlias = "bool | int | float | str | list[Value] | JsonObject | None"
+JsonObject: TypeAlias = "dict[str, Value]"
 Leaf: TypeAlias = "Callable[[object, str], str | None]"
-Json: TypeAlias = "bool | int | float | str | list[Any] | dict[str, Any] | None"
+Types: TypeAlias = "Mapping[str, type]"
+
+
+class UnknownValue:
+    """A value of a type that the reader does not know, with its JSON text.
+
+    `problem` is why its type cannot have the value; "" if the type is not known.
+    """
+
+    __slots__ = ("problem", "text", "type_name")
+
+    def __init__(self, type_name: str, text: str, problem: str) -> None:
+        self.type_name = type_name
+        self.text = text
+        self.problem = problem
+
+    def __repr__(self) -> str:
+        return f"<{self.type_name}>"
 
 
 def register_config(cls: type) -> type:
@@ -103,84 +126,123 @@ def encode(value: object, leaf: Leaf | None = None, *, leaves_anywhere: bool = T
         UnsupportedError: a type has no JSON text, or an object is kept where it may not be; names the path.
         InvalidArgumentError: the value contains itself or is nested too deeply; names the path.
     """
-    keep = _once(leaf)
-    inside = keep if leaves_anywhere else _refusing(keep)
-    return json.dumps(_encode(value, "", keep, inside, 0), allow_nan=False, separators=(",", ":"))
+    return json.dumps(
+        _Encoder(leaf, leaves_anywhere=leaves_anywhere).value(value, ""), allow_nan=False, separators=(",", ":")
+    )
 
 
-def _once(leaf: Leaf | None) -> Leaf:
-    """Wrap `leaf` to raise InvalidArgumentError if it keeps two objects under one name: one would be lost."""
-    kept: dict[str, object] = {}
+class _Encoder:
+    """Makes JSON of values.
 
-    def keep(value: object, path: str) -> str | None:
-        name = leaf(value, path) if leaf is not None else None
-        if name is not None and kept.setdefault(name, value) is not value:
+    A path is written as in Python, and tells the user what cannot be encoded.
+    """
+
+    def __init__(self, leaf: Leaf | None, *, leaves_anywhere: bool) -> None:
+        self._leaf = leaf
+        self._leaves_anywhere = leaves_anywhere
+        self._kept: dict[str, object] = {}
+        self._depth = 0
+
+    def value(self, value: Value, path: str, *, is_hashed: bool = False) -> Json:
+        """Return `value` as JSON; `is_hashed` is whether it is in a key or in a set, or in a deque."""
+        if self._depth > MAX_DEPTH:
+            raise InvalidArgumentError(f"value at {path[:80]}... is nested deeper than {MAX_DEPTH}, or contains itself")
+        if self._leaf is not None:
+            name = self._leaf(value, path)
+            if name is not None:
+                return self._kept_leaf(name, value, path, is_hashed=is_hashed)
+        kind = type(value)
+        if kind is int and value.bit_length() > _MAX_INT_BITS:
+            what = f"an integer of {value.bit_length():,} bits"
+            raise UnsupportedError(f"cannot write {what} as JSON, at {path or 'the top'}: give its hex()")
+        if value is None or kind in (bool, int, str):
+            return cast("Json", value)
+        if kind is float:
+            return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
+        self._depth += 1
+        raw = self._container(value, path, is_hashed=is_hashed)
+        if raw is None:
+            raw = self._tagged(value, path)
+        if raw is None:
+            raise _refusal(kind, path)
+        self._depth -= 1
+        return raw
+
+    def _kept_leaf(self, name: str, value: object, path: str, *, is_hashed: bool) -> Json:
+        if self._kept.setdefault(name, value) is not value:  # one would be lost
             raise InvalidArgumentError(f"two values are called {name!r}; the second lies at {path}")
-        return name
-
-    return keep
-
-
-def _refusing(leaf: Leaf) -> Leaf:
-    """Return a leaf for the items of sets and deques and for keys: it raises UnsupportedError if `leaf` keeps one."""
-
-    def refuse(value: object, path: str) -> None:
-        if leaf(value, path) is not None:
+        if is_hashed and not self._leaves_anywhere:
             raise UnsupportedError(
                 f"{type_text(value)} cannot be an item of a set or deque, or a key, at {path[:80]}: put it into "
                 "a list, or into a mapping with text as keys"
             )
+        return {_TAG: "leaf", "name": name}
 
-    return refuse
+    def _container(self, value: Value, path: str, *, is_hashed: bool) -> Json:
+        """Return the JSON of a container or an enum; None for any other value."""
+        kind = type(value)
+        if isinstance(value, enum.Enum):
+            member = self.value(value.value, f"{path}.value", is_hashed=is_hashed)
+            if not _leads_back(value, member):
+                raise _refusal(kind, path)
+            return {_TAG: "enum", "type": _type_name(kind), "value": member}
+        if kind in (list, tuple):
+            items = [self.value(item, f"{path}[{i}]", is_hashed=is_hashed) for i, item in enumerate(value)]
+            return items if kind is list else {_TAG: "tuple", "value": items}
+        tag, entries = "", value
+        if dataclasses.is_dataclass(kind):
+            tag, entries = "dataclass", _fields(value, path)
+        elif isinstance(value, tuple) and hasattr(value, "_fields"):
+            tag, entries = "namedtuple", dict(zip(value._fields, value, strict=True))
+        elif not isinstance(value, Mapping):
+            return None
+        elif _TAG in value or {*map(type, value)} - {str}:
+            pairs = []
+            for key, item in value.items():
+                shown = excerpt(key)
+                raw_key = self.value(key, f"{path}<key {shown}>", is_hashed=True)
+                pairs.append([raw_key, self.value(item, f"{path}[{shown}]", is_hashed=is_hashed)])
+            return {_TAG: "dict", "value": pairs}
+        raw = {key: self.value(item, f"{path}.{key}", is_hashed=is_hashed) for key, item in entries.items()}
+        return {_TAG: tag, "type": _type_name(kind), "value": raw} if tag else raw
 
-
-def _encode(value: Any, path: str, leaf: Leaf, inside: Leaf, depth: int) -> Json:  # noqa: ANN401 (any value)
-    """Return `value` as JSON; `inside` is the leaf for the items of sets and deques and for keys."""
-    if depth > MAX_DEPTH:
-        raise InvalidArgumentError(f"value at {path[:80]}... is nested deeper than {MAX_DEPTH}, or contains itself")
-    kept = leaf(value, path)
-    if kept is not None:
-        return {_TAG: "leaf", "name": kept}
-    kind = type(value)
-    if kind is int and value.bit_length() > _MAX_INT_BITS:
-        text = f"cannot write an integer of {value.bit_length():,} bits as JSON, at {path or 'the top'}: give its hex()"
-        raise UnsupportedError(text)
-    if value is None or kind in (bool, int, str):
-        return cast("Json", value)
-    if kind is float:
-        return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
-
-    def inner(child: object, step: str) -> Json:
-        return _encode(child, path + step, leaf, inside, depth + 1)
-
-    def item_or_key(child: object, step: str) -> Json:
-        return _encode(child, path + step, inside, inside, depth + 1)
-
-    if isinstance(value, enum.Enum):
-        member = inner(value.value, ".value")
-        if not _leads_back(value, member):
-            raise _refusal(kind, path)
-        return _typed("enum", kind, value=member)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {name: inner(item, f".{name}") for name, item in _fields(value, path).items()}
-        return _typed("dataclass", kind, value=fields)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        fields = {name: inner(item, f".{name}") for name, item in zip(value._fields, value, strict=True)}
-        return _typed("namedtuple", kind, value=fields)
-    if kind in (list, tuple):
-        items = [inner(item, f"[{i}]") for i, item in enumerate(value)]
-        return items if kind is list else {_TAG: "tuple", "value": items}
-    if isinstance(value, Mapping):
-        if all(type(key) is str for key in value) and _TAG not in value:
-            return {key: inner(item, f".{key}") for key, item in value.items()}
-        pairs = [
-            [item_or_key(key, f"<key {excerpt(key)}>"), inner(item, f"[{excerpt(key)}]")] for key, item in value.items()
-        ]
-        return {_TAG: "dict", "value": pairs}
-    tagged = _tagged(value, item_or_key)
-    if tagged is not None:
-        return tagged
-    raise _refusal(kind, path)
+    def _tagged(self, value: Value, path: str) -> Json:
+        """Return the JSON object of a value of the standard library, numpy or torch; None for any other value."""
+        kind = type(value)
+        if kind is complex:
+            return {_TAG: "complex", "value": [self.value(value.real, path), self.value(value.imag, path)]}
+        if kind is bytes:
+            return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
+        if kind is io.BytesIO:
+            return {_TAG: "bytesio", "value": base64.b64encode(value.getvalue()).decode(), "position": value.tell()}
+        if kind in (set, frozenset):  # sorted, so that equal sets have equal texts
+            items = [self.value(item, f"{path}<item {excerpt(item)}>", is_hashed=True) for item in value]
+            return {_TAG: kind.__name__, "value": sorted(items, key=json.dumps)}
+        if kind is deque:
+            items = [self.value(item, f"{path}[{i}]", is_hashed=True) for i, item in enumerate(value)]
+            return {_TAG: "deque", "value": items, "maxlen": value.maxlen}
+        if isinstance(value, type(pathlib.PurePath())):  # not one of another system
+            return {_TAG: "path", "value": str(value)}
+        if kind is dt.date:
+            return {_TAG: "date", "value": value.isoformat()}
+        if kind in (dt.datetime, dt.time):
+            fold = {"fold": value.fold} if value.fold else {}
+            text = value.isoformat()
+            if repr(kind.fromisoformat(text).replace(**fold)) != repr(value):
+                return None  # no text has the name of a time zone
+            return {_TAG: kind.__name__, "value": text, **fold}
+        if kind is dt.timedelta:
+            return {_TAG: "timedelta", "value": [value.days, value.seconds, value.microseconds]}
+        if kind.__module__ == "torch" and kind.__name__ in ("dtype", "Size", "device"):
+            plain = list(value) if kind.__name__ == "Size" else str(value).removeprefix("torch.")
+            return {_TAG: kind.__name__.lower(), "value": plain}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.generic):
+            if value.dtype.kind in "US":
+                return self.value(value.item(), path)
+            if is_number(value):
+                return {_TAG: "number", "dtype": value.dtype.name, "value": self.value(value.item(), path)}
+        return None
 
 
 def _refusal(kind: type, path: str) -> UnsupportedError:
@@ -188,47 +250,9 @@ def _refusal(kind: type, path: str) -> UnsupportedError:
     return UnsupportedError(f"cannot write a {kind.__module__}.{kind.__qualname__} as JSON, at {where}{_advice(kind)}")
 
 
-def _tagged(value: Any, inner: Callable[[object, str], Json]) -> Json:  # noqa: ANN401 (any value)
-    """Return the JSON object of a value of the standard library, numpy or torch; None for any other value."""
-    kind = type(value)
-    if kind is complex:
-        return {_TAG: "complex", "value": [inner(value.real, ".real"), inner(value.imag, ".imag")]}
-    if kind is bytes:
-        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
-    if kind is io.BytesIO:
-        return {_TAG: "bytesio", "value": base64.b64encode(value.getvalue()).decode(), "position": value.tell()}
-    if kind in (set, frozenset):  # sorted, so that equal sets have equal texts
-        items = [inner(item, f"<item {excerpt(item)}>") for item in value]
-        return {_TAG: kind.__name__, "value": sorted(items, key=json.dumps)}
-    if kind is deque:
-        items = [inner(item, f"[{i}]") for i, item in enumerate(value)]
-        return {_TAG: "deque", "value": items, "maxlen": value.maxlen}
-    if isinstance(value, type(pathlib.PurePath())):  # not one of another system
-        return {_TAG: "path", "value": str(value)}
-    if kind is dt.date:
-        return {_TAG: "date", "value": value.isoformat()}
-    if kind in (dt.datetime, dt.time):
-        fold = {"fold": value.fold} if value.fold else {}
-        text = value.isoformat()
-        has_text = repr(kind.fromisoformat(text).replace(**fold)) == repr(value)  # no text has the name of a time zone
-        return {_TAG: kind.__name__, "value": text, **fold} if has_text else None
-    if kind is dt.timedelta:
-        return {_TAG: "timedelta", "value": [value.days, value.seconds, value.microseconds]}
-    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "Size", "device"):
-        plain = list(value) if kind.__name__ == "Size" else str(value).removeprefix("torch.")
-        return {_TAG: kind.__name__.lower(), "value": plain}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
-        if value.dtype.kind in "US":
-            return inner(value.item(), "")
-        if is_number(value):
-            return {_TAG: "number", "dtype": value.dtype.name, "value": inner(value.item(), "")}
-    return None
-
-
 def is_number(value: object) -> bool:
     """Whether `value` is a number of Python or numpy, no wider than a double. Not collective."""
-    numpy: Any = sys.modules.get("numpy")
+    numpy: Value = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         return value.dtype.name in _NUMBER_DTYPES
     return type(value) in (bool, int, float, complex)
@@ -252,7 +276,7 @@ def is_same(value: object, other: object) -> bool:
     """
     if type(value) is not type(other):
         return False
-    if type(value) in (bool, str, type(None)):
+    if type(value) in (bool, int, str, type(None)):
         return value == other
     if type(value) is float:
         return repr(value) == repr(other)
@@ -280,7 +304,7 @@ def _advice(kind: type) -> str:
     return ": give plain values, tensors, or a dataclass of them"
 
 
-def _fields(value: Any, path: str) -> dict[str, Any]:  # noqa: ANN401 (a dataclass)
+def _fields(value: Value, path: str) -> dict[str, Value]:
     names = [f.name for f in dataclasses.fields(value)]
     for name in names:
         if not hasattr(value, name):
@@ -298,31 +322,29 @@ def _leads_back(member: enum.Enum, encoded: Json) -> bool:
         return False
 
 
-def _typed(tag: str, cls: type, value: Json) -> dict[str, Any]:
-    return {_TAG: tag, "type": _type_name(cls), "value": value}
-
-
 def types_of(value: object) -> dict[str, type]:
     """Return the dataclass, namedtuple and Enum types in `value` by qualified name, for `decode`."""
-    return {_type_name(type(part)): type(part) for part in parts_of(value) if _has_type_name(part)}
+    types = {}
+    for part in parts_of(value):
+        if isinstance(part, tuple):
+            is_named = hasattr(part, "_fields")
+        else:
+            is_named = isinstance(part, enum.Enum) or (dataclasses.is_dataclass(part) and not isinstance(part, type))
+        if is_named:
+            types[_type_name(type(part))] = type(part)
+    return types
 
 
-def _has_type_name(value: object) -> bool:
-    """Whether the text of `value` names its type."""
-    if isinstance(value, enum.Enum) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        return True
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def parts_of(value: object) -> Iterator[object]:
-    """Yield `value` and everything in it, each object once: entries, keys, items, fields and the values of Enums.
+def parts_of(value: object) -> list[object]:
+    """Return `value` and everything in it, each object once: entries, keys, items, fields and the values of Enums.
 
     Not collective. Values may be nested deeper than Python recurses.
     """
+    parts: list[object] = []
     waiting, seen = [value], {id(value)}
     while waiting:
         value = waiting.pop()
-        yield value
+        parts.append(value)  # which keeps it, so that no other object gets its id
         children: Iterable[object] = ()
         if isinstance(value, enum.Enum):
             children = [value.value]
@@ -336,15 +358,16 @@ def parts_of(value: object) -> Iterator[object]:
             if id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)
+    return parts
 
 
 def decode(
     text: str | bytes,
     *,
-    types: Mapping[str, type] | None = None,
-    leaf: Callable[[str], Any] | None = None,
-    unknown: Callable[[str, str, str], Any] | None = None,
-) -> Any:  # noqa: ANN401 (any value that `encode` takes)
+    types: Types | None = None,
+    leaves: Mapping[str, object] | None = None,
+    unknown: list[UnknownValue] | None = None,
+) -> Value:
     """Return the value that `encode` wrote. Not collective.
 
     Dataclasses, namedtuples and Enums come back as the type in `types` or one given to `register_config`. A value of an
@@ -355,32 +378,36 @@ def decode(
     Args:
         text: the text.
         types: types that may be built, by qualified name.
-        leaf: `leaf(name)` returns the object that `encode`'s leaf kept under a name.
-        unknown: `unknown(type_name, text, problem)` returns what a value becomes instead whose type is unknown, or
-            cannot have the value, which `problem` then says.
+        leaves: the objects that `encode`'s leaf kept, or what stands for them here, by name.
+        unknown: a list, if a value whose type is unknown, or cannot have it, is to become an UnknownValue instead: each
+            is added to the list, too.
 
     Raises:
-        ValueError: `encode` cannot have written the text.
+        ValueError: `encode` cannot have written the text, or it names a leaf that is not in `leaves`.
+
+    Example:
+        ``{"step": 3, "w": {"$": "leaf", "name": "w"}}`` with ``leaves={"w": tensor}`` becomes
+        ``{"step": 3, "w": tensor}``.
     """
     try:
         parsed = json.loads(text)
     except RecursionError as error:
         raise ValueError(f"malformed value: {error!r}") from error
-    return decode_parsed(parsed, types=types, leaf=leaf, unknown=unknown)
+    return decode_parsed(parsed, types=types, leaves=leaves, unknown=unknown)
 
 
 def decode_parsed(
     parsed: object,
     *,
-    types: Mapping[str, type] | None = None,
-    leaf: Callable[[str], Any] | None = None,
-    unknown: Callable[[str, str, str], Any] | None = None,
-) -> Any:  # noqa: ANN401 (any value that `encode` takes)
+    types: Types | None = None,
+    leaves: Mapping[str, object] | None = None,
+    unknown: list[UnknownValue] | None = None,
+) -> Value:
     """Return what `decode` returns, from text that is parsed: text from a file needs json_text.py's strict parser."""
-    return _decoded(_Decoder({**_registered, **(types or {})}, leaf, unknown), parsed)
+    return _decoded(_Decoder({**_registered, **(types or {})}, leaves, unknown), parsed)
 
 
-def to_plain(parsed: object) -> Any:  # noqa: ANN401
+def to_plain(parsed: object) -> Value:
     """Return the value that `encode` wrote as plain values for display. Not collective.
 
     A dataclass, namedtuple or Enum becomes a dict with ``"__name__"``. So does a leaf: its ``"__name__"`` is "tensor",
@@ -396,7 +423,7 @@ def to_plain(parsed: object) -> Any:  # noqa: ANN401
     return _decoded(_PlainDecoder({}, None), parsed)
 
 
-def _decoded(decoder: _Decoder, parsed: Any) -> Any:  # noqa: ANN401
+def _decoded(decoder: _Decoder, parsed: object) -> Value:
     try:
         return decoder.value(parsed)
     except StateExchangeError:
@@ -409,93 +436,104 @@ class _Decoder:
     """Rebuilds values from parsed JSON; one method per tag."""
 
     def __init__(
-        self,
-        types: Mapping[str, type],
-        leaf: Callable[[str], Any] | None,
-        unknown: Callable[[str, str, str], Any] | None = None,
+        self, types: Types, leaves: Mapping[str, object] | None, unknown: list[UnknownValue] | None = None
     ) -> None:
         self._types = types
-        self._leaf = leaf
+        self._leaves = leaves
         self._unknown = unknown
         self._depth = 0
 
-    def value(self, raw: Json) -> Any:  # noqa: ANN401 (any value that `encode` takes)
+    def value(self, raw: Value) -> Value:
         """Return the value of one parsed JSON node."""
         if not isinstance(raw, list | dict):
             return raw
         if self._depth > MAX_DEPTH:  # as in `encode`: code that walks the value may recurse
             raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
         self._depth += 1
-        found = self._container(raw)
-        self._depth -= 1
-        return found
-
-    def _container(self, raw: list[Any] | dict[str, Any]) -> object:
+        built: Value
         if isinstance(raw, list):
-            return [self.value(item) for item in raw]
-        if _TAG not in raw:
-            return {key: self.value(item) for key, item in raw.items()}
-        build = self.BUILDERS.get(raw[_TAG])
-        if build is None:
-            raise ValueError(f"unknown value tag {excerpt(raw[_TAG])}")
-        return build(self, raw)
+            built = self._items(raw)
+        elif _TAG not in raw:
+            built = raw.copy()
+            for key, item in raw.items():
+                if isinstance(item, list | dict):
+                    built[key] = self.value(item)
+        elif raw[_TAG] == "leaf" and self._leaves is not None:
+            built = self._leaves[raw["name"]]  # not by a method: most values of a job's state are tensors
+        else:
+            build = self.BUILDERS.get(raw[_TAG])
+            if build is None:
+                raise ValueError(f"unknown value tag {excerpt(raw[_TAG])}")
+            built = build(self, raw)
+        self._depth -= 1
+        return built
 
-    def _float(self, raw: dict[str, Any]) -> float:
+    def _items(self, raw: list[Value]) -> list[Value]:
+        items = [*raw]
+        for index, item in enumerate(items):
+            if isinstance(item, list | dict):
+                items[index] = self.value(item)
+        return items
+
+    def _float(self, raw: JsonObject) -> float:
         return float(raw["value"])
 
-    def _tuple(self, raw: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(self.value(item) for item in raw["value"])
+    def _tuple(self, raw: JsonObject) -> tuple[Value, ...]:
+        return tuple(self._items(raw["value"]))
 
-    def _complex(self, raw: dict[str, Any]) -> complex:
+    def _complex(self, raw: JsonObject) -> complex:
         real, imag = raw["value"]
         return complex(self.value(real), self.value(imag))
 
-    def _number(self, raw: dict[str, Any]) -> object:
+    def _number(self, raw: JsonObject) -> object:
         import numpy as np
 
         if raw["dtype"] not in _NUMBER_DTYPES:
             raise ValueError(f"{excerpt(raw['dtype'])} is not the dtype of a number")
         return np.dtype(raw["dtype"]).type(self.value(raw["value"]))
 
-    def _bytes(self, raw: dict[str, Any]) -> bytes:
+    def _bytes(self, raw: JsonObject) -> bytes:
         return base64.b64decode(raw["value"], validate=True)
 
-    def _bytesio(self, raw: dict[str, Any]) -> io.BytesIO:
+    def _bytesio(self, raw: JsonObject) -> io.BytesIO:
         stream = io.BytesIO(self._bytes(raw))
         stream.seek(raw["position"])
         return stream
 
-    def _set(self, raw: dict[str, Any]) -> object:
-        items = [self._hashable(item) for item in raw["value"]]
+    def _set(self, raw: JsonObject) -> object:
+        items = list(map(self._hashable, raw["value"]))
         _check_hashes(items)
         return {"set": set, "frozenset": frozenset}[raw[_TAG]](items)
 
-    def _deque(self, raw: dict[str, Any]) -> deque[Any]:
-        return deque((self.value(item) for item in raw["value"]), raw["maxlen"])
+    def _deque(self, raw: JsonObject) -> deque[Value]:
+        return deque(self._items(raw["value"]), raw["maxlen"])
 
-    def _path(self, raw: dict[str, Any]) -> pathlib.Path:
+    def _path(self, raw: JsonObject) -> pathlib.Path:
         return pathlib.Path(raw["value"])
 
-    def _time(self, raw: dict[str, Any]) -> object:
+    def _time(self, raw: JsonObject) -> object:
         time = getattr(dt, raw[_TAG]).fromisoformat(raw["value"])
         return time.replace(fold=raw["fold"]) if "fold" in raw else time
 
-    def _timedelta(self, raw: dict[str, Any]) -> dt.timedelta:
+    def _timedelta(self, raw: JsonObject) -> dt.timedelta:
         days, seconds, microseconds = raw["value"]
         return dt.timedelta(days, seconds, microseconds)
 
-    def _size(self, raw: dict[str, Any]) -> object:
+    def _size(self, raw: JsonObject) -> object:
         torch = sys.modules.get("torch")
         return tuple(raw["value"]) if torch is None else torch.Size(raw["value"])
 
-    def _device(self, raw: dict[str, Any]) -> object:
+    def _device(self, raw: JsonObject) -> object:
         torch = sys.modules.get("torch")
         return str(raw["value"]) if torch is None else torch.device(str(raw["value"]))
 
-    def _dict(self, raw: dict[str, Any]) -> dict[Any, Any]:
-        pairs = [(self._hashable(key), self.value(item)) for key, item in raw["value"]]
-        _check_hashes(key for key, _ in pairs)
-        return dict(pairs)
+    def _dict(self, raw: JsonObject) -> dict[Value, Value]:
+        keys, items = [], []
+        for key, item in raw["value"]:
+            keys.append(self._hashable(key))
+            items.append(self.value(item))
+        _check_hashes(keys)  # before they are inserted into the mapping
+        return dict(zip(keys, items, strict=True))
 
     def _hashable(self, raw: Json) -> Hashable:
         key: Hashable = self.value(raw)
@@ -505,18 +543,16 @@ class _Decoder:
             return json.dumps(raw, separators=(",", ":"))
         return key
 
-    def _dtype(self, raw: dict[str, Any]) -> object:
+    def _dtype(self, raw: JsonObject) -> object:
         torch = sys.modules.get("torch")
         name = str(raw["value"])
         dtype = getattr(torch, name, None)
         return dtype if torch is not None and isinstance(dtype, torch.dtype) else f"torch.{name}"
 
-    def _kept(self, raw: dict[str, Any]) -> object:
-        if self._leaf is None:
-            raise ValueError(f"value refers to {raw['name']!r}, a tensor or object that is not here")
-        return self._leaf(raw["name"])
+    def _kept(self, raw: JsonObject) -> object:
+        raise ValueError(f"value refers to {raw['name']!r}, a tensor or object that is not here")
 
-    def _enum(self, raw: dict[str, Any]) -> object:
+    def _enum(self, raw: JsonObject) -> object:
         cls = self._type(raw, lambda known: issubclass(known, enum.Enum))
         value = self.value(raw["value"])
         if cls is None:
@@ -526,57 +562,46 @@ class _Decoder:
             if member.value != value:  # some releases of Python drop unknown bits of a Flag
                 raise ValueError(f"{raw['type']} has no member of this value")
         except ValueError as error:
-            if self._unknown is None:
-                raise
-            return self._of_unknown_type(raw, {}, str(error))
+            return self._of_unknown_type(raw, {}, error)
         return member
 
-    def _type(self, raw: dict[str, Any], fits: Callable[[type], bool]) -> type[Any] | None:
+    def _type(self, raw: JsonObject, fits: Callable[[type], bool]) -> type[Value] | None:
         """Return the type of this name, or None; raise ValueError if it is not of the tag's kind."""
         cls = self._types.get(raw["type"])
         if cls is not None and not fits(cls):
             raise ValueError(f"{raw['type']} is not of kind {raw[_TAG]} here")
         return cls
 
-    def _of_unknown_type(self, raw: dict[str, Any], fields: dict[str, Any], problem: str = "") -> object:
-        if self._unknown is not None:
-            return self._unknown(str(raw["type"]), json.dumps(raw, separators=(",", ":"), sort_keys=True), problem)
-        return {"__name__": _short(raw), **fields}
+    def _of_unknown_type(self, raw: JsonObject, fields: JsonObject, problem: ValueError | None = None) -> object:
+        if self._unknown is None:
+            if problem is not None:
+                raise problem
+            return {"__name__": _short(raw), **fields}
+        text = json.dumps(raw, separators=(",", ":"), sort_keys=True)
+        self._unknown.append(UnknownValue(str(raw["type"]), text, str(problem or "")))
+        return self._unknown[-1]
 
-    def _named_fields(self, raw: dict[str, Any]) -> dict[str, Any]:
-        return {key: self.value(item) for key, item in raw["value"].items()}
-
-    def _namedtuple(self, raw: dict[str, Any]) -> object:
-        cls = self._type(raw, lambda known: issubclass(known, tuple) and hasattr(known, "_fields"))
-        fields = self._named_fields(raw)
+    def _record(self, raw: JsonObject) -> object:
+        """Return a namedtuple or dataclass; its `__init__` is not called: the fields are its whole state."""
+        is_tuple = raw[_TAG] == "namedtuple"
+        cls = self._type(raw, _is_namedtuple if is_tuple else _is_dataclass)
+        fields = {name: self.value(item) for name, item in raw["value"].items()}
         if cls is None:
             return self._of_unknown_type(raw, fields)
-        try:
-            whole = _complete(raw, cls._fields, cls._field_defaults, fields)
-        except ValueError as error:
-            if self._unknown is None:
-                raise
-            return self._of_unknown_type(raw, fields, str(error))
-        return cls._make(whole.values())
-
-    def _dataclass(self, raw: dict[str, Any]) -> object:
-        cls = self._type(raw, dataclasses.is_dataclass)
-        fields = self._named_fields(raw)
-        if cls is None:
-            return self._of_unknown_type(raw, fields)
-        names = [f.name for f in dataclasses.fields(cls)]
-        try:
-            whole = _complete(raw, names, _defaults(cls), fields)
-        except ValueError as error:
-            if self._unknown is None:
-                raise
-            return self._of_unknown_type(raw, fields, str(error))
+        defaults, names = _defaults(cls)
+        whole = {**defaults, **fields}
+        differing = sorted(whole.keys() ^ {*names})
+        if differing:
+            problem = ValueError(f"{raw['type']} has other fields here: it differs in {differing[0]!r}")
+            return self._of_unknown_type(raw, fields, problem)
+        if is_tuple:
+            return cls._make(whole[name] for name in names)
         instance = object.__new__(cls)
-        for name, item in whole.items():
-            object.__setattr__(instance, name, item)  # not __init__: the fields are the whole state, and nothing is run
+        for name in names:
+            object.__setattr__(instance, name, whole[name])
         return instance
 
-    BUILDERS: ClassVar[dict[str, Callable[[_Decoder, dict[str, Any]], object]]] = {
+    BUILDERS: ClassVar[dict[str, Callable[[Value, JsonObject], object]]] = {
         "float": _float,
         "tuple": _tuple,
         "set": _set,
@@ -597,50 +622,51 @@ class _Decoder:
         "dtype": _dtype,
         "leaf": _kept,
         "enum": _enum,
-        "namedtuple": _namedtuple,
-        "dataclass": _dataclass,
+        "namedtuple": _record,
+        "dataclass": _record,
     }
 
 
 class _PlainDecoder(_Decoder):
     """Builds the plain values of `to_plain`."""
 
-    def _text(self, raw: dict[str, Any]) -> str:
+    def _text(self, raw: JsonObject) -> str:
         return str(raw["value"])
 
-    def _dtype_text(self, raw: dict[str, Any]) -> str:
+    def _dtype_text(self, raw: JsonObject) -> str:
         return f"torch.{raw['value']}"
 
-    def _number(self, raw: dict[str, Any]) -> object:
+    def _number(self, raw: JsonObject) -> object:
         return self.value(raw["value"])
 
-    def _complex_text(self, raw: dict[str, Any]) -> str:
+    def _complex_text(self, raw: JsonObject) -> str:
         return str(self._complex(raw))
 
-    def _bytes_text(self, raw: dict[str, Any]) -> str:
+    def _bytes_text(self, raw: JsonObject) -> str:
         return str(self._bytes(raw))
 
-    def _timedelta_text(self, raw: dict[str, Any]) -> str:
+    def _timedelta_text(self, raw: JsonObject) -> str:
         return str(self._timedelta(raw))
 
-    def _size_items(self, raw: dict[str, Any]) -> object:
+    def _size_items(self, raw: JsonObject) -> object:
         return self._tuple(raw)
 
-    def _list(self, raw: dict[str, Any]) -> list[Any]:
-        return [self.value(item) for item in raw["value"]]
+    def _list(self, raw: JsonObject) -> list[Value]:
+        return self._items(raw["value"])
 
-    def _dict(self, raw: dict[str, Any]) -> dict[Any, Any]:
-        found: dict[str, Any] = {}
+    def _dict(self, raw: JsonObject) -> dict[Value, Value]:
+        entries: JsonObject = {}
         for raw_key, item in raw["value"]:
             key = self.value(raw_key)
+            # The key 1 and the key "1" have one text, and the second one's repr differs.
             text = key if isinstance(key, str) else repr(key)
-            found[repr(key) if text in found else text] = self.value(item)
-        return found
+            entries[repr(key) if text in entries else text] = self.value(item)
+        return entries
 
-    def _kept(self, raw: dict[str, Any]) -> object:
+    def _kept(self, raw: JsonObject) -> object:
         return {"__name__": "tensor", "name": str(raw["name"])}
 
-    BUILDERS: ClassVar[dict[str, Callable[[Any, dict[str, Any]], object]]] = {
+    BUILDERS: ClassVar[dict[str, Callable[[Value, JsonObject], object]]] = {
         **_Decoder.BUILDERS,
         **dict.fromkeys(("path", "datetime", "date", "time", "device"), _text),
         **dict.fromkeys(("set", "frozenset", "deque"), _list),
@@ -655,7 +681,7 @@ class _PlainDecoder(_Decoder):
     }
 
 
-def _check_hashes(keys: Iterable[Any]) -> None:
+def _check_hashes(keys: Iterable[Hashable]) -> None:
     """Raise ValueError for many keys with one hash: inserting them takes quadratic time.
 
     A hostile text can choose numbers with equal hashes. The hashes of text are randomised.
@@ -665,22 +691,27 @@ def _check_hashes(keys: Iterable[Any]) -> None:
         raise ValueError(f"more than {_MAX_EQUAL_HASHES} keys have the same hash")
 
 
-def _defaults(cls: type) -> dict[str, Any]:
+def _is_dataclass(cls: type) -> bool:
+    return dataclasses.is_dataclass(cls)
+
+
+def _is_namedtuple(cls: type) -> bool:
+    return issubclass(cls, tuple) and hasattr(cls, "_fields")
+
+
+def _defaults(cls: type[Value]) -> tuple[JsonObject, Sequence[str]]:
+    """Return the defaults of fields that a text may have been written without, and the names of all in their order."""
+    if not dataclasses.is_dataclass(cls):
+        return cls._field_defaults, cls._fields
+    defaults: JsonObject = {}
     fields = dataclasses.fields(cls)
-    plain = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    return plain | {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
+    for field in fields:
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+    return defaults, [field.name for field in fields]
 
 
-def _complete(
-    raw: dict[str, Any], names: Iterable[str], defaults: Mapping[str, Any], fields: dict[str, Any]
-) -> dict[str, Any]:
-    """Return all fields of a type in its order, with defaults for fields that the text was written without."""
-    whole = {**defaults, **fields}
-    differing = sorted(whole.keys() ^ set(names))
-    if differing:
-        raise ValueError(f"{raw['type']} has other fields here: it differs in {differing[0]!r}")
-    return {name: whole[name] for name in names}
-
-
-def _short(raw: dict[str, Any]) -> str:
+def _short(raw: JsonObject) -> str:
     return str(raw["type"]).rpartition(".")[2]

@@ -671,12 +671,19 @@ def _other_configs(blocks: Sequence[tuple[_Block, Any]], types: Mapping[str, typ
 
 
 def _config(rank: int, block: _Block, message: object, types: Mapping[str, type]) -> Any:  # noqa: ANN401 (a config of any type)
-    def tensor(name: str) -> _Tensor:
-        if name not in block.metadata:
-            raise MismatchError("the config has a tensor that was not sent", name=name, rank=rank)
-        return block.tensor(name)
+    text = records.parsed(message, records.text, "the config", rank)
+    return values.decode(text, types=types, leaves=_SentTensors(block, rank))
 
-    return values.decode(records.parsed(message, records.text, "the config", rank), types=types, leaf=tensor)
+
+class _SentTensors(dict[str, _Tensor]):
+    """The tensors that a rank has sent beside its config, which names them."""
+
+    def __init__(self, block: _Block, rank: int) -> None:
+        super().__init__({name: block.tensor(name) for name in block.metadata})
+        self._rank = rank
+
+    def __missing__(self, name: str) -> _Tensor:
+        raise MismatchError("the config has a tensor that was not sent", name=name, rank=self._rank)
 
 
 def _receipt_from_json(raw: object) -> Receipt:

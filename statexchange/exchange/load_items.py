@@ -12,7 +12,7 @@ from statexchange.exchange.load_source import LoadSource
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.reading import ReadItem
 from statexchange.sharding.options import FLOATS
-from statexchange.state.describe import Description, LocalTensor, describe_entry
+from statexchange.state.describe import Description, LocalTensor, local_tensors
 from statexchange.state.load_plan import LoadPlan
 from statexchange.state.matching import Matching
 from statexchange.tensors import check_writable, mark_changed, without_grad
@@ -71,7 +71,8 @@ def _targets(plan: LoadPlan, loaded: LoadSource, rank: int) -> list[_Target]:
     with without_grad():  # a part of a parameter is a view, for which autograd would keep a node
         for target in plan.targets:
             is_padded = bool(getattr(target.live, "allow_shape_mismatch", False))
-            for local in describe_entry(target.path, target.live, layout, rank):
+            rule = layout.rule_for(target.path) if layout.rules else None
+            for local in local_tensors(target.path, target.live, rule, rank):
                 name = target.name
                 if name is None or local.shard.name != target.path:
                     name = _name_of_part(local.shard.name, matching)

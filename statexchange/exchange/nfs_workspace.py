@@ -180,11 +180,20 @@ def _read(view: WorkspaceView, name: RankName) -> tuple[Any, dict[str, Any]]:
     with view.open(name) as file:
         weights = {tensor_name: _tensor(file, tensor_name) for tensor_name in file.shards}
 
-        def leaf(_: str) -> None:
-            text = "this rank saved a state here, not configs and weights: load_checkpoint reads it"
-            raise InvalidArgumentError(text, rank=name.rank, path=file.path)
+        leaves = _NoTensors(name.rank, file.path)
+        return decode_stored(file.config, file.path, file.file.budget, leaves=leaves), weights
 
-        return decode_stored(file.config, file.path, file.file.budget, leaf=leaf), weights
+
+class _NoTensors(dict[str, object]):
+    """The tensors in the config of a file with configs and weights: there are none."""
+
+    def __init__(self, rank: int, path: str) -> None:
+        self._rank = rank
+        self._path = path
+
+    def __missing__(self, name: str) -> object:
+        text = "this rank saved a state here, not configs and weights: load_checkpoint reads it"
+        raise InvalidArgumentError(text, rank=self._rank, path=self._path)
 
 
 def _position() -> tuple[int, int]:

@@ -10,10 +10,10 @@ from statexchange.errors import InvalidArgumentError, type_text
 from statexchange.exchange.placing import parameter_names
 from statexchange.processes import collector_paused
 from statexchange.sharding.rules import Layout
-from statexchange.state.containers import children
 from statexchange.state.describe import Description, State, describe
-from statexchange.state.leaves import is_leaf
+from statexchange.state.flatten import is_leaf
 from statexchange.state.state_dict import encode_state, note_on_stale_optimizers, owners_of
+from statexchange.state.tree import children
 
 __all__ = ["SavedState", "describe_save"]
 
@@ -38,15 +38,15 @@ def describe_save(state: State, layout: Mapping[str, Any] | None, rank: int) -> 
         what = "a module, an optimizer, or a mapping or list of these and of tensors and values"
         raise InvalidArgumentError(f"the state is {type_text(state)}: give {what}")
     with collector_paused():
-        config, tensors, names = encode_state(state)
+        config, tensors, live, names = encode_state(state)
         rules = _parse_layout(layout, tensors)
         described = describe(tensors, rules, rank)
 
         def has_rule(name: str) -> bool:
             return name in described.tensors and described.tensors[name].part is not None
 
-        owners = owners_of(state, names, has_rule)
-        return SavedState(config, owners, described, rules, note_on_stale_optimizers(state, names))
+        owners = owners_of(live, names, has_rule)
+        return SavedState(config, owners, described, rules, note_on_stale_optimizers(live, names))
 
 
 def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) -> Layout:

@@ -9,12 +9,9 @@ from statexchange import values
 from statexchange.errors import CorruptError
 from statexchange.exchange.stored_tensors import StoredTensors
 from statexchange.formats.source import Source
-from statexchange.state.entries import Entries, RankEntries, flatten_tree
-from statexchange.state.entry import Entry
-from statexchange.state.flatten import LiveState, types_in_objects
-from statexchange.state.leaves import ObjectStates
+from statexchange.state.entries import Entries, Entry, OpaqueValue, RankEntries, SavedTensor, flatten_tree
+from statexchange.state.flatten import LiveState, ObjectStates, types_in_objects
 from statexchange.state.name_filter import NameFilter
-from statexchange.state.saved_values import OpaqueValue, SavedTensor, UnknownValue
 from statexchange.state.types import Leaf
 from statexchange.storage.json_text import decode_stored
 
@@ -44,7 +41,7 @@ def source_entries(
         of_names.entries = names.entries(of_names.entries, source.path)
         return Entries([of_names], keys_are_texts=source.kind == "dcp")
     types = values.types_of(state)
-    unknown: list[UnknownValue] = []
+    unknown: list[values.UnknownValue] = []
     trees = _decoded_trees(source, tensors, types, unknown)
     # Objects may know the types inside their states. To ask one for its state may have effects, so that they are asked
     # only for a type that is not known yet.
@@ -77,17 +74,12 @@ class _TreeLeaves(dict[str, SavedTensor]):
 
 
 def _decoded_trees(
-    source: Source, tensors: StoredTensors, types: Mapping[str, type], unknown: list[UnknownValue]
+    source: Source, tensors: StoredTensors, types: Mapping[str, type], unknown: list[values.UnknownValue]
 ) -> dict[int, Leaf]:
     """Return the trees that ranks saved, by rank, and add the values of unknown types to the list.
 
     Equal trees count once. If as many ranks load as have saved, this rank's tree comes first, as its entries count.
     """
-
-    def placeholder(type_name: str, text: str, problem: str) -> UnknownValue:
-        unknown.append(UnknownValue(type_name, text, problem))
-        return unknown[-1]
-
     leaves = _TreeLeaves({name: stored.saved for name, stored in tensors.by_name.items()})
     leaves.path = source.path
     trees: dict[int, Leaf] = {}
@@ -96,9 +88,7 @@ def _decoded_trees(
         text = source.configs[rank]
         if text not in decoded:
             decoded.add(text)
-            trees[rank] = decode_stored(
-                text, source.path, source.budget, types=types, leaf=leaves.__getitem__, unknown=placeholder
-            )
+            trees[rank] = decode_stored(text, source.path, source.budget, types=types, leaves=leaves, unknown=unknown)
     return trees
 
 

@@ -11,7 +11,7 @@ from statexchange.formats.source import Source, SourceTensor
 from statexchange.sharding.options import Replicas
 from statexchange.sharding.plan import HolderLabel, holders_text, prove_cover
 from statexchange.sharding.shards import Box, Shard
-from statexchange.state.saved_values import SavedTensor
+from statexchange.state.entries import SavedTensor
 from statexchange.storage.byte_range import ByteRange
 
 __all__ = ["StoredTensor", "StoredTensors", "differing_text"]

@@ -13,8 +13,8 @@ import numpy as np
 from statexchange.errors import ReplicaError
 from statexchange.lazy import is_installed
 from statexchange.state.dtensors import is_sharded, new_dtensor
+from statexchange.state.entries import SavedTensor
 from statexchange.state.matching import Matching
-from statexchange.state.saved_values import SavedTensor
 from statexchange.state.types import Leaf
 from statexchange.tensors import (
     is_array,

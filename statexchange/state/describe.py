@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TypeAlias
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
 from statexchange.sharding.rules import Layout, Part, Rule
 from statexchange.sharding.sharding_spec import Placement
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.state.dtensors import chunks_of
-from statexchange.state.megatron import MegatronTensor, holds_sharded, leaves, sharded_kind
+from statexchange.state.megatron import MegatronTensor, add_sharded, holds_sharded, leaves, sharded_kind
 from statexchange.state.modules import is_extra_state, is_module, is_plain_entry, model_items
-from statexchange.tensors import TensorMemory, is_tensor, memory_of, same_memory, wait_tensor, without_grad
+from statexchange.state.types import Leaf, Module
+from statexchange.tensors import (
+    TensorLike,
+    TensorMemory,
+    is_tensor,
+    memory_of,
+    same_memory,
+    wait_tensor,
+    without_grad,
+)
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["Description", "LocalTensor", "State", "describe", "describe_entry"]
+__all__ = ["Description", "LocalTensor", "State", "describe", "local_tensors"]
 
 # State as callers give it: a module, a mapping of names to tensors (nested where a call allows it), or a list of such.
-State: TypeAlias = "torch.nn.Module | Mapping[str, Any] | Sequence[torch.nn.Module | Mapping[str, Any]]"
+State: TypeAlias = "Module | Mapping[str, Leaf] | Sequence[Module | Mapping[str, Leaf]]"
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +49,7 @@ class LocalTensor:
     """
 
     shard: Shard
-    tensors: tuple[Any, ...]
+    tensors: tuple[TensorLike, ...]
     part: Part | None = None
     placement: Placement | None = None
     mesh: str = ""
@@ -82,7 +88,9 @@ class Description:
         return replace(self, tensors={new[name]: local.renamed(new[name]) for name, local in self.tensors.items()})
 
 
-def describe(state: Any, layout: Layout | None = None, rank: int = 0, *, with_extra_state: bool = True) -> Description:
+def describe(
+    state: State, layout: Layout | None = None, rank: int = 0, *, with_extra_state: bool = True
+) -> Description:
     """Describe a module, a mapping of names to tensors, or a list of such (pipeline parts). Not collective.
 
     Args:
@@ -98,33 +106,35 @@ def describe(state: Any, layout: Layout | None = None, rank: int = 0, *, with_ex
     tensors: dict[str, LocalTensor] = {}
     aliases: dict[str, str] = {}
     sources: dict[str, str] = {}
-    seen: dict[tuple[Any, ...], str] = {}
+    seen: dict[tuple[object, ...], str] = {}
     rules = layout or Layout({})
     extra_state: list[str] = []
-    named = list(_named_tensors(state, extra_state, with_extra_state=with_extra_state))
+    # Before the block: a module's state_dict() may run hooks, which are not to be run without grad.
+    named = _named_tensors(state, extra_state, with_extra_state=with_extra_state)
     with without_grad():
         for name, tensor in named:
-            for part in _local_tensors(name, wait_tensor(tensor), rules.rule_for(name), rank):
-                if part.shard.name in tensors:
-                    raise InvalidArgumentError("two parts of the state use this name", name=part.shard.name)
-                tensors[part.shard.name] = part
-                if part.shard.name != name:
-                    sources[part.shard.name] = name
-                key = tuple(map(same_memory, part.tensors))
-                if key and None not in key and seen.setdefault(key, part.shard.name) != part.shard.name:
-                    aliases[part.shard.name] = seen[key]
+            for local in local_tensors(name, tensor, rules.rule_for(name), rank):
+                new_name = local.shard.name
+                if new_name in tensors:
+                    raise _used_twice(new_name)
+                tensors[new_name] = local
+                if new_name != name:
+                    sources[new_name] = name
+                memory = tuple(map(same_memory, local.tensors))
+                # None stands for memory that cannot be identified, such as that of an empty tensor.
+                if memory and None not in memory and seen.setdefault(memory, new_name) != new_name:
+                    aliases[new_name] = seen[memory]
     return Description(tensors, aliases, tuple(sorted(rules.unused)), sources, tuple(extra_state))
 
 
-def describe_entry(name: str, value: Any, layout: Layout, rank: int = 0) -> list[LocalTensor]:
-    """Describe one entry of a state, as `describe` does; the layout may split it into several. Not collective."""
-    if is_tensor(value) and layout.rule_for(name) is None:
-        return _local_tensors(name, wait_tensor(value), None, rank)
-    return list(describe({name: value}, layout, rank).tensors.values())
+def _used_twice(name: str) -> InvalidArgumentError:
+    return InvalidArgumentError("two parts of the state use this name", name=name)
 
 
-def _named_tensors(state: Any, extra_state: list[str], *, with_extra_state: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the (name, tensor) pairs of a state; add to `extra_state` the names of extra state that is left out.
+def _named_tensors(
+    state: State, extra_state: list[str], *, with_extra_state: bool
+) -> list[tuple[str, TensorLike | MegatronTensor]]:
+    """Return the (name, tensor) pairs of a state; add to `extra_state` the names of extra state that is left out.
 
     ShardedTensors of Megatron-Core are named by their keys; all parts of a key are one tensor. Other objects in its
     sharded state dicts are left out: what Megatron-Core itself does not save.
@@ -132,6 +142,7 @@ def _named_tensors(state: Any, extra_state: list[str], *, with_extra_state: bool
     Raises:
         InvalidArgumentError: a name is no text, or a value is no tensor; the error names it.
     """
+    named: list[tuple[str, TensorLike | MegatronTensor]] = []
     sharded: dict[str, MegatronTensor] = {}
     for name, value in _items(state):
         if not isinstance(name, str):
@@ -140,25 +151,43 @@ def _named_tensors(state: Any, extra_state: list[str], *, with_extra_state: bool
             if is_extra_state(path) and not (with_extra_state and is_tensor(leaf)):
                 extra_state.append(path)
             elif is_tensor(leaf):
-                yield path, leaf
+                named.append((path, leaf))
             elif sharded_kind(leaf) == "tensor":
-                _add_sharded(sharded, leaf)
+                add_sharded(sharded, leaf)
             elif sharded_kind(leaf) is None:
                 raise InvalidArgumentError(
                     f"state[{path!r}] is {type_text(leaf)}, not a tensor: pass a module or one flat mapping; "
                     "save_checkpoint takes nested state"
                 )
-    yield from sharded.items()
+    named += sharded.items()
+    return named
 
 
-def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a module's tensors and extra state; raise UnsupportedError for an entry that may hide weights.
+def _items(state: State) -> list[tuple[object, Leaf]]:
+    """Return the entries of all parts of a state."""
+    items: list[tuple[object, Leaf]] = []
+    for part in state if isinstance(state, list | tuple) else [state]:
+        if is_module(part):
+            items += _tensors_of(part)
+        elif isinstance(part, Mapping):
+            items += part.items()
+        else:
+            what = type_text(state)
+            if part is not state:
+                what += f" that holds {type_text(part)}"
+            raise InvalidArgumentError(f"the state must be a module, a mapping or a list of these, not {what}")
+    return items
+
+
+def _tensors_of(module: Leaf) -> list[tuple[str, Leaf]]:
+    """Return a module's tensors and extra state; raise UnsupportedError for an entry that may hide weights.
 
     Other plain values are left out with a warning.
     """
+    items = []
     for name, value in model_items(module).items():
         if is_tensor(value) or is_extra_state(name):
-            yield name, value
+            items.append((name, value))
         elif not is_plain_entry(name, value):
             raise UnsupportedError(
                 f"the module has {type_text(value)} in the place of a tensor, which may hold its weights, as "
@@ -167,49 +196,41 @@ def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
             )
         else:
             _log.warning("%s is not a tensor but %s, and is left out", name, excerpt(value))
+    return items
 
 
-def _add_sharded(sharded: dict[str, MegatronTensor], shard: Any) -> None:
-    """Add a ShardedTensor to the tensor of its key."""
-    if shard.key in sharded:
-        sharded[shard.key].add(shard)
-    else:
-        sharded[shard.key] = MegatronTensor(shard)
+def local_tensors(name: str, tensor: Leaf, rule: Rule | None = None, rank: int = 0) -> list[LocalTensor]:
+    """Describe one tensor; a layout rule may split it into several. Not collective.
 
+    A plain tensor of shape (4, 2) has one box, from (0, 0) on; the rank 1 of two that have a DTensor of this shape has
+    one of shape (2, 2) from (2, 0) on.
 
-def _items(state: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the entries of all parts of a state."""
-    for part in state if isinstance(state, list | tuple) else [state]:
-        if is_module(part):
-            yield from _tensors_of(part)
-        elif isinstance(part, Mapping):
-            yield from part.items()
-        else:
-            found = f"{type_text(state)} that holds {type_text(part)}" if part is not state else type_text(state)
-            raise InvalidArgumentError(f"the state must be a module, a mapping or a list of these, not {found}")
-
-
-def _local_tensors(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[LocalTensor]:
-    """Describe one tensor; a layout rule may split it into several."""
+    Raises:
+        UnsupportedError: the tensor is sparse, quantised, meta, or has a Partial placement; the error names it.
+        InvalidArgumentError: the rule does not fit the tensor, or gives two parts one name.
+    """
+    tensor = wait_tensor(tensor)
     memory = memory_of(tensor, name)
-    dtype, shape = memory.dtype, tuple(map(int, tensor.shape))
-    reduce = rule.reduce if rule is not None else None
+    dtype, shape = memory.dtype, tuple(tensor.shape)
     if hasattr(tensor, "__create_chunk_list__"):
         if rule is not None and rule.is_explicit:
             raise InvalidArgumentError(
                 f"layout rule for {rule.pattern!r} matches a tensor that is sharded already", name=name
             )
-        local_tensors = [_from_chunks(name, dtype, shape, tensor, rank)]
+        described = [_from_chunks(name, dtype, shape, tensor, rank)]
     elif rule is None:
-        local_tensors = [LocalTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,), memory=(memory,))]
+        return [LocalTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,), memory=(memory,))]
     else:
-        local_tensors = [_from_part(part, memory, tensor) for part in rule.parts(name, shape, rank)]
-    if reduce is None:
-        return local_tensors
-    return [replace(local_tensor, reduce=reduce) for local_tensor in local_tensors]
+        described = [_from_part(part, memory, tensor) for part in rule.parts(name, shape, rank)]
+        names = {local.shard.name for local in described}
+        if len(names) < len(described):
+            raise _used_twice(max(names))
+    if rule is not None and rule.reduce is not None:
+        described = [replace(local, reduce=rule.reduce) for local in described]
+    return described
 
 
-def _from_part(part: Part, memory: TensorMemory, tensor: Any) -> LocalTensor:
+def _from_part(part: Part, memory: TensorMemory, tensor: TensorLike) -> LocalTensor:
     """Describe a plain tensor that a layout rule makes a part of a larger one."""
     boxes = part.local_boxes()
     tensors, memories = [tensor], [memory]
@@ -220,10 +241,10 @@ def _from_part(part: Part, memory: TensorMemory, tensor: Any) -> LocalTensor:
     return LocalTensor(shard, tuple(tensors), part, memory=tuple(memories))
 
 
-def _from_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, rank: int) -> LocalTensor:
+def _from_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Leaf, rank: int) -> LocalTensor:
     """Describe a tensor with torch's `__create_chunk_list__`, such as a DTensor."""
     boxes = []
-    parts = []
+    tensors = []
     memories = []
     chunks, placement, mesh = chunks_of(name, tensor, rank)
     for box, part in chunks:
@@ -236,7 +257,7 @@ def _from_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, ran
                 "the local part does not fit its box", name=name, expected=(dtype, box.shape), found=found
             )
         boxes.append(box)
-        parts.append(part)
+        tensors.append(part)
         memories.append(memory)
     shard = Shard(name, dtype, shape, tuple(boxes))
-    return LocalTensor(shard, tuple(parts), placement=placement, mesh=mesh, memory=tuple(memories))
+    return LocalTensor(shard, tuple(tensors), placement=placement, mesh=mesh, memory=tuple(memories))

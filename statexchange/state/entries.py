@@ -1,27 +1,177 @@
-"""All entries of a source by their texts: those of each rank, and what ranks saved differently."""
+"""What a source has at each path, whatever its format: its entries, and the values that these make.
+
+A source is a list of entries for each rank that saved one. An entry has a text, by which it is paired with the live
+state, as many of its last keys as the source knows, and a leaf::
+
+    source                                       text                keys                       leaf
+    save_checkpoint({"m": net, "n": {1: 2}})     n.1                 ("n", 1)                   2
+                                                 m.0.weight          ("m", "0.weight")          SavedTensor
+    dcp.save({"l": [{"a": 1}]})                  l.0.a               ("l", ListItem(0), "a")    1
+    a safetensors file                           m.0.weight          ()                         SavedTensor
+
+`flatten_tree` makes the entries of a value, `Entries` joins those of all ranks, and `Entries.value` makes a value of
+them again: ``value("n", live)`` is ``{1: 2}``, and ``value("l", live)`` is ``[{"a": 1}]``.
+"""
 
 from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from statexchange.errors import InvalidArgumentError, type_text
+from statexchange import values
+from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, type_text
 from statexchange.sharding.paths import Key, ListItem, TupleItem, joined, paths_above
-from statexchange.state.containers import children, is_dataclass, with_children
-from statexchange.state.entry import Entry
-from statexchange.state.saved_values import SavedTensor, are_equal, has_no_leaves, is_empty_mapping
-from statexchange.state.tree import contains
+from statexchange.state.tree import children, contains, with_children
+from statexchange.state.types import Leaf
+from statexchange.values import UnknownValue
 
-__all__ = ["ABSENT", "Conflicts", "Entries", "RankEntries", "flatten_tree"]
+__all__ = [
+    "ABSENT",
+    "Conflicts",
+    "Entries",
+    "Entry",
+    "OpaqueValue",
+    "RankEntries",
+    "SavedTensor",
+    "are_equal",
+    "flatten_tree",
+    "has_no_leaves",
+    "is_empty_mapping",
+    "refuse_opaque",
+]
 
-ABSENT: Any = object()  # where a source has nothing
+ABSENT: Leaf = object()  # where a source has nothing
 
 
 Conflicts: TypeAlias = dict[str, tuple[int, int]]
 """Two ranks that saved different values, by the text of the path."""
+
+
+# The leaves of a source
+
+
+class SavedTensor:
+    """A tensor of a source, as a leaf of what was saved; it stands for the values, which are read later.
+
+    Attributes:
+        name: its name in the source.
+        dtype: its dtype.
+        shape: its global shape.
+        cut_dims: the dims in which a saved part is smaller than the whole.
+        problem: why dtype and shape are not known: files of the source disagree on them.
+    """
+
+    # No dataclass: values that are dataclasses are containers, whose fields are entries of their own.
+    __slots__ = ("cut_dims", "dtype", "name", "problem", "shape")
+
+    def __init__(
+        self,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        cut_dims: frozenset[int] = frozenset(),
+        problem: StateExchangeError | None = None,
+    ) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.shape = shape
+        self.cut_dims = cut_dims
+        self.problem = problem
+
+
+class OpaqueValue:
+    """Something in a source that is neither a tensor nor a plain value, with its description."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def is_empty_mapping(value: object) -> bool:
+    """Whether a value is a mapping without entries."""
+    return isinstance(value, Mapping) and not value
+
+
+def has_no_leaves(value: Leaf) -> bool:
+    """Whether a value is an empty mapping, or holds nothing else."""
+    if isinstance(value, Mapping):
+        return all(map(has_no_leaves, value.values()))
+    return isinstance(value, list) and len(value) > 0 and all(map(has_no_leaves, value))
+
+
+def are_equal(first: Leaf, second: Leaf) -> bool:
+    """Whether two saved values are the same, whatever the order of keys, or SavedTensors of one name."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, SavedTensor):
+        return bool(first.name == second.name)
+    if isinstance(first, UnknownValue | OpaqueValue):
+        return bool(first.text == second.text)
+    items, others = children(first), children(second)
+    if items is None or others is None:
+        return values.is_same(first, second)
+    if items.keys() != others.keys():
+        return False
+    return all(are_equal(item, others[key]) for key, item in items.items())
+
+
+def refuse_opaque(value: Leaf, path: str) -> None:
+    """Raise UnsupportedError for a value that the live state cannot have, or one with such a value in it."""
+    if isinstance(value, str | int | float):
+        return
+    for part in values.parts_of(value):
+        if isinstance(part, OpaqueValue):
+            raise UnsupportedError(
+                f"the source has something here that is neither a tensor nor a plain value: {part.text}. Load what "
+                "holds it with the program that wrote it, and leave it out of the state here",
+                name=path,
+            )
+        if isinstance(part, UnknownValue):
+            reason = "the state has no value of this type to build it by: give it to register_config"
+            if part.problem:
+                reason = f"it cannot be built here: {part.problem}"
+            raise UnsupportedError(f"a {part.type_name} was saved here, and {reason}", name=path)
+
+
+# Entries
+
+
+class Entry(NamedTuple):
+    """An entry of a source at one path.
+
+    Attributes:
+        text: the path as text, by the names of the state.
+        keys: the last keys of the path, as many as the source knows.
+        leaf: a SavedTensor, an OpaqueValue, or a plain value without a mapping that has entries.
+        name: what the source itself calls it.
+        is_alias: whether it is another name of a tensor that the source has under its own.
+    """
+
+    text: str
+    keys: tuple[Key, ...]
+    leaf: Leaf
+    name: str
+    is_alias: bool = False
+
+    def keys_below(self, path: str) -> tuple[Key, ...] | None:
+        """Return the keys that lead from the container at `path` here; None if the source does not know them all.
+
+        Below "l" the keys of the entry ``l.0.a`` of a DCP are ``(ListItem(0), "a")``; those of a safetensors file's
+        entry are not known.
+        """
+        # The keys are the last ones of the path, so that their texts are counted from its end.
+        rest = len(self.text) - len(path) - 1 if path else len(self.text)
+        count, length = 0, -1
+        while length < rest and count < len(self.keys):
+            count += 1
+            length += len(str(self.keys[-count])) + 1
+        if length != rest:
+            return None
+        return self.keys[len(self.keys) - count :]
 
 
 @dataclass(slots=True)
@@ -32,67 +182,78 @@ class RankEntries:
         rank: the rank, or 0.
         entries: its entries.
         templates: namedtuples and dataclasses whose items are entries, by their paths.
-        containers: the kind of each container whose items are entries, by its path: for a list and its like with the
-            number of items, for a mapping of plain values in a list its keys. Those of two ranks that differ in it
-            are not joined.
+        containers: the keys and the kind of each container whose items are entries, by its path. A list and its like
+            has the number of items in its kind, a mapping of plain values in a list its keys.
     """
 
     rank: int
     entries: list[Entry] = field(default_factory=list)
-    templates: dict[str, Any] = field(default_factory=dict)
-    containers: dict[str, object] = field(default_factory=dict)
+    templates: dict[str, Leaf] = field(default_factory=dict)
+    containers: dict[str, tuple[tuple[Key, ...], object]] = field(default_factory=dict)
 
 
-def flatten_tree(tree: Any, found: RankEntries, base: Entry | None = None) -> None:
+def flatten_tree(tree: Leaf, rank_entries: RankEntries, base: Entry | None = None) -> None:
     """Add the entries of a decoded tree, in which a SavedTensor stands for each tensor, below those of `base`.
 
-    Mappings are entered, and lists that have a tensor or a mapping in them. Any other list is one plain value.
+    Mappings are entered, and lists that have a tensor or a mapping in them. Any other list is one plain value, so that
+    ``{"a": {"b": [1, 2]}, "l": [{"c": 3}]}`` makes ``a.b``, with the leaf ``[1, 2]``, and ``l.0.c``.
     """
     begin = ((), "") if base is None else (base.keys, base.text)
-    waiting: list[tuple[Any, tuple[Key, ...], str, bool]] = [(tree, *begin, False)]
+    # A stack and no recursion: a job's state has a leaf for each tensor, and a call of Python costs more than the rest.
+    waiting: list[tuple[Leaf, tuple[Key, ...], str, bool]] = [(tree, *begin, False)]
     while waiting:
         value, keys, text, in_list = waiting.pop()
-        inside = _entered(value)
-        if inside is None:
-            name = value.name if isinstance(value, SavedTensor) else text
-            found.entries.append(Entry(text, keys, value, name if base is None else base.name))
+        name = text if base is None else base.name
+        items: dict[Leaf, Leaf] = {}
+        if type(value) is dict:
+            items = value
+        elif isinstance(value, SavedTensor):
+            name = value.name if base is None else name
+        elif value is not None and not isinstance(value, str | int | float):
+            items = _entered(value)
+        if not items:
+            rank_entries.entries.append(Entry(text, keys, value, name))
             continue
-        if isinstance(value, Mapping):
-            found.containers[text] = frozenset(value) if in_list and not contains(value, _is_tensor) else "mapping"
-        else:
-            found.containers[text] = (type(value).__qualname__, len(inside))
-            in_list = True
+        kind: object = "mapping"
+        if not isinstance(value, Mapping):
+            kind, in_list = (type(value).__qualname__, len(items)), True
             if type(value) not in (list, tuple):
-                found.templates[text] = value
-        waiting += reversed([(item, (*keys, key), joined(text, key), in_list) for key, item in inside.items()])
+                rank_entries.templates[text] = value
+        elif in_list and not contains(value, SavedTensor):
+            kind = frozenset(value)
+        rank_entries.containers[text] = (keys, kind)
+        below = f"{text}." if text else ""
+        for key, item in reversed(items.items()):
+            waiting.append((item, (*keys, key), f"{below}{key}", in_list))
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, SavedTensor)
-
-
-def _is_entered_for(value: Any) -> bool:
-    return isinstance(value, SavedTensor) or (isinstance(value, Mapping) and not is_dataclass(value))
-
-
-def _entered(value: Any) -> dict[Any, Any] | None:
-    """Return the items of a container that is entered, by their keys in a path; None for a leaf."""
-    if isinstance(value, Mapping) and not is_dataclass(value):
-        return dict(value) or None
-    if children(value) is None or not contains(value, _is_entered_for):
-        return None
+def _entered(value: Leaf) -> dict[Leaf, Leaf]:
+    """Return the items of a container that is entered, by their keys in a path; nothing for a leaf."""
+    if not contains(value, SavedTensor, Mapping):
+        return {}
     items = children(value) or {}
     if type(value) is list:
         return {ListItem(index): item for index, item in items.items()}
-    return {TupleItem(index): item for index, item in items.items()} if type(value) is tuple else items
+    if type(value) is tuple:
+        return {TupleItem(index): item for index, item in items.items()}
+    return items
 
 
 class Entries:
     """All entries of a source, by their texts.
 
-    Ranks may have saved different ones. `ranks` come in the order of their claim, the first one's entry counts, and
-    `conflicts` are the texts of plain values that differ. With `is_own` the first rank is this one, which takes nothing
-    from others where it has a value itself. With `keys_are_texts` a key that is a text may have been a number.
+    Ranks may have saved different ones. `ranks` come in the order of their claim, and the first one's entry counts::
+
+        rank 0 saved {"a": {"x": 1}, "n": 2}            a.x 1, n 2, a.y 4
+        rank 1 saved {"a": {"x": 1, "y": 4}, "n": 3}    conflicts {"n": (0, 1)}
+
+    Attributes:
+        ranks: the entries of each rank.
+        is_own: whether the first rank is this one, which takes nothing from others where it has a value itself.
+        keys_are_texts: whether a key that is a text may have been a number, as in a DCP, which has no empty mappings.
+        conflicts: plain values that differ, and containers and keys of another kind; whether that matters is decided
+            when it is known what of them is loaded.
+        templates: namedtuples and dataclasses whose items are entries, by their paths.
     """
 
     def __init__(self, ranks: Sequence[RankEntries], *, is_own: bool = False, keys_are_texts: bool = False) -> None:
@@ -100,33 +261,35 @@ class Entries:
         self.is_own = is_own
         self.keys_are_texts = keys_are_texts
         self.conflicts: Conflicts = {}
-        self.templates: dict[str, Any] = {}
+        self.templates: dict[str, Leaf] = {}
         self._by_text: dict[str, Entry] = {}  # in the order of the source
         self._alike: dict[str, list[Entry]] = {}  # those of a text that two paths have
         self._holders: dict[str, int] = {}  # the rank of each entry
-        self._containers: dict[str, tuple[int, object]] = {}  # with the rank that has it
+        self._containers: dict[str, tuple[int, tuple[Key, ...], object]] = {}  # with the rank that has it
         for of_rank in ranks:
-            others = self._others(of_rank)
-            of_this_rank = {path: value for path, value in of_rank.templates.items() if path not in others}
-            self.templates = of_this_rank | self.templates
-            self._add(of_rank, others)
+            self._add(of_rank, self._add_containers(of_rank))
         self._texts = sorted(self._by_text)
         self._positions = dict(zip(self._by_text, range(len(self._by_text)), strict=True))
 
-    def _others(self, of_rank: RankEntries) -> set[str]:
-        """Return the paths of those containers of a rank that are something else on a rank before it.
+    def _add_containers(self, of_rank: RankEntries) -> set[str]:
+        """Add the containers of a rank; return the paths of those that are something else on a rank before it.
 
         What is in them does not count. An empty mapping is no value, but one that has its items on other ranks.
         """
         others = set()
-        for path, kind in of_rank.containers.items():
-            rank, first = self._containers.setdefault(path, (of_rank.rank, kind))
+        for path, (keys, kind) in of_rank.containers.items():
+            rank, first_keys, first_kind = self._containers.setdefault(path, (of_rank.rank, keys, kind))
             entry = self._by_text.get(path)
             if entry is not None and is_empty_mapping(entry.leaf) and kind == "mapping":
                 del self._by_text[path]
-            elif entry is not None or first != kind:
+            elif entry is None and rank == of_rank.rank:
+                continue
+            elif entry is not None or first_kind != kind or not _are_same_keys(first_keys, keys):
                 self.conflicts.setdefault(path, (self._holders.get(path, rank), of_rank.rank))
                 others.add(path)
+        for path, template in of_rank.templates.items():
+            if path not in others:
+                self.templates.setdefault(path, template)
         return others
 
     def _add(self, of_rank: RankEntries, others: set[str]) -> None:
@@ -136,15 +299,16 @@ class Entries:
             text = entry.text
             if others and not others.isdisjoint(("", *paths_above(text))):
                 continue
-            rank, kind = self._containers.get(text, (of_rank.rank, None))
+            rank, _, kind = self._containers.get(text, (of_rank.rank, (), None))
             if rank != of_rank.rank:
+                # A rank before has a container here.
                 if not (is_empty_mapping(entry.leaf) and kind == "mapping"):
                     self.conflicts.setdefault(text, (rank, of_rank.rank))
             elif text not in self._by_text:
                 self._by_text[text] = entry
             elif text not in present:  # two paths of this rank
                 self._alike.setdefault(text, [self._by_text[text]]).append(entry)
-            elif not are_equal(entry.leaf, self._by_text[text].leaf):
+            elif not _are_one(self._by_text[text], entry):
                 self.conflicts.setdefault(text, (self._holders[text], of_rank.rank))
         for text in self._by_text.keys() - present:
             self._holders[text] = of_rank.rank
@@ -160,8 +324,10 @@ class Entries:
     @functools.cached_property
     def of_each_rank(self) -> list[tuple[int, Entries]]:
         """The entries of each rank, with the rank."""
-        others = [Entries([of_rank], keys_are_texts=self.keys_are_texts) for of_rank in self.ranks[1:]]
-        return [(entries.ranks[0].rank, entries) for entries in (self.first, *others)]
+        of_each = [(self.ranks[0].rank, self.first)]
+        for of_rank in self.ranks[1:]:
+            of_each.append((of_rank.rank, Entries([of_rank], keys_are_texts=self.keys_are_texts)))
+        return of_each
 
     def at(self, text: str, keys: tuple[Key, ...] | None = None) -> Entry | None:
         """Return the entry at a path, for which the live state has these keys.
@@ -171,37 +337,33 @@ class Entries:
         """
         if text not in self._alike:
             return self._by_text.get(text)
-        same = [entry for entry in self._alike[text] if entry.keys == keys] or self._alike[text]
-        if not all(are_equal(entry.leaf, same[0].leaf) for entry in same):
-            problem = "two entries of the source have this name when keys are joined with dots: leave it out by exclude"
-            raise InvalidArgumentError(problem, name=text)
-        return same[0]
+        return _only(self._alike[text], text, keys)
 
     def has_below(self, path: str) -> bool:
         """Whether there is an entry at a path or below it."""
-        begin, end = self._range(path)
-        return begin < end or path in self._by_text
+        if not path or path in self._by_text:
+            return bool(self._by_text)
+        return bisect.bisect_left(self._texts, f"{path}.") < bisect.bisect_left(self._texts, f"{path}/")
 
     def below(self, path: str) -> list[Entry]:
-        """Return the entries at a path and below it, in the order of the source."""
-        begin, end = self._range(path)
-        texts = sorted(self._texts[begin:end], key=self._positions.__getitem__)
-        if path and path in self._by_text:
-            texts.insert(0, path)
+        """Return the entries at a path and below it, in the order of the source.
+
+        Of ``n.1``, ``n.2.a`` and ``nn`` those below "n" are the first two.
+        """
+        texts = [*self._by_text]
+        if path:
+            # "/" is the character after ".": what is sorted between the two is below the path.
+            begin, end = bisect.bisect_left(self._texts, f"{path}."), bisect.bisect_left(self._texts, f"{path}/")
+            texts = sorted(self._texts[begin:end], key=self._positions.__getitem__)
+            if path in self._by_text:
+                texts.insert(0, path)
         if not self._alike:
-            return [self._by_text[text] for text in texts]
+            return list(map(self._by_text.__getitem__, texts))
         return [entry for text in texts for entry in self._alike.get(text, [self._by_text[text]])]
 
-    def _range(self, path: str) -> tuple[int, int]:
-        """Return where the texts below a path begin and end among all, which are sorted."""
-        if not path:
-            return 0, len(self._texts)
-        # "/" is the character after ".".
-        return bisect.bisect_left(self._texts, f"{path}."), bisect.bisect_left(self._texts, f"{path}/")
-
     def value(
-        self, path: str, live: Any, is_here: Callable[[Entry], bool] | None = None, *, is_whole: bool = True
-    ) -> Any:
+        self, path: str, live: Leaf, is_here: Callable[[Entry], bool] | None = None, *, is_whole: bool = True
+    ) -> Leaf:
         """Return what the source has at a path, as one value with a SavedTensor for each tensor; ABSENT for nothing.
 
         It is that of the first rank that has something there. Keys that the source does not know are those of `live`,
@@ -217,31 +379,98 @@ class Entries:
             below = list(filter(is_here, below))
         return entries.built(below, live, path, is_whole=is_whole) if below else ABSENT
 
-    def built(self, entries: Sequence[Entry], live: Any, path: str, *, is_whole: bool = True) -> Any:
+    def built(self, entries: Sequence[Entry], live: Leaf, path: str, *, is_whole: bool = True) -> Leaf:
         """Return the value that entries at and below a path make, as `value` does."""
         if len(entries) == 1 and entries[0].text == path:
             return entries[0].leaf
-        begin = len(path) + 1 if path else 0
-        if not self.keys_are_texts and path not in self.templates:  # most are leaves of one mapping, under texts
-            last_keys = [entry.keys[-1] for entry in entries if entry.keys and entry.text[begin:] == entry.keys[-1]]
-            if len(last_keys) == len(entries):
-                return {entry.keys[-1]: entry.leaf for entry in entries}
+        if not self.keys_are_texts and path not in self.templates:
+            # Most are leaves of one mapping, under texts: a parameter's state, of which there are very many.
+            begin = len(path) + 1 if path else 0
+            mapping: dict[Leaf, Leaf] = {}
+            for entry in entries:
+                if not entry.keys or entry.keys[-1] != entry.text[begin:]:
+                    break
+                mapping[entry.keys[-1]] = entry.leaf
+            else:
+                return mapping
         return _ValueBuilder(self.templates, self.keys_are_texts, is_whole).value(entries, live, path)
 
-    def by_key(self, path: str) -> dict[Any, list[Entry]] | None:
-        """Return the entries below a path by their first key there; None if the source does not know the keys."""
-        grouped: dict[Any, list[Entry]] = {}
-        for entry in self.below(path):
-            keys = entry.keys_below(path)
-            if keys is None:
+    def by_key(self, path: str) -> dict[Leaf, list[Entry]] | None:
+        """Return the entries below a path by their first key there; None if the source does not know the keys.
+
+        Those of an optimizer's state are by "state" and "param_groups".
+        """
+        below = self.below(path)
+        grouped: dict[Leaf, list[Entry]] = {}
+        for entry, key in zip(below, _first_keys(below, path), strict=True):
+            if path and entry.text == path:
+                continue
+            if key is ABSENT:
                 return None
-            if keys:
-                grouped.setdefault(keys[0], []).append(entry)
+            grouped.setdefault(key, []).append(entry)
         return grouped
+
+
+def _first_keys(entries: Iterable[Entry], path: str) -> list[Key]:
+    """Return the key that leads from the container at `path` to each of the entries below it.
+
+    ABSENT stands for one that the source does not know.
+    """
+    begin = len(path) + 1 if path else 0
+    first_keys = []
+    for entry in entries:
+        key = ABSENT
+        at = len(entry.text) + 1
+        for known_key in reversed(entry.keys):
+            at -= len(str(known_key)) + 1
+            if at <= begin:
+                key = known_key if at == begin else ABSENT
+                break
+        first_keys.append(key)
+    return first_keys
+
+
+def _are_one(first: Entry, second: Entry) -> bool:
+    """Whether two ranks saved the same at one text, under the same keys.
+
+    A tensor's keys do not count: it is one tensor by its name, which fills the live tensor, whatever its key.
+    """
+    if isinstance(first.leaf, SavedTensor):
+        return are_equal(first.leaf, second.leaf)
+    return _are_same_keys(first.keys, second.keys) and are_equal(first.leaf, second.leaf)
+
+
+def _are_same_keys(first: tuple[Key, ...], second: tuple[Key, ...]) -> bool:
+    # 1 and True are equal, and so are a member of an IntEnum and its number.
+    return first == second and [*map(type, first)] == [*map(type, second)]
+
+
+def _only(entries: Sequence[Entry], path: str, keys: tuple[Key, ...] | None = None) -> Entry:
+    """Return the one of several entries that is meant at a path: that under `keys`, or any if all are equal.
+
+    Raises:
+        InvalidArgumentError: they are different values.
+    """
+    same = [entry for entry in entries if entry.keys == keys] or entries
+    for entry in same:
+        if entry.text != path or not (entry is same[0] or are_equal(entry.leaf, same[0].leaf)):
+            text = (
+                "the source has several values here when keys are joined with dots: save with keys without dots, or "
+                "leave it out by exclude"
+            )
+            raise InvalidArgumentError(text, name=path)
+    return same[0]
+
+
+# Values
 
 
 class _ValueBuilder(NamedTuple):
     """Builds values, container by container, by what a source knows of the keys and containers of its entries.
+
+    A group of entries becomes one container: ``l.0`` 5 and ``l.1.a`` 6 are grouped by the keys 0 and 1; the second
+    group becomes ``{"a": 6}``, and both the list ``[5, {"a": 6}]``. Where the source knows no keys, as of ``l.0`` in a
+    safetensors file, the live value shows them.
 
     Attributes:
         templates: namedtuples and dataclasses whose items are entries, by their paths.
@@ -249,11 +478,11 @@ class _ValueBuilder(NamedTuple):
         is_whole: whether a mapping that the live value has, and such a source not, is an error: it may have been empty.
     """
 
-    templates: Mapping[str, Any]
+    templates: Mapping[str, Leaf]
     keys_are_texts: bool
     is_whole: bool
 
-    def value(self, entries: Sequence[Entry], live: Any, path: str) -> Any:
+    def value(self, entries: Sequence[Entry], live: Leaf, path: str) -> Leaf:
         """Return the value that the entries at and below a path make, with a SavedTensor for each tensor.
 
         Keys and containers that the source does not know are those of `live`, the value in the state.
@@ -261,22 +490,14 @@ class _ValueBuilder(NamedTuple):
         Raises:
             InvalidArgumentError: `live` does not show them either, or the entries contradict each other.
         """
-        inside = [entry for entry in entries if entry.text != path]
-        if len(inside) < len(entries):
-            leaf, *others = [entry.leaf for entry in entries if entry.text == path]
-            if inside or not all(are_equal(leaf, other) for other in others):
-                text = (
-                    "the source has several values here when keys are joined with dots: save with keys without dots, "
-                    "or leave it out by exclude"
-                )
-                raise InvalidArgumentError(text, name=path)
-            return leaf
+        if path in {entry.text for entry in entries}:
+            return _only(entries, path).leaf
         live_items = children(live) or {}
         if isinstance(live, tuple):  # torch's files have the items of a namedtuple by index
             live_items = {TupleItem(index): item for index, item in enumerate(live)}
         items = {}
-        for key, of_key in self._by_key(inside, live_items, live, path).items():
-            inner = f"{path}.{key}" if path else str(key)
+        for key, of_key in self._by_key(entries, live_items, live, path).items():
+            inner = joined(path, key)
             is_leaf = len(of_key) == 1 and of_key[0].text == inner
             items[key] = of_key[0].leaf if is_leaf else self.value(of_key, live_items.get(key), inner)
         if self.keys_are_texts:
@@ -284,23 +505,24 @@ class _ValueBuilder(NamedTuple):
         return self._container(items, live, path)
 
     def _by_key(
-        self, entries: Sequence[Entry], live_items: Mapping[Any, Any], live: Any, path: str
-    ) -> dict[Any, list[Entry]]:
+        self, entries: Sequence[Entry], live_items: Mapping[Leaf, Leaf], live: Leaf, path: str
+    ) -> dict[Leaf, list[Entry]]:
         """Group entries by their first key below `path`."""
-        grouped: dict[Any, list[Entry]] = {}
-        by_text: dict[str, list[Any]] = {}
-        for key in live_items:
-            by_text.setdefault(str(key), []).append(key)
-        for entry in entries:
-            keys = entry.keys_below(path)
-            if keys is None:  # a name alone, or one that was renamed
-                key = _key_of_name(entry.text[len(path) + 1 :] if path else entry.text, by_text)
-            else:
-                key = self._live_key(keys[0], by_text, live) if self.keys_are_texts else keys[0]
+        grouped: dict[Leaf, list[Entry]] = {}
+        by_text: dict[str, list[Key]] = {}
+        for live_key in live_items:
+            by_text.setdefault(str(live_key), []).append(live_key)
+        begin = len(path) + 1 if path else 0
+        for entry, first_key in zip(entries, _first_keys(entries, path), strict=True):
+            key = first_key
+            if key is ABSENT:  # a name alone, or one that was renamed
+                key = _key_of_name(entry.text[begin:], by_text)
+            elif self.keys_are_texts:
+                key = self._live_key(key, by_text, live)
             grouped.setdefault(key, []).append(entry)
         return grouped
 
-    def _live_key(self, key: Key, by_text: Mapping[str, Sequence[Any]], live: Any) -> Any:
+    def _live_key(self, key: Key, by_text: Mapping[str, Sequence[Key]], live: Leaf) -> Key:
         """Return the live state's key for one of the source, which may have been a number; else the source's own."""
         if isinstance(key, int):
             return key
@@ -308,18 +530,20 @@ class _ValueBuilder(NamedTuple):
         if len(alike) == 1 and not isinstance(live, list | tuple):
             return alike[0]
         if alike or not _is_certain(str(key)):
-            return _Unknown(str(key))
+            return _UnknownKey(str(key))
         return key
 
-    def _empty(self, live_items: Mapping[Any, Any], items: Mapping[Any, Any], live: Any, path: str) -> dict[Any, Any]:
+    def _empty(
+        self, live_items: Mapping[Leaf, Leaf], items: Mapping[Leaf, Leaf], live: Leaf, path: str
+    ) -> dict[Leaf, Leaf]:
         """Return the items of a live container that the source may have had without an entry: empty mappings."""
-        empty = {}
+        empty: dict[Leaf, Leaf] = {}
         for key, item in live_items.items():
             if key in items:
                 continue
             if has_no_leaves(item):
                 empty[ListItem(key) if isinstance(live, list) else key] = item
-            elif self.is_whole and contains(item, lambda part: isinstance(part, Mapping)):
+            elif self.is_whole and contains(item, Mapping):
                 text = (
                     "the source has nothing here, as torch leaves out empty mappings: empty that of the state, or "
                     "leave it out by exclude"
@@ -327,34 +551,39 @@ class _ValueBuilder(NamedTuple):
                 raise InvalidArgumentError(text, name=f"{path}.{key}")
         return empty
 
-    def _container(self, items: dict[Any, Any], live: Any, path: str) -> Any:
+    def _container(self, items: dict[Leaf, Leaf], live: Leaf, path: str) -> Leaf:
         """Return a container of these items: of the type that the source knows, or else of the live one's kind."""
-        unknown = [key for key in items if isinstance(key, _Unknown)]
-        if unknown:
-            has = "None" if live is None else type_text(live)
-            text = (
-                f"the source has an entry {unknown[0].text!r} here, and what kind of key that is is not known; the "
-                f"state has {has} to put it into: make it as it was saved, or leave it out by exclude"
-            )
-            raise InvalidArgumentError(text, name=path)
+        are_indices, is_tuple = True, isinstance(live, tuple)
+        for key in items:
+            if isinstance(key, _UnknownKey):
+                has = "None" if live is None else type_text(live)
+                text = (
+                    f"the source has an entry {key.text!r} here, and what kind of key that is is not known; the state "
+                    f"has {has} to put it into: make it as it was saved, or leave it out by exclude"
+                )
+                raise InvalidArgumentError(text, name=path)
+            are_indices &= isinstance(key, ListItem | TupleItem)
+            is_tuple |= isinstance(key, TupleItem)
         if path in self.templates:
             return with_children(self.templates[path], items)
-        if not all(isinstance(key, ListItem | TupleItem) for key in items):
+        if not are_indices:
             return items
         if self.keys_are_texts:
             self._check_length(items, live, path)
         if sorted(items) != [*range(len(items))]:
             text = "the source lacks an item of this list: make it as it was saved, or leave it out by exclude"
             raise InvalidArgumentError(text, name=path)
-        ordered = [items[key] for key in sorted(items)]
-        is_tuple = any(isinstance(key, TupleItem) for key in items) or isinstance(live, tuple)
+        ordered = [items[index] for index in range(len(items))]
         return tuple(ordered) if is_tuple else ordered
 
-    def _check_length(self, items: Mapping[Any, Any], live: Any, path: str) -> None:
+    def _check_length(self, items: Mapping[Leaf, Leaf], live: Leaf, path: str) -> None:
         """Raise InvalidArgumentError for a list of which a DCP may have left out the last items: empty mappings."""
-        others = live[len(items) :] if isinstance(live, list | tuple) else ()
-        is_as_long = isinstance(live, list | tuple) and len(live) == len(items)
-        if not is_as_long and any(isinstance(item, Mapping) for item in (*items.values(), *others)):
+        others: Sequence[Leaf] = ()
+        if isinstance(live, list | tuple):
+            if len(live) == len(items):
+                return
+            others = live[len(items) :]
+        if any(isinstance(item, Mapping) for item in (*items.values(), *others)):
             text = (
                 f"the source has {len(items)} items here, and empty ones at its end would have no entry: make the list "
                 "as long as it was saved, or leave it out by exclude"
@@ -363,7 +592,7 @@ class _ValueBuilder(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Unknown:
+class _UnknownKey:
     """A key of which the text is known alone."""
 
     text: str
@@ -372,14 +601,14 @@ class _Unknown:
         return self.text
 
 
-def _key_of_name(rest: str, by_text: Mapping[str, Sequence[Any]]) -> Any:
+def _key_of_name(rest: str, by_text: Mapping[str, Sequence[Key]]) -> Key:
     """Return the live key that begins the rest of a name, the longest of several; else the rest, if that is a key."""
     text = rest
     while text not in by_text and "." in text:
         text = text.rpartition(".")[0]
     if len(by_text.get(text, ())) == 1:
         return by_text[text][0]
-    return rest if _is_certain(rest) else _Unknown(rest)
+    return rest if _is_certain(rest) else _UnknownKey(rest)
 
 
 def _is_certain(text: str) -> bool:

@@ -9,10 +9,10 @@ from typing import Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, excerpt
 from statexchange.sharding.paths import module_prefix
+from statexchange.state.flatten import ParameterName
 from statexchange.state.modules import bare_name
 from statexchange.state.optimizers import names_of_groups, parameters_of
 from statexchange.state.saved_optimizer import SavedOptimizer
-from statexchange.state.state_dict import ParameterName
 
 __all__ = ["LiveParameters"]
 

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.paths import joined
 from statexchange.state.allocation import Place, tensor_to_fill
-from statexchange.state.containers import check_change, children, with_children, with_types_of
-from statexchange.state.entries import Conflicts
-from statexchange.state.entry import Entry
-from statexchange.state.leaves import is_leaf
+from statexchange.state.entries import Conflicts, Entry, SavedTensor, refuse_opaque
+from statexchange.state.flatten import is_leaf
 from statexchange.state.matching import Matching
-from statexchange.state.saved_values import SavedTensor, refuse_opaque
+from statexchange.state.tree import check_change, children, with_children, with_types_of
 from statexchange.units import format_number
 
 __all__ = ["Filler", "LoadPlan", "LoadTarget", "expect", "name_of", "named"]

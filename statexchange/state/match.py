@@ -13,19 +13,16 @@ from statexchange import values
 from statexchange.errors import InvalidArgumentError, NotFoundError, UnsupportedError, type_text
 from statexchange.sharding.paths import Path, joined, paths_above, text_of
 from statexchange.state.allocation import Place
-from statexchange.state.containers import (
-    children,
-    has_indices,
-    is_dataclass,
-    is_mutable,
-    other_with,
-    refill,
-    with_children,
+from statexchange.state.entries import (
+    ABSENT,
+    Entries,
+    Entry,
+    SavedTensor,
+    has_no_leaves,
+    is_empty_mapping,
+    refuse_opaque,
 )
-from statexchange.state.entries import ABSENT, Entries
-from statexchange.state.entry import Entry
-from statexchange.state.flatten import LiveEntry, LiveState
-from statexchange.state.leaves import is_leaf, load_object
+from statexchange.state.flatten import LiveEntry, LiveState, is_leaf, load_object
 from statexchange.state.load_plan import Filler, LoadPlan, LoadTarget, expect, name_of, named
 from statexchange.state.match_modules import match_module, prefixes_of_modules
 from statexchange.state.match_optimizers import OptimizerMatcher
@@ -33,8 +30,16 @@ from statexchange.state.matching import Matching
 from statexchange.state.megatron import MegatronTensor, leaves, sharded_kind
 from statexchange.state.modules import live_items
 from statexchange.state.name_filter import NameFilter
-from statexchange.state.saved_values import SavedTensor, has_no_leaves, is_empty_mapping, refuse_opaque
-from statexchange.state.tree import walk
+from statexchange.state.tree import (
+    children,
+    has_indices,
+    is_dataclass,
+    is_mutable,
+    other_with,
+    refill,
+    walk,
+    with_children,
+)
 from statexchange.units import format_number
 
 __all__ = ["match"]
@@ -78,7 +83,7 @@ class _Matcher:
         self._paths = _LivePaths(live)
         self._by_key = _ShardedTensors.of(live, entries)
         self._prefixes = prefixes_of_modules(live, entries, lambda name: matching.stored(name, ()) is not None)
-        self.optimizers = OptimizerMatcher(state, entries, matching, self._filler, self._taken)
+        self.optimizers = OptimizerMatcher(live, entries, matching, self._filler, self._taken)
 
     def match(self, entry: LiveEntry) -> None:
         """Match one live entry."""

@@ -10,10 +10,8 @@ from typing import Any
 from statexchange.errors import InvalidArgumentError
 from statexchange.sharding.paths import joined, module_prefix, text_of
 from statexchange.state.allocation import Place, tensor_to_fill
-from statexchange.state.containers import has_indices
-from statexchange.state.entries import ABSENT, Entries
-from statexchange.state.flatten import LiveEntry, LiveState
-from statexchange.state.leaves import load_object
+from statexchange.state.entries import ABSENT, Entries, OpaqueValue, SavedTensor
+from statexchange.state.flatten import LiveEntry, LiveState, load_object
 from statexchange.state.load_plan import Filler, LoadTarget, expect, name_of
 from statexchange.state.matching import Matching
 from statexchange.state.modules import (
@@ -25,7 +23,7 @@ from statexchange.state.modules import (
     resizable_buffers,
     resizes,
 )
-from statexchange.state.saved_values import OpaqueValue, SavedTensor
+from statexchange.state.tree import has_indices
 from statexchange.tensors import is_tensor
 
 __all__ = ["ModulePrefixes", "match_module", "prefixes_of_modules"]

@@ -8,16 +8,14 @@ from typing import Any
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, type_text
 from statexchange.sharding.paths import joined
-from statexchange.state.entries import Entries
-from statexchange.state.flatten import LiveEntry
+from statexchange.state.entries import Entries, SavedTensor, are_equal
+from statexchange.state.flatten import LiveEntry, LiveState, ParameterName, parameter_names
 from statexchange.state.live_parameters import LiveParameters
 from statexchange.state.load_plan import Filler, expect
 from statexchange.state.matching import Matching
 from statexchange.state.optimizer_plan import OptimizerPlan, ParameterTensor, SavedParameter
 from statexchange.state.optimizers import class_name, hyperparameters, is_optimizer
 from statexchange.state.saved_optimizer import join_numbered, read_optimizer
-from statexchange.state.saved_values import SavedTensor, are_equal
-from statexchange.state.state_dict import ParameterName, parameter_names
 from statexchange.tensors import is_tensor
 
 __all__ = ["OptimizerMatcher"]
@@ -29,8 +27,8 @@ _OF_SCHEDULERS = {"initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "
 class OptimizerMatcher:
     """Plans the optimizers of a state, and then looks whether its schedulers fit them."""
 
-    def __init__(self, state: Any, entries: Entries, matching: Matching, filler: Filler, taken: set[str]) -> None:
-        self._state = state
+    def __init__(self, live: LiveState, entries: Entries, matching: Matching, filler: Filler, taken: set[str]) -> None:
+        self._live = live
         self._entries = entries
         self._matching = matching
         self._filler = filler
@@ -73,7 +71,7 @@ class OptimizerMatcher:
     def _matched(self, optimizer: Any, path: str) -> OptimizerPlan:
         """Find what the source has for each parameter of an optimizer; the first rank that has it counts."""
         if self._names is None:
-            self._names = parameter_names(self._state)
+            self._names = parameter_names(self._live)
         live = LiveParameters(optimizer, self._names, path)
         plan = OptimizerPlan(optimizer, path, live, self._filler, self._matching.names)
         flat_names = {*live.in_modules, *live.in_state}

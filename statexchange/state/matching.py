@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from statexchange.sharding.rules import Layout, with_dots
-from statexchange.state.entries import Entries
-from statexchange.state.entry import Entry
-from statexchange.state.leaves import ObjectStates
+from statexchange.state.entries import Entries, Entry, SavedTensor
+from statexchange.state.flatten import ObjectStates
 from statexchange.state.name_filter import NameFilter
-from statexchange.state.saved_values import SavedTensor
 from statexchange.state.types import Path
 
 __all__ = ["Matching"]

@@ -8,54 +8,64 @@ may occur several times on one rank: layers that are stacked along a prepended d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from statexchange.errors import CorruptError, InvalidArgumentError, UnsupportedError
-from statexchange.state.tree import contains, walk
-from statexchange.tensors import is_tensor
+from statexchange.state.tree import children, parts, path_to, step_form
+from statexchange.state.types import Leaf
+from statexchange.tensors import TensorLike, is_tensor
 
-__all__ = ["Kind", "MegatronTensor", "holds_sharded", "leaves", "sharded_kind"]
-
-Kind = Literal["tensor", "factory", "object", "local"]
+__all__ = ["MegatronTensor", "add_sharded", "holds_sharded", "leaves", "sharded_kind"]
 
 _OBJECT = ("key", "data", "global_shape", "global_offset", "replica_id")
 _TENSOR = (*_OBJECT, "local_shape", "dtype", "prepend_axis_num")
 _FACTORY = ("key", "data", "build_fn", "merge_fn", "replica_id")
 
 
-def sharded_kind(value: Any) -> Kind | None:
+def sharded_kind(value: Leaf) -> Literal["tensor", "factory", "object", "local"] | None:
     """Return which of Megatron-Core's classes `value` belongs to; None for any other value.
 
     "tensor" is a ShardedTensor; "factory" a ShardedTensorFactory, which builds ShardedTensors of a parameter; "object"
     a ShardedObject, such as extra state; "local" a LocalNonpersistentObject, which is in no checkpoint.
     """
-    if is_tensor(value) or isinstance(value, Mapping):  # first, as nearly all values of most states are tensors
+    # First, as nearly all values of most states are tensors, and a user's mapping may have its keys as attributes.
+    if is_tensor(value) or isinstance(value, Mapping):
         return None
+    if _has(value, _TENSOR):
+        return "tensor"
     if _has(value, _OBJECT):
-        return "tensor" if _has(value, _TENSOR) else "object"
+        return "object"
     if _has(value, _FACTORY):
         return "factory"
-    return "local" if type(value).__name__ == "LocalNonpersistentObject" else None
+    if type(value).__name__ == "LocalNonpersistentObject":
+        return "local"
+    return None
 
 
-def _has(value: Any, names: tuple[str, ...]) -> bool:
+def _has(value: Leaf, names: tuple[str, ...]) -> bool:
     return all(hasattr(value, name) for name in names)
 
 
-def holds_sharded(value: Any) -> bool:
+def holds_sharded(value: Leaf) -> bool:
     """Whether `value` is, or contains, an object of Megatron-Core."""
-    return not is_tensor(value) and contains(value, lambda item: sharded_kind(item) is not None)
+    return not is_tensor(value) and any(sharded_kind(part) is not None for part in parts(value))
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, leaf) of a nested state dict; in place of a factory, the leaves of what it builds."""
-    for step in walk(value, lambda _, item: sharded_kind(item) is None, path):
-        if sharded_kind(step.value) == "factory":
-            yield from leaves(step.value.build(), step.path)
-        elif step.is_leaf:
-            yield step.path, step.value
+def leaves(value: Leaf, path: str = "") -> list[tuple[str, Leaf]]:
+    """Return (dotted path, leaf) of a nested state dict; in place of a factory, the leaves of what it builds."""
+    if sharded_kind(value) == "factory":
+        return leaves(value.build(), path)
+    # They are dataclasses, whose fields are no part of a state.
+    items = children(value)
+    if items is None or sharded_kind(value) is not None:
+        return [(path, value)]
+    inside = []
+    form = step_form(value)
+    for key, item in items.items():
+        inside += leaves(item, path_to(path, form.format(key)))
+    return inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +83,16 @@ class MegatronTensor:
     another shape.
     """
 
-    def __init__(self, *shards: Any) -> None:
-        self.name = str(shards[0].key)
-        self.dtype = shards[0].dtype
-        self.shape = tuple(int(size) for size in shards[0].global_shape)
-        self.allow_shape_mismatch = bool(getattr(shards[0], "allow_shape_mismatch", False))
+    def __init__(self, shard: Leaf) -> None:
+        self.name = str(shard.key)
+        self.dtype = shard.dtype
+        self.shape = tuple(map(int, shard.global_shape))
+        self.allow_shape_mismatch = bool(getattr(shard, "allow_shape_mismatch", False))
         self._chunks: list[_Chunk] = []
-        self._parts: list[Any] = []
-        for shard in shards:
-            self.add(shard)
+        self._parts: list[TensorLike] = []
+        self.add(shard)
 
-    def add(self, shard: Any) -> None:
+    def add(self, shard: Leaf) -> None:
         """Add another ShardedTensor of the same key; raise StateExchangeError, naming the key, if it does not fit."""
         if getattr(shard, "flattened_range", None) is not None:
             raise UnsupportedError(
@@ -106,17 +115,30 @@ class MegatronTensor:
             raise CorruptError(
                 "a ShardedTensor's offset and local shape do not fit its global shape", name=self.name, expected=dims
             )
+        # `data` lacks the dims of the stacked layers, in which this part is one layer.
         chunk = _Chunk(tuple(shard.global_offset), (*(1,) * shard.prepend_axis_num, *shard.local_shape))
-        extents = zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
-        if any(offset < 0 or offset + size > total for offset, size, total in extents):
-            raise InvalidArgumentError(
-                f"a ShardedTensor of shape {chunk.sizes} at {chunk.offsets} lies outside {self.shape}", name=self.name
-            )
+        for offset, size, total in zip(chunk.offsets, chunk.sizes, self.shape, strict=True):
+            if offset < 0 or offset + size > total:
+                raise InvalidArgumentError(
+                    f"a ShardedTensor of shape {chunk.sizes} at {chunk.offsets} lies outside {self.shape}",
+                    name=self.name,
+                )
         self._chunks.append(chunk)
+        # A view with the prepended dims, so that what is read into it fills `data`.
         self._parts.append(shard.data.detach()[(None,) * shard.prepend_axis_num])
 
     def __create_chunk_list__(self) -> list[_Chunk]:
         return list(self._chunks)
 
-    def __get_tensor_shard__(self, index: Any) -> Any:
-        return self._parts[index.index]
+    def __get_tensor_shard__(self, index: Leaf) -> TensorLike:
+        part: TensorLike = self._parts[index.index]
+        return part
+
+
+def add_sharded(tensors: dict[str, MegatronTensor], shard: Leaf) -> MegatronTensor:
+    """Add a ShardedTensor to the tensor of its key; return that."""
+    if shard.key in tensors:
+        tensors[shard.key].add(shard)
+    else:
+        tensors[shard.key] = MegatronTensor(shard)
+    return tensors[shard.key]

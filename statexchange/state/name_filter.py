@@ -9,9 +9,8 @@ from typing import Any
 from statexchange.errors import UnsafeError
 from statexchange.sharding.options import LoadOptions, renamed
 from statexchange.sharding.paths import Key, ListItem, TupleItem, joined, paths_above, text_of, without_wrappers
-from statexchange.state.entry import Entry
+from statexchange.state.entries import Entry, SavedTensor, are_equal
 from statexchange.state.modules import is_module
-from statexchange.state.saved_values import SavedTensor, are_equal
 from statexchange.state.tree import walk
 
 __all__ = ["NameFilter", "strips_wrappers"]

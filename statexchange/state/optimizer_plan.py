@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
 from statexchange.sharding.paths import joined
 from statexchange.state.allocation import Place
-from statexchange.state.containers import with_types_of
-from statexchange.state.leaves import load_object
+from statexchange.state.entries import SavedTensor, are_equal, refuse_opaque
+from statexchange.state.flatten import load_object
 from statexchange.state.live_parameters import LiveParameters
 from statexchange.state.load_plan import Filler, named
 from statexchange.state.name_filter import NameFilter
 from statexchange.state.optimizers import hyperparameters, install_optimizer, state_of_optimizer
 from statexchange.state.saved_optimizer import OtherKey, SavedGroup, SavedOptimizer
-from statexchange.state.saved_values import SavedTensor, are_equal, refuse_opaque
+from statexchange.state.tree import with_types_of
 from statexchange.tensors import is_torch
 
 __all__ = ["OptimizerPlan", "ParameterTensor", "SavedParameter"]
@@ -213,7 +213,8 @@ class OptimizerPlan:
         self.filler.plan.loaded.add(joined(self.path, "param_groups"))  # where ranks may differ
         new = hyperparameters(live)
         for key, value in settings.items():
-            refuse_opaque(key, path)
+            if type(key) is not str:
+                refuse_opaque(key, path)
             present = new.get(key)
             is_first = id(present) not in self._hyperparameters  # torch gives groups one tensor as the default lr
             self._hyperparameters[id(present)] = present

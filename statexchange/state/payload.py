@@ -20,8 +20,7 @@ import torch
 
 from statexchange import values
 from statexchange.errors import UnsupportedError
-from statexchange.state.containers import with_types_of
-from statexchange.state.leaves import check_no_state_in, load_object
+from statexchange.state.flatten import check_no_state_in, load_object
 from statexchange.state.optimizers import (
     hyperparameters,
     install_optimizer,
@@ -30,7 +29,7 @@ from statexchange.state.optimizers import (
     state_of_optimizer,
 )
 from statexchange.state.spec import StateSpec, dense_tensor, value_kind
-from statexchange.state.tree import flatten, rebuild
+from statexchange.state.tree import flatten, rebuild, with_types_of
 from statexchange.tensors import DTYPE_NAMES, ITEMSIZE, TensorLike, numpy_dtype, same_memory
 
 __all__ = ["EncodedPayload", "PayloadReader", "encode_payload", "install_callback", "state_of"]
@@ -178,7 +177,8 @@ class PayloadReader:
         self._tensors: dict[int, tuple[str, TensorLike]] = {}  # with their paths, by number
         # The memory of own tensors that are filled already; None stands for memory that cannot be identified.
         self._reused: set[tuple[Any, ...] | None] = {None}
-        self.decoded = values.decode(text, types=values.types_of(own), leaf=lambda name: _Placeholder(int(name)))
+        placeholders = {str(number): _Placeholder(number) for number in range(len(leaf_specs))}
+        self.decoded = values.decode(text, types=values.types_of(own), leaves=placeholders)
         unknown = set(types) - values.types_of(self.decoded).keys()
         if unknown:
             raise UnsupportedError(

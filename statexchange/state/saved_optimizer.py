@@ -8,10 +8,8 @@ from typing import Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, type_text
 from statexchange.sharding.paths import is_index, joined
-from statexchange.state.entries import Entries
-from statexchange.state.entry import Entry
+from statexchange.state.entries import Entries, Entry, SavedTensor
 from statexchange.state.optimizers import hyperparameters
-from statexchange.state.saved_values import SavedTensor
 
 __all__ = ["OtherKey", "SavedGroup", "SavedOptimizer", "join_numbered", "read_optimizer"]
 

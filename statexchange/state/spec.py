@@ -13,10 +13,16 @@ from torch import nn
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
-from statexchange.state.leaves import check_no_state_in, is_leaf, is_stateful
+from statexchange.state.flatten import (
+    LiveState,
+    ParameterName,
+    check_no_state_in,
+    is_leaf,
+    is_stateful,
+    parameter_names,
+)
 from statexchange.state.modules import bare_name, check_module, is_extra_state, is_plain_entry, model_items
 from statexchange.state.optimizers import check_optimizer, is_optimizer, names_of_groups
-from statexchange.state.state_dict import ParameterName, parameter_names
 from statexchange.state.tree import nodes
 from statexchange.tensors import (
     TensorLike,
@@ -147,7 +153,7 @@ class StateSpec:
     def _add_optimizer(self, path: str, optimizer: Any) -> None:
         check_optimizer(optimizer, path)
         if self._names is None:
-            self._names = parameter_names(self._tree)
+            self._names = parameter_names(LiveState.of(self._tree))
         names = {key: name.in_state for key, name in self._names.items()}
         of_groups = iter(names_of_groups(optimizer) or ())
         groups = optimizer.param_groups

@@ -15,7 +15,7 @@ from statexchange.storage.files import check_size, digest
 from statexchange.values import MAX_DEPTH
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from statexchange.storage.budget import Budget
     from statexchange.storage.store import StoredFile
@@ -169,13 +169,13 @@ def decode_stored(
     budget: Budget,
     *,
     types: Mapping[str, type] | None = None,
-    leaf: Callable[[str], object] | None = None,
-    unknown: Callable[[str, str, str], object] | None = None,
+    leaves: Mapping[str, object] | None = None,
+    unknown: list[values.UnknownValue] | None = None,
 ) -> Any:
     """Return `values.decode` of text from a file; raise CorruptError for text that `values.encode` cannot write."""
     parsed = parse_stored(text, path, budget)
     try:
-        return values.decode_parsed(parsed, types=types, leaf=leaf, unknown=unknown)
+        return values.decode_parsed(parsed, types=types, leaves=leaves, unknown=unknown)
     except StateExchangeError:
         raise
     except ValueError as error:

@@ -30,7 +30,7 @@ from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import MismatchError, UnsupportedError
-from statexchange.state.leaves import is_leaf
+from statexchange.state.flatten import is_leaf
 from statexchange.state.payload import EncodedPayload, PayloadReader, encode_payload, install_callback, state_of
 from statexchange.state.spec import EntryDetail, StateSpec, device_type_of, module_spec
 from statexchange.state.tree import check_rebuild, rebuild

@@ -13,6 +13,7 @@ one file of one directory that a framework wrote. All files lie in memory.
 from __future__ import annotations
 
 import argparse
+import collections
 import io
 import json
 import os
@@ -252,7 +253,8 @@ class _Readers:
             self._try(lambda: self._memory_directory._headers(store))
         elif kind == b"v":
             written = text.decode(errors="replace")
-            self._try(lambda: self._json.decode_stored(written, "x", self._budget("x"), leaf=str))
+            leaves: dict[str, str] = collections.defaultdict(str)
+            self._try(lambda: self._json.decode_stored(written, "x", self._budget("x"), leaves=leaves))
         elif kind == b"c":
             self._try(lambda: self._claim.parse(text, "x"))
         elif kind == b"l":

@@ -213,3 +213,35 @@ def test_what_has_a_state_of_its_own_is_renamed_by_its_name(ranks: int, tmp_path
         assert repr(live["objects"]["new"].values) == repr(values)
 
     run_ranks(trip, ranks)
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "path"),
+    [
+        ([{"1": 1}, {1: 1}], {}, "x.1"),
+        ([{1: 1, "u": 2}, {"1": 1, "u": 2}], {1: 0, "u": 0}, "x.1"),
+        ([{"a.b": 1}, {"a": {"b": 1}}], {}, "x.a.b"),
+        ([{"1": {"a": 1}}, {1: {"b": 2}}], {}, "x.1"),
+    ],
+)
+def test_values_of_one_text_under_other_keys_are_not_the_same(
+    saved: list[Any], live: Any, path: str, tmp_path: Path
+) -> None:
+    run_ranks(lambda: sx.save_checkpoint({"x": saved[sx.get_rank()], "w": torch.ones(1)}, tmp_path / "saved"), 2)
+    state = {"x": copy.deepcopy(live), "w": torch.zeros(1)}
+    with pytest.raises(sx.errors.ReplicaError, match=f"ranks 0 and 1 saved different values of '{path}'") as caught:
+        sx.load_checkpoint(state, tmp_path / "saved")
+    assert caught.value.rank == 1
+    assert repr(state["x"]) == repr(live)
+    assert float(state["w"]) == 0.0
+    sx.load_checkpoint(state, tmp_path / "saved", exclude="x*")
+    assert (repr(state["x"]), float(state["w"])) == (repr(live), 1.0)
+    sx.load_checkpoint(state, tmp_path / "saved", replicas="root")
+    assert repr(state["x"]) == repr(saved[0])
+
+    def load() -> None:
+        own = {"x": copy.deepcopy(live), "w": torch.zeros(1)}
+        sx.load_checkpoint(own, tmp_path / "saved")
+        assert repr(own["x"]) == repr(saved[sx.get_rank()])
+
+    run_ranks(load, 2)

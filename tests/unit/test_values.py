@@ -209,14 +209,14 @@ def test_leaves_are_kept_by_name_and_two_of_one_name_are_refused() -> None:
         return kept.setdefault(path, value) and path if type(value) is object else None
 
     value = {"a": {"b": box[0]}, "c": [box[1], box[1]]}
-    back = decode(encode(value, keep), leaf=kept.__getitem__)
+    back = decode(encode(value, keep), leaves=kept)
     assert back == value
     with pytest.raises(ValueError, match="two values"):
         encode({"a": {"b": box[0]}, "a.b": box[1]}, keep)
     with pytest.raises(ValueError, match="not here"):
         decode(encode(value, keep))
     with pytest.raises(ValueError, match="malformed"):
-        decode(encode(value, keep), leaf={}.__getitem__)
+        decode(encode(value, keep), leaves={})
 
 
 NUMBERS = [np.bool_, *np.typecodes["AllInteger"], "e", "f", "d", "F", "D"]
@@ -257,7 +257,7 @@ def test_a_kept_object_in_a_set_a_deque_or_a_key_is_refused_if_that_is_asked_for
         return "x" if value is kept else None
 
     value = {"a": [wrap([kept])]}
-    assert decode(encode(value, keep), leaf=lambda _: kept) == value
+    assert decode(encode(value, keep), leaves={"x": kept}) == value
     with pytest.raises(UnsupportedError, match=r"\.a\[0\]"):
         encode(value, keep, leaves_anywhere=False)
     assert encode({"a": [kept]}, keep, leaves_anywhere=False) == encode({"a": [kept]}, keep)
