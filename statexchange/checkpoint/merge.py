@@ -527,7 +527,8 @@ def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]
             for stored in tensor.byte_ranges:
                 orders = [None if order is None else hashlib.blake2b(order).hexdigest() for order in stored.orders]
                 byte_ranges.append([stored.begin, stored.nbytes, stored.digest, stored.strides, orders])
-            add([tensor.shard.to_json(), byte_ranges])
+            shard = tensor.shard
+            add([[shard.name, shard.dtype, shard.global_shape, shard.boxes], byte_ranges])
         add(shard_file.file.version)
     return hasher.hexdigest()
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.typed import from_root
 from statexchange.conversions.choice import Convert, check_numbers
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.conversions.plan import ConversionPlan, plan_conversion
 from statexchange.conversions.rules import ConversionRules
-from statexchange.exchange.messages import from_root
 from statexchange.exchange.rank_metadata import all_tensors
 from statexchange.exchange.saved_names import SavedNames, note_on_container, saved_names
 from statexchange.formats.converted import config_of, read_conversion
 from statexchange.formats.model_files import CONFIG
-from statexchange.sharding import records
 from statexchange.sharding.options import ExportOptions
 from statexchange.state.describe import Description
 from statexchange.state.pretrained import model_config
@@ -65,12 +63,11 @@ class ChosenConversion:
     def shared(self, comm: Communicator) -> ChosenConversion:
         """Return the conversion with the numbers of root's configs that its rules use. Collective."""
         keys = {key for rule in self.rules.numbers.values() for key in rule.config}
-        texts = []
+        configs = []
         for config in self.configs:
-            texts.append([config.where, json.dumps({key: config.values.get(key) for key in keys})])
+            configs.append(KnownConfig(config.where, {key: config.values.get(key) for key in keys}))
         # Numbers decide names and shapes, so that all ranks need the same: a config file may differ between hosts.
-        configs = from_root(comm, texts, lambda raw: records.items(raw, _config_from_json), "the model's config")
-        return replace(self, configs=configs)
+        return replace(self, configs=from_root(comm, configs, list[KnownConfig], "the model's config"))
 
     def left_options(self, options: ExportOptions) -> ExportOptions:
         """Return the options that apply to the converted tensors: the patterns match names before the conversion."""
@@ -93,8 +90,3 @@ def chosen_conversion(
     if note:
         _log.warning("%s", note)
     return names
-
-
-def _config_from_json(raw: object) -> KnownConfig:
-    where, text = records.items(raw, records.text, 2)
-    return KnownConfig(where, json.loads(text))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from statexchange.comm.communicator import Communicator
 from statexchange.exchange.staging import Staging
@@ -14,13 +13,12 @@ from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies
 from statexchange.formats.source import Source
 from statexchange.report.diff import TensorDiff
 from statexchange.report.value_sums import ValueSums, same_bytes
-from statexchange.sharding import records
 from statexchange.sharding.plan import RankShards, plan_merge
-from statexchange.sharding.shards import Box, shape_from_json
+from statexchange.sharding.shards import Box
 from statexchange.state.describe import LocalTensor
 from statexchange.tensors import PACKED, TensorLike, array_over
 
-__all__ = ["Compared", "RowComparison", "compared_from_json", "joined"]
+__all__ = ["Compared", "RowComparison", "joined"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +28,6 @@ class Compared:
     dtype: str
     shape: tuple[int, ...]
     boxes: Mapping[Box, ValueSums]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads."""
-        boxes = [[box.to_json(), sums.to_json()] for box, sums in self.boxes.items()]
-        return {"dtype": self.dtype, "shape": self.shape, "boxes": boxes}
-
-    @classmethod
-    def from_json(cls, raw: Any) -> Compared:
-        """Return the part that `to_json` wrote; raise ValueError for anything else."""
-        dtype, shape, raw_boxes = records.fields(raw, "dtype", "shape", "boxes")
-        boxes = {}
-        for pair in records.items(raw_boxes, lambda pair: records.items(pair, lambda part: part, 2)):
-            boxes[Box.from_json(pair[0])] = ValueSums.from_json(pair[1])
-        return cls(records.text(dtype), shape_from_json(shape), boxes)
 
 
 class RowComparison:
@@ -65,18 +49,20 @@ class RowComparison:
             check_tensor_copies(source, tensor, TAKE_LOWEST)
             self._comm.progress()
 
-    def compare(self, live: Mapping[str, LocalTensor], stored: Mapping[str, StoredTensor]) -> list[object]:
-        """Return this rank's part of the comparison as a JSON value for `compared_from_json`."""
-        compared: dict[str, object] = {}
+    def compare(
+        self, live: Mapping[str, LocalTensor], stored: Mapping[str, StoredTensor]
+    ) -> tuple[dict[str, Compared], int]:
+        """Return this rank's part of the comparison, by name, and the bytes that it has read."""
+        compared = {}
         for name, local in live.items():
             shard, tensor = local.shard, stored.get(name)
             boxes: dict[Box, ValueSums] = {}
             if tensor is not None and tensor.shape == shard.global_shape:
                 for box, part in zip(shard.boxes, local.tensors, strict=True):
                     boxes[box] = self._sums(box, part, shard.dtype, tensor)
-            compared[name] = Compared(shard.dtype, shard.global_shape, boxes).to_json()
+            compared[name] = Compared(shard.dtype, shard.global_shape, boxes)
             self._comm.progress()
-        return [compared, self._nbytes]
+        return compared, self._nbytes
 
     def _sums(self, box: Box, tensor: TensorLike, dtype: str, stored: StoredTensor) -> ValueSums:
         sums = ValueSums()
@@ -119,9 +105,3 @@ def joined(
         return TensorDiff(name, "equal", dtype, dtype, shape, shape, "bytes")
     values = None if {dtype, stored[0]} & PACKED.keys() else total.result()
     return TensorDiff.of_values(name, (dtype, stored[0]), shape, values, tolerance)
-
-
-def compared_from_json(raw: object) -> tuple[dict[str, Compared], int]:
-    """Return a rank's part of a comparison, and the bytes that it has read; raise ValueError for anything else."""
-    parts, nbytes = records.items(raw, lambda part: part, 2)
-    return records.mapping(parts, Compared.from_json), records.count(nbytes)

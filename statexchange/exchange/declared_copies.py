@@ -12,10 +12,9 @@ from typing import NamedTuple, NoReturn
 
 from statexchange.checkpoint.notes import JoinedParts, notes_on_equal_parts
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.typed import from_all, from_root
 from statexchange.errors import MismatchError
-from statexchange.exchange.messages import from_all, from_root
 from statexchange.exchange.saved_state import SavedState
-from statexchange.sharding import records
 from statexchange.sharding.copies import replica_error
 from statexchange.sharding.shards import Box, full_box
 from statexchange.state.describe import Description, LocalTensor
@@ -69,7 +68,7 @@ def compare_copies(
     copies = _DeclaredCopies(comm, saved.described, placed, digests)
     copies.compare()
     notes = notes_on_equal_parts(saved.rules, copies.joined_parts()) if comm.rank == 0 else ()
-    return from_root(comm, notes, lambda raw: records.items(raw, records.text), "the notes")
+    return from_root(comm, notes, tuple[str, ...], "the notes")
 
 
 class _DeclaredCopies:
@@ -111,7 +110,7 @@ class _DeclaredCopies:
         """Raise ReplicaError, on all ranks, if copies differ. Collective."""
         sent = b"".join(key + _hash(boxes[0].name) + _start(boxes) for key, boxes in self._boxes.items())
         self._sent = self._comm.all_gather_bytes(sent, root=0, operation="the digests of copies")
-        difference = from_root(self._comm, self._first_difference(), _difference_from_json, "copies")
+        difference = from_root(self._comm, self._first_difference(), tuple[bytes, int, int] | None, "copies")
         if difference is not None:
             self._raise_replica_error(*difference)
 
@@ -122,20 +121,19 @@ class _DeclaredCopies:
                 middle, last = at + _HASH_BYTES, at + 2 * _HASH_BYTES
                 yield rank, data[at:middle], data[middle:last], data[last : at + _RECORD_BYTES]
 
-    def _first_difference(self) -> list[object] | None:
-        """Return the hash of a box, as text, and two ranks whose copies of it differ. Root only."""
+    def _first_difference(self) -> tuple[bytes, int, int] | None:
+        """Return the hash of a box, and two ranks whose copies of it differ. Root only."""
         first: dict[bytes, tuple[int, bytes]] = {}
         for rank, key, _, start in self._records():
             holder, expected = first.setdefault(key, (rank, start))
             if start != expected:
-                return [key.hex(), holder, rank]
+                return key, holder, rank
         return None
 
-    def _raise_replica_error(self, key: str, rank: int, other: int) -> NoReturn:
+    def _raise_replica_error(self, key: bytes, rank: int, other: int) -> NoReturn:
         """Gather the digests of the two ranks' boxes, and raise the error for the first that differs. Collective."""
-        boxes = self._boxes.get(bytes.fromhex(key), ()) if self._comm.rank in (rank, other) else ()
-        value = [[box.name, box.box.to_json(), box.digest] for box in boxes]
-        sent = from_all(self._comm, value, _box_digests_from_json, "the digests of copies")
+        boxes = self._boxes.get(key, []) if self._comm.rank in (rank, other) else []
+        sent = from_all(self._comm, boxes, list[_BoxDigest], "the digests of copies")
         for first, second in zip(sent[rank], sent[other], strict=True):
             if first.digest != second.digest:
                 raise replica_error(first.name, first.box, rank, other, _ADVICE)
@@ -158,22 +156,6 @@ class _DeclaredCopies:
                 if box.numel:
                     numel[box_digest[: 2 * _HASH_BYTES]] = box.numel
             yield JoinedParts(name, shard.dtype, of_ranks, numel)
-
-
-def _difference_from_json(raw: object) -> tuple[str, int, int] | None:
-    if raw is None:
-        return None
-    key, rank, other = records.items(raw, lambda part: part, 3)
-    return records.text(key), records.count(rank), records.count(other)
-
-
-def _box_digests_from_json(raw: object) -> tuple[_BoxDigest, ...]:
-    return records.items(raw, _box_digest_from_json)
-
-
-def _box_digest_from_json(raw: object) -> _BoxDigest:
-    name, box, box_digest = records.items(raw, lambda part: part, 3)
-    return _BoxDigest(records.text(name), Box.from_json(box), records.text(box_digest))
 
 
 def _hash(text: str) -> bytes:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files, given_config
 from statexchange.checkpoint.publication import PlannedFile, Publication
@@ -17,7 +18,7 @@ from statexchange.errors import InvalidArgumentError
 from statexchange.exchange.converting import Conversion, convert_live
 from statexchange.exchange.rank_metadata import RankMetadata, gather_metadata, merge_metadata, parse_metadata
 from statexchange.formats.config_check import unties_heads, without_heads
-from statexchange.sharding import records
+from statexchange.messages import decode, encoded
 from statexchange.sharding.options import ExportOptions, WriteOptions
 from statexchange.sharding.plan import Plan, RankShards, plan_merge
 from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor
@@ -121,11 +122,11 @@ def agree_on_plan(
         if comm.rank == 0:
             parsed = parse_metadata(metadata, comm.rank, metadata_here)
             root, plan = _planned(parsed, request, options, comm, building)
-            data = records.encoded(plan)
+            data = encoded(plan, WritePlan)
     sent = comm.all_gather_bytes(data, operation="the plan")[0]
     with comm.phase("reading the plan"):
         if plan is None:
-            plan = records.decoded(sent, lambda raw: WritePlan.from_json(raw, comm.world_size), "the plan", 0)
+            plan = decode(sent, WritePlan, "the plan", 0, partial(WritePlan.check, world_size=comm.world_size))
     clock.lap("plan", len(sent))
     return described.renamed(plan.renames[plan.rename_of[comm.rank]]), plan, root
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.notes import notes_on_written
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.typed import from_root
 from statexchange.errors import MismatchError, ReplicaError
 from statexchange.exchange.export_plan import Clock, ExportRequest, RootExport
-from statexchange.exchange.messages import from_root
 from statexchange.formats.config_check import config_warnings
+from statexchange.messages import decode
 from statexchange.processes import collector_paused
-from statexchange.sharding import records
 from statexchange.sharding.copies import replica_error
 from statexchange.sharding.layout_advice import layout_advice
 from statexchange.sharding.plan import Piece, TensorPlan
-from statexchange.sharding.write_plan import BoxReceipt, BoxReceipts
+from statexchange.sharding.write_plan import BoxReceipt
 from statexchange.units import format_shares, format_transfer
 
 __all__ = ["ExportReport", "publish"]
@@ -63,36 +62,6 @@ class ExportReport:
         transfer = format_transfer(self.num_tensors, self.nbytes, self.seconds)
         return f"{transfer} -> {self.path} ({format_shares(self.rank_nbytes)})"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads."""
-        record = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**record, "files": [{"name": name, "nbytes": nbytes} for name, nbytes in self.files]}
-
-    @classmethod
-    def from_json(cls, raw: Any) -> ExportReport:
-        """Return the report that `to_json` wrote; raise ValueError for anything else."""
-        names = [field.name for field in fields(cls)]
-        path, files, nbytes, num_tensors, aliases, seconds, phases, phase_nbytes, rank_nbytes, notes = records.fields(
-            raw, *names
-        )
-        return cls(
-            records.text(path),
-            records.items(files, _file_from_json),
-            records.count(nbytes),
-            records.count(num_tensors),
-            records.texts(aliases),
-            records.number(seconds),
-            records.mapping(phases, records.number),
-            records.mapping(phase_nbytes, records.count),
-            records.items(rank_nbytes, records.count),
-            records.items(notes, records.text),
-        )
-
-
-def _file_from_json(raw: Any) -> tuple[str, int]:
-    name, nbytes = records.fields(raw, "name", "nbytes")
-    return records.text(name), records.count(nbytes)
-
 
 def publish(
     comm: Communicator,
@@ -126,7 +95,9 @@ def publish(
             _log.info("exported %s", report)
             for note in notes:
                 _log.warning("exported to %s: %s", report.path, note)
-    return from_root(comm, report and report.to_json(), ExportReport.from_json, "the report")
+    sent = from_root(comm, report, ExportReport | None, "the report")
+    assert sent is not None
+    return sent
 
 
 def _notes_on_written(
@@ -165,7 +136,7 @@ def _box_provenance(root: RootExport, receipts: Sequence[bytes]) -> dict[str, li
     """Return each tensor's supplier and digest for every piece; raise ReplicaError if replicas differ."""
     boxes: dict[tuple[int, int, int, int], BoxReceipt] = {}  # by tensor, piece, rank, and index of the rank's box
     for rank, data in enumerate(receipts):
-        for receipt in records.decoded(data, BoxReceipts.from_json, "the digests", rank):
+        for receipt in decode(data, list[BoxReceipt], "the digests", rank):
             boxes[receipt.tensor, receipt.piece, rank, receipt.index] = receipt
     provenance: dict[str, list[BoxProvenance]] = {}
     for number, tensor in enumerate(root.plan.tensors.values()):

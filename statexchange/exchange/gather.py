@@ -12,8 +12,8 @@ import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,9 +21,9 @@ from statexchange import values
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator, members
-from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError, UnsupportedError, excerpt
+from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError, UnsupportedError
 from statexchange.exchange.staging import Staging
-from statexchange.sharding import records
+from statexchange.messages import decode, encode, encoded
 from statexchange.sharding.shards import Shard, full_box, shape_from_json
 from statexchange.shared_memory import Arena
 from statexchange.state.describe import State, describe
@@ -61,7 +61,7 @@ class _TensorMetadata:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    kind: str  # "tensor", "parameter" or "numpy"
+    kind: Literal["tensor", "parameter", "numpy"]
     requires_grad: bool
     alias: str | None
     offset: int
@@ -69,36 +69,6 @@ class _TensorMetadata:
     @property
     def nbytes(self) -> int:
         return full_box(self.shape).numel * ITEMSIZE[self.dtype]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads."""
-        return {
-            "name": self.name,
-            "dtype": self.dtype,
-            "shape": self.shape,
-            "kind": self.kind,
-            "requires_grad": self.requires_grad,
-            "alias": self.alias,
-            "offset": self.offset,
-        }
-
-    @classmethod
-    def from_json(cls, raw: object) -> _TensorMetadata:
-        """Return the record that `to_json` wrote; raise ValueError for anything else."""
-        names = ("name", "dtype", "shape", "kind", "requires_grad", "alias", "offset")
-        name, dtype, shape, kind, requires_grad, alias, offset = records.fields(raw, *names)
-        itemsize_of(dtype)
-        if kind not in ("tensor", "parameter", "numpy"):
-            raise ValueError(f"no kind of tensor: {excerpt(kind)}")
-        return cls(
-            records.text(name),
-            dtype,
-            shape_from_json(shape),
-            kind,
-            records.flag(requires_grad),
-            records.optional(alias, records.text),
-            records.count(offset),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,56 +79,39 @@ class _RankMessage:
     """
 
     metadata: tuple[_TensorMetadata, ...] = ()
-    address: Mapping[str, Any] = field(default_factory=dict)
-    message: Any = None
+    address: object = None
+    message: object = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads."""
-        metadata = [entry.to_json() for entry in self.metadata]
-        return {"metadata": metadata, "address": dict(self.address), "message": self.message}
+    def check(self) -> None:
+        """Raise ValueError if this cannot be another rank's message."""
+        written = set()
+        for entry in self.metadata:
+            itemsize_of(entry.dtype)
+            shape_from_json(entry.shape)
+            if entry.alias is None:
+                written.add(entry.name)
+        for entry in self.metadata:
+            if entry.alias is not None and entry.alias not in written:
+                raise ValueError("a tensor is tied to one that was not sent")
 
-    @classmethod
-    def from_json(cls, raw: object) -> _RankMessage:
-        """Return the record that `to_json` wrote; raise ValueError for anything else."""
-        raw_metadata, address, message = records.fields(raw, "metadata", "address", "message")
-        metadata = records.items(raw_metadata, _TensorMetadata.from_json)
-        written = {entry.name for entry in metadata if entry.alias is None}
-        if not {entry.alias for entry in metadata if entry.alias is not None} <= written:
-            raise ValueError("a tensor is tied to one that was not sent")
-        if type(address) is not dict:
-            raise ValueError(f"not an address: {excerpt(address)}")
-        return cls(metadata, address, message)
+
+class _ArenaAddress(NamedTuple):
+    """`Arena.address` in a message."""
+
+    id: str
+    pid: int
+    fd: int
+    inode: int
+    nbytes: int
+    path: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class _ArenaNote:
     """A rank's note in the final agreement: the arenas that it owns, and those of others that it still views."""
 
-    owned: tuple[str, ...]
-    views: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads."""
-        return {"owned": list(self.owned), "views": list(self.views)}
-
-    @classmethod
-    def from_json(cls, raw: object) -> _ArenaNote:
-        """Return the record that `to_json` wrote; raise ValueError for anything else."""
-        owned, views = records.fields(raw, "owned", "views")
-        return cls(records.items(owned, records.text), records.items(views, records.text))
-
-
-def _checked_address(raw: object, metadata: Sequence[_TensorMetadata]) -> dict[str, Any]:
-    """Return the address of an arena that holds these tensors; raise ValueError for anything else."""
-    ident, pid, fd, inode, nbytes, path = records.fields(raw, "id", "pid", "fd", "inode", "nbytes", "path")
-    records.text(ident)
-    records.optional(path, records.text)
-    for number in (pid, fd, inode):
-        records.count(number)
-    if any(entry.alias is None and entry.offset + entry.nbytes > records.count(nbytes) for entry in metadata):
-        raise ValueError("a tensor lies outside of its memory")
-    assert isinstance(raw, dict)  # `records.fields` has read it
-    return raw
+    owned: Sequence[str] = ()
+    views: Sequence[str] = ()
 
 
 def _metadata_of(tensors: Mapping[str, Any]) -> list[_TensorMetadata]:
@@ -185,7 +138,7 @@ def _metadata_of_one(name: str, tensor: _Tensor, offset: int) -> _TensorMetadata
     dtype, shape = memory_of(tensor, name).dtype, tuple(int(size) for size in tensor.shape)
     if isinstance(tensor, np.ndarray):
         return _TensorMetadata(name, dtype, shape, "numpy", False, None, offset)
-    kind = "parameter" if type(tensor).__name__ == "Parameter" else "tensor"
+    kind: Literal["tensor", "parameter"] = "parameter" if type(tensor).__name__ == "Parameter" else "tensor"
     return _TensorMetadata(name, dtype, shape, kind, bool(tensor.requires_grad), None, offset)
 
 
@@ -279,38 +232,40 @@ class _MemoryTransport:
         self._comm = comm
         self._arena: Arena | None = None
 
-    def send(self, tensors: Mapping[str, Any], metadata: Sequence[_TensorMetadata]) -> dict[str, Any]:
+    def send(self, tensors: Mapping[str, Any], metadata: Sequence[_TensorMetadata]) -> object:
         """Copy this rank's tensors into its arena; return the arena's address."""
         total = max((entry.offset + entry.nbytes for entry in metadata if entry.alias is None), default=0)
         if not total:
-            return {}
+            return None
         self._arena = self._comm.arenas.acquire(total)
         for entry in metadata:
             if entry.alias is None and entry.nbytes:
                 _copy_in(tensors[entry.name], entry, self._arena.view[entry.offset : entry.offset + entry.nbytes])
                 self._comm.progress()
-        return self._arena.address
+        return encode(_ArenaAddress(**self._arena.address), _ArenaAddress)
 
-    def receive(self, metadata: Sequence[_TensorMetadata], address: Mapping[str, Any], rank: int) -> _Block:
+    def receive(self, metadata: Sequence[_TensorMetadata], address: object, rank: int) -> _Block:
         """Return views of another rank's tensors."""
-        if not address:
+        if address is None:
             return _MemoryBlock(metadata, np.empty(0, dtype=np.uint8))
-        what = "the address of its memory"
-        checked = records.parsed(address, lambda raw: _checked_address(raw, metadata), what, rank)
-        return _MemoryBlock(metadata, self._comm.arenas.attach(checked))
+        arena = decode(address, _ArenaAddress, "the address of its memory", rank)
+        for entry in metadata:
+            if entry.alias is None and entry.offset + entry.nbytes > arena.nbytes:
+                raise MismatchError("a tensor lies outside of its memory", name=entry.name, rank=rank)
+        return _MemoryBlock(metadata, self._comm.arenas.attach(arena._asdict()))
 
     def received(self) -> None:
         """Unlink the arena: root has attached to it."""
         if self._arena is not None:
             self._arena.unlink()
 
-    def note(self) -> dict[str, Any]:
+    def note(self) -> object:
         """Return this rank's note for the final agreement."""
         arenas = self._comm.arenas
         owned = arenas.owned_ids()
         if self._arena is not None:
             owned.append(self._arena.ident)
-        return _ArenaNote(tuple(owned), tuple(arenas.referenced_ids())).to_json()
+        return encode(_ArenaNote(owned, arenas.referenced_ids()), _ArenaNote)
 
     def end(self, notes: Sequence[Any] | None) -> None:
         """Recycle arenas that no rank views; close this one if there was no agreement (None)."""
@@ -325,7 +280,7 @@ class _MemoryTransport:
         viewed: set[str] = set()
         owned: set[str] = set()
         for rank, raw in enumerate(notes):
-            note = records.parsed(raw, _ArenaNote.from_json, "the note about arenas", rank)
+            note = decode(raw, _ArenaNote, "the note about arenas", rank)
             viewed.update(note.views)
             owned.update(note.owned)
         arenas.recycle(viewed, owned)
@@ -351,7 +306,7 @@ class _FileTransport:
         self._workspace = workspace
         self._receipt: Receipt | None = None
 
-    def send(self, tensors: Mapping[str, Any], metadata: Sequence[_TensorMetadata]) -> dict[str, Any]:
+    def send(self, tensors: Mapping[str, Any], metadata: Sequence[_TensorMetadata]) -> object:
         """Write this rank's tensors as one durable file; return its receipt."""
         staging = Staging()
         shards = [_shard_data(tensors[entry.name], entry, staging) for entry in metadata if entry.alias is None]
@@ -360,11 +315,12 @@ class _FileTransport:
         self._receipt = self._workspace.write(
             shards, run=comm.run, round=number, rank=comm.rank, world_size=comm.world_size, pending=True
         )
-        return {"file": self._receipt.relative, "nbytes": self._receipt.nbytes}
+        return encode(self._receipt, Receipt)
 
-    def receive(self, metadata: Sequence[_TensorMetadata], address: Mapping[str, Any], rank: int) -> _Block:
+    def receive(self, metadata: Sequence[_TensorMetadata], address: object, rank: int) -> _Block:
         """Open another rank's file by the name in its receipt."""
-        receipt = records.parsed(address, _receipt_from_json, "the name of the file", rank)
+        # The property raises unless `relative` is the name of a rank's file.
+        receipt = decode(address, Receipt, "the name of the file", rank, lambda receipt: receipt.rank_name)
         return _FileBlock(metadata, self._workspace.open(receipt, timeout_s=_READ_RETRY_S))
 
     def received(self) -> None:
@@ -429,7 +385,7 @@ def _exchange(
             if comm.rank != root:
                 metadata = _metadata_of(tensors)
                 own_message = _RankMessage(tuple(metadata), transport.send(tensors, metadata), message)
-        sent = comm.all_gather_bytes(records.encoded(own_message), root=root, operation="sending to root")
+        sent = comm.all_gather_bytes(encoded(own_message, _RankMessage), root=root, operation="sending to root")
         blocks: list[tuple[_Block, Any]] = []
         with comm.phase("receiving"):
             for rank, data in enumerate(sent):
@@ -442,7 +398,7 @@ def _exchange(
 
 
 def _receive(transport: _Transport, data: bytes, rank: int) -> tuple[_Block, Any]:
-    sent = records.decoded(data, _RankMessage.from_json, "the description of its tensors", rank)
+    sent = decode(data, _RankMessage, "the description of its tensors", rank, _RankMessage.check)
     return transport.receive(sent.metadata, sent.address, rank), sent.message
 
 
@@ -552,14 +508,13 @@ def gather_state(
                 name = shard.name if len(local.tensors) == 1 else f"{shard.name}#{index}"
                 tensors[name] = tensor
                 shards.append(Shard(name, shard.dtype, shard.global_shape, (box,)))
-    message = [shard.to_json() for shard in shards]
+    message = encode(tuple(shards), tuple[Shard, ...])
     with _gathered("gather_state", communicator, root, tensors, message, workspace) as blocks:
         yield tuple(_state(rank, block, message) for rank, (block, message) in enumerate(blocks))
 
 
 def _state(rank: int, block: _Block, message: object) -> GatheredState:
-    what = "the shards of its tensors"
-    shards = records.parsed(message, lambda raw: records.items(raw, Shard.from_json), what, rank)
+    shards = decode(message, tuple[Shard, ...], "the shards of its tensors", rank)
     return GatheredState(rank, block, {shard.name: shard for shard in shards})
 
 
@@ -660,7 +615,7 @@ def get_configs_parallel(
         with communicator.phase("encoding its config"):
             text = values.encode(config, keep)
     types = values.types_of(config)
-    with _gathered("get_configs_parallel", communicator, 0, tensors, text, workspace_path) as blocks:
+    with _gathered("get_configs_parallel", communicator, 0, tensors, encode(text, str), workspace_path) as blocks:
         # No variable here may refer to what is yielded: its memory could not be recycled at the end of the block.
         yield [config, *_other_configs(blocks, types)] if blocks else []
 
@@ -671,7 +626,7 @@ def _other_configs(blocks: Sequence[tuple[_Block, Any]], types: Mapping[str, typ
 
 
 def _config(rank: int, block: _Block, message: object, types: Mapping[str, type]) -> Any:  # noqa: ANN401 (a config of any type)
-    text = records.parsed(message, records.text, "the config", rank)
+    text = decode(message, str, "the config", rank)
     return values.decode(text, types=types, leaves=_SentTensors(block, rank))
 
 
@@ -684,11 +639,3 @@ class _SentTensors(dict[str, _Tensor]):
 
     def __missing__(self, name: str) -> _Tensor:
         raise MismatchError("the config has a tensor that was not sent", name=name, rank=self._rank)
-
-
-def _receipt_from_json(raw: object) -> Receipt:
-    """Return the receipt of a file that a rank sent; raise ValueError or UnsafeError for anything else."""
-    file, nbytes = records.fields(raw, "file", "nbytes")
-    receipt = Receipt(records.text(file), records.count(nbytes))
-    receipt.rank_name  # noqa: B018 (it raises unless this is the name of a rank's file)
-    return receipt

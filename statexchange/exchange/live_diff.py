@@ -8,17 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.typed import from_all
 from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
-from statexchange.exchange.compared_rows import Compared, RowComparison, compared_from_json, joined
+from statexchange.exchange.compared_rows import Compared, RowComparison, joined
 from statexchange.exchange.converting import Conversion, convert_live
-from statexchange.exchange.messages import from_all
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.saved_state import SavedState
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Weights
 from statexchange.report.diff import DiffReport
-from statexchange.sharding import records
 from statexchange.sharding.options import ExportOptions
 from statexchange.state.describe import Description, LocalTensor
 
@@ -54,7 +53,7 @@ class LiveComparison:
     ) -> DiffReport:
         """Compare all tensors with those at `path`. Collective."""
         described, _ = convert_live(self.comm, self.saved.described, self.conversion, ExportOptions(layout=layout))
-        has_layout = any(from_all(self.comm, layout is not None, records.flag, "its layout"))
+        has_layout = any(from_all(self.comm, layout is not None, bool, "its layout"))
         if self.conversion is None and has_layout:
             described = place_parts(self.comm, described, self.saved.rules)
         with contextlib.ExitStack() as holding:
@@ -73,7 +72,8 @@ class LiveComparison:
                 compared = rows.compare(live, stored)
         parts: dict[str, list[Compared]] = {}
         nbytes = 0
-        for of_rank, rank_nbytes in from_all(self.comm, compared, compared_from_json, "its comparison"):
+        sent = from_all(self.comm, compared, tuple[dict[str, Compared], int], "its comparison")
+        for of_rank, rank_nbytes in sent:
             nbytes += rank_nbytes
             for name, part in of_rank.items():
                 parts.setdefault(name, []).append(part)

@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.typed import from_root
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplicaError, without_secrets
 from statexchange.exchange.load import load_now
 from statexchange.exchange.load_checkpoint import load_checkpoint
 from statexchange.exchange.load_report import LoadReport, LoadRequest
 from statexchange.exchange.memory_copy import COPY_ERRORS, MemoryCopies
-from statexchange.exchange.messages import from_root
 from statexchange.exchange.rank_metadata import equal_options
 from statexchange.exchange.saves_directory import SavesDirectory
 from statexchange.settings import check_flags, check_progress
-from statexchange.sharding import records
 from statexchange.sharding.options import LoadOptions
 from statexchange.state.describe import State
 
@@ -75,12 +74,12 @@ class SaveLoader:
             check_flags(missing_ok=missing_ok)
             if self.comm.rank == 0:
                 chosen = self.saves.choose(step, missing_ok=missing_ok)
-        return from_root(self.comm, chosen, lambda raw: records.optional(raw, records.count), "the step to load")
+        return from_root(self.comm, chosen, int | None, "the step to load")
 
     def _was_removed(self, step: int) -> bool:
         """Return whether rank 0 finds the save of `step` gone. Collective."""
         is_gone = self.comm.rank == 0 and step not in self.saves.steps()
-        return from_root(self.comm, is_gone, records.flag, "whether the save is gone")
+        return from_root(self.comm, is_gone, bool, "whether the save is gone")
 
     def _from_memory(self, state: State, step: int | None, copies: MemoryCopies) -> LoadReport | None:
         """Load the copy in memory; None if it is absent, older than the disk's save or broken. Collective."""

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from statexchange.checkpoint.tensor_notes import note_on_overflows
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.typed import from_all
 from statexchange.exchange.chosen_conversion import ChosenConversion
-from statexchange.exchange.messages import from_all
 from statexchange.exchange.reading import Overflows, ReadItem
 from statexchange.formats.source import abbreviated_names
-from statexchange.sharding import records
 from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.shards import Box
 from statexchange.state.describe import State
@@ -79,20 +78,15 @@ class LoadReport:
 
 def notes_on_overflows(comm: Communicator, overflows: Sequence[Overflows]) -> tuple[str, ...]:
     """Return a note about what a cast has made infinite on any rank; each box counts once. Collective."""
-    sent = [record.to_json() for record in overflows]
     by_box: dict[tuple[str, Box], int] = {}
-    for of_rank in from_all(comm, sent, _overflows_from_json, "the values that overflowed"):
-        for record in of_rank:
+    for of_rank in from_all(comm, overflows, list[Overflows], "the values that overflowed"):
+        for name, box, num_elements in of_rank:
             # Ranks that have copies of a box have read, and cast, the same elements.
-            by_box[record.name, record.box] = record.num_elements
+            by_box[name, box] = num_elements
     counts: Counter[str] = Counter()
     for (name, _), num_elements in by_box.items():
         counts[name] += num_elements
     return note_on_overflows(counts)
-
-
-def _overflows_from_json(raw: object) -> tuple[Overflows, ...]:
-    return records.items(raw, Overflows.from_json)
 
 
 def notes_on_lost_ties(plan: LoadPlan, aliases: Mapping[str, str]) -> tuple[str, ...]:

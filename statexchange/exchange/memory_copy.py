@@ -40,12 +40,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.typed import from_all, from_root
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -56,14 +55,11 @@ from statexchange.errors import (
     UnsafeError,
     without_secrets,
 )
-from statexchange.exchange.messages import from_all, from_root
 from statexchange.exchange.reading import ReadItem
 from statexchange.settings import check_flags
-from statexchange.sharding import records
 from statexchange.sharding.shards import Box, intersect
 from statexchange.storage import files
 from statexchange.storage.atomic import write_new
-from statexchange.storage.budget import Budget
 from statexchange.storage.build import Build, WrittenFile
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.files import WINDOW_BYTES, digest
@@ -180,12 +176,11 @@ class MemoryCopies:
                 problem = error
         if problem is not None:
             self._warn(0, str(problem), comm)
-        value = None if start is None else start.to_json()
-        return from_root(comm, value, lambda raw: records.optional(raw, _Start.from_json), "the save to copy")
+        return from_root(comm, start, _Start | None, "the save to copy")
 
     def _exchange(self, answer: _Answer, comm: Communicator) -> list[_Answer] | None:
         """Return the answers of all ranks; None, with a warning, if one of them has failed. Collective."""
-        answers = from_all(comm, answer.to_json(), _Answer.from_json, "the part of a copy")
+        answers = from_all(comm, answer, _Answer, "the part of a copy")
         for rank, answer in enumerate(answers):
             if answer.problem:
                 self._warn(rank, answer.problem, comm)
@@ -256,8 +251,7 @@ class MemoryCopies:
                 found = directory.copies()
             except (StateExchangeError, OSError) as error:
                 _log.warning("%s: cannot look for copies in memory: %s", self._shown, error)
-        parts_here = [_Part.of(copy).to_json() for copy in found]
-        parts = from_all(comm, parts_here, lambda raw: records.items(raw, _Part.from_json), "its copies")
+        parts = from_all(comm, list(map(_Part.of, found)), list[_Part], "its copies", _check_parts)
         by_host = [[part for part in parts[first] if disk.may_be(part, wanted)] for first in hosts.firsts]
         for first, of_host in zip(hosts.firsts, by_host, strict=True):
             for part in of_host:
@@ -270,8 +264,8 @@ class MemoryCopies:
         holders = tuple(_ranks_of(best, of_host) for of_host in by_host)
         root = next(first for first, here in zip(hosts.firsts, holders, strict=True) if here)
         manifest = next((one.manifest for one in found if one.manifest and _Part.of(one).is_of(best)), None)
-        value = None if manifest is None else manifest.to_bytes().decode()
-        whole = from_root(comm, value, _manifest_of, "the manifest", root)
+        whole = from_root(comm, manifest, SaveManifest | None, "the manifest", root)
+        assert whole is not None  # on `root`, which has a part of this copy
         is_on_disk = best.step == disk.step and best.save == disk.save
         return MemoryCopy(best.step, whole, holders, is_on_disk, disk.step is not None, disk.identity)
 
@@ -296,8 +290,7 @@ class MemoryCopies:
                     is_there = at is not None and at in saves
                     save = manifest.save if isinstance(manifest, SaveManifest) else None
                     disk = _Disk(identity, max(saves, default=None), at if is_there else None, save)
-        value = None if disk is None else disk.to_json()
-        return from_root(comm, value, lambda raw: records.optional(raw, _Disk.from_json), "the saves on disk")
+        return from_root(comm, disk, _Disk | None, "the saves on disk")
 
     @contextlib.contextmanager
     def opened(
@@ -325,13 +318,12 @@ class MemoryCopies:
                     fetched = directory.make_loading()
                     loading.callback(_quietly_removed, directory, fetched)
                     _link_own(path, fetched, copy, comm.node_rank)
-            fetched = from_all(comm, fetched, records.text, "its directory")[hosts.first]
+            fetched = from_all(comm, fetched, str, "its directory")[hosts.first]
             with comm.phase("fetching headers", timeout_s=self._stall_timeout_s):
                 _fetch_headers(fetched, copy, hosts, comm)
 
             def fetch_and_check(items: Sequence[ReadItem]) -> None:
-                size = copy.manifest.world_size
-                needed = from_all(comm, sorted(_ranks_read(items)), partial(_ranks_from_json, size), "the files")
+                needed = from_all(comm, _ranks_read(items), set[int], "the files")
                 with comm.phase("looking for room"):
                     lacking = _lacking(needed, copy, hosts)
                     if hosts.is_first:
@@ -357,7 +349,7 @@ class MemoryCopies:
         with comm.phase("removing the copy in memory"):
             if comm.rank == 0:
                 identity = self._identity()
-        identity = from_root(comm, identity, lambda raw: records.optional(raw, records.text), "the identity")
+        identity = from_root(comm, identity, str | None, "the identity")
         if identity is None:
             return False
         with comm.phase("removing the copy in memory"):
@@ -365,7 +357,7 @@ class MemoryCopies:
                 directory = MemoryDirectory(self.path, identity)
                 dropped = directory.drop(step)
                 directory.remove_empty()
-        return any(from_all(comm, dropped, records.flag, "whether it had the copy"))
+        return any(from_all(comm, dropped, bool, "whether it had the copy"))
 
 
 def memory_copies(path: str, stall_timeout_s: float, *, memory: bool) -> MemoryCopies | None:
@@ -384,18 +376,6 @@ class _Start:
     identity: str
     manifest: SaveManifest
 
-    def to_json(self) -> dict[str, Any]:
-        return {"identity": self.identity, "manifest": self.manifest.to_bytes().decode()}
-
-    @classmethod
-    def from_json(cls, raw: Any) -> _Start:
-        identity, manifest = records.fields(raw, "identity", "manifest")
-        return cls(records.text(identity), _manifest_of(manifest))
-
-
-def _manifest_of(raw: Any) -> SaveManifest:
-    return SaveManifest.parse(records.text(raw).encode(), MANIFEST, Budget(MANIFEST))
-
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
@@ -408,13 +388,6 @@ class _Answer:
     @classmethod
     def of(cls, problem: BaseException | None, build: Build | None = None) -> _Answer:
         return cls("" if problem is None else str(problem), "" if build is None else build.building_path)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"problem": self.problem, "building": self.building, "header": self.header}
-
-    @classmethod
-    def from_json(cls, raw: Any) -> _Answer:
-        return cls(*map(records.text, records.fields(raw, "problem", "building", "header")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,19 +414,6 @@ class _Disk:
             return True
         return part.step == self.step and (part.save == self.save or self.save is None or bool(part.problem))
 
-    def to_json(self) -> dict[str, Any]:
-        return {"identity": self.identity, "newest": self.newest, "step": self.step, "save": self.save}
-
-    @classmethod
-    def from_json(cls, raw: Any) -> _Disk:
-        identity, newest, step, save = records.fields(raw, "identity", "newest", "step", "save")
-        return cls(
-            records.text(identity),
-            records.optional(newest, records.count),
-            records.optional(step, records.count),
-            records.optional(save, records.text),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -477,30 +437,12 @@ class _Part:
         """Whether both are parts of one copy."""
         return (self.step, self.save, self.manifest) == (other.step, other.save, other.manifest)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "save": self.save,
-            "manifest": self.manifest,
-            "ranks": list(self.ranks),
-            "world_size": self.world_size,
-            "problem": self.problem,
-        }
 
-    @classmethod
-    def from_json(cls, raw: Any) -> _Part:
-        step, save, manifest, ranks, size, problem = records.fields(
-            raw, "step", "save", "manifest", "ranks", "world_size", "problem"
-        )
-        world_size = records.count(size)
-        return cls(
-            records.count(step),
-            records.text(save),
-            records.text(manifest),
-            records.items(ranks, lambda rank: records.count(rank, world_size)),
-            world_size,
-            records.text(problem),
-        )
+def _check_parts(parts: Sequence[_Part]) -> None:
+    """Raise ValueError if a part has files of ranks that its save does not have."""
+    for part in parts:
+        if max(part.ranks, default=-1) >= part.world_size:
+            raise ValueError(f"rank {max(part.ranks)} is not one of {part.world_size}")
 
 
 def _ranks_of(part: _Part, of_host: Sequence[_Part]) -> frozenset[int]:
@@ -725,11 +667,7 @@ def _ranks_read(items: Sequence[ReadItem]) -> set[int]:
     return {rank for rank in found if rank is not None}
 
 
-def _ranks_from_json(world_size: int, raw: object) -> tuple[int, ...]:
-    return records.items(raw, lambda rank: records.count(rank, world_size))
-
-
-def _lacking(needed: Sequence[Sequence[int]], copy: MemoryCopy, hosts: _Hosts) -> list[list[int]]:
+def _lacking(needed: Sequence[set[int]], copy: MemoryCopy, hosts: _Hosts) -> list[list[int]]:
     """Return, by host, the ranks whose files its ranks read and it does not have."""
     lacking = []
     for ranks, here in zip(hosts.ranks, copy.holders, strict=True):

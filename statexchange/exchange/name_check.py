@@ -6,13 +6,12 @@ import logging
 from collections.abc import Mapping
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.typed import from_all
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.exchange.load_report import LoadRequest
 from statexchange.exchange.load_source import LoadSource
-from statexchange.exchange.messages import from_all
 from statexchange.exchange.name_advice import loads_nothing, names_error
 from statexchange.exchange.saved_names import advice_on_missing
-from statexchange.sharding import records
 from statexchange.sharding.paths import paths_above
 from statexchange.state.load_plan import LoadPlan
 from statexchange.state.modules import is_extra_state
@@ -69,12 +68,10 @@ def compare_names(comm: Communicator, request: LoadRequest, plan: LoadPlan, load
     """
     options, path = request.options, loaded.matching.path
     everywhere, is_empty = {*plan.unexpected}, plan.is_empty
-    if comm.world_size > 1:
-        for unexpected, is_empty_there in from_all(
-            comm, [plan.unexpected, is_empty], _names_from_json, "unexpected names"
-        ):
-            everywhere &= unexpected
-            is_empty &= is_empty_there
+    unexpected_here = (plan.unexpected, is_empty)
+    for unexpected, is_empty_there in from_all(comm, unexpected_here, tuple[list[str], bool], "unexpected names"):
+        everywhere.intersection_update(unexpected)
+        is_empty &= is_empty_there
     with comm.phase("comparing the names"):
         plan.unexpected = [name for name in plan.unexpected if name in everywhere]
         plan.unexpected += loaded.converted.without_rule
@@ -92,9 +89,3 @@ def compare_names(comm: Communicator, request: LoadRequest, plan: LoadPlan, load
                     patterns.append(f"{option}={list(names)}")
             text = f"{' and '.join(patterns)} selects no tensor and no value that both the source and the state have"
             raise InvalidArgumentError(text, path=path)
-
-
-def _names_from_json(raw: object) -> tuple[set[str], bool]:
-    """Return a rank's unexpected names, and whether it would load nothing."""
-    unexpected, is_empty = records.items(raw, lambda part: part, 2)
-    return {*records.items(unexpected, records.text)}, records.flag(is_empty)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from statexchange.comm.communicator import Communicator
-from statexchange.exchange.messages import from_all
+from statexchange.comm.typed import from_all
 from statexchange.exchange.rank_metadata import (
     RankMetadata,
     check_metadata,
@@ -14,7 +14,6 @@ from statexchange.exchange.rank_metadata import (
     parse_metadata,
     rank_shards,
 )
-from statexchange.sharding import records
 from statexchange.sharding.options import mesh_option
 from statexchange.sharding.paths import joined
 from statexchange.sharding.rules import Layout, renumber_names
@@ -64,9 +63,9 @@ def renumbered_names(comm: Communicator, live: LiveState, matching: Matching) ->
                 rule = layout.rule_for(name)
                 names |= dict.fromkeys([name] if rule is None else rule.names(name), name)
     # Outside of the phases: a rank that fails in one takes part in its end, and in no collective inside it.
-    by_rank = dict(enumerate(from_all(comm, names, records.texts, "its names")))
+    by_rank = from_all(comm, names, dict[str, str], "its names")
     with comm.phase("renumbering its tensors"):
-        return renumber_names(by_rank, layout)[comm.rank]
+        return renumber_names(dict(enumerate(by_rank)), layout)[comm.rank]
 
 
 def _live_names(live: LiveState) -> Iterator[str]:

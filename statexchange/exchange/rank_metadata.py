@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.typed import from_all
 from statexchange.conversions.plan import TensorInfo
 from statexchange.errors import CorruptError, InvalidArgumentError, MismatchError
-from statexchange.exchange.messages import from_all
-from statexchange.sharding import records
+from statexchange.messages import decode, encoded
 from statexchange.sharding.rules import REDUCTIONS, Layout, Part, place_parts, renumber_names
-from statexchange.sharding.sharding_spec import Placement, ShardingSpec
+from statexchange.sharding.sharding_spec import ShardingSpec
 from statexchange.sharding.shards import Shard, shape_from_json
 from statexchange.state.describe import Description
 from statexchange.storage.files import digest
@@ -82,51 +81,15 @@ class RankMetadata:
         names = (described.aliases, described.unused, described.sources, described.extra_state)
         return cls(shards, *names, reductions, options)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads."""
-        placements: dict[Placement, int] = {}
-        shards: list[dict[str, Any]] = []
-        for described in self.shards:
-            shard, part = described.shard, described.part
-            if isinstance(shard, ShardingSpec):
-                number = placements.setdefault(shard.placement, len(placements))
-                shape = shard.global_shape
-                shards.append({"name": shard.name, "dtype": shard.dtype, "shape": shape, "placement": number})
-            elif part is None:
-                shards.append({"shard": shard.to_json()})
-            else:
-                shards.append({"shard": shard.to_json(), "part": part.to_json()})
-        return {
-            "shards": shards,
-            "placements": [placement.to_json() for placement in placements],
-            "aliases": dict(self.aliases),
-            "unused": list(self.unused),
-            "sources": dict(self.sources),
-            "extra_state": list(self.extra_state),
-            "reductions": dict(self.reductions),
-            "options": dict(self.options),
-        }
-
-    @classmethod
-    def from_json(cls, raw: Any) -> RankMetadata:
-        """Return the metadata that `to_json` wrote; raise ValueError for anything else."""
-        names = ("shards", "placements", "aliases", "unused", "sources", "extra_state", "reductions", "options")
-        raw_shards, raw_placements, aliases, unused, sources, extra_state, raw_reductions, options = records.fields(
-            raw, *names
-        )
-        placements = records.items(raw_placements, Placement.from_json)
-        reductions = records.texts(raw_reductions)
-        if not set(reductions.values()) <= set(REDUCTIONS):
+    def check(self) -> None:
+        """Raise ValueError if this cannot be another rank's metadata."""
+        if not set(self.reductions.values()) <= set(REDUCTIONS):
             raise ValueError("a reduction is neither max nor min")
-        return cls(
-            records.items(raw_shards, lambda shard: _shard_from_json(shard, placements)),
-            records.texts(aliases),
-            records.items(unused, records.text),
-            records.texts(sources),
-            records.items(extra_state, records.text),
-            reductions,
-            records.texts(options),
-        )
+        for described in self.shards:
+            itemsize_of(described.shard.dtype)
+            shape_from_json(described.shard.global_shape)
+            if described.part is not None:
+                described.part.check()
 
     def renamed(self, names: Mapping[str, str], rank: int) -> RankMetadata:
         """Return the metadata with the tensors in `names` renamed."""
@@ -141,26 +104,12 @@ class RankMetadata:
         return replace(self, shards=list(shards.values()), aliases=aliases, reductions=reductions)
 
 
-def _shard_from_json(raw: Any, placements: Sequence[Placement]) -> DescribedShard:
-    """Return one of the shards that `RankMetadata.to_json` encoded."""
-    if type(raw) is dict and "placement" in raw:
-        name, dtype, shape, number = records.fields(raw, "name", "dtype", "shape", "placement")
-        itemsize_of(dtype)
-        placement = placements[records.count(number, len(placements))]
-        return DescribedShard(ShardingSpec(records.text(name), dtype, shape_from_json(shape), placement))
-    if type(raw) is dict and "part" in raw:
-        raw_shard, part = records.fields(raw, "shard", "part")
-        return DescribedShard(Shard.from_json(raw_shard), Part.from_json(part))
-    (raw_shard,) = records.fields(raw, "shard")
-    return DescribedShard(Shard.from_json(raw_shard))
-
-
 def gather_metadata(comm: Communicator, own: RankMetadata, root: int | None = None) -> tuple[list[bytes], int]:
     """Return every rank's metadata as bytes on `root` ([] elsewhere; None: on all ranks), and the bytes sent.
 
     Collective. Of several ranks with equal metadata only the first sends it. `parse_metadata` decodes the bytes.
     """
-    return gather_distinct(comm, records.encoded(own), root)
+    return gather_distinct(comm, encoded(own, RankMetadata), root)
 
 
 def gather_distinct(comm: Communicator, data: bytes, root: int | None = None) -> tuple[list[bytes], int]:
@@ -183,36 +132,26 @@ def parse_metadata(sent: Sequence[bytes], own_rank: int, own: RankMetadata) -> l
     parsed = {sent[own_rank]: own}
     for rank, data in enumerate(sent):
         if data not in parsed:
-            parsed[data] = records.decoded(data, RankMetadata.from_json, "the description of its state", rank)
+            parsed[data] = decode(data, RankMetadata, "the description of its state", rank, RankMetadata.check)
     return [parsed[data] for data in sent]
 
 
 def all_tensors(comm: Communicator, described: Description) -> dict[str, TensorInfo]:
     """Return the dtype and global shape of each tensor of any rank. Collective."""
-    records_of_rank = []
+    tensors_here = {}
     for local in described.tensors.values():
-        records_of_rank.append([local.shard.name, local.shard.dtype, local.shard.global_shape])
-    sent, _ = gather_distinct(comm, json.dumps(records_of_rank).encode())
+        tensors_here[local.shard.name] = TensorInfo(local.shard.dtype, local.shard.global_shape)
+    sent, _ = gather_distinct(comm, encoded(tensors_here, dict[str, TensorInfo]))
     tensors: dict[str, TensorInfo] = {}
     with comm.phase("comparing its tensors"):
         for data in dict.fromkeys(sent):
             rank = sent.index(data)
-            for name, info in records.decoded(data, _named_tensors, "its tensors", rank):
+            for name, info in decode(data, dict[str, TensorInfo], "its tensors", rank).items():
                 first = tensors.setdefault(name, info)
                 if first != info:
                     text = "this rank's dtype or shape differs from another's"
                     raise CorruptError(text, name=name, rank=rank, expected=first, found=info)
     return tensors
-
-
-def _named_tensors(raw: object) -> tuple[tuple[str, TensorInfo], ...]:
-    return records.items(raw, _named_tensor)
-
-
-def _named_tensor(raw: object) -> tuple[str, TensorInfo]:
-    name, dtype, shape = records.items(raw, lambda part: part, 3)
-    itemsize_of(dtype)
-    return records.text(name), TensorInfo(dtype, shape_from_json(shape))
 
 
 def check_metadata(metadata: Sequence[RankMetadata], layout: Layout) -> None:
@@ -224,16 +163,12 @@ def check_metadata(metadata: Sequence[RankMetadata], layout: Layout) -> None:
         raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
 
 
-def equal_options(comm: Communicator, options: Mapping[str, str] | None, what: str) -> list[dict[str, str] | None]:
+def equal_options(comm: Communicator, options: dict[str, str] | None, what: str) -> list[dict[str, str] | None]:
     """Return all ranks' options, which a rank need not have; raise InvalidArgumentError if they differ. Collective."""
-    sent = from_all(comm, options, _optional_texts, what)
+    sent = from_all(comm, options, dict[str, str] | None, what)
     with comm.phase(f"comparing {what}"):
         check_equal_options([rank_options or {} for rank_options in sent])
     return sent
-
-
-def _optional_texts(raw: object) -> dict[str, str] | None:
-    return records.optional(raw, records.texts)
 
 
 def renumbered(comm: Communicator, described: Description, layout: Layout) -> Description:
@@ -241,7 +176,7 @@ def renumbered(comm: Communicator, described: Description, layout: Layout) -> De
     sources: dict[str, str] | None = None
     if any(rule.renumber for rule in layout.rules.values()):
         sources = {name: described.sources.get(name, name) for name in described.tensors}
-    sent = from_all(comm, sources, _optional_texts, "its names")
+    sent = from_all(comm, sources, dict[str, str] | None, "its names")
     with comm.phase("renumbering its tensors"):
         by_rank = {}
         for rank, rank_sources in enumerate(sent):

@@ -18,10 +18,10 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.typed import from_all
 from statexchange.errors import CorruptError, ReplicaError, StorageError, excerpt
 from statexchange.exchange.staging import Staging
 from statexchange.processes import collector_paused
-from statexchange.sharding import records
 from statexchange.sharding.shards import Box, full_box, intersect
 from statexchange.state.describe import LocalTensor
 from statexchange.state.types import Leaf
@@ -41,7 +41,6 @@ from statexchange.tensors import (
     ITEMSIZE,
     TensorLike,
     TensorMemory,
-    itemsize_of,
     memory_of,
     overlapping,
     run_bytes,
@@ -60,17 +59,6 @@ class WantedBox:
     name: str
     box: Box
     dtype: str
-
-    def to_json(self) -> dict[str, object]:
-        """Return a JSON value that `from_json` reads."""
-        return {"name": self.name, "box": self.box.to_json(), "dtype": self.dtype}
-
-    @classmethod
-    def from_json(cls, raw: object) -> WantedBox:
-        """Return the box that `to_json` wrote; raise ValueError for anything else."""
-        name, box, dtype = records.fields(raw, "name", "box", "dtype")
-        itemsize_of(dtype)
-        return cls(records.text(name), Box.from_json(box), dtype)
 
 
 class ReadItem(NamedTuple):
@@ -110,12 +98,11 @@ def assign_readers(items: Sequence[ReadItem], comm: Communicator) -> dict[Wanted
 
     Return {box: [reader, *receivers]} in an order equal on all ranks, balanced by elements.
     """
-    wanted_here = [wanted.to_json() for wanted in _first_tensors(_parts_of(items))]
     needed_by: dict[WantedBox, list[int]] = {}
-    for rank, sent in enumerate(comm.all_gather_object(wanted_here)):
+    wanted_here = list(_first_tensors(_parts_of(items)))
+    for rank, boxes in enumerate(from_all(comm, wanted_here, list[WantedBox], "the boxes to read")):
         if comm.nodes[rank] == comm.node_rank:
-            what = "the boxes to read"
-            for wanted in records.parsed(sent, lambda raw: records.items(raw, WantedBox.from_json), what, rank):
+            for wanted in boxes:
                 needed_by.setdefault(wanted, []).append(rank)
     load = dict.fromkeys(range(comm.world_size), 0)  # elements that each rank reads for others
     readers = {}
@@ -244,16 +231,6 @@ class Overflows(NamedTuple):
     name: str
     box: Box
     num_elements: int
-
-    def to_json(self) -> list[object]:
-        """Return a JSON value that `from_json` reads."""
-        return [self.name, self.box.to_json(), self.num_elements]
-
-    @classmethod
-    def from_json(cls, raw: object) -> Overflows:
-        """Return the record that `to_json` wrote; raise ValueError for anything else."""
-        name, box, num_elements = records.items(raw, lambda part: part, 3)
-        return cls(records.text(name), Box.from_json(box), records.count(num_elements))
 
 
 class _Limits(NamedTuple):

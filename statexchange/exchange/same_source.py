@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.typed import from_all
 from statexchange.errors import InvalidArgumentError, ReplacedError
 from statexchange.exchange.load_report import LoadRequest
-from statexchange.exchange.messages import from_all
 from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.formats.source import Source
-from statexchange.sharding import records
 from statexchange.storage.files import digest
 
 __all__ = ["check_same_source"]
@@ -51,17 +50,6 @@ class _OpenedSource:
             options |= request.conversion.texts()
         return cls(_digest(content), _digest(local), source.path, shown, options, request.options.layout is not None)
 
-    def to_json(self) -> dict[str, object]:
-        """Return a JSON value that `from_json` reads."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: object) -> _OpenedSource:
-        """Return the record that `to_json` wrote; raise ValueError for anything else."""
-        *texts, options, has_layout = records.fields(raw, *cls.__dataclass_fields__)
-        content, files, path, shown = map(records.text, texts)
-        return cls(content, files, path, shown, records.texts(options), records.flag(has_layout))
-
 
 def check_same_source(source: Source, request: LoadRequest, comm: Communicator) -> bool:
     """Return whether any rank has a layout; raise, on all ranks, for different checkpoints or options. Collective.
@@ -70,8 +58,8 @@ def check_same_source(source: Source, request: LoadRequest, comm: Communicator) 
         ReplacedError: ranks have opened different checkpoints at one path.
         InvalidArgumentError: they have opened different paths, or have different options.
     """
-    sent = _OpenedSource.of(source, request).to_json()
-    opened = from_all(comm, sent, _OpenedSource.from_json, "the description of the checkpoint")
+    opened_here = _OpenedSource.of(source, request)
+    opened = from_all(comm, opened_here, _OpenedSource, "the description of the checkpoint")
     for rank, of_rank in enumerate(opened):
         first_rank = 0
         if of_rank.content == opened[0].content:

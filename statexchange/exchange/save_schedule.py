@@ -14,10 +14,9 @@ from types import FrameType
 from typing import TypeAlias
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.typed import from_all
 from statexchange.errors import InvalidArgumentError, excerpt
-from statexchange.exchange.messages import from_all
 from statexchange.settings import check_timeout, restart_grace_s
-from statexchange.sharding import records
 from statexchange.units import format_seconds
 
 __all__ = ["SaveSchedule", "whole_number"]
@@ -74,7 +73,7 @@ class SaveSchedule:
         self._warn_of_grace(comm)
         since_save_s = time.monotonic() - self._saved_at
         is_late = comm.rank == 0 and self._every_s is not None and since_save_s >= self._every_s
-        sent = from_all(comm, [self._signals.take(), is_late], _signal_and_due, "its signals")
+        sent = from_all(comm, (self._signals.take(), is_late), tuple[str | None, bool], "its signals")
         wanted = False
         for rank, (name, is_due) in enumerate(sent):
             wanted |= is_due
@@ -189,11 +188,6 @@ def _signal_names(on_signal: str | Sequence[str] | None) -> tuple[str, ...]:
             raise InvalidArgumentError(f"on_signal takes names such as 'SIGTERM' or 'SIGUSR1', not {excerpt(name)}")
         checked[signal.Signals[name].name] = None
     return tuple(checked)
-
-
-def _signal_and_due(raw: object) -> tuple[str | None, bool]:
-    name, due = records.items(raw, lambda value: value, 2)
-    return records.optional(name, records.text), records.flag(due)
 
 
 def whole_number(value: object, name: str, *, least: int = 0) -> int:

@@ -9,7 +9,6 @@ used then.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import sys
@@ -22,7 +21,7 @@ from statexchange.conversions.patches import Dim, Patch
 from statexchange.conversions.plan import ConversionPlan, Fill, TensorInfo
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
 from statexchange.exchange.rank_metadata import gather_distinct
-from statexchange.sharding import records
+from statexchange.messages import decode, encoded
 from statexchange.sharding.options import ExportOptions, LoadOptions
 from statexchange.sharding.shards import Box, c_strides, full_box
 from statexchange.state.describe import Description
@@ -68,7 +67,7 @@ class SavedNames:
         with comm.phase("naming its tensors"):
             plan = _plan_to_save(tensors, None if kind in untraced else parts)
         names = {name: [fill.target for fill in fills] for name, fills in plan.fills.items()}
-        sent, _ = gather_distinct(comm, json.dumps(names).encode(), root=0)
+        sent, _ = gather_distinct(comm, encoded(names, dict[str, tuple[str, ...]]), root=0)
         with comm.phase("comparing the names"):
             if comm.rank == 0:
                 _check_patterns(options, _names_of_all(sent), "in memory")
@@ -226,7 +225,7 @@ def _names_of_all(sent: Sequence[bytes]) -> dict[str, tuple[str, ...]]:
     tensors: dict[str, str] = {}  # the name in memory of each written tensor
     for data in dict.fromkeys(sent):
         rank = sent.index(data)
-        for name, written in records.decoded(data, _names_from_json, "its names", rank).items():
+        for name, written in decode(data, dict[str, tuple[str, ...]], "its names", rank).items():
             first = names.setdefault(name, written)
             if first != written:
                 text = (
@@ -239,10 +238,6 @@ def _names_of_all(sent: Sequence[bytes]) -> dict[str, tuple[str, ...]]:
                     text = f"both {tensors[new]!r} and {name!r} would be written by this name"
                     raise InvalidArgumentError(text, name=new, rank=rank)
     return names
-
-
-def _names_from_json(raw: Any) -> dict[str, tuple[str, ...]]:
-    return records.mapping(raw, lambda names: records.items(names, records.text))
 
 
 def _check_patterns(options: ExportOptions | LoadOptions, names: Mapping[str, Sequence[str]], where: str) -> None:

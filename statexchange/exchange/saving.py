@@ -18,17 +18,16 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.typed import from_all
 from statexchange.errors import InvalidArgumentError, NotFoundError, without_secrets
 from statexchange.exchange.declared_copies import may_have_copies
-from statexchange.exchange.messages import from_all
 from statexchange.exchange.saved_state import SavedState
 from statexchange.exchange.staging import Progress, Staging, shard_data
 from statexchange.processes import collector_paused
-from statexchange.sharding import records
 from statexchange.sharding.options import WriteOptions
 from statexchange.state.describe import Description
 from statexchange.storage.build import Build, WrittenFile
@@ -118,15 +117,6 @@ class _Start:
     has_copies: bool
     memory: bool
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: Any) -> _Start:
-        *texts, layout, copies, memory = records.fields(raw, *cls.__dataclass_fields__)
-        name, folder, save, key = map(records.text, texts)
-        return cls(name, folder, save, key, records.flag(layout), records.flag(copies), records.flag(memory))
-
 
 @dataclass(frozen=True, slots=True)
 class _Written:
@@ -135,14 +125,6 @@ class _Written:
     nbytes: int
     version: str
     folder: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {"nbytes": self.nbytes, "version": self.version, "folder": self.folder}
-
-    @classmethod
-    def from_json(cls, raw: Any) -> _Written:
-        nbytes, version, folder = records.fields(raw, "nbytes", "version", "folder")
-        return cls(records.count(nbytes), records.text(version), records.text(folder))
 
 
 def open_target(request: SaveRequest, comm: Communicator, building: contextlib.ExitStack) -> Build | None:
@@ -174,7 +156,7 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
         has_copies=comm.world_size > 1 and any(may_have_copies(local, comm.world_size) for local in tensors),
         memory=request.keep_in_memory is not None,
     )
-    starts = from_all(comm, start.to_json(), _Start.from_json, "the start of the save")
+    starts = from_all(comm, start, _Start, "the start of the save")
     first = starts[0]
     for rank, start in enumerate(starts):
         if start.name != first.name:
@@ -209,8 +191,8 @@ def publish(
     build: Build | None, file: WrittenFile, folder: str, request: SaveRequest, save: str, comm: Communicator
 ) -> tuple[int, ...]:
     """Give the directory its name once root sees the files of all ranks; return their sizes. Collective."""
-    part_here = _Written(file.nbytes, file.version, folder).to_json()
-    written = from_all(comm, part_here, _Written.from_json, "the written file")
+    part_here = _Written(file.nbytes, file.version, folder)
+    written = from_all(comm, part_here, _Written, "the written file")
     with comm.phase("publishing", timeout_s=request.writing.stall_timeout_s):
         sizes = tuple(part.nbytes for part in written)
         if build is not None:

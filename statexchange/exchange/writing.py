@@ -9,7 +9,6 @@ and digests the boxes that need no message. Ranks start in different files to sp
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
 from collections.abc import Callable, Sequence
@@ -20,14 +19,14 @@ import numpy as np
 import xxhash
 
 from statexchange.comm.communicator import Communicator
-from statexchange.exchange.messages import from_all, from_root
+from statexchange.comm.typed import from_all, from_root
 from statexchange.exchange.rank_metadata import local_box
 from statexchange.exchange.reducing import reduce_copies
 from statexchange.exchange.staging import Progress, Staging
-from statexchange.sharding import records
+from statexchange.messages import encoded
 from statexchange.sharding.options import WriteOptions
 from statexchange.sharding.shards import Box
-from statexchange.sharding.write_plan import BoxReceipt, BoxReceipts, WriteFile, WritePlan, WriteTensor, assign_hosts
+from statexchange.sharding.write_plan import BoxReceipt, WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import Description
 from statexchange.storage import files
 from statexchange.storage.directory_build import open_for_writing
@@ -81,7 +80,7 @@ def writing_nodes(comm: Communicator, plan: WritePlan) -> list[int]:
     """Return for each file the number of the host that writes it. Collective."""
     if comm.num_nodes == 1:
         return [0] * len(plan.files)
-    sees = from_all(comm, os.path.lexists(plan.probe), records.flag, "whether it sees the directory")
+    sees = from_all(comm, os.path.lexists(plan.probe), bool, "whether it sees the directory")
     return assign_hosts(plan, comm.nodes, sees)
 
 
@@ -112,21 +111,15 @@ def write_boxes(
             described = reduce_copies(comm, described, reductions)
     with comm.phase("writing", timeout_s=options.stall_timeout_s):
         writing = _Writing(comm, described, plan, nodes)
-        remote_headers: tuple[bytes, ...] = ()
+        remote_headers: Sequence[bytes] = ()
         if writing.is_shared:
-            texts = [base64.b64encode(header).decode() for header in headers]
-            count = len(plan.files)
-            remote_headers = from_root(comm, texts, lambda raw: records.items(raw, _header, count), "the headers")
+            remote_headers = from_root(comm, headers, list[bytes], "the headers")
         with _Files(plan.files, comm, writing.total, options.on_progress) as opened:
             for number, header in enumerate(remote_headers):
                 if nodes[number] != comm.nodes[0] and comm.rank == writing.first_of(nodes[number]):
                     opened.write_header(number, header)
-            receipts = BoxReceipts(tuple(writing.run(opened)))
-    return comm.all_gather_bytes(records.encoded(receipts), root=0, operation="the receipts")
-
-
-def _header(raw: Any) -> bytes:
-    return base64.b64decode(records.text(raw), validate=True)
+            receipts = writing.run(opened)
+    return comm.all_gather_bytes(encoded(receipts, list[BoxReceipt]), root=0, operation="the receipts")
 
 
 class _Writing:

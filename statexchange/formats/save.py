@@ -5,7 +5,6 @@ from __future__ import annotations
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, StateExchangeError
 from statexchange.formats.source import ShardFile, Source
 from statexchange.formats.workspace import shard_file
-from statexchange.sharding import records
 from statexchange.storage.claim import claim_of
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.save_directory import (
@@ -85,11 +84,14 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
 
 def _owners(file: RankFile) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the paths of what belongs to a rank, and the class of each optimizer. Older files have neither."""
+    broken = CorruptError("broken record of what belongs to a rank, or of optimizers", path=file.path)
     per_rank, optimizers = file.metadata.get("per_rank", []), file.metadata.get("optimizers", {})
-    try:
-        return records.items(per_rank, records.text), records.texts(optimizers)
-    except ValueError:
-        raise CorruptError("broken record of what belongs to a rank, or of optimizers", path=file.path) from None
+    if not isinstance(per_rank, list) or not isinstance(optimizers, dict):
+        raise broken
+    for text in (*per_rank, *optimizers.values()):
+        if type(text) is not str:
+            raise broken
+    return tuple(per_rank), optimizers
 
 
 def _manifest_of(opened: OpenedPath) -> SaveManifest:

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from statexchange.sharding import records
-
 if TYPE_CHECKING:
     from statexchange.sharding.shards import Box
 
@@ -170,31 +168,6 @@ class ValueSums:
         self.first = min((first for first in (self.first, other.first) if first is not None), default=None)
         self.nans = [ours + theirs for ours, theirs in zip(self.nans, other.nans, strict=True)]
         self.has_number |= other.has_number
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value that `from_json` reads."""
-        return {
-            "num_differing": self.num_differing,
-            "max_abs": self.max_abs,
-            "squares": self.squares,
-            "first": self.first,
-            "nans": self.nans,
-            "has_number": self.has_number,
-        }
-
-    @classmethod
-    def from_json(cls, raw: Any) -> ValueSums:
-        """Return the sums that `to_json` wrote; raise ValueError for anything else."""
-        names = ("num_differing", "max_abs", "squares", "first", "nans", "has_number")
-        num_differing, max_abs, squares, first, nans, has_number = records.fields(raw, *names)
-        return cls(
-            records.count(num_differing),
-            records.number(max_abs),
-            list(records.items(squares, records.number, 4)),
-            records.optional(first, lambda index: records.items(index, records.count)),
-            list(records.items(nans, records.count, 2)),
-            records.flag(has_number),
-        )
 
     def result(self) -> ValueDiff:
         """Return the differences."""

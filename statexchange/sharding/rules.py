@@ -61,9 +61,8 @@ from itertools import accumulate, product
 from typing import Any
 
 from statexchange.errors import IncompleteError, InvalidArgumentError, excerpt, type_text
-from statexchange.sharding import records
 from statexchange.sharding.layout_advice import layout_advice, rule_for_dim
-from statexchange.sharding.shards import Box, full_box, is_inside, shape_from_json, sizes_from_json
+from statexchange.sharding.shards import Box, full_box, is_inside, sizes_from_json
 
 __all__ = ["REDUCTIONS", "DimSegments", "Layout", "Part", "Rule", "place_parts", "renumber_names", "with_dots"]
 
@@ -121,40 +120,18 @@ class Part:
             boxes.append(Box(tuple(offsets), tuple(sizes)))
         return tuple(boxes)
 
-    def to_json(self) -> list[Any]:
-        """Return a JSON value for `from_json`."""
-        fixed = [list(self.fixed[0]), [box.to_json() for box in self.fixed[1]]] if self.fixed else None
-        return [self.name, list(self.shape), [[cut.dim, cut.axes, cut.segments] for cut in self.cuts], fixed]
-
-    @classmethod
-    def from_json(cls, raw: Any) -> Part:
-        """Return the part that `to_json` encoded; raise ValueError for anything else."""
-        name, raw_shape, raw_cuts, raw_fixed = records.items(raw, lambda part: part, 4)
-        shape = sizes_from_json(raw_shape)
-        cuts = records.items(raw_cuts, lambda cut: _segments_from_json(cut, shape))
-        fixed = records.optional(raw_fixed, _fixed_from_json)
-        num_segments = math.prod(len(cut.segments) for cut in cuts)
-        if fixed is not None and len(fixed[1]) != num_segments:
-            raise ValueError(f"{len(fixed[1])} boxes for {num_segments} segments")
-        return cls(records.text(name), shape, cuts, fixed)
-
-
-def _segments_from_json(raw: Any, shape: tuple[int, ...]) -> DimSegments:
-    raw_dim, raw_axes, raw_segments = records.items(raw, lambda part: part, 3)
-    dim = records.count(raw_dim, len(shape))
-    axes = records.optional(raw_axes, lambda axes: records.items(axes, records.text))
-    segments = []
-    for segment in records.items(raw_segments, lambda triple: records.items(triple, records.count, 3)):
-        block, begin, size = segment
-        if begin + size > shape[dim]:
-            raise ValueError(f"a segment ends at {begin + size} of {shape[dim]}")
-        segments.append((block, begin, size))
-    return DimSegments(dim, axes, tuple(segments))
-
-
-def _fixed_from_json(raw: Any) -> tuple[tuple[int, ...], tuple[Box, ...]]:
-    shape, boxes = records.items(raw, lambda part: part, 2)
-    return shape_from_json(shape), records.items(boxes, Box.from_json)
+    def check(self) -> None:
+        """Raise ValueError if another rank's part does not fit itself."""
+        num_boxes = 1
+        for cut in self.cuts:
+            num_boxes *= len(cut.segments)
+            for _, begin, size in cut.segments:
+                if cut.dim >= len(self.shape) or begin + size > self.shape[cut.dim]:
+                    raise ValueError(
+                        f"a segment of dim {cut.dim} ends at {begin + size}, but the shape is {self.shape}"
+                    )
+        if self.fixed is not None and len(self.fixed[1]) != num_boxes:
+            raise ValueError(f"{len(self.fixed[1])} boxes for {num_boxes} segments")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, product
-from typing import Any
 
-from statexchange.errors import excerpt
-from statexchange.sharding import records
+from statexchange.messages import Shared
 from statexchange.sharding.placements import DimSplit, local_boxes
-from statexchange.sharding.shards import Box, Shard, sizes_from_json
+from statexchange.sharding.shards import Box, Shard
 
 __all__ = ["Placement", "ShardingSpec", "SpecBox", "SpecBoxes", "coordinate_of", "covers_exactly"]
 
@@ -32,29 +30,6 @@ class Placement:
     def num_ranks(self) -> int:
         """The number of ranks of the mesh."""
         return math.prod(self.mesh_shape)
-
-    def to_json(self) -> list[Any]:
-        """Return a JSON value for `from_json`."""
-        return [self.mesh_shape, [None if split is None else [split.dim, split.split_factor] for split in self.splits]]
-
-    @classmethod
-    def from_json(cls, raw: Any) -> Placement:
-        """Return the placement that `to_json` encoded; raise ValueError for anything else."""
-        mesh_shape, splits = records.items(raw, lambda part: part, 2)
-        shape = sizes_from_json(mesh_shape)
-        return cls(shape, records.items(splits, lambda split: records.optional(split, _split_from_json), len(shape)))
-
-
-def _split_from_json(raw: Any) -> DimSplit:
-    dim, split_factor = records.items(raw, _whole_number, 2)
-    return DimSplit(dim, records.count(split_factor))
-
-
-def _whole_number(raw: Any) -> int:
-    """Return an integer, perhaps negative: a dim may be counted from the end."""
-    if type(raw) is not int:
-        raise ValueError(f"not a whole number: {excerpt(raw)}")
-    return raw
 
 
 def coordinate_of(rank: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:
@@ -73,7 +48,7 @@ class ShardingSpec:
     name: str
     dtype: str
     global_shape: tuple[int, ...]
-    placement: Placement
+    placement: Shared[Placement]
 
     def shard_of(self, rank: int) -> Shard:
         """Return one rank's shard, with explicit boxes."""

@@ -181,17 +181,3 @@ class Shard:
         if len(self.boxes) == 1:
             return self.boxes[0].shape
         return (sum(box.numel for box in self.boxes),)
-
-    def to_json(self) -> list[Any]:
-        """Return a JSON value for `from_json`."""
-        return [self.name, self.dtype, list(self.global_shape), [box.to_json() for box in self.boxes]]
-
-    @classmethod
-    def from_json(cls, raw: Any) -> Shard:
-        """Return the shard that `to_json` encoded; raise ValueError for anything else."""
-        if not isinstance(raw, list) or len(raw) != 4 or not isinstance(raw[3], list):
-            raise ValueError(f"not a shard: {excerpt(raw)}")
-        name, dtype, shape, boxes = raw
-        if type(name) is not str or type(dtype) is not str:
-            raise ValueError(f"not a shard: {excerpt(raw)}")
-        return cls(name, dtype, sizes_from_json(shape), tuple(Box.from_json(box) for box in boxes))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from statexchange.sharding import records
 from statexchange.sharding.plan import Piece
 from statexchange.sharding.rules import REDUCTIONS
-from statexchange.sharding.shards import Box, shape_from_json
+from statexchange.sharding.shards import is_inside, shape_from_json
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["BoxReceipt", "BoxReceipts", "BoxReduction", "WriteFile", "WritePlan", "WriteTensor", "assign_hosts"]
+__all__ = ["BoxReceipt", "BoxReduction", "WriteFile", "WritePlan", "WriteTensor", "assign_hosts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +19,6 @@ class WriteFile:
 
     path: str
     is_reserved: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value for `from_json`."""
-        return {"path": self.path, "is_reserved": self.is_reserved}
-
-    @classmethod
-    def from_json(cls, raw: Any) -> WriteFile:
-        """Return the file that `to_json` encoded; raise ValueError for anything else."""
-        path, is_reserved = records.fields(raw, "path", "is_reserved")
-        return cls(records.text(path), records.flag(is_reserved))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,57 +57,20 @@ class WriteTensor:
     reduce: str | None
     pieces: Sequence[Piece]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value for `from_json`."""
-        return {
-            "file": self.file,
-            "begin": self.begin,
-            "shape": self.shape,
-            "dtype": self.dtype,
-            "source": self.source,
-            "reduce": self.reduce,
-            "pieces": [
-                {
-                    "box": piece.box.to_json(),
-                    "holder": piece.holder,
-                    "index": piece.box_index,
-                    "replicas": piece.replicas,
-                }
-                for piece in self.pieces
-            ],
-        }
-
-    @classmethod
-    def from_json(cls, raw: Any, world_size: int) -> WriteTensor:
-        """Return the tensor that `to_json` encoded; raise ValueError for anything else."""
-        names = ("file", "begin", "shape", "dtype", "source", "reduce", "pieces")
-        file, begin, shape, dtype, source, reduce, pieces = records.fields(raw, *names)
-        itemsize_of(dtype)
-        if reduce is not None and reduce not in REDUCTIONS:
-            raise ValueError(f"no reduction is called {reduce!r}")
-        size = shape_from_json(shape)
-        return cls(
-            records.count(file),
-            records.count(begin),
-            size,
-            dtype,
-            records.text(source),
-            reduce,
-            records.items(pieces, lambda piece: _piece(piece, size, world_size)),
-        )
-
-
-def _piece(raw: Any, shape: tuple[int, ...], world_size: int) -> Piece:
-    raw_box, holder, index, replicas = records.fields(raw, "box", "holder", "index", "replicas")
-    box = Box.from_json(raw_box)
-    if len(box.shape) != len(shape):
-        raise ValueError(f"box {box} lies outside of shape {shape}")
-    for offset, size, dim_size in zip(box.offsets, box.shape, shape, strict=True):
-        if offset + size > dim_size:
-            raise ValueError(f"box {box} lies outside of shape {shape}")
-    limits = (world_size, None)
-    copies = records.items(replicas, lambda copy: records.pair(copy, limits)) if replicas != [] else ()
-    return Piece(box, records.count(holder, world_size), records.count(index), copies)
+    def check(self, world_size: int) -> None:
+        """Raise ValueError for a tensor that cannot be one of a plan for `world_size` ranks."""
+        itemsize_of(self.dtype)
+        if self.reduce is not None and self.reduce not in REDUCTIONS:
+            raise ValueError(f"no reduction is called {self.reduce!r}")
+        shape_from_json(self.shape)
+        for piece in self.pieces:
+            if not is_inside(piece.box, self.shape):
+                raise ValueError(f"box {piece.box} lies outside of shape {self.shape}")
+            if piece.holder >= world_size:
+                raise ValueError(f"rank {piece.holder} is not one of {world_size}")
+            for rank, _ in piece.replicas:
+                if rank >= world_size:
+                    raise ValueError(f"rank {rank} is not one of {world_size}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,29 +109,14 @@ class WritePlan:
         """Return the copies of a piece that must equal it."""
         return piece.replicas if self.compares and tensor.reduce is None else ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value for `from_json`."""
-        return {
-            "files": [file.to_json() for file in self.files],
-            "tensors": [tensor.to_json() for tensor in self.tensors],
-            "renames": self.renames,
-            "rename_of": self.rename_of,
-            "probe": self.probe,
-            "compares": self.compares,
-        }
-
-    @classmethod
-    def from_json(cls, raw: Any, world_size: int) -> WritePlan:
-        """Return the plan that `to_json` encoded for `world_size` ranks; raise ValueError for anything else."""
-        names = ("files", "tensors", "renames", "rename_of", "probe", "compares")
-        raw_files, raw_tensors, raw_renames, raw_numbers, probe, compares = records.fields(raw, *names)
-        files = records.items(raw_files, WriteFile.from_json)
-        tensors = records.items(raw_tensors, lambda tensor: WriteTensor.from_json(tensor, world_size))
-        for tensor in tensors:
-            records.count(tensor.file, len(files))
-        renames = records.items(raw_renames, records.texts)
-        numbers = records.items(raw_numbers, lambda number: records.count(number, len(renames)), world_size)
-        return cls(files, tensors, renames, numbers, records.text(probe), records.flag(compares))
+    def check(self, world_size: int) -> None:
+        """Raise ValueError if this cannot be a plan for `world_size` ranks."""
+        if len(self.rename_of) != world_size or max(self.rename_of) >= len(self.renames):
+            raise ValueError("the ranks have other maps of names")
+        for tensor in self.tensors:
+            if tensor.file >= len(self.files):
+                raise ValueError(f"file {tensor.file} is not one of {len(self.files)}")
+            tensor.check(world_size)
 
 
 def assign_hosts(plan: WritePlan, nodes: Sequence[int], sees: Sequence[bool]) -> list[int]:
@@ -223,35 +159,3 @@ class BoxReceipt:
     index: int
     digest: str
     num_overflows: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BoxReceipts:
-    """The receipts of one rank. In JSON each field is one list, because there may be millions of receipts."""
-
-    boxes: tuple[BoxReceipt, ...]
-
-    def __iter__(self) -> Iterator[BoxReceipt]:
-        return iter(self.boxes)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON value for `from_json`."""
-        return {
-            "tensor": [box.tensor for box in self.boxes],
-            "piece": [box.piece for box in self.boxes],
-            "index": [box.index for box in self.boxes],
-            "digest": [box.digest for box in self.boxes],
-            "num_overflows": [box.num_overflows for box in self.boxes],
-        }
-
-    @classmethod
-    def from_json(cls, raw: Any) -> BoxReceipts:
-        """Return the receipts that `to_json` encoded; raise ValueError for anything else."""
-        names = ("tensor", "piece", "index", "digest", "num_overflows")
-        raw_tensors, raw_pieces, raw_indices, raw_digests, raw_counts = records.fields(raw, *names)
-        tensors = records.items(raw_tensors, records.count)
-        pieces = records.items(raw_pieces, records.count, len(tensors))
-        indices = records.items(raw_indices, records.count, len(tensors))
-        digests = records.items(raw_digests, records.text, len(tensors))
-        counts = records.items(raw_counts, records.count, len(tensors))
-        return cls(tuple(map(BoxReceipt, tensors, pieces, indices, digests, counts)))

@@ -119,8 +119,11 @@ def _compute_layout(tensor: Any, mesh: Any, coordinate: Any, rank: int) -> _Loca
     shape, mesh_shape = tuple(tensor.shape), tuple(ranks.shape)
     splits: list[DimSplit | None] = []
     for placement in tensor.placements:
-        is_sharded = hasattr(placement, "dim")
-        splits.append(DimSplit(placement.dim, getattr(placement, "split_factor", 1)) if is_sharded else None)
+        if not hasattr(placement, "dim"):
+            splits.append(None)
+            continue
+        dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
+        splits.append(DimSplit(dim, getattr(placement, "split_factor", 1)))
     if coordinate is None:  # this rank is not in the tensor's mesh
         return _LocalLayout(placement=_placement_of(ranks, shape, splits, (), rank))
     for axis, split in enumerate(splits):

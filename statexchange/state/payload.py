@@ -32,15 +32,7 @@ from statexchange.state.spec import StateSpec, dense_tensor, value_kind
 from statexchange.state.tree import flatten, rebuild, with_types_of
 from statexchange.tensors import DTYPE_NAMES, ITEMSIZE, TensorLike, numpy_dtype, same_memory
 
-__all__ = ["EncodedPayload", "PayloadReader", "encode_payload", "install_callback", "state_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedPayload:
-    """A payload as a JSON value, and the tensors in the objects' states, in the order of `PayloadReader.tensors`."""
-
-    json: Any
-    tensors: Sequence[TensorLike]
+__all__ = ["Payload", "PayloadPart", "PayloadReader", "encode_payload", "install_callback", "state_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +43,6 @@ class _LeafSpec:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     device_type: str = "cpu"
-
-    def to_json(self) -> list[Any]:
-        """Return this as a JSON value."""
-        return [self.kind, self.dtype, list(self.shape), self.device_type]
-
-    @classmethod
-    def from_json(cls, raw: Sequence[Any]) -> _LeafSpec:
-        """Read what `to_json` wrote."""
-        kind, dtype, shape, device_type = raw
-        return cls(kind, str(dtype), tuple(map(int, shape)), str(device_type))
 
     @classmethod
     def of(cls, tensor: TensorLike, path: str) -> _LeafSpec:
@@ -95,6 +77,23 @@ class _LeafSpec:
         return numpy_dtype(self.dtype) if self.dtype in ITEMSIZE else np.dtype(self.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class PayloadPart:
+    """A value as JSON text, the specs of what has no text, and the names of the types in it."""
+
+    text: str
+    leaf_specs: Sequence[_LeafSpec]
+    types: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Root's plain values, and the states of its objects by path."""
+
+    plain: PayloadPart
+    states: Mapping[str, PayloadPart]
+
+
 class _Writer:
     """Writes one part of a payload; `tensors` are those that its leaf specs describe."""
 
@@ -105,10 +104,10 @@ class _Writer:
         self._names: dict[int, str] = {}  # of leaves by identity: one that occurs twice is sent once
         self._kept: list[Any] = []  # these objects, so that no other one gets the identity of one of them
 
-    def write(self, state: Any) -> list[Any]:
-        """Return the text, the leaf specs and the names of the types in `state`."""
+    def write(self, state: Any) -> PayloadPart:
+        """Return `state` as a part of a payload."""
         text = values.encode(state, self._keep, leaves_anywhere=False)
-        return [text, [spec.to_json() for spec in self._leaf_specs], list(values.types_of(state))]
+        return PayloadPart(text, self._leaf_specs, list(values.types_of(state)))
 
     def _keep(self, value: Any, path: str) -> str | None:
         """Return the number of the leaf spec of a value without JSON text; None for any other value."""
@@ -138,8 +137,11 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, Mapping) or type(value) in (list, tuple) or hasattr(value, "_fields")
 
 
-def encode_payload(spec: StateSpec) -> EncodedPayload:
-    """Encode root's plain values and the states of its objects."""
+def encode_payload(spec: StateSpec) -> tuple[Payload, list[TensorLike]]:
+    """Encode root's plain values and the states of its objects.
+
+    Return them and the tensors in the objects' states, in the order of `PayloadReader.tensors`.
+    """
     plain = _Writer("").write(spec.values)
     states = {}
     tensors: list[TensorLike] = []
@@ -147,7 +149,7 @@ def encode_payload(spec: StateSpec) -> EncodedPayload:
         writer = _Writer(path)
         states[path] = writer.write(state_of(obj, path))
         tensors += writer.tensors
-    return EncodedPayload([plain, states], tensors)
+    return Payload(plain, states), tensors
 
 
 def state_of(obj: Any, path: str) -> Any:
@@ -169,17 +171,16 @@ class PayloadReader:
     When all are replaced, `tensors` are the tensors and arrays into which root's bytes are to be copied.
     """
 
-    def __init__(self, part: Sequence[Any], own: Any, path: str, device: torch.device) -> None:
-        text, leaf_specs, types = part
-        self._leaf_specs = [_LeafSpec.from_json(raw) for raw in leaf_specs]
+    def __init__(self, part: PayloadPart, own: Any, path: str, device: torch.device) -> None:
+        self._leaf_specs = part.leaf_specs
         self.path = path
         self._device = device
         self._tensors: dict[int, tuple[str, TensorLike]] = {}  # with their paths, by number
         # The memory of own tensors that are filled already; None stands for memory that cannot be identified.
         self._reused: set[tuple[Any, ...] | None] = {None}
-        placeholders = {str(number): _Placeholder(number) for number in range(len(leaf_specs))}
-        self.decoded = values.decode(text, types=values.types_of(own), leaves=placeholders)
-        unknown = set(types) - values.types_of(self.decoded).keys()
+        placeholders = {str(number): _Placeholder(number) for number in range(len(part.leaf_specs))}
+        self.decoded = values.decode(part.text, types=values.types_of(own), leaves=placeholders)
+        unknown = set(part.types) - values.types_of(self.decoded).keys()
         if unknown:
             raise UnsupportedError(
                 f"root holds a {min(unknown)}, which this rank does not know: give it to register_config", name=path

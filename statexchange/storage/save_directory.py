@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from statexchange.storage.json_text import parse_json, seal, unseal
 from statexchange.storage.tensorfile import SCHEMA, RankFile, read_header
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from statexchange.storage.budget import Budget
     from statexchange.storage.store import Store

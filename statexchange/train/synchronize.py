@@ -29,9 +29,10 @@ from torch import nn
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
+from statexchange.comm.typed import agree, from_root
 from statexchange.errors import MismatchError, UnsupportedError
 from statexchange.state.flatten import is_leaf
-from statexchange.state.payload import EncodedPayload, PayloadReader, encode_payload, install_callback, state_of
+from statexchange.state.payload import Payload, PayloadReader, encode_payload, install_callback, state_of
 from statexchange.state.spec import EntryDetail, StateSpec, device_type_of, module_spec
 from statexchange.state.tree import check_rebuild, rebuild
 from statexchange.tensors import TensorLike, overlap_groups
@@ -213,7 +214,7 @@ class _Compared:
     """
 
     spec: StateSpec
-    payload: Any
+    payload: Payload | None
     payload_tensors: Sequence[TensorLike]
     shares_memory: bool
 
@@ -229,11 +230,7 @@ class _Note:
     digest: str
     kinds: Sequence[str | None]
     shares_memory: bool
-    payload: Any = None
-
-    def to_json(self) -> list[Any]:
-        """Return this as a JSON value."""
-        return [self.root, self.digest, list(self.kinds), self.shares_memory, self.payload]
+    payload: Payload | None = None
 
     def agrees_with(self, other: _Note) -> bool:
         """Whether two ranks hold the same, where the plain value None matches one of any kind."""
@@ -242,30 +239,31 @@ class _Note:
 
 def _compare(comm: Communicator, root: int, describe: Describe) -> _Compared:
     """Describe what this rank holds; return it and root's payload if all ranks hold the same. Collective."""
-    spec, note, encoded = StateSpec(written=False), None, EncodedPayload(None, [])
+    spec, note, payload = StateSpec(written=False), None, None
+    tensors: list[TensorLike] = []
     failure: Exception | None = None
     try:
         comm.check_root(root)
         spec = describe(written=comm.rank != root)
         if comm.rank == root:
-            encoded = encode_payload(spec)
+            payload, tensors = encode_payload(spec)
         shares_memory = any(overlap_groups(spec.tensors.values()))
-        note = _Note(root, spec.digest, spec.kinds, shares_memory, encoded.json).to_json()
+        note = _Note(root, spec.digest, spec.kinds, shares_memory, payload)
     except Exception as error:  # noqa: BLE001 (agree raises it on all ranks)
         failure = error
-    notes = [_Note(*raw) for raw in comm.agree(failure, phase="describing what it holds", note=note)]
+    notes = agree(comm, failure, "describing what it holds", note, _Note)
     roots = [theirs.root for theirs in notes]
     if len(set(roots)) > 1:
         raise MismatchError(f"ranks passed different roots: {', '.join(map(str, roots))}")
     different = [rank for rank, theirs in enumerate(notes) if not theirs.agrees_with(notes[root])]
     if different:
         details = spec.details()
-        raw = comm.broadcast_object([list(detail) for detail in details] if comm.rank == root else None, root=root)
+        root_details = from_root(comm, details, list[EntryDetail], "what it holds", root)
         failure = None
         if comm.rank in different:
-            failure = _difference(details, [EntryDetail(*entry) for entry in raw], comm.rank, root, different)
+            failure = _difference(details, root_details, comm.rank, root, different)
         comm.agree(failure, phase="comparing what ranks hold")
-    return _Compared(spec, notes[root].payload, encoded.tensors, any(theirs.shares_memory for theirs in notes))
+    return _Compared(spec, notes[root].payload, tensors, any(theirs.shares_memory for theirs in notes))
 
 
 def _are_alike(kind: str | None, other: str | None) -> bool:
@@ -344,13 +342,14 @@ def _fill(
 def _read(compared: _Compared, device: torch.device) -> _Changes:
     """Read root's payload on another rank. Nothing of the tree changes yet."""
     spec = compared.spec
-    plain, states = compared.payload
-    decoded = PayloadReader(plain, spec.values, "", device).decoded
+    payload = compared.payload
+    assert payload is not None  # root has agreed with this rank
+    decoded = PayloadReader(payload.plain, spec.values, "", device).decoded
     values = {path: value for path, value in decoded.items() if not is_same(value, spec.values[path])}
     changes = _Changes([], [], values)
     for path, obj in spec.stateful.items():
         own = state_of(obj, path)
-        reader = PayloadReader(states[path], own, path, device)
+        reader = PayloadReader(payload.states[path], own, path, device)
         changes.callbacks.append(install_callback(obj, own, reader))
         changes.tensors += reader.tensors
     return changes

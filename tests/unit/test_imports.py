@@ -11,13 +11,14 @@ import pytest
 import statexchange
 
 PACKAGE = Path(statexchange.__file__).parent
-BOTTOM = {"cgroups", "errors", "lazy", "processes", "settings", "tensors", "units", "values"}
+BOTTOM = {"cgroups", "errors", "lazy", "messages", "processes", "settings", "tensors", "units", "values"}
 
 # By package or top module: those that it may import besides itself.
 MAY_IMPORT = {
     "cgroups": BOTTOM,
     "errors": BOTTOM,
     "lazy": BOTTOM,
+    "messages": BOTTOM,
     "processes": BOTTOM,
     "settings": BOTTOM,
     "tensors": BOTTOM,
@@ -81,6 +82,7 @@ TORCH_FREE = {
     "cgroups",
     "errors",
     "lazy",
+    "messages",
     "processes",
     "settings",
     "units",

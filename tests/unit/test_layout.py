@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from statexchange.errors import MismatchError
+from statexchange.messages import decode, encode, encoded
 from statexchange.sharding.shards import Box, Shard, full_box, intersect
 from statexchange.tensors import DTYPE_NAMES, ITEMSIZE, array_over, elements, itemsize_of, numpy_dtype
 
@@ -20,16 +22,18 @@ def test_json_that_is_no_box_is_a_value_error(raw: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "raw", [None, [], ["a", "F32", [2], 3], ["a", [], [2], []], ["a", "F33", [2], []], ["a", "F32", "2", []]], ids=repr
+    "wrong", [{"dtype": ["F33"]}, {"dtype": [1]}, {"global_shape": [[0], 1, [[1], [2]]]}], ids=repr
 )
-def test_json_that_is_no_shard_is_a_value_error(raw: Any) -> None:
-    with pytest.raises(ValueError, match=r"not a|dtype"):
-        Shard.from_json(raw)
+def test_a_message_that_is_no_shard_is_refused(wrong: dict[str, Any]) -> None:
+    shard = Shard("a", "F32", (4,), (Box((0,), (4,)),))
+    raw: Any = encode(shard, Shard)
+    with pytest.raises(MismatchError, match=r"dtype|outside"):
+        decode({**raw, **wrong}, Shard, "the shard", 1)
 
 
-def test_shards_and_boxes_come_back_from_json() -> None:
+def test_shards_and_boxes_come_back_from_messages() -> None:
     shard = Shard("größe", "BF16", (4, 0, 6), (Box((0, 0, 2), (4, 0, 4)), Box((1, 0, 0), (1, 0, 1))))
-    assert Shard.from_json(shard.to_json()) == shard
+    assert decode(encoded(shard, Shard), Shard, "the shard", 1) == shard
     assert str(shard.boxes[0]) == "[0:4, 0:0, 2:6]"
     assert str(full_box(())) == "[]"
 

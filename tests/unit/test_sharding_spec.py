@@ -1,6 +1,5 @@
 """Sharding specs of tensors on meshes, compared element by element with torch's own chunks and with explicit boxes."""
 
-import json
 import math
 import tracemalloc
 from itertools import product
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from statexchange.errors import CorruptError, IncompleteError
+from statexchange.messages import decode, encoded
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.placements import DimSplit, local_boxes
 from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge
@@ -133,10 +133,12 @@ def test_a_rank_with_an_empty_part_does_not_count_for_ties() -> None:
 
 @settings(max_examples=50)
 @given(placements(), st.data())
-def test_a_placement_round_trips_through_json(case: tuple[tuple[int, ...], Placement], data: st.DataObject) -> None:
+def test_a_placement_round_trips_through_a_message(
+    case: tuple[tuple[int, ...], Placement], data: st.DataObject
+) -> None:
     shape, placement = case
     rank = data.draw(st.integers(0, math.prod(placement.mesh_shape) - 1))
-    assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
+    assert decode(encoded(placement, Placement), Placement, "the placement", 0) == placement
     at = list(product(*map(range, placement.mesh_shape)))[rank]
     assert coordinate_of(rank, placement.mesh_shape) == at
     elements = torch_elements(shape, placement, at)

@@ -1,0 +1,311 @@
+"""The codec of what ranks send each other: dataclasses and plain values to JSON and back, as their type hints say.
+
+A message is sent in columns, because a model has tens of thousands of tensors: a sequence of records becomes one list
+for each field, and a sequence of sequences its lengths and one list of all items. So each field is checked and built
+for all records at once. Two `Piece(holder, copies)`, `Piece(0, (3, 4))` and `Piece(1, ())`, become::
+
+    [[2], {"holder": [0, 1], "copies": [[0, 1], 2, [[2, 0], [3, 4]]]}]
+
+Hints may be bool, int (from 0 to 2**64 - 1), float, str, object (any JSON value), Literal, None, unions, dataclasses,
+namedtuples, and tuples, lists, sets and mappings of these. Equal sequences of numbers (shapes, offsets) travel once,
+and so do equal values of a hint `Shared[...]`. Files never contain messages, so their form needs no version.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections.abc
+import dataclasses
+import functools
+import json
+import operator
+import types
+import typing
+from collections.abc import Callable, Iterable
+from itertools import chain, islice
+from typing import Annotated, Protocol, TypeAlias, TypeVar
+
+from statexchange.errors import MismatchError, StateExchangeError, excerpt
+
+__all__ = ["Shared", "decode", "encode", "encoded"]
+
+T = TypeVar("T")
+Shared: TypeAlias = Annotated[T, "shared"]
+"""The hint of a field with few different values, which are hashable: each of them is sent once."""
+
+_Values: TypeAlias = "list[typing.Any]"  # of one column; its hint is not known to the type checker
+_END_OF_INTS = 1 << 64
+
+
+def encode(value: object, kind: typing.Any) -> object:
+    """Return a value of type `kind` as a JSON value for `decode`. Not collective."""
+    return _column(kind).encode([value])
+
+
+def encoded(value: object, kind: typing.Any) -> bytes:
+    """Return `encode(value, kind)` as bytes. Not collective."""
+    return json.dumps(encode(value, kind), separators=(",", ":")).encode()
+
+
+def decode(
+    raw: object, kind: type[T] | types.UnionType, what: str, rank: int, check: Callable[[T], object] | None = None
+) -> T:
+    """Return the value that a rank encoded. Not collective.
+
+    Args:
+        raw: what `encode` or `encoded` returned there.
+        kind: the type of the value.
+        what: a description of the value, for the error.
+        rank: the rank that sent it.
+        check: raises ValueError if the value cannot be right.
+
+    Raises:
+        MismatchError: it has a wrong type or value anywhere. A message comes from this package and not from a user's
+            file, so ranks run different versions.
+    """
+    hint: typing.Any = kind
+    try:
+        column = _column(hint).decode(json.loads(raw) if isinstance(raw, bytes) else raw, 1)
+        value: T = column[0]
+        if check is not None:
+            check(value)
+    except StateExchangeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        text = f"cannot read {what} that rank {rank} sent ({error}): run the same version of statexchange on all ranks"
+        raise MismatchError(text, rank=rank) from error
+    return value
+
+
+class _Column(Protocol):
+    """Encodes the values of one hint that lie in one place of many records."""
+
+    def encode(self, values: _Values) -> object:
+        """Return the values as one JSON value."""
+
+    def decode(self, raw: object, size: int) -> _Values:
+        """Return so many values; raise ValueError for anything that `encode` cannot have returned."""
+
+
+def _listed(raw: object, size: int) -> _Values:
+    """Return a list of this length."""
+    if type(raw) is not list or len(raw) != size:
+        raise ValueError(f"not a list of {size}: {excerpt(raw)}")
+    return raw
+
+
+class _Plain:
+    """Values that are JSON already, of one of these types."""
+
+    def __init__(self, *kinds: type) -> None:
+        self._kinds = frozenset(kinds)
+
+    def encode(self, values: _Values) -> object:
+        return values
+
+    def decode(self, raw: object, size: int) -> _Values:
+        values = _listed(raw, size)
+        if self._kinds and not self._kinds.issuperset(map(type, values)):
+            names = " or ".join(sorted(kind.__name__ for kind in self._kinds))
+            wrong = next(value for value in values if type(value) not in self._kinds)
+            raise ValueError(f"not {names}: {excerpt(wrong)}")
+        return values
+
+
+class _Ints(_Plain):
+    """Counts, sizes and numbers of things, which are never negative."""
+
+    def decode(self, raw: object, size: int) -> _Values:
+        values = super().decode(raw, size)
+        if values and (min(values) < 0 or max(values) >= _END_OF_INTS):
+            raise ValueError(f"{excerpt(min(values))} or {excerpt(max(values))} is out of range")
+        return values
+
+
+class _Choices(_Plain):
+    """The texts of a Literal."""
+
+    def __init__(self, choices: Iterable[str]) -> None:
+        super().__init__(str)
+        self._choices = frozenset(choices)
+
+    def decode(self, raw: object, size: int) -> _Values:
+        values = super().decode(raw, size)
+        if not self._choices.issuperset(values):
+            raise ValueError(f"not one of {', '.join(sorted(self._choices))}: {excerpt(values)}")
+        return values
+
+
+class _Record:
+    """Records, as a column for each field. `build` makes all of them from their fields' values."""
+
+    def __init__(self, fields: dict[str, _Column], build: Callable[..., Iterable[object]]) -> None:
+        self._fields = fields
+        self._build = build
+
+    def encode(self, values: _Values) -> object:
+        columns = {}
+        for number, (name, column) in enumerate(self._fields.items()):
+            field = operator.itemgetter(number) if self._build is zip else operator.attrgetter(name)
+            columns[name] = column.encode(list(map(field, values)))
+        return columns
+
+    def decode(self, raw: object, size: int) -> _Values:
+        if type(raw) is not dict or raw.keys() != self._fields.keys():
+            raise ValueError(f"not an object of {', '.join(self._fields)}: {excerpt(raw)}")
+        columns = []
+        for name, column in self._fields.items():
+            try:
+                columns.append(column.decode(raw[name], size))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        return list(self._build(*columns))
+
+
+class _Sequence:
+    """Sequences or mappings, as their lengths and a column of all items."""
+
+    def __init__(self, item: _Column, build: Callable[[Iterable[typing.Any]], object]) -> None:
+        self._item = item
+        self._build = build
+
+    def encode(self, values: _Values) -> object:
+        if self._build is dict:
+            values = [mapping.items() for mapping in values]
+        return [list(map(len, values)), self._item.encode(list(chain.from_iterable(values)))]
+
+    def decode(self, raw: object, size: int) -> _Values:
+        raw_lengths, raw_items = _listed(raw, 2)
+        lengths = _INTS.decode(raw_lengths, size)
+        items = iter(self._item.decode(raw_items, sum(lengths)))
+        build = self._build
+        return [build(islice(items, length)) for length in lengths]
+
+
+class _Shared:
+    """Values of which many are equal, as the number of each among the different ones, their count and their column."""
+
+    def __init__(self, item: _Column) -> None:
+        self._item = item
+
+    def encode(self, values: _Values) -> object:
+        numbers: dict[object, int] = {}
+        column = [numbers.setdefault(value, len(numbers)) for value in values]
+        return [column, len(numbers), self._item.encode(list(numbers))]
+
+    def decode(self, raw: object, size: int) -> _Values:
+        raw_numbers, count, raw_items = _listed(raw, 3)
+        numbers = _INTS.decode(raw_numbers, size)
+        if type(count) is not int or count != max(numbers, default=-1) + 1:
+            raise ValueError(f"not the count of different values: {excerpt(count)}")
+        return list(map(self._item.decode(raw_items, count).__getitem__, numbers))
+
+
+class _Nothing:
+    """The value None, which takes no place."""
+
+    def encode(self, values: _Values) -> object:  # noqa: ARG002 (all that is known of them is their number)
+        return None
+
+    def decode(self, raw: object, size: int) -> _Values:
+        if raw is not None:
+            raise ValueError(f"not null: {excerpt(raw)}")
+        return [None] * size
+
+
+class _Union:
+    """Values of several types, as the number of each one's type and a column for each type."""
+
+    def __init__(self, kinds: list[type], columns: list[_Column]) -> None:
+        self._kinds = kinds
+        self._columns = columns
+
+    def encode(self, values: _Values) -> object:
+        parts: list[_Values] = [[] for _ in self._kinds]
+        numbers = []
+        for value in values:
+            number = 0
+            while not isinstance(value, self._kinds[number]):
+                number += 1
+            numbers.append(number)
+            parts[number].append(value)
+        return [numbers, [column.encode(part) for column, part in zip(self._columns, parts, strict=True)]]
+
+    def decode(self, raw: object, size: int) -> _Values:
+        raw_numbers, raw_columns = _listed(raw, 2)
+        numbers = _INTS.decode(raw_numbers, size)
+        if max(numbers, default=0) >= len(self._columns):
+            raise ValueError(f"not the number of a type: {max(numbers)}")
+        parts = []
+        for number, raw_column in enumerate(_listed(raw_columns, len(self._columns))):
+            parts.append(iter(self._columns[number].decode(raw_column, numbers.count(number))))
+        return [next(parts[number]) for number in numbers]
+
+
+class _Bytes(_Plain):
+    """Bytes, as base64."""
+
+    def encode(self, values: _Values) -> object:
+        return [base64.b64encode(value).decode() for value in values]
+
+    def decode(self, raw: object, size: int) -> _Values:
+        return [base64.b64decode(text, validate=True) for text in super().decode(raw, size)]
+
+
+_INTS = _Ints(int)
+_SCALARS: dict[object, _Column] = {
+    int: _INTS,
+    bool: _Plain(bool),
+    float: _Plain(float, int),
+    str: _Plain(str),
+    bytes: _Bytes(str),
+    types.NoneType: _Nothing(),
+}
+_BUILDERS: dict[object, Callable[[Iterable[typing.Any]], object]] = {
+    tuple: tuple,
+    collections.abc.Sequence: tuple,
+    list: list,
+    set: set,
+    collections.abc.Set: frozenset,
+    dict: dict,
+    collections.abc.Mapping: dict,
+}
+
+
+def _tuples(hints: Iterable[object]) -> _Record:
+    """Return the column of tuples whose items have these hints."""
+    columns: dict[str, _Column] = {}
+    for hint in hints:
+        columns[str(len(columns))] = _column(hint)
+    return _Record(columns, zip)
+
+
+@functools.cache  # reading the hints of a class takes longer than decoding a thousand of its records
+def _column(hint: typing.Any) -> _Column:
+    """Return the column of values with a type hint."""
+    if hint in _SCALARS:
+        return _SCALARS[hint]
+    if hint in (object, typing.Any):
+        return _Plain()
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _Shared(_column(arguments[0]))
+    if origin is typing.Literal:
+        return _Choices(arguments)
+    if origin in (typing.Union, types.UnionType):
+        kinds = [typing.get_origin(kind) or kind for kind in arguments]
+        return _Union([str if kind is typing.Literal else kind for kind in kinds], list(map(_column, arguments)))
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return _tuples(arguments)
+    if origin in _BUILDERS:
+        build = _BUILDERS[origin]
+        item = _tuples(arguments) if build is dict else _column(arguments[0])
+        sequence = _Sequence(item, build)
+        return _Shared(sequence) if item is _INTS and build is tuple else sequence
+    names = (
+        [field.name for field in dataclasses.fields(hint) if field.init]
+        if dataclasses.is_dataclass(hint)
+        else hint._fields
+    )
+    hints = typing.get_type_hints(hint, include_extras=True)
+    return _Record({name: _column(hints[name]) for name in names}, functools.partial(map, hint))

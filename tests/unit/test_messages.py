@@ -1,0 +1,225 @@
+"""Records that ranks send each other about state: they round-trip; one that was changed is valid or refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import statexchange as sx
+from statexchange.conversions.numbers import KnownConfig
+from statexchange.exchange.compared_rows import Compared
+from statexchange.exchange.exporting import ExportReport
+from statexchange.exchange.gather import _ArenaAddress, _RankMessage, _TensorMetadata
+from statexchange.exchange.memory_copy import _Answer, _check_parts, _Disk, _Part
+from statexchange.exchange.memory_copy import _Start as _Copy
+from statexchange.exchange.rank_metadata import DescribedShard, RankMetadata, check_equal_options
+from statexchange.exchange.reading import Overflows, WantedBox
+from statexchange.exchange.same_source import _OpenedSource
+from statexchange.exchange.saving import _Start, _Written
+from statexchange.messages import decode, encoded
+from statexchange.report.value_sums import ValueSums
+from statexchange.sharding.placements import DimSplit
+from statexchange.sharding.plan import Piece
+from statexchange.sharding.rules import Layout
+from statexchange.sharding.sharding_spec import Placement, ShardingSpec
+from statexchange.sharding.shards import Box
+from statexchange.sharding.write_plan import BoxReceipt, WriteFile, WritePlan, WriteTensor, assign_hosts
+from statexchange.state.describe import describe
+from statexchange.state.payload import Payload, PayloadPart, _LeafSpec
+from statexchange.storage.save_directory import SaveManifest
+from statexchange.train.synchronize import _Note
+
+LAYOUT = {
+    "cut": {"dim": 1, "blocks": [1, 1]},
+    "split.qkv": {"dim": 0, "split": {"qkv": {"q": 1, "k": 1}}},
+    "own": {"global_shape": [4, 2], "offsets": [2, 0], "shape": [2, 2]},
+    "scale": {"reduce": "max"},
+}
+STATE = {name: torch.ones(2, 2) for name in ("cut", "split.qkv", "own", "scale", "plain")}
+PIECES = (Piece(Box((0, 0), (2, 2)), 1, 0, ((0, 1),)), Piece(Box((2, 0), (2, 2)), 0, 0))
+PLAN = WritePlan(
+    (WriteFile("/out/a", is_reserved=True), WriteFile("/out/b", is_reserved=False)),
+    (WriteTensor(1, 80, (4, 2), "F32", "w", "max", PIECES), WriteTensor(0, 8, (2,), "BF16", "v", None, ())),
+    ({}, {"layers.0.w": "layers.1.w"}),
+    (0, 1),
+    "/out/probe",
+    compares=True,
+)
+
+
+def metadata() -> RankMetadata:
+    described = describe(STATE, Layout.parse(LAYOUT))
+    placement = Placement((2, 1), (DimSplit(0), None))
+    found = RankMetadata.of(described, {"dtype": "None"})
+    spec = DescribedShard(ShardingSpec("mesh", "F32", (4, 2), placement))
+    return replace(found, shards=(*found.shards, spec), unused=("a",), extra_state=())
+
+
+TENSORS_METADATA = (
+    _TensorMetadata("w", "F32", (2, 3), "parameter", requires_grad=True, alias=None, offset=0),
+    _TensorMetadata("tied", "F32", (2, 3), "parameter", requires_grad=True, alias="w", offset=64),
+)
+SUMS = ValueSums(1, math.inf, [0.5, 1.0, math.inf, 0.0], (1, 2), [0, 1], has_number=True)
+LEAVES = (_LeafSpec("tensor", "float32", (2, 3)), _LeafSpec("object"))
+PAYLOAD = Payload(PayloadPart("{}", LEAVES, ("T",)), {"model": PayloadPart("", (), ())})
+MANIFEST = SaveManifest("0123456789abcdef", "job", 1.5, (10, 20), 7, {"loss": 1, "accuracy": 0.5})
+CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
+    (metadata(), RankMetadata, RankMetadata.check),
+    (PLAN, WritePlan, partial(WritePlan.check, world_size=2)),
+    ((BoxReceipt(0, 1, 0, "aa"), BoxReceipt(1, 0, 2, "bb")), tuple[BoxReceipt, ...], None),
+    (_RankMessage(TENSORS_METADATA, {"id": "a"}, ["x"]), _RankMessage, _RankMessage.check),
+    (_ArenaAddress("a", 1, 2, 3, 4096, None), _ArenaAddress, None),
+    ([WantedBox("w", Box((0,), (2,)), "F32")], list[WantedBox], None),
+    ([Overflows("w", Box((0,), (2,)), 3)], list[Overflows], None),
+    (
+        ExportReport("/p", (("a", 1),), 1, 1, {"b": "a"}, 0.5, {"write": 0.1}, {"write": 1}, (1, 0), ("a note",)),
+        ExportReport | None,
+        None,
+    ),
+    (
+        _Start(
+            "step-000000007", "/saves", "0123456789abcdef", "hidden", has_layout=False, has_copies=True, memory=True
+        ),
+        _Start,
+        None,
+    ),
+    (_Written(100, "etag", "/saves"), _Written, None),
+    (_Answer("no room", "/dev/shm/hidden", "digest"), _Answer, None),
+    (_Copy("identity", MANIFEST), _Copy | None, None),
+    (_Disk("identity", 8, None, "save"), _Disk | None, None),
+    ([_Part(7, "save", "digest", (0, 1), 2, "")], list[_Part], _check_parts),
+    (_OpenedSource("a", "b", "/p", "/p, round 3", {"strict": "True"}, has_layout=True), _OpenedSource, None),
+    (({"w": Compared("F32", (4,), {Box((0,), (4,)): SUMS})}, 16), tuple[dict[str, Compared], int], None),
+    ([KnownConfig("config.json", {"layers": 2, "names": ["a"]})], list[KnownConfig], None),
+    ((b"\0header", b""), tuple[bytes, ...], None),
+    (None, tuple[bytes, int, int] | None, None),
+    (_Note(0, "digest", ("a", None), shares_memory=False, payload=PAYLOAD), _Note, None),
+]
+IDS = [getattr(kind, "__name__", str(kind)) for _, kind, _ in CASES]
+WRONG: list[Any] = [None, True, -1, 1.5, 1 << 70, 10**400, "", "x", [], [1], [[1, 2]], {}, {"a": 1}]
+
+
+def sent(record: Any, kind: Any) -> Any:
+    return json.loads(encoded(record, kind))
+
+
+def places(raw: Any) -> Iterator[tuple[Any, ...]]:
+    """Return every place in a JSON value, as the keys that lead to it."""
+    yield ()
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(raw, dict):
+        items = raw.items()
+    elif isinstance(raw, list):
+        items = enumerate(raw)
+    for key, item in items:
+        for rest in places(item):
+            yield (key, *rest)
+
+
+def changed(raw: Any, place: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
+    """Return a copy in which `change` was applied to the container and key of a place."""
+    top = [copy.deepcopy(raw)]
+    inside: Any = top
+    for key in (0, *place)[:-1]:
+        inside = inside[key]
+    change(inside, (0, *place)[-1])
+    return top[0] if top else None
+
+
+@pytest.mark.parametrize(("record", "kind", "check"), CASES, ids=IDS)
+def test_a_record_round_trips(record: Any, kind: Any, check: Callable[[Any], object] | None) -> None:
+    assert decode(encoded(record, kind), kind, "it", 0, check) == record
+
+
+@pytest.mark.parametrize(("record", "kind", "valid"), CASES, ids=IDS)
+def test_a_record_that_was_changed_is_read_or_refused(
+    record: Any, kind: Any, valid: Callable[[Any], object] | None
+) -> None:
+    """Wrong types, counts and values anywhere: a MismatchError, or another valid record."""
+    raw, refused = sent(record, kind), 0
+
+    def check(other: Any) -> bool:
+        try:
+            found = decode(other, kind, "it", 0, valid)
+        except sx.errors.MismatchError:
+            return True
+        data = encoded(found, kind)
+        assert encoded(decode(data, kind, "it", 0, valid), kind) == data
+        return False
+
+    def dropped(inside: Any, key: Any) -> None:
+        del inside[key]
+
+    for place in places(raw):
+        refused += check(changed(raw, place, dropped))
+        for value in WRONG:
+            refused += check(changed(raw, place, lambda inside, key, value=value: inside.__setitem__(key, value)))
+    assert refused > len(WRONG)
+
+
+@pytest.mark.parametrize("data", [b"", b"[", b"{}", b"[1, 2]", b"\xff", b"[" * 100_000])
+def test_an_invalid_record_names_the_rank_that_sent_it(data: bytes) -> None:
+    with pytest.raises(sx.errors.MismatchError, match="same version") as caught:
+        decode(data, WritePlan, "the plan", 3)
+    assert caught.value.rank == 3
+
+
+def test_a_plan_with_absent_ranks_or_files_is_refused() -> None:
+    first, second = PLAN.tensors
+    piece = PIECES[0]
+    for wrong, text in (
+        (replace(PLAN, tensors=(replace(first, file=2), second)), "file 2"),
+        (replace(PLAN, tensors=(replace(first, pieces=(piece._replace(holder=2),)), second)), "rank 2"),
+        (replace(PLAN, tensors=(replace(first, pieces=(piece._replace(replicas=((2, 1),)),)),)), "rank 2"),
+        (replace(PLAN, tensors=(replace(first, pieces=(Piece(Box((3, 0), (2, 2)), 1, 0),)),)), "outside"),
+        (replace(PLAN, tensors=(replace(first, reduce="sum"), second)), "reduction"),
+        (replace(PLAN, rename_of=(0, 2)), "maps of names"),
+        (replace(PLAN, rename_of=(0,)), "maps of names"),
+    ):
+        with pytest.raises(sx.errors.MismatchError, match=text):
+            decode(encoded(wrong, WritePlan), WritePlan, "the plan", 0, partial(WritePlan.check, world_size=2))
+
+
+def test_a_wrong_field_is_named() -> None:
+    raw = sent(PLAN, WritePlan)
+    raw["tensors"][1]["begin"][1] = "8"
+    with pytest.raises(sx.errors.MismatchError, match="tensors: begin: not int"):
+        decode(raw, WritePlan, "the plan", 3)
+
+
+def test_equal_shapes_and_placements_travel_once() -> None:
+    placement = Placement((64,), (DimSplit(0),))
+    few, many = (
+        [ShardingSpec(f"{number:06}", "F32", (4096, 4096), placement) for number in range(size)] for size in (1, 1000)
+    )
+    each = (len(encoded(many, list[ShardingSpec])) - len(encoded(few, list[ShardingSpec]))) / 999
+    assert each < len('"000000","F32",0,0,') + 1
+
+
+def test_boxes_that_are_reduced_are_those_with_copies() -> None:
+    (found,) = PLAN.reductions()
+    assert (found.name, found.op, found.holder, found.index, found.copies) == ("w", "max", 1, 0, ((0, 1),))
+
+
+def test_a_file_is_written_by_the_host_to_which_the_least_is_sent() -> None:
+    one = [Piece(Box((0,), (8,)), 0, 0), Piece(Box((8,), (24,)), 2, 0)]
+    tensors = tuple(WriteTensor(file, 0, (32,), "F32", f"w{file}", None, one) for file in range(2))
+    plan = WritePlan((WriteFile("a", True), WriteFile("b", True)), tensors, ({},), (0,) * 3, "", compares=True)
+    assert assign_hosts(plan, [0, 0, 1], [True] * 3) == [1, 0]
+    assert assign_hosts(plan, [0, 0, 1], [True, True, False]) == [0, 0]
+
+
+def test_options_that_differ_are_named_with_both_values() -> None:
+    same = {"dtype": "None", "replicas": "'equal'"}
+    check_equal_options([same, dict(same)])
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"^dtype is .* 0 .*'float16' .* 2") as caught:
+        check_equal_options([same, same, {**same, "dtype": "'float16'"}])
+    assert caught.value.rank == 2
